@@ -1,0 +1,50 @@
+"""How the Megatron-Core learner updates: batches, optimizer, schedule, checkpoints."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Schema
+
+
+class OptimizerConfig(Schema):
+    """AdamW of Megatron-Core with a linear warm-up."""
+
+    lr: PositiveFloat = 1e-6
+    min_lr: NonNegativeFloat = 0.0
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    """In optimizer steps (minibatches), like the decay, which ends with the run."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    clip_grad: PositiveFloat = 1.0
+    distributed: bool = True
+    """Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer)."""
+
+    @model_validator(mode="after")
+    def _ranges(self):
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
+        if not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(f"betas={self.betas} must lie in [0, 1)")
+        return self
+
+
+class LearnerConfig(Schema):
+    minibatches: PositiveInt = 1
+    """Optimizer steps per rollout batch; prompts_per_step must divide by it."""
+    token_budget: PositiveInt = 16384
+    """Most tokens of one packed micro-batch on one rank; a longer single sequence is an error."""
+    logprob_chunk_tokens: PositiveInt = 1024
+    """Tokens whose float32 logits exist at once."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    recompute: Literal["none", "full"] = "none"
+    """Activation recomputation of the transformer layers."""
+
+
+class CheckpointConfig(Schema):
+    every: NonNegativeInt = 0
+    """Steps between resumable checkpoints; 0 writes none."""
+    keep: PositiveInt = Field(default=2)
+    """The newest this many stay on disk."""

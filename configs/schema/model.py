@@ -1,0 +1,15 @@
+"""Which model is trained, and in which precision."""
+
+from pathlib import Path
+from typing import Literal
+
+from configs.schema.base import Schema
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class ModelConfig(Schema):
+    path: Path
+    """A Hugging Face folder (config.json, *.safetensors, tokenizer): Qwen2/2.5, Qwen3 or Llama, dense."""
+    dtype: Dtype = "bfloat16"
+    """Of the learner's weights and activations; the optimizer keeps float32 either way."""

@@ -1,0 +1,48 @@
+"""How the SGLang servers sample."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Schema
+from configs.schema.model import Dtype
+
+
+class RolloutConfig(Schema):
+    dtype: Dtype = "bfloat16"
+    """Of the served weights; equal to ``model.dtype`` the gap between the engines is smallest."""
+    prompts_per_step: PositiveInt = 32
+    group_size: PositiveInt = 8
+    """G, siblings sampled per prompt."""
+    max_new_tokens: PositiveInt = 1024
+    temperature: PositiveFloat = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    max_staleness: Literal[0] = 0
+    """Versions a token may lag behind the learner. Only the synchronous loop exists: 0."""
+    replicas: PositiveInt = 1
+    tensor_parallel: PositiveInt = 1
+    """SGLang's TP size of each replica."""
+    first_port: int | None = Field(default=None, ge=1024, le=65000)
+    """Replica i listens on first_port + 2 i; free ports are taken where this is not given."""
+    max_concurrency: PositiveInt = 512
+    """Requests in flight over all replicas."""
+    request_timeout_s: PositiveFloat = 600.0
+    max_retries: NonNegativeInt = 3
+    """Of a request whose transport failed; each is counted in the metrics."""
+    max_total_tokens: PositiveInt | None = None
+    """Size of SGLang's KV pool in tokens; None leaves it to SGLang (on CPU: 65536)."""
+    server_start_timeout_s: PositiveFloat = 600.0
+    server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Further flags of ``sglang.launch_server``, without the dashes; ``true`` is a bare flag."""
+
+    @model_validator(mode="after")
+    def _sampling_is_unfiltered(self):
+        for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+            if getattr(self, name) != neutral:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} would sample from a truncated distribution while SGLang reports "
+                    f"log-probs of the full one, so importance ratios would be wrong; set {name}: {neutral}"
+                )
+        return self

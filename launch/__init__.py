@@ -1,0 +1,1 @@
+"""The ``tandem`` command, processes and roles: the only place that wires everything."""

@@ -1,0 +1,99 @@
+"""Packed batches: sequences laid end to end, never padded; the shift by one token happens here and nowhere else.
+
+Legend: S sequences, T packed tokens. Every ``_T`` tensor's index t describes predicting ``targets_T[t]``, so a sequence of
+L tokens takes L - 1 places.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedBatch:
+    """S sequences of T tokens in all, on one rank. Optional fields are filled in as the step goes on."""
+
+    tokens_T: Tensor
+    """int64, the input tokens."""
+    targets_T: Tensor
+    """int64, the token that follows each input token."""
+    positions_T: Tensor
+    """int64, place within its sequence, from 0."""
+    cu_seqlens: Tensor
+    """int32 [S + 1], on the CPU: sequence s takes places cu_seqlens[s]:cu_seqlens[s + 1]."""
+    response_mask_T: Tensor
+    """bool, True where the target is a response token."""
+    rollout_logprobs_T: Tensor
+    """float32 nats, of the target, by the server while sampling; anything off the mask."""
+    sequence_ids_S: Tensor
+    """int64, which sequence of the whole step's batch this is, the same under every layout."""
+    old_logprobs_T: Tensor | None = None
+    ref_logprobs_T: Tensor | None = None
+    advantages_T: Tensor | None = None
+    loss_weights_T: Tensor | None = None
+    """float32: aggregation weight times correction weight times keep, from global counts."""
+    aggregation_T: Tensor | None = None
+    """float32: the aggregation weight alone, for the terms that no importance weight touches (entropy, KL)."""
+
+    @property
+    def num_sequences(self) -> int:
+        return self.cu_seqlens.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens_T.numel()
+
+    @property
+    def lengths(self) -> list[int]:
+        return torch.diff(self.cu_seqlens).tolist()
+
+    def with_fields(self, **tensors: Tensor) -> "PackedBatch":
+        """A copy with some ``_T`` fields replaced."""
+        return replace(self, **tensors)
+
+    def select(self, rows: Sequence[int]) -> "PackedBatch":
+        """The sequences at ``rows``, in that order, as a batch of their own. All ``_T`` fields that are set come along."""
+        bounds = self.cu_seqlens.tolist()
+        places = torch.cat([torch.arange(bounds[r], bounds[r + 1]) for r in rows]) if rows else torch.empty(0, dtype=torch.int64)
+        lengths = torch.tensor([0] + [bounds[r + 1] - bounds[r] for r in rows])
+        taken = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name.endswith("_T") and value is not None:
+                taken[f.name] = value[places.to(value.device)]
+        return replace(
+            self, **taken, cu_seqlens=lengths.cumsum(0).to(torch.int32), sequence_ids_S=self.sequence_ids_S[torch.tensor(rows, dtype=torch.int64)]
+        )
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        """Every ``_T`` tensor on ``device``; cu_seqlens and sequence ids stay on the CPU, where shapes are decided."""
+        moved = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_T")}
+        return replace(self, **{k: v.to(device) for k, v in moved.items() if v is not None})
+
+
+def pack_sequences(
+    *,
+    token_ids: Sequence[Sequence[int]],
+    response_masks: Sequence[Sequence[bool]],
+    rollout_logprobs: Sequence[Sequence[float]],
+    sequence_ids: Sequence[int],
+) -> PackedBatch:
+    """Lay sequences end to end and shift by one: input ``ids[:-1]``, target, mask and log-prob ``[1:]``.
+
+    Raises ValueError for a sequence of fewer than two tokens, which predicts nothing.
+    """
+    short = [i for i, ids in zip(sequence_ids, token_ids, strict=True) if len(ids) < 2]
+    if short:
+        raise ValueError(f"sequences {short} have fewer than two tokens: there is nothing to predict")
+    lengths = [len(ids) - 1 for ids in token_ids]
+    return PackedBatch(
+        tokens_T=torch.tensor([t for ids in token_ids for t in ids[:-1]], dtype=torch.int64),
+        targets_T=torch.tensor([t for ids in token_ids for t in ids[1:]], dtype=torch.int64),
+        positions_T=torch.tensor([p for n in lengths for p in range(n)], dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        response_mask_T=torch.tensor([m for row in response_masks for m in row[1:]], dtype=torch.bool),
+        rollout_logprobs_T=torch.tensor([x for row in rollout_logprobs for x in row[1:]], dtype=torch.float32),
+        sequence_ids_S=torch.tensor(list(sequence_ids), dtype=torch.int64),
+    )
