@@ -11,8 +11,8 @@ class LaunchConfig(Schema):
     """OMP threads of every process on CPU: several processes with several threads each stall 10-40 times."""
     start_timeout_s: PositiveFloat = 900.0
     """For all roles to report that they are ready."""
-    collective_timeout_s: PositiveFloat = 600.0
-    """Of torch.distributed and of the weight broadcast."""
+    collective_timeout_s: PositiveFloat = 1800.0
+    """Of torch.distributed and of the weight broadcast; ranks wait in a collective while rank 0 waits for samples."""
     stop_grace_s: PositiveFloat = 10.0
     """Between SIGTERM and SIGKILL to a role's process group."""
 

@@ -59,6 +59,11 @@ class RunConfig(Schema):
                 f"a minibatch of {sequences} sequences leaves some of layout.data_parallel={self.layout.data_parallel} "
                 "ranks without any; use fewer minibatches or more prompts"
             )
+        if self.rollout.max_new_tokens >= self.learner.token_budget:
+            raise ValueError(
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt in learner.token_budget="
+                f"{self.learner.token_budget}; raise the budget, since a sequence is never split over micro-batches"
+            )
         return self
 
     @property

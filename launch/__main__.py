@@ -1,0 +1,5 @@
+"""``python -m launch`` is ``tandem``."""
+
+from launch.cli import main
+
+main()

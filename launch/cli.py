@@ -1,0 +1,133 @@
+"""The ``tandem`` command: arguments in, one exit code out. What the commands do is in ``launch/commands.py``.
+
+Exit codes: 0 done; 1 a role failed; 2 bad input, nothing was started; 130 interrupted.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="RL post-training with a Megatron-Core learner and SGLang rollouts.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+)
+
+OUR_PACKAGES = ("configs", "rollout", "parallel", "trainer", "launch")
+ConfigPath = Annotated[Path, typer.Argument(help="A YAML config, e.g. configs/recipes/countdown_tiny.yaml", metavar="CONFIG")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: learner.optimizer.lr=3e-5 seed=1", metavar="[KEY=VALUE]...")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the processes, start nothing.")]
+RunPath = Annotated[Path, typer.Argument(help="A run folder, e.g. runs/latest", metavar="RUN")]
+
+
+@app.command()
+def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Train by RL: SGLang servers, the sample role and the Megatron learner, from start to report."""
+    from launch import commands
+
+    commands.train(config, overrides or [], dry_run=dry_run)
+
+
+@app.command()
+def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Warm-start a model by supervised training."""
+    from launch import commands
+
+    commands.sft(config, overrides or [], dry_run=dry_run)
+
+
+@app.command("eval")
+def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+    """Accuracy of model.path on the task's held-out problems."""
+    from launch import commands
+
+    commands.evaluate(config, overrides or [], dry_run=dry_run)
+
+
+@app.command()
+def export(run: RunPath, out: Annotated[Path, typer.Argument(help="The folder to write", metavar="OUT")]) -> None:
+    """The newest weights of a run as a Hugging Face checkpoint."""
+    from launch import commands
+
+    commands.export(run, out)
+
+
+@app.command()
+def report(run: RunPath) -> None:
+    """Write report.html and figures for a run, finished or not."""
+    from launch import commands
+
+    commands.report(run)
+
+
+@app.command("make-tiny-model")
+def make_tiny_model(
+    folder: Annotated[Path, typer.Argument(help="The folder to write", metavar="FOLDER")],
+    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+) -> None:
+    """A tiny Qwen3 model with a character tokenizer for Countdown, with random weights."""
+    from rollout.tiny_model import make_tiny_countdown_model
+
+    make_tiny_countdown_model(folder, seed=seed)
+    print(f"wrote {folder}")
+
+
+@app.command()
+def quickstart(
+    seed: Annotated[int, typer.Option(help="Of everything: model, data, training.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="RL steps.")] = 100,
+    install_seconds: Annotated[float, typer.Option(hidden=True)] = 0.0,
+) -> None:
+    """The whole path on one machine: tiny model, warm start, RL, evaluation, export, report."""
+    from launch.quickstart import run_quickstart
+
+    run_quickstart(seed=seed, steps=steps, install_seconds=install_seconds)
+
+
+def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
+    def run(run_folder: RunPath) -> None:
+        from launch import commands, roles
+
+        roles.ROLES[name](commands.existing_run(run_folder))
+
+    app.command(name, help=help_text, hidden=hidden)(run)
+
+
+_role_command("serve", "One role alone: the SGLang servers of a run.")
+_role_command("sample", "One role alone: the sampling driver of a run.")
+_role_command("learn", "One role alone, under torchrun: a Megatron rank of a run.")
+_role_command("sft-rank", "Under torchrun: a Megatron rank of a warm start.", hidden=True)
+_role_command("export-rank", "A Megatron process that writes a checkpoint as a Hugging Face folder.", hidden=True)
+
+
+def check_packages() -> None:
+    """Our packages have plain names: refuse to start when another ``trainer`` (or ...) on the path shadows ours."""
+    root = Path(__file__).resolve().parent.parent
+    for name in OUR_PACKAGES:
+        spec = importlib.util.find_spec(name)
+        found = Path(spec.origin).resolve().parent if spec and spec.origin else None
+        if found != root / name:
+            sys.exit(
+                f"tandem: the package {name!r} is taken from {found}, not from {root / name}.\n"
+                "Another package of that name comes first on the Python path: run from another folder, or mend PYTHONPATH."
+            )
+
+
+def main() -> None:
+    check_packages()
+    from configs.loader import ConfigError
+    from launch.supervisor import Interrupted, RoleFailed
+
+    try:
+        app()
+    except ConfigError as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RoleFailed as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        sys.exit(1)
+    except Interrupted:
+        print("tandem: interrupted; every process of the run has ended", file=sys.stderr)
+        sys.exit(130)

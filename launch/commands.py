@@ -1,0 +1,213 @@
+"""What the commands do: check everything, make the run folder, start roles, wait, report."""
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from parallel.layout import validate_layout
+
+from configs.loader import ConfigError, check_files, load_config, resolved_yaml
+from configs.schema import RunConfig, SftConfig
+from launch import roles, run_folder
+from launch.run_folder import RunFolder
+from launch.supervisor import Role, Supervisor
+
+PACKAGE_ROOT = Path(__file__).resolve().parent.parent
+
+
+def train(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> RunFolder | None:
+    config = _load(config_path, overrides, RunConfig)
+    if dry_run:
+        _print_plan(config, ("serve", "sample", "learn"))
+        return None
+    folder = _folder_of(config)
+    print(f"run folder: {folder.path}", flush=True)
+    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
+        _start_sampling(supervisor, folder, config)
+        supervisor.start(_role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True))
+        _wait_ready(supervisor, folder, config)
+        supervisor.wait_until_done("learn")
+    report(folder.path, quiet=True)
+    _print_result(folder)
+    return folder
+
+
+def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> Path | None:
+    config = _load(config_path, overrides, SftConfig)
+    if dry_run:
+        _print_plan(config, ("sft-rank",))
+        return None
+    folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
+    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
+        supervisor.start(_role("sft-rank", folder, config, ranks=config.layout.world_size, show_stdout=True))
+        supervisor.wait_until_done("sft-rank")
+    print(f"warm-started model: {config.output}", flush=True)
+    return config.output
+
+
+def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> float | None:
+    config = _load(config_path, overrides, RunConfig)
+    if dry_run:
+        _print_plan(config, ("serve", "sample"))
+        return None
+    from rollout.remote_sampler import RemoteSampler
+
+    folder = run_folder.create(config.launch.runs_dir, f"{config.name}-eval", resolved_yaml(config))
+    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
+        _start_sampling(supervisor, folder, config)
+        _wait_ready(supervisor, folder, config)
+        remote = RemoteSampler(folder.read_address("sample")["address"], timeout_s=config.launch.collective_timeout_s)
+        result = remote.evaluate()
+        remote.stop()
+    if result is None:
+        raise ConfigError("this task has no held-out problems: give task.heldout_path")
+    run_folder.write_json(folder.summary, {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)})
+    print(f"accuracy {result.accuracy:.4f} on {result.count} held-out samples; {folder.summary}", flush=True)
+    return result.accuracy
+
+
+def export(run: Path, out: Path) -> None:
+    """From the finished model of the run where there is one, else from its newest checkpoint."""
+    from parallel.checkpoint import latest_valid
+
+    folder = existing_run(run)
+    if out.exists():
+        raise ConfigError(f"OUT: {out} exists already; name a new folder, or remove it first")
+    source = folder.hf
+    if not source.is_dir():
+        if latest_valid(folder.checkpoints) is None:
+            raise ConfigError(f"RUN: {run} has neither a finished model nor a checkpoint; set checkpoint.every to get them")
+        config = load_config(folder.config, [])
+        with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
+            supervisor.start(_role("export-rank", folder, config))
+            supervisor.wait_until_done("export-rank")
+        source = folder.export
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial)
+    partial.rename(out)
+    print(f"exported to {out}", flush=True)
+
+
+def report(run: Path, *, quiet: bool = False) -> Path:
+    from trainer.report import write_report
+
+    folder = existing_run(run)
+    try:
+        page = write_report(folder.path)
+    except ValueError as error:
+        raise ConfigError(f"RUN: {error}") from error
+    if not quiet:
+        print(f"report: {page}", flush=True)
+    return page
+
+
+def existing_run(run: Path) -> RunFolder:
+    if not (run / "config.yaml").is_file():
+        raise ConfigError(f"RUN: {run} is not a run folder (it has no config.yaml); runs/latest is the newest run")
+    return RunFolder(run.resolve())
+
+
+def _load(path: Path, overrides: list[str], kind: type) -> RunConfig | SftConfig:
+    """Everything that can be known before a process is started is checked here."""
+    config = load_config(path, overrides)
+    if not isinstance(config, kind):
+        wanted = kind.model_fields["kind"].default or "sft"
+        raise ConfigError(f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}")
+    check_files(config)
+    try:
+        validate_layout(json.loads((config.model.path / "config.json").read_text()), config.layout)
+        if isinstance(config, RunConfig) and config.reward_type.type == "function":
+            from rollout.rewards import check_reward
+
+            check_reward(config.reward_type)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    return config
+
+
+def _folder_of(config: RunConfig) -> RunFolder:
+    if config.resume is None:
+        return run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
+    folder = existing_run(config.resume)
+    folder.forget_addresses()
+    folder.config.write_text(resolved_yaml(config))
+    run_folder.point_latest(folder)
+    return folder
+
+
+def _role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: int = 1, show_stdout: bool = False) -> Role:
+    threads = str(config.launch.threads_per_process)
+    env = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        # -m would put the working directory, where another `trainer` may lie, before our packages.
+        "PYTHONSAFEPATH": "1",
+        "PYTHONPATH": str(PACKAGE_ROOT),
+    }
+    command = roles.command(name, folder, ranks=ranks)
+    return Role(name=name, command=command, log=folder.logs / f"{name}.log", env=env, show_stdout=show_stdout)
+
+
+def _start_sampling(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> None:
+    supervisor.start(_role("serve", folder, config))
+    supervisor.start(_role("sample", folder, config))
+
+
+def _wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> None:
+    count = config.rollout.replicas
+    what = f"{count} SGLang server{'s' if count > 1 else ''}"
+    started = time.monotonic()
+    waiting = _progress(f"starting {what}")
+    for role in ("serve", "sample"):
+        supervisor.wait_for(
+            lambda role=role: folder.read_address(role) is not None,
+            what=f"{what} and the sampler to be ready",
+            timeout_s=config.launch.start_timeout_s,
+            while_waiting=waiting,
+        )
+    print(f"{what} and the sampler ready after {time.monotonic() - started:.0f} s", flush=True)
+
+
+def _progress(text: str) -> Callable[[float], None]:
+    """On a terminal a counting line; elsewhere a line every 15 seconds."""
+    interactive, said = sys.stdout.isatty(), -1
+
+    def tell(waited: float) -> None:
+        nonlocal said
+        period = int(waited) if interactive else int(waited // 15)
+        if period != said:
+            said = period
+            print(f"{text} … {waited:.0f} s", end="\r" if interactive else "\n", flush=True)
+
+    return tell
+
+
+def _print_plan(config: RunConfig | SftConfig, names: tuple[str, ...]) -> None:
+    print(resolved_yaml(config))
+    print("# processes that would be started:")
+    placeholder = RunFolder(config.launch.runs_dir / f"{config.name}-DATE-TIME")
+    for name in names:
+        ranks = config.layout.world_size if name in roles.MEGATRON_ROLES else 1
+        print(f"#   {name}: {' '.join(roles.command(name, placeholder, ranks=ranks))}")
+    if "serve" in names:
+        rollout = config.rollout
+        print(f"#   serve starts {rollout.replicas} SGLang server(s) of tensor-parallel size {rollout.tensor_parallel}, on localhost")
+
+
+def _print_result(folder: RunFolder) -> None:
+    summary = json.loads(folder.summary.read_text())
+    print()
+    if summary["accuracy_after"] is not None:
+        before = summary["accuracy_before"]
+        text = f"{before:.1%} before, " if before is not None else ""
+        print(f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {summary['steps']} steps")
+    store = folder.path / "mlflow.db"
+    print(f"report:     {folder.path / 'report.html'}")
+    print(f"checkpoint: {folder.hf}")
+    print(f"MLflow:     {'sqlite:///' + str(store) if store.exists() else 'the tracking URI of the config'}", flush=True)

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# Installs Tandem into .venv beside this checkout: pinned, CPU or CUDA by what the machine has; a second call reuses it.
+# Sourced or run by quickstart.sh and test.sh. TANDEM_PYTHON names another Python 3.11 interpreter.
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="$root/.venv"
+say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
+
+kind=cpu
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then kind=cuda; fi
+wanted="$kind $(cat "$root/launch/requirements/$kind.txt" "$root/launch/requirements/test.txt" "$root/setup.py" | sha256sum | cut -c1-16)"
+stamp="$venv/.tandem-installed"
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+  say "Installation found in .venv ($kind); nothing to install."
+  return 0 2>/dev/null || exit 0
+fi
+
+python="${TANDEM_PYTHON:-}"
+if [ -z "$python" ]; then
+  for candidate in python3.11 python3; do
+    if command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+      python="$candidate"; break
+    fi
+  done
+fi
+if [ -z "$python" ]; then
+  echo "Tandem is pinned and tested on Python 3.11, which is not on PATH: install it, or name it in TANDEM_PYTHON." >&2
+  exit 1
+fi
+
+started=$SECONDS
+step() { # step N TITLE COMMAND...: runs it, shows the time that has passed, keeps its output for an error
+  local title="$1"; shift
+  local log="$venv/install.log" pid began=$SECONDS
+  printf '    %s ' "$title"
+  "$@" >"$log" 2>&1 &
+  pid=$!
+  while kill -0 "$pid" 2>/dev/null; do
+    if [ -t 1 ]; then printf '\r    %s %ds ' "$title" $((SECONDS - began)); fi
+    sleep 1
+  done
+  if ! wait "$pid"; then
+    printf 'failed\n' ; tail -n 20 "$log" >&2
+    echo "The installation failed at: $title. The output above says why; run the same command again once it is mended." >&2
+    exit 1
+  fi
+  if [ -t 1 ]; then printf '\r'; fi
+  printf '    %s done in %ds\n' "$title" $((SECONDS - began))
+}
+say "Installing Tandem ($kind) into .venv with $("$python" --version); about 3 GB and 2-3 minutes on a first run."
+rm -f "$stamp"
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input)
+if [ "$kind" = cpu ]; then
+  # torch first and with its dependencies: an index without CPU builds gives the CUDA build, which needs its libraries to import.
+  step "[1/3] torch" "${pip[@]}" "$(grep '^torch==' "$root/launch/requirements/cpu.txt")"
+  # --no-deps: SGLang's metadata asks for a 4 GB CUDA stack that a machine without a GPU never loads.
+  grep -v '^torch==' "$root/launch/requirements/cpu.txt" > "$venv/cpu-rest.txt"
+  step "[2/3] engines and libraries" "${pip[@]}" --no-deps -r "$venv/cpu-rest.txt" -r "$root/launch/requirements/test.txt"
+else
+  step "[1/3] engines" "${pip[@]}" -r "$root/launch/requirements/cuda.txt"
+  step "[2/3] test tools" "${pip[@]}" -r "$root/launch/requirements/test.txt"
+fi
+step "[3/3] tandem" "${pip[@]}" --no-deps --no-build-isolation --editable "$root"
+printf '%s' "$wanted" > "$stamp"
+say "Installed in $((SECONDS - started)) s."

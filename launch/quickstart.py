@@ -1,0 +1,38 @@
+"""The whole path on one machine: tiny model -> warm start -> RL -> evaluation -> Hugging Face export -> report."""
+
+import json
+import time
+from pathlib import Path
+
+from launch import commands, run_folder
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "recipes"
+
+
+def run_quickstart(*, seed: int, steps: int, install_seconds: float) -> None:
+    """Everything lands in ``runs/``; models of the way there in ``runs/quickstart-models/``."""
+    from rollout.tiny_model import make_tiny_countdown_model
+
+    seconds = {"install": install_seconds}
+    models = Path("runs/quickstart-models")
+    initial, warm = models / f"random-seed{seed}", models / f"warm-seed{seed}"
+    _say(1, "a tiny Qwen3 model with a character tokenizer, random weights")
+    make_tiny_countdown_model(initial, seed=seed)
+
+    _say(2, "warm start: supervised training on generated Countdown solutions, 30 % of them wrong on purpose")
+    began = time.perf_counter()
+    commands.sft(CONFIGS / "countdown_tiny_sft.yaml", [f"model.path={initial}", f"output={warm}", f"seed={seed}"])
+    seconds["warm_start"] = time.perf_counter() - began
+
+    _say(3, f"RL: {steps} GRPO steps, SGLang samples, Megatron-Core learns; accuracy on held-out problems before and after")
+    began = time.perf_counter()
+    folder = commands.train(CONFIGS / "countdown_tiny.yaml", [f"model.path={warm}", f"seed={seed}", f"steps={steps}"])
+    seconds["rl_run"] = time.perf_counter() - began
+
+    summary = json.loads(folder.summary.read_text())
+    summary["seconds"] |= {part: round(value, 2) for part, value in seconds.items()}
+    run_folder.write_json(folder.summary, summary)
+
+
+def _say(part: int, text: str) -> None:
+    print(f"\n[{part}/3] {text}", flush=True)

@@ -1,0 +1,202 @@
+"""What each role runs, given a run folder: serve (SGLang), sample (groups), learn (Megatron ranks, under torchrun).
+
+Roles find each other through ``RUN/roles/*.json``, so each can be started by itself, on its own node, in any order.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+
+from configs.loader import load_config
+from configs.schema import RunConfig, SftConfig
+from launch.run_folder import RunFolder
+
+START_PROBE_TEMPERATURE = 0.7
+"""Not 1: a server whose log-probs ignore the temperature would agree at 1."""
+PROBE_TOKENS = 8
+
+
+def serve(folder: RunFolder) -> None:
+    """Start the SGLang servers, announce them when they are healthy, watch them until SIGTERM; all are gone at return."""
+    import torch
+    from rollout.sglang_server import ServerFleet
+
+    config: RunConfig = load_config(folder.config, [])
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    fleet = ServerFleet(
+        config.rollout,
+        model_path=config.model.path,
+        log_dir=folder.logs,
+        threads=config.launch.threads_per_process,
+        cuda=torch.cuda.is_available(),
+        seed=config.seed,
+    )
+    try:
+        fleet.start()
+        fleet.wait_healthy(config.rollout.server_start_timeout_s, print, should_stop=stop.is_set)
+        if not stop.is_set():
+            folder.announce("serve", {"urls": fleet.urls, "pid": os.getpid()})
+        while not stop.wait(0.5):
+            fleet.poll()
+    finally:
+        fleet.stop()
+
+
+def sample(folder: RunFolder) -> None:
+    """Hand groups to the learner until it says stop."""
+    from rollout.sampler import run_sample_role
+
+    config: RunConfig = load_config(folder.config, [])
+    urls = folder.wait_for_address("serve", timeout_s=config.launch.start_timeout_s)["urls"]
+    asyncio.run(run_sample_role(config, server_urls=urls, announce=lambda address: folder.announce("sample", {"address": address})))
+
+
+def learn(folder: RunFolder) -> None:
+    """One Megatron rank (torchrun sets RANK, WORLD_SIZE, MASTER_ADDR): build everything, train, export."""
+    began = time.perf_counter()
+    from parallel.platform import current_platform, init_distributed
+    from trainer.tracking import Tracker
+
+    from trainer.learner import Learner
+    from trainer.loop import Run, train
+    from trainer.resume import Checkpointer
+    from trainer.sampling import SharedSampler
+    from trainer.step_metrics import evaluation_metrics
+    from trainer.weight_sync import WeightSync
+
+    config: RunConfig = load_config(folder.config, [])
+    init_distributed(timeout_s=config.launch.collective_timeout_s)
+    learner = Learner(config)
+    remote, control, tracker = None, None, None
+    if learner.is_first_rank:
+        remote, control = _connect(folder, config)
+    sampler = SharedSampler(remote)
+    checkpointer = Checkpointer(folder.checkpoints, config.checkpoint)
+    progress = checkpointer.restore(learner, sampler)
+    first_step = progress.step + 1 if progress else 1
+    if learner.is_first_rank:
+        tracker = Tracker(config, folder.path, resumed_from_step=progress.step if progress else None)
+    weight_sync = WeightSync(
+        learner,
+        control,
+        rollout_dtype=config.rollout.dtype,
+        tensor_parallel=config.rollout.tensor_parallel,
+        backend=current_platform().backend,
+        temperature=config.rollout.temperature,
+        probe_prompt=_probe_prompt(config),
+        probe_tokens=PROBE_TOKENS,
+        timeout_s=config.launch.collective_timeout_s,
+    )
+    status = "FAILED"
+    try:
+        if progress is not None:
+            weight_sync.restore()
+        gap = weight_sync.probe(START_PROBE_TEMPERATURE)
+        _say(tracker, f"learner and servers agree to {gap:.1e} nats at temperature {START_PROBE_TEMPERATURE} before the first step")
+        started = time.perf_counter()
+        if progress is None and config.evaluation.at_ends and tracker is not None:
+            evaluation_began = time.perf_counter()
+            evaluation = sampler.evaluate()
+            if evaluation is not None:
+                tracker.log(0, evaluation_metrics(evaluation) | {"time/evaluation": time.perf_counter() - evaluation_began})
+        train(
+            Run(
+                config=config, learner=learner, sampler=sampler, weight_sync=weight_sync, checkpointer=checkpointer,
+                tracker=tracker, first_step=first_step,
+            )
+        )
+        trained = time.perf_counter()
+        learner.save_hf(folder.hf)
+        status = "FINISHED"
+        if tracker is not None:
+            _finish(folder, start_up=started - began, training=trained - started)
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        if tracker is not None:
+            tracker.close(status)
+    sampler.stop()
+    weight_sync.close()
+    _end_distributed()
+
+
+def _connect(folder: RunFolder, config: RunConfig):
+    """Rank 0's lines to the sample role and to the servers."""
+    from rollout.remote_sampler import RemoteSampler
+    from rollout.sglang_control import SGLangControl
+
+    timeout_s = config.launch.start_timeout_s
+    urls = folder.wait_for_address("serve", timeout_s=timeout_s)["urls"]
+    address = folder.wait_for_address("sample", timeout_s=timeout_s)["address"]
+    remote = RemoteSampler(address, timeout_s=config.launch.collective_timeout_s)
+    control = SGLangControl(urls, tensor_parallel=config.rollout.tensor_parallel, timeout_s=config.launch.collective_timeout_s)
+    return remote, control
+
+
+def _probe_prompt(config: RunConfig) -> list[int]:
+    """Any tokens will do for comparing two engines; small ids exist in every vocabulary."""
+    return [2 + i % 8 for i in range(12)]
+
+
+def _say(tracker, text: str) -> None:
+    if tracker is not None:
+        tracker.say(text)
+
+
+def _finish(folder: RunFolder, *, start_up: float, training: float) -> None:
+    from launch.summary import write_summary
+
+    write_summary(folder, seconds={"start_up": start_up, "training": training})
+
+
+def _end_distributed() -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def supervised(folder: RunFolder) -> None:
+    """One Megatron rank of a warm start."""
+    from parallel.platform import init_distributed
+    from trainer.sft import train_sft
+
+    config: SftConfig = load_config(folder.config, [])
+    init_distributed(timeout_s=config.launch.collective_timeout_s)
+    train_sft(config, report=lambda line: print(line, flush=True))
+    _end_distributed()
+
+
+def export(folder: RunFolder) -> None:
+    """The newest checkpoint of a run into its ``export/`` folder; one process, whatever layout wrote it."""
+    from parallel.checkpoint import latest_valid
+    from parallel.platform import init_distributed
+
+    from trainer.learner import Learner
+
+    config: RunConfig = load_config(folder.config, ["layout.data_parallel=1", "layout.tensor_parallel=1", "kl.coefficient=0"])
+    newest = latest_valid(folder.checkpoints)
+    init_distributed(timeout_s=config.launch.collective_timeout_s)
+    learner = Learner(config)
+    learner.engine.load(newest)
+    learner.save_hf(folder.export)
+    _end_distributed()
+
+
+MEGATRON_ROLES = ("learn", "sft-rank", "export-rank")
+ROLES = {"serve": serve, "sample": sample, "learn": learn, "sft-rank": supervised, "export-rank": export}
+
+
+def command(role: str, folder: RunFolder, *, ranks: int = 1) -> list[str]:
+    """The command line that starts ``role``; Megatron roles run under torchrun."""
+    arguments = ["launch", role, str(folder.path)]
+    if role in MEGATRON_ROLES:
+        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+        return [sys.executable, "-m", *torchrun, *arguments]
+    return [sys.executable, "-m", *arguments]

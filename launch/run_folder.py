@@ -1,0 +1,104 @@
+"""The folder of a run: who writes what where. Everything a run leaves behind is inside it.
+
+    config.yaml        the resolved config, which every role reads       metrics.jsonl, console.log   one line per step
+    logs/ROLE.log      all that a role and its engine print              mlflow.db, mlartifacts/      unless a tracking URI is given
+    roles/ROLE.json    a role's address, once it is ready                checkpoints/step_000010/     resumable
+    hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def hf(self) -> Path:
+        return self.path / "hf"
+
+    @property
+    def export(self) -> Path:
+        return self.path / "export"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def address(self, role: str) -> Path:
+        return self.path / "roles" / f"{role}.json"
+
+    def forget_addresses(self) -> None:
+        """A resumed run must not talk to the servers of the last one."""
+        for file in (self.path / "roles").glob("*.json"):
+            file.unlink()
+
+    def announce(self, role: str, address: dict) -> None:
+        """Tell the other roles where ``role`` listens; the file appears whole or not at all."""
+        write_json(self.address(role), address)
+
+    def read_address(self, role: str) -> dict | None:
+        try:
+            return json.loads(self.address(role).read_text())
+        except FileNotFoundError:
+            return None
+
+    def wait_for_address(self, role: str, *, timeout_s: float, alive: Callable[[], None] = lambda: None) -> dict:
+        deadline = time.monotonic() + timeout_s
+        while (address := self.read_address(role)) is None:
+            alive()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the {role} role did not report its address in {self.path} within {timeout_s:.0f} s")
+            time.sleep(0.1)
+        return address
+
+
+def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
+    """A new folder ``runs_dir/name-DATE-TIME`` with the resolved config, and ``runs_dir/latest`` pointing at it."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    runs_dir.mkdir(parents=True, exist_ok=True)
+    for attempt in range(100):
+        path = runs_dir / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
+        try:
+            path.mkdir()
+            break
+        except FileExistsError:
+            continue
+    folder = RunFolder(path)
+    folder.config.write_text(config_yaml)
+    point_latest(folder)
+    return folder
+
+
+def point_latest(folder: RunFolder) -> None:
+    """``latest`` is replaced by a rename, so that it always points somewhere."""
+    fresh = folder.path.parent / f".latest-{os.getpid()}"
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(folder.path.name)
+    fresh.replace(folder.path.parent / "latest")
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Atomically: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(json.dumps(content, indent=2) + "\n")
+    fresh.replace(path)

@@ -1,0 +1,161 @@
+"""Starts roles as process groups of their own, watches them, and ends every process of every group, whatever happens.
+
+Who ends whom: the supervisor ends a role's whole group (SIGTERM, grace, SIGKILL) when it finishes itself, when any role
+fails, or on Ctrl-C; if the supervisor dies, the kernel sends each role SIGTERM (PR_SET_PDEATHSIG).
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+PR_SET_PDEATHSIG = 1
+POLL_S = 0.1
+
+
+class RoleFailed(RuntimeError):
+    """A role ended before its work was done, or never became ready."""
+
+
+class Interrupted(RuntimeError):
+    """Ctrl-C or SIGTERM, after everything has been stopped (KeyboardInterrupt itself would be typer's to handle)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """One process to start. ``stdout`` to the terminal (the learner's step lines) or, like stderr always, into ``log``."""
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    env: dict[str, str] = field(default_factory=dict)
+    show_stdout: bool = False
+
+
+class Supervisor:
+    """A context manager: leaving it, on any path, leaves no process behind."""
+
+    def __init__(self, *, grace_s: float):
+        self._grace_s = grace_s
+        self._running: dict[str, tuple[Role, subprocess.Popen]] = {}
+
+    def __enter__(self) -> "Supervisor":
+        self._previous = signal.signal(signal.SIGTERM, _raise_interrupt)
+        return self
+
+    def __exit__(self, kind, *exc) -> None:
+        # A second Ctrl-C must not leave half of the processes running.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            self.stop_all()
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, self._previous)
+        if kind is KeyboardInterrupt:
+            raise Interrupted from None
+
+    def start(self, role: Role) -> None:
+        role.log.parent.mkdir(parents=True, exist_ok=True)
+        with role.log.open("ab") as log:
+            process = subprocess.Popen(
+                list(role.command),
+                env=os.environ | role.env,
+                stdin=subprocess.DEVNULL,
+                stdout=None if role.show_stdout else log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
+            )
+        self._running[role.name] = (role, process)
+
+    def wait_for(
+        self, condition: Callable[[], bool], *, what: str, timeout_s: float, while_waiting: Callable[[float], None] = lambda waited: None
+    ) -> None:
+        """Return once ``condition()`` holds; raise RoleFailed if a role ends first or the deadline passes."""
+        started = time.monotonic()
+        while not condition():
+            self.check()
+            waited = time.monotonic() - started
+            if waited > timeout_s:
+                raise RoleFailed(f"waited {timeout_s:.0f} s for {what}; raise launch.start_timeout_s if it only needs longer")
+            while_waiting(waited)
+            time.sleep(POLL_S)
+
+    def wait_until_done(self, name: str) -> None:
+        """Return when role ``name`` has ended well; raise RoleFailed when it, or any other role before it, has failed."""
+        process = self._running[name][1]
+        while process.poll() is None:
+            self.check()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=POLL_S)
+        self.check()
+
+    def check(self) -> None:
+        """Raise RoleFailed for the first role that has failed. (A role that was told to stop ends with 0: not a failure.)"""
+        for name, (role, process) in self._running.items():
+            code = process.poll()
+            if code in (None, 0):
+                continue
+            raise RoleFailed(f"the {name} role ended with {_describe(code)}.\n{log_tail(role.log)}\nIts whole log: {role.log}")
+
+    def stop_all(self) -> None:
+        """SIGTERM to every group, newest role first, then SIGKILL to what is left after the grace period."""
+        roles = list(reversed(self._running.values()))
+        known = [p for _, process in roles for p in _family(process.pid)]
+        for _, process in roles:
+            _signal_group(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + self._grace_s
+        for _, process in roles:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+        known += [p for _, process in roles for p in _family(process.pid)]
+        for _, process in roles:
+            _signal_group(process.pid, signal.SIGKILL)
+        for survivor in psutil.wait_procs(known, timeout=max(0.5, deadline - time.monotonic()))[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                survivor.kill()
+        for _, process in roles:
+            process.wait()
+        self._running.clear()
+
+
+def log_tail(path: Path, lines: int = 25) -> str:
+    """The end of a log, indented, for an error message."""
+    try:
+        text = path.read_text(errors="replace").strip()
+    except OSError as error:
+        return f"    (its log cannot be read: {error})"
+    return "\n".join("    " + line for line in text.splitlines()[-lines:]) or "    (its log is empty)"
+
+
+def _describe(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, number)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _raise_interrupt(signum, frame) -> None:
+    raise KeyboardInterrupt

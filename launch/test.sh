@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Installs what tests need and runs them all. Arguments go to pytest: `bash launch/test.sh -m "not engines"` is the quick part.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash launch/install.sh
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
+.venv/bin/ruff check .
+exec .venv/bin/python -m pytest "$@"

@@ -1,0 +1,17 @@
+"""Rewards: how a response is scored. ``Scorer`` is the one entrance; the rewards themselves are pure functions."""
+
+from rollout.rewards.arithmetic import countdown_reward
+from rollout.rewards.function import import_reward_function
+from rollout.rewards.math_answers import gsm8k_reward, math_verify_reward
+from rollout.rewards.scorer import Scorer, check_reward
+from rollout.rewards.worker import WorkerStartError
+
+__all__ = [
+    "Scorer",
+    "WorkerStartError",
+    "check_reward",
+    "countdown_reward",
+    "gsm8k_reward",
+    "import_reward_function",
+    "math_verify_reward",
+]

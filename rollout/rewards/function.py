@@ -1,0 +1,94 @@
+"""A reward function of the user's, ``module:function``: how it is found, called, and what it may return."""
+
+import difflib
+import importlib
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable
+from numbers import Real
+
+from rollout.records import Score
+
+RewardFunction = Callable[[str, str, str], float | tuple[float, dict[str, float]]]
+"""f(prompt_text, response_text, reference) -> value, or (value, parts)."""
+
+
+def import_reward_function(path: str) -> RewardFunction:
+    """The function that ``module:function`` names; modules in the current working directory are found too.
+
+    Raises:
+        ValueError: the module or the function is missing, importing the module fails, or it does not take three texts.
+    """
+    module_name, colon, function_name = path.partition(":")
+    if not (module_name and colon and function_name):
+        raise ValueError(f"reward function {path!r} is not of the form module:function, e.g. my_rewards:score")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: a file of the user's must not shadow an installed module
+    importlib.invalidate_caches()  # the module's file may be newer than the interpreter's listing of its folder
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise ValueError(f"reward function {path!r}: {module_name} imports {error.name!r}, which is not installed") from error
+        raise ValueError(
+            f"reward function {path!r}: there is no module {module_name!r} in {os.getcwd()} or among the installed ones; "
+            f"run from the folder that holds {module_name.split('.')[0]}.py, or set PYTHONPATH"
+        ) from error
+    except Exception as error:  # the user's module may raise anything while it is imported
+        raise ValueError(f"reward function {path!r}: importing {module_name} raised {describe(error)}; correct the module") from error
+    return _checked(path, module, function_name)
+
+
+def _checked(path: str, module: object, name: str) -> RewardFunction:
+    function = getattr(module, name, None)
+    if function is None:
+        close = difflib.get_close_matches(name, [n for n, value in vars(module).items() if inspect.isfunction(value)], n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "define it, or correct the name"
+        raise ValueError(f"reward function {path!r}: {module.__name__} has no {name!r}; {hint}")
+    if not callable(function):
+        raise ValueError(f"reward function {path!r} is a {type(function).__name__}, not a function; name one that can be called")
+    try:
+        inspect.signature(function).bind("prompt", "response", "reference")
+    except TypeError as error:
+        raise ValueError(f"reward function {path!r} must take (prompt_text, response_text, reference): {error}") from error
+    except ValueError:  # some functions written in C have no signature; the first call will tell
+        pass
+    return function
+
+
+def to_score(returned: object) -> Score:
+    """What a reward function returned, as a score.
+
+    Raises:
+        TypeError: neither a real number nor a pair of one and a dict of such.
+        ValueError: a value is infinite or NaN.
+    """
+    value, parts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts):
+        raise TypeError(f"the parts of a reward must be a dict from names to numbers, not {_short(parts)}")
+    return Score(value=_finite(value, "the reward"), parts={name: _finite(part, f"part {name!r}") for name, part in parts.items()})
+
+
+def _finite(value: object, what: str) -> float:
+    if not isinstance(value, Real):
+        raise TypeError(f"{what} must be a number, not {_short(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"{what} is {float(value)}, which is not finite")
+    return float(value)
+
+
+def _short(value: object) -> str:
+    return f"{type(value).__name__} {repr(value):.60}" if isinstance(value, str | dict | tuple | list) else f"{type(value)}"
+
+
+def describe(error: BaseException) -> str:
+    """``KeyError: 'x' (rewards.py:12 in score)``: the exception and the innermost line that raised it."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return f"{type(error).__name__}: {error}"
+    code = traceback.tb_frame.f_code
+    return f"{type(error).__name__}: {error} ({os.path.basename(code.co_filename)}:{traceback.tb_lineno} in {code.co_name})"

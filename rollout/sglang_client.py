@@ -1,0 +1,205 @@
+"""Asynchronous generation over HTTP from any number of SGLang replicas."""
+
+import asyncio
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import aiohttp
+import orjson
+
+from rollout.client import ClientStats, GenerationError
+from rollout.records import Completion, FinishReason
+
+CONNECT_TIMEOUT_S = 10.0
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 2.0
+
+
+class _AttemptFailed(Exception):
+    """One attempt failed in a way that another one may not."""
+
+
+@dataclass(slots=True)
+class _Replica:
+    url: str
+    in_flight: int = 0
+
+
+class SGLangClient:
+    """A ``GenerationClient`` over HTTP; made and used inside one event loop.
+
+    Each request goes to the replica with the fewest in flight; at most ``max_concurrency`` are in flight over all of them, the
+    others wait here. An attempt that fails in transport (connection refused or reset, 5xx, aborted by the server) is repeated up to
+    ``max_retries`` times, on a replica that has not failed this request if there is one. ``timeout_s`` bounds all attempts of a
+    request together, without its wait for a place.
+    """
+
+    def __init__(self, urls: Sequence[str], *, max_concurrency: int, timeout_s: float, max_retries: int) -> None:
+        if not urls:
+            raise ValueError("urls is empty; give the address of at least one SGLang server")
+        self._replicas = [_Replica(url.rstrip("/")) for url in urls]
+        self._places = asyncio.Semaphore(max_concurrency)
+        self._timeout_s = timeout_s
+        self._max_retries = max_retries
+        self._stats = ClientStats()
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, socket_factory=_keepalive_socket),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # the deadline is our own
+        )
+
+    async def __aenter__(self) -> "SGLangClient":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    @property
+    def stats(self) -> ClientStats:
+        return self._stats
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        seed: int | None = None,
+    ) -> Completion:
+        """See ``GenerationClient``. ``seed`` has an effect only on servers with ``enable-deterministic-inference``."""
+        sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
+        sampling["stop_token_ids"] = list(stop_token_ids)
+        if seed is not None:
+            sampling["sampling_seed"] = seed
+        body = orjson.dumps({"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True})
+        async with self._places:
+            self._stats = replace(self._stats, requests=self._stats.requests + 1)
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    completion = await self._attempts(body)
+            except TimeoutError as error:
+                raise GenerationError(
+                    f"no completion within request_timeout_s={self._timeout_s:g} s for a prompt of {len(prompt_ids)} tokens "
+                    f"(max_new_tokens={max_new_tokens}); raise rollout.request_timeout_s, or lower max_concurrency"
+                ) from error
+        self._stats = replace(self._stats, generated_tokens=self._stats.generated_tokens + len(completion.token_ids))
+        return completion
+
+    async def _attempts(self, body: bytes) -> Completion:
+        failures: list[str] = []
+        failed: set[int] = set()
+        while True:
+            index = self._least_loaded(avoiding=failed)
+            replica = self._replicas[index]
+            replica.in_flight += 1
+            try:
+                return await self._attempt(replica.url, body)
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _AttemptFailed) as error:
+                failures.append(f"{replica.url}: {type(error).__name__ if not str(error) else error}")
+                failed.add(index)
+            finally:
+                replica.in_flight -= 1
+            if len(failures) > self._max_retries:
+                raise GenerationError(f"{len(failures)} attempts at a completion failed (max_retries={self._max_retries}): {failures}")
+            self._stats = replace(self._stats, retries=self._stats.retries + 1)
+            if len(failed) == len(self._replicas):  # nobody left to ask at once
+                failed.clear()
+                await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (len(failures) - 1), LAST_BACKOFF_S))
+
+    def _least_loaded(self, *, avoiding: set[int]) -> int:
+        candidates = [index for index in range(len(self._replicas)) if index not in avoiding]
+        return min(candidates, key=lambda index: self._replicas[index].in_flight)
+
+    async def _attempt(self, url: str, body: bytes) -> Completion:
+        async with self._session.post(f"{url}/generate", data=body, headers={"Content-Type": "application/json"}) as response:
+            content = await response.read()
+            if response.status >= 500:
+                raise _AttemptFailed(f"HTTP {response.status}: {server_message(content)}")
+            if response.status != 200:
+                raise GenerationError(f"{url} refused a request with HTTP {response.status}: {server_message(content)}")
+        reply = orjson.loads(content)
+        finish = reply["meta_info"]["finish_reason"]
+        if finish["type"] == "abort":
+            raise _AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
+        return parse_completion(reply)
+
+
+def neutral_sampling_params(*, max_new_tokens: int, temperature: float) -> dict[str, object]:
+    """Sampling from the full distribution at ``temperature``, with nothing left to a server's or a model's defaults."""
+    return {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+
+
+def parse_completion(reply: Mapping) -> Completion:
+    """The record of one ``/generate`` reply that was asked with ``return_logprob``.
+
+    Raises:
+        GenerationError: ids, log-probs and versions do not fit together, or a version is not a decimal number.
+    """
+    meta = reply["meta_info"]
+    triples = meta["output_token_logprobs"]
+    token_ids = [int(token) for _, token, *_ in triples]
+    if token_ids != reply["output_ids"]:
+        raise GenerationError(f"the server's log-probs are of other tokens than its output: {token_ids} and {reply['output_ids']}")
+    return Completion(
+        token_ids=token_ids,
+        rollout_logprobs=[float(logprob) for logprob, *_ in triples],
+        token_versions=_versions_per_token(meta, len(token_ids)),
+        finish_reason=FinishReason(meta["finish_reason"]["type"]),
+    )
+
+
+def _versions_per_token(meta: Mapping, num_tokens: int) -> list[int]:
+    """Spans ``{version, start, end}`` cover the output in order: a pause for new weights may fall inside a response."""
+    versions: list[int] = []
+    for span in meta["weight_versions"]:
+        if span["start"] != len(versions):
+            raise GenerationError(f"weight version spans leave a gap: {meta['weight_versions']}")
+        versions += [_version_number(span["version"])] * (span["end"] - span["start"])
+    if len(versions) != num_tokens:
+        raise GenerationError(f"weight version spans {meta['weight_versions']} do not cover {num_tokens} tokens")
+    return versions
+
+
+def _version_number(version: str) -> int:
+    try:
+        return int(version)
+    except ValueError:
+        raise GenerationError(
+            f"the server calls its weights {version!r}, not a decimal number; start it with --weight-version 0"
+        ) from None
+
+
+def server_message(content: bytes) -> str:
+    """What the server says went wrong, out of any of its error shapes."""
+    try:
+        reply = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return content.decode(errors="replace")[:500]
+    if isinstance(reply, dict):
+        inner = reply.get("error", reply.get("message", reply.get("detail", reply)))
+        return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
+    return str(reply)
+
+
+def _keepalive_socket(address_info: tuple) -> socket.socket:
+    """A socket that notices a vanished peer: a long generation sends nothing for minutes."""
+    family, kind, protocol, *_ = address_info
+    connection = socket.socket(family, kind, protocol)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
+    return connection

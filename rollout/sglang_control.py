@@ -1,0 +1,283 @@
+"""Synchronous control of the SGLang servers by the learner's rank 0: pause, receive weights, verify, resume.
+
+One update, in order; what is indented runs in the servers and in the caller at the same time:
+
+    pause()                                   no token is sampled any more; running requests go back to the queue
+    begin_update()
+        receive_bucket(...)  ||  broadcast    once per bucket; only the last one carries the version
+    end_update()
+    flush_cache()                             no key or value of the old weights is reused
+    versions(), checksums()                   verified while nothing is sampled
+    resume()
+    probe(...)                                after resume: a paused server does not generate
+
+Not its concern: the caller's end of the broadcast, and what the weights are.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_futures
+
+import orjson
+import requests
+import torch
+from torch import Tensor
+
+from rollout.records import Completion
+from rollout.sglang_client import neutral_sampling_params, parse_completion, server_message
+
+VOCAB_PADDING = 64
+"""SGLang pads the vocabulary rows of embedding and output head to a multiple of this, with zeros."""
+
+
+class ControlError(RuntimeError):
+    """A server refused or failed a control request; the message holds its own words."""
+
+
+class Pending:
+    """Requests under way on every replica, while the caller does its own part of the same collective."""
+
+    def __init__(self, what: str, futures: Sequence[Future], timeout_s: float) -> None:
+        self._what, self._futures, self._timeout_s = what, list(futures), timeout_s
+
+    def raise_if_failed(self) -> None:
+        """Look once, without waiting: a server that refused will never join the collective that the caller waits in.
+
+        Raises:
+            ControlError: a replica has failed already.
+        """
+        for future in self._futures:
+            if future.done():
+                future.result()
+
+    def wait(self) -> list[dict]:
+        """The replies in order of the replicas.
+
+        Raises:
+            ControlError: the first failure, with the server's message, or the deadline passed.
+        """
+        done, missing = wait_futures(self._futures, timeout=self._timeout_s, return_when="FIRST_EXCEPTION")
+        for future in self._futures:
+            if future in done:
+                future.result()
+        if missing:
+            raise ControlError(f"{self._what}: {len(missing)} of {len(self._futures)} servers did not answer in {self._timeout_s:g} s")
+        return [future.result() for future in self._futures]
+
+
+class SGLangControl:
+    """Control of every replica at once; used by one thread. Each call waits at most ``timeout_s`` and then raises ControlError."""
+
+    def __init__(self, urls: Sequence[str], *, tensor_parallel: int, timeout_s: float) -> None:
+        if not urls:
+            raise ValueError("urls is empty; give the address of at least one SGLang server")
+        self._urls = [url.rstrip("/") for url in urls]
+        self._tensor_parallel = tensor_parallel
+        self._timeout_s = timeout_s
+        self._pool = ThreadPoolExecutor(max_workers=len(self._urls), thread_name_prefix="sglang-control")
+        self._sessions = [requests.Session() for _ in self._urls]
+
+    def __enter__(self) -> "SGLangControl":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for session in self._sessions:
+            session.close()
+
+    @property
+    def num_receivers(self) -> int:
+        """Ranks of the servers in a broadcast group, whose size is 1 + this (the sender is rank 0)."""
+        return len(self._urls) * self._tensor_parallel
+
+    def join_group(self, *, master_address: str, master_port: int, world_size: int, group_name: str, backend: str) -> Pending:
+        """Have every server's ranks join a process group; replica i's are 1 + i * tp onwards. Rank 0 joins while this is pending.
+
+        Args:
+            backend: ``gloo`` or ``nccl``. world_size: of senders and receivers together.
+        """
+        if world_size != 1 + self.num_receivers:
+            raise ValueError(f"world_size={world_size} of group {group_name!r}, but one sender and {self.num_receivers} server ranks join")
+        common = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "world_size": world_size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        return self._post(
+            f"join group {group_name}",
+            "/init_weights_update_group",
+            lambda replica: common | {"rank_offset": 1 + replica * self._tensor_parallel},
+        )
+
+    def leave_group(self, group_name: str) -> None:
+        self._post_all("leave group", "/destroy_weights_update_group", {"group_name": group_name})
+
+    def pause(self) -> None:
+        """Stop sampling and hold new requests, mode ``retract``.
+
+        Of SGLang's modes, ``abort`` would throw running responses away, and ``in_place`` would go on with keys and values of the old
+        weights and refuses to flush them. ``retract`` puts running requests back into the queue: they keep their tokens (and those
+        tokens' versions) and their cache is computed anew, with the new weights, after ``resume``.
+        """
+        self._post_all("pause", "/pause_generation", {"mode": "retract"})
+
+    def begin_update(self) -> None:
+        self._post_all("begin weight update", "/begin_weight_update", {})
+
+    def receive_bucket(
+        self, *, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group_name: str, version: int | None
+    ) -> Pending:
+        """Have every server receive one uint8 broadcast from rank 0 and load the tensors in it.
+
+        The bucket is the concatenation of the tensors' bytes in the given order, without padding; a tensor must begin at a multiple of
+        its item size. The caller broadcasts while this is pending.
+
+        Args:
+            names, dtypes, shapes: Hugging Face names, ``float32`` or ``bfloat16``, and shapes of the whole (unsharded) tensors.
+            version: what the weights are called from now on; None for every bucket but the last of an update.
+
+        Raises:
+            ValueError: the lists differ in length, are empty, or a tensor would not be aligned.
+        """
+        _check_bucket(names, dtypes, shapes)
+        body = {
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,  # once, after the last bucket
+        }
+        if version is not None:
+            body["weight_version"] = str(version)
+        return self._post(f"receive a bucket of {len(names)} tensors", "/update_weights_from_distributed", lambda replica: body)
+
+    def end_update(self) -> None:
+        self._post_all("end weight update", "/end_weight_update", {})
+
+    def flush_cache(self) -> None:
+        """Drop every cached key and value; between ``pause`` and ``resume``, or when nothing runs."""
+        self._post_all("flush cache", "/flush_cache", None)
+
+    def resume(self) -> None:
+        self._post_all("resume", "/continue_generation", {})
+
+    def versions(self) -> list[int]:
+        """What each replica calls its weights.
+
+        Raises:
+            ControlError: one of them is not a decimal number.
+        """
+        replies = self._submit("read versions", lambda replica: self._request(replica, "GET", "/model_info", None)).wait()
+        reported = [reply["weight_version"] for reply in replies]
+        if not all(re.fullmatch(r"\d+", version) for version in reported):
+            raise ControlError(f"servers call their weights {reported}, not decimal numbers; start them with --weight-version 0")
+        return [int(version) for version in reported]
+
+    def probe(self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float) -> list[Completion]:
+        """One sampled response of each replica, of exactly ``max_new_tokens`` tokens (no token ends it)."""
+        sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature) | {"ignore_eos": True}
+        body = {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
+        replies = self._post("probe", "/generate", lambda replica: body).wait()
+        return [parse_completion(reply) for reply in replies]
+
+    def checksums(self) -> list[dict[str, str]]:
+        """Per replica, SGLang's checksum of every parameter: 16 hex digits by SGLang's own (fused) names.
+
+        On CPU a checksum is the first 8 bytes of SHA-256 over the tensor's bytes in row-major order, and ``expected_checksums``
+        computes the same for TP 1. With TP > 1 each rank hashes its shard and the names carry ``rank<r>/``; on CUDA SGLang hashes
+        with a kernel of its own. Both still compare replicas with one another and one update with the next.
+        """
+        replies = self._post("checksums", "/weights_checker", lambda replica: {"action": "checksum"}).wait()
+        return [_by_name(reply["ranks"]) for reply in replies]
+
+    def _post_all(self, what: str, path: str, body: dict | None) -> list[dict]:
+        return self._post(what, path, lambda replica: body).wait()
+
+    def _post(self, what: str, path: str, body_of: Callable[[int], dict | None]) -> Pending:
+        return self._submit(what, lambda replica: self._request(replica, "POST", path, body_of(replica)))
+
+    def _submit(self, what: str, request: Callable[[int], dict]) -> Pending:
+        # The socket's own deadline comes first; the margin lets its message through.
+        return Pending(what, [self._pool.submit(request, replica) for replica in range(len(self._urls))], self._timeout_s + 5.0)
+
+    def _request(self, replica: int, method: str, path: str, body: dict | None) -> dict:
+        url = self._urls[replica] + path
+        try:
+            response = self._sessions[replica].request(method, url, json=body, timeout=self._timeout_s)
+        except requests.RequestException as error:
+            raise ControlError(f"{method} {url} failed: {error}") from error
+        if response.status_code != 200:
+            raise ControlError(f"{method} {url} answered HTTP {response.status_code}: {server_message(response.content)}")
+        return orjson.loads(response.content) if "json" in response.headers.get("Content-Type", "") else {}
+
+
+def _check_bucket(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+    if not names or not len(names) == len(dtypes) == len(shapes):
+        raise ValueError(f"a bucket needs as many names as dtypes and shapes, and at least one: {len(names)}, {len(dtypes)}, {len(shapes)}")
+    offset = 0
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        item_size = getattr(torch, dtype).itemsize
+        if offset % item_size:
+            raise ValueError(f"{name} ({dtype}) would begin at byte {offset} of its bucket; put tensors of larger items first")
+        offset += item_size * torch.Size(shape).numel()
+
+
+def _by_name(ranks: Sequence[dict]) -> dict[str, str]:
+    if len(ranks) == 1:
+        return dict(ranks[0]["checksums"])
+    return {f"rank{r['parallelism_info']['tp_rank']}/{name}": digest for r in ranks for name, digest in r["checksums"].items()}
+
+
+FUSED = (
+    (re.compile(r"\.(q_proj|k_proj|v_proj)\."), ".qkv_proj.", ("q_proj", "k_proj", "v_proj")),
+    (re.compile(r"\.(gate_proj|up_proj)\."), ".gate_up_proj.", ("gate_proj", "up_proj")),
+)
+"""Hugging Face projections that SGLang keeps as one matrix, and their order from the first row down."""
+
+
+def expected_checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """What ``checksums`` says of a TP 1 server on CPU that holds these weights, for Qwen2, Qwen3 and Llama.
+
+    Args:
+        weights: Hugging Face names and whole tensors in the served dtype, on any device. Without ``lm_head.weight`` where it is tied:
+            SGLang lists a shared parameter once.
+    """
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in weights:
+        fused_name, part = _fused_name(name)
+        parts.setdefault(fused_name, {})[part] = tensor
+    return {name: _digest(_fused(name, by_part)) for name, by_part in parts.items()}
+
+
+def _fused_name(name: str) -> tuple[str, str]:
+    for pattern, replacement, _ in FUSED:
+        match = pattern.search(name)
+        if match:
+            return pattern.sub(replacement, name), match.group(1)
+    return name, ""
+
+
+def _fused(name: str, by_part: dict[str, Tensor]) -> list[Tensor]:
+    for _, fused, order in FUSED:
+        if fused in name:
+            return [by_part[part] for part in order]
+    (whole,) = by_part.values()
+    if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+        return [whole, whole.new_zeros(-whole.shape[0] % VOCAB_PADDING, whole.shape[1])]
+    return [whole]
+
+
+def _digest(rows: Sequence[Tensor]) -> str:
+    """First 8 bytes of SHA-256 over the tensors' bytes, one after another."""
+    hasher = hashlib.sha256()
+    for tensor in rows:
+        hasher.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return hasher.digest()[:8].hex()

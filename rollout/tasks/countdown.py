@@ -1,0 +1,278 @@
+"""Countdown: reach the target with all the given numbers and ``+ - *``. Problems and their solutions are enumerated, not guessed.
+
+Expressions are counted and drawn in a normal form that gives each text exactly one derivation: parentheses only where precedence
+needs them, so the right side of ``+`` is never a sum (``a+(b+c)`` is written ``a+b+c``) and the right side of ``*`` never a product.
+"""
+
+import hashlib
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from enum import IntEnum
+from functools import lru_cache
+from itertools import accumulate, combinations, combinations_with_replacement
+
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema.task import CountdownTask
+from rollout.rewards.arithmetic import format_problem
+from rollout.tasks.task import LazyPrompts, Problem, Task
+from rollout.tokenization import encode_prompt
+
+Numbers = tuple[int, ...]
+"""Sorted, with repetition."""
+
+MAX_NUMBERS = 5
+MAX_CHOICES = {1: 100_000, 2: 100_000, 3: 20_000, 4: 10_000, 5: 400}
+"""Most choices of that many numbers that are enumerated: a few seconds of work. Beyond it a fixed random subset is taken."""
+CHARACTERS = "0123456789+-*()=: "
+
+
+class Kind(IntEnum):
+    NUMBER = 0
+    SUM = 1
+    """The outermost operator is + or -."""
+    PRODUCT = 2
+
+
+ANY_KIND = tuple(Kind)
+RESULT_KIND = {"+": Kind.SUM, "-": Kind.SUM, "*": Kind.PRODUCT}
+RIGHT_KINDS = {"+": (Kind.NUMBER, Kind.PRODUCT), "-": ANY_KIND, "*": (Kind.NUMBER, Kind.SUM)}
+"""What the normal form allows on the right side of an operator; the left side may be anything."""
+
+
+def load_countdown(config: CountdownTask, *, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """All solvable problems of ``config``, split by the hash of each.
+
+    Raises:
+        ValueError: the tokenizer lacks a character of the task, too many numbers, or no problem to train on.
+    """
+    _check_characters(tokenizer)
+    train, heldout = [], []
+    for problem in solvable_problems(config):
+        (heldout if is_heldout(problem, config.heldout_fraction) else train).append(problem)
+    if not train:
+        raise ValueError(f"no Countdown problem is left to train on with {config!r}; raise max_number or max_target")
+
+    def encode(text: str) -> list[int]:
+        return encode_prompt(tokenizer, text, system_prompt=None, apply_chat_template=False)
+
+    def prompts(problems: list[tuple[Numbers, int]]) -> LazyPrompts:
+        return LazyPrompts(problems, task="countdown", to_problem=_to_problem, encode=encode)
+
+    return Task(name="countdown", train=prompts(train), heldout=prompts(heldout))
+
+
+def _to_problem(problem: tuple[Numbers, int]) -> Problem:
+    reference = format_problem(*problem)
+    return Problem(prompt_id=f"countdown:{reference}", text=prompt_text(problem), reference=reference)
+
+
+def prompt_text(problem: tuple[Numbers, int]) -> str:
+    return f"{format_problem(*problem)}:"
+
+
+def _check_characters(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Each character must survive encoding and decoding next to digits, where it stands in a prompt or an answer."""
+    missing = []
+    for character in CHARACTERS:
+        text = f"1{character}1"
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if tokenizer.unk_token_id in ids or tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text:
+            missing.append(character)
+    if missing:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} cannot write {missing} that Countdown needs; "
+            "use a model whose vocabulary has them"
+        )
+
+
+def is_heldout(problem: tuple[Numbers, int], fraction: float) -> bool:
+    """Whether the problem's md5, read as a number in [0, 1), lies below ``fraction``: the same for ever and for every seed."""
+    digest = hashlib.md5(format_problem(*problem).encode(), usedforsecurity=False).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+
+def solvable_problems(config: CountdownTask) -> Iterator[tuple[Numbers, int]]:
+    """Every ``(numbers, target)`` within the limits of ``config`` that has a solution, in ascending order."""
+    for numbers in _choices(config):
+        for target in sorted(reachable(numbers, config.max_target)):
+            yield numbers, target
+
+
+def _choices(config: CountdownTask) -> list[Numbers]:
+    """All multisets of ``num_numbers`` from 1..max_number, or a fixed subset of MAX_CHOICES of them."""
+    size, highest = config.num_numbers, config.max_number
+    if size > MAX_NUMBERS:
+        raise ValueError(f"num_numbers={size} is more than Countdown enumerates; use at most {MAX_NUMBERS}")
+    if math.comb(highest + size - 1, size) <= MAX_CHOICES[size]:
+        return list(combinations_with_replacement(range(1, highest + 1), size))
+    rng = random.Random(f"countdown {size} {highest}")  # of the task, not of the run: every run sees the same problems
+    chosen: set[Numbers] = set()
+    while len(chosen) < MAX_CHOICES[size]:
+        # Multisets of 1..highest are the strictly ascending tuples of 1..highest+size-1, each element lowered by its index.
+        ascending = sorted(rng.sample(range(1, highest + size), size))
+        chosen.add(tuple(number - i for i, number in enumerate(ascending)))
+    return sorted(chosen)
+
+
+@lru_cache(maxsize=8192)
+def splits(numbers: Numbers) -> tuple[tuple[Numbers, Numbers], ...]:
+    """Every way to deal ``numbers`` to a left and a right side, neither empty; equal numbers are not told apart."""
+    found = set()
+    indices = range(len(numbers))
+    for size in range(1, len(numbers)):
+        for left in combinations(indices, size):
+            found.add((tuple(numbers[i] for i in left), tuple(numbers[i] for i in indices if i not in left)))
+    return tuple(sorted(found))
+
+
+def reachable(numbers: Numbers, max_target: int) -> set[int]:
+    """Values in 1..max_target that some expression of all the numbers has."""
+    if len(numbers) == 1:
+        return {n for n in numbers if n <= max_target}
+    found = set()
+    for left, right in splits(numbers):
+        for a in value_counts(left):
+            # The normal form loses no value, so the right side may be of any kind here.
+            for b in value_counts(right):
+                found.update((a + b, a - b, a * b))
+    return {value for value in found if 1 <= value <= max_target}
+
+
+@lru_cache(maxsize=6144)
+def value_counts(numbers: Numbers, kinds: tuple[Kind, ...] = ANY_KIND) -> dict[int, int]:
+    """{value: number of distinct expressions of all the numbers, of these kinds, that have it}."""
+    if len(numbers) == 1:
+        return {numbers[0]: 1} if Kind.NUMBER in kinds else {}
+    counts: Counter[int] = Counter()
+    for left, right in splits(numbers):
+        for operator in _operators(kinds):
+            for a, count_a in value_counts(left).items():
+                for b, count_b in value_counts(right, RIGHT_KINDS[operator]).items():
+                    counts[_apply(operator, a, b)] += count_a * count_b
+    return dict(counts)
+
+
+def _operators(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
+    return tuple(operator for operator, kind in RESULT_KIND.items() if kind in kinds)
+
+
+def _apply(operator: str, a: int, b: int) -> int:
+    return a + b if operator == "+" else a - b if operator == "-" else a * b
+
+
+@lru_cache(maxsize=16384)
+def _ways_to_reach(numbers: Numbers, value: int, kinds: tuple[Kind, ...]) -> tuple[list[tuple], list[int]]:
+    """Outermost steps (left, a, operator, right, b) of the expressions with this value, and cumulated counts of their expressions."""
+    ways, counts = [], []
+    for left, right in splits(numbers):
+        for operator in _operators(kinds):
+            right_counts = value_counts(right, RIGHT_KINDS[operator])
+            for a, count_a in value_counts(left).items():
+                for b in _partners(operator, a, value, right_counts):
+                    ways.append((left, a, operator, right, b))
+                    counts.append(count_a * right_counts[b])
+    return ways, list(accumulate(counts))
+
+
+def _partners(operator: str, a: int, value: int, candidates: dict[int, int]) -> list[int]:
+    """The candidates b with ``a operator b == value``."""
+    if operator == "*":
+        if a == 0:
+            return list(candidates) if value == 0 else []
+        b, remainder = divmod(value, a)
+        return [b] if remainder == 0 and b in candidates else []
+    b = value - a if operator == "+" else a - value
+    return [b] if b in candidates else []
+
+
+def random_solution(numbers: Numbers, value: int, rng: random.Random, kinds: tuple[Kind, ...] = ANY_KIND) -> str:
+    """An expression of all the numbers with this value, uniformly among the distinct ones.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if len(numbers) == 1 and value == numbers[0] and Kind.NUMBER in kinds:
+        return str(value)
+    ways, cumulated = _ways_to_reach(numbers, value, kinds)
+    if not ways:
+        raise ValueError(f"no expression of {numbers} equals {value}")
+    left, a, operator, right, b = rng.choices(ways, cum_weights=cumulated)[0]
+    return _join(random_solution(left, a, rng), operator, random_solution(right, b, rng, RIGHT_KINDS[operator]))
+
+
+@lru_cache(maxsize=8192)
+def num_expressions(numbers: Numbers, kinds: tuple[Kind, ...] = ANY_KIND) -> int:
+    """How many distinct expressions of all the numbers there are."""
+    return int(Kind.NUMBER in kinds) if len(numbers) == 1 else _outermost_steps(numbers, kinds)[1][-1]
+
+
+@lru_cache(maxsize=8192)
+def _outermost_steps(numbers: Numbers, kinds: tuple[Kind, ...]) -> tuple[list[tuple], list[int]]:
+    """Steps (left, operator, right) of all the expressions of these kinds, and cumulated counts of their expressions."""
+    steps = [(left, operator, right) for left, right in splits(numbers) for operator in _operators(kinds)]
+    counts = [num_expressions(left) * num_expressions(right, RIGHT_KINDS[operator]) for left, operator, right in steps]
+    return steps, list(accumulate(counts))
+
+
+def random_expression(numbers: Numbers, rng: random.Random, kinds: tuple[Kind, ...] = ANY_KIND) -> tuple[str, int]:
+    """An expression of all the numbers and its value, uniformly among the distinct expressions."""
+    if len(numbers) == 1:
+        return str(numbers[0]), numbers[0]
+    steps, cumulated = _outermost_steps(numbers, kinds)
+    left, operator, right = rng.choices(steps, cum_weights=cumulated)[0]
+    left_text, a = random_expression(left, rng)
+    right_text, b = random_expression(right, rng, RIGHT_KINDS[operator])
+    return _join(left_text, operator, right_text), _apply(operator, a, b)
+
+
+def _join(left: str, operator: str, right: str) -> str:
+    """Put parentheses where precedence needs them: around sums in a product, and around a sum that is subtracted."""
+    if operator == "*" and _is_sum(left):
+        left = f"({left})"
+    if operator != "+" and _is_sum(right):
+        right = f"({right})"
+    return f"{left}{operator}{right}"
+
+
+def _is_sum(text: str) -> bool:
+    """Whether an operator + or - stands outside all parentheses."""
+    depth = 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if depth == 0 and character in "+-":
+            return True
+    return False
+
+
+def random_wrong_expression(numbers: Numbers, target: int, rng: random.Random) -> str:
+    """An expression of all the numbers that does not equal the target, uniformly among those. Needs two numbers or more."""
+    while True:  # a sum and a difference of the same positive numbers are never both right, so this ends
+        text, value = random_expression(numbers, rng)
+        if value != target:
+            return text
+
+
+def generate_sft_examples(config: CountdownTask, *, count: int, noise: float, seed: int) -> list[tuple[str, str]]:
+    """``count`` pairs (prompt text, answer text) of random training problems, never held-out ones.
+
+    With probability ``noise`` an answer is a wrong expression of the same numbers, which leaves RL something to improve;
+    otherwise it is a solution, drawn uniformly among the distinct ones. The seed decides everything.
+
+    Raises:
+        ValueError: there is no training problem, or noise is asked for where the numbers allow a single expression only.
+    """
+    if noise > 0 and config.num_numbers == 1:
+        raise ValueError(f"noise={noise} needs wrong answers, but num_numbers=1 has none; use noise=0 or more numbers")
+    problems = [p for p in solvable_problems(config) if not is_heldout(p, config.heldout_fraction)]
+    if not problems:
+        raise ValueError(f"no Countdown problem is left to train on with {config!r}; raise max_number or max_target")
+    rng = random.Random(seed)
+    examples = []
+    for _ in range(count):
+        numbers, target = problem = rng.choice(problems)
+        draw = random_wrong_expression if rng.random() < noise else random_solution
+        examples.append((prompt_text(problem), draw(numbers, target, rng)))
+    return examples

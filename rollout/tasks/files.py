@@ -1,0 +1,151 @@
+"""Tasks from the user's own files: JSONL or parquet, one problem per line or row."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema.task import Gsm8kTask, JsonlTask
+from rollout.rewards.math_answers import gsm8k_reference
+from rollout.tasks.task import LazyPrompts, Problem, Task
+from rollout.tokenization import encode_prompt
+
+LINE_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET_SUFFIXES = (".parquet",)
+Record = tuple[str, dict]
+"""Where it stands (``file:line 3``), for messages, and its fields."""
+
+
+def load_gsm8k(config: Gsm8kTask, *, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """GSM8K from the user's disk: ``question`` is the prompt, what follows ``####`` in ``answer`` the reference.
+
+    Raises:
+        ValueError: see ``read_records``; also an answer without ``#### <number>``, naming its line.
+    """
+    return _load(config, tokenizer, name="gsm8k", fields=("question", "answer"), to_reference=gsm8k_reference)
+
+
+def load_jsonl(config: JsonlTask, *, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """Any file of prompts and answers; the answer is the reference as it stands.
+
+    Raises:
+        ValueError: see ``read_records``.
+    """
+    return _load(config, tokenizer, name="jsonl", fields=(config.prompt_field, config.answer_field), to_reference=str)
+
+
+def _load(
+    config: Gsm8kTask | JsonlTask,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    name: str,
+    fields: tuple[str, str],
+    to_reference: Callable[[str], str],
+) -> Task:
+    def encode(text: str) -> list[int]:
+        return encode_prompt(tokenizer, text, system_prompt=config.system_prompt, apply_chat_template=config.apply_chat_template)
+
+    def prompts(path: Path | None) -> LazyPrompts:
+        problems = [] if path is None else _problems(path, name, fields, to_reference)
+        return LazyPrompts(problems, task=name, to_problem=lambda problem: problem, encode=encode)
+
+    task = Task(name=name, train=prompts(config.train_path), heldout=prompts(config.heldout_path))
+    _ = task.train[0]  # a missing chat template shows now, not after the engines have started
+    return task
+
+
+def _problems(path: Path, task: str, fields: tuple[str, str], to_reference: Callable[[str], str]) -> list[Problem]:
+    problems, seen = [], Counter()
+    for where, text, answer in _read_fields(path, *fields):
+        try:
+            reference = to_reference(answer)
+        except ValueError as error:
+            raise ValueError(f"{where}: field `{fields[1]}` {error}") from error
+        content = hashlib.md5(json.dumps([text, reference]).encode(), usedforsecurity=False).hexdigest()[:16]
+        seen[content] += 1
+        repeat = f"#{seen[content]}" if seen[content] > 1 else ""  # the same problem twice in a file is two prompts
+        problems.append(Problem(prompt_id=f"{task}:{content}{repeat}", text=text, reference=reference))
+    if not problems:
+        raise ValueError(f"{path} holds no problems; write one per line, with the fields {' and '.join(f'`{f}`' for f in fields)}")
+    return problems
+
+
+def read_pairs(path: Path, first_field: str, second_field: str) -> list[tuple[str, str]]:
+    """Two text fields of each record of a JSONL or parquet file.
+
+    Raises:
+        ValueError: see ``read_records``; also a field that is missing, empty or neither text nor a number, naming the line.
+    """
+    return [(first, second) for _, first, second in _read_fields(path, first_field, second_field)]
+
+
+def _read_fields(path: Path, first_field: str, second_field: str) -> Iterator[tuple[str, str, str]]:
+    for where, record in read_records(path):
+        yield where, _text(record, first_field, where), _text(record, second_field, where)
+
+
+def _text(record: dict, field: str, where: str) -> str:
+    if field not in record:
+        raise ValueError(
+            f"{where}: field `{field}` is missing; this record has {', '.join(f'`{name}`' for name in record) or 'none'}. "
+            "Rename the field, or name it in the config"
+        )
+    value = record[field]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        kind = "null" if value is None else f"a {type(value).__name__}"
+        raise ValueError(f"{where}: field `{field}` is {kind}; it must be text or a number")
+    if not value.strip():
+        raise ValueError(f"{where}: field `{field}` is empty; fill it or drop the record")
+    return value
+
+
+def read_records(path: Path) -> Iterator[Record]:
+    """The records of a ``.jsonl`` or ``.parquet`` file, in order; blank lines are skipped.
+
+    Raises:
+        ValueError: the file is missing, unreadable or of another kind, or a line is no JSON object; the line is named.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"data file {path} does not exist (the current folder is {Path.cwd()}); correct the path in the config")
+    if path.suffix in LINE_SUFFIXES:
+        return _read_lines(path)
+    if path.suffix in PARQUET_SUFFIXES:
+        return _read_parquet(path)
+    raise ValueError(f"data file {path} is of no known kind; its name must end in {', '.join(LINE_SUFFIXES + PARQUET_SUFFIXES)}")
+
+
+def _read_lines(path: Path) -> Iterator[Record]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}:line {number}"
+            try:
+                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from error
+            except ValueError as error:
+                raise ValueError(f"{where}: not valid JSON ({error}); each line must be one JSON object; correct or remove it") from error
+            if not isinstance(record, dict):
+                raise ValueError(f'{where}: a {type(record).__name__}, not an object; write each line like {{"field": "text", ...}}')
+            yield where, record
+
+
+def _read_parquet(path: Path) -> Iterator[Record]:
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as parquet: {error}; write the file again") from error
+    first = 1
+    for batch in table.to_batches(max_chunksize=4096):
+        for number, record in enumerate(batch.to_pylist(), start=first):
+            yield f"{path}:row {number}", record
+        first += len(batch)

@@ -1,0 +1,58 @@
+"""What a task is: prompts to train on and prompts to measure on, turned into token ids only when they are asked for."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from rollout.records import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A prompt before tokenisation."""
+
+    prompt_id: str
+    """Stable over runs and machines: it comes from the content alone."""
+    text: str
+    reference: str
+
+
+class LazyPrompts(Sequence[Prompt]):
+    """Prompts over any sequence of items: an item becomes a problem, and is tokenised, on each access.
+
+    Half a million problems cost neither time nor memory before they are used.
+    """
+
+    def __init__(self, items: Sequence, *, task: str, to_problem: Callable[..., Problem], encode: Callable[[str], list[int]]):
+        self._items = items
+        self._task = task
+        self._to_problem = to_problem
+        self._encode = encode
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> "LazyPrompts": ...
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return LazyPrompts(self._items[index], task=self._task, to_problem=self._to_problem, encode=self._encode)
+        problem = self._to_problem(self._items[index])
+        return Prompt(
+            prompt_id=problem.prompt_id,
+            token_ids=self._encode(problem.text),
+            text=problem.text,
+            task=self._task,
+            reference=problem.reference,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """``train`` and ``heldout`` are in a fixed order of their own (nothing is shuffled here); ``heldout`` may be empty."""
+
+    name: str
+    train: Sequence[Prompt]
+    heldout: Sequence[Prompt]

@@ -1,0 +1,77 @@
+"""A tiny Qwen3 model with a real tokenizer, small enough to be trained on two CPU cores in minutes."""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+CHARACTERS = "0123456789+-*()=: "
+"""All that Countdown's prompts and answers are written with."""
+SPECIAL_TOKENS = ("<eos>", "<pad>", "<unk>")
+VOCAB_MULTIPLE = 8
+"""The vocabulary is filled up to a multiple of this, so that it splits evenly over tensor-parallel ranks."""
+
+
+def make_tiny_countdown_model(folder: Path, *, seed: int) -> None:
+    """Write a Hugging Face folder of a randomly initialised Qwen3 (0.79 M parameters, float32) for the Countdown task.
+
+    The folder appears under its name only when complete. The same ``seed`` gives the same weights.
+
+    Raises:
+        ValueError: ``folder`` exists already.
+    """
+    folder = Path(folder)
+    if folder.exists():
+        raise ValueError(f"{folder} exists already; remove it or choose another folder")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
+    try:
+        tokenizer = _character_tokenizer()
+        tokenizer.save_pretrained(partial)
+        _random_model(tokenizer, seed).save_pretrained(partial)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _character_tokenizer() -> PreTrainedTokenizerFast:
+    """One character per token. What is not in the vocabulary becomes <unk>, so that it shows instead of vanishing."""
+    tokens = [*SPECIAL_TOKENS, *CHARACTERS]
+    # The filling tokens are ordinary ones: if the model ever samples one, its text spoils the answer, as it should.
+    tokens += [f"<unused_{i}>" for i in range(-len(tokens) % VOCAB_MULTIPLE)]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=256,
+    )
+
+
+def _random_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=384,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):  # the caller's random state is not ours to change
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(config).to(torch.float32)

@@ -1,0 +1,93 @@
+"""Text to token ids, once, at the edge: from here on a run handles ids only."""
+
+import json
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Any one of these makes a folder one that holds a tokenizer."""
+
+
+def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder on this disk; nothing is looked up elsewhere.
+
+    Raises:
+        ValueError: the folder or its tokenizer is missing or unreadable.
+    """
+    model_dir = Path(model_dir)
+    if not model_dir.is_dir():
+        raise ValueError(f"model folder {model_dir} does not exist; set model.path to a Hugging Face folder on this disk")
+    if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(
+            f"model folder {model_dir} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
+            "copy the tokenizer files of the model into it"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(f"the tokenizer in {model_dir} cannot be loaded: {error}; restore its tokenizer files") from error
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, system_prompt: str | None, apply_chat_template: bool
+) -> list[int]:
+    """Token ids of a prompt, up to where the model's answer starts.
+
+    With a chat template: the system message (where given), ``text`` as the user's message, and the header of the assistant's turn.
+    Without: ``text`` alone, with the special tokens that the tokenizer itself puts around a text (such as Llama's begin token).
+
+    Raises:
+        ValueError: a template is asked for and there is none, a system prompt is given without a template, or nothing is left.
+    """
+    if apply_chat_template:
+        token_ids = _encode_chat(tokenizer, text, system_prompt)
+    elif system_prompt is not None:
+        raise ValueError(
+            "system_prompt needs a chat template to have a place in; set apply_chat_template: true, or write the text into the prompts"
+        )
+    else:
+        token_ids = list(tokenizer.encode(text))
+    if not token_ids:
+        raise ValueError(f"prompt {text!r} has no tokens; an empty prompt cannot be continued")
+    return token_ids
+
+
+def _encode_chat(tokenizer: PreTrainedTokenizerBase, text: str, system_prompt: str | None) -> list[int]:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; set apply_chat_template: false in the task"
+        )
+    messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    messages.append({"role": "user", "content": text})
+    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+
+
+def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> list[int]:
+    """Every token id that ends an answer: the tokenizer's, and those of generation_config.json and config.json; ascending.
+
+    Chat models often end a turn with another token than the tokenizer's own, and name it only in generation_config.json.
+
+    Raises:
+        ValueError: a file is not valid JSON, an id is not an integer, or no id is given anywhere.
+    """
+    found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    for name in ("generation_config.json", "config.json"):
+        found.update(_eos_ids_in(Path(model_dir) / name))
+    if not found:
+        raise ValueError(f"{model_dir} names no end-of-sequence token; set eos_token_id in its generation_config.json")
+    return sorted(found)
+
+
+def _eos_ids_in(path: Path) -> list[int]:
+    if not path.is_file():
+        return []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also a decoding error of UTF-8
+        raise ValueError(f"{path} is not valid JSON: {error}; restore the file of the model") from error
+    ids = content.get("eos_token_id") if isinstance(content, dict) else None
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    if any(type(i) is not int for i in ids):
+        raise ValueError(f"{path}: eos_token_id is {ids!r}; it must be an integer or a list of integers")
+    return ids

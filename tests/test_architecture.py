@@ -1,0 +1,81 @@
+"""The arrows of the design, read from the code itself: who may import whom, and what each import may load."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAY_IMPORT = {
+    "configs": {"configs"},
+    "rollout": {"rollout", "configs"},
+    "parallel": {"parallel", "configs"},
+    "trainer": {"trainer", "rollout", "parallel", "configs"},
+    "launch": {"launch", "trainer", "rollout", "parallel", "configs"},
+}
+ENGINE_HOMES = {
+    "megatron": ("parallel/megatron_", "parallel/checkpoint.py", "parallel/hf_conversion.py"),
+    "sglang": ("rollout/sglang_",),
+}
+
+
+def imported(file: Path) -> set[str]:
+    """Top-level names of every import statement anywhere in a file, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+def files_of(package: str) -> list[Path]:
+    return [f for f in sorted((ROOT / package).rglob("*.py")) if "cpu_stand_ins" not in f.parts]
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_packages_import_only_what_the_arrows_allow(package):
+    assert files_of(package), f"no files found in {package}"
+    wrong = {
+        str(f.relative_to(ROOT)): sorted((imported(f) & MAY_IMPORT.keys()) - MAY_IMPORT[package])
+        for f in files_of(package)
+    }
+    assert {f: names for f, names in wrong.items() if names} == {}
+
+
+@pytest.mark.parametrize("engine", ENGINE_HOMES)
+def test_engines_are_imported_only_in_their_adapters(engine):
+    users = [str(f.relative_to(ROOT)) for p in MAY_IMPORT for f in files_of(p) if engine in imported(f)]
+    assert [u for u in users if not u.startswith(ENGINE_HOMES[engine])] == []
+
+
+def test_nothing_imports_tests_or_benchmarks():
+    users = [str(f) for p in MAY_IMPORT for f in files_of(p) if imported(f) & {"tests", "benchmarks"}]
+    assert users == []
+
+
+@pytest.mark.parametrize("module", ["configs.loader", "configs.schema", "launch.cli", "launch.commands"])
+def test_checking_a_config_loads_no_torch(module):
+    """Bad input must be answered within seconds, so nothing on its way may import an engine or torch."""
+    code = f"import sys, {module}; print(sorted(sys.modules.keys() & {{'torch', 'sglang', 'megatron', 'mlflow', 'transformers'}}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_setup_lists_every_package():
+    listed = {
+        node.value
+        for node in ast.walk(ast.parse((ROOT / "setup.py").read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    here = {
+        ".".join(f.parent.relative_to(ROOT).parts)
+        for p in MAY_IMPORT
+        for f in files_of(p)
+        if f.name == "__init__.py"
+    }
+    assert here - listed == set()

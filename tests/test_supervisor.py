@@ -1,0 +1,109 @@
+"""No process outlives the supervisor: not a child that ignores SIGTERM, not a grandchild, not after SIGKILL of the supervisor."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.supervisor import Interrupted, Role, RoleFailed, Supervisor
+
+DEADLINE_S = 20
+
+
+def role(tmp_path: Path, name: str, code: str) -> Role:
+    return Role(name=name, command=[sys.executable, "-c", textwrap.dedent(code)], log=tmp_path / f"{name}.log")
+
+
+def wait_until(condition, what: str):
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out: {what}"
+        time.sleep(0.02)
+
+
+def read_pid(file: Path) -> int:
+    wait_until(lambda: file.exists() and file.read_text().strip(), f"{file} to appear")
+    return int(file.read_text())
+
+
+STUBBORN = """
+    import os, signal, subprocess, sys, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"])
+    open({pid!r} + ".new", "w").write(str(child.pid)); os.rename({pid!r} + ".new", {pid!r})
+    time.sleep(300)
+"""
+
+
+def test_stop_ends_stubborn_children_and_grandchildren(tmp_path):
+    pid_file = tmp_path / "grandchild"
+    with Supervisor(grace_s=0.5) as supervisor:
+        supervisor.start(role(tmp_path, "stubborn", STUBBORN.format(pid=str(pid_file))))
+        grandchild = read_pid(pid_file)
+        assert psutil.pid_exists(grandchild)
+    wait_until(lambda: not alive(grandchild), "the grandchild to end")
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_failed_role_is_named_with_the_end_of_its_log(tmp_path):
+    with pytest.raises(RoleFailed, match=r"(?s)the broken role ended with exit code 3.*the reason"):
+        with Supervisor(grace_s=1) as supervisor:
+            supervisor.start(role(tmp_path, "idle", "import time; time.sleep(300)"))
+            supervisor.start(role(tmp_path, "broken", "import sys; print('the reason', file=sys.stderr); sys.exit(3)"))
+            supervisor.wait_until_done("idle")
+
+
+def test_a_role_killed_by_a_signal_is_named_with_it(tmp_path):
+    with pytest.raises(RoleFailed, match="SIGKILL"):
+        with Supervisor(grace_s=1) as supervisor:
+            supervisor.start(role(tmp_path, "killed", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
+            supervisor.wait_until_done("killed")
+
+
+def test_waiting_has_a_deadline(tmp_path):
+    with pytest.raises(RoleFailed, match="waited 0 s for the moon"):
+        with Supervisor(grace_s=1) as supervisor:
+            supervisor.start(role(tmp_path, "idle", "import time; time.sleep(300)"))
+            supervisor.wait_for(lambda: False, what="the moon", timeout_s=0.3)
+
+
+def test_an_interrupt_stops_everything_and_is_reported(tmp_path):
+    pid_file = tmp_path / "pid"
+    code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(300)"
+    with pytest.raises(Interrupted):
+        with Supervisor(grace_s=1) as supervisor:
+            supervisor.start(role(tmp_path, "idle", code))
+            pid = read_pid(pid_file)
+            os.kill(os.getpid(), signal.SIGINT)
+            supervisor.wait_until_done("idle")
+    assert not alive(pid)
+
+
+def test_roles_end_when_the_supervisor_is_killed(tmp_path):
+    pid_file = tmp_path / "pid"
+    script = f"""
+        import sys, time
+        from pathlib import Path
+        from launch.supervisor import Role, Supervisor
+        code = "import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(300)"
+        with Supervisor(grace_s=1) as supervisor:
+            supervisor.start(Role(name="idle", command=[sys.executable, "-c", code], log=Path({str(tmp_path / "log")!r})))
+            supervisor.wait_until_done("idle")
+    """
+    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=Path(__file__).resolve().parent.parent)
+    pid = read_pid(pid_file)
+    owner.kill()
+    owner.wait(timeout=DEADLINE_S)
+    wait_until(lambda: not alive(pid), "the role to end after its supervisor")

@@ -1,0 +1,88 @@
+"""One RL step on one page.
+
+    sampler.next_groups   scored groups, from the sample role        (all ranks wait; rank 0 asks)
+    learner.score         old and ref log-probs, no gradient
+    compute_advantages    from rewards of the whole step
+    correct               importance weights from old against rollout
+    learner.update        forward, loss, backward, clip, step; once per minibatch
+    weight_sync.publish   pause, broadcast, verify, resume
+
+Synchronous: every token of a step is sampled by the weights that the step starts from. All ranks run this page; what is
+only for one of them (asking, tracking, writing) does nothing on the others.
+"""
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from configs.schema import RunConfig
+from trainer.advantages import compute_advantages
+from trainer.correction import correct
+from trainer.learner import Learner
+from trainer.resume import Checkpointer
+from trainer.sampling import SharedSampler
+from trainer.step_metrics import step_metrics
+from trainer.tracking import Tracker
+from trainer.weight_sync import WeightSync
+
+
+@dataclass(slots=True)
+class Clock:
+    """Seconds per part of a step."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def time(self, part: str):
+        started = time.perf_counter()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a training run is made of; ``launch/roles.py`` builds it."""
+
+    config: RunConfig
+    learner: Learner
+    sampler: SharedSampler
+    weight_sync: WeightSync
+    checkpointer: Checkpointer
+    tracker: Tracker | None
+    """None on all ranks but the first."""
+    first_step: int = 1
+
+
+def train(run: Run) -> None:
+    config, learner, sampler = run.config, run.learner, run.sampler
+    rollout = config.rollout
+    for step in range(run.first_step, config.steps + 1):
+        clock = Clock()
+        with clock.time("step"):
+            with clock.time("sampling"):
+                sampled = sampler.next_groups(rollout.prompts_per_step, newest=learner.version, max_staleness=rollout.max_staleness)
+                batch = learner.receive(sampled.groups)
+            with clock.time("logprobs"):
+                batch = learner.score(batch)
+            batch = batch.with_advantages(compute_advantages(batch.rewards_S, batch.group_ids_S, config.advantage))
+            correction = correct(batch.packed, config.correction)
+            batch = batch.with_loss_weights(correction, config.aggregation, learner.groups.dp_group)
+            with clock.time("update"):
+                updates = [learner.update(minibatch) for minibatch in batch.minibatches()]
+            with clock.time("sync"):
+                sync = run.weight_sync.publish()
+
+        with clock.time("evaluation"):
+            evaluation = sampler.evaluate() if is_evaluation_step(step, config) else None
+        metrics = step_metrics(
+            sampled=sampled, batch=batch, correction=correction, updates=updates, sync=sync,
+            evaluation=evaluation, seconds=clock.seconds, group=learner.groups.dp_group,
+        )
+        if run.tracker is not None:
+            run.tracker.log(step, metrics)
+        run.checkpointer.after_step(step, learner, sampler)
+
+
+def is_evaluation_step(step: int, config: RunConfig) -> bool:
+    every, at_ends = config.evaluation.every, config.evaluation.at_ends
+    return bool(every and step % every == 0) or (at_ends and step == config.steps)

@@ -1,0 +1,123 @@
+"""The supervised warm start: next-token loss on the answer alone, by the same engine as the RL update.
+
+    loss = -(1 / N) sum over answer tokens of log pi(token | what precedes it),   N counted over the whole batch, all ranks
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from parallel.megatron_engine import MegatronEngine
+from torch import Tensor
+
+from configs.schema import SftConfig
+from configs.schema.run import CountdownSftData
+from parallel.packing import PackedBatch, pack_sequences
+from rollout.tasks import generate_sft_examples, read_pairs
+from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
+from trainer.batching import plan_batches
+from trainer.metrics import Metric, merge_metrics, merge_over_ranks
+
+REPORT_EVERY_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    token_ids: list[int]
+    prompt_length: int
+
+
+def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
+    """Train ``config.model`` on ``config.data`` for ``config.steps`` and write ``config.output``. Every rank calls it."""
+    engine = MegatronEngine(
+        config.model,
+        config.layout,
+        config.optimizer,
+        total_optimizer_steps=config.steps,
+        logprob_chunk_tokens=config.logprob_chunk_tokens,
+        recompute="none",
+        seed=config.seed,
+    )
+    say = report if engine.groups.rank == 0 else lambda line: None
+    say(f"warm start: reading examples for {config.steps} steps of {config.batch_size}")
+    examples = load_examples(config)
+    started = said = time.perf_counter()
+    tokens = 0
+    for step, rows in enumerate(batches(len(examples), config), start=1):
+        microbatches, counted = local_batch([examples[r] for r in rows], config, dp_rank=engine.groups.dp_rank)
+        result = engine.update(microbatches, _loss(1.0 / counted), temperature=1.0)
+        tokens += counted
+        now = time.perf_counter()
+        # Rank 0's clock decides for all, because the merge below is a collective: say by step count, not by local time.
+        due = torch.tensor([float(now - said >= REPORT_EVERY_S or step in (1, config.steps))])
+        dist.broadcast(due, src=0)
+        if due.item():
+            said = now
+            loss = merge_over_ranks(merge_metrics(result.outputs), engine.groups.dp_group)["loss"].value
+            left = (now - started) / step * (config.steps - step)
+            rate = tokens / (now - started)
+            progress = f"warm start {step:>5}/{config.steps}  loss {loss:.4f}  lr {result.lr:.1e}"
+            say(f"{progress}  {rate:,.0f} answer tokens/s  {left:4.0f} s left")
+    engine.save_hf(config.output)
+
+
+def _loss(scale: float) -> Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, dict[str, Metric]]]:
+    def loss_fn(microbatch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor):
+        mask_T = microbatch.response_mask_T.to(logprobs_T.device)
+        loss = -torch.where(mask_T, logprobs_T, 0.0).sum() * scale
+        return loss, {"loss": Metric.mean(-logprobs_T, mask_T)}
+
+    return loss_fn
+
+
+def load_examples(config: SftConfig) -> list[Example]:
+    """Tokenised prompt + answer + end of sequence, in the order of the file or the generator."""
+    tokenizer = load_tokenizer(config.model.path)
+    end = end_token_ids(tokenizer, config.model.path)[0]
+    data = config.data
+    if isinstance(data, CountdownSftData):
+        pairs = generate_sft_examples(data.task, count=data.examples, noise=data.noise, seed=config.seed)
+        template = False
+    else:
+        pairs = read_pairs(data.path, prompt_field=data.prompt_field, response_field=data.response_field)
+        template = data.apply_chat_template
+    examples = []
+    for prompt, answer in pairs:
+        prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=None, apply_chat_template=template)
+        answer_ids = tokenizer.encode(answer, add_special_tokens=False)
+        examples.append(Example(token_ids=[*prompt_ids, *answer_ids, end], prompt_length=len(prompt_ids)))
+    return examples
+
+
+def batches(count: int, config: SftConfig) -> Iterator[list[int]]:
+    """``steps`` lists of example numbers: a new seeded permutation per epoch, the same on every rank."""
+    generator = torch.Generator().manual_seed(config.seed)
+    order: list[int] = []
+    for _ in range(config.steps):
+        while len(order) < config.batch_size:
+            order += torch.randperm(count, generator=generator).tolist()
+        yield order[: config.batch_size]
+        order = order[config.batch_size :]
+
+
+def local_batch(examples: list[Example], config: SftConfig, *, dp_rank: int) -> tuple[list[PackedBatch], int]:
+    """This rank's micro-batches of a batch, and the number of answer tokens of the whole batch."""
+    plan = plan_batches(
+        [len(e.token_ids) - 1 for e in examples],
+        num_minibatches=1,
+        sequences_per_group=1,
+        dp_size=config.layout.data_parallel,
+        token_budget=config.token_budget,
+    )
+    ids = plan.sequence_ids(dp_rank)
+    mine = [examples[i] for i in ids]
+    packed = pack_sequences(
+        token_ids=[e.token_ids for e in mine],
+        response_masks=[[False] * e.prompt_length + [True] * (len(e.token_ids) - e.prompt_length) for e in mine],
+        rollout_logprobs=[[0.0] * len(e.token_ids) for e in mine],
+        sequence_ids=ids,
+    )
+    counted = sum(len(e.token_ids) - e.prompt_length for e in examples)
+    return [packed.select(rows) for rows in plan.rows(dp_rank)[0]], counted

@@ -1,0 +1,143 @@
+"""Publishing: learner weights -> servers, verified before sampling goes on.
+
+One publish, all ranks together (the export gathers tensor-parallel shards); rank 0 talks to the servers:
+
+    pause -> begin -> for each bucket: tell the servers, broadcast -> end -> flush -> version check -> resume -> probe
+
+Nothing samples between pause and the end of the probe: the learner asks for groups only after ``publish`` has returned.
+Any failure raises, which ends the run: a partial update never serves a training sample.
+"""
+
+import socket
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from rollout.sglang_control import SGLangControl
+
+from parallel.weight_transfer import WeightBroadcaster, make_buckets
+from rollout.records import Completion
+from trainer.learner import Learner
+
+EXACT_TOLERANCE = 1e-4
+"""Nats: what a float32 learner and a float32 server may differ by on a probe token."""
+
+
+class WeightSyncError(RuntimeError):
+    """The servers do not serve what the learner sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncResult:
+    version: int
+    bytes: int
+    seconds: float
+    max_logprob_gap: float
+    """Nats, over the probe's tokens and all replicas."""
+
+
+class WeightSync:
+    """``control`` is None on all ranks but the first."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        control: SGLangControl | None,
+        *,
+        rollout_dtype: str,
+        tensor_parallel: int,
+        backend: str,
+        temperature: float,
+        probe_prompt: list[int],
+        probe_tokens: int,
+        timeout_s: float,
+    ):
+        self._learner, self._control = learner, control
+        self._dtype = getattr(torch, rollout_dtype)
+        self._exact = rollout_dtype == "float32" and learner.engine.dtype == torch.float32
+        self._temperature, self._probe_prompt, self._probe_tokens = temperature, probe_prompt, probe_tokens
+        self._broadcaster = None
+        if control is not None:
+            self._broadcaster = self._join(control, tensor_parallel, backend, timeout_s)
+
+    @staticmethod
+    def _join(control: SGLangControl, tensor_parallel: int, backend: str, timeout_s: float) -> WeightBroadcaster:
+        """Make the transfer group: the servers join (told over HTTP) while this process does."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        world_size = 1 + len(control.urls) * tensor_parallel
+        name = f"tandem-weights-{port}"
+        joining = control.join_group(
+            master_address="127.0.0.1", master_port=port, world_size=world_size, group_name=name, backend=backend
+        )
+        broadcaster = WeightBroadcaster(
+            master_address="127.0.0.1", master_port=port, world_size=world_size, backend=backend, group_name=name, timeout_s=timeout_s
+        )
+        joining.wait()
+        control.group_name = name
+        return broadcaster
+
+    def publish(self) -> SyncResult:
+        """Send the current weights under the next version and prove that they are what the servers serve."""
+        return self._send(self._learner.version + 1)
+
+    def restore(self) -> SyncResult:
+        """Send the current weights under their own version: after a resume, when the servers hold the model of the start."""
+        return self._send(self._learner.version)
+
+    def _send(self, version: int) -> SyncResult:
+        started, sent = time.perf_counter(), 0
+        control = self._control
+        if control is not None:
+            control.pause()
+            control.begin_update()
+        for bucket in make_buckets(self._learner.engine.export_hf(), dtype=self._dtype):
+            if control is not None:
+                receiving = control.receive_bucket(
+                    names=bucket.names, dtype=bucket.dtype, shapes=bucket.shapes, version=version
+                )
+                self._broadcaster.broadcast(bucket)
+                receiving.wait()
+                sent += bucket.bytes.numel()
+        if control is not None:
+            control.end_update()
+            control.flush_cache()
+            self._check_versions(version)
+            control.resume()
+        self._learner.version = version
+        gap = self.probe(self._temperature)
+        return SyncResult(version=version, bytes=sent, seconds=time.perf_counter() - started, max_logprob_gap=gap)
+
+    def _check_versions(self, version: int) -> None:
+        served = self._control.versions()
+        if set(served) != {version}:
+            raise WeightSyncError(f"sent weight version {version}, but the servers report {served}")
+
+    def probe(self, temperature: float) -> float:
+        """Largest |log p_server - log p_learner| over tokens that each replica samples for the probe prompt, in nats.
+
+        Raises WeightSyncError above 1e-4 when both engines hold float32: then only rounding order may differ.
+        """
+        answers: list[list[Completion] | None] = [None]
+        if self._control is not None:
+            answers = [self._control.probe(self._probe_prompt, max_new_tokens=self._probe_tokens, temperature=temperature)]
+        dist.broadcast_object_list(answers, src=0)
+        completions = answers[0]
+        mine = self._learner.logprobs_of(self._probe_prompt, completions, temperature=temperature)
+        gap = max(
+            abs(ours - theirs)
+            for row, completion in zip(mine, completions, strict=True)
+            for ours, theirs in zip(row, completion.rollout_logprobs, strict=True)
+        )
+        if self._exact and not gap <= EXACT_TOLERANCE:
+            raise WeightSyncError(
+                f"after version {self._learner.version}, learner and server differ by {gap:.2e} nats on the probe prompt at temperature "
+                f"{temperature} (float32 on both sides allows {EXACT_TOLERANCE:g}): the server does not serve these weights or this softmax"
+            )
+        return gap
+
+    def close(self) -> None:
+        if self._broadcaster is not None:
+            self._broadcaster.close()
