@@ -118,11 +118,12 @@ def check_packages() -> None:
 def main() -> None:
     check_packages()
     from configs.loader import ConfigError
+    from launch.commands import BadInput
     from launch.supervisor import Interrupted, RoleFailed
 
     try:
         app()
-    except ConfigError as error:
+    except (ConfigError, BadInput) as error:
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(2)
     except RoleFailed as error:

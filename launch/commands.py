@@ -7,13 +7,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from parallel.layout import validate_layout
-
-from configs.loader import ConfigError, check_files, load_config, resolved_yaml
+from configs.loader import check_files, load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
 from launch import roles, run_folder
 from launch.run_folder import RunFolder
 from launch.supervisor import Role, Supervisor
+from parallel.layout import validate_layout
+
+
+class BadInput(Exception):
+    """An argument that cannot be honoured; nothing was started. (What is wrong inside a config is a ConfigError.)"""
+
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,8 +30,8 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> 
     folder = _folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
-        _start_sampling(supervisor, folder, config)
-        supervisor.start(_role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True))
+        start_sampling(supervisor, folder, config)
+        supervisor.start(role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True))
         _wait_ready(supervisor, folder, config)
         supervisor.wait_until_done("learn")
     report(folder.path, quiet=True)
@@ -42,7 +46,7 @@ def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> Pa
         return None
     folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
-        supervisor.start(_role("sft-rank", folder, config, ranks=config.layout.world_size, show_stdout=True))
+        supervisor.start(role("sft-rank", folder, config, ranks=config.layout.world_size, show_stdout=True))
         supervisor.wait_until_done("sft-rank")
     print(f"warm-started model: {config.output}", flush=True)
     return config.output
@@ -57,13 +61,13 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False) 
 
     folder = run_folder.create(config.launch.runs_dir, f"{config.name}-eval", resolved_yaml(config))
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
-        _start_sampling(supervisor, folder, config)
+        start_sampling(supervisor, folder, config)
         _wait_ready(supervisor, folder, config)
         remote = RemoteSampler(folder.read_address("sample")["address"], timeout_s=config.launch.collective_timeout_s)
         result = remote.evaluate()
         remote.stop()
     if result is None:
-        raise ConfigError("this task has no held-out problems: give task.heldout_path")
+        raise BadInput("this task has no held-out problems: give task.heldout_path")
     run_folder.write_json(folder.summary, {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)})
     print(f"accuracy {result.accuracy:.4f} on {result.count} held-out samples; {folder.summary}", flush=True)
     return result.accuracy
@@ -75,14 +79,14 @@ def export(run: Path, out: Path) -> None:
 
     folder = existing_run(run)
     if out.exists():
-        raise ConfigError(f"OUT: {out} exists already; name a new folder, or remove it first")
+        raise BadInput(f"OUT: {out} exists already; name a new folder, or remove it first")
     source = folder.hf
     if not source.is_dir():
         if latest_valid(folder.checkpoints) is None:
-            raise ConfigError(f"RUN: {run} has neither a finished model nor a checkpoint; set checkpoint.every to get them")
+            raise BadInput(f"RUN: {run} has neither a finished model nor a checkpoint; set checkpoint.every to get them")
         config = load_config(folder.config, [])
         with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
-            supervisor.start(_role("export-rank", folder, config))
+            supervisor.start(role("export-rank", folder, config))
             supervisor.wait_until_done("export-rank")
         source = folder.export
     partial = out.with_name(f".{out.name}.partial")
@@ -99,7 +103,7 @@ def report(run: Path, *, quiet: bool = False) -> Path:
     try:
         page = write_report(folder.path)
     except ValueError as error:
-        raise ConfigError(f"RUN: {error}") from error
+        raise BadInput(f"RUN: {error}") from error
     if not quiet:
         print(f"report: {page}", flush=True)
     return page
@@ -107,7 +111,7 @@ def report(run: Path, *, quiet: bool = False) -> Path:
 
 def existing_run(run: Path) -> RunFolder:
     if not (run / "config.yaml").is_file():
-        raise ConfigError(f"RUN: {run} is not a run folder (it has no config.yaml); runs/latest is the newest run")
+        raise BadInput(f"RUN: {run} is not a run folder (it has no config.yaml); runs/latest is the newest run")
     return RunFolder(run.resolve())
 
 
@@ -116,17 +120,27 @@ def _load(path: Path, overrides: list[str], kind: type) -> RunConfig | SftConfig
     config = load_config(path, overrides)
     if not isinstance(config, kind):
         wanted = kind.model_fields["kind"].default or "sft"
-        raise ConfigError(f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}")
+        raise BadInput(f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}")
     check_files(config)
     try:
         validate_layout(json.loads((config.model.path / "config.json").read_text()), config.layout)
-        if isinstance(config, RunConfig) and config.reward_type.type == "function":
-            from rollout.rewards import check_reward
-
-            check_reward(config.reward_type)
+        if isinstance(config, RunConfig):
+            _check_rollout(config)
     except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise BadInput(f"{path}: {error}") from error
     return config
+
+
+def _check_rollout(config: RunConfig) -> None:
+    """Imports only what the config uses: the answer must come within seconds."""
+    if config.rollout.first_port is not None:
+        from rollout.sglang_server import choose_ports
+
+        choose_ports(config.rollout.replicas, config.rollout.first_port)
+    if config.reward_type.type == "function":
+        from rollout.rewards import check_reward
+
+        check_reward(config.reward_type)
 
 
 def _folder_of(config: RunConfig) -> RunFolder:
@@ -139,7 +153,7 @@ def _folder_of(config: RunConfig) -> RunFolder:
     return folder
 
 
-def _role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: int = 1, show_stdout: bool = False) -> Role:
+def role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: int = 1, show_stdout: bool = False) -> Role:
     threads = str(config.launch.threads_per_process)
     env = {
         "OMP_NUM_THREADS": threads,
@@ -154,9 +168,9 @@ def _role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks:
     return Role(name=name, command=command, log=folder.logs / f"{name}.log", env=env, show_stdout=show_stdout)
 
 
-def _start_sampling(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> None:
-    supervisor.start(_role("serve", folder, config))
-    supervisor.start(_role("sample", folder, config))
+def start_sampling(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> None:
+    supervisor.start(role("serve", folder, config))
+    supervisor.start(role("sample", folder, config))
 
 
 def _wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> None:
@@ -164,9 +178,9 @@ def _wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) ->
     what = f"{count} SGLang server{'s' if count > 1 else ''}"
     started = time.monotonic()
     waiting = _progress(f"starting {what}")
-    for role in ("serve", "sample"):
+    for name in ("serve", "sample"):
         supervisor.wait_for(
-            lambda role=role: folder.read_address(role) is not None,
+            lambda name=name: folder.read_address(name) is not None,
             what=f"{what} and the sampler to be ready",
             timeout_s=config.launch.start_timeout_s,
             while_waiting=waiting,

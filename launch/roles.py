@@ -9,19 +9,27 @@ import signal
 import sys
 import threading
 import time
+from typing import TYPE_CHECKING
 
 from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
 from launch.run_folder import RunFolder
+from launch.summary import write_summary
+
+if TYPE_CHECKING:
+    from trainer.loop import Run
 
 START_PROBE_TEMPERATURE = 0.7
 """Not 1: a server whose log-probs ignore the temperature would agree at 1."""
+PROBE_PROMPT = [2 + i % 8 for i in range(12)]
+"""Any tokens will do for comparing two engines; ids this small exist in every vocabulary."""
 PROBE_TOKENS = 8
 
 
 def serve(folder: RunFolder) -> None:
     """Start the SGLang servers, announce them when they are healthy, watch them until SIGTERM; all are gone at return."""
     import torch
+
     from rollout.sglang_server import ServerFleet
 
     config: RunConfig = load_config(folder.config, [])
@@ -59,14 +67,36 @@ def sample(folder: RunFolder) -> None:
 def learn(folder: RunFolder) -> None:
     """One Megatron rank (torchrun sets RANK, WORLD_SIZE, MASTER_ADDR): build everything, train, export."""
     began = time.perf_counter()
-    from parallel.platform import current_platform, init_distributed
-    from trainer.tracking import Tracker
+    from trainer.loop import evaluate_before, train
 
+    run = build_run(folder)
+    status = "FAILED"
+    try:
+        started = time.perf_counter()
+        evaluate_before(run)
+        train(run)
+        trained = time.perf_counter()
+        run.learner.save_hf(folder.hf)
+        if run.learner.is_first_rank:
+            write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
+        status = "FINISHED"
+    except KeyboardInterrupt:
+        status = "KILLED"
+        raise
+    finally:
+        if run.tracker is not None:
+            run.tracker.close(status)
+    end_run(run)
+
+
+def build_run(folder: RunFolder) -> "Run":
+    """Everything that ``train`` needs on this rank, resumed where the run folder holds a checkpoint, and the engines compared."""
+    from parallel.platform import current_platform, init_distributed
     from trainer.learner import Learner
-    from trainer.loop import Run, train
+    from trainer.loop import Run
     from trainer.resume import Checkpointer
     from trainer.sampling import SharedSampler
-    from trainer.step_metrics import evaluation_metrics
+    from trainer.tracking import Tracker
     from trainer.weight_sync import WeightSync
 
     config: RunConfig = load_config(folder.config, [])
@@ -78,9 +108,9 @@ def learn(folder: RunFolder) -> None:
     sampler = SharedSampler(remote)
     checkpointer = Checkpointer(folder.checkpoints, config.checkpoint)
     progress = checkpointer.restore(learner, sampler)
-    first_step = progress.step + 1 if progress else 1
+    resumed_from = progress.step if progress else None
     if learner.is_first_rank:
-        tracker = Tracker(config, folder.path, resumed_from_step=progress.step if progress else None)
+        tracker = Tracker(config, folder.path, resumed_from_step=resumed_from)
     weight_sync = WeightSync(
         learner,
         control,
@@ -88,42 +118,34 @@ def learn(folder: RunFolder) -> None:
         tensor_parallel=config.rollout.tensor_parallel,
         backend=current_platform().backend,
         temperature=config.rollout.temperature,
-        probe_prompt=_probe_prompt(config),
+        probe_prompt=PROBE_PROMPT,
         probe_tokens=PROBE_TOKENS,
         timeout_s=config.launch.collective_timeout_s,
     )
-    status = "FAILED"
-    try:
-        if progress is not None:
-            weight_sync.restore()
-        gap = weight_sync.probe(START_PROBE_TEMPERATURE)
-        _say(tracker, f"learner and servers agree to {gap:.1e} nats at temperature {START_PROBE_TEMPERATURE} before the first step")
-        started = time.perf_counter()
-        if progress is None and config.evaluation.at_ends and tracker is not None:
-            evaluation_began = time.perf_counter()
-            evaluation = sampler.evaluate()
-            if evaluation is not None:
-                tracker.log(0, evaluation_metrics(evaluation) | {"time/evaluation": time.perf_counter() - evaluation_began})
-        train(
-            Run(
-                config=config, learner=learner, sampler=sampler, weight_sync=weight_sync, checkpointer=checkpointer,
-                tracker=tracker, first_step=first_step,
-            )
-        )
-        trained = time.perf_counter()
-        learner.save_hf(folder.hf)
-        status = "FINISHED"
-        if tracker is not None:
-            _finish(folder, start_up=started - began, training=trained - started)
-    except KeyboardInterrupt:
-        status = "KILLED"
-        raise
-    finally:
-        if tracker is not None:
-            tracker.close(status)
-    sampler.stop()
-    weight_sync.close()
-    _end_distributed()
+    if progress is not None:
+        weight_sync.restore()
+    gap = weight_sync.probe(START_PROBE_TEMPERATURE)
+    if tracker is not None:
+        tracker.say(f"learner and servers agree to {gap:.1e} nats at temperature {START_PROBE_TEMPERATURE} before the first step")
+    return Run(
+        config=config,
+        learner=learner,
+        sampler=sampler,
+        weight_sync=weight_sync,
+        checkpointer=checkpointer,
+        tracker=tracker,
+        first_step=1 if resumed_from is None else resumed_from + 1,
+    )
+
+
+def end_run(run: "Run") -> None:
+    """Tell the sample role to stop and leave every process group, all ranks together."""
+    import torch.distributed as dist
+
+    run.sampler.stop()
+    run.weight_sync.close()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def _connect(folder: RunFolder, config: RunConfig):
@@ -139,45 +161,25 @@ def _connect(folder: RunFolder, config: RunConfig):
     return remote, control
 
 
-def _probe_prompt(config: RunConfig) -> list[int]:
-    """Any tokens will do for comparing two engines; small ids exist in every vocabulary."""
-    return [2 + i % 8 for i in range(12)]
-
-
-def _say(tracker, text: str) -> None:
-    if tracker is not None:
-        tracker.say(text)
-
-
-def _finish(folder: RunFolder, *, start_up: float, training: float) -> None:
-    from launch.summary import write_summary
-
-    write_summary(folder, seconds={"start_up": start_up, "training": training})
-
-
-def _end_distributed() -> None:
-    import torch.distributed as dist
-
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def supervised(folder: RunFolder) -> None:
     """One Megatron rank of a warm start."""
+    import torch.distributed as dist
+
     from parallel.platform import init_distributed
     from trainer.sft import train_sft
 
     config: SftConfig = load_config(folder.config, [])
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     train_sft(config, report=lambda line: print(line, flush=True))
-    _end_distributed()
+    dist.destroy_process_group()
 
 
 def export(folder: RunFolder) -> None:
     """The newest checkpoint of a run into its ``export/`` folder; one process, whatever layout wrote it."""
+    import torch.distributed as dist
+
     from parallel.checkpoint import latest_valid
     from parallel.platform import init_distributed
-
     from trainer.learner import Learner
 
     config: RunConfig = load_config(folder.config, ["layout.data_parallel=1", "layout.tensor_parallel=1", "kl.coefficient=0"])
@@ -186,7 +188,7 @@ def export(folder: RunFolder) -> None:
     learner = Learner(config)
     learner.engine.load(newest)
     learner.save_hf(folder.export)
-    _end_distributed()
+    dist.destroy_process_group()
 
 
 MEGATRON_ROLES = ("learn", "sft-rank", "export-rank")

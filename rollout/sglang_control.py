@@ -4,7 +4,7 @@ One update, in order; what is indented runs in the servers and in the caller at 
 
     pause()                                   no token is sampled any more; running requests go back to the queue
     begin_update()
-        receive_bucket(...)  ||  broadcast    once per bucket; only the last one carries the version
+        receive_bucket(...)  ||  broadcast    once per bucket; the last one carries the version
     end_update()
     flush_cache()                             no key or value of the old weights is reused
     versions(), checksums()                   verified while nothing is sampled
@@ -73,11 +73,12 @@ class SGLangControl:
     def __init__(self, urls: Sequence[str], *, tensor_parallel: int, timeout_s: float) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
-        self._urls = [url.rstrip("/") for url in urls]
+        self.urls = [url.rstrip("/") for url in urls]
+        self.group_name: str | None = None
         self._tensor_parallel = tensor_parallel
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(max_workers=len(self._urls), thread_name_prefix="sglang-control")
-        self._sessions = [requests.Session() for _ in self._urls]
+        self._pool = ThreadPoolExecutor(max_workers=len(self.urls), thread_name_prefix="sglang-control")
+        self._sessions = [requests.Session() for _ in self.urls]
 
     def __enter__(self) -> "SGLangControl":
         return self
@@ -93,7 +94,7 @@ class SGLangControl:
     @property
     def num_receivers(self) -> int:
         """Ranks of the servers in a broadcast group, whose size is 1 + this (the sender is rank 0)."""
-        return len(self._urls) * self._tensor_parallel
+        return len(self.urls) * self._tensor_parallel
 
     def join_group(self, *, master_address: str, master_port: int, world_size: int, group_name: str, backend: str) -> Pending:
         """Have every server's ranks join a process group; replica i's are 1 + i * tp onwards. Rank 0 joins while this is pending.
@@ -103,6 +104,7 @@ class SGLangControl:
         """
         if world_size != 1 + self.num_receivers:
             raise ValueError(f"world_size={world_size} of group {group_name!r}, but one sender and {self.num_receivers} server ranks join")
+        self.group_name = group_name
         common = {
             "master_address": master_address,
             "master_port": master_port,
@@ -116,8 +118,11 @@ class SGLangControl:
             lambda replica: common | {"rank_offset": 1 + replica * self._tensor_parallel},
         )
 
-    def leave_group(self, group_name: str) -> None:
-        self._post_all("leave group", "/destroy_weights_update_group", {"group_name": group_name})
+    def leave_group(self) -> None:
+        """Have every server leave the group of ``join_group``; nothing to do where none was joined."""
+        if self.group_name is not None:
+            self._post_all("leave group", "/destroy_weights_update_group", {"group_name": self.group_name})
+            self.group_name = None
 
     def pause(self) -> None:
         """Stop sampling and hold new requests, mode ``retract``.
@@ -131,27 +136,29 @@ class SGLangControl:
     def begin_update(self) -> None:
         self._post_all("begin weight update", "/begin_weight_update", {})
 
-    def receive_bucket(
-        self, *, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], group_name: str, version: int | None
-    ) -> Pending:
-        """Have every server receive one uint8 broadcast from rank 0 and load the tensors in it.
+    def receive_bucket(self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None) -> Pending:
+        """Have every server receive one uint8 broadcast from rank 0 of the joined group and load the tensors in it.
 
-        The bucket is the concatenation of the tensors' bytes in the given order, without padding; a tensor must begin at a multiple of
-        its item size. The caller broadcasts while this is pending.
+        The bucket is the concatenation of the tensors' bytes in the given order, all of one dtype. The caller broadcasts while this is
+        pending; it should look at ``raise_if_failed`` if its broadcast does not get through, since a server that refused never joins in.
 
         Args:
-            names, dtypes, shapes: Hugging Face names, ``float32`` or ``bfloat16``, and shapes of the whole (unsharded) tensors.
-            version: what the weights are called from now on; None for every bucket but the last of an update.
+            names: Hugging Face names. dtype: ``float32`` or ``bfloat16``. shapes: of the whole (unsharded) tensors.
+            version: what the weights are called from here on. Best None for every bucket but the last of an update, so that an update
+                that breaks off is never reported under its new version.
 
         Raises:
-            ValueError: the lists differ in length, are empty, or a tensor would not be aligned.
+            ValueError: no group was joined, or names and shapes do not fit together.
         """
-        _check_bucket(names, dtypes, shapes)
+        if self.group_name is None:
+            raise ValueError("the servers have joined no group to receive weights in; call join_group first")
+        if not names or len(names) != len(shapes):
+            raise ValueError(f"a bucket needs at least one name and a shape for each: {len(names)} names, {len(shapes)} shapes")
         body = {
             "names": list(names),
-            "dtypes": list(dtypes),
+            "dtypes": [dtype] * len(names),
             "shapes": [list(shape) for shape in shapes],
-            "group_name": group_name,
+            "group_name": self.group_name,
             "load_format": "flattened_bucket",
             "flush_cache": False,  # once, after the last bucket
         }
@@ -206,10 +213,10 @@ class SGLangControl:
 
     def _submit(self, what: str, request: Callable[[int], dict]) -> Pending:
         # The socket's own deadline comes first; the margin lets its message through.
-        return Pending(what, [self._pool.submit(request, replica) for replica in range(len(self._urls))], self._timeout_s + 5.0)
+        return Pending(what, [self._pool.submit(request, replica) for replica in range(len(self.urls))], self._timeout_s + 5.0)
 
     def _request(self, replica: int, method: str, path: str, body: dict | None) -> dict:
-        url = self._urls[replica] + path
+        url = self.urls[replica] + path
         try:
             response = self._sessions[replica].request(method, url, json=body, timeout=self._timeout_s)
         except requests.RequestException as error:
@@ -217,17 +224,6 @@ class SGLangControl:
         if response.status_code != 200:
             raise ControlError(f"{method} {url} answered HTTP {response.status_code}: {server_message(response.content)}")
         return orjson.loads(response.content) if "json" in response.headers.get("Content-Type", "") else {}
-
-
-def _check_bucket(names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
-    if not names or not len(names) == len(dtypes) == len(shapes):
-        raise ValueError(f"a bucket needs as many names as dtypes and shapes, and at least one: {len(names)}, {len(dtypes)}, {len(shapes)}")
-    offset = 0
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-        item_size = getattr(torch, dtype).itemsize
-        if offset % item_size:
-            raise ValueError(f"{name} ({dtype}) would begin at byte {offset} of its bucket; put tensors of larger items first")
-        offset += item_size * torch.Size(shape).numel()
 
 
 def _by_name(ranks: Sequence[dict]) -> dict[str, str]:

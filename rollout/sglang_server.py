@@ -28,6 +28,8 @@ INITIAL_WEIGHT_VERSION = 0
 """What the servers call the weights that they loaded from disk."""
 LOG_TAIL_LINES = 40
 HEALTH_POLL_S = 0.25
+STOP_GRACE_S = 3.0
+"""Between SIGTERM and SIGKILL. SGLang looks at SIGTERM every 5 s only, and a server has nothing to save."""
 HEALTH_REQUEST_TIMEOUT_S = 60.0
 STAND_INS = Path(__file__).parent / "cpu_stand_ins"
 WATCHDOG = Path(__file__).parent / "sglang_watchdog.py"
@@ -88,7 +90,7 @@ class ServerFleet:
         threads: int,
         cuda: bool,
         seed: int,
-        stop_grace_s: float = 10.0,
+        stop_grace_s: float = STOP_GRACE_S,
     ) -> None:
         """
         Raises:
@@ -145,28 +147,39 @@ class ServerFleet:
             )
         return _Replica(process, ports, log_file)
 
-    def wait_healthy(self, deadline: float, on_progress: Callable[[str], None] = lambda message: None) -> None:
-        """Return when every replica has generated a token; ``deadline`` is a value of ``time.monotonic()``.
+    def wait_healthy(
+        self,
+        timeout_s: float,
+        on_progress: Callable[[str], None] = lambda message: None,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Return when every replica has generated a token, or as soon as ``should_stop`` says so.
 
         Raises:
-            ServerDied: one ended meanwhile. TimeoutError: the deadline passed; it names who is late and the end of the log.
+            ServerDied: one ended meanwhile.
+            TimeoutError: ``timeout_s`` passed; it names who is late and the end of the log.
         """
         started = time.monotonic()
         waiting = dict(enumerate(self._replicas))
-        while waiting:
+        while waiting and not should_stop():
             self.poll()
+            left_s = started + timeout_s - time.monotonic()
             for index, replica in list(waiting.items()):
-                if _is_healthy(replica.ports.http, min(HEALTH_REQUEST_TIMEOUT_S, max(deadline - time.monotonic(), 0.1))):
+                if _is_healthy(replica.ports.http, min(HEALTH_REQUEST_TIMEOUT_S, max(left_s, 0.1))):
                     del waiting[index]
                     on_progress(f"SGLang replica {index} is ready on port {replica.ports.http} after {time.monotonic() - started:.0f} s")
-            if waiting and time.monotonic() >= deadline:
-                late = next(iter(waiting.values()))
-                raise TimeoutError(
-                    f"SGLang replicas {sorted(waiting)} were not ready after {time.monotonic() - started:.0f} s; raise "
-                    f"rollout.server_start_timeout_s if they only need longer. Last lines of {late.log_file}:\n{log_tail(late.log_file)}"
-                )
+            if waiting and left_s <= 0:
+                raise TimeoutError(self._late(waiting, timeout_s))
             if waiting:
                 time.sleep(HEALTH_POLL_S)  # between looks at the condition above
+
+    def _late(self, waiting: dict[int, _Replica], timeout_s: float) -> str:
+        log_file = next(iter(waiting.values())).log_file
+        return (
+            f"SGLang replicas {sorted(waiting)} were not ready after {timeout_s:g} s; raise rollout.server_start_timeout_s if they "
+            f"only need longer. Last lines of {log_file}:\n{log_tail(log_file)}"
+        )
 
     def poll(self) -> None:
         """Look at every process once.

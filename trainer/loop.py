@@ -21,7 +21,7 @@ from trainer.correction import correct
 from trainer.learner import Learner
 from trainer.resume import Checkpointer
 from trainer.sampling import SharedSampler
-from trainer.step_metrics import step_metrics
+from trainer.step_metrics import evaluation_metrics, step_metrics
 from trainer.tracking import Tracker
 from trainer.weight_sync import WeightSync
 
@@ -81,6 +81,17 @@ def train(run: Run) -> None:
         if run.tracker is not None:
             run.tracker.log(step, metrics)
         run.checkpointer.after_step(step, learner, sampler)
+
+
+def evaluate_before(run: Run) -> None:
+    """Step 0: held-out accuracy of the model that a fresh run starts from."""
+    if run.first_step > 1 or not run.config.evaluation.at_ends:
+        return
+    clock = Clock()
+    with clock.time("evaluation"):
+        evaluation = run.sampler.evaluate()
+    if run.tracker is not None and evaluation is not None:
+        run.tracker.log(0, evaluation_metrics(evaluation) | {"time/evaluation": clock.seconds["evaluation"]})
 
 
 def is_evaluation_step(step: int, config: RunConfig) -> bool:

@@ -1,5 +1,6 @@
 """Metrics that carry their reduction, so that merging micro-batches and ranks is exact under any split."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -56,9 +57,7 @@ class Metric:
         if self.reduction != other.reduction:
             raise ValueError(f"cannot merge a {self.reduction} metric with a {other.reduction} metric")
         if self.reduction in (Reduction.MAX, Reduction.MIN):
-            pick = max if self.reduction is Reduction.MAX else min
-            both = self.parts + other.parts
-            return Metric(reduction=self.reduction, parts=(pick(both),) if both else ())
+            return Metric(reduction=self.reduction, parts=_extreme(self.reduction, self.parts + other.parts))
         return Metric(reduction=self.reduction, parts=tuple(a + b for a, b in zip(self.parts, other.parts, strict=True)))
 
     @property
@@ -69,6 +68,14 @@ class Metric:
             total, squares, count = self.parts
             return total * total / (count * squares) if count and squares else None
         return self.parts[0] if self.parts else None
+
+
+def _extreme(reduction: Reduction, parts: tuple[float, ...]) -> tuple[float, ...]:
+    """The greatest or least part; a NaN among them wins, wherever it stands (Python's max would depend on the order)."""
+    if any(math.isnan(part) for part in parts):
+        return (math.nan,)
+    pick = max if reduction is Reduction.MAX else min
+    return (pick(parts),) if parts else ()
 
 
 def _masked(values: Tensor, mask: Tensor | None) -> Tensor:

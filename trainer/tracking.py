@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import os
-import queue
 import re
 import sys
 import threading
@@ -123,7 +122,7 @@ def header(num_steps: int) -> str:
 def row(step: int, num_steps: int, metrics: Mapping[str, float | None], eta_s: float | None) -> str:
     """One step as a line under ``header``; a metric that was not measured, or is not finite, is a dash."""
     values = [(metrics.get(metric), width, show) for _, width, metric, show in _COLUMNS]
-    cells = [f"{'-' if value is None else show(value):>{width}}" for value, width, show in values]
+    cells = [f" {'-' if value is None else show(value):>{width - 1}}" for value, width, show in values]
     return _step_cell(f"{step}/{num_steps}", num_steps) + "".join(cells) + f"{'-' if eta_s is None else _duration(eta_s):>8}"
 
 
@@ -215,8 +214,9 @@ class _MlflowThread(threading.Thread):
     def __init__(self, config: RunConfig, run_dir: Path, first: Sequence[_Item], tags: Mapping[str, str]):
         super().__init__(name="tracking", daemon=True)  # daemon: a server that hangs must not keep the process alive
         self._uri, self._config, self._run_dir, self._tags = tracking_uri(config, run_dir), config, run_dir, dict(tags)
-        self._queue: queue.Queue[_Item | None] = queue.Queue(maxsize=QUEUE_SIZE)
-        self._pending: deque[_Item] = deque(first)
+        self._changed = threading.Condition()
+        self._items: deque[_Item] = deque(first)  # guarded by _changed; only this thread takes from it
+        self._most_items = len(first) + QUEUE_SIZE
         self._status: Status | None = None
         self._client: Any = None
         self._run_id: str | None = None
@@ -226,18 +226,19 @@ class _MlflowThread(threading.Thread):
     # ---- called by the training loop
 
     def put(self, item: _Item) -> None:
-        try:
-            self._queue.put_nowait(item)
-        except queue.Full:
+        with self._changed:
+            room = len(self._items) < self._most_items
+            if room:
+                self._items.append(item)
+                self._changed.notify()
+        if not room:
             self._warn_once("full", "MLflow is %d items behind; later ones are dropped (metrics.jsonl has every one)", QUEUE_SIZE)
 
     def finish(self, status: Status, deadline_s: float) -> None:
         """Send what is left and set the status of the run, in at most ``deadline_s`` seconds."""
-        self._status = status
-        try:
-            self._queue.put_nowait(None)  # wakes the thread
-        except queue.Full:
-            pass  # then it is not asleep
+        with self._changed:
+            self._status = status
+            self._changed.notify()
         self.join(deadline_s)
         if self.is_alive():
             log.warning("MLflow at %s did not take everything within %.0f s; metrics.jsonl has every metric", self._shown_uri, deadline_s)
@@ -254,70 +255,52 @@ class _MlflowThread(threading.Thread):
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
 
-        while True:
-            closing = self._status is not None and self._queue.empty()
-            if closing or time.monotonic() >= self._next_attempt:
-                try:
-                    self._send_pending(MlflowException)
-                    if closing and self._queue.empty():
-                        self._client.set_terminated(self._run_id, self._status)
-                        return
-                    self._warned.discard("unreachable")
-                except (MlflowException, SQLAlchemyError, OSError) as error:
-                    self._next_attempt = time.monotonic() + RETRY_S
-                    self._warn_once("unreachable", "MLflow at %s: %s; training goes on, tried again later", self._shown_uri, _brief(error))
-                    if closing:
-                        log.warning("MLflow lacks the last %d items and the status of this run", len(self._pending))
-                        return
-            self._wait_for_items()
+        closing = False
+        while not closing:
+            closing = self._wait_for_work()
+            try:
+                self._send_all(MlflowException)
+                if closing:
+                    self._client.set_terminated(self._run_id, self._status)
+                self._warned.discard("unreachable")
+            except (MlflowException, SQLAlchemyError, OSError) as error:
+                self._next_attempt = time.monotonic() + RETRY_S
+                self._warn_once("unreachable", "MLflow at %s: %s; training goes on, tried again later", self._shown_uri, _brief(error))
+                if closing:
+                    log.warning("MLflow at %s lacks the last %d items and the status of this run", self._shown_uri, len(self._items))
 
-    def _wait_for_items(self) -> None:
-        """Until something is queued, or until the next attempt is due where items are left over."""
-        if self._status is not None and self._queue.empty():
-            return
-        if len(self._pending) >= QUEUE_SIZE:
-            return self._wait_for_attempt()
-        left = max(self._next_attempt - time.monotonic(), 0.0) if self._pending else None
-        try:
-            self._take(self._queue.get(timeout=left))
-            while len(self._pending) < QUEUE_SIZE:
-                self._take(self._queue.get_nowait())
-        except queue.Empty:
-            return
+    def _wait_for_work(self) -> bool:
+        """Until there is something to send and the time to (re)try has come, or the run ends: then True."""
+        with self._changed:
+            while self._status is None:
+                left_s = self._next_attempt - time.monotonic()
+                if self._items and left_s <= 0:
+                    return False
+                self._changed.wait(left_s if self._items else None)
+            return True
 
-    def _wait_for_attempt(self) -> None:
-        """With no room for more, until the next attempt is due or the run ends (then what is queued is let go)."""
-        while self._status is None and (left := self._next_attempt - time.monotonic()) > 0:
-            self._queue.not_full.acquire()
-            self._queue.not_full.release()
-            self._stop_waiting.wait(min(left, 1.0))
-
-    def _take(self, item: _Item | None) -> None:
-        if item is not None:
-            self._pending.append(item)
-
-    def _send_pending(self, rejected: type[Exception]) -> None:
+    def _send_all(self, rejected: type[Exception]) -> None:
         if self._run_id is None:
             self._open_run()
-        while self._pending:
-            batch = self._next_batch()
+        while batch := self._next_batch():
             try:
                 self._send(batch)
             except rejected as error:
                 if not _refused(error):
                     raise
                 self._warn_once("rejected", "MLflow refused a record, which is left out there: %s", _brief(error))
-            for _ in batch:
-                self._pending.popleft()
+            with self._changed:
+                for _ in batch:
+                    self._items.popleft()
 
     def _next_batch(self) -> list[_Item]:
-        """The next item, and the rows after it that fit into the same request."""
-        batch, num_metrics = [self._pending[0]], 0
-        if isinstance(batch[0], _Row):
-            num_metrics = len(batch[0].metrics)
-            for item in list(self._pending)[1:]:
+        """The next item with the rows after it that fit into the same request; empty where nothing is left."""
+        batch: list[_Item] = []
+        num_metrics = 0
+        with self._changed:
+            for item in self._items:
                 num_metrics += len(item.metrics) if isinstance(item, _Row) else self.METRICS_PER_BATCH
-                if num_metrics > self.METRICS_PER_BATCH:
+                if batch and num_metrics > self.METRICS_PER_BATCH:
                     break
                 batch.append(item)
         return batch

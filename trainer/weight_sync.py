@@ -2,7 +2,7 @@
 
 One publish, all ranks together (the export gathers tensor-parallel shards); rank 0 talks to the servers:
 
-    pause -> begin -> for each bucket: tell the servers, broadcast -> end -> flush -> version check -> resume -> probe
+    pause -> begin -> for each bucket: tell the servers, broadcast -> end -> flush -> versions and checksums -> resume -> probe
 
 Nothing samples between pause and the end of the probe: the learner asks for groups only after ``publish`` has returned.
 Any failure raises, which ends the run: a partial update never serves a training sample.
@@ -10,15 +10,20 @@ Any failure raises, which ends the run: a partial update never serves a training
 
 import socket
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from rollout.sglang_control import SGLangControl
+from torch import Tensor
 
 from parallel.weight_transfer import WeightBroadcaster, make_buckets
 from rollout.records import Completion
+from rollout.sglang_control import SGLangControl, expected_checksums
 from trainer.learner import Learner
+
+T = TypeVar("T")
 
 EXACT_TOLERANCE = 1e-4
 """Nats: what a float32 learner and a float32 server may differ by on a probe token."""
@@ -57,6 +62,8 @@ class WeightSync:
         self._dtype = getattr(torch, rollout_dtype)
         self._exact = rollout_dtype == "float32" and learner.engine.dtype == torch.float32
         self._temperature, self._probe_prompt, self._probe_tokens = temperature, probe_prompt, probe_tokens
+        # SGLang's checksum is SHA-256 of whole tensors only on CPU at TP 1; elsewhere the probe stands alone.
+        self._checks_bytes = control is not None and tensor_parallel == 1 and backend == "gloo"
         self._broadcaster = None
         if control is not None:
             self._broadcaster = self._join(control, tensor_parallel, backend, timeout_s)
@@ -76,7 +83,6 @@ class WeightSync:
             master_address="127.0.0.1", master_port=port, world_size=world_size, backend=backend, group_name=name, timeout_s=timeout_s
         )
         joining.wait()
-        control.group_name = name
         return broadcaster
 
     def publish(self) -> SyncResult:
@@ -89,31 +95,49 @@ class WeightSync:
 
     def _send(self, version: int) -> SyncResult:
         started, sent = time.perf_counter(), 0
-        control = self._control
-        if control is not None:
-            control.pause()
-            control.begin_update()
-        for bucket in make_buckets(self._learner.engine.export_hf(), dtype=self._dtype):
-            if control is not None:
-                receiving = control.receive_bucket(
-                    names=bucket.names, dtype=bucket.dtype, shapes=bucket.shapes, version=version
+        if self._control is not None:
+            self._control.pause()
+            self._control.begin_update()
+        expected: dict[str, str] = {}
+        buckets = make_buckets(self._tap(self._learner.engine.export_hf(), expected), dtype=self._dtype)
+        for bucket, is_last in with_last(buckets):
+            if self._control is not None:
+                # Only the last bucket names the version: an update that breaks off is never reported under its new one.
+                receiving = self._control.receive_bucket(
+                    names=bucket.names, dtype=bucket.dtype, shapes=bucket.shapes, version=version if is_last else None
                 )
                 self._broadcaster.broadcast(bucket)
                 receiving.wait()
                 sent += bucket.bytes.numel()
-        if control is not None:
-            control.end_update()
-            control.flush_cache()
-            self._check_versions(version)
-            control.resume()
+        if self._control is not None:
+            self._control.end_update()
+            self._control.flush_cache()
+            self._check_served(version, expected)
+            self._control.resume()
         self._learner.version = version
         gap = self.probe(self._temperature)
         return SyncResult(version=version, bytes=sent, seconds=time.perf_counter() - started, max_logprob_gap=gap)
 
-    def _check_versions(self, version: int) -> None:
+    def _tap(self, tensors: Iterable[tuple[str, Tensor]], expected: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+        """Pass the exported tensors on, in the served dtype; afterwards ``expected`` holds the checksums the servers must report."""
+        seen = []
+        for name, tensor in tensors:
+            tensor = tensor.to(self._dtype)
+            if self._checks_bytes:
+                seen.append((name, tensor))
+            yield name, tensor
+        expected.update(expected_checksums(seen))
+
+    def _check_served(self, version: int, expected: dict[str, str]) -> None:
         served = self._control.versions()
         if set(served) != {version}:
             raise WeightSyncError(f"sent weight version {version}, but the servers report {served}")
+        if not self._checks_bytes:
+            return
+        for url, found in zip(self._control.urls, self._control.checksums(), strict=True):
+            wrong = [name for name, digest in expected.items() if found.get(name) != digest]
+            if wrong:
+                raise WeightSyncError(f"{url} holds other bytes than were sent as version {version}, in {len(wrong)} tensors: {wrong[:5]}")
 
     def probe(self, temperature: float) -> float:
         """Largest |log p_server - log p_learner| over tokens that each replica samples for the probe prompt, in nats.
@@ -139,5 +163,17 @@ class WeightSync:
         return gap
 
     def close(self) -> None:
-        if self._broadcaster is not None:
+        if self._control is not None:
+            self._control.leave_group()
+            self._control.close()
             self._broadcaster.close()
+
+
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Each item, and whether it is the last one."""
+    iterator = iter(items)
+    for item in iterator:
+        for following in iterator:
+            yield item, False
+            item = following
+        yield item, True

@@ -80,7 +80,7 @@ def _finite(value: object, what: str) -> float:
 
 
 def _short(value: object) -> str:
-    return f"{type(value).__name__} {repr(value):.60}" if isinstance(value, str | dict | tuple | list) else f"{type(value)}"
+    return f"{type(value).__name__} {value!r:.60}" if isinstance(value, str | dict | tuple | list) else f"{type(value)}"
 
 
 def describe(error: BaseException) -> str:

@@ -1,0 +1,185 @@
+"""A whole RL step against the bare work inside it, measured side by side in one run. Target: ratio at most 1.15.
+
+    ratio = median(step) / (median(bare generation) + median(bare update))
+
+- step: ``trainer.loop.train`` for one step: sampling, rewards, packing, old log-probs, correction, update, weight broadcast, checks.
+- bare generation: the prompts of that step straight to SGLang's /generate, one request with all of them per server, no log-probs, no
+  rewards; every response is forced to the length it had in the step, so both sides generate the same number of tokens.
+- bare update: Megatron forward, backward and optimizer step of the same packed micro-batches with a plain negative log-likelihood.
+
+The step does more than the sum: the old log-prob pass, the server's log-probs, the weight broadcast and its probe. The three alternate
+round by round, so a slow spell of a shared machine hits them alike; the first round warms up and is not counted.
+"""
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.common import hardware, line, parser, spread, write  # noqa: E402
+
+TARGET = 1.15
+PARTS = ("sampling", "logprobs", "update", "sync")
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--config", type=Path, default=ROOT / "configs/recipes/countdown_tiny.yaml")
+    options.add_argument("--model", type=Path, help="a Hugging Face folder; a tiny model with random weights where none is given")
+    options.add_argument("--rounds", type=int, default=15)
+    options.add_argument("--rank", type=Path, help="(internal) run as one learner rank of this run folder")
+    options.add_argument("override", nargs="*", help="KEY=VALUE, as for tandem train")
+    given = options.parse_args()
+    rounds = 3 if given.quick else given.rounds
+    if given.rank:
+        measure_rank(given.rank, rounds)
+        return
+    result = supervise(given.config, given.model, given.override, rounds)
+    print(json.dumps({"hardware": result["hardware"], "config": result["config"]}, indent=2))
+    for name, seconds in result["seconds"].items():
+        print(line(name, seconds))
+    print(f"ratio {result['ratio']:.3f}   target: at most {TARGET}")
+    write(result | {"spread": {name: spread(s) for name, s in result["seconds"].items()}}, given.json)
+
+
+def supervise(config_path: Path, model: Path | None, overrides: list[str], rounds: int) -> dict:
+    """Start the roles of a run, with this module in the learner's place."""
+    from configs.loader import load_config, resolved_yaml
+    from launch import commands, run_folder
+    from launch.supervisor import Supervisor
+    from rollout.tiny_model import make_tiny_countdown_model
+
+    with tempfile.TemporaryDirectory() as scratch:
+        if model is None:
+            model = Path(scratch) / "model"
+            make_tiny_countdown_model(model, seed=0)
+        no_extras = ["evaluation.every=0", "evaluation.at_ends=false", "checkpoint.every=0"]
+        fixed = [f"model.path={model}", f"launch.runs_dir={scratch}", f"steps={rounds + 1}", *no_extras]
+        config = load_config(config_path, [*fixed, *overrides])
+        folder = run_folder.create(config.launch.runs_dir, "benchmark", resolved_yaml(config))
+        learn = commands.role("learn", folder, config, ranks=config.layout.world_size)
+        torchrun = learn.command[: learn.command.index("launch")]
+        ours = ["benchmarks.step_time", "--rank", str(folder.path), "--rounds", str(rounds)]
+        with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
+            commands.start_sampling(supervisor, folder, config)
+            supervisor.start(replace(learn, command=[*torchrun, *ours]))
+            supervisor.wait_until_done("learn")
+        seconds = json.loads((folder.path / "benchmark.json").read_text())
+    bare = spread(seconds["bare generation"])["median"] + spread(seconds["bare update"])["median"]
+    told = ("prompts_per_step", "group_size", "max_new_tokens", "dtype", "replicas", "tensor_parallel")
+    return {
+        "hardware": hardware(),
+        "config": {name: getattr(config.rollout, name) for name in told} | config.layout.model_dump() | {"overrides": overrides},
+        "seconds": seconds,
+        "ratio": spread(seconds["step"])["median"] / bare,
+        "target": TARGET,
+    }
+
+
+def measure_rank(path: Path, rounds: int) -> None:
+    """One learner rank: step, bare generation, bare update, in turn."""
+    from launch import roles
+    from launch.run_folder import RunFolder
+    from trainer.loop import train
+
+    folder = RunFolder(path)
+    run = roles.build_run(folder)
+    if run.tracker is not None:
+        run.tracker.close("FINISHED")
+    watch = Watch(run.learner.receive)
+    run.learner.receive = watch.receive
+    seconds: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        seconds.setdefault(name, []).append(value)
+
+    for number in range(1, rounds + 2):
+        one_step = run.config.model_copy(update={"steps": number})
+        tracker = watch if run.learner.is_first_rank else None
+        began = start_together()
+        train(replace(run, config=one_step, first_step=number, tracker=tracker))
+        step = time.perf_counter() - began
+        start_together()
+        generation = asyncio.run(bare_generation(folder, run.config, watch.groups)) if run.learner.is_first_rank else 0.0
+        began = start_together()
+        bare_update(run.learner, watch.batch, run.config.rollout.temperature)
+        start_together()
+        update = time.perf_counter() - began
+        if number > 1 and run.learner.is_first_rank:
+            note("step", step)
+            note("bare generation", generation)
+            note("bare update", update)
+            for part in PARTS:
+                note(f"  of the step: {part}", watch.metrics[f"time/{part}"])
+    if run.learner.is_first_rank:
+        (folder.path / "benchmark.json").write_text(json.dumps(seconds))
+    roles.end_run(run)
+
+
+class Watch:
+    """Keeps what the last step received and logged."""
+
+    def __init__(self, receive):
+        self._receive = receive
+
+    def receive(self, groups):
+        self.groups, self.batch = groups, self._receive(groups)
+        return self.batch
+
+    def log(self, step, metrics):
+        self.metrics = metrics
+
+
+def start_together() -> float:
+    import torch.distributed as dist
+
+    dist.barrier()
+    return time.perf_counter()
+
+
+def bare_update(learner, batch, temperature: float) -> None:
+    scale = 1.0 / max(1, int(batch.packed.response_mask_T.sum()))
+
+    def loss_fn(microbatch, logprobs_T, entropy_T):
+        return -(logprobs_T * microbatch.response_mask_T).sum() * scale, None
+
+    for minibatch in batch.minibatches():
+        learner.engine.update(minibatch, loss_fn, temperature=temperature)
+
+
+async def bare_generation(folder, config, groups) -> float:
+    """Seconds of one batched /generate per server for the step's prompts, each response forced to its length in the step."""
+    import aiohttp
+
+    urls = folder.read_address("serve")["urls"]
+    samples = [t for g in groups for t in g.trajectories]
+
+    def body(part):
+        return {
+            "input_ids": [[t for t, m in zip(s.token_ids, s.response_mask, strict=True) if not m] for s in part],
+            "sampling_params": [
+                {"temperature": config.rollout.temperature, "max_new_tokens": sum(s.response_mask), "ignore_eos": True} for s in part
+            ],
+        }
+
+    async def post(session, url, part):
+        async with session.post(f"{url}/generate", json=body(part)) as answer:
+            answer.raise_for_status()
+            await answer.read()
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+        began = time.perf_counter()
+        await asyncio.gather(*(post(session, url, samples[i :: len(urls)]) for i, url in enumerate(urls)))
+        return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

@@ -1,0 +1,335 @@
+"""Megatron-Core ``GPTModel`` from a Hugging Face config.json: Qwen2/2.5, Qwen3 and Llama, dense.
+
+Legend: T packed tokens, V vocabulary, H hidden size, F rotary frequencies.
+
+Megatron's own rotary embedding is off (``position_embedding_type="none"``): the core attention rotates queries and keys itself,
+after Megatron's query/key norm and so at the same place in the mathematics, from one table per micro-batch. That handles every
+static rope_type of transformers exactly, packed, and without a Python loop over sequences.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import parallel.megatron_cpu  # noqa: F401  # isort: skip - before megatron.core
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from parallel import platform
+from parallel.attention import PackedPlan, packed_attention, plan_packing, rotary_tables, rotate
+from parallel.layout import padded_vocab_size
+from parallel.vocab_parallel import linear_logprobs
+
+SUPPORTED = {"qwen2": "Qwen2 and Qwen2.5", "qwen3": "Qwen3", "llama": "Llama"}
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What of a config.json decides the model. ``vocab_size`` is the real one, without padding rows."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    max_positions: int
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face folder. Raises ValueError naming the file where it is missing or no JSON object."""
+    path = Path(folder) / "config.json"
+    try:
+        loaded = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"model.path={folder}: cannot read config.json ({error.strerror}); give a Hugging Face model folder") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path} holds {type(loaded).__name__}, not an object")
+    return loaded
+
+
+def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
+    """Raises ValueError for a model, or a variant of one, that this learner does not compute exactly."""
+    kind = hf_config.get("model_type")
+    if kind not in SUPPORTED:
+        raise ValueError(f"model_type {kind!r} is not supported; supported are {', '.join(f'{k} ({n})' for k, n in SUPPORTED.items())}, dense")
+    _refuse_variants(hf_config, kind)
+    try:
+        heads = hf_config["num_attention_heads"]
+        return Architecture(
+            model_type=kind,
+            vocab_size=hf_config["vocab_size"],
+            hidden_size=hf_config["hidden_size"],
+            num_layers=hf_config["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=hf_config.get("num_key_value_heads") or heads,
+            head_dim=hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
+            intermediate_size=hf_config["intermediate_size"],
+            norm_eps=hf_config["rms_norm_eps"],
+            max_positions=hf_config["max_position_embeddings"],
+            tied=hf_config.get("tie_word_embeddings", False),
+            qkv_bias=kind == "qwen2",
+            qk_norm=kind == "qwen3",
+        )
+    except KeyError as error:
+        raise ValueError(f"config.json of a {kind} model lacks {error}") from error
+
+
+def _refuse_variants(hf_config: Mapping[str, Any], kind: str) -> None:
+    refused = {
+        "use_sliding_window": bool(hf_config.get("use_sliding_window")),
+        "layer_types": any(t != "full_attention" for t in hf_config.get("layer_types") or ()),
+        "attention_bias": kind != "qwen2" and bool(hf_config.get("attention_bias")),
+        "mlp_bias": bool(hf_config.get("mlp_bias")),
+        "hidden_act": hf_config.get("hidden_act", "silu") != "silu",
+        "partial_rotary_factor": (hf_config.get("partial_rotary_factor") or 1.0) != 1.0,
+        "quantization_config": hf_config.get("quantization_config") is not None,
+    }
+    for name, found in refused.items():
+        if found:
+            raise ValueError(f"config.json has {name}={hf_config[name]!r}, which the learner does not compute; use a {kind} model without it")
+
+
+def rotary_frequencies(folder: Path, model_type: str) -> tuple[Tensor, float]:
+    """(inv_freq [F] float32, attention factor) as transformers computes them for this config.json.
+
+    Raises ValueError for a rope_type whose frequencies depend on the sequence length (dynamic, longrope).
+    """
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    kind = config.rope_parameters["rope_type"]
+    if kind not in STATIC_ROPE_TYPES:
+        raise ValueError(f"rope_type {kind!r} of this {model_type} model is not supported; supported are {', '.join(STATIC_ROPE_TYPES)}")
+    compute = LlamaRotaryEmbedding.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+    inv_freq_F, attention_factor = compute(config, device=torch.device("cpu"))
+    return inv_freq_F.float(), float(attention_factor)
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """What Megatron hands to every layer: its own packed-sequence fields, the plan and the rotary tables of the micro-batch."""
+
+    plan: PackedPlan | None = None
+    cos_T1F: Tensor | None = None
+    sin_T1F: Tensor | None = None
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; its weight knows of sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device()))
+        # Megatron then sums this weight's gradient over tensor-parallel ranks, each of which saw its own tokens.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rms_norm(x, self.weight, self.eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+class PackedCoreAttention(nn.Module):
+    """Megatron's ``core_attention`` slot without Transformer Engine: rotation, then causal attention within each sequence."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
+        super().__init__()
+        self.scale = softmax_scale
+        self.dtype = platform.attention_dtype(config.params_dtype)
+
+    def forward(self, query_TAD, key_TKD, value_TKD, attention_mask, *, packed_seq_params: PackedSequences, **unused) -> Tensor:
+        packed = packed_seq_params
+        query_TAD, key_TKD = (rotate(x, packed.cos_T1F, packed.sin_T1F) for x in (query_TAD, key_TKD))
+        out_TAD = packed_attention(query_TAD, key_TKD, value_TKD, packed.plan.buckets, scale=self.scale, dtype=self.dtype)
+        return out_TAD.flatten(1)
+
+
+def _layer_spec(config: TransformerConfig, architecture: Architecture):
+    if platform.uses_transformer_engine():
+        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
+        spec.submodules.self_attention.submodules.core_attention = _transformer_engine_attention()
+        return spec
+    spec: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedCoreAttention
+    if architecture.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+
+
+def _transformer_engine_attention() -> type:
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class RotaryTEAttention(TEDotProductAttention):
+        """Transformer Engine's packed attention on queries and keys that were rotated like everywhere else in this file."""
+
+        def forward(self, query_TAD, key_TKD, value_TKD, attention_mask, attn_mask_type, packed_seq_params=None, **rest):
+            query_TAD, key_TKD = (rotate(x, packed_seq_params.cos_T1F, packed_seq_params.sin_T1F) for x in (query_TAD, key_TKD))
+            own = PackedSeqParams(**{f.name: getattr(packed_seq_params, f.name) for f in fields(PackedSeqParams)})
+            return super().forward(
+                query_TAD, key_TKD, value_TKD, attention_mask, attn_mask_type=attn_mask_type, packed_seq_params=own, **rest
+            )
+
+    return RotaryTEAttention
+
+
+def transformer_config(architecture: Architecture, dtype: torch.dtype, recompute: str) -> TransformerConfig:
+    """Sizes from the architecture, parallel sizes from Megatron's groups, no dropout, and no fusion that needs Apex or CUDA."""
+    pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.num_heads,
+        num_query_groups=architecture.num_kv_heads,
+        kv_channels=architecture.head_dim,
+        ffn_hidden_size=architecture.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=pipeline_parallel,
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        variable_seq_lengths=pipeline_parallel > 1,
+        # Must hold before DDP is built: otherwise gradients come out divided by the data-parallel size.
+        calculate_per_token_loss=True,
+        # Every parameter is read from the checkpoint.
+        perform_initialization=False,
+        use_cpu_initialization=not platform.has_cuda(),
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=platform.uses_transformer_engine(),
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        **full,
+    )
+
+
+class LogprobGPTModel(GPTModel):
+    """A ``GPTModel`` whose last stage returns (logprobs_T, entropy_T) of given targets rather than logits."""
+
+    def __init__(self, architecture: Architecture, config: TransformerConfig, inv_freq_F: Tensor, attention_factor: float, chunk_tokens: int):
+        super().__init__(
+            config=config,
+            transformer_layer_spec=_layer_spec(config, architecture),
+            vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=architecture.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=architecture.tied,
+            position_embedding_type="none",
+        )
+        self.architecture = architecture
+        self.chunk_tokens = chunk_tokens
+        self.inv_freq_F = inv_freq_F.to(platform.device())
+        self.attention_factor = attention_factor
+
+    def pack(self, cu_seqlens: Tensor, positions_T: Tensor) -> PackedSequences:
+        """The plan and rotary tables of a micro-batch. Transformer Engine packs by itself and needs no reordering."""
+        place = positions_T.device
+        plan = plan_packing(cu_seqlens, place, keep_order=platform.uses_transformer_engine())
+        longest = int(torch.diff(cu_seqlens).max())
+        if longest > self.architecture.max_positions:
+            raise ValueError(f"a sequence of {longest} tokens exceeds the model's max_position_embeddings={self.architecture.max_positions}")
+        cos_T1F, sin_T1F = rotary_tables(
+            self.inv_freq_F, self.attention_factor, plan.to_model_order(positions_T), self.config.params_dtype
+        )
+        bounds = plan.cu_seqlens.to(place)
+        return PackedSequences(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            plan=plan,
+            cos_T1F=cos_T1F,
+            sin_T1F=sin_T1F,
+        )
+
+    def logprobs(
+        self, *, tokens_T: Tensor, targets_T: Tensor, packed: PackedSequences, temperature: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None] | Tensor:
+        """float32 (logprobs_T, entropy_T or None) in the order of ``tokens_T`` on the last stage, hidden states on earlier ones."""
+        request = {"targets_T": packed.plan.to_model_order(targets_T), "temperature": temperature, "with_entropy": with_entropy}
+        found = self._run(tokens_T, packed, request)
+        if not self.post_process:
+            return found
+        return tuple(None if x is None else packed.plan.to_batch_order(x) for x in found)
+
+    def logits(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
+        """[T, V] over the full vocabulary, gathered over ranks, without padding: for comparing, not for training."""
+        found = self._run(tokens_T, packed, None)
+        return packed.plan.to_batch_order(found) if self.post_process else found
+
+    def _run(self, tokens_T: Tensor, packed: PackedSequences, request: dict | None):
+        tokens = packed.plan.to_model_order(tokens_T).unsqueeze(0)
+        # Megatron passes extra_block_kwargs to layers; the request travels on the side, for _postprocess alone.
+        self._request = request
+        return self(tokens, None, None, packed_seq_params=packed)
+
+    def _postprocess(self, hidden_states, **unused):
+        if not self.post_process:
+            return hidden_states
+        weight_VH = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        group = self.pg_collection.tp
+        # Forward gathers (or passes on); backward sums over tensor-parallel ranks, each of which knows its own vocabulary only.
+        if self.config.sequence_parallel:
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
+        else:
+            hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
+        hidden_TH = hidden_states.squeeze(1)
+        if self._request is None:
+            logits_TV = tensor_parallel.gather_from_tensor_model_parallel_region(hidden_TH @ weight_VH.t())
+            return logits_TV[:, : self.architecture.vocab_size]
+        return linear_logprobs(
+            hidden_TH, weight_VH, vocab_size=self.architecture.vocab_size, chunk_tokens=self.chunk_tokens, group=group, **self._request
+        )
+
+
+def build_model(
+    folder: Path, hf_config: Mapping[str, Any], *, dtype: torch.dtype, recompute: str = "none", chunk_tokens: int = 1024
+) -> LogprobGPTModel:
+    """The model of this rank, its weights unset: ``hf_conversion.load_hf`` fills them. Needs Megatron's parallel groups."""
+    architecture = read_architecture(hf_config)
+    inv_freq_F, attention_factor = rotary_frequencies(folder, architecture.model_type)
+    config = transformer_config(architecture, dtype, recompute)
+    return LogprobGPTModel(architecture, config, inv_freq_F, attention_factor, chunk_tokens).to(platform.device())

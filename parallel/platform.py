@@ -1,0 +1,77 @@
+"""The only file that knows CUDA from CPU: device, collective backend, which layers Megatron is built from, start and stop."""
+
+import importlib.util
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# On a machine without CUDA this puts the stand-ins in place before anything imports megatron.core; elsewhere it changes nothing.
+import parallel.megatron_cpu  # noqa: F401
+
+
+def has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """This process's device: the GPU of its LOCAL_RANK, or the CPU."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda() else torch.device("cpu")
+
+
+def collective_backend() -> str:
+    return "nccl" if has_cuda() else "gloo"
+
+
+def uses_transformer_engine() -> bool:
+    """Whether layers come from Transformer Engine (fused norms, flash attention) or from Megatron's local ones and ours."""
+    return has_cuda() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def attention_dtype(model_dtype: torch.dtype) -> torch.dtype:
+    """In which dtype our own attention runs.
+
+    On CPU float32 even for a bfloat16 model: torch's bfloat16 attention backward is several times slower there, and less exact.
+    """
+    return model_dtype if has_cuda() else torch.float32
+
+
+def set_threads(num_threads: int) -> None:
+    """Threads of one operation on CPU. Several processes with several threads each stall each other."""
+    torch.set_num_threads(num_threads)
+
+
+def synchronize() -> None:
+    """Wait until the device has done all it was given; on CPU nothing is outstanding."""
+    if has_cuda():
+        torch.cuda.synchronize()
+
+
+def init_distributed(timeout_s: float) -> None:
+    """Join the process group that torchrun's environment describes, or be a group of one where there is none.
+
+    ``timeout_s`` seconds is the deadline of every collective. Calling it twice is harmless. Raises ValueError for a
+    half-set environment.
+    """
+    if dist.is_initialized():
+        return
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing and len(missing) < len(names) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(f"environment variables {missing} are missing beside WORLD_SIZE={os.environ['WORLD_SIZE']}; start with torchrun")
+    if has_cuda():
+        torch.cuda.set_device(device())
+    timeout = timedelta(seconds=timeout_s)
+    if missing:
+        store = dist.HashStore()
+        dist.init_process_group(collective_backend(), store=store, rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(collective_backend(), timeout=timeout)
+
+
+def shutdown_distributed() -> None:
+    """Leave the process group; harmless where there is none."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+

@@ -1,0 +1,98 @@
+"""The learner's synchronous side of the sample role."""
+
+import msgspec
+import zmq
+
+from rollout.records import Group
+from rollout.sampler import (
+    Done,
+    Evaluate,
+    Evaluated,
+    EvaluationResult,
+    Failure,
+    GetState,
+    Groups,
+    LoadState,
+    NextGroups,
+    Reply,
+    Request,
+    SamplerState,
+    SamplingError,
+    SamplingStats,
+    State,
+    Stop,
+)
+
+
+class RemoteSampler:
+    """Asks the sample role at ``address`` (``tcp://host:port``); used by one thread.
+
+    Every method raises SamplingError when the sample role answers that it failed (with its reason), or does not answer in ``timeout_s``.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float) -> None:
+        self._address, self._timeout_s = address, timeout_s
+        self._context = zmq.Context()
+        self._channel: zmq.Socket | None = None
+
+    def __enter__(self) -> "RemoteSampler":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._drop_channel()
+        self._context.term()
+
+    def next_groups(self, count: int, *, newest: int, max_staleness: int) -> tuple[list[Group], SamplingStats]:
+        """The next ``count`` prompts with their scored siblings, no token older than ``newest - max_staleness``."""
+        reply = self._ask(NextGroups(count, newest, max_staleness), Groups)
+        return reply.groups, reply.stats
+
+    def evaluate(self) -> EvaluationResult | None:
+        """Of held-out problems; None where the task has none."""
+        return self._ask(Evaluate(), Evaluated).result
+
+    def state(self) -> dict[str, int]:
+        """For a checkpoint: plain JSON values."""
+        return msgspec.to_builtins(self._ask(GetState(), State).state)
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Go on from a ``state()`` of the same seed and data."""
+        try:
+            known = msgspec.convert(state, SamplerState)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{state} is not a state of the sampler: {error}") from error
+        self._ask(LoadState(known), Done)
+
+    def stop(self) -> None:
+        """Have the sample role end."""
+        self._ask(Stop(), Done)
+
+    def _ask(self, request: Request, expected: type) -> Reply:
+        channel = self._open_channel()
+        channel.send(msgspec.msgpack.encode(request))
+        if not channel.poll(self._timeout_s * 1000):
+            self._drop_channel()  # a REQ socket with an answer outstanding can ask nothing else
+            raise SamplingError(
+                f"the sample role at {self._address} did not answer {type(request).__name__} in {self._timeout_s:g} s; see its log"
+            )
+        reply = msgspec.msgpack.decode(channel.recv(), type=Reply)
+        if isinstance(reply, Failure):
+            raise SamplingError(f"the sample role failed: {reply.message}")
+        if not isinstance(reply, expected):
+            raise SamplingError(f"the sample role answered {type(request).__name__} with {type(reply).__name__}; are both of one version?")
+        return reply
+
+    def _open_channel(self) -> zmq.Socket:
+        if self._channel is None:
+            self._channel = self._context.socket(zmq.REQ)
+            self._channel.setsockopt(zmq.LINGER, 0)
+            self._channel.connect(self._address)
+        return self._channel
+
+    def _drop_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None

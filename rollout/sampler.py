@@ -1,0 +1,426 @@
+"""The sample role: prompts -> groups of scored responses, handed to the learner on request.
+
+    learner (rank 0)                         this process, one event loop
+    RemoteSampler --- request, ZeroMQ ---> serve: one request at a time
+                                             └─ GroupSampler: one task per sample
+                                                  generate (HTTP, bounded by the client) -> decode -> score
+                  <-- reply or Failure ---
+
+Only ``next_groups`` moves the position in the data, and only when all its groups are complete; so a state taken between two
+requests resumes exactly. Not this role's concern: weights, versions (the learner says what is newest), and which replica answers.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+from transformers import PreTrainedTokenizerBase
+
+from configs.schema import RunConfig
+from configs.schema.launch import EvaluationConfig
+from configs.schema.rollout import RolloutConfig
+from rollout.client import ClientStats, GenerationClient, GenerationError
+from rollout.records import Completion, FinishReason, Group, Prompt, Score, Trajectory, TrajectoryStatus
+from rollout.rewards import Scorer, WorkerStartError
+from rollout.sglang_client import SGLangClient
+from rollout.tasks import Task, load_task
+from rollout.tokenization import end_token_ids, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED_FAILURES = 8
+"""Failed rewards of one request that are logged one by one."""
+LAST_REPLY_LINGER_MS = 1000
+
+
+class SamplingError(RuntimeError):
+    """Groups or an evaluation could not be produced; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingStats:
+    """What producing one reply took."""
+
+    seconds: float
+    requests: int
+    retries: int
+    """Attempts that failed in transport and were repeated."""
+    failed_rewards: int
+    """Samples whose reward raised or ran out of time (scored 0)."""
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """Of held-out problems. A sample is right when its reward is at least 1."""
+
+    accuracy: float
+    mean_reward: float
+    count: int
+    """Samples: problems times samples_per_prompt."""
+    length_mean: float
+    """Response tokens, the end token included."""
+    length_max: int
+    truncated_fraction: float
+    stats: SamplingStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerState:
+    """Where in the data sampling stands: everything that a resumed run needs."""
+
+    position: int
+    """Training prompts handed out since the start, over all epochs."""
+    next_group_id: int
+    num_prompts: int
+    """Of the training set, to notice another one."""
+
+
+class NextGroups(msgspec.Struct, frozen=True, tag=True):
+    count: int
+    newest: int
+    max_staleness: int
+
+
+class Evaluate(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class GetState(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class LoadState(msgspec.Struct, frozen=True, tag=True):
+    state: SamplerState
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Groups(msgspec.Struct, frozen=True, tag=True):
+    groups: list[Group]
+    stats: SamplingStats
+
+
+class Evaluated(msgspec.Struct, frozen=True, tag=True):
+    result: EvaluationResult | None
+
+
+class State(msgspec.Struct, frozen=True, tag=True):
+    state: SamplerState
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Failure(msgspec.Struct, frozen=True, tag=True):
+    message: str
+
+
+Request = NextGroups | Evaluate | GetState | LoadState | Stop
+Reply = Groups | Evaluated | State | Done | Failure
+"""The messages between learner and sample role, msgpack on the wire."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sample:
+    completion: Completion
+    score: Score
+
+
+class GroupSampler:
+    """Samples groups of siblings in a seeded order of the prompts, and evaluates on held-out ones; used by one task at a time."""
+
+    def __init__(
+        self,
+        *,
+        client: GenerationClient,
+        task: Task,
+        scorer: Scorer,
+        tokenizer: PreTrainedTokenizerBase,
+        stop_token_ids: Sequence[int],
+        rollout: RolloutConfig,
+        evaluation: EvaluationConfig,
+        seed: int,
+    ) -> None:
+        """
+        Raises:
+            ValueError: the task has no training prompts.
+        """
+        if not len(task.train):
+            raise ValueError(f"task {task.name} has no training prompts; check its train_path")
+        self._client, self._task, self._scorer, self._tokenizer = client, task, scorer, tokenizer
+        self._stop_token_ids = list(stop_token_ids)
+        self._rollout, self._evaluation, self._seed = rollout, evaluation, seed
+        self._position, self._next_group_id = 0, 0
+        self._order, self._order_epoch = range(0), -1
+
+    @property
+    def state(self) -> SamplerState:
+        return SamplerState(position=self._position, next_group_id=self._next_group_id, num_prompts=len(self._task.train))
+
+    def load_state(self, state: SamplerState) -> None:
+        """Go on from where another sampler of the same seed and data stood.
+
+        Raises:
+            ValueError: the training set has another size than the state's.
+        """
+        if state.num_prompts != len(self._task.train):
+            raise ValueError(
+                f"the state to resume was taken with {state.num_prompts} training prompts, but task {self._task.name} now has "
+                f"{len(self._task.train)}; resume with the same data"
+            )
+        self._position, self._next_group_id = state.position, state.next_group_id
+
+    async def next_groups(self, count: int, *, newest: int, max_staleness: int) -> tuple[list[Group], SamplingStats]:
+        """The next ``count`` prompts in order, each with ``group_size`` scored siblings.
+
+        Raises:
+            SamplingError: a token was sampled by weights older than ``newest - max_staleness``, or newer than ``newest``.
+            GenerationError: a completion could not be obtained. The position stays where it was.
+        """
+        prompts = [self._prompt_at(self._position + i) for i in range(count)]
+        first_id, size = self._next_group_id, self._rollout.group_size
+        wanted = [
+            (prompt, _sample_seed(self._seed, prompt.prompt_id, sibling, attempt=first_id + i))
+            for i, prompt in enumerate(prompts)
+            for sibling in range(size)
+        ]
+        samples, stats = await self._sample_all(wanted, temperature=self._rollout.temperature)
+        _log_failed_rewards([prompt for prompt, _ in wanted], samples, group_size=size)
+        groups = [
+            _make_group(first_id + i, prompt, samples[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)
+        ]
+        _check_versions(groups, newest=newest, max_staleness=max_staleness)
+        self._position += count
+        self._next_group_id += count
+        return groups, stats
+
+    async def evaluate(self) -> EvaluationResult | None:
+        """Accuracy on held-out problems, the same ones each time; None where the task holds none out.
+
+        Raises:
+            GenerationError: a completion could not be obtained.
+        """
+        prompts = choose_heldout(self._task.heldout, self._evaluation.max_prompts)
+        if not prompts:
+            return None
+        wanted = [
+            (prompt, _sample_seed(self._seed, prompt.prompt_id, sibling, attempt=-1))
+            for prompt in prompts
+            for sibling in range(self._evaluation.samples_per_prompt)
+        ]
+        samples, stats = await self._sample_all(wanted, temperature=self._evaluation.temperature)
+        return _summarise(samples, stats)
+
+    async def _sample_all(self, wanted: Sequence[tuple[Prompt, int]], *, temperature: float) -> tuple[list[_Sample], SamplingStats]:
+        """All samples at once, in the order asked for; the client bounds how many reach the servers. The first failure cancels the rest."""
+        started, before = time.perf_counter(), self._client.stats
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._sample(prompt, seed, temperature)) for prompt, seed in wanted]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from failures
+        samples = [task.result() for task in tasks]
+        failed = sum(sample.score.error is not None for sample in samples)
+        return samples, _stats(self._client.stats - before, seconds=time.perf_counter() - started, failed_rewards=failed)
+
+    async def _sample(self, prompt: Prompt, seed: int, temperature: float) -> _Sample:
+        completion = await self._client.generate(
+            prompt.token_ids,
+            max_new_tokens=self._rollout.max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=self._stop_token_ids,
+            seed=seed,
+        )
+        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        return _Sample(completion=completion, score=await self._scorer.score(prompt, text))
+
+    def _prompt_at(self, position: int) -> Prompt:
+        epoch, index = divmod(position, len(self._task.train))
+        if epoch != self._order_epoch:
+            self._order, self._order_epoch = epoch_order(len(self._task.train), seed=self._seed, epoch=epoch), epoch
+        return self._task.train[self._order[index]]
+
+
+def epoch_order(num_prompts: int, *, seed: int, epoch: int) -> list[int]:
+    """The permutation in which an epoch goes through the training prompts; a function of seed and epoch alone."""
+    order = list(range(num_prompts))
+    random.Random(f"tandem prompt order {seed} {epoch}").shuffle(order)
+    return order
+
+
+def choose_heldout(heldout: Sequence[Prompt], max_prompts: int | None) -> list[Prompt]:
+    """Every held-out prompt, or the ``max_prompts`` whose ids hash lowest: the same ones whatever the order of the file."""
+    if max_prompts is None or max_prompts >= len(heldout):
+        return list(heldout)
+    return sorted(heldout, key=lambda prompt: hashlib.sha256(prompt.prompt_id.encode()).digest())[:max_prompts]
+
+
+def _sample_seed(run_seed: int, prompt_id: str, sibling: int, *, attempt: int) -> int:
+    """31 bits from the run's seed, the prompt, the sibling, and which time (group id) the prompt is asked."""
+    digest = hashlib.sha256(json.dumps([run_seed, prompt_id, sibling, attempt]).encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def _stats(client: ClientStats, *, seconds: float, failed_rewards: int) -> SamplingStats:
+    return SamplingStats(
+        seconds=seconds,
+        requests=client.requests,
+        retries=client.retries,
+        failed_rewards=failed_rewards,
+        generated_tokens=client.generated_tokens,
+    )
+
+
+def _make_group(group_id: int, prompt: Prompt, samples: Sequence[_Sample]) -> Group:
+    trajectories = [_make_trajectory(group_id, sibling, prompt, sample) for sibling, sample in enumerate(samples)]
+    return Group(group_id=group_id, prompt_id=prompt.prompt_id, trajectories=trajectories)
+
+
+def _make_trajectory(group_id: int, sibling_id: int, prompt: Prompt, sample: _Sample) -> Trajectory:
+    """Lists aligned with prompt + response, zeros on the prompt. This is the only place where the two are joined."""
+    completion, score = sample.completion, sample.score
+    num_prompt, num_response = len(prompt.token_ids), len(completion.token_ids)
+    return Trajectory(
+        group_id=group_id,
+        sibling_id=sibling_id,
+        prompt_id=prompt.prompt_id,
+        token_ids=list(prompt.token_ids) + completion.token_ids,
+        response_mask=[False] * num_prompt + [True] * num_response,
+        rollout_logprobs=[0.0] * num_prompt + completion.rollout_logprobs,
+        token_versions=[0] * num_prompt + completion.token_versions,
+        finish_reason=completion.finish_reason,
+        reward=score.value,
+        reward_parts=score.parts,
+        status=TrajectoryStatus.OK if score.error is None else TrajectoryStatus.REWARD_FAILED,
+    )
+
+
+def _log_failed_rewards(prompts: Sequence[Prompt], samples: Sequence[_Sample], *, group_size: int) -> None:
+    failed = [i for i, sample in enumerate(samples) if sample.score.error is not None]
+    for i in failed[:MAX_LOGGED_FAILURES]:
+        logger.warning("reward failed for prompt %s, sibling %d, scored 0: %s", prompts[i].prompt_id, i % group_size, samples[i].score.error)
+    if len(failed) > MAX_LOGGED_FAILURES:
+        logger.warning("the rewards of %d further samples failed, all scored 0", len(failed) - MAX_LOGGED_FAILURES)
+
+
+def _check_versions(groups: Sequence[Group], *, newest: int, max_staleness: int) -> None:
+    for group in groups:
+        for trajectory in group.trajectories:
+            versions = [v for v, response in zip(trajectory.token_versions, trajectory.response_mask, strict=True) if response]
+            wrong = [v for v in versions if not newest - max_staleness <= v <= newest]
+            if wrong:
+                raise SamplingError(
+                    f"prompt {group.prompt_id}, sibling {trajectory.sibling_id} has tokens sampled by weight version {wrong[0]}, but "
+                    f"the learner is at {newest} and allows max_staleness={max_staleness}; the servers missed a weight update"
+                )
+
+
+def _summarise(samples: Sequence[_Sample], stats: SamplingStats) -> EvaluationResult:
+    lengths = [len(sample.completion.token_ids) for sample in samples]
+    return EvaluationResult(
+        accuracy=sum(sample.score.value >= 1.0 for sample in samples) / len(samples),
+        mean_reward=sum(sample.score.value for sample in samples) / len(samples),
+        count=len(samples),
+        length_mean=sum(lengths) / len(lengths),
+        length_max=max(lengths),
+        truncated_fraction=sum(sample.completion.finish_reason is FinishReason.LENGTH for sample in samples) / len(samples),
+        stats=stats,
+    )
+
+
+async def run_sample_role(config: RunConfig, *, server_urls: Sequence[str], announce: Callable[[str], None]) -> None:
+    """Serve the learner until it says stop. ``announce`` is called once with the address to ask, when requests can come.
+
+    Raises:
+        ValueError: the task, the reward or the tokenizer cannot be used.
+    """
+    tokenizer = load_tokenizer(config.model.path)
+    check_vocabulary(tokenizer, config.model.path)
+    with Scorer(config.reward_type) as scorer:
+        async with SGLangClient(
+            server_urls,
+            max_concurrency=config.rollout.max_concurrency,
+            timeout_s=config.rollout.request_timeout_s,
+            max_retries=config.rollout.max_retries,
+        ) as client:
+            sampler = GroupSampler(
+                client=client,
+                task=load_task(config.task, tokenizer=tokenizer),
+                scorer=scorer,
+                tokenizer=tokenizer,
+                stop_token_ids=end_token_ids(tokenizer, config.model.path),
+                rollout=config.rollout,
+                evaluation=config.evaluation,
+                seed=config.seed,
+            )
+            await serve(sampler, announce=announce)
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> None:
+    """Refuse a tokenizer that can give ids beyond the model's embedding: SGLang would die of the first such prompt.
+
+    Raises:
+        ValueError: the tokenizer has more tokens than the model.
+    """
+    content = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
+    vocab_size = content.get("vocab_size")
+    if vocab_size is not None and len(tokenizer) > vocab_size:
+        raise ValueError(
+            f"the tokenizer in {model_dir} has {len(tokenizer)} tokens, but the model's vocab_size is {vocab_size}; "
+            "use the tokenizer that belongs to the model"
+        )
+
+
+async def serve(sampler: GroupSampler, *, announce: Callable[[str], None], host: str = "127.0.0.1") -> None:
+    """Answer requests on a free port, one at a time, until Stop. A request that fails is answered with a Failure."""
+    context = zmq.asyncio.Context()
+    try:
+        with context.socket(zmq.REP) as channel:
+            channel.setsockopt(zmq.LINGER, LAST_REPLY_LINGER_MS)
+            port = channel.bind_to_random_port(f"tcp://{host}")
+            announce(f"tcp://{host}:{port}")
+            while True:
+                request = msgspec.msgpack.decode(await channel.recv(), type=Request)
+                try:
+                    reply = await _answer(sampler, request)
+                except Exception as error:  # a defect: the learner hears of it before this process dies of it
+                    await channel.send(msgspec.msgpack.encode(Failure(f"{type(error).__name__}: {error}")))
+                    raise
+                await channel.send(msgspec.msgpack.encode(reply))
+                if isinstance(request, Stop):
+                    return
+    finally:
+        context.term()
+
+
+async def _answer(sampler: GroupSampler, request: Request) -> Reply:
+    try:
+        match request:
+            case NextGroups(count, newest, max_staleness):
+                groups, stats = await sampler.next_groups(count, newest=newest, max_staleness=max_staleness)
+                return Groups(groups, stats)
+            case Evaluate():
+                return Evaluated(await sampler.evaluate())
+            case GetState():
+                return State(sampler.state)
+            case LoadState(state):
+                sampler.load_state(state)
+                return Done()
+            case Stop():
+                return Done()
+    except (GenerationError, SamplingError, WorkerStartError, ValueError) as error:
+        logger.error("%s failed: %s", type(request).__name__, error)
+        return Failure(f"{type(error).__name__}: {error}")

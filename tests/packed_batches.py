@@ -1,0 +1,29 @@
+"""Random packed batches for the tests of the trainer's mathematics."""
+
+import torch
+from torch import Tensor
+
+from parallel.packing import PackedBatch
+
+
+def random_batch(lengths: list[int], *, seed: int, dtype: torch.dtype = torch.float32, mask_T: Tensor | None = None) -> PackedBatch:
+    """Sequences of these packed lengths; old is near rollout, all fields but the loss weights are set."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+
+    def normal(scale: float) -> Tensor:
+        return torch.randn(total, generator=generator, dtype=torch.float64) * scale
+
+    rollout_T = -normal(1.0).abs() - 0.1
+    return PackedBatch(
+        tokens_T=torch.randint(0, 50, (total,), generator=generator),
+        targets_T=torch.randint(0, 50, (total,), generator=generator),
+        positions_T=torch.tensor([p for n in lengths for p in range(n)], dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
+        response_mask_T=torch.rand(total, generator=generator) < 0.7 if mask_T is None else mask_T,
+        rollout_logprobs_T=rollout_T.to(dtype),
+        sequence_ids_S=torch.arange(len(lengths)) + 100,
+        old_logprobs_T=(rollout_T + normal(0.4)).to(dtype),
+        ref_logprobs_T=(rollout_T + normal(0.4)).to(dtype),
+        advantages_T=normal(1.0).to(dtype),
+    )

@@ -1,0 +1,146 @@
+"""The command as a user meets it: every bad input is one clear error, exit code 2, within seconds, with nothing started or written."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.loader import load_config
+from configs.schema import RunConfig, SftConfig
+from launch.run_folder import RunFolder
+from launch.summary import write_summary
+from rollout.tiny_model import make_tiny_countdown_model
+
+ROOT = Path(__file__).resolve().parent.parent
+SHIPPED = sorted((ROOT / "configs").glob("recipes/*.yaml")) + sorted((ROOT / "configs").glob("debug/*.yaml"))
+SECONDS_TO_ANSWER = 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_countdown_model(folder, seed=0)
+    return folder
+
+
+def tandem(*arguments: str, cwd: Path, timeout: float = 60) -> subprocess.CompletedProcess:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-m", "launch", *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+
+
+def config_file(folder: Path, model: Path, **changes) -> Path:
+    content = {"model": {"path": str(model)}, "task": {"type": "countdown"}, "rollout": {"max_new_tokens": 14}} | changes
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def refused(tmp_path: Path, *arguments: str) -> str:
+    """Run ``tandem train``, check that it was refused properly, and return what it said."""
+    before = sorted(p.name for p in tmp_path.iterdir())
+    began = time.monotonic()
+    done = tandem("train", *arguments, cwd=tmp_path)
+    took = time.monotonic() - began
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert took < SECONDS_TO_ANSWER, f"answered after {took:.1f} s"
+    assert "Traceback" not in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == before, "something was written"
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("learner.optimiser.lr=1", ["learner.optimiser", "did you mean", "optimizer", "command line"]),
+        ("steps=many", ["steps", "many", "command line"]),
+        ("rollout.prompts_per_step=10 learner.minibatches=4", ["prompts_per_step=10", "minibatches=4", "use 8 or 12"]),
+        ("rollout.top_p=0.9", ["top_p", "full one", "set top_p: 1.0"]),
+        ("layout.tensor_parallel=3", ["tensor_parallel", "3"]),
+        ("model.path=no-such-folder", ["model.path", "no-such-folder"]),
+        ("reward.type=function reward.function=no_such_module:f", ["no_such_module"]),
+        ("task.type=gsm8k task.train_path=missing.jsonl", ["missing.jsonl"]),
+        ("nonsense", ["nonsense", "key.sub=value"]),
+    ],
+)
+def test_a_bad_override_is_refused_with_field_value_and_fix(tmp_path, model, override, expected):
+    said = refused(tmp_path, str(config_file(tmp_path, model)), *override.split())
+    for part in expected:
+        assert part in said, f"{part!r} is not in:\n{said}"
+
+
+def test_malformed_yaml_names_file_and_line(tmp_path):
+    (tmp_path / "run.yaml").write_text("model:\n  path: x\n task: [")
+    said = refused(tmp_path, "run.yaml")
+    assert "run.yaml" in said and "line 3" in said
+
+
+def test_a_missing_config_is_refused(tmp_path):
+    assert "nowhere.yaml" in refused(tmp_path, "nowhere.yaml")
+
+
+def test_an_unknown_flag_is_refused(tmp_path, model):
+    assert "--wrong" in refused(tmp_path, str(config_file(tmp_path, model)), "--wrong")
+
+
+def test_dry_run_prints_the_resolved_config_and_the_processes_and_starts_nothing(tmp_path, model):
+    done = tandem("train", str(config_file(tmp_path, model)), "layout.data_parallel=2", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "printed.yaml").write_text(done.stdout)
+    printed = load_config(tmp_path / "printed.yaml", [])
+    assert printed == load_config(tmp_path / "run.yaml", ["layout.data_parallel=2"])
+    assert "--nproc-per-node=2" in done.stdout and "1 SGLang server(s)" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda f: f.name)
+def test_every_shipped_config_is_valid(shipped):
+    if shipped.name == "grpo.yaml":  # the shared part: it has no model or task of its own
+        pytest.skip("a base that other recipes extend")
+    assert isinstance(load_config(shipped, []), RunConfig | SftConfig)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    for command in (["report", "."], ["export", ".", "out"], ["learn", "."]):
+        done = tandem(*command, cwd=tmp_path)
+        assert done.returncode == 2 and "is not a run folder" in done.stderr
+
+
+def test_a_foreign_package_of_our_name_is_refused(tmp_path):
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").write_text("")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-P", "-m", "launch", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the package 'trainer' is taken from" in done.stderr
+
+
+def test_the_command_works_from_another_folder(tmp_path, model):
+    """`tandem` is on the user's path, not in their folder; a `trainer` folder of theirs must not be picked up by the entry point."""
+    (tmp_path / "trainer").mkdir()
+    command = shutil.which("tandem", path=str(Path(sys.executable).parent))
+    assert command, "tandem is not installed beside this Python"
+    done = subprocess.run(
+        [command, "train", str(config_file(tmp_path, model)), "--dry-run"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_summary_adds_up_the_steps_and_ignores_a_torn_line(tmp_path):
+    steps = [
+        {"step": 0, "eval/accuracy": 0.25, "time/evaluation": 2.0},
+        {"step": 1, "time/sampling": 1.5, "time/update": 0.5},
+        {"step": 2, "time/sampling": 1.0, "time/update": 0.25, "eval/accuracy": 0.5, "time/evaluation": 1.0},
+    ]
+    lines = [json.dumps(s) for s in steps] + ['{"step": 3, "time/sam']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    summary = write_summary(RunFolder(tmp_path), seconds={"start_up": 3.0})
+    assert summary["accuracy_before"] == 0.25 and summary["accuracy_after"] == 0.5 and summary["steps"] == 2
+    assert summary["seconds"] == {"sampling": 2.5, "logprobs": 0, "update": 0.75, "sync": 0, "evaluation": 3.0, "start_up": 3.0}
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary

@@ -1,0 +1,154 @@
+"""The command on the real engines: SGLang servers and Megatron ranks over gloo, on a tiny model made here.
+
+Slow (a start of the engines takes half a minute), so few runs, each looked at from many sides.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from rollout.tiny_model import make_tiny_countdown_model
+
+ROOT = Path(__file__).resolve().parent.parent
+DEADLINE_S = 300
+pytestmark = pytest.mark.engines
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "launch", *arguments]
+    return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+
+
+def finish(process: subprocess.Popen) -> str:
+    try:
+        said, _ = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return said
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every process whose command line or working directory is inside ``folder``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and (str(folder) in " ".join(process.cmdline()) or str(folder) in process.cwd()):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def assert_nothing_left(folder: Path) -> None:
+    deadline = time.monotonic() + 20
+    while left := processes_of(folder):
+        assert time.monotonic() < deadline, f"still running: {[p.cmdline() for p in left]}"
+        time.sleep(0.1)
+
+
+def wait_for_steps(folder: Path, count: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    metrics = folder / "runs" / "latest" / "metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) >= count):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, "no steps"
+        time.sleep(0.2)
+
+
+def steps_of(folder: Path) -> list[dict]:
+    lines = (folder / "runs" / "latest" / "metrics.jsonl").read_text().splitlines()
+    return [step for step in map(json.loads, lines) if step["step"] > 0]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    make_tiny_countdown_model(tmp_path / "model", seed=0)
+    return tmp_path
+
+
+SMALL = ["model.path=model", "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluation.max_prompts=16", "evaluation.every=0"]
+
+
+def test_a_float32_run_on_two_data_parallel_ranks_is_exact(folder):
+    recipe = str(ROOT / "configs/recipes/countdown_tiny.yaml")
+    process = start("train", recipe, *SMALL, "steps=3", "checkpoint.every=2", cwd=folder)
+    said = finish(process)
+    assert process.returncode == 0, said
+    run, steps = folder / "runs" / "latest", steps_of(folder)
+    assert [s["step"] for s in steps] == [1, 2, 3]
+    for step in steps:
+        assert step["policy/ppo_kl"] == 0.0, "current differs from old in the first minibatch"
+        assert step["policy/ratio_max"] == 1.0
+        assert step["sync/max_logprob_gap"] <= 1e-4
+        assert step["mismatch/logprob_gap_max"] <= 1e-4
+        assert step["sync/version"] == step["step"]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["steps"] == 3 and 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
+    assert set(summary["seconds"]) >= {"sampling", "logprobs", "update", "sync", "evaluation"}
+    assert (run / "report.html").stat().st_size > 10_000
+    assert (run / "mlflow.db").exists()
+    trained, start_weights = load_file(run / "hf" / "model.safetensors"), load_file(folder / "model" / "model.safetensors")
+    assert trained.keys() == start_weights.keys()
+    assert any(not torch.equal(trained[k], start_weights[k]) for k in trained), "nothing was learned"
+    assert_nothing_left(folder)
+
+    # A resumed run goes on from step 2's checkpoint: step 3 again, with the same data, then step 4.
+    process = start("train", recipe, *SMALL, "steps=4", "checkpoint.every=2", f"resume={run.resolve()}", cwd=folder)
+    said = finish(process)
+    assert process.returncode == 0, said
+    again = steps_of(folder)
+    assert [s["step"] for s in again] == [1, 2, 3, 4]
+    assert again[3]["sync/version"] == 4
+    exported = start("export", "runs/latest", "exported", cwd=folder)
+    assert finish(exported).strip().endswith("exported") and exported.returncode == 0
+    assert load_file(folder / "exported" / "model.safetensors").keys() == start_weights.keys()
+    assert_nothing_left(folder)
+
+
+def test_every_term_at_once_on_two_tensor_parallel_ranks(folder):
+    process = start("train", str(ROOT / "configs/debug/countdown_smoke.yaml"), "model.path=model", cwd=folder)
+    said = finish(process)
+    assert process.returncode == 0, said
+    steps = steps_of(folder)
+    assert [s["step"] for s in steps] == [1, 2]
+    for step in steps:
+        assert step["mismatch/abs_prob_max"] > 1e-4, "a bfloat16 rollout must show a gap"
+        assert 0 < step["mismatch/ess"] < 1
+        assert step["loss/entropy"] < 0 and step["policy/entropy"] > 0
+    assert steps[1]["policy/ref_kl"] > 0, "the policy has moved away from its reference"
+    assert_nothing_left(folder)
+
+
+def test_an_interrupt_in_the_middle_leaves_no_process_and_exit_code_130(folder):
+    recipe = str(ROOT / "configs/recipes/countdown_tiny.yaml")
+    process = start("train", recipe, *SMALL, "steps=1000", "evaluation.at_ends=false", cwd=folder)
+    wait_for_steps(folder, 1, process)
+    process.send_signal(signal.SIGINT)
+    said = finish(process)
+    assert process.returncode == 130, said
+    assert "interrupted" in said
+    assert_nothing_left(folder)
+
+
+def test_a_learner_that_dies_ends_the_run_with_an_error_and_no_process(folder):
+    recipe = str(ROOT / "configs/recipes/countdown_tiny.yaml")
+    process = start("train", recipe, *SMALL, "steps=1000", "evaluation.at_ends=false", cwd=folder)
+    wait_for_steps(folder, 1, process)
+    ranks = [p for p in processes_of(folder) if "learn" in p.cmdline() and "torch.distributed.run" not in p.cmdline()]
+    assert ranks, "no learner rank found"
+    ranks[0].kill()
+    said = finish(process)
+    assert process.returncode == 1, said
+    assert "the learn role ended" in said
+    assert_nothing_left(folder)

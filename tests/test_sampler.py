@@ -1,0 +1,297 @@
+"""The sample role around a deterministic engine: order, grouping, alignment, versions, resume, and the wire to the learner."""
+
+import asyncio
+import logging
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.schema.launch import EvaluationConfig
+from configs.schema.rollout import RolloutConfig
+from rollout.client import GenerationError
+from rollout.records import FinishReason, Prompt, Score, TrajectoryStatus
+from rollout.remote_sampler import RemoteSampler
+from rollout.sampler import GroupSampler, SamplerState, SamplingError, check_vocabulary, choose_heldout, epoch_order, serve
+from rollout.tasks import Task
+from rollout.tiny_model import make_tiny_countdown_model
+from rollout.tokenization import load_tokenizer
+from tests.fake_engine import FakeEngine, fake_tokens
+
+STOP = 0
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_countdown_model(folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir):
+    return load_tokenizer(model_dir)
+
+
+class LengthScorer:
+    """Right (1) when the text has an even length; fails for texts that hold ``forbidden``."""
+
+    def __init__(self, forbidden: str | None = None):
+        self.forbidden = forbidden
+        self.seen: list[tuple[str, str]] = []
+
+    async def score(self, prompt: Prompt, response_text: str) -> Score:
+        await asyncio.sleep(0)
+        self.seen.append((prompt.prompt_id, response_text))
+        if self.forbidden is not None and self.forbidden in response_text:
+            return Score(value=0.0, error=f"cannot stand {self.forbidden}")
+        return Score(value=float(len(response_text) % 2 == 0), parts={"length": float(len(response_text))})
+
+
+def make_prompts(count: int, name: str = "p") -> list[Prompt]:
+    return [
+        Prompt(prompt_id=f"{name}{i}", token_ids=[3 + (i + j) % 15 for j in range(1 + i % 4)], text=f"text {i}", task="toy", reference=str(i))
+        for i in range(count)
+    ]
+
+
+def make_sampler(tokenizer, *, engine=None, scorer=None, seed=0, num_train=5, num_heldout=4, group_size=3, evaluation=None) -> GroupSampler:
+    return GroupSampler(
+        client=engine or FakeEngine(),
+        task=Task(name="toy", train=make_prompts(num_train), heldout=make_prompts(num_heldout, "h")),
+        scorer=scorer or LengthScorer(),
+        tokenizer=tokenizer,
+        stop_token_ids=[STOP],
+        rollout=RolloutConfig(group_size=group_size, max_new_tokens=6, temperature=0.5),
+        evaluation=evaluation or EvaluationConfig(),
+        seed=seed,
+    )
+
+
+def next_groups(sampler, count, *, newest=0):
+    return asyncio.run(sampler.next_groups(count, newest=newest, max_staleness=0))
+
+
+def test_a_group_holds_the_siblings_of_one_prompt_each_aligned_with_its_own_tokens(tokenizer):
+    engine, scorer = FakeEngine(version=7), LengthScorer()
+    sampler = make_sampler(tokenizer, engine=engine, scorer=scorer)
+    groups, stats = next_groups(sampler, 4, newest=7)
+    prompts = {p.prompt_id: p for p in make_prompts(5)}
+    seeds = iter(engine.calls)
+    assert [g.group_id for g in groups] == [0, 1, 2, 3]
+    for group in groups:
+        prompt = prompts[group.prompt_id]
+        assert [t.sibling_id for t in group.trajectories] == [0, 1, 2]
+        for t in group.trajectories:
+            _, seed, temperature = next(seeds)
+            response = fake_tokens(prompt.token_ids, seed, max_new_tokens=6, vocab_size=20, stop=STOP)
+            text = tokenizer.decode(response, skip_special_tokens=True)
+            assert temperature == 0.5
+            assert (t.group_id, t.prompt_id) == (group.group_id, group.prompt_id)
+            assert t.token_ids == prompt.token_ids + response
+            assert t.response_mask == [False] * len(prompt.token_ids) + [True] * len(response)
+            assert t.rollout_logprobs == [0.0] * len(prompt.token_ids) + [-(1 + token) / 0.5 for token in response]
+            assert t.token_versions == [0] * len(prompt.token_ids) + [7] * len(response)
+            assert t.finish_reason is (FinishReason.STOP if response[-1] == STOP else FinishReason.LENGTH)
+            assert (t.reward, t.reward_parts, t.status) == (float(len(text) % 2 == 0), {"length": float(len(text))}, TrajectoryStatus.OK)
+            assert "<eos>" not in text
+            assert (prompt.prompt_id, text) in scorer.seen
+    assert stats.requests == 12
+    assert stats.generated_tokens == sum(sum(t.response_mask) for g in groups for t in g.trajectories)
+    assert stats.failed_rewards == 0
+
+
+def test_siblings_and_repeated_prompts_get_seeds_of_their_own(tokenizer):
+    engine = FakeEngine()
+    next_groups(make_sampler(tokenizer, engine=engine), 10)  # two epochs of five prompts
+    seeds = [seed for _, seed, _ in engine.calls]
+    assert len(set(seeds)) == len(seeds) == 30
+    other = FakeEngine()
+    next_groups(make_sampler(tokenizer, engine=other, seed=1), 10)
+    assert not {seed for _, seed, _ in other.calls} & set(seeds)
+
+
+def test_the_stats_of_a_reply_count_that_reply_alone(tokenizer):
+    sampler = make_sampler(tokenizer)
+    _, first = next_groups(sampler, 2)
+    groups, second = next_groups(sampler, 3)
+    assert (first.requests, second.requests) == (6, 9)
+    assert second.generated_tokens == sum(sum(t.response_mask) for g in groups for t in g.trajectories)
+
+
+@settings(deadline=None, max_examples=30)
+@given(num=st.integers(1, 40), seed=st.integers(0, 5), epoch=st.integers(0, 5))
+def test_an_epoch_visits_every_prompt_once_in_an_order_of_its_own(num, seed, epoch):
+    order = epoch_order(num, seed=seed, epoch=epoch)
+    assert sorted(order) == list(range(num))
+    assert order == epoch_order(num, seed=seed, epoch=epoch)
+    if num >= 20:
+        assert order != epoch_order(num, seed=seed, epoch=epoch + 1)
+        assert order != epoch_order(num, seed=seed + 1, epoch=epoch)
+
+
+@settings(deadline=None, max_examples=25)
+@given(counts=st.lists(st.integers(1, 7), min_size=1, max_size=4), split=st.integers(0, 4), seed=st.integers(0, 3))
+def test_any_resume_continues_the_same_groups(tokenizer, counts, split, seed):
+    """However requests are cut and wherever a sampler is replaced by one that loads its state, the same groups come."""
+    whole, _ = next_groups(make_sampler(tokenizer, seed=seed), sum(counts))
+    sampler, pieces = make_sampler(tokenizer, seed=seed), []
+    for i, count in enumerate(counts):
+        if i == split:
+            state, sampler = sampler.state, make_sampler(tokenizer, seed=seed)
+            sampler.load_state(state)
+        pieces += next_groups(sampler, count)[0]
+    assert pieces == whole
+    visits = Counter(g.prompt_id for g in pieces)
+    assert max(visits.values()) - min(visits[f"p{i}"] for i in range(5)) <= 1
+
+
+def test_a_state_of_other_data_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"9 training prompts.*now has 5"):
+        make_sampler(tokenizer).load_state(SamplerState(position=3, next_group_id=3, num_prompts=9))
+
+
+@pytest.mark.parametrize(("served", "newest", "staleness", "fine"), [(3, 3, 0, True), (2, 3, 0, False), (2, 3, 1, True), (4, 3, 1, False)])
+def test_tokens_of_a_wrong_version_are_an_error_and_the_position_stays(tokenizer, served, newest, staleness, fine):
+    sampler = make_sampler(tokenizer, engine=FakeEngine(version=served))
+    request = sampler.next_groups(2, newest=newest, max_staleness=staleness)
+    if fine:
+        asyncio.run(request)
+        assert sampler.state.position == 2
+        return
+    with pytest.raises(SamplingError, match=rf"weight version {served}.*learner is at {newest}"):
+        asyncio.run(request)
+    assert sampler.state == SamplerState(position=0, next_group_id=0, num_prompts=5)
+
+
+def test_a_failed_completion_fails_the_request_and_the_position_stays(tokenizer):
+    sampler = make_sampler(tokenizer, engine=FakeEngine(fail=lambda prompt_ids, seed: seed % 7 == 0))
+    with pytest.raises(GenerationError, match="asked to fail"):
+        next_groups(sampler, 5)
+    assert sampler.state.position == 0
+
+
+def test_a_failed_reward_scores_zero_is_counted_and_named_in_the_log(tokenizer, caplog):
+    clean, _ = next_groups(make_sampler(tokenizer), 5)
+    texts = {
+        (g.prompt_id, t.sibling_id): tokenizer.decode(
+            [i for i, r in zip(t.token_ids, t.response_mask, strict=True) if r], skip_special_tokens=True
+        )
+        for g in clean
+        for t in g.trajectories
+    }
+    forbidden = next(text for text in texts.values() if text)[0]
+    expected = {key for key, text in texts.items() if forbidden in text}
+    assert 0 < len(expected) < len(texts)
+    with caplog.at_level(logging.WARNING):
+        groups, stats = next_groups(make_sampler(tokenizer, scorer=LengthScorer(forbidden)), 5)
+    failed = {(g.prompt_id, t.sibling_id) for g in groups for t in g.trajectories if t.status is TrajectoryStatus.REWARD_FAILED}
+    assert failed == expected
+    assert stats.failed_rewards == len(expected)
+    assert all(t.reward == 0.0 for g in groups for t in g.trajectories if t.status is TrajectoryStatus.REWARD_FAILED)
+    prompt_id, sibling = next(iter(sorted(expected, key=lambda key: [g.prompt_id for g in groups].index(key[0]))))
+    assert f"prompt {prompt_id}, sibling {sibling}, scored 0: cannot stand {forbidden}" in caplog.text
+
+
+def test_evaluation_is_the_plain_mean_over_heldout_samples_and_moves_nothing(tokenizer):
+    engine, scorer = FakeEngine(), LengthScorer()
+    evaluation = EvaluationConfig(samples_per_prompt=3, max_prompts=2, temperature=0.25)
+    sampler = make_sampler(tokenizer, engine=engine, scorer=scorer, evaluation=evaluation)
+    before = sampler.state
+    result = asyncio.run(sampler.evaluate())
+    lengths = [len(fake_tokens(p, s, max_new_tokens=6, vocab_size=20, stop=STOP)) for p, s, _ in engine.calls]
+    assert {name for name, _ in scorer.seen} == {p.prompt_id for p in choose_heldout(make_prompts(4, "h"), 2)}
+    assert {t for *_, t in engine.calls} == {0.25}
+    assert result.count == len(scorer.seen) == 6
+    assert result.accuracy == result.mean_reward == sum(len(text) % 2 == 0 for _, text in scorer.seen) / 6
+    assert result.length_mean == sum(lengths) / 6
+    assert result.length_max == max(lengths)
+    assert asyncio.run(sampler.evaluate()).accuracy == result.accuracy
+    assert sampler.state == before
+
+
+def test_without_heldout_prompts_nothing_is_evaluated(tokenizer):
+    assert asyncio.run(make_sampler(tokenizer, num_heldout=0).evaluate()) is None
+
+
+def test_the_heldout_subset_does_not_depend_on_the_order_of_the_file():
+    prompts = make_prompts(30)
+    chosen = choose_heldout(prompts, 7)
+    assert choose_heldout(prompts[::-1], 7) == chosen
+    assert len({p.prompt_id for p in chosen}) == 7
+    assert chosen != prompts[:7]
+
+
+def test_a_task_without_training_prompts_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="toy has no training prompts"):
+        make_sampler(tokenizer, num_train=0)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer, tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
+    with pytest.raises(ValueError, match=f"has {len(tokenizer)} tokens, but the model's vocab_size is 5"):
+        check_vocabulary(tokenizer, tmp_path)
+
+
+@pytest.fixture
+def served(tokenizer):
+    """Start a sample role in a thread for a given sampler, and hand out the learner's side; ends with ``stop``."""
+    threads, remotes = [], []
+
+    def start(sampler, timeout_s=20.0) -> RemoteSampler:
+        addresses, ready = [], threading.Event()
+
+        def announce(address):
+            addresses.append(address)
+            ready.set()
+
+        thread = threading.Thread(target=lambda: asyncio.run(serve(sampler, announce=announce)), daemon=True)
+        thread.start()
+        assert ready.wait(20)
+        threads.append(thread)
+        remotes.append(RemoteSampler(addresses[0], timeout_s=timeout_s))
+        return remotes[-1]
+
+    yield start
+    for remote, thread in zip(remotes, threads, strict=True):
+        if thread.is_alive():
+            remote.stop()
+        thread.join(20)
+        assert not thread.is_alive()
+        remote.close()
+
+
+def test_the_learner_gets_the_same_groups_over_the_wire(tokenizer, served):
+    remote, local = served(make_sampler(tokenizer)), make_sampler(tokenizer)
+    expected, expected_stats = next_groups(local, 3)
+    groups, stats = remote.next_groups(3, newest=0, max_staleness=0)
+    assert groups == expected
+    assert (stats.requests, stats.generated_tokens) == (expected_stats.requests, expected_stats.generated_tokens)
+    state = remote.state()
+    assert state == {"position": 3, "next_group_id": 3, "num_prompts": 5}
+    again, _ = remote.next_groups(2, newest=0, max_staleness=0)
+    remote.load_state(state)
+    assert remote.next_groups(2, newest=0, max_staleness=0)[0] == again == next_groups(local, 2)[0]
+    assert remote.evaluate().accuracy == asyncio.run(local.evaluate()).accuracy
+
+
+def test_a_failure_reaches_the_learner_with_its_reason_and_the_role_lives_on(tokenizer, served):
+    engine = FakeEngine(fail=lambda prompt_ids, seed: True)
+    remote = served(make_sampler(tokenizer, engine=engine))
+    with pytest.raises(SamplingError, match="GenerationError: asked to fail"):
+        remote.next_groups(1, newest=0, max_staleness=0)
+    with pytest.raises(SamplingError, match="9 training prompts"):
+        remote.load_state({"position": 0, "next_group_id": 0, "num_prompts": 9})
+    with pytest.raises(ValueError, match="not a state of the sampler"):
+        remote.load_state({"position": "x"})
+    engine.fail = lambda prompt_ids, seed: False
+    assert len(remote.next_groups(1, newest=0, max_staleness=0)[0]) == 1
+
+
+def test_a_silent_sample_role_is_an_error_naming_address_and_deadline():
+    with RemoteSampler("tcp://127.0.0.1:9", timeout_s=0.2) as remote:
+        with pytest.raises(SamplingError, match=r"tcp://127.0.0.1:9 did not answer GetState in 0.2 s"):
+            remote.state()

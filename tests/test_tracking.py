@@ -1,0 +1,325 @@
+"""The tracker against its record, a real MLflow sqlite store read back, and servers that hang or are not there."""
+
+import json
+import math
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.loader import load_config
+from configs.schema import RunConfig
+from trainer import tracking
+from trainer.tracking import HEADER_EVERY, Tracker, flatten, header, read_metrics, row
+
+FULL = {
+    "reward/mean": 0.512,
+    "eval/accuracy": 0.25,
+    "mismatch/abs_prob_mean": 1.23e-4,
+    "mismatch/abs_prob_max": 0.031,
+    "mismatch/k3": 2.5e-6,
+    "mismatch/ess": 0.998,
+    "mismatch/kept_fraction": 1.0,
+    "policy/entropy": 1.234,
+    "optim/grad_norm": 0.321,
+    "throughput/tokens_per_s": 123456.0,
+    "time/sampling": 3.21,
+    "time/logprobs": 0.4,
+    "time/update": 1.5,
+    "time/sync": 0.2,
+    "time/step": 5.5,
+}
+
+
+def make_config(**fields) -> RunConfig:
+    return RunConfig.model_validate({"model": {"path": "model"}, "task": {"type": "countdown"}, "steps": 4, **fields})
+
+
+@pytest.fixture(autouse=True)
+def no_server_from_outside(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+def client_of(run_dir: Path):
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=f"sqlite:///{run_dir / 'mlflow.db'}")
+
+
+def only_run(run_dir: Path):
+    client = client_of(run_dir)
+    experiment = client.get_experiment_by_name("tandem")
+    (run,) = client.search_runs([experiment.experiment_id])
+    return client, run
+
+
+# ---- the sqlite store
+
+
+def test_sqlite_store_holds_params_metrics_artifacts_and_status(tmp_path):
+    config = make_config(rollout={"server_args": {f"flag-{i}": i for i in range(150)}})  # more params than one request takes
+    tracker = Tracker(config, tmp_path)
+    for step in (1, 2, 3):
+        tracker.log(step, {**FULL, "reward/mean": step / 8, **{f"many/{i}": float(i) for i in range(1100)}})
+    figures = tmp_path / "figures"
+    figures.mkdir()
+    (figures / "a.png").write_bytes(b"png")
+    (tmp_path / "report.html").write_text("hello", encoding="utf-8")
+    tracker.artifact(tmp_path / "report.html")
+    tracker.artifact(figures)
+    tracker.close("FINISHED")
+
+    client, run = only_run(tmp_path)
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {tracking._mlflow_name(k): v for k, v in flatten(config.model_dump(mode="json")).items()}
+    assert run.data.params["rollout.server_args.flag-149"] == "149"
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(m.step, m.value) for m in sorted(history, key=lambda m: m.step)] == [(1, 0.125), (2, 0.25), (3, 0.375)]
+    assert run.data.metrics["many/1099"] == 1099.0
+    assert {a.path for a in client.list_artifacts(run.info.run_id)} == {"config.yaml", "report.html", "figures"}
+    assert (tmp_path / "mlartifacts").is_dir()
+    assert (tmp_path / "mlflow_run_id").read_text(encoding="utf-8") == run.info.run_id
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(None, "FINISHED"), (ValueError("x"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(1), "KILLED")]
+)
+def test_status_follows_the_way_out(tmp_path, error, status):
+    tracker = Tracker(make_config(), tmp_path)
+    try:
+        with tracker:
+            tracker.log(1, {"reward/mean": 1.0})
+            if error is not None:
+                raise error
+    except (ValueError, KeyboardInterrupt, SystemExit) as raised:
+        assert raised is error
+    tracker.close("FAILED")  # a second close changes nothing
+    assert only_run(tmp_path)[1].info.status == status
+
+
+def test_names_that_mlflow_refuses_do_not_lose_the_others(tmp_path):
+    with Tracker(make_config(), tmp_path) as tracker:
+        tracker.log(1, {"reward/mean": 0.5, "/odd//name@x": 1.0, "..": 2.0})
+    _, run = only_run(tmp_path)
+    assert run.data.metrics == {"reward/mean": 0.5, "odd/name_x": 1.0, "unnamed": 2.0}
+
+
+@given(st.text(max_size=400))
+def test_mlflow_names_are_valid(name):
+    from mlflow.utils.validation import _validate_metric_name
+
+    _validate_metric_name(tracking._mlflow_name(name))
+
+
+def test_tracking_uri_precedence(tmp_path, monkeypatch):
+    assert tracking.tracking_uri(make_config(), tmp_path) == f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///elsewhere.db")
+    assert tracking.tracking_uri(make_config(), tmp_path) == "sqlite:///elsewhere.db"
+    assert tracking.tracking_uri(make_config(tracking={"uri": "sqlite:///mine.db"}), tmp_path) == "sqlite:///mine.db"
+
+
+# ---- metrics.jsonl
+
+
+def test_lines_are_on_disk_when_log_returns_and_hold_what_was_logged(tmp_path):
+    tracker = Tracker(make_config(), tmp_path)
+    tracker.log(1, FULL)
+    first = read_metrics(tmp_path / "metrics.jsonl")
+    tracker.log(2, {"reward/mean": 1})
+    second = read_metrics(tmp_path / "metrics.jsonl")
+    tracker.close("FINISHED")
+    assert [{k: v for k, v in line.items() if k != "elapsed_s"} for line in first] == [{"step": 1, **FULL}]
+    assert second[1]["reward/mean"] == 1.0
+    assert 0 <= second[0]["elapsed_s"] <= second[1]["elapsed_s"] < 60
+
+
+def test_values_that_are_not_finite(tmp_path, caplog):
+    with Tracker(make_config(), tmp_path) as tracker:
+        for step in (1, 2):
+            tracker.log(step, {"mismatch/k3": math.nan, "optim/grad_norm": math.inf, "reward/mean": 0.5})
+    text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
+    assert [(r["mismatch/k3"], r["optim/grad_norm"]) for r in map(json.loads, text.splitlines())] == [(None, None)] * 2
+    assert [m for m in caplog.messages if "mismatch/k3" in m] == ["metric mismatch/k3 is nan; recorded as null (said once)"]
+    assert len([m for m in caplog.messages if "optim/grad_norm" in m]) == 1
+    assert only_run(tmp_path)[1].data.metrics == {"reward/mean": 0.5}
+
+
+def test_resume_drops_later_steps_and_the_torn_line_and_goes_on(tmp_path):
+    lines = [{"step": s, "elapsed_s": 10.0 * s, "reward/mean": s / 10} for s in (0, 1, 2, 3)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 4, "rew', encoding="utf-8")
+    with Tracker(make_config(), tmp_path, resumed_from_step=2) as tracker:
+        tracker.log(3, {"reward/mean": 0.9})
+    rows = read_metrics(path)
+    assert [(r["step"], r["reward/mean"]) for r in rows] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.9)]
+    assert rows[3]["elapsed_s"] >= 20.0
+    client, run = only_run(tmp_path)
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert sorted((m.step, m.value) for m in history) == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.9)]
+    assert run.data.tags["tandem.resumed_from_step"] == "2"
+
+
+def test_resume_ends_the_interrupted_mlflow_run_and_names_it(tmp_path):
+    with Tracker(make_config(), tmp_path) as tracker:
+        tracker.log(1, {"reward/mean": 0.1})
+    client, before = only_run(tmp_path)
+    client.update_run(before.info.run_id, status="RUNNING")  # as a crash leaves it
+    with Tracker(make_config(), tmp_path, resumed_from_step=1) as tracker:
+        tracker.log(2, {"reward/mean": 0.2})
+    runs = client.search_runs([before.info.experiment_id])
+    assert {r.info.run_id: r.info.status for r in runs}[before.info.run_id] == "KILLED"
+    after = next(r for r in runs if r.info.run_id != before.info.run_id)
+    assert after.data.tags["tandem.continues_run"] == before.info.run_id
+    assert len(client.get_metric_history(after.info.run_id, "reward/mean")) == 2
+
+
+def test_a_folder_with_metrics_is_refused_unless_resumed(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path} already holds the metrics of a run; use another `name`")):
+        Tracker(make_config(), tmp_path)
+
+
+def test_misuse_is_named(tmp_path):
+    with Tracker(make_config(), tmp_path) as tracker:
+        tracker.log(3, {})
+        tracker.log(3, {"eval/accuracy": 0.5})
+        with pytest.raises(ValueError, match="step 2 is logged after step 3"):
+            tracker.log(2, {})
+        with pytest.raises(ValueError, match="cannot be called 'step'"):
+            tracker.log(4, {"step": 1.0})
+    with pytest.raises(ValueError, match="step 5 is logged after the tracker was closed"):
+        tracker.log(5, {})
+
+
+# ---- servers that do not answer
+
+
+@pytest.fixture
+def hanging_server():
+    """Accepts connections (into its backlog) and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://user:secret@127.0.0.1:{server.getsockname()[1]}"
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_hanging_server_holds_up_neither_steps_nor_the_end(tmp_path, monkeypatch, hanging_server, caplog):
+    monkeypatch.setattr(tracking, "CLOSE_DEADLINE_S", 1.0)
+    tracker = Tracker(make_config(tracking={"uri": hanging_server}), tmp_path)
+    started = time.monotonic()
+    for step in range(1, 101):
+        tracker.log(step, FULL)
+    assert time.monotonic() - started < 2.0
+    started = time.monotonic()
+    tracker.close("FINISHED")
+    assert time.monotonic() - started < 3.0
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 100
+    said = [m for m in caplog.messages if "did not take everything within" in m]
+    assert len(said) == 1 and "secret" not in said[0]
+
+
+def test_a_server_that_is_not_there_is_said_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tracking, "RETRY_S", 0.01)  # many attempts
+    uri = closed_port()
+    tracker = Tracker(make_config(tracking={"uri": uri}), tmp_path)
+    for step in range(1, 51):
+        tracker.log(step, FULL)
+    tracker.close("FINISHED")
+    assert not tracker._mlflow.is_alive()
+    assert len([m for m in caplog.messages if uri in m and "training goes on, tried again later" in m]) == 1
+    assert len([m for m in caplog.messages if f"{uri} lacks the last 52 items" in m]) == 1
+
+
+def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):
+    """The sqlite file's folder appears only after the first attempt failed."""
+    monkeypatch.setattr(tracking, "RETRY_S", 0.05)
+    store = tmp_path / "late" / "mlflow.db"
+    failed = tracking.threading.Event()
+    monkeypatch.setattr(tracking._MlflowThread, "_warn_once", lambda self, kind, *rest: failed.set())
+    (tmp_path / "late").write_text("a file in the way", encoding="utf-8")
+    tracker = Tracker(make_config(tracking={"uri": f"sqlite:///{store}"}), tmp_path / "run")
+    tracker.log(1, {"reward/mean": 0.5})
+    assert failed.wait(60)
+    (tmp_path / "late").unlink()
+    store.parent.mkdir()
+    tracker.log(2, {"reward/mean": 0.6})
+    tracker.close("FINISHED")
+    client, run = only_run(store.parent)
+    assert sorted(m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")) == [0.5, 0.6]
+
+
+def test_a_full_queue_drops_instead_of_waiting(tmp_path, monkeypatch, hanging_server, caplog):
+    monkeypatch.setattr(tracking, "CLOSE_DEADLINE_S", 0.2)
+    monkeypatch.setattr(tracking, "QUEUE_SIZE", 10)
+    with Tracker(make_config(tracking={"uri": hanging_server}), tmp_path) as tracker:
+        for step in range(1, 31):
+            tracker.log(step, {"reward/mean": 0.1})
+        assert len(tracker._mlflow._items) == 12  # and config: params and config.yaml
+    assert len([m for m in caplog.messages if "10 items behind" in m]) == 1
+
+
+# ---- console
+
+
+def test_header_and_rows_line_up_and_fit():
+    for num_steps in (5, 100_000):
+        titles, line, empty = header(num_steps), row(num_steps, num_steps, FULL, 123456.0), row(0, num_steps, {}, None)
+        assert len(titles) == len(line) == len(empty) <= 160
+        # every cell ends in the column where its title ends
+        ends = [m.end() for m in re.finditer(r"\|dp\|mean|\|dp\|max|k3 KL|\S+", titles)]
+        assert [m.end() for m in re.finditer(r"\S+", line)] == ends
+        assert [m.end() for m in re.finditer(r"\S+", empty)] == ends
+        assert empty.split() == [f"0/{num_steps}"] + ["-"] * 15
+
+
+def test_row_by_hand():
+    assert row(3, 100, FULL, 3725.0).split() == (
+        ["3/100", "0.512", "25.0%", "1.2e-04", "3.1e-02", "2.5e-06", "0.998", "1.000", "1.234", "0.321", "123k"]
+        + ["3.2s", "0.4s", "1.5s", "0.2s", "1h02m"]
+    )
+
+
+@given(st.dictionaries(st.sampled_from(sorted(FULL)), st.floats(allow_nan=False, allow_infinity=False)), st.integers(0, 10**5))
+def test_cells_never_run_together(metrics, step):
+    assert len(row(step, 10**5, metrics, None).split()) == 16
+
+
+def test_console_is_plain_in_a_pipe_and_repeats_its_header(tmp_path, capsys):
+    steps = HEADER_EVERY + 1
+    with Tracker(make_config(steps=steps), tmp_path) as tracker:
+        for step in range(1, steps + 1):
+            tracker.log(step, {"reward/mean": 0.5, "time/step": 2.0})
+    out = capsys.readouterr().out
+    assert out == (tmp_path / "console.log").read_text(encoding="utf-8")
+    lines = out.splitlines()
+    assert [i for i, line in enumerate(lines) if "reward" in line] == [0, HEADER_EVERY + 1]
+    assert len(lines) == steps + 2
+    assert "\x1b" not in out
+    assert lines[1].split()[0] == f"1/{steps}" and lines[1].split()[-1] == "40s"  # 20 steps left at 2 s
+
+
+# ---- processes
+
+
+def test_tracking_imports_neither_mlflow_nor_torch_and_an_unclosed_tracker_lets_the_process_end(tmp_path):
+    code = f"""
+import sys, pathlib
+from trainer.tracking import Tracker
+assert not {{"mlflow", "torch", "matplotlib"}} & set(sys.modules)
+from configs.schema import RunConfig
+config = RunConfig.model_validate({{"model": {{"path": "m"}}, "task": {{"type": "countdown"}}}})
+Tracker(config, pathlib.Path({str(tmp_path)!r})).log(1, {{"reward/mean": 1.0}})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1

@@ -1,0 +1,84 @@
+"""How per-token losses become one number: every mode as a weight per token, from counts of the whole minibatch.
+
+Legend: S sequences, T packed tokens.
+Since the counts are global, the plain sum ``(loss_T * aggregation_T).sum()``, added up over micro-batches and ranks, is the mode's mean
+over the minibatch, however it was split.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Mode = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_over_constant"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalCounts:
+    """Of one minibatch over all ranks. Counts of parts add up to the counts of the whole."""
+
+    tokens: int
+    """Valid (response) tokens."""
+    sequences: int
+    """Sequences with at least one valid token."""
+
+    def __add__(self, other: "GlobalCounts") -> "GlobalCounts":
+        return GlobalCounts(tokens=self.tokens + other.tokens, sequences=self.sequences + other.sequences)
+
+
+def count_valid(response_mask_T: Tensor, cu_seqlens: Tensor) -> GlobalCounts:
+    """Counts of the sequences at hand; summed over ranks they are the counts that ``aggregation_weights`` asks for."""
+    tokens_S = _tokens_per_sequence(response_mask_T, cu_seqlens)
+    return GlobalCounts(tokens=int(tokens_S.sum()), sequences=int((tokens_S > 0).sum()))
+
+
+def aggregation_weights(
+    response_mask_T: Tensor, cu_seqlens: Tensor, *, mode: Mode, constant: int | None, counts: GlobalCounts
+) -> Tensor:
+    """The weight of each token, float32 [T], on the mask's device; zero off the mask.
+
+    With N = counts.tokens, M = counts.sequences, and n the valid tokens of the token's own sequence:
+        token_mean                             1 / N
+        sequence_mean_token_mean               1 / (M n)
+        sequence_mean_token_sum                1 / M
+        sequence_mean_token_sum_over_constant  1 / (M constant)   (Dr. GRPO, arXiv 2503.20783)
+    Without any valid token all weights are zero. Differs from common code: a sequence without valid tokens is not in M.
+    Weights are rounded once, from float64, so that they are bitwise the same under every split.
+
+    Raises ValueError for an unknown mode, a constant that is missing or below 1, and counts smaller than what is at hand.
+    """
+    here = count_valid(response_mask_T, cu_seqlens)
+    if here.tokens > counts.tokens or here.sequences > counts.sequences:
+        raise ValueError(f"{counts} is not global: this part alone holds {here}; sum count_valid over all ranks and parts of the minibatch")
+    weights_S = _sequence_weights(_tokens_per_sequence(response_mask_T, cu_seqlens), mode=mode, constant=constant, counts=counts)
+    weights_T = weights_S.to(torch.float32).repeat_interleave(_lengths(cu_seqlens, response_mask_T.device))
+    return torch.where(response_mask_T, weights_T, 0.0)
+
+
+def _sequence_weights(tokens_S: Tensor, *, mode: Mode, constant: int | None, counts: GlobalCounts) -> Tensor:
+    """Weight of one valid token in each sequence, float64 [S]. Divisors of 1 stand in for counts of 0, which no valid token sees."""
+    ones_S = torch.ones_like(tokens_S, dtype=torch.float64)
+    sequences = max(counts.sequences, 1)
+    match mode:
+        case "token_mean":
+            return ones_S / max(counts.tokens, 1)
+        case "sequence_mean_token_mean":
+            return ones_S / (sequences * tokens_S.clamp(min=1))
+        case "sequence_mean_token_sum":
+            return ones_S / sequences
+        case "sequence_mean_token_sum_over_constant":
+            if constant is None or constant < 1:
+                raise ValueError(f"mode {mode} needs a constant of at least 1, got {constant}; set aggregation.constant")
+            return ones_S / (sequences * constant)
+    raise ValueError(f"unknown aggregation mode {mode!r}; choose one of {', '.join(Mode.__args__)}")
+
+
+def _lengths(cu_seqlens: Tensor, device: torch.device) -> Tensor:
+    return torch.diff(cu_seqlens).to(device=device, dtype=torch.int64)
+
+
+def _tokens_per_sequence(response_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Valid tokens of each sequence, int64 [S]: a difference of running totals, exact since they are integers."""
+    totals = torch.cat([response_mask_T.new_zeros(1, dtype=torch.int64), response_mask_T.cumsum(0)])
+    return totals[cu_seqlens.to(device=totals.device, dtype=torch.int64)].diff()
