@@ -92,6 +92,18 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+class _Shown(yaml.SafeDumper):
+    """For values in messages: text is quoted only where this loader needs it."""
+
+    yaml_implicit_resolvers: ClassVar[dict] = {}
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Text with line breaks of any kind in double quotes: PyYAML's other styles turn U+0085 and its like into spaces."""
+    breaks = text.splitlines() != [text]
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if text and breaks else None)
+
+
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = node.value.replace("_", "")
     return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
@@ -105,6 +117,9 @@ def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
 for _tag, _pattern, _first in _CORE_SCHEMA:
     _Loader.add_implicit_resolver(_tag, _pattern, _first)
     _Dumper.add_implicit_resolver(_tag, _pattern, _first)
+    _Shown.add_implicit_resolver(_tag, _pattern, _first)
+_Dumper.add_representer(str, _represent_text)
+_Shown.add_representer(str, _represent_text)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
@@ -214,10 +229,11 @@ def _yaml_problem(error: yaml.YAMLError, source: str, text: str, field: str | No
     """``text``: what was read. ``field``: of an override; its value is then the whole text."""
     what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
     mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-    line = text if field or not mark else (text.splitlines() or [""])[min(mark.line, text.count("\n"))].strip()
+    rest = text.splitlines()[mark.line : mark.line + 1] if mark else []
+    line = text if field else rest[0].strip() if rest else "(end of the file)" if mark else "(the file)"
     where = f"{source}:{mark.line + 1}" if mark and not field else source
     if isinstance(error, _UnusableNode):
-        at = f"{field}.{error.field}" if field and error.field else field or error.field
+        at = f"{field}.{error.field}" if field and error.field else field or error.field or "(top level)"
         return Problem(where=where, field=at, value=_shorten(line), error=what, fix=error.fix)
     fix = "correct the YAML there: `key: value` with a space after the colon, the same indent for keys of one block, closed quotes"
     if "\\t" in what:
@@ -505,7 +521,7 @@ def _wrong(kind: str, message: str, shape: _Shape) -> str:
     stem = kind.split("_")[0]
     if kind.endswith(("_type", "_parsing", "_from_float")) and stem in _WRONG_TYPE:
         return _WRONG_TYPE[stem]
-    return message.replace("Input should", "must").replace("must be a valid", "must be a")
+    return message.replace("Input should", "must").replace("String should", "must").replace("must be a valid", "must be a")
 
 
 def _plain_union(annotation: Any) -> list[str]:
@@ -637,7 +653,7 @@ def _show(value: Any) -> str:
     """A value as YAML would write it, on one line and not too long."""
     plain = value.model_dump(mode="json") if isinstance(value, Schema) else value
     plain = str(plain) if isinstance(plain, Path) else list(plain) if isinstance(plain, tuple) else plain
-    text = yaml.dump(plain, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=2**20, allow_unicode=True)
+    text = yaml.dump(plain, Dumper=_Shown, default_flow_style=True, sort_keys=False, width=2**20, allow_unicode=True)
     text = text.removesuffix("\n").removesuffix("\n...").strip()
     return _shorten(text)
 

@@ -90,7 +90,12 @@ def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
     def run(run_folder: RunPath) -> None:
         from launch import commands, roles
 
-        roles.ROLES[name](commands.existing_run(run_folder))
+        folder = commands.existing_run(run_folder)
+        try:
+            roles.ROLES[name](folder)
+        except Exception as error:
+            folder.report_error(name, error)
+            raise
 
     app.command(name, help=help_text, hidden=hidden)(run)
 

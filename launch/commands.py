@@ -34,7 +34,6 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> 
         supervisor.start(role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True))
         _wait_ready(supervisor, folder, config)
         supervisor.wait_until_done("learn")
-    report(folder.path, quiet=True)
     _print_result(folder)
     return folder
 
@@ -96,7 +95,7 @@ def export(run: Path, out: Path) -> None:
     print(f"exported to {out}", flush=True)
 
 
-def report(run: Path, *, quiet: bool = False) -> Path:
+def report(run: Path) -> None:
     from trainer.report import write_report
 
     folder = existing_run(run)
@@ -104,9 +103,7 @@ def report(run: Path, *, quiet: bool = False) -> Path:
         page = write_report(folder.path)
     except ValueError as error:
         raise BadInput(f"RUN: {error}") from error
-    if not quiet:
-        print(f"report: {page}", flush=True)
-    return page
+    print(f"report: {page}", flush=True)
 
 
 def existing_run(run: Path) -> RunFolder:
@@ -147,7 +144,7 @@ def _folder_of(config: RunConfig) -> RunFolder:
     if config.resume is None:
         return run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
     folder = existing_run(config.resume)
-    folder.forget_addresses()
+    folder.forget_roles()
     folder.config.write_text(resolved_yaml(config))
     run_folder.point_latest(folder)
     return folder
@@ -165,7 +162,9 @@ def role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: 
         "PYTHONPATH": str(PACKAGE_ROOT),
     }
     command = roles.command(name, folder, ranks=ranks)
-    return Role(name=name, command=command, log=folder.logs / f"{name}.log", env=env, show_stdout=show_stdout)
+    return Role(
+        name=name, command=command, log=folder.logs / f"{name}.log", error=folder.error(name), env=env, show_stdout=show_stdout
+    )
 
 
 def start_sampling(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> None:

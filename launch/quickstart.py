@@ -2,6 +2,7 @@
 
 import json
 import time
+from datetime import datetime
 from pathlib import Path
 
 from launch import commands, run_folder
@@ -10,12 +11,12 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "recipes"
 
 
 def run_quickstart(*, seed: int, steps: int, install_seconds: float) -> None:
-    """Everything lands in ``runs/``; models of the way there in ``runs/quickstart-models/``."""
+    """Everything lands in ``runs/``; the models on the way there in a ``runs/quickstart-DATE-TIME`` of their own."""
     from rollout.tiny_model import make_tiny_countdown_model
 
     seconds = {"install": install_seconds}
-    models = Path("runs/quickstart-models")
-    initial, warm = models / f"random-seed{seed}", models / f"warm-seed{seed}"
+    models = Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
+    initial, warm = models / "random", models / "warm"
     _say(1, "a tiny Qwen3 model with a character tokenizer, random weights")
     make_tiny_countdown_model(initial, seed=seed)
 

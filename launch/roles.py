@@ -68,6 +68,7 @@ def learn(folder: RunFolder) -> None:
     """One Megatron rank (torchrun sets RANK, WORLD_SIZE, MASTER_ADDR): build everything, train, export."""
     began = time.perf_counter()
     from trainer.loop import evaluate_before, train
+    from trainer.report import write_report
 
     run = build_run(folder)
     status = "FAILED"
@@ -77,8 +78,10 @@ def learn(folder: RunFolder) -> None:
         train(run)
         trained = time.perf_counter()
         run.learner.save_hf(folder.hf)
-        if run.learner.is_first_rank:
+        if run.tracker is not None:
             write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
+            for artifact in (write_report(folder.path), folder.figures, folder.summary):
+                run.tracker.artifact(artifact)
         status = "FINISHED"
     except KeyboardInterrupt:
         status = "KILLED"
@@ -91,7 +94,7 @@ def learn(folder: RunFolder) -> None:
 
 def build_run(folder: RunFolder) -> "Run":
     """Everything that ``train`` needs on this rank, resumed where the run folder holds a checkpoint, and the engines compared."""
-    from parallel.platform import current_platform, init_distributed
+    from parallel.platform import collective_backend, init_distributed
     from trainer.learner import Learner
     from trainer.loop import Run
     from trainer.resume import Checkpointer
@@ -116,7 +119,7 @@ def build_run(folder: RunFolder) -> "Run":
         control,
         rollout_dtype=config.rollout.dtype,
         tensor_parallel=config.rollout.tensor_parallel,
-        backend=current_platform().backend,
+        backend=collective_backend(),
         temperature=config.rollout.temperature,
         probe_prompt=PROBE_PROMPT,
         probe_tokens=PROBE_TOKENS,

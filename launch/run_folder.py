@@ -6,6 +6,7 @@
     hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
 """
 
+import contextlib
 import json
 import os
 import time
@@ -40,15 +41,28 @@ class RunFolder:
         return self.path / "export"
 
     @property
+    def figures(self) -> Path:
+        return self.path / "figures"
+
+    @property
     def summary(self) -> Path:
         return self.path / "summary.json"
 
     def address(self, role: str) -> Path:
         return self.path / "roles" / f"{role}.json"
 
-    def forget_addresses(self) -> None:
-        """A resumed run must not talk to the servers of the last one."""
-        for file in (self.path / "roles").glob("*.json"):
+    def error(self, role: str) -> Path:
+        return self.path / "roles" / f"{role}.error"
+
+    def report_error(self, role: str, error: BaseException) -> None:
+        """What ended ``role``, for the supervisor to show. The first of several ranks has the cause; the others lost a peer."""
+        self.error(role).parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError), self.error(role).open("x") as file:
+            file.write(f"{type(error).__name__}: {error}")
+
+    def forget_roles(self) -> None:
+        """A resumed run must not talk to the servers of the last one, nor report its errors."""
+        for file in (self.path / "roles").glob("*"):
             file.unlink()
 
     def announce(self, role: str, address: dict) -> None:

@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ class Role:
     name: str
     command: Sequence[str]
     log: Path
+    error: Path | None = None
+    """Where the role itself writes what ended it, in a sentence."""
     env: dict[str, str] = field(default_factory=dict)
     show_stdout: bool = False
 
@@ -104,7 +107,7 @@ class Supervisor:
             code = process.poll()
             if code in (None, 0):
                 continue
-            raise RoleFailed(f"the {name} role ended with {_describe(code)}.\n{log_tail(role.log)}\nIts whole log: {role.log}")
+            raise RoleFailed(f"the {name} role ended with {_describe(code)}.\n{_cause(role)}\nIts whole log: {role.log}")
 
     def stop_all(self) -> None:
         """SIGTERM to every group, newest role first, then SIGKILL to what is left after the grace period."""
@@ -125,6 +128,13 @@ class Supervisor:
         for _, process in roles:
             process.wait()
         self._running.clear()
+
+
+def _cause(role: Role) -> str:
+    """The role's own words where it left any, else the end of its log."""
+    if role.error is not None and role.error.exists():
+        return textwrap.indent(role.error.read_text(), "    ")
+    return log_tail(role.log)
 
 
 def log_tail(path: Path, lines: int = 25) -> str:

@@ -128,21 +128,21 @@ def load_hf(models: Sequence[LogprobGPTModel], folder: Path) -> None:
 def _check_names(weights: HuggingFaceWeights, models: Sequence[LogprobGPTModel]) -> None:
     """Every rank compares the names of the whole model, whatever stage it holds."""
     architecture = models[0].architecture
+    has = {"bias": architecture.qkv_bias, "qk_norm": architecture.qk_norm}
     wanted = {_TOP[_EMBEDDING], _TOP["decoder.final_layernorm.weight"]} | (set() if architecture.tied else {_TOP[_OUTPUT]})
     for layer in range(architecture.num_layers):
         for rest in _LAYER:
-            if rest.endswith(".bias") and not architecture.qkv_bias or "k_layernorm" in rest and not architecture.qk_norm:
-                continue
-            if "q_layernorm" in rest and not architecture.qk_norm:
-                continue
-            wanted.update(hf_names(f"decoder.layers.{layer}.{rest}"))
+            needs = "bias" if rest.endswith(".bias") else "qk_norm" if re.search(r"[qk]_layernorm", rest) else None
+            if has.get(needs, True):
+                wanted.update(hf_names(f"decoder.layers.{layer}.{rest}"))
     missing = sorted(wanted - weights.names)
     if missing:
         raise ValueError(f"{weights.folder} lacks {len(missing)} tensors that its config.json asks for: {', '.join(missing[:5])}")
     # A tied model's folder may repeat the embedding as lm_head; config.json decides, as in transformers.
     left_over = sorted(n for n in weights.names - wanted if n != _TOP[_OUTPUT] and not _IGNORED.match(n))
     if left_over:
-        raise ValueError(f"{weights.folder} has {len(left_over)} tensors that its config.json does not account for: {', '.join(left_over[:5])}")
+        shown = ", ".join(left_over[:5])
+        raise ValueError(f"{weights.folder} has {len(left_over)} tensors that its config.json does not account for: {shown}")
 
 
 def _check_shapes(name: str, parts: Sequence[Tensor], parameter: Tensor, model: LogprobGPTModel) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.utils._device
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "arange", "full", "empty_like")

@@ -72,7 +72,8 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     """Raises ValueError for a model, or a variant of one, that this learner does not compute exactly."""
     kind = hf_config.get("model_type")
     if kind not in SUPPORTED:
-        raise ValueError(f"model_type {kind!r} is not supported; supported are {', '.join(f'{k} ({n})' for k, n in SUPPORTED.items())}, dense")
+        supported = ", ".join(f"{name} ({title})" for name, title in SUPPORTED.items())
+        raise ValueError(f"model_type {kind!r} is not supported; supported are {supported}, dense")
     _refuse_variants(hf_config, kind)
     try:
         heads = hf_config["num_attention_heads"]
@@ -107,7 +108,7 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str) -> None:
     }
     for name, found in refused.items():
         if found:
-            raise ValueError(f"config.json has {name}={hf_config[name]!r}, which the learner does not compute; use a {kind} model without it")
+            raise ValueError(f"config.json has {name}={hf_config[name]!r}, which the learner does not compute; use a {kind} without it")
 
 
 def rotary_frequencies(folder: Path, model_type: str) -> tuple[Tensor, float]:
@@ -201,6 +202,10 @@ def _transformer_engine_attention() -> type:
     return RotaryTEAttention
 
 
+def _leave(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def transformer_config(architecture: Architecture, dtype: torch.dtype, recompute: str) -> TransformerConfig:
     """Sizes from the architecture, parallel sizes from Megatron's groups, no dropout, and no fusion that needs Apex or CUDA."""
     pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
@@ -231,8 +236,12 @@ def transformer_config(architecture: Architecture, dtype: torch.dtype, recompute
         variable_seq_lengths=pipeline_parallel > 1,
         # Must hold before DDP is built: otherwise gradients come out divided by the data-parallel size.
         calculate_per_token_loss=True,
-        # Every parameter is read from the checkpoint.
-        perform_initialization=False,
+        # Every parameter is read from the checkpoint, so nothing is drawn. Megatron's initialisation must run all the same:
+        # it is where a parameter learns that it is a shard (which gradient norm, export and checkpoints ask for).
+        perform_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         use_cpu_initialization=not platform.has_cuda(),
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -247,7 +256,9 @@ def transformer_config(architecture: Architecture, dtype: torch.dtype, recompute
 class LogprobGPTModel(GPTModel):
     """A ``GPTModel`` whose last stage returns (logprobs_T, entropy_T) of given targets rather than logits."""
 
-    def __init__(self, architecture: Architecture, config: TransformerConfig, inv_freq_F: Tensor, attention_factor: float, chunk_tokens: int):
+    def __init__(
+        self, architecture: Architecture, config: TransformerConfig, inv_freq_F: Tensor, attention_factor: float, chunk_tokens: int
+    ):
         super().__init__(
             config=config,
             transformer_layer_spec=_layer_spec(config, architecture),
@@ -269,10 +280,9 @@ class LogprobGPTModel(GPTModel):
         plan = plan_packing(cu_seqlens, place, keep_order=platform.uses_transformer_engine())
         longest = int(torch.diff(cu_seqlens).max())
         if longest > self.architecture.max_positions:
-            raise ValueError(f"a sequence of {longest} tokens exceeds the model's max_position_embeddings={self.architecture.max_positions}")
-        cos_T1F, sin_T1F = rotary_tables(
-            self.inv_freq_F, self.attention_factor, plan.to_model_order(positions_T), self.config.params_dtype
-        )
+            raise ValueError(f"a sequence of {longest} tokens exceeds max_position_embeddings={self.architecture.max_positions}")
+        positions_T = plan.to_model_order(positions_T)
+        cos_T1F, sin_T1F = rotary_tables(self.inv_freq_F, self.attention_factor, positions_T, self.config.params_dtype)
         bounds = plan.cu_seqlens.to(place)
         return PackedSequences(
             qkv_format="thd",

@@ -81,12 +81,11 @@ class _LinearLogprobs(torch.autograd.Function):
         first, count = _real_rows(weight_VH, vocab_size, group)
         rows_VH = weight_VH[:count]
         maximum_T, sums_3T = _local_sums(hidden_TH, rows_VH, targets_T - first, temperature, chunk_tokens, with_entropy)
-        log_z_T, target_T, mean_T = _combine(maximum_T, sums_3T, group)
-        entropy_T = log_z_T - mean_T if with_entropy else torch.empty_like(log_z_T)
+        log_z_T, logprobs_T, entropy_T = _combine(maximum_T, sums_3T, group)
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_z_T, entropy_T)
         ctx.first, ctx.count, ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = first, count, temperature, chunk_tokens, with_entropy
         ctx.set_materialize_grads(False)
-        return target_T - log_z_T, entropy_T
+        return logprobs_T, entropy_T
 
     @staticmethod
     def backward(ctx, grad_logprobs_T, grad_entropy_T):
@@ -111,8 +110,16 @@ class _LinearLogprobs(torch.autograd.Function):
             )
             grad_CV = (grad_CV if ctx.temperature == 1.0 else grad_CV.div_(ctx.temperature)).to(hidden_TH.dtype)
             grad_hidden_TH[chunk] = grad_CV @ rows_VH
-            grad_weight_VH[: ctx.count] += grad_CV.t() @ hidden_TH[chunk]
+            _add_product(grad_weight_VH[: ctx.count], grad_CV.t(), hidden_TH[chunk])
         return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, total in float32 whatever the dtype of the factors."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _local_sums(hidden_TH, rows_VH, local_targets_T, temperature, chunk_tokens, with_entropy) -> tuple[Tensor, Tensor]:
@@ -138,7 +145,10 @@ def _local_sums(hidden_TH, rows_VH, local_targets_T, temperature, chunk_tokens, 
 
 
 def _combine(maximum_T: Tensor, sums_3T: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Over all ranks: (log Z, x_target, sum p x), each [T]."""
+    """Over all ranks: (log Z, log-prob of the target, entropy), each [T].
+
+    The common maximum is taken off before anything is subtracted, so that large logits cost no digits.
+    """
     if _size(group) == 1:
         total_T = maximum_T
     else:
@@ -149,7 +159,8 @@ def _combine(maximum_T: Tensor, sums_3T: Tensor, group: dist.ProcessGroup | None
         scale_T = torch.where(maximum_T == -torch.inf, 0.0, shift_T.exp())
         sums_3T = torch.stack((sums_3T[0] * scale_T, sums_3T[1], (sums_3T[2] + sums_3T[0] * shift_T) * scale_T))
         dist.all_reduce(sums_3T, group=group)
-    return total_T + sums_3T[0].log(), sums_3T[1], total_T + sums_3T[2] / sums_3T[0]
+    log_sum_T = sums_3T[0].log()
+    return total_T + log_sum_T, (sums_3T[1] - total_T) - log_sum_T, log_sum_T - sums_3T[2] / sums_3T[0]
 
 
 def _grad_logits(logits_CV, local_targets_C, log_z_C, entropy_C, grad_logprobs_C, grad_entropy_C) -> Tensor:

@@ -244,7 +244,9 @@ class GroupSampler:
             stop_token_ids=self._stop_token_ids,
             seed=seed,
         )
-        text = self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        # Only the end itself is dropped: a special token in the middle must stay visible, or `1<pad>+2` would score as `1+2`.
+        ended = bool(completion.token_ids) and completion.token_ids[-1] in self._stop_token_ids
+        text = self._tokenizer.decode(completion.token_ids[:-1] if ended else completion.token_ids, skip_special_tokens=False)
         return _Sample(completion=completion, score=await self._scorer.score(prompt, text))
 
     def _prompt_at(self, position: int) -> Prompt:
@@ -311,7 +313,8 @@ def _make_trajectory(group_id: int, sibling_id: int, prompt: Prompt, sample: _Sa
 def _log_failed_rewards(prompts: Sequence[Prompt], samples: Sequence[_Sample], *, group_size: int) -> None:
     failed = [i for i, sample in enumerate(samples) if sample.score.error is not None]
     for i in failed[:MAX_LOGGED_FAILURES]:
-        logger.warning("reward failed for prompt %s, sibling %d, scored 0: %s", prompts[i].prompt_id, i % group_size, samples[i].score.error)
+        prompt_id, sibling_id, error = prompts[i].prompt_id, i % group_size, samples[i].score.error
+        logger.warning("reward failed for prompt %s, sibling %d, scored 0: %s", prompt_id, sibling_id, error)
     if len(failed) > MAX_LOGGED_FAILURES:
         logger.warning("the rewards of %d further samples failed, all scored 0", len(failed) - MAX_LOGGED_FAILURES)
 

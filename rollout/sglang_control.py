@@ -227,9 +227,10 @@ class SGLangControl:
 
 
 def _by_name(ranks: Sequence[dict]) -> dict[str, str]:
+    """``ranks`` come in order of the tensor-parallel rank."""
     if len(ranks) == 1:
         return dict(ranks[0]["checksums"])
-    return {f"rank{r['parallelism_info']['tp_rank']}/{name}": digest for r in ranks for name, digest in r["checksums"].items()}
+    return {f"rank{rank}/{name}": digest for rank, reported in enumerate(ranks) for name, digest in reported["checksums"].items()}
 
 
 FUSED = (

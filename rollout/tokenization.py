@@ -64,19 +64,20 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, text: str, system_prompt: s
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> list[int]:
-    """Every token id that ends an answer: the tokenizer's, and those of generation_config.json and config.json; ascending.
+    """Every token id that ends an answer: first the tokenizer's own, then the others of generation_config.json and config.json, ascending.
 
-    Chat models often end a turn with another token than the tokenizer's own, and name it only in generation_config.json.
+    The first is the one to end a written answer with (supervised training); all of them stop sampling. Chat models often end a
+    turn with another token than the tokenizer's own, and name it only in generation_config.json.
 
     Raises:
         ValueError: a file is not valid JSON, an id is not an integer, or no id is given anywhere.
     """
-    found = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
-    for name in ("generation_config.json", "config.json"):
-        found.update(_eos_ids_in(Path(model_dir) / name))
+    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    named = {i for name in ("generation_config.json", "config.json") for i in _eos_ids_in(Path(model_dir) / name)}
+    found = own + sorted(named.difference(own))
     if not found:
         raise ValueError(f"{model_dir} names no end-of-sequence token; set eos_token_id in its generation_config.json")
-    return sorted(found)
+    return found
 
 
 def _eos_ids_in(path: Path) -> list[int]:

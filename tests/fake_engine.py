@@ -25,7 +25,7 @@ class FakeEngine:
     version: int = 0
     vocab_size: int = 20
     fail: Callable[[Sequence[int], int], bool] = lambda prompt_ids, seed: False
-    stats: ClientStats = ClientStats()
+    stats: ClientStats = field(default_factory=ClientStats)
     calls: list[tuple[tuple[int, ...], int, float]] = field(default_factory=list)
     """(prompt, seed, temperature) of every request, in the order they came."""
 

@@ -59,14 +59,14 @@ def test_k3_keeps_its_digits_near_zero():
     d = torch.tensor([1e-4, -3e-4, 1e-3])
     exact = torch.expm1(d.double()) - d.double()
     torch.testing.assert_close(excess(d).double(), exact, rtol=2e-3, atol=0)
-    assert not torch.allclose((d.exp() - d - 1).double(), exact, rtol=2e-3, atol=0), "the plain formula would pass too: the test shows nothing"
+    assert not torch.allclose((d.exp() - d - 1).double(), exact, rtol=2e-3, atol=0), "the plain formula passes too"
 
 
 def test_extremes_stay_finite():
     current = torch.tensor([-1e4, 0.0], requires_grad=True)
     ref = torch.tensor([0.0, -1e4])
     k3 = ESTIMATORS["k3"](current, ref)
-    assert k3.tolist() == [K3_BOUND, K3_BOUND] or k3.tolist()[0] == K3_BOUND
+    assert k3.tolist() == [K3_BOUND, K3_BOUND]
     (gradient,) = torch.autograd.grad(k3.sum(), current)
-    assert torch.isfinite(k3).all() and torch.isfinite(gradient).all()
+    assert gradient.tolist() == [0.0, 0.0]
     assert bounded(torch.tensor([1e4, -1e4, 3.0])).tolist() == [20.0, -20.0, 3.0]

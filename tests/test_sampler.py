@@ -52,10 +52,8 @@ class LengthScorer:
 
 
 def make_prompts(count: int, name: str = "p") -> list[Prompt]:
-    return [
-        Prompt(prompt_id=f"{name}{i}", token_ids=[3 + (i + j) % 15 for j in range(1 + i % 4)], text=f"text {i}", task="toy", reference=str(i))
-        for i in range(count)
-    ]
+    ids = [[3 + (i + j) % 15 for j in range(1 + i % 4)] for i in range(count)]
+    return [Prompt(prompt_id=f"{name}{i}", token_ids=ids[i], text=f"text {i}", task="toy", reference=str(i)) for i in range(count)]
 
 
 def make_sampler(tokenizer, *, engine=None, scorer=None, seed=0, num_train=5, num_heldout=4, group_size=3, evaluation=None) -> GroupSampler:

@@ -166,11 +166,15 @@ def test_counts_and_draws_cover_every_distinct_expression(numbers):
     draws = Counter(cd.random_expression(numbers, rng) for _ in range(60 * len(expected)))
     assert dict(draws.keys()) == expected
     assert max(draws.values()) < 2 * 60 and min(draws.values()) > 60 / 2.5  # uniform: 60 +- 5 sigma is 21..99
-    value = Counter(expected.values()).most_common(1)[0][0]
-    solutions = {text for text, v in expected.items() if v == value}
-    draws = Counter(cd.random_solution(numbers, value, rng) for _ in range(60 * len(solutions)))
+
+
+@pytest.mark.parametrize(("numbers", "value"), [((2, 13, 14), 3), ((2, 2, 4), 8), ((2, 3, 5, 11), 10)])
+def test_solutions_are_drawn_uniformly(numbers, value):
+    solutions = {text for text, v in brute_force_texts(numbers).items() if v == value}
+    rng = random.Random(0)
+    draws = Counter(cd.random_solution(numbers, value, rng) for _ in range(400 * len(solutions)))
     assert set(draws) == solutions
-    assert max(draws.values()) < 2 * 60 and min(draws.values()) > 60 / 2.5
+    assert all(abs(count - 400) < 100 for count in draws.values())  # 5 sigma
 
 
 def test_no_solution_is_an_error():

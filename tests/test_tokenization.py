@@ -114,6 +114,9 @@ def test_end_tokens_come_from_everywhere(folder, tokenizer, tmp_path):
     assert end_token_ids(tokenizer, tmp_path) == [0, 7]
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 0]}')
     assert end_token_ids(tokenizer, tmp_path) == [0, 7, 9]
+    other = load_tokenizer(folder)
+    other.eos_token = "7"  # an id above some of the others
+    assert end_token_ids(other, tmp_path) == [other.convert_tokens_to_ids("7"), 0, 7, 9]
     (tmp_path / "config.json").write_text('{"eos_token_id": null}')
     assert end_token_ids(tokenizer, tmp_path) == [0, 9]
 

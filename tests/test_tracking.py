@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.loader import load_config
@@ -92,7 +92,7 @@ def test_sqlite_store_holds_params_metrics_artifacts_and_status(tmp_path):
     ("error", "status"), [(None, "FINISHED"), (ValueError("x"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(1), "KILLED")]
 )
 def test_status_follows_the_way_out(tmp_path, error, status):
-    tracker = Tracker(make_config(), tmp_path)
+    tracker = Tracker(make_config(launch={"stop_grace_s": 120.0}), tmp_path)
     try:
         with tracker:
             tracker.log(1, {"reward/mean": 1.0})
@@ -111,6 +111,7 @@ def test_names_that_mlflow_refuses_do_not_lose_the_others(tmp_path):
     assert run.data.metrics == {"reward/mean": 0.5, "odd/name_x": 1.0, "unnamed": 2.0}
 
 
+@settings(deadline=None)
 @given(st.text(max_size=400))
 def test_mlflow_names_are_valid(name):
     from mlflow.utils.validation import _validate_metric_name
@@ -219,10 +220,10 @@ def test_a_hanging_server_holds_up_neither_steps_nor_the_end(tmp_path, monkeypat
     started = time.monotonic()
     for step in range(1, 101):
         tracker.log(step, FULL)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 8.0  # less than one request that hangs
     started = time.monotonic()
     tracker.close("FINISHED")
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 8.0
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 100
     said = [m for m in caplog.messages if "did not take everything within" in m]
     assert len(said) == 1 and "secret" not in said[0]
@@ -256,6 +257,7 @@ def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):
     tracker.close("FINISHED")
     client, run = only_run(store.parent)
     assert sorted(m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")) == [0.5, 0.6]
+    assert (store.parent / "mlartifacts" / run.info.run_id / "artifacts" / "config.yaml").is_file()  # not in the current folder
 
 
 def test_a_full_queue_drops_instead_of_waiting(tmp_path, monkeypatch, hanging_server, caplog):
@@ -283,12 +285,11 @@ def test_header_and_rows_line_up_and_fit():
 
 
 def test_row_by_hand():
-    assert row(3, 100, FULL, 3725.0).split() == (
-        ["3/100", "0.512", "25.0%", "1.2e-04", "3.1e-02", "2.5e-06", "0.998", "1.000", "1.234", "0.321", "123k"]
-        + ["3.2s", "0.4s", "1.5s", "0.2s", "1h02m"]
-    )
+    by_hand = "3/100 0.512 25.0% 1.2e-04 3.1e-02 2.5e-06 0.998 1.000 1.234 0.321 123k 3.2s 0.4s 1.5s 0.2s 1h02m"
+    assert row(3, 100, FULL, 3725.0).split() == by_hand.split()
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(FULL)), st.floats(allow_nan=False, allow_infinity=False)), st.integers(0, 10**5))
 def test_cells_never_run_together(metrics, step):
     assert len(row(step, 10**5, metrics, None).split()) == 16
@@ -299,11 +300,12 @@ def test_console_is_plain_in_a_pipe_and_repeats_its_header(tmp_path, capsys):
     with Tracker(make_config(steps=steps), tmp_path) as tracker:
         for step in range(1, steps + 1):
             tracker.log(step, {"reward/mean": 0.5, "time/step": 2.0})
+        tracker.say("a line in between")
     out = capsys.readouterr().out
     assert out == (tmp_path / "console.log").read_text(encoding="utf-8")
     lines = out.splitlines()
     assert [i for i, line in enumerate(lines) if "reward" in line] == [0, HEADER_EVERY + 1]
-    assert len(lines) == steps + 2
+    assert len(lines) == steps + 3 and lines[-1] == "a line in between"
     assert "\x1b" not in out
     assert lines[1].split()[0] == f"1/{steps}" and lines[1].split()[-1] == "40s"  # 20 steps left at 2 s
 

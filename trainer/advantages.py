@@ -44,7 +44,7 @@ def grpo(rewards_S: Tensor, group_ids_S: Tensor, *, normalize_by_std: bool) -> T
     zeros = rewards_S.new_zeros(num_groups)
     sizes = zeros.index_add(0, group_of_S, torch.ones_like(rewards_S))
     # Measured from the group's least reward, equal rewards are exact zeros, whose mean is an exact zero too.
-    least = zeros.index_reduce(0, group_of_S, rewards_S, "amin", include_self=False)
+    least = zeros.scatter_reduce(0, group_of_S, rewards_S, "amin", include_self=False)
     shifted_S = rewards_S - least[group_of_S]
     centred_S = shifted_S - (zeros.index_add(0, group_of_S, shifted_S) / sizes)[group_of_S]
     advantages_S = centred_S

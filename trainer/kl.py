@@ -39,7 +39,7 @@ def k2(current_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 def k3(current_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """exp(d) - d - 1 with d = log pi_ref - log pi_current, at most K3_BOUND (zero gradient beyond). [T] -> [T]
 
-    The bound is the reference implementation's; it is reached where ref gives a token 13 times current's probability.
+    The bound is the reference implementation's; it is reached where ref gives a token 14 times current's probability, or e^-11 of it.
     """
     return excess(ref_logprobs_T - current_logprobs_T).clamp(max=K3_BOUND)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from parallel.megatron_engine import MegatronEngine
 from torch import Tensor
 
 from configs.schema import RunConfig
+from parallel.megatron_engine import MegatronEngine
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group
 from trainer.metrics import Metric, merge_metrics, merge_over_ranks

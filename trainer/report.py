@@ -73,15 +73,13 @@ _PICTURES = (
         title="Mismatch of the two engines",
         about="|p_rollout - p_old| of the sampled tokens: what SGLang and the learner say of the same token with the same weights.",
         panels=(
-            _Panel(
-                unit="|p_rollout - p_old|", metrics={"mismatch/abs_prob_max": "max", "mismatch/abs_prob_mean": "mean"}, log=True
-            ),
+            _Panel(unit="|p_rollout - p_old|", metrics={"mismatch/abs_prob_max": "max", "mismatch/abs_prob_mean": "mean"}, log=True),
         ),
     ),
     _Picture(
         name="kl",
         title="KL divergences",
-        about="k3 estimate of KL(rollout || old), the engines' gap; PPO's KL(old || current); KL(current || ref) where a reference is loaded.",
+        about="k3 estimate of KL(rollout || old), the engines' gap; KL(old || current) of the update; KL(current || ref).",
         panels=(
             _Panel(unit="KL (nats), engines", metrics={"mismatch/k3": "k3, rollout to old"}, log=True),
             _Panel(unit="KL (nats), policy", metrics={"policy/ppo_kl": "old to current", "policy/ref_kl": "current to ref"}),
@@ -106,9 +104,7 @@ _PICTURES = (
         title="Response length",
         about="Left: tokens per response. Right: the share of responses that ended at the length limit, not by an end-of-sequence token.",
         panels=(
-            _Panel(
-                unit="tokens", metrics={"response/length_max": "longest", "response/length_mean": "mean"}, bounds=(0, None)
-            ),
+            _Panel(unit="tokens", metrics={"response/length_max": "longest", "response/length_mean": "mean"}, bounds=(0, None)),
             _Panel(unit="truncated (share)", metrics={"response/truncated_fraction": "truncated"}, bounds=(0, None)),
         ),
     ),
@@ -118,7 +114,9 @@ _PICTURES = (
         about="Share of response tokens whose ratio current/old met the clip bounds, and of those that met the dual clip.",
         panels=(
             _Panel(
-                unit="share of tokens", metrics={"policy/clip_fraction": "clipped", "policy/dual_clip_fraction": "dual clip"}, bounds=(0, None)
+                unit="share of tokens",
+                metrics={"policy/clip_fraction": "clipped", "policy/dual_clip_fraction": "dual clip"},
+                bounds=(0, None),
             ),
         ),
     ),
@@ -137,12 +135,14 @@ _PICTURES = (
     ),
 )
 
-_EXPECTED_FLAT = {
-    "policy/clip_fraction": "expected with one minibatch per step: the policy that is updated is the one that was scored",
-    "policy/dual_clip_fraction": "dual clip acts on rare tokens only",
-    "policy/ppo_kl": "expected with one minibatch per step: current equals old exactly",
-    "mismatch/kept_fraction": "the correction rejects no token",
-    "response/truncated_fraction": "1 would mean that max_new_tokens is too small",
+_FLAT_MEANS = {
+    ("policy/clip_fraction", 0.0): "expected with one minibatch per step: the policy that is updated is the one that was scored",
+    ("policy/ppo_kl", 0.0): "expected with one minibatch per step: current equals old exactly",
+    ("policy/dual_clip_fraction", 0.0): "dual clip acts on rare tokens only",
+    ("mismatch/kept_fraction", 1.0): "the correction rejects no token",
+    ("mismatch/kept_fraction", 0.0): "the correction rejects every token: nothing is learned",
+    ("response/truncated_fraction", 1.0): "no response ends by itself: max_new_tokens is too small",
+    ("reward/mean", 0.0): "no response was ever right: there is nothing to learn from",
 }
 
 
@@ -245,7 +245,7 @@ def _note_the_data(run: _Run) -> None:
     for metric in named:
         series = run.get(metric)
         if len(series) >= _FEWEST_FLAT and len(set(series.values)) == 1:
-            why = _EXPECTED_FLAT.get(metric)
+            why = _FLAT_MEANS.get((metric, series.values[0]))
             run.notes.append(f"{metric} is {_number(series.values[0])} at all {len(series)} steps{f' ({why})' if why else ''}.")
 
 
@@ -293,13 +293,15 @@ def _draw_panel(axes: "Axes", panel: _Panel, run: _Run) -> None:
             _draw_series(axes, series, label, color)
     axes.set_ylabel(panel.unit)
     all_values = [value for _, series in drawn for value in series.values]
+    if panel.line is not None:
+        all_values.append(_draw_line(axes, panel.line, run))
+    if len({step for _, series in drawn for step in series.steps}) == 1:
+        axes.set_xlim(drawn[0][1].steps[0] - 1, drawn[0][1].steps[0] + 1)
     if panel.log and min(all_values) > 0:
         axes.set_yscale("log")
         axes.set_ylabel(f"{panel.unit}, log scale")
     else:
         _set_bounds(axes, panel.bounds, all_values)
-    if panel.line is not None:
-        _draw_line(axes, panel.line, run)
     if len(drawn) > 1 or panel.line is not None or any(len(s) >= _FEWEST_SMOOTHED for _, s in drawn if not panel.sparse):
         axes.legend(fontsize=8, framealpha=0.9)
 
@@ -337,11 +339,10 @@ def _with_gaps(series: _Series) -> tuple[list[int], list[float]]:
 
 
 def smooth(values: Sequence[float], width: int) -> list[float]:
-    """Centred mean over ``width`` (odd) steps, over fewer at the ends; NaN stays NaN and does not count in its neighbours' means."""
+    """Mean over the ``width`` (odd) steps around each, of those that exist; NaN stays NaN and does not count in its neighbours' means."""
     half, smoothed = width // 2, []
     for index, value in enumerate(values):
-        reach = min(half, index, len(values) - 1 - index)
-        near = [v for v in values[index - reach : index + reach + 1] if not math.isnan(v)]
+        near = [v for v in values[max(index - half, 0) : index + half + 1] if not math.isnan(v)]
         smoothed.append(math.nan if math.isnan(value) else sum(near) / len(near))
     return smoothed
 
@@ -351,18 +352,19 @@ def _set_bounds(axes: "Axes", bounds: tuple[float | None, float | None], values:
     spread = max(values) - min(values)
     if spread <= 1e-9 * max(abs(max(values)), 1e-300):  # flat: without this the scale shows rounding noise
         around = abs(values[0]) * 0.1 or 0.1
-        axes.set_ylim(values[0] - around if low is None else min(low, values[0] - around / 2), values[0] + around)
+        axes.set_ylim(values[0] - around if low is None else low - 0.03 * (values[0] + around - low), values[0] + around)
     elif low is not None and min(values) >= low:
         axes.set_ylim(bottom=low - 0.03 * (max(values) - low))
     if high is not None and max(values) <= high and spread:
         axes.set_ylim(top=high + 0.05 * spread)
 
 
-def _draw_line(axes: "Axes", line: tuple[str, str], run: _Run) -> None:
+def _draw_line(axes: "Axes", line: tuple[str, str], run: _Run) -> float:
     value: Any = run.config
     for part in line[0].split("."):
         value = getattr(value, part)
     axes.axhline(value, color="#555555", linestyle="--", linewidth=1.2, label=f"{line[1]} = {value:g}")
+    return value
 
 
 def _draw_step_time(run: _Run) -> "Figure | None":

@@ -4,9 +4,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from parallel.checkpoint import latest_valid, prune
 
 from configs.schema.learner import CheckpointConfig
+from parallel.checkpoint import latest_valid, prune, step_folder
 from trainer.learner import Learner
 from trainer.sampling import SharedSampler
 
@@ -33,7 +33,7 @@ class Checkpointer:
     def save(self, step: int, learner: Learner, sampler: SharedSampler) -> Path:
         state: list = [sampler.state()]
         dist.broadcast_object_list(state, src=0)
-        target = self._folder / f"step_{step:06d}"
+        target = step_folder(self._folder, step)
         learner.engine.save(target, asdict(Progress(step=step, version=learner.version, sampler=state[0])))
         if learner.is_first_rank:
             prune(self._folder, keep=self._config.keep)

@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
+from rollout.records import Group
 from rollout.remote_sampler import RemoteSampler
 from rollout.sampler import EvaluationResult, SamplingStats
-
-from rollout.records import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from parallel.megatron_engine import MegatronEngine
 from torch import Tensor
 
 from configs.schema import SftConfig
 from configs.schema.run import CountdownSftData
+from parallel.megatron_engine import MegatronEngine
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.tasks import generate_sft_examples, read_pairs
 from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
@@ -81,7 +81,7 @@ def load_examples(config: SftConfig) -> list[Example]:
         pairs = generate_sft_examples(data.task, count=data.examples, noise=data.noise, seed=config.seed)
         template = False
     else:
-        pairs = read_pairs(data.path, prompt_field=data.prompt_field, response_field=data.response_field)
+        pairs = read_pairs(data.path, data.prompt_field, data.response_field)
         template = data.apply_chat_template
     examples = []
     for prompt, answer in pairs:

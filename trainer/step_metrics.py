@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
-from rollout.sampler import EvaluationResult, SamplingStats
 
 from rollout.records import FinishReason, Group
+from rollout.sampler import EvaluationResult, SamplingStats
 from trainer.correction import Correction
 from trainer.learner import Update
 from trainer.metrics import merge_metrics, merge_over_ranks, values

@@ -144,6 +144,9 @@ class _Console:
         self._num_rows += 1
         self._line(row(step, self._num_steps, metrics, eta_s), style="green" if metrics.get("eval/accuracy") is not None else None)
 
+    def say(self, text: str) -> None:
+        self._line(text, style=None)
+
     def _line(self, text: str, style: str | None) -> None:
         self._file.write(f"{text}\n")
         self._file.flush()
@@ -341,8 +344,9 @@ class _MlflowThread(threading.Thread):
         found = self._client.get_experiment_by_name(name)
         if found is not None:
             return found.experiment_id
-        in_run_dir = not (self._config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI"))
-        location = (self._run_dir / "mlartifacts").resolve().as_uri() if in_run_dir else None
+        location = None  # a server has its own
+        if self._uri.startswith("sqlite:///"):  # beside the database; MLflow's default would be the current folder
+            location = (Path(self._uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts").as_uri()
         try:
             return self._client.create_experiment(name, artifact_location=location)
         except MlflowException:
@@ -445,6 +449,10 @@ class Tracker:
         self._mlflow.put(_row_of(line))
         self._console.step(step, values, self._eta(step, now, values.get("time/step")))
         self._last_step = step
+
+    def say(self, text: str) -> None:
+        """A line on the console and in console.log that is no step."""
+        self._console.say(text)
 
     def artifact(self, path: Path) -> None:
         """Send a file or the files of a folder to MLflow, in the background."""

@@ -1,0 +1,254 @@
+"""Resumable checkpoints with Megatron's dist_checkpointing: weights, optimizer, schedule, random state and the caller's own data.
+
+On disk: ``ROOT/step_000010/``, complete or absent. It is written under a hidden name, flushed, then renamed; ``complete.json``
+inside lists every file with its size, so that a copy that was cut short is never picked either. Weights and optimizer state are
+saved in a form that any layout can read again.
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+
+import parallel.megatron_cpu  # noqa: F401  # isort: skip - before megatron.core
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from parallel import platform
+from parallel.hf_conversion import replace_folder
+
+FORMAT = 1
+MANIFEST = "complete.json"
+EXTRA = "extra.json"
+_STEP = re.compile(r"step_(\d{6,})")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; earlier ones are as they were."""
+
+
+def step_folder(root: Path, step: int) -> Path:
+    return Path(root) / f"step_{step:06d}"
+
+
+def valid_checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints under ``root``, oldest first."""
+    root = Path(root)
+    found = [(int(match[1]), path) for path in (root.iterdir() if root.is_dir() else ()) if (match := _STEP.fullmatch(path.name))]
+    return [path for _, path in sorted(found) if is_valid(path)]
+
+
+def latest_valid(root: Path) -> Path | None:
+    """The newest complete checkpoint under ``root``; None where there is none."""
+    return next(reversed(valid_checkpoints(root)), None)
+
+
+def is_valid(folder: Path) -> bool:
+    """Whether every file that the manifest lists is there in full."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        return manifest["format"] == FORMAT and all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all but the newest ``keep`` complete checkpoints. For one rank to call, after a save."""
+    for folder in valid_checkpoints(root)[:-keep]:
+        # Without its manifest it is no checkpoint any more, even if removing the rest is interrupted.
+        (folder / MANIFEST).unlink()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def optimizer_parts(optimizer) -> list:
+    """The optimizers that a chained one is made of, or the one itself."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def initialise_optimizer_state(optimizer) -> None:
+    """Zero moments for every parameter that has none: loading needs the state to be there, with a step tensor per parameter."""
+    for part in optimizer_parts(optimizer):
+        part.init_state_fn(part.optimizer, part.config)
+        _complete_steps(part)
+
+
+def _complete_steps(part) -> None:
+    """Torch's AdamW counts steps per parameter; Megatron saves no count before the first step."""
+    if isinstance(part.optimizer, torch.optim.AdamW):
+        for state in part.optimizer.state.values():
+            state.setdefault("step", torch.tensor(0.0))
+
+
+def _restore_missing_step(optimizer, state: dict[str, Any]) -> None:
+    """A plain optimizer saved before its first step has no count in its state, which torch's AdamW then misses."""
+    inner = state.get("optimizer", state)
+    if "state" in inner and all(isinstance(part.optimizer, torch.optim.AdamW) for part in optimizer_parts(optimizer)):
+        inner["state"].setdefault("common_step", torch.tensor(0.0))
+
+
+def save(folder: Path, *, model, optimizer, scheduler, extra: Mapping[str, Any]) -> None:
+    """Write ``folder`` (``step_folder(root, step)``), replacing an older one of that name. A collective.
+
+    ``extra`` is anything JSON can hold. Raises CheckpointError on every rank where the disk is full or a write fails on any of
+    them; earlier checkpoints stay valid and nothing partial is left. Raises ValueError for ``extra`` that is no JSON.
+    """
+    folder = Path(folder)
+    try:
+        extra_text = json.dumps(dict(extra), allow_nan=True)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"extra of a checkpoint must be JSON: {error}") from error
+    temporary = folder.parent / f".{folder.name}.partial"
+    state = _state(model, optimizer, scheduler, is_loading=False)
+
+    def prepare() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        (temporary / EXTRA).write_text(extra_text)
+        _require_space(temporary, state)
+
+    def finish() -> None:
+        _write_manifest(temporary)
+        replace_folder(temporary, folder)
+
+    try:
+        _together(prepare, only_rank_0=True)
+        _together(lambda: dist_checkpointing.save(state, str(temporary), content_metadata=_content_metadata()))
+        _together(finish, only_rank_0=True)
+    except CheckpointError as error:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"could not write checkpoint {folder}: {error}; earlier checkpoints are unchanged") from error
+
+
+def load(folder: Path, *, model, optimizer, scheduler) -> dict[str, Any]:
+    """Restore what ``save`` wrote and return its ``extra``. The layout may differ from the one that saved.
+
+    The running config decides learning rates and schedule, the checkpoint how many steps were done. Random state is restored
+    where the number of processes is the same. Raises CheckpointError for a folder that is no complete checkpoint or holds
+    another model.
+    """
+    folder = Path(folder)
+    if not is_valid(folder):
+        raise CheckpointError(f"{folder} is no complete checkpoint")
+    same_processes = json.loads((folder / MANIFEST).read_text())["world_size"] == dist.get_world_size()
+    rates = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
+    state = _state(model, optimizer, scheduler, is_loading=True, with_random=same_processes)
+    try:
+        found = dist_checkpointing.load(state, str(folder))
+        model.load_state_dict(found["model"])
+        _restore_missing_step(optimizer, found["optimizer"])
+        optimizer.load_state_dict(found["optimizer"])
+    except (CheckpointException, dist_checkpointing.core.CheckpointingException, RuntimeError, KeyError, ValueError, OSError) as error:
+        raise CheckpointError(f"{folder} does not fit this run: {_reason(error)}") from error
+    for part in optimizer_parts(optimizer):
+        _complete_steps(part)
+    for group, (max_lr, min_lr) in zip(optimizer.param_groups, rates, strict=True):
+        group["max_lr"], group["min_lr"] = max_lr, min_lr
+    scheduler.num_steps = 0
+    scheduler.load_state_dict(found["scheduler"])
+    if same_processes:
+        _set_random_state(found["random"])
+    return json.loads((folder / EXTRA).read_text())
+
+
+def _content_metadata() -> dict[str, Any]:
+    return {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        # The other formats cannot be read by another layout, or fail to load with torch's AdamW.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+    }
+
+
+def _state(model, optimizer, scheduler, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:
+    metadata = {**_content_metadata(), "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    model_state = model.sharded_state_dict(metadata=metadata)
+    state = {
+        "model": model_state,
+        "optimizer": optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata),
+        "scheduler": scheduler.state_dict(),
+    }
+    if with_random:
+        place = ((dist.get_world_size(),), (dist.get_rank(),))
+        state["random"] = ShardedObject("random", _random_state(), *place, replica_id=0)
+    return state
+
+
+def _random_state() -> dict[str, Any]:
+    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (name, keys.tolist(), position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state() if platform.has_cuda() else None,
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    name, keys, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["device"] is not None and platform.has_cuda():
+        torch.cuda.set_rng_state(state["device"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def _require_space(folder: Path, state: Any) -> None:
+    """Seen before a byte is written: rank 0's own share (an estimate; the other ranks hold about as much each) must fit."""
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(f"the disk has {free / 1e9:.2f} GB free, at least {needed / 1e9:.2f} GB are needed")
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, dict | list | tuple):
+        for item in state.values() if isinstance(state, dict) else state:
+            yield from _tensors(item)
+    elif isinstance(data := getattr(state, "data", state), Tensor):
+        yield data
+
+
+def _write_manifest(folder: Path) -> None:
+    files = {
+        os.path.relpath(os.path.join(parent, name), folder): os.path.getsize(os.path.join(parent, name))
+        for parent, _, names in os.walk(folder)
+        for name in names
+    }
+    manifest = {"format": FORMAT, "world_size": dist.get_world_size(), "files": dict(sorted(files.items()))}
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def _reason(error: BaseException) -> str:
+    """One line; torch's CheckpointException carries a whole traceback per rank, of which the causes matter."""
+    causes = error.failures.values() if isinstance(error, CheckpointException) else ()
+    return "; ".join(_reason(cause[0]) for cause in causes) or f"{type(error).__name__}: {error}"
+
+
+def _together(action: Callable[[], object], *, only_rank_0: bool = False) -> None:
+    """Run ``action`` on every rank (or on rank 0) and raise CheckpointError on all of them if it failed on any."""
+    failure = None
+    if not only_rank_0 or dist.get_rank() == 0:
+        try:
+            action()
+        except (Exception, CheckpointException) as error:  # whatever a writer raises, the other ranks must hear of it rather than wait
+            failure = _reason(error)
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise CheckpointError(f"rank {rank}: {text}")

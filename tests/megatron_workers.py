@@ -1,0 +1,210 @@
+"""Tiny models, batches and multi-process runs for the learner's tests. Functions named ``work_*`` run in every spawned rank."""
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from configs.schema.layout import LayoutConfig
+from configs.schema.learner import OptimizerConfig
+from configs.schema.model import ModelConfig
+from parallel import platform
+from parallel.megatron_engine import MegatronEngine
+from parallel.packing import PackedBatch, pack_sequences
+from parallel.vocab_parallel import linear_logprobs
+
+KINDS = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+}
+VOCAB = 43  # divides by nothing: tensor parallelism needs padding rows
+
+
+def make_hf_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0, **changes) -> Path:
+    """A tiny random model in ``folder``. Norm weights and biases are random too, so that a wrong one shows."""
+    config_class, model_class = KINDS[kind]
+    fields = dict(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.15, head_dim=16,
+    )  # fmt: skip
+    if kind != "qwen3":  # its head_dim is independent of hidden_size; the others' is hidden_size / heads
+        fields["head_dim"] = 8
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**fields, **changes})).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if name.endswith("bias") else 1.0))
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_batch(lengths: list[int], *, seed: int = 0, vocab: int = VOCAB) -> PackedBatch:
+    """Random sequences of ``lengths`` tokens (one more than the places they take)."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+    batch = pack_sequences(
+        token_ids=ids,
+        response_masks=[[False] + [True] * (n - 1) for n in lengths],
+        rollout_logprobs=[[0.0] * n for n in lengths],
+        sequence_ids=range(len(ids)),
+    )
+    weights_T = torch.rand(batch.num_tokens, generator=generator) - 0.3
+    return batch.with_fields(loss_weights_T=weights_T, aggregation_T=torch.full_like(weights_T, 1e-2))
+
+
+def make_engine(
+    folder: Path, *, layout: LayoutConfig | None = None, dtype: str = "float32", steps: int = 10, recompute: str = "none", **optimizer
+) -> MegatronEngine:
+    platform.init_distributed(60.0)
+    settings = OptimizerConfig(**{"lr": 1e-2, "eps": 1e-4, "clip_grad": 1e9, **optimizer})
+    return MegatronEngine(
+        ModelConfig(path=folder, dtype=dtype),
+        layout or LayoutConfig(),
+        settings,
+        total_optimizer_steps=steps,
+        logprob_chunk_tokens=7,
+        recompute=recompute,
+        seed=0,
+    )
+
+
+def weighted_loss(batch: PackedBatch, logprobs_T: torch.Tensor, entropy_T: torch.Tensor):
+    """Any loss with both gradients; its value and its log-probs are handed back."""
+    loss = -(logprobs_T * batch.loss_weights_T).sum() - (entropy_T * batch.aggregation_T).sum()
+    return loss, {"loss": loss.item(), "logprobs_T": logprobs_T.detach().clone()}
+
+
+def weights_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in engine.export_hf()}
+
+
+def gradients_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:
+    """Of a plain (not distributed) optimizer: the summed gradients of the last update."""
+    return {name: parameter.main_grad.detach().clone() for name, parameter in engine.model.named_parameters()}
+
+
+def relative_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm, all tensors as one vector."""
+    assert found.keys() == wanted.keys()
+    difference = sum((found[n] - wanted[n]).double().square().sum() for n in wanted)
+    return float((difference / sum(wanted[n].double().square().sum() for n in wanted)).sqrt())
+
+
+def run_ranks(work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: float = 150.0) -> list[Any]:
+    """``work(*arguments)`` in ``num_ranks`` fresh processes of one group; what each returned, by rank. Fails past the deadline."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    context = mp.spawn(_rank_main, (work, num_ranks, port, folder, arguments), nprocs=num_ranks, join=False)
+    end = time.monotonic() + deadline_s
+    try:
+        while not context.join(timeout=max(0.1, end - time.monotonic())):
+            assert time.monotonic() < end, f"{work.__name__} on {num_ranks} ranks ran past {deadline_s} s"
+    finally:
+        for process in context.processes:
+            if process.is_alive():
+                process.kill()
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def _rank_main(rank: int, work, num_ranks: int, port: int, folder: Path, arguments: tuple) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+    platform.init_distributed(60.0)
+    torch.save(work(*arguments), folder / f"rank{rank}.pt")
+    dist.barrier()
+    platform.shutdown_distributed()
+
+
+def work_linear_logprobs(cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
+    """Each case on this rank's shard of the vocabulary; the gradient of hidden summed over ranks, as the model does it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    results = []
+    for case in cases:
+        hidden = case["hidden"].clone().requires_grad_()
+        weight = case["weight"].chunk(size)[rank].clone().requires_grad_()
+        logprobs, entropy = linear_logprobs(
+            hidden, weight, case["targets"], vocab_size=case["vocab_size"], temperature=case["temperature"],
+            chunk_tokens=case["chunk_tokens"], group=dist.group.WORLD,
+        )  # fmt: skip
+        ((logprobs * case["g"]).sum() + (entropy * case["h"]).sum()).backward()
+        dist.all_reduce(hidden.grad)
+        results.append(dict(logprobs=logprobs.detach(), entropy=entropy.detach(), hidden=hidden.grad, weight=weight.grad))
+    return results
+
+
+def work_updates(
+    folder: Path, layout: dict[str, int], microbatch_rows: list[list[list[int]]], lengths: list[int], num_updates: int, optimizer: dict
+) -> dict[str, Any]:
+    """Updates on one batch, split as ``microbatch_rows[dp_rank]`` says: first gradients, losses, norms and final weights."""
+    engine = make_engine(folder, layout=LayoutConfig(**layout), **optimizer)
+    batch = make_batch(lengths)
+    mine = [batch.select(rows) for rows in microbatch_rows[engine.groups.dp_rank]]
+    before = engine.logprobs(mine, temperature=0.7, with_entropy=True)
+    results = [engine.update(mine, weighted_loss, temperature=0.7) for _ in range(num_updates)]
+    first = results[0].outputs
+    return {
+        "bitwise": all(torch.equal(old[0], new["logprobs_T"]) for old, new in zip(before, first, strict=True)),
+        "logprobs": [old[0] for old in before],
+        "norms": [r.grad_norm for r in results],
+        "weights": weights_of(engine),
+        "gradients": gradients_of(engine) if not optimizer.get("distributed", True) else None,
+        "coordinates": (engine.groups.dp_rank, engine.groups.tp_rank),
+    }
+
+
+def work_many_updates(jobs: dict[str, tuple]) -> dict[str, dict[str, Any]]:
+    """Several ``work_updates`` of one layout in one set of processes: starting them costs more than the work."""
+    return {name: work_updates(*arguments) for name, arguments in jobs.items()}
+
+
+def work_round_trip(folder: Path, layout: dict[str, int], out: Path) -> bool:
+    """Load, export, save with small shards and load again."""
+    engine = make_engine(folder, layout=LayoutConfig(**layout))
+    engine.save_hf(out)
+    return True
+
+
+def work_non_finite(folder: Path, bad_rank: int) -> dict[str, Any]:
+    """A NaN loss on one rank only: both must raise, neither must move."""
+    engine = make_engine(folder, layout=LayoutConfig(data_parallel=2))
+    before = weights_of(engine)
+    batch = make_batch([9, 7])
+
+    def loss(b, logprobs_T, entropy_T):
+        return logprobs_T.sum() * (float("nan") if dist.get_rank() == bad_rank else 1.0), None
+
+    message = ""
+    try:
+        engine.update([batch], loss, temperature=1.0)
+    except ArithmeticError as error:
+        message = str(error)
+    return {"message": message, "unchanged": all(torch.equal(before[n], t) for n, t in weights_of(engine).items())}
+
+
+def work_checkpoint(folder: Path, layout: dict[str, int], optimizer: dict, checkpoint: Path, resume: bool) -> dict[str, torch.Tensor]:
+    """Two updates, a checkpoint, a third update; or resume at the checkpoint and only that third update."""
+    engine = make_engine(folder, layout=LayoutConfig(**layout), **optimizer)
+    batch = make_batch([12, 9, 7, 12])
+    size = engine.groups.dp_size
+    mine = batch.select([row for row in range(4) if row % size == engine.groups.dp_rank])
+    if resume:
+        assert engine.load(checkpoint) == {"position": 2}
+    else:
+        for _ in range(2):
+            engine.update([mine], weighted_loss, temperature=1.0)
+        engine.save(checkpoint, {"position": 2})
+    at_checkpoint = weights_of(engine)
+    engine.update([mine], weighted_loss, temperature=1.0)
+    return {"at": at_checkpoint, "after": weights_of(engine)}

@@ -1,0 +1,162 @@
+"""Checkpoints: going on equals never having stopped, bitwise; a failed or partial one is never picked and harms no other."""
+
+import json
+import resource
+
+import pytest
+import torch
+
+from parallel import checkpoint
+from parallel.checkpoint import CheckpointError
+from tests.megatron_workers import make_batch, make_engine, make_hf_model, run_ranks, weighted_loss, weights_of, work_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_hf_model(tmp_path_factory.mktemp("model") / "m", "qwen3", tied=True)
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+@pytest.mark.parametrize("dtype, distributed", [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)])
+def test_going_on_equals_never_having_stopped(folder, tmp_path, dtype, distributed):
+    settings = dict(dtype=dtype, distributed=distributed, schedule="cosine", weight_decay=0.1)
+    batch = make_batch([9, 5, 12])
+    first = make_engine(folder, **settings)
+    for _ in range(2):
+        first.update([batch], weighted_loss, temperature=1.0)
+    first.save(tmp_path / "step_000002", {"data": [1, 2], "name": "x"})
+    second = make_engine(folder, **settings)
+    second.update([make_batch([3, 4], seed=9)], weighted_loss, temperature=1.0)  # whatever it did before is gone
+    torch.manual_seed(123)
+    assert second.load(tmp_path / "step_000002") == {"data": [1, 2], "name": "x"}
+    for _ in range(3):  # three: a step counter that is shared or wrong shows after the first
+        results = [engine.update([batch], weighted_loss, temperature=1.0) for engine in (first, second)]
+        assert results[0].lr == results[1].lr and results[0].grad_norm == results[1].grad_norm
+    assert_equal(weights_of(first), weights_of(second))
+    steps = [state["step"] for part in checkpoint.optimizer_parts(second._optimizer) for state in part.optimizer.state.values()]
+    assert {float(step) for step in steps} == {5.0} and len({id(step) for step in steps}) == len(steps)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_checkpoint_before_the_first_step(folder, tmp_path, distributed):
+    batch = make_batch([9, 5, 12])
+    first, second = (make_engine(folder, distributed=distributed) for _ in range(2))
+    first.save(tmp_path / "step_000000", {})
+    second.load(tmp_path / "step_000000")
+    for engine in (first, second):
+        engine.update([batch], weighted_loss, temperature=1.0)
+    assert_equal(weights_of(first), weights_of(second))
+
+
+def test_random_state_is_restored(folder, tmp_path):
+    engine = make_engine(folder)
+    torch.manual_seed(5)
+    engine.save(tmp_path / "step_000001", {})
+    wanted = torch.rand(3)
+    torch.manual_seed(6)
+    engine.load(tmp_path / "step_000001")
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_the_running_config_decides_the_learning_rate(folder, tmp_path):
+    batch = make_batch([4, 6])
+    first = make_engine(folder, lr=1e-2)
+    first.update([batch], weighted_loss, temperature=1.0)
+    first.save(tmp_path / "step_000001", {})
+    second = make_engine(folder, lr=1e-3)
+    second.load(tmp_path / "step_000001")
+    assert second.update([batch], weighted_loss, temperature=1.0).lr == pytest.approx(1e-3)
+
+
+def test_partial_checkpoints_are_never_picked(folder, tmp_path):
+    assert checkpoint.latest_valid(tmp_path / "nowhere") is None
+    engine = make_engine(folder)
+    for step in (1, 2, 3, 4):
+        engine.save(checkpoint.step_folder(tmp_path, step), {"step": step})
+    (tmp_path / "step_000004" / "complete.json").unlink()
+    largest = max((tmp_path / "step_000003").glob("*.distcp"), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-100])
+    (tmp_path / ".step_000009.partial").mkdir()
+    (tmp_path / "step_000008").mkdir()
+    (tmp_path / "notes.txt").write_text("")
+    assert checkpoint.latest_valid(tmp_path) == tmp_path / "step_000002"
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        engine.load(tmp_path / "step_000003")
+
+
+def test_retention_keeps_the_newest(folder, tmp_path):
+    engine = make_engine(folder)
+    for step in (9, 10, 11):
+        engine.save(checkpoint.step_folder(tmp_path, step), {})
+    checkpoint.prune(tmp_path, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000010", "step_000011"]
+
+
+@pytest.mark.parametrize("limit", [20, 2_000, 60_000])  # bytes per file: fails at the first small file, at common.pt, at the tensors
+def test_a_write_that_fails_leaves_the_previous_checkpoint(folder, tmp_path, limit):
+    """The operating system refuses files above a size, in this process and in the writers that it forks."""
+    engine = make_engine(folder)
+    engine.save(tmp_path / "step_000001", {"position": 1})
+    engine.update([make_batch([4, 6])], weighted_loss, temperature=1.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"could not write checkpoint .*step_000002.*earlier checkpoints are unchanged"):
+            engine.save(tmp_path / "step_000002", {"position": "x" * 50})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000001"]
+    assert make_engine(folder).load(checkpoint.latest_valid(tmp_path)) == {"position": 1}
+    engine.save(tmp_path / "step_000002", {"position": 2})  # and it works again once there is room
+    assert checkpoint.latest_valid(tmp_path).name == "step_000002"
+
+
+def test_too_little_space_is_seen_before_writing(folder, tmp_path, monkeypatch):
+    engine = make_engine(folder)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(CheckpointError, match="GB free"):
+        engine.save(tmp_path / "step_000001", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_extra_must_be_json(folder, tmp_path):
+    with pytest.raises(ValueError, match="must be JSON"):
+        make_engine(folder).save(tmp_path / "step_000001", {"x": object()})
+
+
+def test_another_model_is_refused(folder, tmp_path):
+    make_engine(folder).save(tmp_path / "step_000001", {})
+    other = make_hf_model(tmp_path / "other", "qwen3", intermediate_size=64)
+    with pytest.raises(CheckpointError, match="does not fit this run"):
+        make_engine(other).load(tmp_path / "step_000001")
+
+
+def test_the_manifest_lists_every_file(folder, tmp_path):
+    make_engine(folder).save(tmp_path / "step_000001", {})
+    listed = json.loads((tmp_path / "step_000001" / "complete.json").read_text())["files"]
+    there = {p.name for p in (tmp_path / "step_000001").iterdir()} - {"complete.json"}
+    assert set(listed) == there and "extra.json" in there
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("distributed", [True, False])
+def test_two_ranks_resume_bitwise_and_under_another_layout(tmp_path, distributed):
+    folder = make_hf_model(tmp_path / "m", "qwen3")
+    settings = dict(distributed=distributed)
+    target = tmp_path / "step_000002"
+    dp2 = dict(data_parallel=2)
+    saved = run_ranks(work_checkpoint, 2, tmp_path / "a", folder, dp2, settings, target, False)
+    again = run_ranks(work_checkpoint, 2, tmp_path / "b", folder, dp2, settings, target, True)
+    for first, second in zip(saved, again, strict=True):
+        assert_equal(first["at"], second["at"])
+        assert_equal(first["after"], second["after"])
+    tp2 = run_ranks(work_checkpoint, 2, tmp_path / "c", folder, dict(tensor_parallel=2), settings, target, True)
+    for rank in tp2:
+        assert_equal(saved[0]["at"], rank["at"])
+        for name, tensor in saved[0]["after"].items():
+            torch.testing.assert_close(rank["after"][name], tensor, rtol=1e-5, atol=1e-6)
