@@ -86,7 +86,7 @@ def test_a_group_holds_the_siblings_of_one_prompt_each_aligned_with_its_own_toke
         for t in group.trajectories:
             _, seed, temperature = next(seeds)
             response = fake_tokens(prompt.token_ids, seed, max_new_tokens=6, vocab_size=20, stop=STOP)
-            text = tokenizer.decode(response, skip_special_tokens=True)
+            text = tokenizer.decode(response[:-1] if response[-1] == STOP else response)
             assert temperature == 0.5
             assert (t.group_id, t.prompt_id) == (group.group_id, group.prompt_id)
             assert t.token_ids == prompt.token_ids + response
