@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from configs.loader import check_files, load_config, resolved_yaml
+from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
+from configs.schema.task import CountdownTask
 from launch import roles, run_folder
 from launch.run_folder import RunFolder
 from launch.supervisor import Role, Supervisor
@@ -114,11 +115,10 @@ def existing_run(run: Path) -> RunFolder:
 
 def _load(path: Path, overrides: list[str], kind: type) -> RunConfig | SftConfig:
     """Everything that can be known before a process is started is checked here."""
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, files=True)
     if not isinstance(config, kind):
         wanted = kind.model_fields["kind"].default or "sft"
         raise BadInput(f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}")
-    check_files(config)
     try:
         validate_layout(json.loads((config.model.path / "config.json").read_text()), config.layout)
         if isinstance(config, RunConfig):
@@ -134,6 +134,10 @@ def _check_rollout(config: RunConfig) -> None:
         from rollout.sglang_server import choose_ports
 
         choose_ports(config.rollout.replicas, config.rollout.first_port)
+    if not isinstance(config.task, CountdownTask):
+        from rollout.tasks import check_task_files
+
+        check_task_files(config.task)
     if config.reward_type.type == "function":
         from rollout.rewards import check_reward
 

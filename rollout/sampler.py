@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
 import zmq.asyncio
-from transformers import PreTrainedTokenizerBase
 
 from configs.schema import RunConfig
 from configs.schema.launch import EvaluationConfig
@@ -34,6 +34,9 @@ from rollout.rewards import Scorer, WorkerStartError
 from rollout.sglang_client import SGLangClient
 from rollout.tasks import Task, load_task
 from rollout.tokenization import end_token_ids, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +151,7 @@ class GroupSampler:
         client: GenerationClient,
         task: Task,
         scorer: Scorer,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         stop_token_ids: Sequence[int],
         rollout: RolloutConfig,
         evaluation: EvaluationConfig,
@@ -372,7 +375,7 @@ async def run_sample_role(config: RunConfig, *, server_urls: Sequence[str], anno
             await serve(sampler, announce=announce)
 
 
-def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> None:
+def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> None:
     """Refuse a tokenizer that can give ids beyond the model's embedding: SGLang would die of the first such prompt.
 
     Raises:

@@ -2,14 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Any one of these makes a folder one that holds a tokenizer."""
 
 
-def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer of a Hugging Face folder on this disk; nothing is looked up elsewhere.
 
     Raises:
@@ -23,6 +25,8 @@ def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
             f"model folder {model_dir} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
             "copy the tokenizer files of the model into it"
         )
+    from transformers import AutoTokenizer  # seconds; whoever only checks a config never comes here
+
     try:
         return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -30,7 +34,7 @@ def load_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, system_prompt: str | None, apply_chat_template: bool
+    tokenizer: "PreTrainedTokenizerBase", text: str, *, system_prompt: str | None, apply_chat_template: bool
 ) -> list[int]:
     """Token ids of a prompt, up to where the model's answer starts.
 
@@ -53,7 +57,7 @@ def encode_prompt(
     return token_ids
 
 
-def _encode_chat(tokenizer: PreTrainedTokenizerBase, text: str, system_prompt: str | None) -> list[int]:
+def _encode_chat(tokenizer: "PreTrainedTokenizerBase", text: str, system_prompt: str | None) -> list[int]:
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; set apply_chat_template: false in the task"
@@ -63,7 +67,7 @@ def _encode_chat(tokenizer: PreTrainedTokenizerBase, text: str, system_prompt: s
     return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
 
 
-def end_token_ids(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> list[int]:
+def end_token_ids(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> list[int]:
     """Every token id that ends an answer: first the tokenizer's own, then the others of generation_config.json and config.json, ascending.
 
     The first is the one to end a written answer with (supervised training); all of them stop sampling. Chat models often end a

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -78,6 +79,22 @@ def test_malformed_yaml_names_file_and_line(tmp_path):
     (tmp_path / "run.yaml").write_text("model:\n  path: x\n task: [")
     said = refused(tmp_path, "run.yaml")
     assert "run.yaml" in said and "line 3" in said
+
+
+def test_a_broken_line_of_a_task_file_is_named(tmp_path, model):
+    good = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
+    (tmp_path / "train.jsonl").write_text(f"{good}\n{good[:-5]}\n")
+    said = refused(tmp_path, str(config_file(tmp_path, model, task={"type": "gsm8k", "train_path": "train.jsonl"})))
+    assert "train.jsonl:line 2" in said and "JSON" in said
+
+
+def test_a_port_that_is_taken_is_refused(tmp_path, model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        said = refused(tmp_path, str(config_file(tmp_path, model)), f"rollout.first_port={port}")
+    assert str(port) in said
 
 
 def test_a_missing_config_is_refused(tmp_path):

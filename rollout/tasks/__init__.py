@@ -1,18 +1,22 @@
 """Tasks: where problems come from. ``load_task`` is the one entrance."""
 
-from transformers import PreTrainedTokenizerBase
+
+from typing import TYPE_CHECKING
 
 from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask, TaskConfig
 from rollout.tasks.countdown import generate_sft_examples, load_countdown
-from rollout.tasks.files import load_gsm8k, load_jsonl, read_pairs
+from rollout.tasks.files import check_task_files, load_gsm8k, load_jsonl, read_pairs
 from rollout.tasks.task import Problem, Task
 
-__all__ = ["Problem", "Task", "generate_sft_examples", "load_task", "read_pairs"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["Problem", "Task", "check_task_files", "generate_sft_examples", "load_task", "read_pairs"]
 
 LOADERS = {CountdownTask: load_countdown, Gsm8kTask: load_gsm8k, JsonlTask: load_jsonl}
 
 
-def load_task(config: TaskConfig, *, tokenizer: PreTrainedTokenizerBase) -> Task:
+def load_task(config: TaskConfig, *, tokenizer: "PreTrainedTokenizerBase") -> Task:
     """The prompts of a task, for training and held out.
 
     Raises:

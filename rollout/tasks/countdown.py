@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from enum import IntEnum
 from functools import lru_cache
 from itertools import accumulate, combinations, combinations_with_replacement
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from configs.schema.task import CountdownTask
 from rollout.rewards.arithmetic import format_problem
 from rollout.tasks.task import LazyPrompts, Problem, Task
 from rollout.tokenization import encode_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Numbers = tuple[int, ...]
 """Sorted, with repetition."""
@@ -42,7 +44,7 @@ RIGHT_KINDS = {"+": (Kind.NUMBER, Kind.PRODUCT), "-": ANY_KIND, "*": (Kind.NUMBE
 """What the normal form allows on the right side of an operator; the left side may be anything."""
 
 
-def load_countdown(config: CountdownTask, *, tokenizer: PreTrainedTokenizerBase) -> Task:
+def load_countdown(config: CountdownTask, *, tokenizer: "PreTrainedTokenizerBase") -> Task:
     """All solvable problems of ``config``, split by the hash of each.
 
     Raises:
@@ -73,7 +75,7 @@ def prompt_text(problem: tuple[Numbers, int]) -> str:
     return f"{format_problem(*problem)}:"
 
 
-def _check_characters(tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_characters(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Each character must survive encoding and decoding next to digits, where it stands in a prompt or an answer."""
     missing = []
     for character in CHARACTERS:

@@ -5,15 +5,15 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import pyarrow
-import pyarrow.parquet
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from configs.schema.task import Gsm8kTask, JsonlTask
 from rollout.rewards.math_answers import gsm8k_reference
 from rollout.tasks.task import LazyPrompts, Problem, Task
 from rollout.tokenization import encode_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
@@ -21,7 +21,7 @@ Record = tuple[str, dict]
 """Where it stands (``file:line 3``), for messages, and its fields."""
 
 
-def load_gsm8k(config: Gsm8kTask, *, tokenizer: PreTrainedTokenizerBase) -> Task:
+def load_gsm8k(config: Gsm8kTask, *, tokenizer: "PreTrainedTokenizerBase") -> Task:
     """GSM8K from the user's disk: ``question`` is the prompt, what follows ``####`` in ``answer`` the reference.
 
     Raises:
@@ -30,7 +30,7 @@ def load_gsm8k(config: Gsm8kTask, *, tokenizer: PreTrainedTokenizerBase) -> Task
     return _load(config, tokenizer, name="gsm8k", fields=("question", "answer"), to_reference=gsm8k_reference)
 
 
-def load_jsonl(config: JsonlTask, *, tokenizer: PreTrainedTokenizerBase) -> Task:
+def load_jsonl(config: JsonlTask, *, tokenizer: "PreTrainedTokenizerBase") -> Task:
     """Any file of prompts and answers; the answer is the reference as it stands.
 
     Raises:
@@ -41,7 +41,7 @@ def load_jsonl(config: JsonlTask, *, tokenizer: PreTrainedTokenizerBase) -> Task
 
 def _load(
     config: Gsm8kTask | JsonlTask,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     *,
     name: str,
     fields: tuple[str, str],
@@ -73,6 +73,18 @@ def _problems(path: Path, task: str, fields: tuple[str, str], to_reference: Call
     if not problems:
         raise ValueError(f"{path} holds no problems; write one per line, with the fields {' and '.join(f'`{f}`' for f in fields)}")
     return problems
+
+
+def check_task_files(config: Gsm8kTask | JsonlTask) -> None:
+    """Read the task's files as training will, without a tokenizer: a broken line shows before anything is started.
+
+    Raises:
+        ValueError: see ``load_gsm8k`` and ``load_jsonl``.
+    """
+    is_gsm8k = isinstance(config, Gsm8kTask)
+    fields = ("question", "answer") if is_gsm8k else (config.prompt_field, config.answer_field)
+    for path in filter(None, (config.train_path, config.heldout_path)):
+        _problems(path, config.type, fields, gsm8k_reference if is_gsm8k else str)
 
 
 def read_pairs(path: Path, first_field: str, second_field: str) -> list[tuple[str, str]]:
@@ -140,6 +152,9 @@ def _read_lines(path: Path) -> Iterator[Record]:
 
 
 def _read_parquet(path: Path) -> Iterator[Record]:
+    import pyarrow  # takes a second to import, which JSONL users need not wait for
+    import pyarrow.parquet
+
     try:
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
