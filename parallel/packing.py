@@ -63,9 +63,8 @@ class PackedBatch:
             value = getattr(self, f.name)
             if f.name.endswith("_T") and value is not None:
                 taken[f.name] = value[places.to(value.device)]
-        return replace(
-            self, **taken, cu_seqlens=lengths.cumsum(0).to(torch.int32), sequence_ids_S=self.sequence_ids_S[torch.tensor(rows, dtype=torch.int64)]
-        )
+        ids_S = self.sequence_ids_S[torch.tensor(rows, dtype=torch.int64)]
+        return replace(self, **taken, cu_seqlens=lengths.cumsum(0).to(torch.int32), sequence_ids_S=ids_S)
 
     def to(self, device: torch.device) -> "PackedBatch":
         """Every ``_T`` tensor on ``device``; cu_seqlens and sequence ids stay on the CPU, where shapes are decided."""

@@ -71,7 +71,14 @@ class WeightBroadcaster:
         store = dist.TCPStore(master_address, master_port, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
         # init_process_group would replace the learner's default group; a second, independent world has no public constructor.
         self._group, _ = _new_process_group_helper(
-            world_size, 0, [], Backend(backend), PrefixStore(group_name, store), group_name=group_name, backend_options=None, timeout=timeout
+            world_size,
+            0,
+            [],
+            Backend(backend),
+            PrefixStore(group_name, store),
+            group_name=group_name,
+            backend_options=None,
+            timeout=timeout,
         )
         _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
         self._store = store

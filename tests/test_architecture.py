@@ -57,7 +57,10 @@ def test_nothing_imports_tests_or_benchmarks():
     assert users == []
 
 
-@pytest.mark.parametrize("module", ["configs.loader", "configs.schema", "launch.cli", "launch.commands", "rollout.tasks", "rollout.rewards"])
+LIGHT = ("configs.loader", "configs.schema", "launch.cli", "launch.commands", "rollout.tasks", "rollout.rewards")
+
+
+@pytest.mark.parametrize("module", LIGHT)
 def test_checking_a_config_loads_no_torch(module):
     """Bad input must be answered within seconds, so nothing on its way may import an engine or torch."""
     code = f"import sys, {module}; print(sorted(sys.modules.keys() & {{'torch', 'sglang', 'megatron', 'mlflow', 'transformers'}}))"
