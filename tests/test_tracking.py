@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from configs.loader import load_config
 from configs.schema import RunConfig
-from trainer import tracking
+from trainer import mlflow_store, tracking
 from trainer.tracking import HEADER_EVERY, Tracker, flatten, header, read_metrics, row
 
 FULL = {
@@ -77,7 +78,7 @@ def test_sqlite_store_holds_params_metrics_artifacts_and_status(tmp_path):
 
     client, run = only_run(tmp_path)
     assert run.info.status == "FINISHED"
-    assert run.data.params == {tracking._mlflow_name(k): v for k, v in flatten(config.model_dump(mode="json")).items()}
+    assert run.data.params == {mlflow_store.mlflow_name(k): v for k, v in flatten(config.model_dump(mode="json")).items()}
     assert run.data.params["rollout.server_args.flag-149"] == "149"
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert [(m.step, m.value) for m in sorted(history, key=lambda m: m.step)] == [(1, 0.125), (2, 0.25), (3, 0.375)]
@@ -116,14 +117,14 @@ def test_names_that_mlflow_refuses_do_not_lose_the_others(tmp_path):
 def test_mlflow_names_are_valid(name):
     from mlflow.utils.validation import _validate_metric_name
 
-    _validate_metric_name(tracking._mlflow_name(name))
+    _validate_metric_name(mlflow_store.mlflow_name(name))
 
 
 def test_tracking_uri_precedence(tmp_path, monkeypatch):
-    assert tracking.tracking_uri(make_config(), tmp_path) == f"sqlite:///{tmp_path / 'mlflow.db'}"
+    assert mlflow_store.tracking_uri(make_config(), tmp_path) == f"sqlite:///{tmp_path / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///elsewhere.db")
-    assert tracking.tracking_uri(make_config(), tmp_path) == "sqlite:///elsewhere.db"
-    assert tracking.tracking_uri(make_config(tracking={"uri": "sqlite:///mine.db"}), tmp_path) == "sqlite:///mine.db"
+    assert mlflow_store.tracking_uri(make_config(), tmp_path) == "sqlite:///elsewhere.db"
+    assert mlflow_store.tracking_uri(make_config(tracking={"uri": "sqlite:///mine.db"}), tmp_path) == "sqlite:///mine.db"
 
 
 # ---- metrics.jsonl
@@ -230,7 +231,7 @@ def test_a_hanging_server_holds_up_neither_steps_nor_the_end(tmp_path, monkeypat
 
 
 def test_a_server_that_is_not_there_is_said_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(tracking, "RETRY_S", 0.01)  # many attempts
+    monkeypatch.setattr(mlflow_store, "RETRY_S", 0.01)  # many attempts
     uri = closed_port()
     tracker = Tracker(make_config(tracking={"uri": uri}), tmp_path)
     for step in range(1, 51):
@@ -243,10 +244,10 @@ def test_a_server_that_is_not_there_is_said_once(tmp_path, monkeypatch, caplog):
 
 def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):
     """The sqlite file's folder appears only after the first attempt failed."""
-    monkeypatch.setattr(tracking, "RETRY_S", 0.05)
+    monkeypatch.setattr(mlflow_store, "RETRY_S", 0.05)
     store = tmp_path / "late" / "mlflow.db"
-    failed = tracking.threading.Event()
-    monkeypatch.setattr(tracking._MlflowThread, "_warn_once", lambda self, kind, *rest: failed.set())
+    failed = threading.Event()
+    monkeypatch.setattr(mlflow_store.MlflowThread, "_warn_once", lambda self, kind, *rest: failed.set())
     (tmp_path / "late").write_text("a file in the way", encoding="utf-8")
     tracker = Tracker(make_config(tracking={"uri": f"sqlite:///{store}"}), tmp_path / "run")
     tracker.log(1, {"reward/mean": 0.5})
@@ -262,7 +263,7 @@ def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):
 
 def test_a_full_queue_drops_instead_of_waiting(tmp_path, monkeypatch, hanging_server, caplog):
     monkeypatch.setattr(tracking, "CLOSE_DEADLINE_S", 0.2)
-    monkeypatch.setattr(tracking, "QUEUE_SIZE", 10)
+    monkeypatch.setattr(mlflow_store, "QUEUE_SIZE", 10)
     with Tracker(make_config(tracking={"uri": hanging_server}), tmp_path) as tracker:
         for step in range(1, 31):
             tracker.log(step, {"reward/mean": 0.1})

@@ -1,0 +1,51 @@
+"""What is wrong with a config, and how it is said: place, field, value, error and fix, all problems at once."""
+
+import difflib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+COMMAND_LINE = "command line"
+NOT_SET = "(not set)"
+_LONGEST_VALUE = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong with a config."""
+
+    where: str
+    """``file:line`` of the file that set the field, or "command line"."""
+    field: str
+    """Dotted; several, comma-separated, where fields contradict each other."""
+    value: str
+    error: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.where}\n  field: {self.field}\n  value: {self.value}\n  error: {self.error}\n  fix:   {self.fix}"
+
+
+class ConfigError(Exception):
+    """Everything that is wrong with a config, one block per problem."""
+
+    def __init__(self, problems: Sequence[Problem]):
+        self.problems = tuple(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n\n".join([f"{count} in the configuration", *map(str, self.problems)]))
+
+
+def did_you_mean(wrong: str, known: Sequence[str], label: str, otherwise: str | None = None) -> str:
+    """A fix for an unknown name: the one that is close to it, or ``otherwise`` and all that are known, under ``label``."""
+    close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6) or [k for k in known if k.lower() == wrong.lower()]
+    if close:
+        return f"did you mean `{close[0]}`?"
+    listed = f"{label}: {', '.join(known)}" if known else "remove it"
+    return f"{otherwise}; {listed}" if otherwise else listed
+
+
+def dotted(path: Sequence[Hashable]) -> str:
+    return ".".join(map(str, path))
+
+
+def shorten(text: str) -> str:
+    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 3]}..."

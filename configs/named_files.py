@@ -1,0 +1,61 @@
+"""The files and folders that a config names: those that are not there, with the line that names them."""
+
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.errors import Problem
+from configs.schema import RunConfig, SftConfig
+from configs.yaml_values import Value
+
+
+def check_files(config: RunConfig | SftConfig, tree: Value | None = None) -> list[Problem]:
+    """What is not there; an empty list where all is well. ``tree``: the YAML of the config, where its lines are known."""
+    tree = tree or Value({}, "config")
+    return [
+        Problem(where=tree.where_of(field.split(".")), field=field, value=str(path), error=f"{error}: {path.absolute()}", fix=fix)
+        for field, path, error, fix in _file_problems(config)
+    ]
+
+
+def close_file(path: Path) -> str | None:
+    """A file of that folder with a similar name, as a fix; None where there is none."""
+    try:
+        names = [p.name for p in path.parent.iterdir()]
+    except OSError:
+        return f"the folder {path.parent} does not exist either" if not path.parent.exists() else None
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"did you mean `{path.parent / close[0]}`?" if close else None
+
+
+def _file_problems(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path, str, str]]:
+    """(field, path, what is wrong, fix)"""
+    model = config.model.path
+    if not model.is_dir():
+        error = "a Hugging Face folder is wanted, this is a file" if model.exists() else "no such folder"
+        yield "model.path", model, error, _fix_path(model, "download the checkpoint to this disk first, and name its folder")
+    elif not (model / "config.json").is_file():
+        fix = "name the folder that holds config.json, *.safetensors and the tokenizer"
+        yield "model.path", model, "the folder has no config.json", fix
+    for field, path in _data_files(config):
+        if not path.is_file():
+            error = "a file is wanted, this is a folder" if path.is_dir() else "no such file"
+            yield field, path, error, _fix_path(path, "correct the path")
+    resume = config.resume if isinstance(config, RunConfig) else None
+    if resume is not None and not resume.is_dir():
+        yield "resume", resume, "no such run folder", _fix_path(resume, "name a folder under launch.runs_dir, or remove resume")
+
+
+def _data_files(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path]]:
+    block, names = ("task", ("train_path", "heldout_path")) if isinstance(config, RunConfig) else ("data", ("path",))
+    for name in names:
+        path = getattr(getattr(config, block), name, None)
+        if path is not None:
+            yield f"{block}.{name}", path
+
+
+def _fix_path(path: Path, otherwise: str) -> str:
+    if str(path).startswith("~"):
+        return "write the path out: `~` is not expanded in a config"
+    close = None if path.exists() else close_file(path) if path.parent.exists() else None
+    return close or (otherwise if path.is_absolute() else f"{otherwise}; relative paths start at the current folder, {Path.cwd()}")
