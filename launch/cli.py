@@ -90,12 +90,7 @@ def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
     def run(run_folder: RunPath) -> None:
         from launch import commands, roles
 
-        folder = commands.existing_run(run_folder)
-        try:
-            roles.ROLES[name](folder)
-        except Exception as error:
-            folder.report_error(name, error)
-            raise
+        roles.run_role(name, commands.existing_run(run_folder))
 
     app.command(name, help=help_text, hidden=hidden)(run)
 

@@ -1,19 +1,26 @@
 """What the commands do: check everything, make the run folder, start roles, wait, report."""
 
 import json
+import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
+from configs.schema.run import JsonlSftData
 from configs.schema.task import CountdownTask
 from launch import roles, run_folder
 from launch.run_folder import RunFolder
-from launch.supervisor import Role, Supervisor
-from parallel.layout import validate_layout
+from launch.supervisor import Role, RoleFailed, Supervisor
+from parallel.layout import read_hf_config, validate_layout, validate_rollout_layout
+
+T = TypeVar("T")
 
 
 class BadInput(Exception):
@@ -57,33 +64,48 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False) 
     if dry_run:
         _print_plan(config, ("serve", "sample"))
         return None
+    if getattr(config.task, "heldout_path", "generated") is None:
+        raise BadInput(f"{config_path}: the task has no held-out problems to evaluate on; give task.heldout_path")
     from rollout.remote_sampler import RemoteSampler
 
     folder = run_folder.create(config.launch.runs_dir, f"{config.name}-eval", resolved_yaml(config))
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
         start_sampling(supervisor, folder, config)
         _wait_ready(supervisor, folder, config)
-        remote = RemoteSampler(folder.read_address("sample")["address"], timeout_s=config.launch.collective_timeout_s)
-        result = remote.evaluate()
-        remote.stop()
-    if result is None:
-        raise BadInput("this task has no held-out problems: give task.heldout_path")
+        with RemoteSampler(folder.read_address("sample")["address"], timeout_s=config.launch.collective_timeout_s) as remote:
+            result = _while_watching(supervisor, remote.evaluate)
     run_folder.write_json(folder.summary, {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)})
     print(f"accuracy {result.accuracy:.4f} on {result.count} held-out samples; {folder.summary}", flush=True)
     return result.accuracy
 
 
-def export(run: Path, out: Path) -> None:
-    """From the finished model of the run where there is one, else from its newest checkpoint."""
-    from parallel.checkpoint import latest_valid
+def _while_watching(supervisor: Supervisor, ask: Callable[[], T]) -> T:
+    """The answer of ``ask``, a blocking question to a role, unless a role ends first: RoleFailed."""
+    answer: Future[T] = Future()
 
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        supervisor.wait_for(answer.done, what="the sample role's answer", timeout_s=float("inf"))
+        return answer.result()
+    except RuntimeError as error:  # the role's own account of what went wrong
+        raise RoleFailed(str(error)) from error
+
+
+def export(run: Path, out: Path) -> None:
+    """The newest weights of a run: its finished model, or a checkpoint where that is newer (a resumed run that was stopped)."""
     folder = existing_run(run)
     if out.exists():
         raise BadInput(f"OUT: {out} exists already; name a new folder, or remove it first")
-    source = folder.hf
-    if not source.is_dir():
-        if latest_valid(folder.checkpoints) is None:
-            raise BadInput(f"RUN: {run} has neither a finished model nor a checkpoint; set checkpoint.every to get them")
+    source, checkpoint = folder.hf, folder.newest_checkpoint()
+    if not source.is_dir() and checkpoint is None:
+        raise BadInput(f"RUN: {run} has neither a finished model nor a checkpoint; set checkpoint.every to get them")
+    if not source.is_dir() or (checkpoint is not None and checkpoint.stat().st_mtime > source.stat().st_mtime):
         config = load_config(folder.config, [])
         with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
             supervisor.start(role("export-rank", folder, config))
@@ -120,19 +142,33 @@ def _load(path: Path, overrides: list[str], kind: type) -> RunConfig | SftConfig
         wanted = kind.model_fields["kind"].default or "sft"
         raise BadInput(f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}")
     try:
-        validate_layout(json.loads((config.model.path / "config.json").read_text()), config.layout)
+        hf_config = read_hf_config(config.model.path)
+        validate_layout(hf_config, config.layout)
         if isinstance(config, RunConfig):
-            _check_rollout(config)
+            _check_rollout(config, hf_config)
+        else:
+            _check_sft(config)
     except ValueError as error:
         raise BadInput(f"{path}: {error}") from error
     return config
 
 
-def _check_rollout(config: RunConfig) -> None:
-    """Imports only what the config uses: the answer must come within seconds."""
-    if config.rollout.first_port is not None:
-        from rollout.sglang_server import choose_ports
+def _check_sft(config: SftConfig) -> None:
+    if config.output.exists():
+        raise ValueError(f"output: {config.output} exists already; name a new folder, or remove it first")
+    if isinstance(config.data, JsonlSftData):
+        from rollout.tasks import read_pairs
 
+        read_pairs(config.data.path, config.data.prompt_field, config.data.response_field)
+
+
+def _check_rollout(config: RunConfig, hf_config: dict) -> None:
+    """Imports only what the config uses: the answer must come within seconds."""
+    from rollout.sglang_server import check_server_args, choose_ports
+
+    validate_rollout_layout(hf_config, config.rollout.tensor_parallel)
+    check_server_args(config.rollout)
+    if config.rollout.first_port is not None:
         choose_ports(config.rollout.replicas, config.rollout.first_port)
     if not isinstance(config.task, CountdownTask):
         from rollout.tasks import check_task_files
@@ -146,9 +182,15 @@ def _check_rollout(config: RunConfig) -> None:
 
 def _folder_of(config: RunConfig) -> RunFolder:
     if config.resume is None:
-        return run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
-    folder = existing_run(config.resume)
-    folder.forget_roles()
+        folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
+    else:
+        folder = existing_run(config.resume)
+        if folder.newest_checkpoint() is None:
+            raise BadInput(f"resume: {config.resume} holds no complete checkpoint to go on from; start anew without `resume`")
+    try:
+        folder.claim()
+    except BlockingIOError:
+        raise BadInput(f"resume: {config.resume} is being run by another process; wait for it, or stop it first") from None
     folder.config.write_text(resolved_yaml(config))
     run_folder.point_latest(folder)
     return folder
@@ -163,7 +205,7 @@ def role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: 
         "HF_HUB_OFFLINE": "1",
         # -m would put the working directory, where another `trainer` may lie, before our packages.
         "PYTHONSAFEPATH": "1",
-        "PYTHONPATH": str(PACKAGE_ROOT),
+        "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     command = roles.command(name, folder, ranks=ranks)
     return Role(

@@ -6,8 +6,12 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
 say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
 
+# The learner and a server each need a GPU of their own: NCCL refuses two ranks of a group on one.
 kind=cpu
-if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then kind=cuda; fi
+gpus=0
+if command -v nvidia-smi >/dev/null 2>&1; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true); fi
+if [ "$gpus" -ge 2 ]; then kind=cuda; fi
+if [ "$gpus" -eq 1 ]; then say "One GPU found; learner and server need one each, so the CPU build is installed."; fi
 wanted="$kind $(cat "$root/launch/requirements/$kind.txt" "$root/launch/requirements/test.txt" "$root/setup.py" | sha256sum | cut -c1-16)"
 stamp="$venv/.tandem-installed"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
@@ -35,6 +39,8 @@ step() { # step N TITLE COMMAND...: runs it, shows the time that has passed, kee
   printf '    %s ' "$title"
   "$@" >"$log" 2>&1 &
   pid=$!
+  # bash starts background jobs with SIGINT ignored: without this, Ctrl-C would leave pip running.
+  trap 'kill "$pid" 2>/dev/null || true; echo; echo "Interrupted; the same command goes on from here." >&2; exit 130' INT TERM
   while kill -0 "$pid" 2>/dev/null; do
     if [ -t 1 ]; then printf '\r    %s %ds ' "$title" $((SECONDS - began)); fi
     sleep 1
@@ -44,6 +50,7 @@ step() { # step N TITLE COMMAND...: runs it, shows the time that has passed, kee
     echo "The installation failed at: $title. The output above says why; run the same command again once it is mended." >&2
     exit 1
   fi
+  trap - INT TERM
   if [ -t 1 ]; then printf '\r'; fi
   printf '    %s done in %ds\n' "$title" $((SECONDS - began))
 }

@@ -4,17 +4,19 @@ Roles find each other through ``RUN/roles/*.json``, so each can be started by it
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+import traceback
+from typing import TYPE_CHECKING, NoReturn
 
 from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
 from launch.run_folder import RunFolder
-from launch.summary import write_summary
+from launch.supervisor import end_with_parent
 
 if TYPE_CHECKING:
     from trainer.loop import Run
@@ -42,6 +44,7 @@ def serve(folder: RunFolder) -> None:
         log_dir=folder.logs,
         threads=config.launch.threads_per_process,
         cuda=torch.cuda.is_available(),
+        first_gpu=config.layout.world_size,
         seed=config.seed,
     )
     try:
@@ -60,19 +63,28 @@ def sample(folder: RunFolder) -> None:
     from rollout.sampler import run_sample_role
 
     config: RunConfig = load_config(folder.config, [])
-    urls = folder.wait_for_address("serve", timeout_s=config.launch.start_timeout_s)["urls"]
-    asyncio.run(run_sample_role(config, server_urls=urls, announce=lambda address: folder.announce("sample", {"address": address})))
+
+    def server_urls() -> list[str]:
+        return folder.wait_for_address("serve", timeout_s=config.launch.start_timeout_s)["urls"]
+
+    asyncio.run(
+        run_sample_role(config, server_urls=server_urls, announce=lambda address: folder.announce("sample", {"address": address}))
+    )
 
 
 def learn(folder: RunFolder) -> None:
     """One Megatron rank (torchrun sets RANK, WORLD_SIZE, MASTER_ADDR): build everything, train, export."""
     began = time.perf_counter()
+    from launch.summary import write_summary
     from trainer.loop import evaluate_before, train
     from trainer.report import write_report
 
+    # The supervisor ends ranks with SIGTERM; as an exception it lets the tracker say that the run was killed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     run = build_run(folder)
-    status = "FAILED"
-    try:
+    # As a context manager the tracker closes with FINISHED, FAILED or KILLED, by the way out.
+    with run.tracker or contextlib.nullcontext():
+        compare_engines(run)
         started = time.perf_counter()
         evaluate_before(run)
         train(run)
@@ -82,18 +94,11 @@ def learn(folder: RunFolder) -> None:
             write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
             for artifact in (write_report(folder.path), folder.figures, folder.summary):
                 run.tracker.artifact(artifact)
-        status = "FINISHED"
-    except KeyboardInterrupt:
-        status = "KILLED"
-        raise
-    finally:
-        if run.tracker is not None:
-            run.tracker.close(status)
     end_run(run)
 
 
 def build_run(folder: RunFolder) -> "Run":
-    """Everything that ``train`` needs on this rank, resumed where the run folder holds a checkpoint, and the engines compared."""
+    """Everything that ``train`` needs on this rank, resumed where the run folder holds a checkpoint."""
     from parallel.platform import collective_backend, init_distributed
     from trainer.learner import Learner
     from trainer.loop import Run
@@ -125,11 +130,6 @@ def build_run(folder: RunFolder) -> "Run":
         probe_tokens=PROBE_TOKENS,
         timeout_s=config.launch.collective_timeout_s,
     )
-    if progress is not None:
-        weight_sync.restore()
-    gap = weight_sync.probe(START_PROBE_TEMPERATURE)
-    if tracker is not None:
-        tracker.say(f"learner and servers agree to {gap:.1e} nats at temperature {START_PROBE_TEMPERATURE} before the first step")
     return Run(
         config=config,
         learner=learner,
@@ -139,6 +139,15 @@ def build_run(folder: RunFolder) -> "Run":
         tracker=tracker,
         first_step=1 if resumed_from is None else resumed_from + 1,
     )
+
+
+def compare_engines(run: "Run") -> None:
+    """Before the first step: the servers get a resumed run's weights, and must then give the learner's log-probs."""
+    if run.first_step > 1:
+        run.weight_sync.restore()
+    gap = run.weight_sync.probe(START_PROBE_TEMPERATURE)
+    if run.tracker is not None:
+        run.tracker.say(f"learner and servers agree to {gap:.1e} nats at temperature {START_PROBE_TEMPERATURE} before the first step")
 
 
 def end_run(run: "Run") -> None:
@@ -196,6 +205,30 @@ def export(folder: RunFolder) -> None:
 
 MEGATRON_ROLES = ("learn", "sft-rank", "export-rank")
 ROLES = {"serve": serve, "sample": sample, "learn": learn, "sft-rank": supervised, "export-rank": export}
+
+
+def run_role(name: str, folder: RunFolder) -> None:
+    """Run one role in this process; its end, good or bad, is the end of the process."""
+    if name in MEGATRON_ROLES:
+        # torchrun puts ranks into sessions of their own: nothing else would end them if it were killed.
+        end_with_parent(signal.SIGKILL)
+    else:
+        folder.forget(name)
+    try:
+        ROLES[name](folder)
+    except Exception as error:
+        folder.report_error(name, error)
+        traceback.print_exc()
+        _exit_now(1)
+    except KeyboardInterrupt:
+        _exit_now(130)
+
+
+def _exit_now(code: int) -> NoReturn:
+    """Not sys.exit: a thread that still waits for a server or a peer would keep this rank, and so the run, alive for minutes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def command(role: str, folder: RunFolder, *, ranks: int = 1) -> list[str]:

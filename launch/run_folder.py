@@ -7,11 +7,12 @@
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from pathlib import Path
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     path: Path
+    _held: list = field(default_factory=list, compare=False, repr=False)
+    """Open files whose lock this process holds."""
 
     @property
     def config(self) -> Path:
@@ -60,9 +63,25 @@ class RunFolder:
         with contextlib.suppress(FileExistsError), self.error(role).open("x") as file:
             file.write(f"{type(error).__name__}: {error}")
 
-    def forget_roles(self) -> None:
-        """A resumed run must not talk to the servers of the last one, nor report its errors."""
-        for file in (self.path / "roles").glob("*"):
+    def forget(self, role: str) -> None:
+        """For a role to call as it starts: nobody may talk to the servers of its last life, nor read its last error."""
+        self.address(role).unlink(missing_ok=True)
+        self.error(role).unlink(missing_ok=True)
+
+    def newest_checkpoint(self) -> Path | None:
+        """The newest one that was written to its end (its manifest comes last); without torch, so for checks before a start."""
+        return max((manifest.parent for manifest in self.checkpoints.glob("step_*/complete.json")), default=None)
+
+    def claim(self) -> None:
+        """Make this process the one that runs the folder; the lock goes with the process.
+
+        Raises:
+            BlockingIOError: another process is running it.
+        """
+        (self.path / "roles").mkdir(parents=True, exist_ok=True)
+        self._held.append((self.path / "roles" / "lock").open("w"))
+        fcntl.flock(self._held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for file in (self.path / "roles").glob("*.*"):
             file.unlink()
 
     def announce(self, role: str, address: dict) -> None:
@@ -86,7 +105,7 @@ class RunFolder:
 
 
 def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
-    """A new folder ``runs_dir/name-DATE-TIME`` with the resolved config, and ``runs_dir/latest`` pointing at it."""
+    """A new folder ``runs_dir/name-DATE-TIME`` with the resolved config."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     runs_dir.mkdir(parents=True, exist_ok=True)
     for attempt in range(100):
@@ -98,12 +117,11 @@ def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
             continue
     folder = RunFolder(path)
     folder.config.write_text(config_yaml)
-    point_latest(folder)
     return folder
 
 
 def point_latest(folder: RunFolder) -> None:
-    """``latest`` is replaced by a rename, so that it always points somewhere."""
+    """``latest``, beside the training runs, is the newest of them; replaced by a rename, so that it always points somewhere."""
     fresh = folder.path.parent / f".latest-{os.getpid()}"
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.path.name)

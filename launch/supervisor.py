@@ -75,17 +75,17 @@ class Supervisor:
                 stdout=None if role.show_stdout else log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
             )
         self._running[role.name] = (role, process)
 
     def wait_for(
         self, condition: Callable[[], bool], *, what: str, timeout_s: float, while_waiting: Callable[[float], None] = lambda waited: None
     ) -> None:
-        """Return once ``condition()`` holds; raise RoleFailed if a role ends first or the deadline passes."""
+        """Return once ``condition()`` holds; raise RoleFailed if a role ends first, well or not, or the deadline passes."""
         started = time.monotonic()
         while not condition():
-            self.check()
+            self.check(may_end=())
             waited = time.monotonic() - started
             if waited > timeout_s:
                 raise RoleFailed(f"waited {timeout_s:.0f} s for {what}; raise launch.start_timeout_s if it only needs longer")
@@ -96,16 +96,16 @@ class Supervisor:
         """Return when role ``name`` has ended well; raise RoleFailed when it, or any other role before it, has failed."""
         process = self._running[name][1]
         while process.poll() is None:
-            self.check()
+            self.check(may_end=(name, "sample"))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=POLL_S)
-        self.check()
+        self.check(may_end=(name, "sample"))
 
-    def check(self) -> None:
-        """Raise RoleFailed for the first role that has failed. (A role that was told to stop ends with 0: not a failure.)"""
+    def check(self, may_end: Sequence[str]) -> None:
+        """Raise RoleFailed for the first role that has ended; those of ``may_end`` (sample is told to stop) may have, with code 0."""
         for name, (role, process) in self._running.items():
             code = process.poll()
-            if code in (None, 0):
+            if code is None or (code == 0 and name in may_end):
                 continue
             raise RoleFailed(f"the {name} role ended with {_describe(code)}.\n{_cause(role)}\nIts whole log: {role.log}")
 
@@ -163,8 +163,9 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel send this process ``number`` when the one that started it dies."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _raise_interrupt(signum, frame) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
-import parallel.megatron_cpu  # noqa: F401  # isort: skip - before megatron.core
+import parallel.megatron_setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-import parallel.megatron_cpu  # noqa: F401  # isort: skip - before megatron.core
+import parallel.megatron_setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core import parallel_state
 
 from parallel.layout import padded_vocab_size

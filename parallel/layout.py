@@ -1,9 +1,134 @@
-"""What a layout asks of a model: pure arithmetic on config.json, no torch, so that it can be checked before anything starts."""
+"""What a model is and what a layout asks of it: pure arithmetic on config.json, without torch, so that it runs before anything starts."""
 
+import json
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from configs.schema.layout import LayoutConfig
+
+SUPPORTED = {"qwen2": "Qwen2 and Qwen2.5", "qwen3": "Qwen3", "llama": "Llama"}
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary frequencies that do not depend on the length of the sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What of a config.json decides the model. ``vocab_size`` is the real one, without padding rows."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    max_positions: int
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face folder. Raises ValueError naming the file where it is missing or no JSON object."""
+    path = Path(folder) / "config.json"
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"model.path={folder}: cannot read config.json ({error.strerror}); give a Hugging Face model folder") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path} holds {type(loaded).__name__}, not an object")
+    return loaded
+
+
+def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
+    """Raises ValueError for a model or variant that this learner does not compute exactly, and for missing or impossible sizes."""
+    kind = hf_config.get("model_type")
+    if kind not in SUPPORTED:
+        supported = ", ".join(f"{name} ({title})" for name, title in SUPPORTED.items())
+        raise ValueError(f"model_type {kind!r} is not supported; supported are {supported}, dense")
+    _refuse_variants(hf_config, kind)
+    heads, hidden_size = _size(hf_config, "num_attention_heads", kind), _size(hf_config, "hidden_size", kind)
+    kv_heads = heads if hf_config.get("num_key_value_heads") is None else _size(hf_config, "num_key_value_heads", kind)
+    if heads % kv_heads:
+        raise ValueError(f"config.json has num_attention_heads={heads}, not a multiple of num_key_value_heads={kv_heads}; restore it")
+    if hf_config.get("head_dim") is None and hidden_size % heads:
+        raise ValueError(
+            f"config.json has hidden_size={hidden_size}, which does not divide by num_attention_heads={heads}, and no head_dim; restore it"
+        )
+    return Architecture(
+        model_type=kind,
+        vocab_size=_size(hf_config, "vocab_size", kind),
+        hidden_size=hidden_size,
+        num_layers=_size(hf_config, "num_hidden_layers", kind),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=hidden_size // heads if hf_config.get("head_dim") is None else _size(hf_config, "head_dim", kind),
+        intermediate_size=_size(hf_config, "intermediate_size", kind),
+        norm_eps=_positive_number(hf_config, "rms_norm_eps", kind),
+        max_positions=_size(hf_config, "max_position_embeddings", kind),
+        tied=bool(hf_config.get("tie_word_embeddings", False)),
+        qkv_bias=kind == "qwen2",
+        qk_norm=kind == "qwen3",
+    )
+
+
+def _size(hf_config: Mapping[str, Any], name: str, kind: str) -> int:
+    value = _field(hf_config, name, kind)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"config.json of a {kind} model has {name}={value!r}; it must be a whole number of at least 1")
+    return value
+
+
+def _positive_number(hf_config: Mapping[str, Any], name: str, kind: str) -> float:
+    value = _field(hf_config, name, kind)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"config.json of a {kind} model has {name}={value!r}; it must be a number above 0")
+    return float(value)
+
+
+def _field(hf_config: Mapping[str, Any], name: str, kind: str) -> Any:
+    if name not in hf_config:
+        raise ValueError(f"config.json of a {kind} model lacks {name!r}; restore the file that came with the model")
+    return hf_config[name]
+
+
+def _refuse_variants(hf_config: Mapping[str, Any], kind: str) -> None:
+    refused = {
+        "use_sliding_window": bool(hf_config.get("use_sliding_window")),
+        "layer_types": any(t != "full_attention" for t in hf_config.get("layer_types") or ()),
+        "attention_bias": kind != "qwen2" and bool(hf_config.get("attention_bias")),
+        "mlp_bias": bool(hf_config.get("mlp_bias")),
+        "hidden_act": hf_config.get("hidden_act", "silu") != "silu",
+        "partial_rotary_factor": (hf_config.get("partial_rotary_factor") or 1.0) != 1.0,
+        "quantization_config": hf_config.get("quantization_config") is not None,
+    }
+    for name, found in refused.items():
+        if found:
+            raise ValueError(f"config.json has {name}={hf_config[name]!r}, which the learner does not compute; use a {kind} without it")
+    check_rope_type(_rope_type(hf_config), kind)
+
+
+def _rope_type(hf_config: Mapping[str, Any]) -> Any:
+    """Under ``rope_parameters`` in today's files and ``rope_scaling`` (null: none) in earlier ones, which also wrote ``type``."""
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"config.json has rope parameters {rope!r}; they must be an object or null")
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def check_rope_type(rope_type: Any, model_type: str) -> None:
+    """Raises ValueError for a rope_type whose frequencies depend on the sequence length (dynamic, longrope)."""
+    if rope_type not in STATIC_ROPE_TYPES:
+        raise ValueError(
+            f"rope_type {rope_type!r} of this {model_type} model is not supported; supported are {', '.join(STATIC_ROPE_TYPES)}"
+        )
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
@@ -12,17 +137,19 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 
 
 def validate_layout(hf_config: Mapping[str, Any], layout: LayoutConfig, *, num_processes: int | None = None) -> None:
-    """Raises ValueError naming the first number that does not fit. ``hf_config`` is the model's config.json.
+    """Whether the learner can compute this model in this layout. ``hf_config`` is the model's config.json.
 
     Query heads, key/value heads and the intermediate size must divide by the tensor-parallel size; the vocabulary is padded.
     ``num_processes``, where given, must be the layout's product of sizes.
+
+    Raises ValueError for what ``read_architecture`` refuses, and naming the first number that does not fit.
     """
+    architecture = read_architecture(hf_config)
     size = layout.tensor_parallel
-    heads = hf_config["num_attention_heads"]
     numbers = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": hf_config.get("num_key_value_heads") or heads,
-        "intermediate_size": hf_config["intermediate_size"],
+        "num_attention_heads": architecture.num_heads,
+        "num_key_value_heads": architecture.num_kv_heads,
+        "intermediate_size": architecture.intermediate_size,
     }
     for name, number in numbers.items():
         if number % size:
@@ -35,3 +162,32 @@ def validate_layout(hf_config: Mapping[str, Any], layout: LayoutConfig, *, num_p
             f"{num_processes} processes do not fit layout.data_parallel={layout.data_parallel} times "
             f"layout.tensor_parallel={layout.tensor_parallel}; start {layout.world_size} processes or change the layout"
         )
+
+
+def validate_rollout_layout(hf_config: Mapping[str, Any], tensor_parallel: int) -> None:
+    """Whether SGLang can serve this model over ``tensor_parallel`` ranks. ``hf_config`` is the model's config.json.
+
+    Query heads and the intermediate size must divide by it. Key/value heads must divide by it too, or, where there are fewer heads than
+    ranks, ranks by heads: each head is then copied to several ranks. Any vocabulary fits: SGLang pads it to a multiple of the ranks.
+
+    Raises ValueError for what ``read_architecture`` refuses, and naming the first number that does not fit.
+    """
+    architecture = read_architecture(hf_config)
+    wrong = _rollout_misfit(architecture, tensor_parallel)
+    if wrong is not None:
+        fitting = [n for n in range(1, architecture.num_heads + 1) if _rollout_misfit(architecture, n) is None]
+        raise ValueError(
+            f"rollout.tensor_parallel={tensor_parallel} does not fit the model's {wrong}; use one of {fitting} (or another model)"
+        )
+
+
+def _rollout_misfit(architecture: Architecture, size: int) -> str | None:
+    """The first number that keeps SGLang from splitting the model over ``size`` ranks."""
+    heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+    if heads % size:
+        return f"num_attention_heads={heads}"
+    if (kv_heads % size) if kv_heads >= size else (size % kv_heads):
+        return f"num_key_value_heads={kv_heads}"
+    if architecture.intermediate_size % size:
+        return f"intermediate_size={architecture.intermediate_size}"
+    return None

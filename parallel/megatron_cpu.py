@@ -1,7 +1,8 @@
 """CPU stand-ins for the parts of ``torch.cuda`` that Megatron-Core 0.16 calls without asking whether a GPU is there.
 
-Import this module before ``megatron.core``. Where CUDA exists it changes nothing; without CUDA it makes Megatron run on CPU
-tensors and gloo. Each stand-in answers for the CPU (current device, random generator) or does nothing (streams, synchronise).
+``parallel.megatron_setup`` imports this module before ``megatron.core``. Where CUDA exists it changes nothing; without CUDA it makes
+Megatron run on CPU tensors and gloo. Each stand-in answers for the CPU (current device, random generator) or does nothing (streams,
+synchronise).
 """
 
 import contextlib
@@ -9,7 +10,6 @@ import functools
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -90,46 +90,15 @@ def _install_megatron_stand_ins() -> None:
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 
-def _repair_distributed_optimizer() -> None:
-    """Torch's AdamW keeps a ``step`` tensor per parameter; Megatron's distributed optimizer loses it, then shares one.
-
-    Without this, loading a checkpoint fails with KeyError('step'), or (one tensor shared by all parameters) every parameter
-    advances the step of all others, silently. TE's and Apex's Adam keep ``step`` elsewhere and pass through unchanged.
-    """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
-    load_state_dict = DistributedOptimizer.load_state_dict
-
-    def set_states_with_step(self, model_param, tensors):
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        if "step" in state and "step" not in tensors:
-            tensors = {**tensors, "step": state["step"]}
-        return set_states(self, model_param, tensors)
-
-    def load_with_own_steps(self, state_dict):
-        load_state_dict(self, state_dict)
-        for state in self.optimizer.state.values():
-            if isinstance(state.get("step"), torch.Tensor):
-                state["step"] = state["step"].clone()
-
-    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_with_step
-    DistributedOptimizer.load_state_dict = load_with_own_steps
-
-
 def install() -> None:
-    """Put the stand-ins in place, once. Called on import."""
-    if getattr(torch, "_tandem_megatron_ready", False):
+    """Put the stand-ins in place, once, on a machine without CUDA. Called on import."""
+    if torch.cuda.is_available() or getattr(torch, "_tandem_stand_ins", False):
         return
-    torch._tandem_megatron_ready = True
-    warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|dynamic_context|script_method|custom_fwd|custom_bwd).*")
-    if not torch.cuda.is_available():
-        # Megatron compiles small functions as it is imported; on CPU that costs start-up and gains nothing.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        _install_torch_stand_ins()
-        _install_megatron_stand_ins()
-    _repair_distributed_optimizer()
+    torch._tandem_stand_ins = True
+    # Megatron compiles small functions as it is imported; on CPU that costs start-up and gains nothing.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    _install_torch_stand_ins()
+    _install_megatron_stand_ins()
 
 
 install()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import parallel.megatron_cpu  # noqa: F401  # isort: skip - before megatron.core
+import parallel.megatron_setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -29,8 +29,8 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
 from parallel import checkpoint, hf_conversion, platform
-from parallel.layout import validate_layout
-from parallel.megatron_model import LogprobGPTModel, build_model, read_hf_config
+from parallel.layout import read_hf_config, validate_layout
+from parallel.megatron_model import LogprobGPTModel, build_model
 from parallel.packing import PackedBatch
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ class MegatronEngine:
     ``optimizer=None`` makes a frozen engine (the reference policy): log-probs and export only. ``total_optimizer_steps`` is
     where the learning-rate schedule ends. Several engines may live in one process; they share one layout. There is no dropout:
     log-probs of ``logprobs`` and those that ``update`` hands to its loss are bitwise equal for the same micro-batch and weights.
+    ``timeout_s`` seconds, rounded up to whole minutes, is the deadline of collectives in Megatron's own groups, which do not take it
+    from the default group.
 
     Needs ``platform.init_distributed`` first. Raises ValueError for a layout, model or schedule that does not fit.
     """
@@ -86,10 +88,11 @@ class MegatronEngine:
         logprob_chunk_tokens: int,
         recompute: str,
         seed: int,
+        timeout_s: float = 1800.0,
     ):
         hf_config = read_hf_config(model.path)
         validate_layout(hf_config, layout, num_processes=dist.get_world_size())
-        _join_groups(layout, seed)
+        _join_groups(layout, seed, timeout_s)
         self.groups = _groups()
         self.source = model.path
         self.dtype = getattr(torch, model.dtype)
@@ -255,10 +258,14 @@ class MegatronEngine:
         return checkpoint.load(folder, model=self.model, optimizer=self._optimizer, scheduler=self._scheduler)
 
 
-def _join_groups(layout: LayoutConfig, seed: int) -> None:
-    """Megatron's process groups, built once per process; a second engine must ask for the same layout."""
+def _join_groups(layout: LayoutConfig, seed: int, timeout_s: float) -> None:
+    """Megatron's process groups, built once per process; a second engine must ask for the same layout, and shares the first's deadline."""
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s} must be above 0")
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tensor_parallel)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor_parallel, distributed_timeout_minutes=math.ceil(timeout_s / 60)
+        )
         model_parallel_cuda_manual_seed(seed)
     elif parallel_state.get_tensor_model_parallel_world_size() != layout.tensor_parallel:
         raise ValueError(

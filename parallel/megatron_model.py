@@ -7,7 +7,6 @@ after Megatron's query/key norm and so at the same place in the mathematics, fro
 static rope_type of transformers exactly, packed, and without a Python loop over sequences.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import parallel.megatron_cpu  # noqa: F401  # isort: skip - before megatron.core
+import parallel.megatron_setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -28,87 +27,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel import platform
 from parallel.attention import PackedPlan, packed_attention, plan_packing, rotary_tables, rotate
-from parallel.layout import padded_vocab_size
+from parallel.layout import Architecture, check_rope_type, padded_vocab_size, read_architecture
 from parallel.vocab_parallel import linear_logprobs
-
-SUPPORTED = {"qwen2": "Qwen2 and Qwen2.5", "qwen3": "Qwen3", "llama": "Llama"}
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
-    """What of a config.json decides the model. ``vocab_size`` is the real one, without padding rows."""
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    norm_eps: float
-    max_positions: int
-    tied: bool
-    qkv_bias: bool
-    qk_norm: bool
-
-
-def read_hf_config(folder: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder. Raises ValueError naming the file where it is missing or no JSON object."""
-    path = Path(folder) / "config.json"
-    try:
-        loaded = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"model.path={folder}: cannot read config.json ({error.strerror}); give a Hugging Face model folder") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
-    if not isinstance(loaded, dict):
-        raise ValueError(f"{path} holds {type(loaded).__name__}, not an object")
-    return loaded
-
-
-def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
-    """Raises ValueError for a model, or a variant of one, that this learner does not compute exactly."""
-    kind = hf_config.get("model_type")
-    if kind not in SUPPORTED:
-        supported = ", ".join(f"{name} ({title})" for name, title in SUPPORTED.items())
-        raise ValueError(f"model_type {kind!r} is not supported; supported are {supported}, dense")
-    _refuse_variants(hf_config, kind)
-    try:
-        heads = hf_config["num_attention_heads"]
-        return Architecture(
-            model_type=kind,
-            vocab_size=hf_config["vocab_size"],
-            hidden_size=hf_config["hidden_size"],
-            num_layers=hf_config["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=hf_config.get("num_key_value_heads") or heads,
-            head_dim=hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
-            intermediate_size=hf_config["intermediate_size"],
-            norm_eps=hf_config["rms_norm_eps"],
-            max_positions=hf_config["max_position_embeddings"],
-            tied=hf_config.get("tie_word_embeddings", False),
-            qkv_bias=kind == "qwen2",
-            qk_norm=kind == "qwen3",
-        )
-    except KeyError as error:
-        raise ValueError(f"config.json of a {kind} model lacks {error}") from error
-
-
-def _refuse_variants(hf_config: Mapping[str, Any], kind: str) -> None:
-    refused = {
-        "use_sliding_window": bool(hf_config.get("use_sliding_window")),
-        "layer_types": any(t != "full_attention" for t in hf_config.get("layer_types") or ()),
-        "attention_bias": kind != "qwen2" and bool(hf_config.get("attention_bias")),
-        "mlp_bias": bool(hf_config.get("mlp_bias")),
-        "hidden_act": hf_config.get("hidden_act", "silu") != "silu",
-        "partial_rotary_factor": (hf_config.get("partial_rotary_factor") or 1.0) != 1.0,
-        "quantization_config": hf_config.get("quantization_config") is not None,
-    }
-    for name, found in refused.items():
-        if found:
-            raise ValueError(f"config.json has {name}={hf_config[name]!r}, which the learner does not compute; use a {kind} without it")
 
 
 def rotary_frequencies(folder: Path, model_type: str) -> tuple[Tensor, float]:
@@ -122,8 +42,7 @@ def rotary_frequencies(folder: Path, model_type: str) -> tuple[Tensor, float]:
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     kind = config.rope_parameters["rope_type"]
-    if kind not in STATIC_ROPE_TYPES:
-        raise ValueError(f"rope_type {kind!r} of this {model_type} model is not supported; supported are {', '.join(STATIC_ROPE_TYPES)}")
+    check_rope_type(kind, model_type)
     compute = LlamaRotaryEmbedding.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
     inv_freq_F, attention_factor = compute(config, device=torch.device("cpu"))
     return inv_freq_F.float(), float(attention_factor)

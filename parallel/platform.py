@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# On a machine without CUDA this puts the stand-ins in place before anything imports megatron.core; elsewhere it changes nothing.
-import parallel.megatron_cpu  # noqa: F401
+# Before anything imports megatron.core: its repairs, and on a machine without CUDA the stand-ins.
+import parallel.megatron_setup  # noqa: F401
 
 
 def has_cuda() -> bool:
@@ -21,7 +21,13 @@ def device() -> torch.device:
 
 
 def collective_backend() -> str:
+    """The backend for tensors on this process's device, such as the weights that go to the servers."""
     return "nccl" if has_cuda() else "gloo"
+
+
+def _group_backends() -> str:
+    """Of the default group, and of every group made from it: gloo stays for CPU tensors and pickled objects where NCCL serves the GPU."""
+    return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
 def uses_transformer_engine() -> bool:
@@ -65,9 +71,9 @@ def init_distributed(timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     if missing:
         store = dist.HashStore()
-        dist.init_process_group(collective_backend(), store=store, rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(_group_backends(), store=store, rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(collective_backend(), timeout=timeout)
+        dist.init_process_group(_group_backends(), timeout=timeout)
 
 
 def shutdown_distributed() -> None:

@@ -6,16 +6,22 @@ collectives. Non-goals: choosing when to send, and talking HTTP; ``trainer/weigh
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
+T = TypeVar("T")
+
 BUCKET_BYTES = 512 * 2**20
+CHECK_EVERY_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,33 +66,63 @@ def _flatten(tensors: list[tuple[str, Tensor]], dtype: torch.dtype) -> Bucket:
 
 
 class WeightBroadcaster:
-    """Rank 0 of the transfer group.
+    """Rank 0 of the transfer group: make it, tell the receivers its ``port`` over HTTP, ``join``, ``broadcast`` buckets, ``close``.
 
-    The constructor blocks until every server rank has joined (they are told to over HTTP by the caller, before), or
-    raises after ``timeout_s`` seconds.
+    ``join`` and ``broadcast`` block until the receivers have done their part. A receiver that has refused never will, and says
+    so only in its HTTP answer: ``check`` is called again and again meanwhile and ends the wait by raising.
     """
 
-    def __init__(self, *, master_address: str, master_port: int, world_size: int, backend: str, group_name: str, timeout_s: float):
-        timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(master_address, master_port, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
+    def __init__(self, *, world_size: int, backend: str, timeout_s: float, address: str = "127.0.0.1"):
+        self._timeout = timedelta(seconds=timeout_s)
+        # Port 0: the store takes a free port itself, so nothing can take it in between.
+        self._store = dist.TCPStore(address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False)
+        self._backend, self._group = backend, None
+        self.address, self.port, self.world_size = address, self._store.port, world_size
+        self.group_name = f"tandem-weights-{self.port}"
+
+    def join(self, check: Callable[[], None]) -> None:
+        """Return when every rank is in the group."""
+        self._group = _run_checked(self._make_group, check)
+
+    def _make_group(self) -> dist.ProcessGroup:
         # init_process_group would replace the learner's default group; a second, independent world has no public constructor.
-        self._group, _ = _new_process_group_helper(
-            world_size,
+        group, _ = _new_process_group_helper(
+            self.world_size,
             0,
             [],
-            Backend(backend),
-            PrefixStore(group_name, store),
-            group_name=group_name,
+            Backend(self._backend),
+            PrefixStore(self.group_name, self._store),
+            group_name=self.group_name,
             backend_options=None,
-            timeout=timeout,
+            timeout=self._timeout,
         )
-        _world.pg_group_ranks[self._group] = {rank: rank for rank in range(world_size)}
-        self._store = store
-        self.world_size = world_size
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
+        return group
 
-    def broadcast(self, bucket: Bucket) -> None:
+    def broadcast(self, bucket: Bucket, check: Callable[[], None]) -> None:
         """Send one bucket; returns when this side's part of the broadcast is done."""
-        dist.broadcast(bucket.bytes, src=0, group=self._group)
+        _run_checked(lambda: dist.broadcast(bucket.bytes, src=0, group=self._group), check)
 
     def close(self) -> None:
-        dist.destroy_process_group(self._group)
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+
+def _run_checked(work: Callable[[], T], check: Callable[[], None]) -> T:
+    """``work()`` in a thread, with ``check()`` every 50 ms until it is done. Where check raises, the thread is left behind (a daemon)."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # handed to the caller's thread, whatever it is
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="weight-transfer", daemon=True).start()
+    while True:
+        try:
+            return result.result(timeout=CHECK_EVERY_S)
+        except TimeoutError:
+            if result.done():  # the work's own TimeoutError
+                raise
+            check()

@@ -32,7 +32,7 @@ from rollout.client import ClientStats, GenerationClient, GenerationError
 from rollout.records import Completion, FinishReason, Group, Prompt, Score, Trajectory, TrajectoryStatus
 from rollout.rewards import Scorer, WorkerStartError
 from rollout.sglang_client import SGLangClient
-from rollout.tasks import Task, load_task
+from rollout.tasks import Task, load_task, longest_above
 from rollout.tokenization import end_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
@@ -347,32 +347,73 @@ def _summarise(samples: Sequence[_Sample], stats: SamplingStats) -> EvaluationRe
     )
 
 
-async def run_sample_role(config: RunConfig, *, server_urls: Sequence[str], announce: Callable[[str], None]) -> None:
+async def run_sample_role(
+    config: RunConfig, *, server_urls: Sequence[str] | Callable[[], Sequence[str]], announce: Callable[[str], None]
+) -> None:
     """Serve the learner until it says stop. ``announce`` is called once with the address to ask, when requests can come.
 
+    ``server_urls`` may be a function that waits for the servers: it is called once the data is loaded and checked, so that this
+    takes place while the servers start.
+
     Raises:
-        ValueError: the task, the reward or the tokenizer cannot be used.
+        ValueError: the task, one of its prompts, the reward or the tokenizer cannot be used.
     """
-    tokenizer = load_tokenizer(config.model.path)
-    check_vocabulary(tokenizer, config.model.path)
+    model_dir = config.model.path
+    tokenizer = load_tokenizer(model_dir)
+    hf_config = _read_json(model_dir / "config.json")
+    check_vocabulary(tokenizer, model_dir)
+    task = load_task(config.task, tokenizer=tokenizer)
+    check_prompt_lengths(task, config, max_positions=hf_config.get("max_position_embeddings"))
+    urls = server_urls() if callable(server_urls) else server_urls
     with Scorer(config.reward_type) as scorer:
         async with SGLangClient(
-            server_urls,
+            urls,
             max_concurrency=config.rollout.max_concurrency,
             timeout_s=config.rollout.request_timeout_s,
             max_retries=config.rollout.max_retries,
         ) as client:
             sampler = GroupSampler(
                 client=client,
-                task=load_task(config.task, tokenizer=tokenizer),
+                task=task,
                 scorer=scorer,
                 tokenizer=tokenizer,
-                stop_token_ids=end_token_ids(tokenizer, config.model.path),
+                stop_token_ids=end_token_ids(tokenizer, model_dir),
                 rollout=config.rollout,
                 evaluation=config.evaluation,
                 seed=config.seed,
             )
             await serve(sampler, announce=announce)
+
+
+def check_prompt_lengths(task: Task, config: RunConfig, *, max_positions: int | None) -> None:
+    """Refuse prompts that leave no room for ``max_new_tokens``: they would end the run when their turn comes, maybe hours later.
+
+    A sequence must fit into the model's positions and the servers' KV pool, and a training sequence also into one micro-batch of the
+    learner. ``max_positions`` is the model's max_position_embeddings, None where its config.json does not say.
+
+    Raises:
+        ValueError: naming the longest prompt that does not fit, its length, the limits and the fix.
+    """
+    served = {"max_position_embeddings": max_positions, "rollout.max_total_tokens": config.rollout.max_total_tokens}
+    _check_longest(task.train, "training", {"learner.token_budget": config.learner.token_budget, **served}, config)
+    _check_longest(task.heldout, "held-out", served, config)
+
+
+def _check_longest(prompts: Sequence[Prompt], which: str, limits: dict[str, int | None], config: RunConfig) -> None:
+    known = {name: limit for name, limit in limits.items() if limit is not None}
+    if not known or not prompts:
+        return
+    max_new, smallest = config.rollout.max_new_tokens, min(known.values())
+    room, within = smallest - max_new, ", ".join(f"{name}={limit}" for name, limit in known.items())
+    fixes = ["lower rollout.max_new_tokens", *(f"raise {name}" for name, limit in known.items() if limit == smallest and "." in name)]
+    if room < 1:
+        raise ValueError(f"rollout.max_new_tokens={max_new} leaves no room for a {which} prompt within {within}; {' or '.join(fixes)}")
+    prompt = longest_above(prompts, room)
+    if prompt is not None:
+        raise ValueError(
+            f"{which} prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, but only {room} leave room for "
+            f"rollout.max_new_tokens={max_new} within {within}; remove prompts of more than {room} tokens, {' or '.join(fixes)}"
+        )
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> None:
@@ -381,13 +422,16 @@ def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> N
     Raises:
         ValueError: the tokenizer has more tokens than the model.
     """
-    content = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8"))
-    vocab_size = content.get("vocab_size")
+    vocab_size = _read_json(Path(model_dir) / "config.json").get("vocab_size")
     if vocab_size is not None and len(tokenizer) > vocab_size:
         raise ValueError(
             f"the tokenizer in {model_dir} has {len(tokenizer)} tokens, but the model's vocab_size is {vocab_size}; "
             "use the tokenizer that belongs to the model"
         )
+
+
+def _read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 async def serve(sampler: GroupSampler, *, announce: Callable[[str], None], host: str = "127.0.0.1") -> None:

@@ -1,8 +1,9 @@
 """The SGLang servers of a run: ports, command lines, start, health, watch, and an end that leaves no process behind.
 
 Each replica is a session and process group of its own under ``sglang_watchdog``. ServerFleet is used by one thread.
-Not its concern: requests (``sglang_client``), weights (``sglang_control``), and which GPUs a replica may see
-(CUDA_VISIBLE_DEVICES is inherited; replica i starts at the device i * tensor_parallel of those).
+Not its concern: requests (``sglang_client``), weights (``sglang_control``), and which GPUs this machine may use: CUDA_VISIBLE_DEVICES
+is inherited, and of those GPUs replica i takes ``tensor_parallel`` from first_gpu + i * tensor_parallel on; the ones below first_gpu
+are the learner's.
 """
 
 import http.client
@@ -38,6 +39,8 @@ OWNED_FLAGS = frozenset(
     {
         "model-path",
         "device",
+        "base-gpu-id",
+        "gpu-id-step",
         "host",
         "port",
         "nccl-port",
@@ -90,19 +93,25 @@ class ServerFleet:
         threads: int,
         cuda: bool,
         seed: int,
+        first_gpu: int = 0,
         stop_grace_s: float = STOP_GRACE_S,
     ) -> None:
         """
+        ``first_gpu`` is how many GPUs of this machine belong to the learner, one per rank. On CPU it says nothing.
+
         Raises:
             ValueError: ``server_args`` holds a flag that another field decides.
         """
-        _check_server_args(config)
+        check_server_args(config)
+        if first_gpu < 0:
+            raise ValueError(f"first_gpu={first_gpu} must be at least 0")
         self._config = config
         self._model_path = Path(model_path).resolve()
         self._log_dir = Path(log_dir)
         self._threads = threads
         self._cuda = cuda
         self._seed = seed
+        self._first_gpu = first_gpu
         self._stop_grace_s = stop_grace_s
         self._replicas: list[_Replica] = []
 
@@ -115,12 +124,14 @@ class ServerFleet:
         """Start every replica and return at once.
 
         Raises:
-            ValueError: a port is taken (then nothing was started), or the model folder is missing.
+            ValueError: there are too few GPUs, a port is taken, or the model folder is missing; then nothing was started.
         """
         if self._replicas:
             raise RuntimeError("the servers were started already")
         if not (self._model_path / "config.json").is_file():
             raise ValueError(f"{self._model_path} has no config.json; give the folder of a Hugging Face model")
+        if self._cuda:
+            check_gpus(self._config, first_gpu=self._first_gpu, available=visible_gpus())
         all_ports = choose_ports(self._config.replicas, self._config.first_port)
         self._log_dir.mkdir(parents=True, exist_ok=True)
         try:
@@ -132,7 +143,13 @@ class ServerFleet:
 
     def _start_replica(self, index: int, ports: Ports) -> _Replica:
         command = server_command(
-            self._config, replica=index, model_path=self._model_path, ports=ports, cuda=self._cuda, seed=self._seed
+            self._config,
+            replica=index,
+            model_path=self._model_path,
+            ports=ports,
+            cuda=self._cuda,
+            seed=self._seed,
+            first_gpu=self._first_gpu,
         )
         log_file = self._log_dir / f"sglang-{index}.log"
         with log_file.open("wb") as log:
@@ -225,7 +242,7 @@ class ServerFleet:
 
 
 def server_command(
-    config: RolloutConfig, *, replica: int, model_path: Path, ports: Ports, cuda: bool, seed: int
+    config: RolloutConfig, *, replica: int, model_path: Path, ports: Ports, cuda: bool, seed: int, first_gpu: int = 0
 ) -> list[str]:
     """The command line of one replica."""
     flags: dict[str, str | int | float | bool] = {
@@ -244,7 +261,7 @@ def server_command(
     if config.max_total_tokens is not None:
         flags["max-total-tokens"] = config.max_total_tokens
     if cuda:
-        flags["base-gpu-id"] = replica * config.tensor_parallel
+        flags["base-gpu-id"] = first_gpu + replica * config.tensor_parallel
     else:
         flags |= {"device": "cpu", "skip-server-warmup": True}  # nothing is compiled on first use, and wait_healthy generates a token
     flags |= {name.replace("_", "-"): value for name, value in config.server_args.items()}
@@ -340,13 +357,40 @@ def log_tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
     return "\n".join(line.rsplit("\r", 1)[-1] for line in text.splitlines()[-lines:])
 
 
-def _check_server_args(config: RolloutConfig) -> None:
+def check_server_args(config: RolloutConfig) -> None:
+    """Whether ``server_args`` holds further flags only.
+
+    Raises:
+        ValueError: one has dashes in front, or another field or the design decides it.
+    """
     for name in config.server_args:
         if name.startswith("-") or name.replace("_", "-") in OWNED_FLAGS:
             raise ValueError(
                 f"rollout.server_args: {name!r} cannot be set there; write names without dashes in front, and set the model, ports, "
                 "dtype, sizes and seed by their own config fields"
             )
+
+
+def check_gpus(config: RolloutConfig, *, first_gpu: int, available: int) -> None:
+    """Whether this machine has a GPU for every learner rank and every rank of every replica.
+
+    Raises:
+        ValueError: fewer are ``available`` than needed; it names both numbers and the fix.
+    """
+    needed = first_gpu + config.replicas * config.tensor_parallel
+    if available < needed:
+        raise ValueError(
+            f"{needed} GPUs are needed, {first_gpu} of the learner and rollout.replicas={config.replicas} times "
+            f"rollout.tensor_parallel={config.tensor_parallel} of the servers, but {available} are visible here; use fewer learner ranks "
+            "(layout) or fewer or smaller replicas (rollout), or make more visible (CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def visible_gpus() -> int:
+    """GPUs that this process and its children may use; takes none of them."""
+    import torch  # seconds; whoever only checks a config never comes here
+
+    return torch.cuda.device_count()
 
 
 def _is_healthy(port: int, timeout_s: float) -> bool:

@@ -11,13 +11,23 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from configs.schema.correction import CorrectionConfig, TokenWeight
 from configs.schema.layout import LayoutConfig
-from configs.schema.learner import OptimizerConfig
+from configs.schema.learner import LearnerConfig, OptimizerConfig
 from configs.schema.model import ModelConfig
+from configs.schema.objective import AggregationConfig, EntropyConfig
+from configs.schema.rollout import RolloutConfig
+from configs.schema.run import RunConfig, SftConfig
+from configs.schema.task import CountdownTask
 from parallel import platform
 from parallel.megatron_engine import MegatronEngine
 from parallel.packing import PackedBatch, pack_sequences
 from parallel.vocab_parallel import linear_logprobs
+from rollout.records import Group
+from trainer.advantages import compute_advantages
+from trainer.correction import correct
+from trainer.learner import Learner
+from trainer.sft import train_sft
 
 KINDS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -61,8 +71,9 @@ def make_batch(lengths: list[int], *, seed: int = 0, vocab: int = VOCAB) -> Pack
 
 
 def make_engine(
-    folder: Path, *, layout: LayoutConfig | None = None, dtype: str = "float32", steps: int = 10, recompute: str = "none", **optimizer
-) -> MegatronEngine:
+    folder: Path, *, layout: LayoutConfig | None = None, dtype: str = "float32", steps: int = 10, recompute: str = "none",
+    timeout_s: float = 120.0, **optimizer,
+) -> MegatronEngine:  # fmt: skip
     platform.init_distributed(60.0)
     settings = OptimizerConfig(**{"lr": 1e-2, "eps": 1e-4, "clip_grad": 1e9, **optimizer})
     return MegatronEngine(
@@ -73,6 +84,7 @@ def make_engine(
         logprob_chunk_tokens=7,
         recompute=recompute,
         seed=0,
+        timeout_s=timeout_s,
     )
 
 
@@ -211,3 +223,69 @@ def work_checkpoint(folder: Path, layout: dict[str, int], optimizer: dict, check
     at_checkpoint = weights_of(engine)
     engine.update([mine], weighted_loss, temperature=1.0)
     return {"at": at_checkpoint, "after": weights_of(engine)}
+
+
+def learner_config(folder: Path, *, data_parallel: int, aggregation: AggregationConfig, sharded: bool) -> RunConfig:
+    """Two minibatches per step. Adam's eps is large enough that a rounding error of a tiny gradient is not blown up to a whole step."""
+    return RunConfig(
+        model=ModelConfig(path=folder, dtype="float32"),
+        task=CountdownTask(),
+        rollout=RolloutConfig(prompts_per_step=4, group_size=3, max_new_tokens=20, temperature=0.7, dtype="float32"),
+        layout=LayoutConfig(data_parallel=data_parallel),
+        learner=LearnerConfig(
+            minibatches=2,
+            token_budget=24,
+            logprob_chunk_tokens=7,
+            optimizer=OptimizerConfig(lr=1e-2, eps=1e-4, clip_grad=1e9, distributed=sharded),
+        ),
+        correction=CorrectionConfig(weight=TokenWeight(upper=1.5)),
+        aggregation=aggregation,
+        entropy=EntropyConfig(coefficient=0.05),
+        steps=1,
+    )
+
+
+def work_learner_steps(data_parallel: int, folder: Path, groups: list[Group], jobs: list[tuple[AggregationConfig, bool]]) -> list[dict]:
+    """One whole RL step of a fresh learner per job (aggregation, sharded optimizer), from groups that rank 0 alone has."""
+    platform.init_distributed(60.0)
+    return [_learner_step(data_parallel, folder, groups, *job) for job in jobs]
+
+
+def _learner_step(data_parallel: int, folder: Path, groups: list[Group], aggregation: AggregationConfig, sharded: bool) -> dict[str, Any]:
+    config = learner_config(folder, data_parallel=data_parallel, aggregation=aggregation, sharded=sharded)
+    learner = Learner(config)
+    before = weights_of(learner.engine)
+    batch = learner.score(learner.receive(groups if learner.is_first_rank else None))
+    batch = batch.with_advantages(compute_advantages(batch.rewards_S, batch.group_ids_S, config.advantage))
+    batch = batch.with_loss_weights(correct(batch.packed, config.correction), config.aggregation, learner.groups.dp_group)
+    updates, gradients = [], []
+    for minibatch in batch.minibatches():
+        updates.append(learner.update(minibatch))
+        gradients += [] if sharded else [gradients_of(learner.engine)]
+    return {
+        "norms": [update.grad_norm for update in updates],
+        "losses": [update.metrics["loss/total"].value for update in updates],
+        "gradients": gradients,
+        "before": before,
+        "weights": weights_of(learner.engine),
+    }
+
+
+def work_group_deadlines(folder: Path, timeout_s: float) -> dict[str, Any]:
+    """The deadline of each of the engine's groups in seconds, of the default group, and what CPU tensors and objects become in it."""
+    engine = make_engine(folder, layout=LayoutConfig(tensor_parallel=2), timeout_s=timeout_s)
+    groups = {"dp": engine.groups.dp_group, "tp": engine.groups.tp_group, "default": dist.group.WORLD}
+    place = torch.device("cuda" if platform.has_cuda() else "cpu")
+    seconds = {name: group._get_backend(place).options._timeout.total_seconds() for name, group in groups.items()}
+    total, objects = torch.tensor([dist.get_rank() + 1]), [None] * dist.get_world_size()
+    dist.all_reduce(total)
+    dist.all_gather_object(objects, {"rank": dist.get_rank()})
+    return {"seconds": seconds, "total": total.item(), "objects": objects}
+
+
+def work_sft(config: SftConfig) -> list[str]:
+    """A whole warm start; what this rank reported."""
+    platform.init_distributed(60.0)
+    lines: list[str] = []
+    train_sft(config, report=lines.append)
+    return lines

@@ -57,7 +57,8 @@ def test_nothing_imports_tests_or_benchmarks():
     assert users == []
 
 
-LIGHT = ("configs.loader", "configs.schema", "launch.cli", "launch.commands", "rollout.tasks", "rollout.rewards")
+LIGHT = ("configs.loader", "configs.schema", "launch.cli", "launch.commands", "rollout.tasks", "rollout.rewards",
+         "rollout.sglang_server", "parallel.layout")  # fmt: skip
 
 
 @pytest.mark.parametrize("module", LIGHT)

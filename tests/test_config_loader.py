@@ -288,7 +288,22 @@ BAD_VALUES = [
         "does not divide",
         "use 15 or 18 prompts",
     ),
-    ("layout.data_parallel=128", "layout.data_parallel", "128 (command line)", "a minibatch of 64 sequences", "fewer minibatches"),
+    (
+        "layout.data_parallel=128",
+        "rollout.prompts_per_step, learner.minibatches, rollout.group_size, layout.data_parallel",
+        "rollout.prompts_per_step: 16 (c.yaml:7), learner.minibatches: 1 (default), rollout.group_size: 4 (c.yaml:6), "
+        "layout.data_parallel: 128 (command line)",
+        "a minibatch of 64 sequences",
+        "use 32 prompts",
+    ),
+    (
+        "layout.data_parallel=24",
+        "rollout.prompts_per_step, learner.minibatches, rollout.group_size, layout.data_parallel",
+        "rollout.prompts_per_step: 16 (c.yaml:7), learner.minibatches: 1 (default), rollout.group_size: 4 (c.yaml:6), "
+        "layout.data_parallel: 24 (command line)",
+        "does not divide by layout.data_parallel=24",
+        "use 12 or 18 prompts",
+    ),
     (
         "reward.type=function",
         "reward.function, reward.type",

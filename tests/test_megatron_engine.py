@@ -20,6 +20,7 @@ from tests.megatron_workers import (
     run_ranks,
     weighted_loss,
     weights_of,
+    work_group_deadlines,
     work_many_updates,
     work_non_finite,
     work_updates,
@@ -251,3 +252,16 @@ def test_a_bad_loss_on_one_rank_stops_both(tmp_path, bad_rank):
     ranks = run_ranks(work_non_finite, 2, tmp_path / "ranks", folder, bad_rank)
     assert all(rank["unchanged"] for rank in ranks)
     assert "micro-batches {0: nan}" in ranks[bad_rank]["message"] and "another rank" in ranks[1 - bad_rank]["message"]
+
+
+@pytest.mark.engines
+def test_the_deadline_reaches_megatrons_groups_and_cpu_tensors_travel_in_the_default_one(folder, tmp_path):
+    for found in run_ranks(work_group_deadlines, 2, tmp_path / "ranks", folder, 150.0):  # run_ranks gives the default group 60 s
+        assert found["seconds"] == {"dp": 180.0, "tp": 180.0, "default": 60.0}  # whole minutes, rounded up
+        assert found["total"] == 3
+        assert found["objects"] == [{"rank": 0}, {"rank": 1}]
+
+
+def test_a_deadline_of_nothing_is_refused(folder):
+    with pytest.raises(ValueError, match="timeout_s=0"):
+        make_engine(folder, timeout_s=0)

@@ -7,10 +7,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from configs.schema.layout import LayoutConfig
 from parallel import hf_conversion
-from parallel.layout import padded_vocab_size, validate_layout
-from parallel.megatron_model import read_architecture, read_hf_config
+from parallel.layout import padded_vocab_size
 from tests.megatron_workers import make_batch, make_engine, make_hf_model, run_ranks, work_round_trip
 
 LLAMA3_ROPE = dict(
@@ -128,47 +126,10 @@ def test_a_folder_without_weights_is_refused(tmp_path):
         make_engine(folder)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(model_type="mistral"), "mistral.*supported are qwen2"),
-        (dict(use_sliding_window=True), "use_sliding_window"),
-        (dict(attention_bias=True), "attention_bias"),
-        (dict(hidden_act="gelu"), "hidden_act"),
-        (dict(layer_types=["sliding_attention"]), "layer_types"),
-        (dict(quantization_config={"bits": 4}), "quantization_config"),
-    ],
-)
-def test_unsupported_models_are_refused_by_name(tmp_path, change, message):
-    config = {**read_hf_config(make_hf_model(tmp_path / "m", "qwen3")), **change}
-    with pytest.raises(ValueError, match=message):
-        read_architecture(config)
-
-
 def test_a_rope_type_that_depends_on_length_is_refused(tmp_path):
     folder = make_hf_model(tmp_path / "m", "llama", rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))
     with pytest.raises(ValueError, match="rope_type 'dynamic'"):
         make_engine(folder)
-
-
-def test_missing_config_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"cannot read config\.json"):
-        read_hf_config(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize(
-    "layout, processes, message",
-    [
-        (dict(tensor_parallel=3), None, "num_attention_heads=4"),
-        (dict(tensor_parallel=4), None, r"num_key_value_heads=2; use one of \[1, 2\]"),
-        (dict(data_parallel=2), 3, "3 processes do not fit"),
-    ],
-)
-def test_layouts_that_do_not_fit(tmp_path, layout, processes, message):
-    config = read_hf_config(make_hf_model(tmp_path / "m", "qwen3"))
-    with pytest.raises(ValueError, match=message):
-        validate_layout(config, LayoutConfig(**layout), num_processes=processes)
-    validate_layout(config, LayoutConfig(tensor_parallel=2), num_processes=2)
 
 
 def test_vocabulary_is_padded_to_divide():

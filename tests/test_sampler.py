@@ -1,6 +1,7 @@
 """The sample role around a deterministic engine: order, grouping, alignment, versions, resume, and the wire to the learner."""
 
 import asyncio
+import json
 import logging
 import threading
 from collections import Counter
@@ -10,13 +11,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.schema import RunConfig
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import RolloutConfig
 from rollout.client import GenerationError
 from rollout.records import FinishReason, Prompt, Score, TrajectoryStatus
 from rollout.remote_sampler import RemoteSampler
-from rollout.sampler import GroupSampler, SamplerState, SamplingError, check_vocabulary, choose_heldout, epoch_order, serve
-from rollout.tasks import Task
+from rollout.sampler import (
+    GroupSampler,
+    SamplerState,
+    SamplingError,
+    check_prompt_lengths,
+    check_vocabulary,
+    choose_heldout,
+    epoch_order,
+    run_sample_role,
+    serve,
+)
+from rollout.tasks import Problem, Task, longest_above
+from rollout.tasks.task import LazyPrompts
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
 from tests.fake_engine import FakeEngine, fake_tokens
@@ -232,6 +245,114 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer, tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 5}')
     with pytest.raises(ValueError, match=f"has {len(tokenizer)} tokens, but the model's vocab_size is 5"):
         check_vocabulary(tokenizer, tmp_path)
+
+
+def run_config(model_dir=Path("m"), *, token_budget=100, max_new_tokens=40, task=None, **rollout) -> RunConfig:
+    return RunConfig.model_validate({
+        "model": {"path": model_dir}, "task": task or {"type": "countdown"}, "learner": {"token_budget": token_budget},
+        "rollout": {"max_new_tokens": max_new_tokens, **rollout},
+    })  # fmt: skip
+
+
+def task_of(*, train, heldout=()) -> Task:
+    prompts = [
+        [Prompt(prompt_id=f"{name}{n}", token_ids=[1] * n, text="?", task="toy", reference="") for n in lengths]
+        for name, lengths in (("train", train), ("heldout", heldout))
+    ]
+    return Task(name="toy", train=prompts[0], heldout=prompts[1])
+
+
+def test_prompts_that_fit_exactly_are_accepted():
+    check_prompt_lengths(task_of(train=[60, 3], heldout=[88]), run_config(), max_positions=128)
+    check_prompt_lengths(task_of(train=[60], heldout=[9999]), run_config(), max_positions=None)
+
+
+@pytest.mark.parametrize(
+    ("task", "limits", "message"),
+    [
+        (
+            task_of(train=[7, 65, 61]), {},
+            r"training prompt train65 has 65 tokens, but only 60 .*max_new_tokens=40 within learner.token_budget=100, "
+            r"max_position_embeddings=128; remove .*more than 60 tokens, lower .* or raise learner.token_budget",
+        ),
+        (task_of(train=[61]), {"token_budget": 999, "max_positions": 100}, r"train61 .*max_position_embeddings=100; .*max_new_tokens$"),
+        (task_of(train=[61]), {"token_budget": 999, "max_total_tokens": 100}, r"train61 .*only 60 .*raise rollout.max_total_tokens$"),
+        (task_of(train=[5], heldout=[90, 89]), {}, r"held-out prompt heldout90 has 90 tokens, but only 88 "),
+        (task_of(train=[1]), {"max_positions": 40}, r"max_new_tokens=40 leaves no room for a training prompt.*max_position_embeddings=40"),
+    ],
+)  # fmt: skip
+def test_a_prompt_without_room_for_its_answer_is_named_with_the_limits_and_the_fix(task, limits, message):
+    changes = {name: value for name, value in limits.items() if name != "max_positions"}
+    with pytest.raises(ValueError, match=message):
+        check_prompt_lengths(task, run_config(**changes), max_positions=limits.get("max_positions", 128))
+
+
+def write_problems(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts))
+    return path
+
+
+def test_the_sample_role_refuses_an_overlong_prompt_before_it_asks_for_servers(model_dir, tmp_path):
+    path = write_problems(tmp_path / "p.jsonl", ["1+2", "1" * 62, "3"])
+    task = {"type": "jsonl", "train_path": path, "apply_chat_template": False}
+    asked = []
+    config = run_config(model_dir, task=task)
+    with pytest.raises(ValueError, match=r"training prompt jsonl:\w+ has 62 tokens, but only 60 "):
+        asyncio.run(run_sample_role(config, server_urls=lambda: asked.append(1) or [], announce=asked.append))
+    assert asked == []
+
+
+def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(model_dir, tmp_path):
+    path = write_problems(tmp_path / "p.jsonl", ["1+2", "1" * 60, "3"])
+    config = run_config(model_dir, task={"type": "jsonl", "train_path": path, "apply_chat_template": False})
+    announced, ready = [], threading.Event()
+
+    def announce(address):
+        announced.append(address)
+        ready.set()
+
+    role = run_sample_role(config, server_urls=lambda: ["http://127.0.0.1:9"], announce=announce)
+    thread = threading.Thread(target=asyncio.run, args=(role,), daemon=True)
+    thread.start()
+    assert ready.wait(60)
+    with RemoteSampler(announced[0], timeout_s=20) as remote:
+        assert remote.state() == {"position": 0, "next_group_id": 0, "num_prompts": 3}
+        remote.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+alphabets = st.one_of(st.text(st.sampled_from("0123 +="), max_size=30), st.text(max_size=30))
+
+
+@settings(deadline=None, max_examples=60)
+@given(texts=st.lists(alphabets.filter(bool), min_size=1, max_size=8), limit=st.integers(0, 60), around=st.integers(0, 3))
+def test_lazy_prompts_tell_the_longest_as_if_all_were_tokenised(texts, limit, around):
+    """The reference tokenises everything: one token per byte, the most that a tokenizer makes of a text, and some around it."""
+    encoded = []
+
+    def encode(text):
+        encoded.append(text)
+        return [0] * (around + len(text.encode()))
+
+    items = [Problem(prompt_id=str(i), text=text, reference="") for i, text in enumerate(texts)]
+    prompts = LazyPrompts(items, task="toy", to_problem=lambda problem: problem, encode=encode)
+    lengths = [around + len(text.encode()) for text in texts]
+    found = longest_above(prompts, limit)
+    assert (None if max(lengths) <= limit else max(lengths)) == (None if found is None else len(found.token_ids))
+
+
+def test_short_texts_are_not_tokenised_to_know_that_they_fit():
+    encoded = []
+
+    def encode(text):
+        encoded.append(text)
+        return [0] * len(text)
+
+    items = [Problem(prompt_id=str(i), text="x" * (1 + i % 50), reference="") for i in range(20_000)]
+    prompts = LazyPrompts(items, task="toy", to_problem=lambda problem: problem, encode=encode)
+    assert longest_above(prompts, 51) is None
+    assert len(encoded) == 1  # the first, for what stands around a text
 
 
 @pytest.fixture

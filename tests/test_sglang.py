@@ -28,7 +28,17 @@ from rollout.client import GenerationError
 from rollout.records import Completion, FinishReason
 from rollout.sglang_client import SGLangClient
 from rollout.sglang_control import ControlError, SGLangControl, expected_checksums
-from rollout.sglang_server import ServerDied, ServerFleet, choose_ports, cpu_binding, server_command, server_environment
+from rollout.sglang_server import (
+    ServerDied,
+    ServerFleet,
+    check_gpus,
+    check_server_args,
+    choose_ports,
+    cpu_binding,
+    server_command,
+    server_environment,
+    visible_gpus,
+)
 from rollout.tiny_model import make_tiny_countdown_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -281,9 +291,48 @@ def test_the_users_flags_come_last_and_cannot_take_over_the_designs(tmp_path):
     assert "--enable-metrics" not in command
     assert (pairs["--device"], pairs["--dtype"], pairs["--random-seed"], pairs["--weight-version"]) == ("cpu", "float32", "7", "0")
     assert "--device" not in server_command(config, replica=2, model_path=tmp_path, ports=ports, cuda=True, seed=5)
-    for name in ("port", "tp_size", "--dtype"):
+    for name in ("port", "tp_size", "--dtype", "base_gpu_id"):
+        with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
+            check_server_args(RolloutConfig(server_args={name: 1}))
         with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
             ServerFleet(RolloutConfig(server_args={name: 1}), model_path=tmp_path, log_dir=tmp_path, threads=1, cuda=False, seed=0)
+
+
+def gpus_of(config: RolloutConfig, *, first_gpu: int, cuda: bool) -> list[range | None]:
+    """Of each replica, by its command line; None where it says nothing about GPUs."""
+    found = []
+    for replica, ports in enumerate(choose_ports(config.replicas, None)):
+        command = server_command(config, replica=replica, model_path=ROOT, ports=ports, cuda=cuda, seed=0, first_gpu=first_gpu)
+        pairs = dict(pairwise(command))
+        base = pairs.get("--base-gpu-id")
+        found.append(None if base is None else range(int(base), int(base) + int(pairs["--tp-size"])))
+    return found
+
+
+@pytest.mark.parametrize(("first_gpu", "replicas", "tp"), [(0, 1, 1), (1, 1, 1), (8, 2, 2), (3, 4, 1), (2, 3, 4)])
+def test_learner_ranks_and_replicas_each_have_gpus_of_their_own(first_gpu, replicas, tp):
+    config = RolloutConfig(replicas=replicas, tensor_parallel=tp)
+    used = [*range(first_gpu), *(gpu for gpus in gpus_of(config, first_gpu=first_gpu, cuda=True) for gpu in gpus)]
+    assert used == list(range(first_gpu + replicas * tp))  # none twice, none skipped
+    assert gpus_of(config, first_gpu=first_gpu, cuda=False) == [None] * replicas
+    check_gpus(config, first_gpu=first_gpu, available=len(used))
+    message = rf"{len(used)} GPUs are needed, {first_gpu} of the learner .*replicas={replicas}.*but {len(used) - 1} are visible.*use fewer"
+    with pytest.raises(ValueError, match=message):
+        check_gpus(config, first_gpu=first_gpu, available=len(used) - 1)
+
+
+def test_a_fleet_with_too_few_gpus_starts_nothing(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    first_gpu = visible_gpus()
+    fleet = ServerFleet(
+        RolloutConfig(), model_path=tmp_path, log_dir=tmp_path / "logs", threads=1, cuda=True, seed=0, first_gpu=first_gpu
+    )
+    with pytest.raises(ValueError, match=rf"{first_gpu + 1} GPUs are needed.*{first_gpu} are visible.*fewer learner ranks"):
+        fleet.start()
+    assert fleet.urls == []
+    assert not (tmp_path / "logs").exists()
+    with pytest.raises(ValueError, match="first_gpu=-1"):
+        ServerFleet(RolloutConfig(), model_path=tmp_path, log_dir=tmp_path, threads=1, cuda=True, seed=0, first_gpu=-1)
 
 
 def test_stand_ins_are_on_the_path_of_cpu_servers_alone(monkeypatch):

@@ -54,10 +54,10 @@ def plan_batches(
     - where that overflows the budget, each to the first micro-batch that still holds it, which packs tighter but less evenly. This needs
       at most 11/9 of the fewest micro-batches possible, plus 6/9 (Dosa 2007, first fit decreasing); finding the fewest is NP-hard.
 
-    A micro-batch is empty only where a minibatch has fewer sequences than micro-batches (say 3 of a full budget each on 2 ranks).
+    No micro-batch is empty: a minibatch's sequences divide by ``dp_size``, so k is at most its sequences per rank.
 
     Raises ValueError for a sequence longer than the budget, sequences that do not divide into groups, groups that do not divide into
-    minibatches, and a minibatch with fewer sequences than ranks.
+    minibatches, and sequences of a minibatch that do not divide by ``dp_size``.
     """
     _check(lengths_S, num_minibatches, sequences_per_group, dp_size, token_budget)
     size = len(lengths_S) // num_minibatches
@@ -100,8 +100,12 @@ def _check(lengths_S: Sequence[int], num_minibatches: int, sequences_per_group: 
     if groups % num_minibatches:
         raise ValueError(f"{groups} groups do not divide into {num_minibatches} minibatches; change learner.minibatches")
     sequences = len(lengths_S) // num_minibatches
-    if sequences < dp_size:
-        raise ValueError(f"a minibatch of {sequences} sequences leaves some of {dp_size} data-parallel ranks empty; use fewer minibatches")
+    if sequences % dp_size:
+        fewer, more = sequences - sequences % dp_size, sequences - sequences % dp_size + dp_size
+        raise ValueError(
+            f"a minibatch of {sequences} sequences does not divide by {dp_size} data-parallel ranks; use {f'{fewer} or ' if fewer else ''}"
+            f"{more} sequences, or other minibatches or ranks"
+        )
     if min(lengths_S) < 1:
         shortest = min(lengths_S)
         raise ValueError(f"sequence {list(lengths_S).index(shortest)} has packed length {shortest}: it predicts nothing; drop it")
@@ -117,7 +121,7 @@ def _split(part: Sequence[int], lengths_S: Sequence[int], dp_size: int, token_bu
     """Micro-batches of one minibatch, by rank."""
     longest_first = sorted(part, key=lambda s: (-lengths_S[s], s))
     total = sum(lengths_S[s] for s in part)
-    # ceil(total / budget) micro-batches at least, and one per sequence at most: the last try always succeeds.
+    # ceil(total / budget) micro-batches at least, and one per sequence at most, where `_emptiest` always succeeds.
     num_each = -(-total // (token_budget * dp_size))
     while True:
         for pick in (_emptiest, _first_that_fits):
@@ -142,13 +146,10 @@ def _pack(order: Sequence[int], lengths_S: Sequence[int], num_bins: int, token_b
 
 
 def _fill_empty(bins: list[list[int]], loads: Sequence[int]) -> None:
-    """Give each empty bin the shortest sequence of the fullest bin that can spare one."""
+    """Give each empty bin the shortest sequence of the fullest bin that can spare one. There are no more bins than sequences."""
     by_load = sorted(range(len(bins)), key=loads.__getitem__, reverse=True)
     for empty in (b for b in bins if not b):
-        donor = next((bins[b] for b in by_load if len(bins[b]) > 1), None)
-        if donor is None:
-            return
-        empty.append(donor.pop())
+        empty.append(next(bins[b] for b in by_load if len(bins[b]) > 1).pop())
 
 
 def _emptiest(loads: Sequence[int], length: int, token_budget: int) -> int | None:

@@ -40,6 +40,7 @@ class Learner:
             logprob_chunk_tokens=settings.logprob_chunk_tokens,
             recompute=settings.recompute,
             seed=config.seed,
+            timeout_s=config.launch.collective_timeout_s,
         )
         self._reference = None
         if config.kl.coefficient > 0:
@@ -51,6 +52,7 @@ class Learner:
                 logprob_chunk_tokens=settings.logprob_chunk_tokens,
                 recompute="none",
                 seed=config.seed,
+                timeout_s=config.launch.collective_timeout_s,
             )
         self.groups = self.engine.groups
         self.version = 0

@@ -39,6 +39,7 @@ def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
         logprob_chunk_tokens=config.logprob_chunk_tokens,
         recompute="none",
         seed=config.seed,
+        timeout_s=config.launch.collective_timeout_s,
     )
     say = report if engine.groups.rank == 0 else lambda line: None
     say(f"warm start: reading examples for {config.steps} steps of {config.batch_size}")
@@ -50,10 +51,10 @@ def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
         result = engine.update(microbatches, _loss(1.0 / counted), temperature=1.0)
         tokens += counted
         now = time.perf_counter()
-        # Rank 0's clock decides for all, because the merge below is a collective: say by step count, not by local time.
-        due = torch.tensor([float(now - said >= REPORT_EVERY_S or step in (1, config.steps))])
-        dist.broadcast(due, src=0)
-        if due.item():
+        # Rank 0's clock decides for all, because the merge below is a collective.
+        due = [now - said >= REPORT_EVERY_S or step in (1, config.steps)]
+        dist.broadcast_object_list(due, src=0)
+        if due[0]:
             said = now
             loss = merge_over_ranks(merge_metrics(result.outputs), engine.groups.dp_group)["loss"].value
             left = (now - started) / step * (config.steps - step)

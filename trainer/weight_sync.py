@@ -8,7 +8,7 @@ Nothing samples between pause and the end of the probe: the learner asks for gro
 Any failure raises, which ends the run: a partial update never serves a training sample.
 """
 
-import socket
+import math
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -71,17 +71,15 @@ class WeightSync:
     @staticmethod
     def _join(control: SGLangControl, tensor_parallel: int, backend: str, timeout_s: float) -> WeightBroadcaster:
         """Make the transfer group: the servers join (told over HTTP) while this process does."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        world_size = 1 + len(control.urls) * tensor_parallel
-        name = f"tandem-weights-{port}"
+        broadcaster = WeightBroadcaster(world_size=1 + len(control.urls) * tensor_parallel, backend=backend, timeout_s=timeout_s)
         joining = control.join_group(
-            master_address="127.0.0.1", master_port=port, world_size=world_size, group_name=name, backend=backend
+            master_address=broadcaster.address,
+            master_port=broadcaster.port,
+            world_size=broadcaster.world_size,
+            group_name=broadcaster.group_name,
+            backend=backend,
         )
-        broadcaster = WeightBroadcaster(
-            master_address="127.0.0.1", master_port=port, world_size=world_size, backend=backend, group_name=name, timeout_s=timeout_s
-        )
+        broadcaster.join(check=joining.raise_if_failed)
         joining.wait()
         return broadcaster
 
@@ -106,7 +104,7 @@ class WeightSync:
                 receiving = self._control.receive_bucket(
                     names=bucket.names, dtype=bucket.dtype, shapes=bucket.shapes, version=version if is_last else None
                 )
-                self._broadcaster.broadcast(bucket)
+                self._broadcaster.broadcast(bucket, check=receiving.raise_if_failed)
                 receiving.wait()
                 sent += bucket.bytes.numel()
         if self._control is not None:
@@ -135,8 +133,8 @@ class WeightSync:
         if not self._checks_bytes:
             return
         for url, found in zip(self._control.urls, self._control.checksums(), strict=True):
-            wrong = [name for name, digest in expected.items() if found.get(name) != digest]
-            if wrong:
+            wrong = sorted(name for name in expected.keys() | found.keys() if found.get(name) != expected.get(name))
+            if wrong or not expected:
                 raise WeightSyncError(f"{url} holds other bytes than were sent as version {version}, in {len(wrong)} tensors: {wrong[:5]}")
 
     def probe(self, temperature: float) -> float:
@@ -150,12 +148,13 @@ class WeightSync:
         dist.broadcast_object_list(answers, src=0)
         completions = answers[0]
         mine = self._learner.logprobs_of(self._probe_prompt, completions, temperature=temperature)
-        gap = max(
-            abs(ours - theirs)
-            for row, completion in zip(mine, completions, strict=True)
-            for ours, theirs in zip(row, completion.rollout_logprobs, strict=True)
-        )
-        if self._exact and not gap <= EXACT_TOLERANCE:
+        theirs = [x for completion in completions for x in completion.rollout_logprobs]
+        ours = [x for row in mine for x in row]
+        # torch's maximum, unlike Python's, does not lose a NaN.
+        gap = (torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64)).abs().max().item()
+        if not math.isfinite(gap):
+            raise WeightSyncError(f"a probe log-prob is not finite after version {self._learner.version}: server {theirs}, learner {ours}")
+        if self._exact and gap > EXACT_TOLERANCE:
             raise WeightSyncError(
                 f"after version {self._learner.version}, learner and server differ by {gap:.2e} nats on the probe prompt at temperature "
                 f"{temperature} (float32 on both sides allows {EXACT_TOLERANCE:g}): the server does not serve these weights or this softmax"

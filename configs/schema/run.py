@@ -1,5 +1,6 @@
 """The roots: ``RunConfig`` (kind: train) and ``SftConfig`` (kind: sft), with the checks that span several parts."""
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -53,11 +54,14 @@ class RunConfig(Schema):
                 f"rollout.prompts_per_step={prompts} does not divide into learner.minibatches={parts}; "
                 f"use {prompts - prompts % parts or parts} or {prompts + parts - prompts % parts} prompts"
             )
-        sequences = prompts // parts * self.rollout.group_size
-        if sequences < self.layout.data_parallel:
+        sequences, ranks = prompts // parts * self.rollout.group_size, self.layout.data_parallel
+        if sequences % ranks:
+            unit = parts * (ranks // math.gcd(self.rollout.group_size, ranks))
+            fewer, more = prompts - prompts % unit, prompts - prompts % unit + unit
             raise ValueError(
-                f"a minibatch of {sequences} sequences leaves some of layout.data_parallel={self.layout.data_parallel} "
-                "ranks without any; use fewer minibatches or more prompts"
+                f"a minibatch of {sequences} sequences (rollout.prompts_per_step={prompts} / learner.minibatches={parts} * "
+                f"rollout.group_size={self.rollout.group_size}) does not divide by layout.data_parallel={ranks}, so some ranks would get "
+                f"fewer sequences than others; use {f'{fewer} or ' if fewer else ''}{more} prompts, or other minibatches or ranks"
             )
         if self.rollout.max_new_tokens >= self.learner.token_budget:
             raise ValueError(

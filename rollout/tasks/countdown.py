@@ -4,6 +4,7 @@ Expressions are counted and drawn in a normal form that gives each text exactly 
 needs them, so the right side of ``+`` is never a sum (``a+(b+c)`` is written ``a+b+c``) and the right side of ``*`` never a product.
 """
 
+import ast
 import hashlib
 import math
 import random
@@ -257,11 +258,34 @@ def random_wrong_expression(numbers: Numbers, target: int, rng: random.Random) -
             return text
 
 
+def is_tidy(text: str) -> bool:
+    """Whether the terms of every sum and the factors of every product stand in descending order: one way of writing out of many."""
+    return _tidy_value(ast.parse(text, mode="eval").body) is not None
+
+
+def _tidy_value(node: ast.expr) -> int | None:
+    """The value of an expression, None where it is not tidy."""
+    if isinstance(node, ast.Constant):
+        return node.value
+    a, b = _tidy_value(node.left), _tidy_value(node.right)
+    if a is None or b is None:
+        return None
+    if isinstance(node.op, ast.Sub):
+        return a - b
+    # In a chain such as 9+5+3 the neighbour of 3 is 5, not 9+5.
+    is_chain = isinstance(node.left, ast.BinOp) and type(node.left.op) is type(node.op)
+    neighbour = _tidy_value(node.left.right) if is_chain else a
+    if neighbour < b:
+        return None
+    return a + b if isinstance(node.op, ast.Add) else a * b
+
+
 def generate_sft_examples(config: CountdownTask, *, count: int, noise: float, seed: int) -> list[tuple[str, str]]:
     """``count`` pairs (prompt text, answer text) of random training problems, never held-out ones.
 
     With probability ``noise`` an answer is a wrong expression of the same numbers, which leaves RL something to improve;
-    otherwise it is a solution, drawn uniformly among the distinct ones. The seed decides everything.
+    otherwise it is a solution. Either is drawn uniformly among the distinct tidy ones: a small model that need not learn all
+    orders of the same sum learns more arithmetic from as many examples. The seed decides everything.
 
     Raises:
         ValueError: there is no training problem, or noise is asked for where the numbers allow a single expression only.
@@ -276,5 +300,7 @@ def generate_sft_examples(config: CountdownTask, *, count: int, noise: float, se
     for _ in range(count):
         numbers, target = problem = rng.choice(problems)
         draw = random_wrong_expression if rng.random() < noise else random_solution
-        examples.append((prompt_text(problem), draw(numbers, target, rng)))
+        while not is_tidy(answer := draw(numbers, target, rng)):
+            pass  # every expression has a tidy form of the same value, so one comes up
+        examples.append((prompt_text(problem), answer))
     return examples

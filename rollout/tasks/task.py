@@ -1,6 +1,6 @@
 """What a task is: prompts to train on and prompts to measure on, turned into token ids only when they are asked for."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -47,6 +47,31 @@ class LazyPrompts(Sequence[Prompt]):
             task=self._task,
             reference=problem.reference,
         )
+
+    def may_exceed(self, num_tokens: int) -> Iterator[Prompt]:
+        """Every prompt of more than ``num_tokens`` tokens, and maybe others; texts that are too short for that are not tokenised.
+
+        What stands around a text (chat template, system prompt, special tokens) is at most what the first prompt has in all.
+        """
+        around = len(self[0].token_ids) if self._items else 0
+        for index, item in enumerate(self._items):
+            if around + _most_tokens(self._to_problem(item).text) > num_tokens:
+                yield self[index]
+
+
+def _most_tokens(text: str) -> int:
+    """No tokenizer makes more tokens than there are bytes once it has normalised the text.
+
+    ASCII stays as it is; UTF-8 of other characters grows at most elevenfold (Unicode FAQ, normalization, NFKC and NFKD).
+    """
+    return len(text) if text.isascii() else len(text) + 11 * len(text.encode())
+
+
+def longest_above(prompts: Sequence[Prompt], num_tokens: int) -> Prompt | None:
+    """The longest of the prompts with more than ``num_tokens`` tokens; None where there is none."""
+    candidates = prompts.may_exceed(num_tokens) if isinstance(prompts, LazyPrompts) else prompts
+    too_long = (prompt for prompt in candidates if len(prompt.token_ids) > num_tokens)
+    return max(too_long, key=lambda prompt: len(prompt.token_ids), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
