@@ -77,7 +77,7 @@ def make_tiny_model(
 @app.command()
 def quickstart(
     seed: Annotated[int, typer.Option(help="Of everything: model, data, training.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="RL steps.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, help="RL steps.")] = 150,
     install_seconds: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:
     """The whole path on one machine: tiny model, warm start, RL, evaluation, export, report."""

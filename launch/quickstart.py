@@ -20,7 +20,7 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float) -> None:
     _say(1, "a tiny Qwen3 model with a character tokenizer, random weights")
     make_tiny_countdown_model(initial, seed=seed)
 
-    _say(2, "warm start: supervised training on generated Countdown solutions, 30 % of them wrong on purpose")
+    _say(2, "warm start: supervised training on generated Countdown solutions, 40 % of them wrong on purpose")
     began = time.perf_counter()
     commands.sft(CONFIGS / "countdown_tiny_sft.yaml", [f"model.path={initial}", f"output={warm}", f"seed={seed}"])
     seconds["warm_start"] = time.perf_counter() - began
