@@ -4,7 +4,7 @@
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
-say() { printf '\033[1m==>\033[0m %s\n' "$*"; }
+say() { if [ -t 1 ]; then printf '\033[1m==>\033[0m %s\n' "$*"; else printf '==> %s\n' "$*"; fi; }
 
 # The learner and a server each need a GPU of their own: NCCL refuses two ranks of a group on one.
 kind=cpu
@@ -36,7 +36,7 @@ started=$SECONDS
 step() { # step N TITLE COMMAND...: runs it, shows the time that has passed, keeps its output for an error
   local title="$1"; shift
   local log="$venv/install.log" pid began=$SECONDS
-  printf '    %s ' "$title"
+  printf '    %s' "$title"
   "$@" >"$log" 2>&1 &
   pid=$!
   # bash starts background jobs with SIGINT ignored: without this, Ctrl-C would leave pip running.
@@ -46,13 +46,13 @@ step() { # step N TITLE COMMAND...: runs it, shows the time that has passed, kee
     sleep 1
   done
   if ! wait "$pid"; then
-    printf 'failed\n' ; tail -n 20 "$log" >&2
+    printf ' failed\n' ; tail -n 20 "$log" >&2
     echo "The installation failed at: $title. The output above says why; run the same command again once it is mended." >&2
     exit 1
   fi
   trap - INT TERM
-  if [ -t 1 ]; then printf '\r'; fi
-  printf '    %s done in %ds\n' "$title" $((SECONDS - began))
+  if [ -t 1 ]; then printf '\r    %s' "$title"; fi
+  printf ' done in %ds\n' $((SECONDS - began))
 }
 say "Installing Tandem ($kind) into .venv with $("$python" --version); about 3 GB and 2-3 minutes on a first run."
 rm -f "$stamp"

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 
+from rollout.sglang_server import log_tail
+
 PR_SET_PDEATHSIG = 1
 POLL_S = 0.1
 
@@ -134,16 +136,7 @@ def _cause(role: Role) -> str:
     """The role's own words where it left any, else the end of its log."""
     if role.error is not None and role.error.exists():
         return textwrap.indent(role.error.read_text(), "    ")
-    return log_tail(role.log)
-
-
-def log_tail(path: Path, lines: int = 25) -> str:
-    """The end of a log, indented, for an error message."""
-    try:
-        text = path.read_text(errors="replace").strip()
-    except OSError as error:
-        return f"    (its log cannot be read: {error})"
-    return "\n".join("    " + line for line in text.splitlines()[-lines:]) or "    (its log is empty)"
+    return textwrap.indent(log_tail(role.log), "    ")
 
 
 def _describe(code: int) -> str:
