@@ -25,7 +25,7 @@ START_PROBE_TEMPERATURE = 0.7
 """Not 1: a server whose log-probs ignore the temperature would agree at 1."""
 PROBE_PROMPT = [2 + i % 8 for i in range(12)]
 """Any tokens will do for comparing two engines; ids this small exist in every vocabulary."""
-PROBE_TOKENS = 8
+PROBE_TOKENS = 4
 
 
 def serve(folder: RunFolder) -> None:

@@ -499,7 +499,6 @@ def send(control: SGLangControl, model, *, version: int, tensor_parallel: int = 
             broadcaster.broadcast(bucket)
             receiving.wait()
         control.end_update()
-        control.flush_cache()
         control.leave_group()
     finally:
         broadcaster.close()

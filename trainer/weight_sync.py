@@ -2,7 +2,8 @@
 
 One publish, all ranks together (the export gathers tensor-parallel shards); rank 0 talks to the servers:
 
-    pause -> begin -> for each bucket: tell the servers, broadcast -> end -> flush -> versions and checksums -> resume -> probe
+    pause -> begin -> for each bucket: tell the servers, broadcast (the last flushes) -> end
+          -> versions and checksums -> resume -> probe
 
 Nothing samples between pause and the end of the probe: the learner asks for groups only after ``publish`` has returned.
 Any failure raises, which ends the run: a partial update never serves a training sample.
@@ -100,7 +101,7 @@ class WeightSync:
         buckets = make_buckets(self._tap(self._learner.engine.export_hf(), expected), dtype=self._dtype)
         for bucket, is_last in with_last(buckets):
             if self._control is not None:
-                # Only the last bucket names the version: an update that breaks off is never reported under its new one.
+                # Only the last bucket names the version (and flushes): an update that breaks off is never reported under its new one.
                 receiving = self._control.receive_bucket(
                     names=bucket.names, dtype=bucket.dtype, shapes=bucket.shapes, version=version if is_last else None
                 )
@@ -109,7 +110,6 @@ class WeightSync:
                 sent += bucket.bytes.numel()
         if self._control is not None:
             self._control.end_update()
-            self._control.flush_cache()
             self._check_served(version, expected)
             self._control.resume()
         self._learner.version = version
