@@ -13,10 +13,12 @@ import time
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
+import psutil
+
 from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
 from launch.run_folder import RunFolder
-from launch.supervisor import end_with_parent
+from launch.supervisor import end_with_parent, kill
 
 if TYPE_CHECKING:
     from trainer.loop import Run
@@ -225,7 +227,11 @@ def run_role(name: str, folder: RunFolder) -> None:
 
 
 def _exit_now(code: int) -> NoReturn:
-    """Not sys.exit: a thread that still waits for a server or a peer would keep this rank, and so the run, alive for minutes."""
+    """Not sys.exit: a thread that still waits for a server or a peer would keep this rank, and so the run, alive for minutes.
+
+    Nobody else cleans up then: child processes (a checkpoint's writers) are ended here.
+    """
+    kill(psutil.Process().children(recursive=True))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

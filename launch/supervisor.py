@@ -1,7 +1,9 @@
 """Starts roles as process groups of their own, watches them, and ends every process of every group, whatever happens.
 
 Who ends whom: the supervisor ends a role's whole group (SIGTERM, grace, SIGKILL) when it finishes itself, when any role
-fails, or on Ctrl-C; if the supervisor dies, the kernel sends each role SIGTERM (PR_SET_PDEATHSIG).
+fails, or on Ctrl-C; if the supervisor dies, the kernel sends each role SIGTERM (PR_SET_PDEATHSIG). What a dead process of a role
+leaves behind in a session of its own (a torchrun rank's checkpoint writer) becomes a child of the supervisor, which is the
+"subreaper" of its descendants, and is ended with the rest.
 """
 
 import contextlib
@@ -20,7 +22,9 @@ import psutil
 from rollout.sglang_server import log_tail
 
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.1
+KILL_TIMEOUT_S = 5.0
 
 
 class RoleFailed(RuntimeError):
@@ -53,6 +57,8 @@ class Supervisor:
 
     def __enter__(self) -> "Supervisor":
         self._previous = signal.signal(signal.SIGTERM, _raise_interrupt)
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._not_ours = set(psutil.Process().children())
         return self
 
     def __exit__(self, kind, *exc) -> None:
@@ -114,22 +120,36 @@ class Supervisor:
     def stop_all(self) -> None:
         """SIGTERM to every group, newest role first, then SIGKILL to what is left after the grace period."""
         roles = list(reversed(self._running.values()))
-        known = [p for _, process in roles for p in _family(process.pid)]
         for _, process in roles:
             _signal_group(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + self._grace_s
         for _, process in roles:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        known += [p for _, process in roles for p in _family(process.pid)]
         for _, process in roles:
             _signal_group(process.pid, signal.SIGKILL)
-        for survivor in psutil.wait_procs(known, timeout=max(0.5, deadline - time.monotonic()))[1]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                survivor.kill()
-        for _, process in roles:
             process.wait()
+        deadline = time.monotonic() + max(self._grace_s, KILL_TIMEOUT_S)
+        while (left := self._descendants()) and time.monotonic() < deadline:  # again: a killed process hands its children over to us
+            kill(left)
         self._running.clear()
+
+    def _descendants(self) -> list[psutil.Process]:
+        """All that came from this process since the supervisor began, but for what it had started before."""
+        found = []
+        for child in psutil.Process().children():
+            if child not in self._not_ours:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found += [child, *child.children(recursive=True)]
+        return found
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """SIGKILL to each, and a moment for them to be gone."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=1.0)
 
 
 def _cause(role: Role) -> str:
@@ -141,14 +161,6 @@ def _cause(role: Role) -> str:
 
 def _describe(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

@@ -186,8 +186,9 @@ def victims(name: str, folder: Path) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("victim", ["learner rank", "torchrun", "sglang"])
 def test_any_process_that_dies_ends_the_run_with_an_error_and_no_process(folder, victim):
-    process = start("train", RECIPE, *SMALL, "steps=1000", "evaluation.at_ends=false", cwd=folder)
-    wait_for_steps(folder, 1, process)
+    # With checkpoints: their writer is a process of a rank's, in no group of the supervisor's.
+    process = start("train", RECIPE, *SMALL, "steps=1000", "evaluation.at_ends=false", "checkpoint.every=1", cwd=folder)
+    wait_for_steps(folder, 2, process)
     found = victims(victim, folder)
     assert found, f"no {victim} found"
     found[-1].kill()

@@ -474,19 +474,16 @@ def reference_logprobs(model, prompt_ids: list[int], token_ids: list[int], tempe
 
 def send(control: SGLangControl, model, *, version: int, tensor_parallel: int = 1) -> None:
     """The whole update as ``sglang_control`` describes it, with this process as rank 0 of a gloo group of its own."""
-    with closing(socket.socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = {
-        "master_address": "127.0.0.1",
-        "master_port": port,
-        "world_size": 1 + tensor_parallel * len(control.urls),
-        "group_name": f"test-{port}",
-        "backend": "gloo",
-    }
-    joining = control.join_group(**meeting)
-    broadcaster = WeightBroadcaster(**meeting, timeout_s=60)
+    broadcaster = WeightBroadcaster(world_size=1 + tensor_parallel * len(control.urls), backend="gloo", timeout_s=60)
     try:
+        joining = control.join_group(
+            master_address=broadcaster.address,
+            master_port=broadcaster.port,
+            world_size=broadcaster.world_size,
+            group_name=broadcaster.group_name,
+            backend="gloo",
+        )
+        broadcaster.join(check=joining.raise_if_failed)
         joining.wait()
         control.begin_update()
         buckets = list(make_buckets(model.named_parameters(), dtype=torch.float32, max_bytes=2**20))
@@ -496,7 +493,7 @@ def send(control: SGLangControl, model, *, version: int, tensor_parallel: int = 
             receiving = control.receive_bucket(
                 names=bucket.names, dtype=bucket.dtype, shapes=bucket.shapes, version=version if last else None
             )
-            broadcaster.broadcast(bucket)
+            broadcaster.broadcast(bucket, check=receiving.raise_if_failed)
             receiving.wait()
         control.end_update()
         control.leave_group()

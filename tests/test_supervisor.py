@@ -50,6 +50,29 @@ def test_stop_ends_stubborn_children_and_grandchildren(tmp_path):
     wait_until(lambda: not alive(grandchild), "the grandchild to end")
 
 
+ORPHANING = """
+    import os, subprocess, sys
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+    open({pid!r} + ".new", "w").write(str(child.pid)); os.rename({pid!r} + ".new", {pid!r})
+"""
+
+
+def test_what_a_dead_role_left_in_a_session_of_its_own_is_ended_too(tmp_path):
+    pid_file = tmp_path / "orphan"
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    try:
+        with Supervisor(grace_s=1) as supervisor:
+            supervisor.start(role(tmp_path, "orphaning", ORPHANING.format(pid=str(pid_file))))
+            supervisor.wait_until_done("orphaning")
+            orphan = read_pid(pid_file)
+            assert alive(orphan)
+        assert not alive(orphan)
+        assert bystander.poll() is None, "a process that the supervisor did not start was ended"
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
 def alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
