@@ -222,14 +222,12 @@ def _wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) ->
     count = config.rollout.replicas
     what = f"{count} SGLang server{'s' if count > 1 else ''}"
     started = time.monotonic()
-    waiting = _progress(f"starting {what}")
-    for name in ("serve", "sample"):
-        supervisor.wait_for(
-            lambda name=name: folder.read_address(name) is not None,
-            what=f"{what} and the sampler to be ready",
-            timeout_s=config.launch.start_timeout_s,
-            while_waiting=waiting,
-        )
+    supervisor.wait_for(
+        lambda: all(folder.read_address(name) is not None for name in ("serve", "sample")),
+        what=f"{what} and the sampler to be ready",
+        timeout_s=config.launch.start_timeout_s,
+        while_waiting=_progress(f"starting {what}"),
+    )
     print(f"{what} and the sampler ready after {time.monotonic() - started:.0f} s", flush=True)
 
 
