@@ -88,7 +88,10 @@ SMALL = ["model.path=model", "rollout.prompts_per_step=4", "rollout.group_size=4
 
 
 def test_a_float32_run_on_two_data_parallel_ranks_is_exact(folder):
-    process = start("train", RECIPE, *SMALL, "steps=3", "checkpoint.every=2", cwd=folder)
+    # A random model solves nothing; rewarding length gives it something to learn from the first step on.
+    (folder / "my_reward.py").write_text("def score(prompt, response, reference):\n    return len(response) / 14\n")
+    settings = [*SMALL, "checkpoint.every=2", "reward.type=function", "reward.function=my_reward:score"]
+    process = start("train", RECIPE, *settings, "steps=3", cwd=folder)
     said = finish(process)
     assert process.returncode == 0, said
     run, steps = folder / "runs" / "latest", steps_of(folder)
@@ -101,6 +104,7 @@ def test_a_float32_run_on_two_data_parallel_ranks_is_exact(folder):
         assert step["sync/version"] == step["step"]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["steps"] == 3 and 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
+    assert steps[0]["optim/grad_norm"] > 0
     assert set(summary["seconds"]) >= {"sampling", "logprobs", "update", "sync", "evaluation"}
     assert (run / "report.html").stat().st_size > 10_000
     assert (run / "mlflow.db").exists()
@@ -110,7 +114,7 @@ def test_a_float32_run_on_two_data_parallel_ranks_is_exact(folder):
     assert_nothing_left(folder)
 
     # A resumed run goes on from step 2's checkpoint: step 3 again, then step 4, each with the next four prompts.
-    process = start("train", RECIPE, *SMALL, "steps=4", "checkpoint.every=2", f"resume={run.resolve()}", cwd=folder)
+    process = start("train", RECIPE, *settings, "steps=4", f"resume={run.resolve()}", cwd=folder)
     said = finish(process)
     assert process.returncode == 0, said
     again = steps_of(folder)
@@ -194,6 +198,5 @@ def test_any_process_that_dies_ends_the_run_with_an_error_and_no_process(folder,
     found[-1].kill()
     said = finish(process)
     assert process.returncode == 1, said
-    assert "role ended with" in said or "sample role failed" in said
-    assert "Traceback" not in said
+    assert "role ended with" in said
     assert_nothing_left(folder)
