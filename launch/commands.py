@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
+from configs.schema.layout import LayoutConfig
 from configs.schema.run import JsonlSftData
 from configs.schema.task import CountdownTask
 from launch import roles, run_folder
@@ -68,12 +69,15 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False) 
         raise BadInput(f"{config_path}: the task has no held-out problems to evaluate on; give task.heldout_path")
     from rollout.remote_sampler import RemoteSampler
 
+    config = config.model_copy(update={"layout": LayoutConfig()})  # no learner takes part
     folder = run_folder.create(config.launch.runs_dir, f"{config.name}-eval", resolved_yaml(config))
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
         start_sampling(supervisor, folder, config)
         _wait_ready(supervisor, folder, config)
         with RemoteSampler(folder.read_address("sample")["address"], timeout_s=config.launch.collective_timeout_s) as remote:
             result = _while_watching(supervisor, remote.evaluate)
+    if result is None:
+        raise BadInput(f"{config_path}: the task has no held-out problems to evaluate on; raise task.heldout_fraction")
     run_folder.write_json(folder.summary, {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)})
     print(f"accuracy {result.accuracy:.4f} on {result.count} held-out samples; {folder.summary}", flush=True)
     return result.accuracy
@@ -102,19 +106,22 @@ def export(run: Path, out: Path) -> None:
     folder = existing_run(run)
     if out.exists():
         raise BadInput(f"OUT: {out} exists already; name a new folder, or remove it first")
-    source, checkpoint = folder.hf, folder.newest_checkpoint()
-    if not source.is_dir() and checkpoint is None:
-        raise BadInput(f"RUN: {run} has neither a finished model nor a checkpoint; set checkpoint.every to get them")
-    if not source.is_dir() or (checkpoint is not None and checkpoint.stat().st_mtime > source.stat().st_mtime):
+    source, temporary = folder.hf, None
+    if not folder.has_final_model():
+        if folder.newest_checkpoint() is None:
+            raise BadInput(f"RUN: {run} has neither a finished model nor a checkpoint; set checkpoint.every to get them")
         config = load_config(folder.config, [])
+        folder.forget("export-rank")
         with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
             supervisor.start(role("export-rank", folder, config))
             supervisor.wait_until_done("export-rank")
-        source = folder.export
+        source = temporary = folder.export
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(source, partial)
     partial.rename(out)
+    if temporary is not None:
+        shutil.rmtree(temporary)
     print(f"exported to {out}", flush=True)
 
 
@@ -185,15 +192,28 @@ def _folder_of(config: RunConfig) -> RunFolder:
         folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
     else:
         folder = existing_run(config.resume)
-        if folder.newest_checkpoint() is None:
-            raise BadInput(f"resume: {config.resume} holds no complete checkpoint to go on from; start anew without `resume`")
+        _check_resume(config, folder)
     try:
         folder.claim()
     except BlockingIOError:
         raise BadInput(f"resume: {config.resume} is being run by another process; wait for it, or stop it first") from None
-    folder.config.write_text(resolved_yaml(config))
+    # Without `resume`: whoever starts from this file later means a run of its own.
+    folder.config.write_text(resolved_yaml(config.model_copy(update={"resume": None})))
     run_folder.point_latest(folder)
     return folder
+
+
+def _check_resume(config: RunConfig, folder: RunFolder) -> None:
+    """Before anything is overwritten: the run can go on, and it is the same run."""
+    if folder.newest_checkpoint() is None:
+        raise BadInput(f"resume: {config.resume} holds no complete checkpoint to go on from; start anew without `resume`")
+    before = load_config(folder.config, [])
+    for part in ("seed", "model", "task"):
+        if getattr(before, part) != getattr(config, part):
+            raise BadInput(
+                f"resume: `{part}` of {config.resume} is {getattr(before, part)!r}, but {getattr(config, part)!r} was given; "
+                f"resume with `tandem train {config.resume}/config.yaml resume={config.resume}`, or start a new run"
+            )
 
 
 def role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: int = 1, show_stdout: bool = False) -> Role:

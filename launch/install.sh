@@ -56,7 +56,8 @@ step() { # step N TITLE COMMAND...: runs it, shows the time that has passed, kee
 }
 say "Installing Tandem ($kind) into .venv with $("$python" --version); about 3 GB and 2-3 minutes on a first run."
 rm -f "$stamp"
-[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+# A .venv that was left half made, or is of another Python, is made anew.
+"$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || "$python" -m venv --clear "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input)
 if [ "$kind" = cpu ]; then
   # torch first and with its dependencies: an index without CPU builds gives the CUDA build, which needs its libraries to import.

@@ -28,6 +28,7 @@ START_PROBE_TEMPERATURE = 0.7
 PROBE_PROMPT = [2 + i % 8 for i in range(12)]
 """Any tokens will do for comparing two engines; ids this small exist in every vocabulary."""
 PROBE_TOKENS = 4
+INTERRUPTED = 130
 
 
 def serve(folder: RunFolder) -> None:
@@ -112,15 +113,13 @@ def build_run(folder: RunFolder) -> "Run":
     config: RunConfig = load_config(folder.config, [])
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     learner = Learner(config)
-    remote, control, tracker = None, None, None
+    remote, control = None, None
     if learner.is_first_rank:
         remote, control = _connect(folder, config)
     sampler = SharedSampler(remote)
     checkpointer = Checkpointer(folder.checkpoints, config.checkpoint)
     progress = checkpointer.restore(learner, sampler)
     resumed_from = progress.step if progress else None
-    if learner.is_first_rank:
-        tracker = Tracker(config, folder.path, resumed_from_step=resumed_from)
     weight_sync = WeightSync(
         learner,
         control,
@@ -138,7 +137,8 @@ def build_run(folder: RunFolder) -> "Run":
         sampler=sampler,
         weight_sync=weight_sync,
         checkpointer=checkpointer,
-        tracker=tracker,
+        # Last: once it is open, whoever fails has to close it.
+        tracker=Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None,
         first_step=1 if resumed_from is None else resumed_from + 1,
     )
 
@@ -218,12 +218,15 @@ def run_role(name: str, folder: RunFolder) -> None:
         folder.forget(name)
     try:
         ROLES[name](folder)
-    except Exception as error:
-        folder.report_error(name, error)
-        traceback.print_exc()
-        _exit_now(1)
-    except KeyboardInterrupt:
-        _exit_now(130)
+    except BaseException as error:
+        # Nothing may interrupt or stop the way out, whatever fails on it (a full disk, the SIGTERM of a peer's failure).
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            if isinstance(error, Exception):
+                folder.report_error(name, error)
+                traceback.print_exc()
+        finally:
+            _exit_now(1 if isinstance(error, Exception) else INTERRUPTED)
 
 
 def _exit_now(code: int) -> NoReturn:
@@ -231,10 +234,12 @@ def _exit_now(code: int) -> NoReturn:
 
     Nobody else cleans up then: child processes (a checkpoint's writers) are ended here.
     """
-    kill(psutil.Process().children(recursive=True))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    try:
+        kill(psutil.Process().children(recursive=True))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def command(role: str, folder: RunFolder, *, ranks: int = 1) -> list[str]:

@@ -58,9 +58,11 @@ class RunFolder:
         return self.path / "roles" / f"{role}.error"
 
     def report_error(self, role: str, error: BaseException) -> None:
-        """What ended ``role``, for the supervisor to show. The first of several ranks has the cause; the others lost a peer."""
-        self.error(role).parent.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError), self.error(role).open("x") as file:
+        """What ended ``role``, for the supervisor to show. The first of several ranks has the cause; the others lost a peer.
+
+        Best effort: on a full disk the log has to do.
+        """
+        with contextlib.suppress(OSError), self.error(role).open("x") as file:
             file.write(f"{type(error).__name__}: {error}")
 
     def forget(self, role: str) -> None:
@@ -69,8 +71,16 @@ class RunFolder:
         self.error(role).unlink(missing_ok=True)
 
     def newest_checkpoint(self) -> Path | None:
-        """The newest one that was written to its end (its manifest comes last); without torch, so for checks before a start."""
-        return max((manifest.parent for manifest in self.checkpoints.glob("step_*/complete.json")), default=None)
+        """The newest whose files are all there in full, as its manifest lists them; without torch, so for checks before a start."""
+        complete = [manifest.parent for manifest in self.checkpoints.glob("step_*/complete.json") if _is_whole(manifest)]
+        return max(complete, default=None)
+
+    def has_final_model(self) -> bool:
+        """Whether ``hf/`` is of the newest step: a run that was resumed and stopped has checkpoints that are newer."""
+        newest = self.newest_checkpoint()
+        if not self.hf.is_dir() or not self.summary.is_file():
+            return False
+        return newest is None or int(newest.name.removeprefix("step_")) <= json.loads(self.summary.read_text())["steps"]
 
     def claim(self) -> None:
         """Make this process the one that runs the folder; the lock goes with the process.
@@ -102,6 +112,14 @@ class RunFolder:
                 raise TimeoutError(f"the {role} role did not report its address in {self.path} within {timeout_s:.0f} s")
             time.sleep(0.1)
         return address
+
+
+def _is_whole(manifest: Path) -> bool:
+    try:
+        files = json.loads(manifest.read_text())["files"]
+        return all((manifest.parent / name).stat().st_size == size for name, size in files.items())
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:

@@ -56,20 +56,23 @@ class Supervisor:
         self._running: dict[str, tuple[Role, subprocess.Popen]] = {}
 
     def __enter__(self) -> "Supervisor":
-        self._previous = signal.signal(signal.SIGTERM, _raise_interrupt)
+        # A closed terminal (SIGHUP) ends a run like Ctrl-C, unless nohup had it ignored.
+        stops = [signal.SIGTERM] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)
+        self._previous = {number: signal.signal(number, _raise_interrupt) for number in stops}
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._not_ours = set(psutil.Process().children())
         return self
 
     def __exit__(self, kind, *exc) -> None:
         # A second Ctrl-C must not leave half of the processes running.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        for number in (signal.SIGINT, *self._previous):
+            signal.signal(number, signal.SIG_IGN)
         try:
             self.stop_all()
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, self._previous)
+            for number, handler in self._previous.items():
+                signal.signal(number, handler)
         if kind is KeyboardInterrupt:
             raise Interrupted from None
 
@@ -153,10 +156,15 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def _cause(role: Role) -> str:
-    """The role's own words where it left any, else the end of its log."""
-    if role.error is not None and role.error.exists():
-        return textwrap.indent(role.error.read_text(), "    ")
-    return textwrap.indent(log_tail(role.log), "    ")
+    """The role's own words where it left any, with the ranks that torchrun saw die (a killed one leaves no words); else its log's end."""
+    try:
+        words = role.error.read_text() if role.error is not None else ""
+    except FileNotFoundError:
+        words = ""
+    if not words:
+        return textwrap.indent(log_tail(role.log), "    ")
+    deaths = [line.split("] ", 1)[-1] for line in log_tail(role.log, lines=200).splitlines() if "failed (exitcode:" in line]
+    return textwrap.indent("\n".join([words, *deaths]), "    ")
 
 
 def _describe(code: int) -> str:

@@ -123,6 +123,6 @@ def _run_checked(work: Callable[[], T], check: Callable[[], None]) -> T:
         try:
             return result.result(timeout=CHECK_EVERY_S)
         except TimeoutError:
-            if result.done():  # the work's own TimeoutError
-                raise
+            if result.done():  # between the timeout and here, or with a TimeoutError of its own
+                return result.result()
             check()

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from configs.loader import load_config
 from rollout.tiny_model import make_tiny_countdown_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,9 +79,11 @@ def steps_of(folder: Path) -> list[dict]:
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path) -> Iterator[Path]:
     make_tiny_countdown_model(tmp_path / "model", seed=0)
-    return tmp_path
+    yield tmp_path
+    for process in processes_of(tmp_path):  # of a test that failed
+        process.kill()
 
 
 RECIPE = str(ROOT / "configs/recipes/countdown_tiny.yaml")
@@ -134,6 +137,11 @@ def test_a_float32_run_on_two_data_parallel_ranks_is_exact(folder):
         assert all(torch.equal(found[name], final[name]) for name in final), f"{out} differs from the trained weights"
         shutil.rmtree(run / "hf", ignore_errors=True)
     assert_nothing_left(folder)
+
+    # The run's own config starts a new run, not the resumed one; another seed does not go on from it.
+    assert load_config(run / "config.yaml").resume is None
+    refused = start("train", RECIPE, *settings, "seed=1", f"resume={run.resolve()}", cwd=folder)
+    assert "seed" in finish(refused) and refused.returncode == 2
 
 
 def test_every_term_at_once_on_two_tensor_parallel_ranks(folder):
