@@ -21,14 +21,12 @@ from launch.run_folder import RunFolder
 from launch.supervisor import Role, RoleFailed, Supervisor
 from parallel.layout import read_hf_config, validate_layout, validate_rollout_layout
 
+PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
 
 
 class BadInput(Exception):
     """An argument that cannot be honoured; nothing was started. (What is wrong inside a config is a ConfigError.)"""
-
-
-PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
 
 def train(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> RunFolder | None:
@@ -77,7 +75,7 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False) 
         with RemoteSampler(folder.read_address("sample")["address"], timeout_s=config.launch.collective_timeout_s) as remote:
             result = _while_watching(supervisor, remote.evaluate)
     if result is None:
-        raise BadInput(f"{config_path}: the task has no held-out problems to evaluate on; raise task.heldout_fraction")
+        raise RoleFailed(f"{config_path}: the task has no held-out problems to evaluate on; raise task.heldout_fraction")
     run_folder.write_json(folder.summary, {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)})
     print(f"accuracy {result.accuracy:.4f} on {result.count} held-out samples; {folder.summary}", flush=True)
     return result.accuracy

@@ -1,6 +1,6 @@
 """What each role runs, given a run folder: serve (SGLang), sample (groups), learn (Megatron ranks, under torchrun).
 
-Roles find each other through ``RUN/roles/*.json``, so each can be started by itself, on its own node, in any order.
+Roles find each other through ``RUN/roles/*.json``, so each can be started by itself; all on one machine, since addresses are of localhost.
 """
 
 import asyncio

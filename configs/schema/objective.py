@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Schema
+from configs.schema.base import NonNegativeFloat, PositiveInt, Schema
 
 
 class ClippedObjective(Schema):
@@ -58,14 +58,3 @@ class EntropyConfig(Schema):
     coefficient: NonNegativeFloat = 0.0
     """Of the entropy bonus that is subtracted from the loss."""
 
-
-__all__ = [
-    "AdvantageConfig",
-    "AggregationConfig",
-    "ClippedObjective",
-    "EntropyConfig",
-    "GrpoAdvantage",
-    "KLConfig",
-    "ObjectiveConfig",
-    "PositiveFloat",
-]
