@@ -11,13 +11,14 @@ Rules that are not obvious:
 - A block of several variants (`task`, `correction.weight`, `data`) whose `type` (or `level`) is changed by a later layer starts
   afresh: keys that earlier layers gave the other variant are dropped. All overrides together are one layer, so their order does not
   matter. A block without its `type` has that of the default. The root's `kind` cannot be changed by a later layer.
+- `correction` may be a preset's name, or hold the block of another system; a layer that says so starts it afresh (`shorthands.py`).
 
 Every key remembers the file and line that set it, so that an error can name them. All problems found are reported at once; the checks
 that span several fields run once the fields themselves are valid.
 
     errors.py       Problem and ConfigError              schema_shape.py   what the schema allows at each place
     yaml_values.py  YAML to values with lines, and back  wording.py        pydantic's errors in plain words
-                                                         named_files.py    the files that a config names
+    shorthands.py   corrections by name, made explicit   named_files.py    the files that a config names
 """
 
 import json
@@ -31,6 +32,7 @@ from configs.errors import COMMAND_LINE, ConfigError, Problem, did_you_mean
 from configs.named_files import check_files, close_file
 from configs.schema import AnyConfig, RunConfig, SftConfig
 from configs.schema_shape import Shape
+from configs.shorthands import expand, with_named_preset
 from configs.wording import problems_of
 from configs.yaml_values import Value, dump, read_yaml, show
 
@@ -39,12 +41,15 @@ __all__ = ["ConfigError", "Problem", "check_files", "load_config", "resolved_yam
 _ROOT = Shape.of(AnyConfig)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, files: bool = False) -> RunConfig | SftConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, files: bool = False, notes: list[str] | None = None
+) -> RunConfig | SftConfig:
     """The config of a YAML file (with what it extends) and dotted overrides.
 
     path: relative to the current folder, like every path inside the config.
     overrides: ``key.sub=value``, the value read as YAML.
     files: also check that the files the config names exist (``check_files``), with the line that names them.
+    notes: a list to which is added how the block of another system (``correction.verl``) was understood, one line per key.
     Raises ConfigError with every problem found.
     """
     problems: list[Problem] = []
@@ -53,7 +58,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, files: bool 
     override_layer = _read_overrides(overrides, problems)
     if unreadable:
         raise ConfigError(problems)
-    tree = _merge_layers([*layers, override_layer] if override_layer.data else layers, problems)
+    layers, understood = expand([*layers, override_layer] if override_layer.data else layers, problems)
+    if notes is not None:
+        notes += understood
+    tree = _merge_layers(layers, problems)
     tree = Value({"kind": tree.at(["kind"]) or Value("train", str(path)), **tree.data}, str(path))
     config = _validate(tree, problems)
     if files and config is not None:
@@ -115,7 +123,7 @@ def _merge_layers(layers: Sequence[Value], problems: list[Problem]) -> Value:
 
 def _merge(lower: Value, upper: Value, shape: Shape) -> Value:
     """``upper`` over ``lower``; a block that changes its variant starts afresh."""
-    if not (isinstance(lower.data, dict) and isinstance(upper.data, dict)):
+    if upper.afresh or not (isinstance(lower.data, dict) and isinstance(upper.data, dict)):
         return upper
     if shape.tag_key and shape.tag_key in upper.data and shape.tag_of(lower) not in (None, shape.tag_of(upper)):
         return upper
@@ -202,7 +210,7 @@ def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> Value:
     layer = Value({}, COMMAND_LINE)
     for text in overrides:
         try:
-            layer = _merge(layer, _read_override(text), Shape())
+            layer = _merge(layer, with_named_preset(_read_override(text)), Shape())
         except ConfigError as error:
             problems += error.problems
     return layer

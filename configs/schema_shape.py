@@ -57,7 +57,7 @@ class Shape:
     def default(self) -> Any:
         if self.field is None or self.field.is_required():
             return NOT_SET
-        return self.field.get_default(call_default_factory=True)
+        return self.field.get_default(call_default_factory=True, validated_data={})
 
     def tag_of(self, block: Value | None) -> Any:
         """The tag that a block gives or, where it gives none, that of the default; None where there is neither."""

@@ -8,9 +8,11 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from configs.compat import fix_for_foreign_key
 from configs.errors import NOT_SET, Problem, did_you_mean, dotted
 from configs.schema.base import Schema
 from configs.schema_shape import Shape
+from configs.shorthands import SHORTHANDS
 from configs.yaml_values import Value, is_number_or_bool, show
 
 _WRONG_TYPE = {
@@ -33,6 +35,8 @@ def problems_of(error: ValidationError, tree: Value, root: Shape) -> Iterator[Pr
     """``tree`` is what was validated, with its lines; ``root`` the schema class that it was validated against."""
     seen: set[tuple] = set()
     for details in error.errors(include_url=False):
+        if details["type"] == "default_factory_not_called":  # a default that follows from a field that is wrong itself
+            continue
         path, shape, parent = _locate(root, details["loc"])
         if details["type"] == "value_error":
             yield _contradiction(details, path, shape, tree)
@@ -64,7 +68,9 @@ def _translate(details: ErrorDetails, path: tuple, shape: Shape, parent: Shape, 
     value = NOT_SET if found is None else show(found.plain())
     match kind:
         case "extra_forbidden":
-            error, fix = "unknown key", did_you_mean(str(path[-1]), parent.names(), "keys here", _elsewhere(path[-1], root))
+            known = [*parent.names(), *(SHORTHANDS if path[:-1] == ("correction",) else ())]
+            error, fix = "unknown key", did_you_mean(str(path[-1]), known, "keys here", _elsewhere(path, root))
+            fix = fix_for_foreign_key(str(path[-1])) or fix
         case "missing":
             error, fix = "required, but not set", f"add `{dotted(path)}`{_described(shape)}"
         case "union_tag_not_found":
@@ -124,9 +130,15 @@ def _default_note(shape: Shape) -> str:
     return "" if shape.models or shape.default == NOT_SET else f" (default: {show(shape.default)})"
 
 
-def _elsewhere(key: Hashable, root: Shape) -> str | None:
-    """Where else in the schema a key of this name exists."""
-    places = [path for path in _all_paths(root, ()) if path[-1] == key]
+def _elsewhere(path: tuple, root: Shape) -> str | None:
+    """Where else in the schema a key of this name exists: in another variant of its block, or at other places."""
+    block = root
+    for part in path[:-1]:
+        block = block.child(part)
+    tags = [tag for tag, model in block.tags.items() if path[-1] in model.model_fields] if block.tag_key else []
+    if tags:
+        return f"it goes with `{dotted((*path[:-1], block.tag_key))}` of: {', '.join(tags)}"
+    places = [place for place in _all_paths(root, ()) if place[-1] == path[-1]]
     return f"it exists as {' and '.join(f'`{dotted(p)}`' for p in places)}" if places else None
 
 

@@ -104,6 +104,8 @@ class Value:
 
     data: Any
     where: str
+    afresh: bool = False
+    """A block that takes the place of what lower layers say of it, instead of merging with that."""
 
     def plain(self) -> Any:
         if isinstance(self.data, dict):

@@ -62,6 +62,20 @@ def report(run: RunPath) -> None:
     commands.report(run)
 
 
+@app.command()
+def replay(
+    run: RunPath,
+    step: Annotated[int, typer.Option(help="A recorded step (record_batches in the config).")],
+    correction: Annotated[list[str] | None, typer.Option(help="A preset; may be given several times. All of them if left out.")] = None,
+    gradients: Annotated[bool, typer.Option("--gradients", help="Of the parameters, from the checkpoint the step started from.")] = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Also a figure, in the run's figures/.")] = False,
+) -> None:
+    """What other corrections would have made of a recorded step: weights, what is kept, loss and gradient; no engine needed."""
+    from launch import commands
+
+    commands.replay(run, step, correction or [], gradients=gradients, plot=plot)
+
+
 @app.command("make-tiny-model")
 def make_tiny_model(
     folder: Annotated[Path, typer.Argument(help="The folder to write", metavar="FOLDER")],
@@ -99,6 +113,7 @@ _role_command("serve", "One role alone: the SGLang servers of a run.")
 _role_command("sample", "One role alone: the sampling driver of a run.")
 _role_command("learn", "One role alone, under torchrun: a Megatron rank of a run.")
 _role_command("sft-rank", "Under torchrun: a Megatron rank of a warm start.", hidden=True)
+_role_command("replay-rank", "A Megatron process that replays a step with gradients of the parameters.", hidden=True)
 _role_command("export-rank", "A Megatron process that writes a checkpoint as a Hugging Face folder.", hidden=True)
 
 

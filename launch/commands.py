@@ -134,6 +134,39 @@ def report(run: Path) -> None:
     print(f"report: {page}", flush=True)
 
 
+def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: bool) -> None:
+    from launch import replay as replays
+    from trainer.recording import recorded_steps
+
+    folder = existing_run(run)
+    steps = recorded_steps(folder.batches)
+    if step not in steps:
+        which = f"recorded are {steps}" if steps else "none is recorded; train with record_batches=all or record_batches.every=N"
+        raise BadInput(f"--step {step}: {run} has no recorded batch of this step; {which}")
+    config: RunConfig = load_config(folder.config, [])
+    try:
+        corrections = replays.corrections_named(names, config)
+        if gradients:
+            replays.starting_weights(folder, step)
+            replays.write_request(folder, step, names)
+            folder.forget("replay-rank")
+            print(f"replaying {len(corrections)} corrections, each with a forward and a backward pass …", flush=True)
+            with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
+                supervisor.start(role("replay-rank", folder, config))
+                supervisor.wait_until_done("replay-rank")
+        else:
+            replays.write_results(folder, step, corrections, with_gradients=False)
+    except ValueError as error:
+        raise BadInput(f"RUN {run}: {error}") from error
+    result = replays.read_result(folder, step)
+    print(f"step {step} of {run}; ESS of ratios and of bounded weights; gradient of the {result['gradient_of']}, cosine to `disabled`")
+    print(replays.table(result), flush=True)
+    if plot:
+        path = folder.figures / f"replay_step_{step:06d}.png"
+        replays.plot(result, path)
+        print(f"figure: {path}", flush=True)
+
+
 def existing_run(run: Path) -> RunFolder:
     if not (run / "config.yaml").is_file():
         raise BadInput(f"RUN: {run} is not a run folder (it has no config.yaml); runs/latest is the newest run")
@@ -142,7 +175,10 @@ def existing_run(run: Path) -> RunFolder:
 
 def _load(path: Path, overrides: list[str], kind: type) -> RunConfig | SftConfig:
     """Everything that can be known before a process is started is checked here."""
-    config = load_config(path, overrides, files=True)
+    notes: list[str] = []
+    config = load_config(path, overrides, files=True, notes=notes)
+    for note in notes:
+        print(f"# {note}", flush=True)
     if not isinstance(config, kind):
         wanted = kind.model_fields["kind"].default or "sft"
         raise BadInput(f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}")
@@ -179,7 +215,7 @@ def _check_rollout(config: RunConfig, hf_config: dict) -> None:
         from rollout.tasks import check_task_files
 
         check_task_files(config.task)
-    if config.reward_type.type == "function":
+    if config.reward_type.type not in ("countdown", "gsm8k"):
         from rollout.rewards import check_reward
 
         check_reward(config.reward_type)

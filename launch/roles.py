@@ -17,6 +17,7 @@ import psutil
 
 from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
+from configs.schema.objective import KLConfig
 from launch.run_folder import RunFolder
 from launch.supervisor import end_with_parent, kill
 
@@ -105,6 +106,7 @@ def build_run(folder: RunFolder) -> "Run":
     from parallel.platform import collective_backend, init_distributed
     from trainer.learner import Learner
     from trainer.loop import Run
+    from trainer.recording import Recorder
     from trainer.resume import Checkpointer
     from trainer.sampling import SharedSampler
     from trainer.tracking import Tracker
@@ -137,6 +139,7 @@ def build_run(folder: RunFolder) -> "Run":
         sampler=sampler,
         weight_sync=weight_sync,
         checkpointer=checkpointer,
+        recorder=Recorder(folder.batches, config.record_batches),
         # Last: once it is open, whoever fails has to close it.
         tracker=Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None,
         first_step=1 if resumed_from is None else resumed_from + 1,
@@ -196,7 +199,8 @@ def export(folder: RunFolder) -> None:
     from parallel.platform import init_distributed
     from trainer.learner import Learner
 
-    config: RunConfig = load_config(folder.config, ["layout.data_parallel=1", "layout.tensor_parallel=1", "kl.coefficient=0"])
+    config: RunConfig = load_config(folder.config, ["layout.data_parallel=1", "layout.tensor_parallel=1"])
+    config = config.model_copy(update={"kl": KLConfig(), "critic": None})  # the policy alone
     newest = latest_valid(folder.checkpoints)
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     learner = Learner(config)
@@ -205,8 +209,21 @@ def export(folder: RunFolder) -> None:
     dist.destroy_process_group()
 
 
-MEGATRON_ROLES = ("learn", "sft-rank", "export-rank")
-ROLES = {"serve": serve, "sample": sample, "learn": learn, "sft-rank": supervised, "export-rank": export}
+def replay(folder: RunFolder) -> None:
+    """What the request file asks of a recorded step, with gradients of the parameters; one process, whatever layout trained."""
+    import torch.distributed as dist
+
+    from launch.replay import answer_request
+    from parallel.platform import init_distributed
+
+    config: RunConfig = load_config(folder.config, [])
+    init_distributed(timeout_s=config.launch.collective_timeout_s)
+    answer_request(folder)
+    dist.destroy_process_group()
+
+
+MEGATRON_ROLES = ("learn", "sft-rank", "export-rank", "replay-rank")
+ROLES = {"serve": serve, "sample": sample, "learn": learn, "sft-rank": supervised, "export-rank": export, "replay-rank": replay}
 
 
 def run_role(name: str, folder: RunFolder) -> None:

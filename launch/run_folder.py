@@ -36,6 +36,10 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def batches(self) -> Path:
+        return self.path / "batches"
+
+    @property
     def hf(self) -> Path:
         return self.path / "hf"
 

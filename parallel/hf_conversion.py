@@ -22,7 +22,7 @@ import parallel.megatron_setup  # noqa: F401  # isort: skip - before megatron.co
 from megatron.core import parallel_state
 
 from parallel.layout import padded_vocab_size
-from parallel.megatron_model import LogprobGPTModel
+from parallel.megatron_model import PackedGPTModel
 
 MAX_SHARD_BYTES = 4 * 1024**3
 INDEX = "model.safetensors.index.json"
@@ -35,6 +35,7 @@ COMPANIONS = (
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _OUTPUT = "output_layer.weight"
+_VALUE_HEAD = "value_head.weight"
 _TOP = {_EMBEDDING: "model.embed_tokens.weight", "decoder.final_layernorm.weight": "model.norm.weight", _OUTPUT: "lm_head.weight"}
 _LAYER = {
     "input_layernorm.weight": ("input_layernorm.weight",),
@@ -92,9 +93,11 @@ class HuggingFaceWeights:
             return file.get_tensor(name)
 
 
-def parameter_names(model: LogprobGPTModel) -> Iterator[tuple[str, Tensor]]:
-    """(name with the global layer number, parameter) of this rank."""
+def parameter_names(model: PackedGPTModel) -> Iterator[tuple[str, Tensor]]:
+    """(name with the global layer number, parameter) of this rank; a critic's head is no part of a Hugging Face folder."""
     for name, parameter in model.named_parameters():
+        if name == _VALUE_HEAD:
+            continue
         if found := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
             name = f"decoder.layers.{model.decoder.layers[int(found[1])].layer_number - 1}.{found[2]}"
         yield name, parameter
@@ -109,8 +112,8 @@ def hf_names(name: str) -> tuple[str, ...]:
 
 
 @torch.no_grad()
-def load_hf(models: Sequence[LogprobGPTModel], folder: Path) -> None:
-    """Fill every parameter of this rank from ``folder``, converting to the parameter's dtype.
+def load_hf(models: Sequence[PackedGPTModel], folder: Path) -> None:
+    """Fill every parameter of this rank from ``folder``, converting to the parameter's dtype. A critic's head stays as it is.
 
     Raises ValueError naming tensors that are missing, of another shape than config.json says, or left over.
     """
@@ -125,7 +128,7 @@ def load_hf(models: Sequence[LogprobGPTModel], folder: Path) -> None:
             parameter.copy_(_shard(name, _merge(name, parts, model), parameter))
 
 
-def _check_names(weights: HuggingFaceWeights, models: Sequence[LogprobGPTModel]) -> None:
+def _check_names(weights: HuggingFaceWeights, models: Sequence[PackedGPTModel]) -> None:
     """Every rank compares the names of the whole model, whatever stage it holds."""
     architecture = models[0].architecture
     has = {"bias": architecture.qkv_bias, "qk_norm": architecture.qk_norm}
@@ -145,7 +148,7 @@ def _check_names(weights: HuggingFaceWeights, models: Sequence[LogprobGPTModel])
         raise ValueError(f"{weights.folder} has {len(left_over)} tensors that its config.json does not account for: {shown}")
 
 
-def _check_shapes(name: str, parts: Sequence[Tensor], parameter: Tensor, model: LogprobGPTModel) -> None:
+def _check_shapes(name: str, parts: Sequence[Tensor], parameter: Tensor, model: PackedGPTModel) -> None:
     a = model.architecture
     rows = {
         "q_proj": a.num_heads * a.head_dim, "k_proj": a.num_kv_heads * a.head_dim, "v_proj": a.num_kv_heads * a.head_dim,
@@ -160,7 +163,7 @@ def _check_shapes(name: str, parts: Sequence[Tensor], parameter: Tensor, model: 
             raise ValueError(f"tensor {part_name} has shape {tuple(part.shape)}; config.json asks for {wanted}")
 
 
-def _merge(name: str, parts: Sequence[Tensor], model: LogprobGPTModel) -> Tensor:
+def _merge(name: str, parts: Sequence[Tensor], model: PackedGPTModel) -> Tensor:
     """The whole Megatron tensor from its Hugging Face parts."""
     if "linear_qkv" in name and len(parts) == 3:
         groups = model.config.num_query_groups
@@ -171,7 +174,7 @@ def _merge(name: str, parts: Sequence[Tensor], model: LogprobGPTModel) -> Tensor
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
-def _split(name: str, whole: Tensor, model: LogprobGPTModel) -> list[Tensor]:
+def _split(name: str, whole: Tensor, model: PackedGPTModel) -> list[Tensor]:
     """The Hugging Face parts of a whole Megatron tensor; the inverse of ``_merge``."""
     config = model.config
     if name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
@@ -210,7 +213,7 @@ def _gather(name: str, parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def export_hf(models: Sequence[LogprobGPTModel]) -> Iterator[tuple[str, Tensor]]:
+def export_hf(models: Sequence[PackedGPTModel]) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, full tensor) of the model on every rank, in the same order on each.
 
     A collective: every rank must run it to the end. Tensors are on the device, in the model's dtype, and may share memory with
@@ -224,7 +227,7 @@ def export_hf(models: Sequence[LogprobGPTModel]) -> Iterator[tuple[str, Tensor]]
             yield from zip(hf_names(name), _split(name, whole, model), strict=True)
 
 
-def save_hf(models: Sequence[LogprobGPTModel], source: Path, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+def save_hf(models: Sequence[PackedGPTModel], source: Path, folder: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
     """Write a Hugging Face folder: weights in shards of at most ``max_shard_bytes``, config and tokenizer copied from ``source``.
 
     A collective; rank 0 writes. ``folder`` appears complete or not at all: it is written beside, flushed and renamed, and what

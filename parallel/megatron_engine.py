@@ -1,4 +1,5 @@
-"""The learner engine: log-probs and updates of a Megatron-Core model on packed micro-batches, over data- and tensor-parallel ranks.
+"""The learner's engines: a policy's log-probs, a critic's values and the updates of either, of a Megatron-Core model on packed
+micro-batches, over data- and tensor-parallel ranks.
 
 Every method that touches weights is a collective: all ranks call it, in the same order. Micro-batches are this data-parallel
 rank's own; tensor-parallel ranks of one data-parallel rank pass the same ones.
@@ -8,6 +9,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,22 @@ from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
 from parallel import checkpoint, hf_conversion, platform
 from parallel.layout import read_hf_config, validate_layout
-from parallel.megatron_model import LogprobGPTModel, build_model
+from parallel.megatron_model import LogprobGPTModel, PackedGPTModel, ValueGPTModel, build_model, build_value_model
 from parallel.packing import PackedBatch
 
 logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, Any]]
 """(micro-batch, logprobs_T, entropy_T) -> (scalar loss, anything to be handed back)."""
+
+ValueLossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Any]]
+"""(micro-batch, values_T) -> (scalar loss, anything to be handed back)."""
+
+GradScale = Callable[[list[Any]], float]
+"""(what this rank's losses handed back, one per micro-batch) -> one factor, the same on all ranks."""
+
+_Forward = Callable[[Any, PackedBatch], Any]
+"""(model, micro-batch) -> what the loss takes after the micro-batch: a tuple of tensors."""
 
 
 class NonFiniteError(ArithmeticError):
@@ -66,14 +77,13 @@ class UpdateResult:
     outputs: list[Any]
 
 
-class MegatronEngine:
-    """A model in Megatron-Core and, unless it is frozen, its optimizer.
+class _Engine:
+    """What a policy's engine and a critic's share: a model in Megatron-Core and, unless it is frozen, its optimizer.
 
-    ``optimizer=None`` makes a frozen engine (the reference policy): log-probs and export only. ``total_optimizer_steps`` is
-    where the learning-rate schedule ends. Several engines may live in one process; they share one layout. There is no dropout:
-    log-probs of ``logprobs`` and those that ``update`` hands to its loss are bitwise equal for the same micro-batch and weights.
-    ``timeout_s`` seconds, rounded up to whole minutes, is the deadline of collectives in Megatron's own groups, which do not take it
-    from the default group.
+    ``optimizer=None`` makes a frozen engine, which scores only. ``total_optimizer_steps`` is where the learning-rate schedule ends.
+    Several engines may live in one process; they share one layout. There is no dropout: what the scoring pass computes and what
+    ``update`` hands to its loss are bitwise equal for the same micro-batch and weights. ``timeout_s`` seconds, rounded up to whole
+    minutes, is the deadline of collectives in Megatron's own groups, which do not take it from the default group.
 
     Needs ``platform.init_distributed`` first. Raises ValueError for a layout, model or schedule that does not fit.
     """
@@ -84,11 +94,11 @@ class MegatronEngine:
         layout: LayoutConfig,
         optimizer: OptimizerConfig | None,
         *,
+        build: Callable[..., PackedGPTModel],
         total_optimizer_steps: int,
-        logprob_chunk_tokens: int,
         recompute: str,
         seed: int,
-        timeout_s: float = 1800.0,
+        timeout_s: float,
     ):
         hf_config = read_hf_config(model.path)
         validate_layout(hf_config, layout, num_processes=dist.get_world_size())
@@ -96,9 +106,7 @@ class MegatronEngine:
         self.groups = _groups()
         self.source = model.path
         self.dtype = getattr(torch, model.dtype)
-        self.model = build_model(
-            model.path, hf_config, dtype=self.dtype, recompute=recompute if optimizer else "none", chunk_tokens=logprob_chunk_tokens
-        )
+        self.model = build(model.path, hf_config, dtype=self.dtype, recompute=recompute if optimizer else "none")
         hf_conversion.load_hf([self.model], model.path)
         self._optimizer_config = optimizer
         if optimizer is None:
@@ -140,22 +148,25 @@ class MegatronEngine:
         return self._optimizer_config is None
 
     @torch.no_grad()
-    def logprobs(
-        self, microbatches: Sequence[PackedBatch], *, temperature: float, with_entropy: bool = False
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """(logprobs_T, entropy_T or None) of each micro-batch's targets: float32, in nats, on the device, without gradient.
-
-        All ranks of a data-parallel group pass the same number of micro-batches.
-        """
+    def _score(self, microbatches: Sequence[PackedBatch], forward: _Forward) -> list:
+        """What ``forward`` gives for each micro-batch. All ranks of a data-parallel group pass the same number of micro-batches."""
         self._chunk.eval()
-        return self._run(microbatches, temperature, with_entropy, lambda index, batch: None) if microbatches else []
+        return self._run(microbatches, forward, None) if microbatches else []
 
-    def update(self, microbatches: Sequence[PackedBatch], loss_fn: LossFunction, *, temperature: float) -> UpdateResult:
-        """One optimizer step on the plain sum of the micro-batches' losses over all data-parallel ranks.
+    def _update(
+        self, microbatches: Sequence[PackedBatch], forward: _Forward, loss_fn: Callable, grad_scale: GradScale | None
+    ) -> UpdateResult:
+        outputs = self._backward(microbatches, forward, loss_fn)
+        if grad_scale is not None:
+            self._scale_gradients(grad_scale(outputs))
+        self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        if not math.isfinite(grad_norm):
+            raise NonFiniteError(f"the gradient's norm is {grad_norm}{self._bad_parameters()}; nothing was updated")
+        return UpdateResult(grad_norm=grad_norm, lr=self._step(grad_norm), outputs=outputs)
 
-        All ranks pass the same number of micro-batches, at least one. Raises NonFiniteError on all ranks, weights untouched,
-        where any loss or the gradient's norm is not finite; ValueError for a frozen engine or without micro-batches.
-        """
+    def _backward(self, microbatches: Sequence[PackedBatch], forward: _Forward, loss_fn: Callable) -> list[Any]:
+        """The gradient of the summed losses into Megatron's gradient buffers; returns what the losses handed back."""
         self._require_optimizer("update")
         if not microbatches:
             raise ValueError("update needs at least one micro-batch on every rank")
@@ -164,8 +175,8 @@ class MegatronEngine:
         self._optimizer.zero_grad()
         losses: list[Tensor] = []
 
-        def attach_loss(index: int, batch: PackedBatch) -> Callable:
-            def compute(output: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Any]:
+        def attach_loss(batch: PackedBatch) -> Callable:
+            def compute(output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Any]:
                 loss, handed_back = loss_fn(batch, *output)
                 losses.append(loss.detach())
                 if not loss.requires_grad:  # a constant; the empty sum ties it to the graph
@@ -174,42 +185,35 @@ class MegatronEngine:
 
             return compute
 
-        outputs = self._run(microbatches, temperature, True, attach_loss)
+        outputs = self._run(microbatches, forward, attach_loss)
         self._check_losses(losses)
-        self._optimizer.prepare_grads()
-        grad_norm = float(self._optimizer.get_grad_norm())
-        if not math.isfinite(grad_norm):
-            raise NonFiniteError(f"the gradient's norm is {grad_norm}{self._bad_parameters()}; nothing was updated")
-        return UpdateResult(grad_norm=grad_norm, lr=self._step(grad_norm), outputs=outputs)
+        return outputs
+
+    def _scale_gradients(self, factor: float) -> None:
+        if not math.isfinite(factor):
+            raise NonFiniteError(f"grad_scale gave {factor}; nothing was updated")
+        # The buffers hold the sums over ranks by now (the distributed optimizer: of this rank's shard), the optimizer no copy yet.
+        self._chunk.scale_gradients(factor)
 
     def _run(
-        self, microbatches: Sequence[PackedBatch], temperature: float, with_entropy: bool, attach_loss: Callable[[int, PackedBatch], Any]
+        self, microbatches: Sequence[PackedBatch], forward: _Forward, attach_loss: Callable[[PackedBatch], Callable] | None
     ) -> list:
         """All micro-batches through Megatron's schedule: with losses and backward where ``attach_loss`` gives a loss, else forward."""
-        training = self._chunk.training
 
-        def forward(batches: Iterator[tuple[int, PackedBatch]], chunk):
-            index, batch = next(batches)
-            batch = batch.to(platform.device())
-            model: LogprobGPTModel = getattr(chunk, "module", chunk)
-            output = model.logprobs(
-                tokens_T=batch.tokens_T,
-                targets_T=batch.targets_T,
-                packed=model.pack(batch.cu_seqlens, batch.positions_T),
-                temperature=temperature,
-                with_entropy=with_entropy,
-            )
-            return output, attach_loss(index, batch) if training else (lambda found, non_loss_data: found)
+        def forward_step(batches: Iterator[PackedBatch], chunk):
+            batch = next(batches).to(platform.device())
+            output = forward(getattr(chunk, "module", chunk), batch)
+            return output, attach_loss(batch) if attach_loss else (lambda found, non_loss_data: found)
 
         return get_forward_backward_func()(
-            forward_step_func=forward,
-            data_iterator=iter(enumerate(microbatches)),
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches),
             model=self._chunk,
             num_microbatches=len(microbatches),
             seq_length=max(batch.num_tokens for batch in microbatches),
             micro_batch_size=1,
-            forward_only=not training,
-            collect_non_loss_data=not training,
+            forward_only=attach_loss is None,
+            collect_non_loss_data=attach_loss is None,
         )
 
     def _check_losses(self, losses: Sequence[Tensor]) -> None:
@@ -239,14 +243,6 @@ class MegatronEngine:
         if self.is_frozen:
             raise ValueError(f"{action} needs an optimizer; this engine was built frozen (optimizer=None)")
 
-    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) on every rank in one order; see ``hf_conversion.export_hf``."""
-        return hf_conversion.export_hf([self.model])
-
-    def save_hf(self, folder: Path) -> None:
-        """Write a Hugging Face folder with this model's weights, all or nothing; see ``hf_conversion.save_hf``."""
-        hf_conversion.save_hf([self.model], self.source, folder)
-
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write a resumable checkpoint at ``folder``, all or nothing; see ``checkpoint.save``."""
         self._require_optimizer("save")
@@ -256,6 +252,133 @@ class MegatronEngine:
         """Go on from a checkpoint: weights, optimizer, schedule and random state. Returns what ``save`` was given as ``extra``."""
         self._require_optimizer("load")
         return checkpoint.load(folder, model=self.model, optimizer=self._optimizer, scheduler=self._scheduler)
+
+
+class MegatronEngine(_Engine):
+    """A policy; frozen, it is the reference policy: log-probs and export only. ``logprob_chunk_tokens``: see ``linear_logprobs``."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: LayoutConfig,
+        optimizer: OptimizerConfig | None,
+        *,
+        total_optimizer_steps: int,
+        logprob_chunk_tokens: int,
+        recompute: str,
+        seed: int,
+        timeout_s: float = 1800.0,
+    ):
+        super().__init__(
+            model,
+            layout,
+            optimizer,
+            build=partial(build_model, chunk_tokens=logprob_chunk_tokens),
+            total_optimizer_steps=total_optimizer_steps,
+            recompute=recompute,
+            seed=seed,
+            timeout_s=timeout_s,
+        )
+
+    def logprobs(
+        self, microbatches: Sequence[PackedBatch], *, temperature: float, with_entropy: bool = False
+    ) -> list[tuple[Tensor, Tensor | None]]:
+        """(logprobs_T, entropy_T or None) of each micro-batch's targets: float32, in nats, on the device, without gradient.
+
+        All ranks of a data-parallel group pass the same number of micro-batches.
+        """
+        return self._score(microbatches, _logprobs(temperature, with_entropy))
+
+    def update(
+        self,
+        microbatches: Sequence[PackedBatch],
+        loss_fn: LossFunction,
+        *,
+        temperature: float,
+        grad_scale: GradScale | None = None,
+    ) -> UpdateResult:
+        """One optimizer step on the plain sum of the micro-batches' losses over all data-parallel ranks.
+
+        ``grad_scale`` is called once, on every rank, after backward and the sum over ranks. Its factor multiplies all gradients before
+        norm, clipping and step, as if it had multiplied every loss: for normalisers that are known only after the forward. The losses
+        themselves, and what they hand back, stay unscaled.
+
+        All ranks pass the same number of micro-batches, at least one. Raises NonFiniteError on all ranks, weights untouched,
+        where any loss, the factor or the gradient's norm is not finite; ValueError for a frozen engine or without micro-batches.
+        """
+        return self._update(microbatches, _logprobs(temperature, True), loss_fn, grad_scale)
+
+    def gradient(self, microbatches: Sequence[PackedBatch], loss_fn: LossFunction, *, temperature: float) -> tuple[Tensor, list[Any]]:
+        """The gradient that ``update`` would step on, of all parameters as one float32 vector, and what the losses handed back.
+
+        For a single process: with several, each has but its own part of it. Nothing is updated.
+        """
+        outputs = self._backward(microbatches, _logprobs(temperature, True), loss_fn)
+        return torch.cat([p.main_grad.flatten().float() for p in self.model.parameters() if p.requires_grad]), outputs
+
+    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) on every rank in one order; see ``hf_conversion.export_hf``."""
+        return hf_conversion.export_hf([self.model])
+
+    def save_hf(self, folder: Path) -> None:
+        """Write a Hugging Face folder with this model's weights, all or nothing; see ``hf_conversion.save_hf``."""
+        hf_conversion.save_hf([self.model], self.source, folder)
+
+
+class ValueEngine(_Engine):
+    """A critic: the backbone of a policy's folder, and a head that starts at zero (see ``ValueGPTModel``)."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: LayoutConfig,
+        optimizer: OptimizerConfig,
+        *,
+        total_optimizer_steps: int,
+        recompute: str,
+        seed: int,
+        timeout_s: float = 1800.0,
+    ):
+        super().__init__(
+            model,
+            layout,
+            optimizer,
+            build=build_value_model,
+            total_optimizer_steps=total_optimizer_steps,
+            recompute=recompute,
+            seed=seed,
+            timeout_s=timeout_s,
+        )
+
+    def values(self, microbatches: Sequence[PackedBatch]) -> list[Tensor]:
+        """values_T of each micro-batch: float32, on the device, without gradient; index t as for log-probs.
+
+        All ranks of a data-parallel group pass the same number of micro-batches.
+        """
+        return [values_T for (values_T,) in self._score(microbatches, _values)]
+
+    def update(
+        self, microbatches: Sequence[PackedBatch], loss_fn: ValueLossFunction, *, grad_scale: GradScale | None = None
+    ) -> UpdateResult:
+        """One optimizer step, in every respect like ``MegatronEngine.update``."""
+        return self._update(microbatches, _values, loss_fn, grad_scale)
+
+
+def _logprobs(temperature: float, with_entropy: bool) -> _Forward:
+    def forward(model: LogprobGPTModel, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
+        return model.logprobs(
+            tokens_T=batch.tokens_T,
+            targets_T=batch.targets_T,
+            packed=model.pack(batch.cu_seqlens, batch.positions_T),
+            temperature=temperature,
+            with_entropy=with_entropy,
+        )
+
+    return forward
+
+
+def _values(model: ValueGPTModel, batch: PackedBatch) -> tuple[Tensor]:
+    return (model.values(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T)),)
 
 
 def _join_groups(layout: LayoutConfig, seed: int, timeout_s: float) -> None:

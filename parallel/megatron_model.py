@@ -1,4 +1,4 @@
-"""Megatron-Core ``GPTModel`` from a Hugging Face config.json: Qwen2/2.5, Qwen3 and Llama, dense.
+"""Megatron-Core ``GPTModel`` from a Hugging Face config.json: Qwen2/2.5, Qwen3 and Llama, dense; as a policy or as a critic.
 
 Legend: T packed tokens, V vocabulary, H hidden size, F rotary frequencies.
 
@@ -172,12 +172,24 @@ def transformer_config(architecture: Architecture, dtype: torch.dtype, recompute
     )
 
 
-class LogprobGPTModel(GPTModel):
-    """A ``GPTModel`` whose last stage returns (logprobs_T, entropy_T) of given targets rather than logits."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backbone:
+    """What every model on one Hugging Face folder is built from."""
 
-    def __init__(
-        self, architecture: Architecture, config: TransformerConfig, inv_freq_F: Tensor, attention_factor: float, chunk_tokens: int
-    ):
+    architecture: Architecture
+    config: TransformerConfig
+    inv_freq_F: Tensor
+    attention_factor: float
+
+
+class PackedGPTModel(GPTModel):
+    """A ``GPTModel`` on packed micro-batches; what its last stage makes of the hidden states is the subclass's ``_postprocess``.
+
+    ``shares_output``: the output layer has no weight beside the embedding's (on one pipeline stage).
+    """
+
+    def __init__(self, backbone: Backbone, *, shares_output: bool):
+        architecture, config = backbone.architecture, backbone.config
         super().__init__(
             config=config,
             transformer_layer_spec=_layer_spec(config, architecture),
@@ -185,13 +197,12 @@ class LogprobGPTModel(GPTModel):
             max_sequence_length=architecture.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
-            share_embeddings_and_output_weights=architecture.tied,
+            share_embeddings_and_output_weights=shares_output,
             position_embedding_type="none",
         )
         self.architecture = architecture
-        self.chunk_tokens = chunk_tokens
-        self.inv_freq_F = inv_freq_F.to(platform.device())
-        self.attention_factor = attention_factor
+        self.inv_freq_F = backbone.inv_freq_F.to(platform.device())
+        self.attention_factor = backbone.attention_factor
 
     def pack(self, cu_seqlens: Tensor, positions_T: Tensor) -> PackedSequences:
         """The plan and rotary tables of a micro-batch. Transformer Engine packs by itself and needs no reordering."""
@@ -214,26 +225,37 @@ class LogprobGPTModel(GPTModel):
             sin_T1F=sin_T1F,
         )
 
+    def _run(self, tokens_T: Tensor, packed: PackedSequences):
+        """What ``_postprocess`` gives, in the plan's order."""
+        return self(packed.plan.to_model_order(tokens_T).unsqueeze(0), None, None, packed_seq_params=packed)
+
+
+class LogprobGPTModel(PackedGPTModel):
+    """A policy: its last stage returns (logprobs_T, entropy_T) of given targets rather than logits."""
+
+    def __init__(self, backbone: Backbone, *, chunk_tokens: int):
+        super().__init__(backbone, shares_output=backbone.architecture.tied)
+        self.chunk_tokens = chunk_tokens
+
     def logprobs(
         self, *, tokens_T: Tensor, targets_T: Tensor, packed: PackedSequences, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None] | Tensor:
         """float32 (logprobs_T, entropy_T or None) in the order of ``tokens_T`` on the last stage, hidden states on earlier ones."""
         request = {"targets_T": packed.plan.to_model_order(targets_T), "temperature": temperature, "with_entropy": with_entropy}
-        found = self._run(tokens_T, packed, request)
+        found = self._answer(tokens_T, packed, request)
         if not self.post_process:
             return found
         return tuple(None if x is None else packed.plan.to_batch_order(x) for x in found)
 
     def logits(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
         """[T, V] over the full vocabulary, gathered over ranks, without padding: for comparing, not for training."""
-        found = self._run(tokens_T, packed, None)
+        found = self._answer(tokens_T, packed, None)
         return packed.plan.to_batch_order(found) if self.post_process else found
 
-    def _run(self, tokens_T: Tensor, packed: PackedSequences, request: dict | None):
-        tokens = packed.plan.to_model_order(tokens_T).unsqueeze(0)
+    def _answer(self, tokens_T: Tensor, packed: PackedSequences, request: dict | None):
         # Megatron passes extra_block_kwargs to layers; the request travels on the side, for _postprocess alone.
         self._request = request
-        return self(tokens, None, None, packed_seq_params=packed)
+        return self._run(tokens_T, packed)
 
     def _postprocess(self, hidden_states, **unused):
         if not self.post_process:
@@ -254,11 +276,62 @@ class LogprobGPTModel(GPTModel):
         )
 
 
+class ValueGPTModel(PackedGPTModel):
+    """A critic: the same backbone, and a linear head H -> 1 without bias in the place of the vocabulary.
+
+    The head starts at zero, so that every value is exactly 0 until the first update: the first advantages are those of the returns
+    alone. A random projection of the hidden states would enter them as noise of any size, and teach nothing. Its gradient is not zero
+    (the hidden states are not); the backbone's is, in the first step alone.
+    """
+
+    def __init__(self, backbone: Backbone):
+        # A critic never asks for logits: an output layer that shares the embedding's weight allocates none of its own.
+        super().__init__(backbone, shares_output=True)
+        if self.post_process:
+            config = backbone.config
+            self.value_head = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            nn.init.zeros_(self.value_head.weight)
+            # Replicated: without sequence parallelism every tensor-parallel rank sees all tokens and has the whole gradient; with it
+            # each has that of its own tokens, and Megatron then sums them.
+            self.value_head.weight.sequence_parallel = config.sequence_parallel
+
+    def values(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
+        """float32 values_T in the order of ``tokens_T`` on the last stage, hidden states on earlier ones.
+
+        V_t = w . h_t, h_t the final hidden state at input token t: the value of the state in which ``targets_T[t]`` is chosen.
+        """
+        found = self._run(tokens_T, packed)
+        return packed.plan.to_batch_order(found) if self.post_process else found
+
+    def _postprocess(self, hidden_states, **unused):
+        if not self.post_process:
+            return hidden_states
+        # float32: a bfloat16 product would round a value of 1 to steps of 1/128.
+        values_T11 = F.linear(hidden_states.float(), self.value_head.weight.float())
+        if self.config.sequence_parallel:
+            # Every rank's loss is of all values: backward keeps this rank's tokens, it sums nothing.
+            values_T11 = tensor_parallel.gather_from_sequence_parallel_region(values_T11, tensor_parallel_output_grad=False)
+        return values_T11.flatten()
+
+
 def build_model(
     folder: Path, hf_config: Mapping[str, Any], *, dtype: torch.dtype, recompute: str = "none", chunk_tokens: int = 1024
 ) -> LogprobGPTModel:
-    """The model of this rank, its weights unset: ``hf_conversion.load_hf`` fills them. Needs Megatron's parallel groups."""
+    """The policy of this rank, its weights unset: ``hf_conversion.load_hf`` fills them. Needs Megatron's parallel groups."""
+    return LogprobGPTModel(_backbone(folder, hf_config, dtype, recompute), chunk_tokens=chunk_tokens).to(platform.device())
+
+
+def build_value_model(folder: Path, hf_config: Mapping[str, Any], *, dtype: torch.dtype, recompute: str = "none") -> ValueGPTModel:
+    """The critic of this rank, its head zero and its other weights unset like ``build_model``'s."""
+    return ValueGPTModel(_backbone(folder, hf_config, dtype, recompute)).to(platform.device())
+
+
+def _backbone(folder: Path, hf_config: Mapping[str, Any], dtype: torch.dtype, recompute: str) -> Backbone:
     architecture = read_architecture(hf_config)
     inv_freq_F, attention_factor = rotary_frequencies(folder, architecture.model_type)
-    config = transformer_config(architecture, dtype, recompute)
-    return LogprobGPTModel(architecture, config, inv_freq_F, attention_factor, chunk_tokens).to(platform.device())
+    return Backbone(
+        architecture=architecture,
+        config=transformer_config(architecture, dtype, recompute),
+        inv_freq_F=inv_freq_F,
+        attention_factor=attention_factor,
+    )

@@ -32,10 +32,16 @@ class PackedBatch:
     old_logprobs_T: Tensor | None = None
     ref_logprobs_T: Tensor | None = None
     advantages_T: Tensor | None = None
-    loss_weights_T: Tensor | None = None
-    """float32: aggregation weight times correction weight times keep, from global counts."""
+    values_T: Tensor | None = None
+    """float32, by the critic before the update: of the state that each target is chosen in."""
+    returns_T: Tensor | None = None
+    """float32, what the critic is to predict."""
+    importance_weights_T: Tensor | None = None
+    """float32, of the policy's term alone: the correction's weights."""
     aggregation_T: Tensor | None = None
-    """float32: the aggregation weight alone, for the terms that no importance weight touches (entropy, KL)."""
+    """float32, of every term: from global counts, zero on tokens that the correction rejected."""
+    value_aggregation_T: Tensor | None = None
+    """float32, of the critic's loss: like aggregation_T, over all response tokens."""
 
     @property
     def num_sequences(self) -> int:

@@ -8,7 +8,7 @@ from rollout.records import Completion
 
 
 class GenerationError(RuntimeError):
-    """A completion could not be obtained: retries used up, deadline passed, or the server refused the request."""
+    """Completions could not be obtained: retries used up, deadline passed, or the server refused the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class ClientStats:
     requests: int = 0
     """Completions asked for, each counted once however often it was retried."""
     retries: int = 0
-    """Attempts that failed in transport and were repeated."""
+    """Attempts that failed in transport and were repeated; one attempt is for all samples of a request."""
     generated_tokens: int = 0
 
     def __sub__(self, earlier: "ClientStats") -> "ClientStats":
@@ -38,22 +38,16 @@ class GenerationClient(Protocol):
     @property
     def stats(self) -> ClientStats: ...
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        stop_token_ids: Sequence[int],
-        seed: int | None = None,
-    ) -> Completion:
-        """One sampled response; a stop token that ended it is part of it.
+    async def generate_group(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, stop_token_ids: Sequence[int], seeds: Sequence[int]
+    ) -> list[Completion]:
+        """Independent responses to one prompt, one per seed and in their order; a stop token that ended one is part of it.
 
-        Log-probs are natural logs of softmax(logits / temperature) over the full vocabulary. ``seed`` fixes the sample
-        on engines that run deterministically; others ignore it.
+        Log-probs are natural logs of softmax(logits / temperature) over the full vocabulary. A seed fixes its sample on engines
+        that run deterministically; others ignore it.
 
         Raises:
-            GenerationError: no completion after retries, past the deadline, or the request was refused.
+            GenerationError: not every completion came after retries and before the deadline, or the request was refused.
         """
         ...
 

@@ -48,8 +48,10 @@ class Score:
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
+    correct: bool = False
+    """Whether the response counts as right in an evaluation; said by ``Scorer``, not by single reward functions."""
     error: str | None = None
-    """Why scoring failed (then value is 0), else None."""
+    """Why scoring failed (what failed counts 0), else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,13 @@
 
     learner (rank 0)                         this process, one event loop
     RemoteSampler --- request, ZeroMQ ---> serve: one request at a time
-                                             └─ GroupSampler: one task per sample
-                                                  generate (HTTP, bounded by the client) -> decode -> score
+                                             └─ GroupSampler: one task per group
+                                                  generate (HTTP, bounded by the client) -> decode -> score, a task per sample
                   <-- reply or Failure ---
 
 Only ``next_groups`` moves the position in the data, and only when all its groups are complete; so a state taken between two
-requests resumes exactly. Not this role's concern: weights, versions (the learner says what is newest), and which replica answers.
+requests resumes exactly. With dynamic sampling it samples in rounds, and the position counts every prompt that was sampled.
+Not this role's concern: weights, versions (the learner says what is newest), and which replica answers.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,10 +28,10 @@ import zmq.asyncio
 
 from configs.schema import RunConfig
 from configs.schema.launch import EvaluationConfig
-from configs.schema.rollout import RolloutConfig
+from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
 from rollout.client import ClientStats, GenerationClient, GenerationError
 from rollout.records import Completion, FinishReason, Group, Prompt, Score, Trajectory, TrajectoryStatus
-from rollout.rewards import Scorer, WorkerStartError
+from rollout.rewards import RewardModelError, Scorer, WorkerStartError
 from rollout.sglang_client import SGLangClient
 from rollout.tasks import Task, load_task, longest_above
 from rollout.tokenization import end_token_ids, load_tokenizer
@@ -60,11 +61,15 @@ class SamplingStats:
     failed_rewards: int
     """Samples whose reward raised or ran out of time (scored 0)."""
     generated_tokens: int
+    resampled_groups: int = 0
+    """Sampled beyond those asked for, in place of groups without signal (dynamic sampling)."""
+    filled_groups: int = 0
+    """Without signal and handed out all the same, since dynamic sampling had used up its rounds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Of held-out problems. A sample is right when its reward is at least 1."""
+    """Of held-out problems. What makes a sample right: ``Score.correct``."""
 
     accuracy: float
     mean_reward: float
@@ -166,6 +171,7 @@ class GroupSampler:
         self._client, self._task, self._scorer, self._tokenizer = client, task, scorer, tokenizer
         self._stop_token_ids = list(stop_token_ids)
         self._rollout, self._evaluation, self._seed = rollout, evaluation, seed
+        self._dynamic = rollout.dynamic_sampling
         self._position, self._next_group_id = 0, 0
         self._order, self._order_epoch = range(0), -1
 
@@ -189,26 +195,37 @@ class GroupSampler:
     async def next_groups(self, count: int, *, newest: int, max_staleness: int) -> tuple[list[Group], SamplingStats]:
         """The next ``count`` prompts in order, each with ``group_size`` scored siblings.
 
+        With dynamic sampling: the next ``count`` whose siblings differ, in the order of their prompts. Where the rounds do not bring
+        enough of them, the first groups without signal are kept in their places.
+
         Raises:
             SamplingError: a token was sampled by weights older than ``newest - max_staleness``, or newer than ``newest``.
             GenerationError: a completion could not be obtained. The position stays where it was.
         """
-        prompts = [self._prompt_at(self._position + i) for i in range(count)]
-        first_id, size = self._next_group_id, self._rollout.group_size
-        wanted = [
-            (prompt, _sample_seed(self._seed, prompt.prompt_id, sibling, attempt=first_id + i))
-            for i, prompt in enumerate(prompts)
-            for sibling in range(size)
-        ]
-        samples, stats = await self._sample_all(wanted, temperature=self._rollout.temperature)
-        _log_failed_rewards([prompt for prompt, _ in wanted], samples, group_size=size)
-        groups = [
-            _make_group(first_id + i, prompt, samples[i * size : (i + 1) * size]) for i, prompt in enumerate(prompts)
-        ]
-        _check_versions(groups, newest=newest, max_staleness=max_staleness)
-        self._position += count
-        self._next_group_id += count
-        return groups, stats
+        groups: list[Group] = []
+        has_signal: list[bool] = []
+        spent: list[SamplingStats] = []
+        max_rounds = self._dynamic.max_rounds if self._dynamic.type == "resample" else 1
+        while (missing := count - sum(has_signal)) and len(spent) < max_rounds:
+            prompts = [self._prompt_at(self._position + len(groups) + i) for i in range(missing)]
+            first_id, size = self._next_group_id + len(groups), self._rollout.group_size
+            wanted = [(prompt, self._seeds(prompt, size, attempt=first_id + i)) for i, prompt in enumerate(prompts)]
+            sampled, stats = await self._sample_all(wanted, temperature=self._rollout.temperature)
+            _log_failed_rewards(prompts, sampled)
+            fresh = [_make_group(first_id + i, prompt, sampled[i]) for i, prompt in enumerate(prompts)]
+            _check_versions(fresh, newest=newest, max_staleness=max_staleness)
+            groups += fresh
+            has_signal += [_has_signal([sample.score for sample in samples], self._dynamic) for samples in sampled]
+            spent.append(stats)
+        stats = replace(_total(spent), resampled_groups=len(groups) - count, filled_groups=count - sum(has_signal))
+        if stats.filled_groups:
+            logger.warning(
+                "only %d of %d groups have differing rewards after %d rounds and %d prompts; %d without signal are trained on too",
+                sum(has_signal), count, len(spent), len(groups), stats.filled_groups,
+            )  # fmt: skip
+        self._position += len(groups)
+        self._next_group_id += len(groups)
+        return [groups[i] for i in choose_groups(has_signal, count)], stats
 
     async def evaluate(self) -> EvaluationResult | None:
         """Accuracy on held-out problems, the same ones each time; None where the task holds none out.
@@ -219,38 +236,51 @@ class GroupSampler:
         prompts = choose_heldout(self._task.heldout, self._evaluation.max_prompts)
         if not prompts:
             return None
-        wanted = [
-            (prompt, _sample_seed(self._seed, prompt.prompt_id, sibling, attempt=-1))
-            for prompt in prompts
-            for sibling in range(self._evaluation.samples_per_prompt)
-        ]
-        samples, stats = await self._sample_all(wanted, temperature=self._evaluation.temperature)
-        return _summarise(samples, stats)
+        wanted = [(prompt, self._seeds(prompt, self._evaluation.samples_per_prompt, attempt=-1)) for prompt in prompts]
+        sampled, stats = await self._sample_all(wanted, temperature=self._evaluation.temperature)
+        return _summarise([sample for samples in sampled for sample in samples], stats)
 
-    async def _sample_all(self, wanted: Sequence[tuple[Prompt, int]], *, temperature: float) -> tuple[list[_Sample], SamplingStats]:
-        """All samples at once, in the order asked for; the client bounds how many reach the servers. The first failure cancels the rest."""
+    def _seeds(self, prompt: Prompt, count: int, *, attempt: int) -> list[int]:
+        return [_sample_seed(self._seed, prompt.prompt_id, sibling, attempt=attempt) for sibling in range(count)]
+
+    async def _sample_all(
+        self, wanted: Sequence[tuple[Prompt, list[int]]], *, temperature: float
+    ) -> tuple[list[list[_Sample]], SamplingStats]:
+        """For each prompt one sample per seed, all in the order asked for; every prompt is asked at once, and the client bounds how many
+        samples reach the servers. The first failure cancels the rest."""
         started, before = time.perf_counter(), self._client.stats
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._sample(prompt, seed, temperature)) for prompt, seed in wanted]
+            async with asyncio.TaskGroup() as tasks:
+                groups = [tasks.create_task(self._sample_group(prompt, seeds, temperature, tasks)) for prompt, seeds in wanted]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
-        samples = [task.result() for task in tasks]
-        failed = sum(sample.score.error is not None for sample in samples)
-        return samples, _stats(self._client.stats - before, seconds=time.perf_counter() - started, failed_rewards=failed)
+        sampled = [
+            [_Sample(completion=completion, score=score.result()) for completion, score in group.result()] for group in groups
+        ]
+        failed = sum(sample.score.error is not None for samples in sampled for sample in samples)
+        return sampled, _stats(self._client.stats - before, seconds=time.perf_counter() - started, failed_rewards=failed)
 
-    async def _sample(self, prompt: Prompt, seed: int, temperature: float) -> _Sample:
-        completion = await self._client.generate(
+    async def _sample_group(
+        self, prompt: Prompt, seeds: Sequence[int], temperature: float, tasks: asyncio.TaskGroup
+    ) -> list[tuple[Completion, asyncio.Task[Score]]]:
+        """The completions, each with the task that scores it: scoring starts here, while other groups are still being sampled."""
+        completions = await self._client.generate_group(
             prompt.token_ids,
             max_new_tokens=self._rollout.max_new_tokens,
             temperature=temperature,
             stop_token_ids=self._stop_token_ids,
-            seed=seed,
+            seeds=seeds,
         )
+        return [(completion, tasks.create_task(self._score(prompt, completion))) for completion in completions]
+
+    async def _score(self, prompt: Prompt, completion: Completion) -> Score:
+        text, num_tokens = self._response_text(completion), len(completion.token_ids)
+        return await self._scorer.score(prompt, text, num_tokens=num_tokens, finish_reason=completion.finish_reason)
+
+    def _response_text(self, completion: Completion) -> str:
         # Only the end itself is dropped: a special token in the middle must stay visible, or `1<pad>+2` would score as `1+2`.
         ended = bool(completion.token_ids) and completion.token_ids[-1] in self._stop_token_ids
-        text = self._tokenizer.decode(completion.token_ids[:-1] if ended else completion.token_ids, skip_special_tokens=False)
-        return _Sample(completion=completion, score=await self._scorer.score(prompt, text))
+        return self._tokenizer.decode(completion.token_ids[:-1] if ended else completion.token_ids, skip_special_tokens=False)
 
     def _prompt_at(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self._task.train))
@@ -273,6 +303,23 @@ def choose_heldout(heldout: Sequence[Prompt], max_prompts: int | None) -> list[P
     return sorted(heldout, key=lambda prompt: hashlib.sha256(prompt.prompt_id.encode()).digest())[:max_prompts]
 
 
+def choose_groups(has_signal: Sequence[bool], count: int) -> list[int]:
+    """Indices of the ``count`` groups to train on, ascending: all with signal, filled up with the first ones without."""
+    without = [i for i, signal in enumerate(has_signal) if not signal]
+    return sorted([i for i, signal in enumerate(has_signal) if signal] + without[: count - sum(has_signal)])
+
+
+def _has_signal(scores: Sequence[Score], dynamic: DynamicSampling) -> bool:
+    """Whether the siblings differ, exactly, in what dynamic sampling compares; always True without it."""
+    match dynamic:
+        case ResampleGroups(compare="reward"):
+            return len({score.value for score in scores}) > 1
+        case ResampleGroups(compare="correct"):
+            return len({score.correct for score in scores}) > 1
+        case NoDynamicSampling():
+            return True
+
+
 def _sample_seed(run_seed: int, prompt_id: str, sibling: int, *, attempt: int) -> int:
     """31 bits from the run's seed, the prompt, the sibling, and which time (group id) the prompt is asked."""
     digest = hashlib.sha256(json.dumps([run_seed, prompt_id, sibling, attempt]).encode()).digest()
@@ -287,6 +334,10 @@ def _stats(client: ClientStats, *, seconds: float, failed_rewards: int) -> Sampl
         failed_rewards=failed_rewards,
         generated_tokens=client.generated_tokens,
     )
+
+
+def _total(rounds: Sequence[SamplingStats]) -> SamplingStats:
+    return SamplingStats(**{field.name: sum(getattr(stats, field.name) for stats in rounds) for field in fields(SamplingStats)})
 
 
 def _make_group(group_id: int, prompt: Prompt, samples: Sequence[_Sample]) -> Group:
@@ -313,10 +364,14 @@ def _make_trajectory(group_id: int, sibling_id: int, prompt: Prompt, sample: _Sa
     )
 
 
-def _log_failed_rewards(prompts: Sequence[Prompt], samples: Sequence[_Sample], *, group_size: int) -> None:
-    failed = [i for i, sample in enumerate(samples) if sample.score.error is not None]
-    for i in failed[:MAX_LOGGED_FAILURES]:
-        prompt_id, sibling_id, error = prompts[i].prompt_id, i % group_size, samples[i].score.error
+def _log_failed_rewards(prompts: Sequence[Prompt], sampled: Sequence[Sequence[_Sample]]) -> None:
+    failed = [
+        (prompt.prompt_id, sibling_id, sample.score.error)
+        for prompt, samples in zip(prompts, sampled, strict=True)
+        for sibling_id, sample in enumerate(samples)
+        if sample.score.error is not None
+    ]
+    for prompt_id, sibling_id, error in failed[:MAX_LOGGED_FAILURES]:
         logger.warning("reward failed for prompt %s, sibling %d, scored 0: %s", prompt_id, sibling_id, error)
     if len(failed) > MAX_LOGGED_FAILURES:
         logger.warning("the rewards of %d further samples failed, all scored 0", len(failed) - MAX_LOGGED_FAILURES)
@@ -337,7 +392,7 @@ def _check_versions(groups: Sequence[Group], *, newest: int, max_staleness: int)
 def _summarise(samples: Sequence[_Sample], stats: SamplingStats) -> EvaluationResult:
     lengths = [len(sample.completion.token_ids) for sample in samples]
     return EvaluationResult(
-        accuracy=sum(sample.score.value >= 1.0 for sample in samples) / len(samples),
+        accuracy=sum(sample.score.correct for sample in samples) / len(samples),
         mean_reward=sum(sample.score.value for sample in samples) / len(samples),
         count=len(samples),
         length_mean=sum(lengths) / len(lengths),
@@ -352,11 +407,12 @@ async def run_sample_role(
 ) -> None:
     """Serve the learner until it says stop. ``announce`` is called once with the address to ask, when requests can come.
 
-    ``server_urls`` may be a function that waits for the servers: it is called once the data is loaded and checked, so that this
-    takes place while the servers start.
+    ``server_urls`` may be a function that waits for the servers: it is called once the data is loaded and checked and every reward
+    model answers, so that this takes place while the servers start.
 
     Raises:
         ValueError: the task, one of its prompts, the reward or the tokenizer cannot be used.
+        RewardModelError: a reward model does not answer, or not as it should.
     """
     model_dir = config.model.path
     tokenizer = load_tokenizer(model_dir)
@@ -364,8 +420,8 @@ async def run_sample_role(
     check_vocabulary(tokenizer, model_dir)
     task = load_task(config.task, tokenizer=tokenizer)
     check_prompt_lengths(task, config, max_positions=hf_config.get("max_position_embeddings"))
-    urls = server_urls() if callable(server_urls) else server_urls
-    with Scorer(config.reward_type) as scorer:
+    async with Scorer(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer:
+        urls = server_urls() if callable(server_urls) else server_urls
         async with SGLangClient(
             urls,
             max_concurrency=config.rollout.max_concurrency,
@@ -471,6 +527,6 @@ async def _answer(sampler: GroupSampler, request: Request) -> Reply:
                 return Done()
             case Stop():
                 return Done()
-    except (GenerationError, SamplingError, WorkerStartError, ValueError) as error:
+    except (GenerationError, SamplingError, WorkerStartError, RewardModelError, ValueError) as error:
         logger.error("%s failed: %s", type(request).__name__, error)
         return Failure(f"{type(error).__name__}: {error}")

@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 import aiohttp
@@ -13,6 +14,8 @@ from rollout.records import Completion, FinishReason
 
 CONNECT_TIMEOUT_S = 10.0
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
+REUSE_S = 4.0
+"""Idle connections are dropped before SGLang does so (after 5 s), which would be found out only by a failed attempt."""
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 2.0
 
 
@@ -24,27 +27,31 @@ class _AttemptFailed(Exception):
 class _Replica:
     url: str
     in_flight: int = 0
+    """Samples."""
 
 
 class SGLangClient:
     """A ``GenerationClient`` over HTTP; made and used inside one event loop.
 
-    Each request goes to the replica with the fewest in flight; at most ``max_concurrency`` are in flight over all of them, the
-    others wait here. An attempt that fails in transport (connection refused or reset, 5xx, aborted by the server) is repeated up to
-    ``max_retries`` times, on a replica that has not failed this request if there is one. ``timeout_s`` bounds all attempts of a
-    request together, without its wait for a place.
+    The samples of a group are one request, which saves the server most of its work per request. It goes to the replica with the fewest
+    samples in flight. At most ``max_concurrency`` samples are in flight over all replicas: the others wait here in order of arrival,
+    and a larger group is several requests, one after another. An attempt that fails in transport (connection refused or reset, 5xx,
+    any sample aborted by the server) is repeated as a whole up to ``max_retries`` times, on a replica that has not failed this
+    request if there is one. ``timeout_s`` bounds all attempts of a request together, without its wait for places.
     """
 
     def __init__(self, urls: Sequence[str], *, max_concurrency: int, timeout_s: float, max_retries: int) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
         self._replicas = [_Replica(url.rstrip("/")) for url in urls]
+        self._max_concurrency = max_concurrency
         self._places = asyncio.Semaphore(max_concurrency)
+        self._turn = asyncio.Lock()
         self._timeout_s = timeout_s
         self._max_retries = max_retries
         self._stats = ClientStats()
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, socket_factory=_keepalive_socket),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=REUSE_S, socket_factory=_keepalive_socket),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # the deadline is our own
         )
 
@@ -61,50 +68,66 @@ class SGLangClient:
     def stats(self) -> ClientStats:
         return self._stats
 
-    async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        *,
-        max_new_tokens: int,
-        temperature: float,
-        stop_token_ids: Sequence[int],
-        seed: int | None = None,
-    ) -> Completion:
-        """See ``GenerationClient``. ``seed`` has an effect only on servers with ``enable-deterministic-inference``."""
+    async def generate_group(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, stop_token_ids: Sequence[int], seeds: Sequence[int]
+    ) -> list[Completion]:
+        """See ``GenerationClient``. Seeds have an effect only on servers with ``enable-deterministic-inference``."""
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
         sampling["stop_token_ids"] = list(stop_token_ids)
-        if seed is not None:
-            sampling["sampling_seed"] = seed
-        body = orjson.dumps({"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True})
-        async with self._places:
-            self._stats = replace(self._stats, requests=self._stats.requests + 1)
+        completions: list[Completion] = []
+        for start in range(0, len(seeds), self._max_concurrency):
+            chunk = seeds[start : start + self._max_concurrency]
+            completions += await self._request(list(prompt_ids), [sampling | {"sampling_seed": seed} for seed in chunk])
+        return completions
+
+    async def _request(self, prompt_ids: list[int], samplings: list[dict[str, object]]) -> list[Completion]:
+        """One completion per item of ``samplings``, at most ``max_concurrency`` of them, by one HTTP request (and its repetitions)."""
+        count = len(samplings)
+        # A list even for one sample: SGLang then answers with a list.
+        body = orjson.dumps({"input_ids": [prompt_ids] * count, "sampling_params": samplings, "return_logprob": True})
+        async with self._take_places(count):
+            self._stats = replace(self._stats, requests=self._stats.requests + count)
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    completion = await self._attempts(body)
+                    completions = await self._attempts(body, count)
             except TimeoutError as error:
                 raise GenerationError(
-                    f"no completion within request_timeout_s={self._timeout_s:g} s for a prompt of {len(prompt_ids)} tokens "
-                    f"(max_new_tokens={max_new_tokens}); raise rollout.request_timeout_s, or lower max_concurrency"
+                    f"no answer within request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of {len(prompt_ids)} tokens "
+                    f"(max_new_tokens={samplings[0]['max_new_tokens']}); raise rollout.request_timeout_s, or lower max_concurrency"
                 ) from error
-        self._stats = replace(self._stats, generated_tokens=self._stats.generated_tokens + len(completion.token_ids))
-        return completion
+        generated = sum(len(completion.token_ids) for completion in completions)
+        self._stats = replace(self._stats, generated_tokens=self._stats.generated_tokens + generated)
+        return completions
 
-    async def _attempts(self, body: bytes) -> Completion:
+    @asynccontextmanager
+    async def _take_places(self, count: int) -> AsyncIterator[None]:
+        taken = 0
+        try:
+            async with self._turn:  # one at a time: two that each hold a part of what they need would wait for one another
+                while taken < count:
+                    await self._places.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._places.release()
+
+    async def _attempts(self, body: bytes, count: int) -> list[Completion]:
         failures: list[str] = []
         failed: set[int] = set()
         while True:
             index = self._least_loaded(avoiding=failed)
             replica = self._replicas[index]
-            replica.in_flight += 1
+            replica.in_flight += count
             try:
-                return await self._attempt(replica.url, body)
+                return await self._attempt(replica.url, body, count)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _AttemptFailed) as error:
                 failures.append(f"{replica.url}: {type(error).__name__ if not str(error) else error}")
                 failed.add(index)
             finally:
-                replica.in_flight -= 1
+                replica.in_flight -= count
             if len(failures) > self._max_retries:
-                raise GenerationError(f"{len(failures)} attempts at a completion failed (max_retries={self._max_retries}): {failures}")
+                raise GenerationError(f"{len(failures)} attempts at {count} samples failed (max_retries={self._max_retries}): {failures}")
             self._stats = replace(self._stats, retries=self._stats.retries + 1)
             if len(failed) == len(self._replicas):  # nobody left to ask at once
                 failed.clear()
@@ -114,18 +137,22 @@ class SGLangClient:
         candidates = [index for index in range(len(self._replicas)) if index not in avoiding]
         return min(candidates, key=lambda index: self._replicas[index].in_flight)
 
-    async def _attempt(self, url: str, body: bytes) -> Completion:
+    async def _attempt(self, url: str, body: bytes, count: int) -> list[Completion]:
         async with self._session.post(f"{url}/generate", data=body, headers={"Content-Type": "application/json"}) as response:
             content = await response.read()
             if response.status >= 500:
                 raise _AttemptFailed(f"HTTP {response.status}: {server_message(content)}")
             if response.status != 200:
                 raise GenerationError(f"{url} refused a request with HTTP {response.status}: {server_message(content)}")
-        reply = orjson.loads(content)
-        finish = reply["meta_info"]["finish_reason"]
-        if finish["type"] == "abort":
-            raise _AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
-        return parse_completion(reply)
+        replies = orjson.loads(content)
+        if not isinstance(replies, list) or len(replies) != count:
+            found = f"a list of {len(replies)}" if isinstance(replies, list) else f"a single {type(replies).__name__}"
+            raise GenerationError(f"{url} answered a request for {count} samples with {found}, not a list of one reply each")
+        for reply in replies:
+            finish = reply["meta_info"]["finish_reason"]
+            if finish["type"] == "abort":
+                raise _AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
+        return [parse_completion(reply) for reply in replies]
 
 
 def neutral_sampling_params(*, max_new_tokens: int, temperature: float) -> dict[str, object]:
@@ -143,7 +170,7 @@ def neutral_sampling_params(*, max_new_tokens: int, temperature: float) -> dict[
 
 
 def parse_completion(reply: Mapping) -> Completion:
-    """The record of one ``/generate`` reply that was asked with ``return_logprob``.
+    """The record of one sample in a ``/generate`` reply that was asked with ``return_logprob``.
 
     Raises:
         GenerationError: ids, log-probs and versions do not fit together, or a version is not a decimal number.

@@ -20,33 +20,39 @@ def fake_tokens(prompt_ids: Sequence[int], seed: int, *, max_new_tokens: int, vo
 
 @dataclass
 class FakeEngine:
-    """A ``GenerationClient``. Completions finish in a scrambled order; the nth request's failure can be asked for."""
+    """A ``GenerationClient``. Groups finish in a scrambled order; failures can be asked for by prompt and seed."""
 
     version: int = 0
     vocab_size: int = 20
     fail: Callable[[Sequence[int], int], bool] = lambda prompt_ids, seed: False
     stats: ClientStats = field(default_factory=ClientStats)
     calls: list[tuple[tuple[int, ...], int, float]] = field(default_factory=list)
-    """(prompt, seed, temperature) of every request, in the order they came."""
+    """(prompt, seed, temperature) of every sample, in the order they were asked for."""
 
-    async def generate(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, stop_token_ids: Sequence[int], seed: int | None = None
-    ) -> Completion:
-        self.calls.append((tuple(prompt_ids), seed, temperature))
-        for _ in range(seed % 5):  # siblings finish in another order than they started in
+    async def generate_group(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, stop_token_ids: Sequence[int], seeds: Sequence[int]
+    ) -> list[Completion]:
+        self.calls += [(tuple(prompt_ids), seed, temperature) for seed in seeds]
+        for _ in range(seeds[0] % 5):  # groups finish in another order than they started in
             await asyncio.sleep(0)
-        if self.fail(prompt_ids, seed):
+        if any(self.fail(prompt_ids, seed) for seed in seeds):
             raise GenerationError(f"asked to fail for {list(prompt_ids)}")
-        tokens = fake_tokens(prompt_ids, seed, max_new_tokens=max_new_tokens, vocab_size=self.vocab_size, stop=stop_token_ids[0])
+        (stop, *_) = stop_token_ids
+        responses = [fake_tokens(prompt_ids, seed, max_new_tokens=max_new_tokens, vocab_size=self.vocab_size, stop=stop) for seed in seeds]
         self.stats = replace(
-            self.stats, requests=self.stats.requests + 1, generated_tokens=self.stats.generated_tokens + len(tokens)
+            self.stats,
+            requests=self.stats.requests + len(seeds),
+            generated_tokens=self.stats.generated_tokens + sum(map(len, responses)),
         )
-        return Completion(
-            token_ids=tokens,
-            rollout_logprobs=[-(1 + token) / temperature for token in tokens],
-            token_versions=[self.version] * len(tokens),
-            finish_reason=FinishReason.STOP if tokens[-1] == stop_token_ids[0] else FinishReason.LENGTH,
-        )
+        return [
+            Completion(
+                token_ids=tokens,
+                rollout_logprobs=[-(1 + token) / temperature for token in tokens],
+                token_versions=[self.version] * len(tokens),
+                finish_reason=FinishReason.STOP if tokens[-1] == stop else FinishReason.LENGTH,
+            )
+            for tokens in responses
+        ]
 
     async def close(self) -> None:
         return None

@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from configs.schema.correction import CorrectionConfig, TokenWeight
+from configs.schema.correction import CorrectionConfig
+from configs.schema.critic import CriticConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LearnerConfig, OptimizerConfig
 from configs.schema.model import ModelConfig
@@ -19,15 +21,18 @@ from configs.schema.objective import AggregationConfig, EntropyConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.run import RunConfig, SftConfig
 from configs.schema.task import CountdownTask
-from parallel import platform
-from parallel.megatron_engine import MegatronEngine
+from parallel import hf_conversion, megatron_model, platform
+from parallel.megatron_engine import MegatronEngine, ValueEngine
 from parallel.packing import PackedBatch, pack_sequences
 from parallel.vocab_parallel import linear_logprobs
 from rollout.records import Group
 from trainer.advantages import compute_advantages
 from trainer.correction import correct
+from trainer.critic import Critic
 from trainer.learner import Learner
+from trainer.metrics import merge_over_ranks, values
 from trainer.sft import train_sft
+from trainer.value_loss import value_loss
 
 KINDS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -67,7 +72,7 @@ def make_batch(lengths: list[int], *, seed: int = 0, vocab: int = VOCAB) -> Pack
         sequence_ids=range(len(ids)),
     )
     weights_T = torch.rand(batch.num_tokens, generator=generator) - 0.3
-    return batch.with_fields(loss_weights_T=weights_T, aggregation_T=torch.full_like(weights_T, 1e-2))
+    return batch.with_fields(importance_weights_T=weights_T, aggregation_T=torch.full_like(weights_T, 1e-2))
 
 
 def make_engine(
@@ -90,15 +95,51 @@ def make_engine(
 
 def weighted_loss(batch: PackedBatch, logprobs_T: torch.Tensor, entropy_T: torch.Tensor):
     """Any loss with both gradients; its value and its log-probs are handed back."""
-    loss = -(logprobs_T * batch.loss_weights_T).sum() - (entropy_T * batch.aggregation_T).sum()
+    loss = -(logprobs_T * batch.importance_weights_T).sum() - (entropy_T * batch.aggregation_T).sum()
     return loss, {"loss": loss.item(), "logprobs_T": logprobs_T.detach().clone()}
+
+
+def make_value_engine(
+    folder: Path, *, layout: LayoutConfig | None = None, dtype: str = "float32", recompute: str = "none", head_seed: int | None = 0,
+    **optimizer,
+) -> ValueEngine:  # fmt: skip
+    """Its head is random (None: zero, as a critic starts), so that the backbone has a gradient."""
+    platform.init_distributed(60.0)
+    settings = OptimizerConfig(**{"lr": 1e-2, "eps": 1e-4, "clip_grad": 1e9, **optimizer})
+    engine = ValueEngine(
+        ModelConfig(path=folder, dtype=dtype), layout or LayoutConfig(), settings, total_optimizer_steps=10, recompute=recompute, seed=0
+    )
+    if head_seed is not None:
+        head = engine.model.value_head.weight
+        with torch.no_grad():
+            head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(head_seed)) * 0.3)
+        engine._optimizer.reload_model_params()
+    return engine
+
+
+def make_value_batch(lengths: list[int], *, seed: int = 0) -> PackedBatch:
+    """A batch that a critic has scored, some of its values far enough off to be clipped."""
+    batch = make_batch(lengths, seed=seed)
+    old_T, returns_T, weights_T = torch.randn(3, batch.num_tokens, generator=torch.Generator().manual_seed(seed + 1))
+    return batch.with_fields(values_T=old_T, returns_T=returns_T, value_aggregation_T=weights_T.abs() / batch.num_tokens)
+
+
+def clipped_loss(batch: PackedBatch, values_T: torch.Tensor):
+    """The critic's loss; its values are handed back."""
+    return value_loss(batch, values_T, value_clip=0.5)[0], values_T.detach().clone()
+
+
+def value_weights_of(engine: ValueEngine) -> dict[str, torch.Tensor]:
+    """The backbone's whole tensors by their Hugging Face names, and the head."""
+    found = {name: tensor.detach().clone() for name, tensor in hf_conversion.export_hf([engine.model])}
+    return found | {"head": engine.model.value_head.weight.detach().clone()}
 
 
 def weights_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in engine.export_hf()}
 
 
-def gradients_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:
+def gradients_of(engine: MegatronEngine | ValueEngine) -> dict[str, torch.Tensor]:
     """Of a plain (not distributed) optimizer: the summed gradients of the last update."""
     return {name: parameter.main_grad.detach().clone() for name, parameter in engine.model.named_parameters()}
 
@@ -225,7 +266,108 @@ def work_checkpoint(folder: Path, layout: dict[str, int], optimizer: dict, check
     return {"at": at_checkpoint, "after": weights_of(engine)}
 
 
-def learner_config(folder: Path, *, data_parallel: int, aggregation: AggregationConfig, sharded: bool) -> RunConfig:
+def work_value_updates(
+    folder: Path, layout: dict[str, int], microbatch_rows: list[list[list[int]]], lengths: list[int], optimizer: dict
+) -> dict[str, Any]:
+    """Like ``work_updates``, of a critic: three updates."""
+    engine = make_value_engine(folder, layout=LayoutConfig(**layout), **optimizer)
+    batch = make_value_batch(lengths)
+    mine = [batch.select(rows) for rows in microbatch_rows[engine.groups.dp_rank]]
+    before = engine.values(mine)
+    results = [engine.update(mine, clipped_loss)]
+    gradients = gradients_of(engine) if not optimizer["distributed"] else None
+    results += [engine.update(mine, clipped_loss) for _ in range(2)]
+    return {
+        "bitwise": all(torch.equal(old, new) for old, new in zip(before, results[0].outputs, strict=True)),
+        "values": before,
+        "norms": [r.grad_norm for r in results],
+        "weights": value_weights_of(engine),
+        "gradients": gradients,
+    }
+
+
+def work_many_value_updates(jobs: dict[str, tuple]) -> dict[str, dict[str, Any]]:
+    return {name: work_value_updates(*arguments) for name, arguments in jobs.items()}
+
+
+def work_sequence_parallel_values(*arguments: Any) -> dict[str, Any]:
+    """``work_value_updates`` with every rank holding its own tokens between layers, which no layout of ours asks for yet."""
+    plain = megatron_model.transformer_config
+    megatron_model.transformer_config = lambda *given: replace(plain(*given), sequence_parallel=True)
+    return work_value_updates(*arguments)
+
+
+def work_scaled_updates(folder: Path, data_parallel: int, lengths: list[int], optimizers: list[dict]) -> list[dict[str, Any]]:
+    """Per optimizer, two updates of a policy: losses divided by a count of all ranks, known before and known after the forward."""
+    return [_scaled_updates(folder, data_parallel, lengths, optimizer) for optimizer in optimizers]
+
+
+def _scaled_updates(folder: Path, data_parallel: int, lengths: list[int], optimizer: dict) -> dict[str, Any]:
+    batch = make_batch(lengths)
+    calls: list[list[int]] = []
+
+    def divided_before(microbatch: PackedBatch, logprobs_T: torch.Tensor, entropy_T: torch.Tensor):
+        return weighted_loss(microbatch, logprobs_T, entropy_T)[0] / batch.num_tokens, microbatch.num_tokens
+
+    def not_divided(microbatch: PackedBatch, logprobs_T: torch.Tensor, entropy_T: torch.Tensor):
+        return weighted_loss(microbatch, logprobs_T, entropy_T)[0], microbatch.num_tokens
+
+    def one_over_count(outputs: list[int]) -> float:
+        calls.append(outputs)
+        total = torch.tensor(sum(outputs))
+        dist.all_reduce(total)
+        return 1.0 / total.item()
+
+    results: dict[str, Any] = {"calls": calls}
+    for way, loss_fn, grad_scale in (("before", divided_before, None), ("after", not_divided, one_over_count)):
+        engine = make_engine(folder, layout=LayoutConfig(data_parallel=data_parallel), **optimizer)
+        mine = [batch.select([row]) for row in range(engine.groups.dp_rank, len(lengths), data_parallel)]
+        updates = [engine.update(mine, loss_fn, temperature=0.7, grad_scale=grad_scale) for _ in range(2)]
+        results[way] = {"norms": [u.grad_norm for u in updates], "weights": weights_of(engine)}
+    return results
+
+
+def work_value_checkpoint(
+    folder: Path, layout: dict[str, int], optimizer: dict, checkpoint: Path, resume: bool
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Like ``work_checkpoint``, of a critic."""
+    engine = make_value_engine(folder, layout=LayoutConfig(**layout), head_seed=None if resume else 0, **optimizer)
+    batch = make_value_batch([12, 9, 7, 12])
+    mine = [batch.select(list(range(engine.groups.dp_rank, 4, engine.groups.dp_size)))]
+    if resume:
+        assert engine.load(checkpoint) == {"position": 2}
+    else:
+        for _ in range(2):
+            engine.update(mine, clipped_loss)
+        engine.save(checkpoint, {"position": 2})
+    at_checkpoint = value_weights_of(engine)
+    engine.update(mine, clipped_loss)
+    return {"at": at_checkpoint, "after": value_weights_of(engine)}
+
+
+def work_critic_fits(folder: Path, data_parallel: int) -> dict[str, Any]:
+    """A critic on returns that are all alike, on this rank's half of the sequences."""
+    platform.init_distributed(60.0)
+    optimizer = {"lr": 1e-2, "eps": 1e-4}
+    critic = Critic(
+        CriticConfig(optimizer=optimizer, value_clip=None), policy=ModelConfig(path=folder, dtype="float32"),
+        layout=LayoutConfig(data_parallel=data_parallel), total_optimizer_steps=20, recompute="none", seed=0, timeout_s=120.0,
+    )  # fmt: skip
+    batch = make_value_batch([9, 5, 12, 9])
+    weights_T = batch.response_mask_T / batch.response_mask_T.sum()
+    batch = batch.with_fields(returns_T=torch.full_like(batch.returns_T, 0.7), value_aggregation_T=weights_T)
+    mine = [batch.select([row]) for row in range(critic.engine.groups.dp_rank, 4, data_parallel)]
+    first = critic.score(mine)
+    updates = []
+    for _ in range(20):
+        scored = [b.with_fields(values_T=values_T.cpu()) for b, values_T in zip(mine, critic.score(mine), strict=True)]
+        updates.append(critic.update(scored))
+    return {"first": first, "metrics": [values(u.metrics) for u in updates], "norms": [u.grad_norm for u in updates], "lr": updates[-1].lr}
+
+
+def learner_config(
+    folder: Path, *, data_parallel: int, aggregation: AggregationConfig, sharded: bool, correction: dict | None = None
+) -> RunConfig:
     """Two minibatches per step. Adam's eps is large enough that a rounding error of a tiny gradient is not blown up to a whole step."""
     return RunConfig(
         model=ModelConfig(path=folder, dtype="float32"),
@@ -238,33 +380,42 @@ def learner_config(folder: Path, *, data_parallel: int, aggregation: Aggregation
             logprob_chunk_tokens=7,
             optimizer=OptimizerConfig(lr=1e-2, eps=1e-4, clip_grad=1e9, distributed=sharded),
         ),
-        correction=CorrectionConfig(weight=TokenWeight(upper=1.5)),
+        correction=CorrectionConfig.model_validate(correction or {}),
         aggregation=aggregation,
         entropy=EntropyConfig(coefficient=0.05),
         steps=1,
     )
 
 
-def work_learner_steps(data_parallel: int, folder: Path, groups: list[Group], jobs: list[tuple[AggregationConfig, bool]]) -> list[dict]:
-    """One whole RL step of a fresh learner per job (aggregation, sharded optimizer), from groups that rank 0 alone has."""
+def work_learner_steps(data_parallel: int, folder: Path, groups: list[Group], jobs: list[dict[str, Any]]) -> list[dict]:
+    """One whole RL step of a fresh learner per job (aggregation, correction, sharded optimizer), from groups that rank 0 alone has."""
     platform.init_distributed(60.0)
-    return [_learner_step(data_parallel, folder, groups, *job) for job in jobs]
+    return [_learner_step(data_parallel, folder, groups, **job) for job in jobs]
 
 
-def _learner_step(data_parallel: int, folder: Path, groups: list[Group], aggregation: AggregationConfig, sharded: bool) -> dict[str, Any]:
-    config = learner_config(folder, data_parallel=data_parallel, aggregation=aggregation, sharded=sharded)
+def _learner_step(
+    data_parallel: int, folder: Path, groups: list[Group], *, aggregation: AggregationConfig, correction: dict, sharded: bool = False
+) -> dict[str, Any]:
+    config = learner_config(folder, data_parallel=data_parallel, aggregation=aggregation, correction=correction, sharded=sharded)
     learner = Learner(config)
     before = weights_of(learner.engine)
     batch = learner.score(learner.receive(groups if learner.is_first_rank else None))
-    batch = batch.with_advantages(compute_advantages(batch.rewards_S, batch.group_ids_S, config.advantage))
-    batch = batch.with_loss_weights(correct(batch.packed, config.correction), config.aggregation, learner.groups.dp_group)
+    batch = batch.with_advantages(
+        compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, config.advantage, total=learner.total)
+    )
+    found = correct(batch.packed, config.correction, learner.total)
+    batch = batch.with_loss_weights(found, config.aggregation, config.correction.denominator, learner.total)
     updates, gradients = [], []
     for minibatch in batch.minibatches():
-        updates.append(learner.update(minibatch))
+        updates.append(learner.update(minibatch, policy=True))
         gradients += [] if sharded else [gradients_of(learner.engine)]
+    metrics = [update.metrics for update in updates]
+    if config.correction.mode == "decoupled":
+        metrics = [merge_over_ranks(found.metrics, learner.groups.dp_group) | m for m in metrics]
     return {
-        "norms": [update.grad_norm for update in updates],
-        "losses": [update.metrics["loss/total"].value for update in updates],
+        "norms": [m["optim/grad_norm"].value for m in metrics],
+        "losses": [m["loss/total"].value for m in metrics],
+        "kept": [m["mismatch/kept_fraction"].value for m in metrics],
         "gradients": gradients,
         "before": before,
         "weights": weights_of(learner.engine),

@@ -45,7 +45,8 @@ def test_parts_add_up_to_the_mean_of_the_whole(mode, masks, seed, cut):
     generator = torch.Generator().manual_seed(seed)
     losses = [torch.randn(len(row), generator=generator, dtype=torch.float64).tolist() for row in masks]
     parts = [part for part in (masks[:cut], masks[cut:]) if part]
-    counts = sum((count_valid(*pack(part)) for part in parts), GlobalCounts(tokens=0, sequences=0))
+    found = [count_valid(*pack(part)) for part in parts]
+    counts = GlobalCounts(tokens=sum(c.tokens for c in found), sequences=sum(c.sequences for c in found))
     assert counts == count_valid(*pack(masks))
     weights = [aggregation_weights(*pack(part), mode=mode, constant=constant_of(mode), counts=counts) for part in parts]
     whole = aggregation_weights(*pack(masks), mode=mode, constant=constant_of(mode), counts=counts)

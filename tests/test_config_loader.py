@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.loader import ConfigError, Problem, check_files, load_config, resolved_yaml
+from configs.presets import PRESETS, preset_body
 from configs.schema import RunConfig, SftConfig
 
 BASE = """\
@@ -184,6 +185,29 @@ paths = st.one_of(texts, tricky).map(Path)
 positive = st.floats(min_value=1e-12, max_value=1e12)
 scalars = st.one_of(st.booleans(), st.integers(-(10**20), 10**20), st.floats(allow_nan=False), texts, tricky)
 
+levels = st.sampled_from(["token", "sequence", "geometric", "segment"])
+weights = st.one_of(
+    st.just({"level": "none"}),
+    st.fixed_dictionaries({"level": levels, "bound": st.just("none"), "normalise": st.booleans()}),
+    st.fixed_dictionaries({"level": levels, "upper": positive}, optional={"normalise": st.booleans()}),
+    st.fixed_dictionaries(
+        {"level": levels, "bound": st.sampled_from(["clip", "mask"]), "upper": st.floats(1, 1e6)}, optional={"lower": st.floats(0, 1)}
+    ),
+)
+rules = st.one_of(
+    st.fixed_dictionaries({"rule": st.just("ratio"), "level": levels, "upper": st.floats(1, 1e6)}, optional={"lower": st.floats(0, 1)}),
+    st.fixed_dictionaries(
+        {"rule": st.sampled_from(["k2", "k3"]), "reduce": st.sampled_from(["token", "sum", "mean", "max"]), "upper": positive}
+    ),
+)
+corrections = st.one_of(
+    st.sampled_from(list(PRESETS)).map(preset_body),
+    st.fixed_dictionaries(
+        {"weight": weights, "reject": st.lists(rules, max_size=3)},
+        optional={"veto": st.floats(1e-9, 0.99), "denominator": st.sampled_from(["kept", "all"])},
+    ),
+)
+
 
 @st.composite
 def run_configs(draw) -> RunConfig:
@@ -192,7 +216,6 @@ def run_configs(draw) -> RunConfig:
     gsm8k = {"type": st.just("gsm8k"), "train_path": paths, **options}
     jsonl = {"type": st.just("jsonl"), "train_path": paths, "prompt_field": texts, **options}
     task = draw(st.one_of(st.fixed_dictionaries(countdown), st.fixed_dictionaries(gsm8k), st.fixed_dictionaries(jsonl)))
-    weight = draw(st.one_of(st.just({"level": "none"}), st.fixed_dictionaries({"level": st.just("token"), "upper": positive})))
     minibatches = draw(st.integers(1, 4))
     return RunConfig.model_validate(
         {
@@ -206,8 +229,8 @@ def run_configs(draw) -> RunConfig:
                 "first_port": draw(st.none() | st.integers(1024, 65000)),
             },
             "learner": {"minibatches": minibatches, "optimizer": {"lr": draw(positive), "betas": (draw(st.floats(0, 0.999)), 0.5)}},
-            "objective": {"dual_clip": draw(st.none() | st.floats(1.001, 100))},
-            "correction": {"weight": weight},
+            "objective": {"type": "clipped", "dual_clip": draw(st.none() | st.floats(1.001, 100))},
+            "correction": draw(corrections),
             "tracking": {"experiment": draw(st.one_of(texts, tricky)), "uri": draw(st.none() | texts)},
             "resume": draw(st.none() | paths),
         }
@@ -243,13 +266,19 @@ BAD_VALUES = [
     # override, field, value shown, in the error, in the fix
     ("rollout.group_sze=8", "rollout.group_sze", "8", "unknown key", "did you mean `group_size`?"),
     ("rollot.group_size=8", "rollot", "{group_size: 8}", "unknown key", "did you mean `rollout`?"),
-    ("kl.zzz=8", "kl.zzz", "8", "unknown key", "keys here: coefficient, estimator"),
-    ("lr=3", "lr", "3", "unknown key", "it exists as `learner.optimizer.lr`; keys here: kind, name"),
+    ("kl.zzz=8", "kl.zzz", "8", "unknown key", "keys here: coefficient, place, estimator"),
+    ("lr=3", "lr", "3", "unknown key", "it exists as `learner.optimizer.lr` and `critic.optimizer.lr`; keys here: kind, name"),
     ("task.num_numbrs=3", "task.num_numbrs", "3", "unknown key", "did you mean `num_numbers`?"),
     ("task.type=gsm8", "task.type", "gsm8", "unknown variant", "did you mean `gsm8k`?"),
     ("task.type=zzz", "task.type", "zzz", "unknown variant", "variants: countdown, gsm8k, jsonl"),
     ("correction.weight.level=tokn", "correction.weight.level", "tokn", "unknown variant", "did you mean `token`?"),
+    ("task.train_path=x", "task.train_path", "x", "unknown key", "it goes with `task.type` of: gsm8k, jsonl; keys here: type, num_numbers"),
+    ("correction=decoupled_token_si", "correction.preset", "decoupled_token_si", "no such preset", "did you mean `decoupled_token_is`?"),
+    ("correction.rollout_is=token", "correction.rollout_is", "token", "unknown key", "go under `correction: {verl: {...}}`"),
+    ("correction.verl.rollout_is=geometric", "correction.verl.rollout_is", "geometric", "not one of the choices", "token, sequence"),
+    ("correction.veto=1.0", "correction.veto", "1.0", "must be less than 1", "use a value below 1.0 (default: null)"),
     ("task.type=gsm8k", "task.train_path", "(not set)", "required", "add `task.train_path`"),
+    ("reward.type=function", "reward.function", "(not set)", "required", "add `reward.function`"),
     ("kl.estimator=k4", "kl.estimator", "k4", "not one of the choices", "k1"),
     ("model.dtype=bfloat", "model.dtype", "bfloat", "not one of the choices", "did you mean `bfloat16`?"),
     ("steps='8'", "steps", "'8'", "must be a whole number", "write it without quotes: `steps: 8`"),
@@ -304,13 +333,6 @@ BAD_VALUES = [
         "does not divide by layout.data_parallel=24",
         "use 12 or 18 prompts",
     ),
-    (
-        "reward.type=function",
-        "reward.function, reward.type",
-        "reward.function: null (default), reward.type: function (command line)",
-        "goes with",
-        "change or remove one of",
-    ),
 ]
 
 
@@ -332,7 +354,7 @@ def test_bad_value_on_the_command_line_and_in_a_file(folder, override, field, va
     text = "# a comment\nextends: c.yaml\n" + as_nested(override)
     line = text.count("\n") if value != "{group_size: 8}" and value != "{a: 1}" else 3
     problem = the_problem(write("top.yaml", text))
-    line = line - 1 if field == "task.train_path" else line  # not set: the block it belongs to
+    line = line - 1 if field in ("task.train_path", "reward.function") and value == "(not set)" else line  # of its block
     assert f"top.yaml:{line}" in problem.where
     assert problem.field == field and error in problem.error and fix in problem.fix
     assert problem.value == value.replace("command line", f"top.yaml:{line}")

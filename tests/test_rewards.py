@@ -7,14 +7,24 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
-from configs.schema.task import RewardConfig
-from rollout.records import Prompt, Score
+from configs.schema.task import (
+    AnyReward,
+    CountdownReward,
+    FunctionReward,
+    Gsm8kReward,
+    MathVerifyReward,
+    OverlongPenalty,
+    WeightedReward,
+)
+from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import (
     Scorer,
     WorkerStartError,
@@ -23,6 +33,7 @@ from rollout.rewards import (
     gsm8k_reward,
     import_reward_function,
     math_verify_reward,
+    overlong_penalty,
 )
 from rollout.rewards.arithmetic import MAX_CHARACTERS, MAX_DEPTH, ExpressionError, evaluate, format_problem, parse_problem
 
@@ -274,16 +285,24 @@ def user_module(tmp_path, monkeypatch) -> Path:
     return path
 
 
-def function_config(path: Path, name: str = "score", timeout_s: float = 20.0) -> RewardConfig:
-    return RewardConfig(type="function", function=f"{path.stem}:{name}", timeout_s=timeout_s)
+def function_config(path: Path, name: str = "score", timeout_s: float = 20.0) -> FunctionReward:
+    return FunctionReward(function=f"{path.stem}:{name}", timeout_s=timeout_s)
 
 
-def scores_of(config: RewardConfig, *responses: str, num_workers: int = 1) -> list[Score]:
-    async def collect(scorer):
-        return await asyncio.gather(*(scorer.score(PROMPT, response) for response in responses))
+def make_scorer(config: AnyReward) -> Scorer:
+    return Scorer(config, max_new_tokens=100, num_workers=1)
 
-    with Scorer(config, num_workers=num_workers) as scorer:
-        return asyncio.run(collect(scorer))
+
+async def score(scorer: Scorer, prompt: Prompt, response: str, *, num_tokens: int = 1, finish=FinishReason.STOP) -> Score:
+    return await scorer.score(prompt, response, num_tokens=num_tokens, finish_reason=finish)
+
+
+def scores_of(config: AnyReward, *responses: str, prompt: Prompt = PROMPT, num_workers: int = 1) -> list[Score]:
+    async def collect():
+        async with Scorer(config, max_new_tokens=100, num_workers=num_workers) as scorer:
+            return await asyncio.gather(*(score(scorer, prompt, response) for response in responses))
+
+    return asyncio.run(collect())
 
 
 def children() -> set[int]:
@@ -297,6 +316,14 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def ends(pid: int) -> bool:
+    """Whether a process that was killed is gone soon: the kernel takes its time on a busy machine."""
+    deadline = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)
 
 
 def test_user_function_failures_score_zero_and_the_run_goes_on(user_module, capfd):
@@ -344,20 +371,21 @@ def test_several_workers_score_at_once(user_module):
 def test_what_reward_code_started_ends_with_it(user_module, tmp_path):
     [score] = scores_of(function_config(user_module, timeout_s=1.0), f"leave {tmp_path}/child")
     assert "TimeoutError" in score.error
-    assert not alive(int((tmp_path / "child").read_text()))
+    assert ends(int((tmp_path / "child").read_text()))
 
 
 def test_close_ends_what_is_under_way(user_module):
     async def close_early():
-        scorer = Scorer(function_config(user_module, timeout_s=300), num_workers=1)
-        await scorer.score(PROMPT, "fine")
-        late = [asyncio.ensure_future(scorer.score(PROMPT, response)) for response in ("hang", "fine")]
-        await asyncio.sleep(0)  # lets both start
-        started = time.monotonic()
-        scorer.close()
-        scorer.close()
-        assert time.monotonic() - started < 5
-        return await asyncio.wait(late, timeout=5)
+        async with make_scorer(function_config(user_module, timeout_s=300)) as scorer:
+            await score(scorer, PROMPT, "fine")
+            late = [asyncio.ensure_future(score(scorer, PROMPT, response)) for response in ("hang", "fine")]
+            for _ in range(3):  # lets both start, and what they start
+                await asyncio.sleep(0)
+            started = time.monotonic()
+            await scorer.close()
+            await scorer.close()
+            assert time.monotonic() - started < 5
+            return await asyncio.wait(late, timeout=5)
 
     before = children()
     done, pending = asyncio.run(close_early())
@@ -368,43 +396,40 @@ def test_close_ends_what_is_under_way(user_module):
 def test_workers_end_with_a_parent_that_is_killed(user_module, tmp_path):
     script = (
         "import asyncio, os, signal, sys; sys.path.insert(0, {root!r})\n"
-        "from configs.schema.task import RewardConfig; from rollout.records import Prompt; from rollout.rewards import Scorer\n"
-        "scorer = Scorer(RewardConfig(type='function', function={function!r}), num_workers=1)\n"
+        "from configs.schema.task import FunctionReward; from rollout.records import FinishReason, Prompt\n"
+        "from rollout.rewards import Scorer\n"
         "p = Prompt(prompt_id='i', token_ids=[1], text='p', task='t', reference='r')\n"
-        "print(int(asyncio.run(scorer.score(p, 'pid')).value), flush=True); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "async def main():\n"
+        "    async with Scorer(FunctionReward(function={function!r}), max_new_tokens=9, num_workers=1) as scorer:\n"
+        "        print(int((await scorer.score(p, 'pid', num_tokens=1, finish_reason=FinishReason.STOP)).value), flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n"
     ).format(root=str(Path(__file__).parents[1]), function=f"{user_module.stem}:score")
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    worker, deadline = int(result.stdout), time.monotonic() + 10
-    while alive(worker) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not alive(worker)
+    assert ends(int(result.stdout))
 
 
 def test_math_verify_in_its_process():
-    config = RewardConfig(type="math_verify", timeout_s=3)
     prompt = Prompt(prompt_id="i", token_ids=[1], text="p", task="jsonl", reference=r"\frac{1}{2}")
-
-    async def collect(scorer):
-        return [await scorer.score(prompt, response) for response in ("$0.5$", "$9^{9^{9^{9}}}$", r"\boxed{2/4}")]
-
-    with Scorer(config, num_workers=1) as scorer:
-        first, hard, last = asyncio.run(collect(scorer))
+    first, hard, last = scores_of(MathVerifyReward(timeout_s=3), "$0.5$", "$9^{9^{9^{9}}}$", r"\boxed{2/4}", prompt=prompt)
     assert first.value == last.value == 1 and first.error is last.error is None
+    assert first.correct and last.correct and not hard.correct
     assert hard.value == 0 and "TimeoutError" in hard.error
 
 
 def test_inline_rewards_start_no_process_and_report_a_bad_reference():
-    async def collect(scorer):
+    async def collect():
         good = Prompt(prompt_id="a", token_ids=[1], text="1 2=3:", task="countdown", reference="1 2=3")
         bad = Prompt(prompt_id="b", token_ids=[1], text="?", task="jsonl", reference="?")
-        return await scorer.score(good, "1+2"), await scorer.score(bad, "1+2")
+        async with make_scorer(CountdownReward()) as scorer:
+            scores = await score(scorer, good, "1+2"), await score(scorer, bad, "1+2")
+            assert children() == before
+            return scores
 
     before = children()
-    with Scorer(RewardConfig(type="countdown")) as scorer:
-        good, bad = asyncio.run(collect(scorer))
-        assert children() == before
-    assert (good.value, good.error) == (1, None)
-    assert bad.value == 0 and "prompt b" in bad.error and "no Countdown problem" in bad.error
+    good, bad = asyncio.run(collect())
+    assert (good.value, good.correct, good.error) == (1, True, None)
+    assert bad.value == 0 and not bad.correct and "prompt b" in bad.error and "no Countdown problem" in bad.error
 
 
 def test_a_reward_that_cannot_be_imported_any_more_stops_the_run(user_module):
@@ -417,7 +442,7 @@ def test_a_reward_that_cannot_be_imported_any_more_stops_the_run(user_module):
 
 def test_check_reward_finds_what_is_wrong(user_module):
     check_reward(function_config(user_module))
-    check_reward(RewardConfig(type="math_verify"))
+    check_reward(MathVerifyReward())
     stem = user_module.stem
     for path, message in {
         "no_such_module_here:f": "there is no module 'no_such_module_here'",
@@ -427,7 +452,9 @@ def test_check_reward_finds_what_is_wrong(user_module):
         f"{stem}:two": "must take \\(prompt_text, response_text, reference\\)",
     }.items():
         with pytest.raises(ValueError, match=message):
-            check_reward(RewardConfig(type="function", function=path))
+            check_reward(FunctionReward(function=path))
+        with pytest.raises(ValueError, match=message):
+            check_reward(WeightedReward(parts={"right": CountdownReward(), "mine": FunctionReward(function=path)}))
     with pytest.raises(ValueError, match="form module:function"):
         import_reward_function("score")
 
@@ -448,3 +475,120 @@ def test_modules_that_fail_to_import(user_module, tmp_path):
 def test_a_coroutine_is_no_reward(user_module):
     [score] = scores_of(function_config(user_module, name="coroutine"), "fine")
     assert score.value == 0 and "coroutine" in score.error
+
+
+# --- length ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"),
+    [(0, 0), (1, 0), (16, 0), (17, -0.25), (18, -0.5), (19, -0.75), (20, -1), (21, -1), (1000, -1)],  # L_max 20, L_cache 4
+)
+def test_overlong_by_hand(num_tokens, penalty):
+    assert overlong_penalty(num_tokens, max_tokens=20, buffer_tokens=4) == penalty
+
+
+@given(st.integers(0, 200), st.integers(1, 100), st.data())
+def test_overlong_is_equation_13_in_its_three_cases(num_tokens, max_tokens, data):
+    buffer = data.draw(st.integers(1, max_tokens))
+    if num_tokens <= max_tokens - buffer:
+        expected = 0.0
+    elif num_tokens <= max_tokens:
+        expected = ((max_tokens - buffer) - num_tokens) / buffer
+    else:
+        expected = -1.0
+    assert overlong_penalty(num_tokens, max_tokens=max_tokens, buffer_tokens=buffer) == expected
+
+
+# --- several rewards at once -------------------------------------------------------------------------------------------------------
+
+THREE = Prompt(prompt_id="countdown:1 2=3", token_ids=[1], text="1 2=3:", task="countdown", reference="1 2=3")
+
+
+def score_once(config: AnyReward, response: str, *, prompt: Prompt = THREE, **length) -> Score:
+    async def run():
+        async with make_scorer(config) as scorer:
+            return await score(scorer, prompt, response, **length)
+
+    return asyncio.run(run())
+
+
+DAPO = WeightedReward(
+    parts={"long": OverlongPenalty(buffer_tokens=20, weight=0.5), "right": CountdownReward(weight=2.0), "number": Gsm8kReward(weight=-0.25)}
+)
+"""The penalty of make_scorer's 100 tokens starts after 80."""
+
+
+@pytest.mark.parametrize(
+    ("response", "num_tokens", "finish", "value", "parts", "correct"),
+    [
+        ("1+2", 5, "stop", 2.0, {"long": 0, "right": 1, "right/valid": 1, "number": 0, "number/found": 1}, True),
+        ("1+2", 90, "stop", 1.75, {"long": -0.5, "right": 1, "right/valid": 1, "number": 0, "number/found": 1}, True),
+        ("1+2", 100, "stop", 1.5, {"long": -1, "right": 1, "right/valid": 1, "number": 0, "number/found": 1}, True),
+        ("1-2", 85, "stop", -0.125, {"long": -0.25, "right": 0, "right/valid": 1, "number": 0, "number/found": 1}, False),
+        ("?", 100, "length", -0.5, {"long": -1, "right": 0, "right/valid": 0, "number": 0, "number/found": 0}, False),
+        ("?", 7, "length", -0.5, {"long": -1, "right": 0, "right/valid": 0, "number": 0, "number/found": 0}, False),  # cut off early
+    ],
+)
+def test_a_weighted_sum_by_hand(response, num_tokens, finish, value, parts, correct):
+    prompt = replace(THREE, reference="1 2=3")
+    found = score_once(DAPO, response, prompt=prompt, num_tokens=num_tokens, finish=FinishReason(finish))
+    assert found == Score(value=value, parts=parts, correct=correct)
+
+
+def test_whether_a_response_is_right_is_said_by_the_first_part_that_checks_an_answer():
+    number, countdown = {"number": Gsm8kReward(weight=0.1)}, {"countdown": CountdownReward()}
+    prompt = replace(THREE, reference="1 2=3")  # to gsm8k the reference is the number 1
+    long = {"long": OverlongPenalty(buffer_tokens=100)}
+    assert score_once(WeightedReward(parts=long | countdown | number), "1+2", prompt=prompt, num_tokens=100).correct
+    assert not score_once(WeightedReward(parts=long | number | countdown), "1+2", prompt=prompt).correct
+    assert score_once(Gsm8kReward(weight=0.1), "#### 1", prompt=prompt) == Score(value=0.1, parts={"found": 1}, correct=True)
+
+
+def test_a_failed_part_counts_zero_and_the_others_stand(user_module):
+    config = WeightedReward(parts={"mine": function_config(user_module), "right": CountdownReward(weight=3.0), "number": Gsm8kReward()})
+    found = score_once(config, "raise", prompt=replace(THREE, reference="1 2=3"))
+    assert (found.value, found.correct) == (0.0, False) and found.parts["mine"] == 0 and found.parts["right/valid"] == 0
+    assert "KeyError: 'lost'" in found.error and "countdown:1 2=3" in found.error
+    bad = score_once(config, "1+2 #### 9", prompt=replace(THREE, reference="nine"))
+    assert "no Countdown problem" in bad.error and "holds no number" in bad.error and bad.value == 0
+    fine = score_once(
+        WeightedReward(parts={"right": CountdownReward(weight=3.0), "mine": function_config(user_module, name="coroutine")}), "1+2"
+    )
+    assert (fine.value, fine.correct) == (3.0, True) and "coroutine" in fine.error
+
+
+def test_a_buffer_longer_than_a_response_is_refused():
+    config = WeightedReward(parts={"right": CountdownReward(), "long": OverlongPenalty(buffer_tokens=101)})
+    with pytest.raises(ValueError, match=r"reward.parts.long.buffer_tokens=101 is more than rollout.max_new_tokens=100"):
+        score_once(config, "1+2")
+
+
+# --- what the schema accepts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"type": "weighted", "parts": {}}, "at least 1 item"),
+        ({"type": "weighted", "parts": {"long": {"type": "overlong", "buffer_tokens": 4}}}, "nothing to penalise"),
+        ({"type": "weighted", "parts": {"a b": {"type": "gsm8k"}}}, "'a b' cannot name a part"),
+        ({"type": "weighted", "parts": {"a": {"type": "weighted", "parts": {}}}}, "does not match any of the expected tags"),
+        ({"type": "overlong", "buffer_tokens": 4}, "does not match any of the expected tags"),
+        ({"type": "gsm8k", "weight": float("inf")}, "finite number"),
+        ({"type": "function"}, "Field required"),
+        ({"type": "function", "function": "score"}, "is not of the form module:name"),
+        ({"type": "countdown", "timeout_s": 3.0}, "Extra inputs"),
+        ({"type": "model", "urls": []}, "at least 1 item"),
+        ({"type": "model", "urls": ["10.0.0.7:30000"]}, "'10.0.0.7:30000' is not an address.*write it like http://"),
+        ({"type": "model", "urls": ["http://a:1", "ftp://a:1"]}, "'ftp://a:1' is not an address"),
+        ({"type": "model", "urls": ["http://"]}, "'http://' is not an address"),
+        ({"type": "model", "urls": ["http://[a:1"]}, "is not an address"),
+        ({"type": "model", "urls": ["http://a"], "text": {"type": "plain", "template": "{prompt}"}}, "leaves out the response"),
+        ({"type": "model", "urls": ["http://a"], "text": {"type": "plain", "template": "{answer}"}}, "its places are {prompt}, {response}"),
+        ({"type": "model", "urls": ["http://a"], "text": {"type": "plain", "template": "{response} }"}}, "cannot be filled in"),
+    ],
+)
+def test_rewards_that_the_schema_refuses(block, message):
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(AnyReward).validate_python(block)

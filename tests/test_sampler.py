@@ -1,10 +1,12 @@
 """The sample role around a deterministic engine: order, grouping, alignment, versions, resume, and the wire to the learner."""
 
 import asyncio
+import hashlib
 import json
 import logging
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,12 @@ from hypothesis import strategies as st
 
 from configs.schema import RunConfig
 from configs.schema.launch import EvaluationConfig
-from configs.schema.rollout import RolloutConfig
+from configs.schema.rollout import ResampleGroups, RolloutConfig
+from configs.schema.task import ModelReward
 from rollout.client import GenerationError
-from rollout.records import FinishReason, Prompt, Score, TrajectoryStatus
+from rollout.records import FinishReason, Group, Prompt, Score, TrajectoryStatus
 from rollout.remote_sampler import RemoteSampler
+from rollout.rewards import RewardModelError, WorkerStartError
 from rollout.sampler import (
     GroupSampler,
     SamplerState,
@@ -55,13 +59,16 @@ class LengthScorer:
     def __init__(self, forbidden: str | None = None):
         self.forbidden = forbidden
         self.seen: list[tuple[str, str]] = []
+        self.lengths: list[tuple[int, FinishReason]] = []
 
-    async def score(self, prompt: Prompt, response_text: str) -> Score:
+    async def score(self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason) -> Score:
         await asyncio.sleep(0)
         self.seen.append((prompt.prompt_id, response_text))
+        self.lengths.append((num_tokens, finish_reason))
         if self.forbidden is not None and self.forbidden in response_text:
             return Score(value=0.0, error=f"cannot stand {self.forbidden}")
-        return Score(value=float(len(response_text) % 2 == 0), parts={"length": float(len(response_text))})
+        even = len(response_text) % 2 == 0
+        return Score(value=float(even), parts={"length": float(len(response_text))}, correct=even)
 
 
 def make_prompts(count: int, name: str = "p") -> list[Prompt]:
@@ -69,14 +76,16 @@ def make_prompts(count: int, name: str = "p") -> list[Prompt]:
     return [Prompt(prompt_id=f"{name}{i}", token_ids=ids[i], text=f"text {i}", task="toy", reference=str(i)) for i in range(count)]
 
 
-def make_sampler(tokenizer, *, engine=None, scorer=None, seed=0, num_train=5, num_heldout=4, group_size=3, evaluation=None) -> GroupSampler:
+def make_sampler(
+    tokenizer, *, engine=None, scorer=None, seed=0, num_train=5, num_heldout=4, group_size=3, evaluation=None, **rollout
+) -> GroupSampler:
     return GroupSampler(
         client=engine or FakeEngine(),
         task=Task(name="toy", train=make_prompts(num_train), heldout=make_prompts(num_heldout, "h")),
         scorer=scorer or LengthScorer(),
         tokenizer=tokenizer,
         stop_token_ids=[STOP],
-        rollout=RolloutConfig(group_size=group_size, max_new_tokens=6, temperature=0.5),
+        rollout=RolloutConfig(group_size=group_size, max_new_tokens=6, temperature=0.5, **rollout),
         evaluation=evaluation or EvaluationConfig(),
         seed=seed,
     )
@@ -112,7 +121,8 @@ def test_a_group_holds_the_siblings_of_one_prompt_each_aligned_with_its_own_toke
             assert (prompt.prompt_id, text) in scorer.seen
     assert stats.requests == 12
     assert stats.generated_tokens == sum(sum(t.response_mask) for g in groups for t in g.trajectories)
-    assert stats.failed_rewards == 0
+    assert stats.failed_rewards == stats.resampled_groups == stats.filled_groups == 0
+    assert Counter(scorer.lengths) == Counter((sum(t.response_mask), t.finish_reason) for g in groups for t in g.trajectories)
 
 
 def test_siblings_and_repeated_prompts_get_seeds_of_their_own(tokenizer):
@@ -120,6 +130,9 @@ def test_siblings_and_repeated_prompts_get_seeds_of_their_own(tokenizer):
     next_groups(make_sampler(tokenizer, engine=engine), 10)  # two epochs of five prompts
     seeds = [seed for _, seed, _ in engine.calls]
     assert len(set(seeds)) == len(seeds) == 30
+    order = [*epoch_order(5, seed=0, epoch=0), *epoch_order(5, seed=0, epoch=1)]
+    named = [json.dumps([0, f"p{i}", sibling, group_id]) for group_id, i in enumerate(order) for sibling in range(3)]
+    assert seeds == [int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) // 2 for name in named]  # a run stays the same over releases
     other = FakeEngine()
     next_groups(make_sampler(tokenizer, engine=other, seed=1), 10)
     assert not {seed for _, seed, _ in other.calls} & set(seeds)
@@ -131,6 +144,50 @@ def test_the_stats_of_a_reply_count_that_reply_alone(tokenizer):
     groups, second = next_groups(sampler, 3)
     assert (first.requests, second.requests) == (6, 9)
     assert second.generated_tokens == sum(sum(t.response_mask) for g in groups for t in g.trajectories)
+
+
+def test_a_group_is_scored_while_another_one_is_still_being_sampled(tokenizer):
+    """The engine keeps one group back until the others are scored, which would never end if scoring waited for every group."""
+    scored = asyncio.Event()
+
+    class Engine(FakeEngine):
+        async def generate_group(self, prompt_ids, **asked):
+            if not self.calls:
+                self.calls.append((tuple(prompt_ids), 0, 0.0))
+                await scored.wait()
+            return await super().generate_group(prompt_ids, **asked)
+
+    class WatchingScorer(LengthScorer):
+        async def score(self, prompt, response_text, **length):
+            score = await super().score(prompt, response_text, **length)
+            if len(self.seen) == 3 * 3:
+                scored.set()
+            return score
+
+    sampler = make_sampler(tokenizer, engine=Engine(), scorer=WatchingScorer())
+    groups, _ = asyncio.run(asyncio.wait_for(sampler.next_groups(4, newest=0, max_staleness=0), 20))
+    assert groups == next_groups(make_sampler(tokenizer), 4)[0]
+
+
+def test_a_reward_that_cannot_run_fails_the_request_and_cancels_the_others(tokenizer):
+    cancelled = []
+
+    class BrokenScorer(LengthScorer):
+        async def score(self, prompt, response_text, **length):
+            self.seen.append((prompt.prompt_id, response_text))
+            if len(self.seen) == 12:
+                raise WorkerStartError("no worker can be started")
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(prompt.prompt_id)
+                raise
+
+    sampler = make_sampler(tokenizer, scorer=BrokenScorer())
+    with pytest.raises(WorkerStartError, match="no worker can be started"):
+        asyncio.run(asyncio.wait_for(sampler.next_groups(4, newest=0, max_staleness=0), 20))
+    assert len(cancelled) == 11
+    assert sampler.state.position == 0
 
 
 @settings(deadline=None, max_examples=30)
@@ -205,6 +262,132 @@ def test_a_failed_reward_scores_zero_is_counted_and_named_in_the_log(tokenizer, 
     assert all(t.reward == 0.0 for g in groups for t in g.trajectories if t.status is TrajectoryStatus.REWARD_FAILED)
     prompt_id, sibling = next(iter(sorted(expected, key=lambda key: [g.prompt_id for g in groups].index(key[0]))))
     assert f"prompt {prompt_id}, sibling {sibling}, scored 0: cannot stand {forbidden}" in caplog.text
+
+
+# --- dynamic sampling --------------------------------------------------------------------------------------------------------------
+
+
+def resample(max_rounds: int, compare: str = "reward") -> ResampleGroups:
+    return ResampleGroups(max_rounds=max_rounds, compare=compare)
+
+
+def differs(group: Group) -> bool:
+    return len({t.reward for t in group.trajectories}) > 1
+
+
+def reference_step(plain: list[Group], used: int, count: int, max_rounds: int) -> tuple[list[Group], int]:
+    """The groups of one step out of all groups in order, of which ``used`` are gone, and how many are gone after it."""
+    good, dull = [], []
+    for _ in range(max_rounds):
+        missing = count - len(good)
+        for group in plain[used : used + missing]:
+            (good if differs(group) else dull).append(group)
+        used += missing
+    chosen = good + dull[: count - len(good)]
+    return sorted(chosen, key=lambda group: group.group_id), used
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 99), counts=st.lists(st.integers(1, 5), min_size=1, max_size=4), max_rounds=st.integers(2, 4),
+    size=st.integers(2, 3), split=st.integers(0, 4),
+)  # fmt: skip
+def test_dynamic_sampling_takes_the_plain_order_and_leaves_out_groups_without_signal(tokenizer, seed, counts, max_rounds, size, split):
+    """Seeds, ids and positions are those of plain sampling, whatever is left out and wherever a resumed sampler takes over."""
+    plain, _ = next_groups(make_sampler(tokenizer, seed=seed, group_size=size), sum(counts) * max_rounds)
+    engine, used = FakeEngine(), 0
+
+    def make():
+        return make_sampler(tokenizer, engine=engine, seed=seed, group_size=size, dynamic_sampling=resample(max_rounds))
+
+    sampler = make()
+    for i, count in enumerate(counts):
+        if i == split:
+            state, sampler = sampler.state, make()
+            sampler.load_state(state)
+        before = used
+        expected, used = reference_step(plain, used, count, max_rounds)
+        groups, stats = next_groups(sampler, count)
+        assert groups == expected
+        assert sampler.state == SamplerState(position=used, next_group_id=used, num_prompts=5)
+        assert (stats.resampled_groups, stats.filled_groups) == (used - before - count, sum(not differs(group) for group in expected))
+        assert stats.requests == (used - before) * size and len(engine.calls) == used * size
+
+
+class ByPrompt:
+    """Siblings differ by 1 in value for the prompts in ``values``, and in being right for those in ``right``; others never differ."""
+
+    def __init__(self, *, values=(), right=()):
+        self.values, self.right, self.asked = values, right, Counter()
+
+    async def score(self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason) -> Score:
+        self.asked[prompt.prompt_id] += 1
+        first = self.asked[prompt.prompt_id] % 2 == 1
+        return Score(value=float(first and prompt.prompt_id in self.values), correct=first and prompt.prompt_id in self.right)
+
+
+def test_rounds_and_the_bound_by_hand(tokenizer, caplog):
+    order = [f"p{i}" for i in epoch_order(9, seed=0, epoch=0)]
+
+    def step(*signal: int, max_rounds: int):
+        sampler = make_sampler(
+            tokenizer, scorer=ByPrompt(values=[order[i] for i in signal]), num_train=9, group_size=2, dynamic_sampling=resample(max_rounds)
+        )
+        groups, stats = next_groups(sampler, 3)
+        assert [g.group_id for g in groups] == [order.index(g.prompt_id) for g in groups]
+        return [g.group_id for g in groups], sampler.state.position, stats.resampled_groups, stats.filled_groups
+
+    assert step(0, 1, 2, max_rounds=2) == ([0, 1, 2], 3, 0, 0)
+    assert step(1, 3, 4, max_rounds=2) == ([1, 3, 4], 5, 2, 0)  # 0 and 2 are dull, 3 and 4 take their places
+    assert step(1, 4, 5, max_rounds=3) == ([1, 4, 5], 6, 3, 0)  # round 2: 3 4, round 3: 5
+    assert not caplog.records
+    assert step(1, 4, 5, max_rounds=2) == ([0, 1, 4], 5, 2, 1)  # no third round: the first dull one comes along, in its place
+    assert "only 2 of 3 groups have differing rewards after 2 rounds and 5 prompts" in caplog.text
+    assert step(max_rounds=2) == ([0, 1, 2], 6, 3, 3)
+
+
+def test_what_is_compared_is_the_whole_reward_or_whether_it_is_right(tokenizer):
+    everyone = [f"p{i}" for i in range(6)]
+
+    def filled(compare: str, **differing) -> int:
+        sampler = make_sampler(tokenizer, scorer=ByPrompt(**differing), num_train=6, group_size=2, dynamic_sampling=resample(3, compare))
+        return next_groups(sampler, 2)[1].filled_groups
+
+    assert (filled("reward", values=everyone), filled("correct", values=everyone)) == (0, 2)
+    assert (filled("reward", right=everyone), filled("correct", right=everyone)) == (2, 0)
+
+
+def test_a_failure_in_a_later_round_leaves_the_position_where_it_was(tokenizer):
+    late = epoch_order(9, seed=0, epoch=0)[4]
+    ids = make_prompts(9)[late].token_ids
+    assert all(make_prompts(9)[i].token_ids != ids for i in epoch_order(9, seed=0, epoch=0)[:4])
+    engine = FakeEngine(fail=lambda prompt_ids, seed: list(prompt_ids) == ids)
+    sampler = make_sampler(tokenizer, engine=engine, scorer=ByPrompt(), num_train=9, group_size=2, dynamic_sampling=resample(2))
+    with pytest.raises(GenerationError, match="asked to fail"):
+        next_groups(sampler, 3)
+    assert len(engine.calls) > 6
+    assert sampler.state == SamplerState(position=0, next_group_id=0, num_prompts=9)
+
+
+def test_single_siblings_cannot_differ():
+    with pytest.raises(ValueError, match="needs siblings that can differ, but group_size=1"):
+        RolloutConfig(group_size=1, dynamic_sampling=resample(2))
+    with pytest.raises(ValueError, match="greater than or equal to 2"):
+        resample(1)
+
+
+# --- evaluation --------------------------------------------------------------------------------------------------------------------
+
+
+def test_accuracy_counts_what_is_right_whatever_the_reward(tokenizer):
+    class Halved(LengthScorer):
+        async def score(self, prompt, response_text, **length):
+            score = await super().score(prompt, response_text, **length)
+            return replace(score, value=score.value / 2 - 0.25)
+
+    plain, halved = (asyncio.run(make_sampler(tokenizer, scorer=scorer).evaluate()) for scorer in (LengthScorer(), Halved()))
+    assert halved.accuracy == plain.accuracy > 0
+    assert halved.mean_reward == pytest.approx(plain.mean_reward / 2 - 0.25)
 
 
 def test_evaluation_is_the_plain_mean_over_heldout_samples_and_moves_nothing(tokenizer):
@@ -298,6 +481,16 @@ def test_the_sample_role_refuses_an_overlong_prompt_before_it_asks_for_servers(m
     asked = []
     config = run_config(model_dir, task=task)
     with pytest.raises(ValueError, match=r"training prompt jsonl:\w+ has 62 tokens, but only 60 "):
+        asyncio.run(run_sample_role(config, server_urls=lambda: asked.append(1) or [], announce=asked.append))
+    assert asked == []
+
+
+def test_the_sample_role_asks_its_reward_model_before_it_waits_for_servers(model_dir, tmp_path):
+    path = write_problems(tmp_path / "p.jsonl", ["1+2"])
+    config = run_config(model_dir, task={"type": "jsonl", "train_path": path, "apply_chat_template": False})
+    config = config.model_copy(update={"reward": ModelReward(urls=("http://127.0.0.1:9",), max_retries=0)})
+    asked = []
+    with pytest.raises(RewardModelError, match=r"reward: 1 attempts .*http://127\.0\.0\.1:9/classify.*correct reward\.urls"):
         asyncio.run(run_sample_role(config, server_urls=lambda: asked.append(1) or [], announce=asked.append))
     assert asked == []
 
@@ -408,6 +601,15 @@ def test_a_failure_reaches_the_learner_with_its_reason_and_the_role_lives_on(tok
         remote.load_state({"position": "x"})
     engine.fail = lambda prompt_ids, seed: False
     assert len(remote.next_groups(1, newest=0, max_staleness=0)[0]) == 1
+
+
+def test_a_reward_model_that_is_gone_reaches_the_learner_as_a_failure(tokenizer, served):
+    class Gone(LengthScorer):
+        async def score(self, prompt, response_text, **length):
+            raise RewardModelError("4 attempts failed")
+
+    with pytest.raises(SamplingError, match="RewardModelError: 4 attempts failed"):
+        served(make_sampler(tokenizer, scorer=Gone())).next_groups(1, newest=0, max_staleness=0)
 
 
 def test_a_silent_sample_role_is_an_error_naming_address_and_deadline():

@@ -18,13 +18,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from configs.schema.correction import CorrectionConfig, TokenWeight
-from configs.schema.objective import AggregationConfig, ClippedObjective, EntropyConfig, GrpoAdvantage, KLConfig
+from configs.presets import PRESETS
+from configs.schema.correction import CorrectionConfig, ImportanceWeight
+from configs.schema.objective import (
+    AdvantageConfig,
+    AggregationConfig,
+    CispoObjective,
+    ClippedObjective,
+    DppoObjective,
+    EntropyConfig,
+    GmpoObjective,
+    GrpoAdvantage,
+    GspoObjective,
+    KLConfig,
+    ObjectiveConfig,
+    OpoAdvantage,
+    PolicyGradientObjective,
+    ReinforcePlusPlusAdvantage,
+    ReinforcePlusPlusBaselineAdvantage,
+    RlooAdvantage,
+    SapoObjective,
+)
+from parallel.packing import PackedBatch
 from rollout.records import FinishReason, Group, Trajectory
 from trainer.advantages import compute_advantages
 from trainer.aggregation import Mode
 from trainer.correction import correct
-from trainer.policy_loss import policy_loss
+from trainer.metrics import Metric, merge_metrics, merge_over_ranks
+from trainer.policy_loss import kept_factor, policy_loss
+from trainer.ranks import total_over
 from trainer.step_batch import Share, StepBatch, split_groups, step_batch
 
 VOCAB = 7
@@ -35,6 +57,31 @@ OBJECTIVE = ClippedObjective(clip_low=0.2, clip_high=0.28)
 KL = KLConfig(coefficient=0.3, estimator="k3")
 ENTROPY = EntropyConfig(coefficient=0.05)
 UPPER = 1.5
+TRUNCATED_TOKENS, GRPO = CorrectionConfig(weight=ImportanceWeight(upper=UPPER)), GrpoAdvantage()
+OBJECTIVES = (
+    OBJECTIVE, GspoObjective(type="gspo"), GmpoObjective(type="gmpo"), CispoObjective(type="cispo"), SapoObjective(type="sapo"),
+    DppoObjective(type="dppo"), PolicyGradientObjective(type="policy_gradient"),
+)  # fmt: skip
+ADVANTAGES = (
+    GRPO, RlooAdvantage(type="rloo"), OpoAdvantage(type="opo"), ReinforcePlusPlusAdvantage(type="reinforce_pp", gamma=0.9),
+    ReinforcePlusPlusBaselineAdvantage(type="reinforce_pp_baseline"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a step is trained with."""
+
+    mode: str = "token_mean"
+    correction: CorrectionConfig = TRUNCATED_TOKENS
+    objective: ObjectiveConfig = OBJECTIVE
+    advantage: AdvantageConfig = GRPO
+
+    def loss(self, microbatch: PackedBatch, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+        objective = PolicyGradientObjective(type="policy_gradient") if self.correction.loss == "policy_gradient" else self.objective
+        return policy_loss(
+            microbatch, current_T, entropy_T, objective=objective, kl=KL, entropy=ENTROPY, correction=self.correction, aggregation=self.mode
+        )
 
 
 def aggregation(mode: str) -> AggregationConfig:
@@ -75,29 +122,32 @@ class StepResult:
         )
 
 
-def run_step(share: Share, mode: str, group: dist.ProcessGroup | None) -> StepResult:
+def run_step(share: Share, setup: Setup, group: dist.ProcessGroup | None) -> StepResult:
     """One rank's updates of a step, on the bigram policy."""
     losses, gradients = [], []
-    for index, minibatch in enumerate(weighted(share, mode, group).minibatches()):
-        policy_VV, loss = current_policy(index), 0.0
+    for index, minibatch in enumerate(weighted(share, setup, group).minibatches()):
+        policy_VV, loss, outputs = current_policy(index), 0.0, []
         for microbatch in minibatch:
-            found = scores(policy_VV, microbatch.tokens_T, microbatch.targets_T)
-            part, _ = policy_loss(microbatch, *found, objective=OBJECTIVE, kl=KL, entropy=ENTROPY)
+            part, metrics = setup.loss(microbatch, *scores(policy_VV, microbatch.tokens_T, microbatch.targets_T))
             part.backward()
             loss += part.item()
-        losses.append(loss)
-        gradients.append(policy_VV.grad)
+            outputs.append(metrics)
+        factor = kept_factor(merge_over_ranks(merge_metrics(outputs), group))
+        losses.append(loss * factor)
+        gradients.append(policy_VV.grad * factor)
     return StepResult(losses=losses, gradients=gradients)
 
 
-def weighted(share: Share, mode: str, group: dist.ProcessGroup | None) -> StepBatch:
+def weighted(share: Share, setup: Setup, group: dist.ProcessGroup | None) -> StepBatch:
     """One rank's batch, ready for its updates: call by call what ``trainer/loop.py`` does."""
-    batch = step_batch(share)
-    old, ref = ([scores(policy, m.tokens_T, m.targets_T)[0] for m in batch.microbatches()] for policy in (OLD, REF))
-    batch = batch.with_scores(old_logprobs_T=old, ref_logprobs_T=ref)
-    batch = batch.with_advantages(compute_advantages(batch.rewards_S, batch.group_ids_S, GrpoAdvantage()))
-    correction = correct(batch.packed, CorrectionConfig(weight=TokenWeight(upper=UPPER)))
-    return batch.with_loss_weights(correction, aggregation(mode), group)
+    batch, total = step_batch(share), total_over(group)
+    old_T, ref_T = (batch.scattered([scores(p, m.tokens_T, m.targets_T)[0] for m in batch.microbatches()]) for p in (OLD, REF))
+    if setup.correction.mode == "bypass":
+        old_T = batch.packed.rollout_logprobs_T
+    batch = batch.with_fields(old_logprobs_T=old_T, ref_logprobs_T=ref_T)
+    batch = batch.with_advantages(compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, setup.advantage, total=total))
+    correction = correct(batch.packed, setup.correction, total)
+    return batch.with_loss_weights(correction, aggregation(setup.mode), setup.correction.denominator, total)
 
 
 def reference_losses(groups: list[Group], mode: str, num_minibatches: int) -> list[float]:
@@ -201,10 +251,10 @@ class Ranks:
             self._ends.append(mine)
             self._processes.append(process)
 
-    def run(self, shares: list[Share], mode: str) -> StepResult:
+    def run(self, shares: list[Share], setup: Setup) -> StepResult:
         ends = self._ends[: len(shares)]
         for end, share in zip(ends, shares, strict=True):
-            end.send((share, mode, len(shares)))
+            end.send((share, setup, len(shares)))
         results = []
         for rank, end in enumerate(ends):
             assert end.poll(60.0), f"rank {rank} did not answer within 60 s"
@@ -222,8 +272,8 @@ def _serve_rank(rank: int, store: str, end: Connection) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, MOST_RANKS), rank=rank, world_size=MOST_RANKS)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, MOST_RANKS + 1)}
     while True:
-        share, mode, num_ranks = end.recv()
-        end.send(run_step(share, mode, groups[num_ranks]))
+        share, setup, num_ranks = end.recv()
+        end.send(run_step(share, setup, groups[num_ranks]))
 
 
 @pytest.fixture(scope="module")
@@ -248,24 +298,27 @@ def steps(draw):
     return groups, minibatches, num_ranks, max(max(row) for row in lengths) - 1 + draw(st.integers(0, 60))
 
 
-def whole_step(groups: list[Group], num_minibatches: int, mode: str) -> StepResult:
+def whole_step(groups: list[Group], num_minibatches: int, setup: Setup) -> StepResult:
     """One rank, one micro-batch per minibatch."""
     (share,) = split_groups(groups, num_minibatches=num_minibatches, dp_size=1, token_budget=10**6)
-    return StepResult.total([run_step(share, mode, None)])
+    return StepResult.total([run_step(share, setup, None)])
 
 
-def magnitudes(groups: list[Group], num_minibatches: int, mode: str) -> list[tuple[float, float]]:
-    """Per minibatch, sums over sequences of |loss| and of the gradient's norm: what rounding is relative to where parts cancel."""
+def magnitudes(groups: list[Group], num_minibatches: int, setup: Setup) -> list[tuple[float, float]]:
+    """Per minibatch, sums over sequences of each term's |loss| and of the gradient's norm: what rounding is relative to."""
     (share,) = split_groups(groups, num_minibatches=num_minibatches, dp_size=1, token_budget=10**6)
     found = []
-    for index, minibatch in enumerate(weighted(share, mode, None).minibatches()):
-        loss_size = gradient_size = 0.0
+    for index, minibatch in enumerate(weighted(share, setup, None).minibatches()):
+        loss_size, gradient_size, outputs = 0.0, 0.0, []
         for row in range(minibatch[0].num_sequences):
             one, policy_VV = minibatch[0].select([row]), current_policy(index)
-            loss, _ = policy_loss(one, *scores(policy_VV, one.tokens_T, one.targets_T), objective=OBJECTIVE, kl=KL, entropy=ENTROPY)
+            loss, metrics = setup.loss(one, *scores(policy_VV, one.tokens_T, one.targets_T))
             loss.backward()
-            loss_size, gradient_size = loss_size + abs(loss.item()), gradient_size + policy_VV.grad.norm().item()
-        found.append((loss_size, gradient_size))
+            outputs.append(metrics)
+            loss_size += sum(abs(metrics[f"loss/{term}"].value) for term in ("policy", "kl", "entropy"))
+            gradient_size += policy_VV.grad.norm().item()
+        factor = kept_factor(merge_metrics(outputs))
+        found.append((loss_size * factor, gradient_size * factor))
     return found
 
 
@@ -280,18 +333,48 @@ def assert_same(found: StepResult, wanted: StepResult, sizes: list[tuple[float, 
 @given(step=steps(), mode=st.sampled_from(MODES), seed=st.integers(0, 99))
 def test_loss_and_gradient_do_not_depend_on_ranks_budget_or_order(ranks, step, mode, seed):
     groups, minibatches, num_ranks, token_budget = step
-    wanted = whole_step(groups, minibatches, mode)
+    setup = Setup(mode=mode)
+    wanted = whole_step(groups, minibatches, setup)
     shares = split_groups(groups, num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
-    found = ranks.run([shuffled(share, seed + rank) for rank, share in enumerate(shares)], mode)
-    assert_same(found, wanted, magnitudes(groups, minibatches, mode))
+    found = ranks.run([shuffled(share, seed + rank) for rank, share in enumerate(shares)], setup)
+    assert_same(found, wanted, magnitudes(groups, minibatches, setup))
+
+
+def denominators(correction: CorrectionConfig) -> st.SearchStrategy[CorrectionConfig]:
+    return st.sampled_from(("kept", "all")).map(lambda which: correction.model_copy(update={"denominator": which}))
+
+
+# The presets' bounds are for two engines of the same weights; the policies here differ more, so that wider ones are drawn as well.
+WIDE = CorrectionConfig.model_validate({
+    "mode": "bypass", "loss": "policy_gradient", "weight": {"level": "segment", "upper": 1.5}, "veto": 0.1,
+    "reject": [{"rule": "ratio", "level": "geometric", "upper": 1.2}, {"rule": "k3", "reduce": "token", "upper": 0.05}],
+})  # fmt: skip
+NORMALISED = [
+    CorrectionConfig(weight=ImportanceWeight(level=level, normalise=True), veto=0.2) for level in ("token", "sequence", "segment")
+]
+setups = st.builds(
+    lambda mode, correction, objective, advantage: Setup(mode=mode, correction=correction, objective=objective, advantage=advantage),
+    st.sampled_from(MODES), st.sampled_from([*PRESETS.values(), WIDE, *NORMALISED]).flatmap(denominators),
+    st.sampled_from(OBJECTIVES), st.sampled_from(ADVANTAGES),
+)  # fmt: skip
+
+
+@settings(max_examples=120, deadline=None)
+@given(step=steps(), setup=setups, seed=st.integers(0, 99))
+def test_every_correction_objective_and_advantage_is_the_same_under_any_layout(ranks, step, setup, seed):
+    groups, minibatches, num_ranks, token_budget = step
+    wanted = whole_step(groups, minibatches, setup)
+    shares = split_groups(groups, num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
+    found = ranks.run([shuffled(share, seed + rank) for rank, share in enumerate(shares)], setup)
+    assert_same(found, wanted, magnitudes(groups, minibatches, setup))
 
 
 @settings(max_examples=40, deadline=None)
 @given(step=steps(), mode=st.sampled_from(MODES))
 def test_the_loss_of_each_minibatch_is_its_definition(step, mode):
     groups, minibatches, _, _ = step
-    found = whole_step(groups, minibatches, mode).losses
-    sizes = [loss_size for loss_size, _ in magnitudes(groups, minibatches, mode)]
+    found = whole_step(groups, minibatches, Setup(mode=mode)).losses
+    sizes = [loss_size for loss_size, _ in magnitudes(groups, minibatches, Setup(mode=mode))]
     for loss, wanted, size in zip(found, reference_losses(groups, mode, minibatches), sizes, strict=True):
         assert loss == pytest.approx(wanted, abs=3e-6 * size)
 
@@ -304,14 +387,21 @@ REWARDS = [[1.0, 0.0, 0.1], [0.0, 1.0, 1.0], [0.1, 0.0, 1.0], [0.0, 0.0, 0.0]]
 def test_normalisers_are_counted_over_all_ranks(ranks, mode):
     """The shares hold different numbers of tokens, so counts of one rank alone would show, in every mode."""
     groups = make_groups(LENGTHS, REWARDS, seed=3)
-    wanted = whole_step(groups, 2, mode)
+    setup = Setup(mode=mode)
+    wanted = whole_step(groups, 2, setup)
     for num_ranks in (2, 3):
-        found = ranks.run(split_groups(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20), mode)
-        assert_same(found, wanted, magnitudes(groups, 2, mode))
+        found = ranks.run(split_groups(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20), setup)
+        assert_same(found, wanted, magnitudes(groups, 2, setup))
 
 
-JOBS = [(mode, False) for mode in MODES] + [("token_mean", True)]
-"""(aggregation, sharded optimizer) of the real learner."""
+TRUNCATED = {"weight": {"level": "token", "upper": 1.5}}
+REJECTING = {"reject": [{"rule": "ratio", "level": "geometric", "upper": 1.5}, {"rule": "ratio", "level": "token", "upper": 3.0}]}
+JOBS = [{"aggregation": aggregation(mode), "correction": TRUNCATED} for mode in MODES] + [
+    {"aggregation": aggregation("token_mean"), "correction": TRUNCATED, "sharded": True},
+    {"aggregation": aggregation("token_mean"), "correction": {"weight": {"level": "sequence", "normalise": True}} | REJECTING},
+    {"aggregation": aggregation("sequence_mean_token_mean"), "correction": {"mode": "bypass"} | REJECTING},
+    {"aggregation": aggregation("token_mean"), "correction": {"mode": "bypass", "loss": "policy_gradient"} | REJECTING, "sharded": True},
+]
 
 
 @pytest.mark.engines
@@ -321,7 +411,7 @@ def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
     from tests.megatron_workers import make_hf_model, relative_difference, run_ranks, work_learner_steps
 
     folder = make_hf_model(tmp_path / "m", "qwen3")
-    arguments = (folder, make_groups(LENGTHS, REWARDS, seed=3, vocab=43), [(aggregation(mode), sharded) for mode, sharded in JOBS])
+    arguments = (folder, make_groups(LENGTHS, REWARDS, seed=3, vocab=43), JOBS)
     one = work_learner_steps(1, *arguments)
     two = run_ranks(work_learner_steps, 2, tmp_path / "ranks", 2, *arguments)
     for index, job in enumerate(JOBS):
@@ -330,7 +420,9 @@ def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
         for found in (rank[index] for rank in two):
             assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-6), job
             assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5), job
+            assert found["kept"] == pytest.approx(wanted["kept"], rel=1e-12), job
             assert relative_difference(found["weights"], wanted["weights"]) < 1e-6, job
             for gradient, whole in zip(found["gradients"], wanted["gradients"], strict=True):
                 assert relative_difference(gradient, whole) < 1e-6, job
-    assert len({job["norms"][0] for job in one}) == len(MODES), "the modes do not differ, so a wrong one would not show"
+    assert len({f"{job['norms'][0]:.5g}" for job in one}) == len(MODES) + 3, "jobs do not differ, so a wrong one would not show"
+    assert all(0.2 < job["kept"][0] < 1 for job in one[-3:]), "rejection should take some of the tokens and leave some"

@@ -11,6 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from trainer.ranks import Total
+from trainer.segments import count_per_sequence, spread
+
 Mode = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_over_constant"]
 
 
@@ -23,13 +26,15 @@ class GlobalCounts:
     sequences: int
     """Sequences with at least one valid token."""
 
-    def __add__(self, other: "GlobalCounts") -> "GlobalCounts":
-        return GlobalCounts(tokens=self.tokens + other.tokens, sequences=self.sequences + other.sequences)
+    def summed(self, total: Total) -> "GlobalCounts":
+        """Over all ranks. float64 holds integers up to 2^53 exactly."""
+        tokens, sequences = total(torch.tensor([self.tokens, self.sequences], dtype=torch.float64)).tolist()
+        return GlobalCounts(tokens=int(tokens), sequences=int(sequences))
 
 
 def count_valid(response_mask_T: Tensor, cu_seqlens: Tensor) -> GlobalCounts:
     """Counts of the sequences at hand; summed over ranks they are the counts that ``aggregation_weights`` asks for."""
-    tokens_S = _tokens_per_sequence(response_mask_T, cu_seqlens)
+    tokens_S = count_per_sequence(response_mask_T, cu_seqlens)
     return GlobalCounts(tokens=int(tokens_S.sum()), sequences=int((tokens_S > 0).sum()))
 
 
@@ -51,8 +56,8 @@ def aggregation_weights(
     here = count_valid(response_mask_T, cu_seqlens)
     if here.tokens > counts.tokens or here.sequences > counts.sequences:
         raise ValueError(f"{counts} is not global: this part alone holds {here}; sum count_valid over all ranks and parts of the minibatch")
-    weights_S = _sequence_weights(_tokens_per_sequence(response_mask_T, cu_seqlens), mode=mode, constant=constant, counts=counts)
-    weights_T = weights_S.to(torch.float32).repeat_interleave(_lengths(cu_seqlens, response_mask_T.device))
+    weights_S = _sequence_weights(count_per_sequence(response_mask_T, cu_seqlens), mode=mode, constant=constant, counts=counts)
+    weights_T = spread(weights_S.to(torch.float32), cu_seqlens)
     return torch.where(response_mask_T, weights_T, 0.0)
 
 
@@ -74,11 +79,16 @@ def _sequence_weights(tokens_S: Tensor, *, mode: Mode, constant: int | None, cou
     raise ValueError(f"unknown aggregation mode {mode!r}; choose one of {', '.join(Mode.__args__)}")
 
 
-def _lengths(cu_seqlens: Tensor, device: torch.device) -> Tensor:
-    return torch.diff(cu_seqlens).to(device=device, dtype=torch.int64)
+def over_kept(aggregation_T: Tensor, keep_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, *, mode: Mode) -> tuple[Tensor, Tensor]:
+    """``aggregation_weights`` of the kept tokens, from those of all response tokens: where rejection is known only in the forward pass.
 
-
-def _tokens_per_sequence(response_mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Valid tokens of each sequence, int64 [S]: a difference of running totals, exact since they are integers."""
-    totals = torch.cat([response_mask_T.new_zeros(1, dtype=torch.int64), response_mask_T.cumsum(0)])
-    return totals[cu_seqlens.to(device=totals.device, dtype=torch.int64)].diff()
+    Returns the weights [T], still without a factor that is one number for the whole minibatch, and (all, kept), int64 [2]: what the mode
+    counts, tokens or sequences. Summed over micro-batches and ranks, all / kept is that factor.
+    """
+    all_S, kept_S = count_per_sequence(response_mask_T, cu_seqlens), count_per_sequence(keep_T, cu_seqlens)
+    weights_T = aggregation_T * keep_T
+    if mode == "token_mean":
+        return weights_T, torch.stack([all_S.sum(), kept_S.sum()])
+    if mode == "sequence_mean_token_mean":
+        weights_T = weights_T * spread(all_S / kept_S.clamp(min=1), cu_seqlens)
+    return weights_T, torch.stack([torch.count_nonzero(all_S), torch.count_nonzero(kept_S)])

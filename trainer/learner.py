@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,51 +13,59 @@ from configs.schema import RunConfig
 from parallel.megatron_engine import MegatronEngine
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group
-from trainer.metrics import Metric, merge_metrics, merge_over_ranks
-from trainer.policy_loss import policy_loss
+from trainer.critic import Critic
+from trainer.metrics import Metric, Reduction, merge_metrics, merge_over_ranks
+from trainer.policy_loss import kept_factor, policy_loss, scale_losses
+from trainer.ranks import total_over
+from trainer.shaped_rewards import KLInReward
 from trainer.step_batch import StepBatch, split_groups, step_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What one optimizer step did; the same on every rank."""
+    """What the optimizer steps on one minibatch did, the policy's and the critic's; the same on every rank."""
 
     metrics: dict[str, Metric]
-    grad_norm: float
-    lr: float
 
 
 class Learner:
-    """Holds ``current`` (trained, and ``old`` before the first update of a step) and, where KL is asked for, frozen ``ref``."""
+    """Holds ``current`` (trained, and ``old`` before the first update of a step) and, where asked for, a frozen ``ref`` and a critic."""
 
     def __init__(self, config: RunConfig):
         self._config = config
-        settings = config.learner
-        self.engine = MegatronEngine(
+        settings, minibatches = config.learner, config.learner.minibatches
+        policy = partial(
+            MegatronEngine,
             config.model,
             config.layout,
-            settings.optimizer,
-            total_optimizer_steps=config.steps * settings.minibatches,
             logprob_chunk_tokens=settings.logprob_chunk_tokens,
-            recompute=settings.recompute,
             seed=config.seed,
             timeout_s=config.launch.collective_timeout_s,
         )
-        self._reference = None
-        if config.kl.coefficient > 0:
-            self._reference = MegatronEngine(
-                config.model,
-                config.layout,
-                None,
-                total_optimizer_steps=1,
-                logprob_chunk_tokens=settings.logprob_chunk_tokens,
-                recompute="none",
+        policy_steps = (config.steps - config.critic_warmup_steps) * minibatches
+        self.engine = policy(settings.optimizer, total_optimizer_steps=policy_steps, recompute=settings.recompute)
+        self._reference = policy(None, total_optimizer_steps=1, recompute="none") if config.kl.coefficient > 0 else None
+        self.critic = None
+        if config.critic is not None:
+            self.critic = Critic(
+                config.critic,
+                policy=config.model,
+                layout=config.layout,
+                total_optimizer_steps=config.steps * minibatches,
+                recompute=settings.recompute,
                 seed=config.seed,
                 timeout_s=config.launch.collective_timeout_s,
             )
+        self.kl_in_reward = KLInReward(config.kl)
         self.groups = self.engine.groups
+        self.total = total_over(self.groups.dp_group)
+        """Sums over data-parallel ranks."""
         self.version = 0
         """Of the weights: +1 with each published update."""
+
+    @property
+    def correction_mode(self) -> str:
+        return self._config.correction.mode
 
     @property
     def is_first_rank(self) -> bool:
@@ -82,27 +91,59 @@ class Learner:
         return [rank // self.groups.tp_size for rank in range(self.groups.world_size)]
 
     def score(self, batch: StepBatch) -> StepBatch:
-        """``old`` (and ``ref``) log-probs of the sampled tokens, without gradient, by the very micro-batches of the update."""
-        microbatches = batch.microbatches()
-        temperature = self._config.rollout.temperature
-        old = [logprobs_T for logprobs_T, _ in self.engine.logprobs(microbatches, temperature=temperature)]
-        ref = None
+        """``old`` (in bypass := rollout), ``ref`` and values of the sampled tokens, without gradient, by the update's own micro-batches."""
+        if self._config.correction.mode == "bypass":
+            batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
+        else:
+            batch = batch.with_fields(old_logprobs_T=self.logprobs(batch))
         if self._reference is not None:
-            ref = [logprobs_T for logprobs_T, _ in self._reference.logprobs(microbatches, temperature=temperature)]
-        return batch.with_scores(old_logprobs_T=old, ref_logprobs_T=ref)
+            batch = batch.with_fields(ref_logprobs_T=self._logprobs_by(self._reference, batch))
+        if self.critic is not None:
+            batch = batch.with_fields(values_T=batch.scattered(self.critic.score(batch.microbatches())))
+        return batch
 
-    def update(self, minibatch: Sequence[PackedBatch]) -> Update:
-        """Forward, loss, backward, clip, step. Raises NonFiniteError before any weight has changed."""
+    def logprobs(self, batch: StepBatch) -> Tensor:
+        """Of the learner's policy as it is now. [T], float32"""
+        return self._logprobs_by(self.engine, batch)
+
+    def _logprobs_by(self, engine: MegatronEngine, batch: StepBatch) -> Tensor:
+        found = engine.logprobs(batch.microbatches(), temperature=self._config.rollout.temperature)
+        return batch.scattered([logprobs_T for logprobs_T, _ in found])
+
+    def update(self, minibatch: Sequence[PackedBatch], *, policy: bool) -> Update:
+        """Forward, loss, backward, clip, step; the critic's first, and the policy's where ``policy`` says so (not in the critic's warm-up).
+
+        Raises NonFiniteError before any weight of that model has changed.
+        """
+        metrics: dict[str, Metric] = {}
+        if self.critic is not None:
+            found = self.critic.update(minibatch)
+            metrics |= found.metrics | _optimizer_metrics("critic", found.grad_norm, found.lr)
+        if policy:
+            metrics |= self._update_policy(minibatch)
+        return Update(metrics=metrics)
+
+    def _update_policy(self, minibatch: Sequence[PackedBatch]) -> dict[str, Metric]:
         config = self._config
+        loss_fn = partial(
+            policy_loss,
+            objective=config.policy_objective,
+            correction=config.correction,
+            aggregation=config.aggregation.type,
+            kl=config.kl,
+            entropy=config.entropy,
+        )
+        # In bypass mode what was rejected, and so what the loss is averaged over, is known only after the forward pass.
+        grad_scale = self._kept_factor if config.correction.mode == "bypass" else None
+        result = self.engine.update(minibatch, loss_fn, temperature=config.rollout.temperature, grad_scale=grad_scale)
+        metrics = self._over_ranks(result.outputs)
+        return scale_losses(metrics, kept_factor(metrics)) | _optimizer_metrics("optim", result.grad_norm, result.lr)
 
-        def loss_fn(microbatch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor):
-            return policy_loss(
-                microbatch, logprobs_T, entropy_T, objective=config.objective, kl=config.kl, entropy=config.entropy
-            )
+    def _kept_factor(self, outputs: list[dict[str, Metric]]) -> float:
+        return kept_factor(self._over_ranks(outputs))
 
-        result = self.engine.update(minibatch, loss_fn, temperature=config.rollout.temperature)
-        metrics = merge_over_ranks(merge_metrics(result.outputs), self.groups.dp_group)
-        return Update(metrics=metrics, grad_norm=result.grad_norm, lr=result.lr)
+    def _over_ranks(self, outputs: list[dict[str, Metric]]) -> dict[str, Metric]:
+        return merge_over_ranks(merge_metrics(outputs), self.groups.dp_group)
 
     def logprobs_of(self, prompt: Sequence[int], completions: Sequence[Completion], *, temperature: float) -> list[list[float]]:
         """The learner's own log-probs of each completion's tokens; every rank calls it with the same arguments."""
@@ -120,3 +161,8 @@ class Learner:
 
     def save_hf(self, folder: Path) -> None:
         self.engine.save_hf(folder)
+
+
+def _optimizer_metrics(part: str, grad_norm: float, lr: float) -> dict[str, Metric]:
+    """Of a step with several minibatches: the greatest norm, the mean learning rate."""
+    return {f"{part}/grad_norm": Metric(reduction=Reduction.MAX, parts=(grad_norm,)), f"{part}/lr": Metric.quotient(lr, 1)}

@@ -1,9 +1,9 @@
 """One RL step on one page.
 
     sampler.next_groups   scored groups, from the sample role        (all ranks wait; rank 0 asks)
-    learner.score         old and ref log-probs, no gradient
-    compute_advantages    from rewards of the whole step
-    correct               importance weights from old against rollout
+    learner.score         old and ref log-probs, values of a critic; no gradient
+    correct               importance weights and rejection, from old against rollout
+    compute_advantages    from rewards of the whole step, less the KL to ref where it is in the reward
     learner.update        forward, loss, backward, clip, step; once per minibatch
     weight_sync.publish   pause, broadcast, verify, resume
 
@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 
 from configs.schema import RunConfig
 from trainer.advantages import compute_advantages
+from trainer.alarms import check_alarms
 from trainer.correction import correct
 from trainer.learner import Learner
+from trainer.recording import Recorder
 from trainer.resume import Checkpointer
 from trainer.sampling import SharedSampler
 from trainer.step_metrics import evaluation_metrics, step_metrics
@@ -48,6 +50,7 @@ class Run:
     sampler: SharedSampler
     weight_sync: WeightSync
     checkpointer: Checkpointer
+    recorder: Recorder
     tracker: Tracker | None
     """None on all ranks but the first."""
     first_step: int = 1
@@ -64,22 +67,28 @@ def train(run: Run) -> None:
                 batch = learner.receive(sampled.groups)
             with clock.time("logprobs"):
                 batch = learner.score(batch)
-            batch = batch.with_advantages(compute_advantages(batch.rewards_S, batch.group_ids_S, config.advantage))
-            correction = correct(batch.packed, config.correction)
-            batch = batch.with_loss_weights(correction, config.aggregation, learner.groups.dp_group)
+            correction = correct(batch.packed, config.correction, learner.total)
+            penalty_T, kl_metrics = learner.kl_in_reward.penalty(batch.packed, num_samples=len(batch.rewards_S), total=learner.total)
+            advantages = compute_advantages(
+                batch.packed, batch.rewards_S, batch.group_ids_S, config.advantage, penalty_T=penalty_T, total=learner.total
+            )
+            batch = batch.with_advantages(advantages)
+            batch = batch.with_loss_weights(correction, config.aggregation, config.correction.denominator, learner.total)
+            run.recorder.record(step, batch, learner)
             with clock.time("update"):
-                updates = [learner.update(minibatch) for minibatch in batch.minibatches()]
+                trains_policy = step > config.critic_warmup_steps
+                updates = [learner.update(minibatch, policy=trains_policy) for minibatch in batch.minibatches()]
             with clock.time("sync"):
                 sync = run.weight_sync.publish()
 
         with clock.time("evaluation"):
             evaluation = sampler.evaluate() if is_evaluation_step(step, config) else None
         metrics = step_metrics(
-            sampled=sampled, batch=batch, correction=correction, updates=updates, sync=sync,
-            evaluation=evaluation, seconds=clock.seconds, group=learner.groups.dp_group,
+            sampled=sampled, batch=batch, measured=[kl_metrics, advantages.metrics, correction.metrics], updates=updates, sync=sync,
+            evaluation=evaluation, seconds=clock.seconds, mode=config.correction.mode, group=learner.groups.dp_group,
         )
         if run.tracker is not None:
-            run.tracker.log(step, metrics)
+            run.tracker.log(step, metrics, check_alarms(metrics, config.alarms))
         run.checkpointer.after_step(step, learner, sampler)
 
 

@@ -1,60 +1,313 @@
-"""Diagnostics of the gap between the two engines: what the rollout says of its tokens against what the learner says of them.
+"""Diagnostics of the gap between the two engines: what the rollout says of its tokens against what the learner says of them, and what a
+correction makes of it.
 
-Legend: T packed tokens. rho = pi_old / pi_rollout of a token; log-probs are nats. Every metric looks at response tokens alone, carries its
-reduction, and merges exactly over micro-batches and ranks.
+Legend: S sequences, T packed tokens, N the valid tokens alone (end to end), R responses (sequences with a valid token), B buckets.
+``train`` is old in decoupled mode and current in bypass; d = log pi_train - log pi_rollout of a token and rho = exp(d), with d (or its sum
+over a response) bounded to +-20 before exp; log-probs are nats. dp = |p_rollout - p_train| of the sampled token.
+Every function takes packed tensors of any part of a batch, detaches them, computes in float64 and returns metrics that merge exactly
+over micro-batches and ranks. Off-mask values never matter, and a sequence without valid tokens is not counted anywhere.
+A metric that counted nothing is left out, or has no value.
+
+Sources: formulas of rollout correction (Y. Li, 2025), section 4; F. Yao et al., "Your efficient RL framework secretly brings you
+off-policy RL training" (2025) for dp per response, the sign of k1 and the reward under the learner's policy.
 """
+
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from trainer.kl import bounded, excess
-from trainer.metrics import Metric
+from trainer.kl import bounded
+from trainer.metrics import Metric, Metrics, Reduction
+from trainer.segments import count_per_sequence, max_per_sequence, sum_per_sequence
+
+LENGTH_EDGES = (64, 256, 1024, 4096)
+"""Upper edges, in tokens, of the buckets of response length and of position in the response (from 1); the last bucket is open."""
+
+RESPONSE_MAX_EDGES = (0.001, 0.01, 0.1, 0.25, 0.5)
+RESPONSE_MEAN_EDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+"""Upper edges of the bins of a response's max and mean dp; a value on an edge belongs to the bin below it."""
+
+NEAR_ONE = (0.9, 1.1)
+"""A ratio within these is taken for numerical noise."""
 
 
-def mismatch_metrics(old_logprobs_T: Tensor, rollout_logprobs_T: Tensor, response_mask_T: Tensor) -> dict[str, Metric]:
-    """How far ``old`` is from ``rollout``, before anything is corrected.
-
-        abs_prob_mean, abs_prob_max   |pi_rollout - pi_old| of the sampled tokens
-        k1                            mean of log pi_rollout - log pi_old, estimates KL(rollout || old); may be negative
-        k3                            mean of rho - 1 - log rho (log rho bounded to +-20), the same KL, never negative
-        logprob_gap_max               max |log pi_rollout - log pi_old|
-        ratio_mean, ratio_max, ratio_min   of rho (log rho bounded); the mean estimates 1 where the two engines agree
-    """
-    log_ratio_T = _float64(old_logprobs_T) - _float64(rollout_logprobs_T)
-    gap_T = (_float64(rollout_logprobs_T).exp() - _float64(old_logprobs_T).exp()).abs()
-    ratio_T = bounded(log_ratio_T).exp()
-    return {
-        "mismatch/abs_prob_mean": Metric.mean(gap_T, response_mask_T),
-        "mismatch/abs_prob_max": Metric.max(gap_T, response_mask_T),
-        "mismatch/k1": Metric.mean(-log_ratio_T, response_mask_T),
-        "mismatch/k3": Metric.mean(excess(log_ratio_T), response_mask_T),
-        "mismatch/logprob_gap_max": Metric.max(log_ratio_T.abs(), response_mask_T),
-        "mismatch/ratio_mean": Metric.mean(ratio_T, response_mask_T),
-        "mismatch/ratio_max": Metric.max(ratio_T, response_mask_T),
-        "mismatch/ratio_min": Metric.min(ratio_T, response_mask_T),
-    }
-
-
-def correction_metrics(
-    ratio_T: Tensor, weights_T: Tensor, truncated_T: Tensor, keep_T: Tensor, response_mask_T: Tensor
+def mismatch_metrics(
+    train_logprobs_T: Tensor, rollout_logprobs_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, *, high_gap: float = 0.5
 ) -> dict[str, Metric]:
-    """What a correction made of the gap.
+    """How far ``train`` is from ``rollout``, before anything is corrected. All names begin with ``mismatch/``.
 
-        ess                                   (sum rho)^2 / (N sum rho^2) of the ratios *before* the weight bound: after it, a
-                                              collapse would look healthy. 1: all alike; 1 / N: one outweighs the rest
-        weight_mean, weight_max, weight_min   of the weights as the loss sees them, after the bound
-        truncated_fraction                    tokens whose ratio was above the bound
-        kept_fraction                         tokens that no rule rejected
+    Over tokens:
+        abs_prob_mean, abs_prob_max        of dp
+        prob_pearson                       correlation of p_rollout and p_train
+        k1                                 mean of -d, estimates KL(rollout || train); may be negative
+        k3                                 mean of rho - 1 - d (d bounded), the same KL, never negative
+        logprob_gap_max                    max |d|, unbounded
+        ratio_mean, ratio_max, ratio_min   of rho; the mean estimates 1 where rollout gives every token that train allows a chance
+        ratio_outside_fraction             tokens with rho outside [0.9, 1.1]
+        chi2_token                         mean of rho^2, less 1
+    Over responses, each counting once (log_ppl = minus the mean log-prob of its tokens):
+        ppl_train, ppl_rollout, ppl_ratio  means of exp(log_ppl) and of exp(log_ppl_train - log_ppl_rollout); exponents bounded
+        log_ppl_diff_mean, _abs, _max, _min    of log_ppl_train - log_ppl_rollout; ``abs`` is the mean of its absolute value
+        chi2_sequence                      mean of (product of rho)^2, less 1; the product's logarithm is bounded
+        response_abs_prob_max_mean         mean of the greatest dp of a response (the greatest over responses is abs_prob_max)
+        response_abs_prob_mean_mean, _max  mean and max of the mean dp of a response
+        response_abs_prob_over             share of responses whose greatest dp is over ``high_gap``
+        response_abs_prob_max_share/BIN, response_abs_prob_mean_share/BIN      shares of responses per bin: le_0.001, ..., over_0.5
+    By length of the response and by position in it (valid tokens counted from 1; BIN: le_64, le_256, le_1024, le_4096, over_4096):
+        by_length/BIN/abs_prob_mean, abs_prob_max, k3, k3_max     over the tokens of all responses of that length
+        by_position/BIN/...                                       the same over the tokens at those positions of all responses
     """
+    places_N, lengths_R = _valid(response_mask_T, cu_seqlens)
+    if not lengths_R.numel():
+        return {}
+    train_N, rollout_N = _picked(train_logprobs_T, places_N), _picked(rollout_logprobs_T, places_N)
+    log_ratio_N = train_N - rollout_N
+    metrics = _perplexities(train_N, rollout_N, log_ratio_N, lengths_R)
+    gap_N, of_gap = _probability_gaps(train_N, rollout_N)
+    k3_N, of_ratio = _ratios(log_ratio_N)
+    metrics |= of_gap | of_ratio
+
+    # Each response is cut at the edges of the position buckets: sums of these pieces make up every sum by response, length and position.
+    counts_RB = _lengths_by_position(lengths_R)
+    bounds_RB = _boundaries(counts_RB.flatten())
+    gap_sum_RB, k3_sum_RB = (sum_per_sequence(x_N, bounds_RB).view_as(counts_RB) for x_N in (gap_N, k3_N))
+    gap_max_RB, k3_max_RB = (max_per_sequence(x_N, bounds_RB).view_as(counts_RB) for x_N in (gap_N, k3_N))
+    metrics |= _response_gaps(gap_sum_RB.sum(1) / lengths_R.to(gap_N.device), gap_max_RB.amax(1), high_gap)
+    bucket_R = torch.bucketize(lengths_R, torch.tensor(LENGTH_EDGES))
+    bucket_RB = torch.arange(len(LENGTH_EDGES) + 1).expand_as(counts_RB)
+    for name, of_RB in (("by_length", bucket_R[:, None].expand_as(counts_RB)), ("by_position", bucket_RB)):
+        pieces = counts_RB, gap_sum_RB, gap_max_RB, k3_sum_RB, k3_max_RB
+        metrics |= _by_bucket(name, of_RB.flatten(), *(x_RB.cpu().flatten() for x_RB in pieces))
+    return {f"mismatch/{name}": metric for name, metric in metrics.items()}
+
+
+def weight_metrics(
+    raw_T: Tensor, weights_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, *, lower: float | None = None, upper: float | None = None
+) -> dict[str, Metric]:
+    """Importance weights before (``raw_T``: what the bound acts on) and after the bound (``weights_T``, before any normalisation).
+
+    A weight of a sequence is the same on each of its tokens. Without weights pass rho as ``raw_T`` and ones as ``weights_T``.
+        mismatch/raw_weight_mean, _std, _min, _max         over tokens, before the bound
+        mismatch/weight_mean, _std, _min, _max             over tokens, after it
+        mismatch/raw_sequence_weight_..., sequence_weight_...   the same four of each response's mean weight
+        mismatch/ess                   (sum w)^2 / (N sum w^2) *before* the bound: after it, a collapse would look healthy.
+                                       1: all alike; 1 / N: one outweighs the rest
+        mismatch/ess_bounded           the same after the bound
+        mismatch/truncated_fraction    tokens whose raw weight is above ``upper`` (None: there is no such bound, and no metric)
+        mismatch/below_lower_fraction  tokens whose raw weight is below ``lower``
+    Standard deviations divide by the count and are of the weights themselves, not of clamped ones.
+    """
+    places_N, lengths_R = _valid(response_mask_T, cu_seqlens)
+    if not lengths_R.numel():
+        return {}
+    raw_N, weights_N = _picked(raw_T, places_N), _picked(weights_T, places_N)
+    metrics = {"mismatch/ess": Metric.ess(raw_N), "mismatch/ess_bounded": Metric.ess(weights_N)}
+    bounds_R = _boundaries(lengths_R)
+    for name, w_N in (("raw_", raw_N), ("", weights_N)):
+        w_R = sum_per_sequence(w_N, bounds_R) / lengths_R.to(w_N.device)
+        metrics |= _spread_of(f"mismatch/{name}weight", w_N) | _spread_of(f"mismatch/{name}sequence_weight", w_R)
+    if upper is not None:
+        metrics["mismatch/truncated_fraction"] = Metric.mean(raw_N > upper)
+    if lower is not None:
+        metrics["mismatch/below_lower_fraction"] = Metric.mean(raw_N < lower)
+    return metrics
+
+
+def rejection_metrics(name: str, passed_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor) -> dict[str, Metric]:
+    """What one rule (or ``total``, all of them together) rejected. passed_T: bool [T], anything off the mask.
+
+    mismatch/rejected/NAME/tokens              share of the response tokens that did not pass
+    mismatch/rejected/NAME/sequences           share of the responses of which no token passed
+    mismatch/rejected/NAME/touched_sequences   share of the responses of which some token did not pass
+    """
+    valid_S = count_per_sequence(response_mask_T, cu_seqlens)
+    passed_S = count_per_sequence(response_mask_T & passed_T, cu_seqlens)
+    tokens, passed = valid_S.sum().item(), passed_S.sum().item()
+    responses = torch.count_nonzero(valid_S).item()
+    rejected = torch.count_nonzero((valid_S > 0) & (passed_S == 0)).item()
+    touched = torch.count_nonzero(passed_S < valid_S).item()
     return {
-        "mismatch/ess": Metric.ess(ratio_T, response_mask_T),
-        "mismatch/weight_mean": Metric.mean(weights_T, response_mask_T),
-        "mismatch/weight_max": Metric.max(weights_T, response_mask_T),
-        "mismatch/weight_min": Metric.min(weights_T, response_mask_T),
-        "mismatch/truncated_fraction": Metric.mean(truncated_T, response_mask_T),
-        "mismatch/kept_fraction": Metric.mean(keep_T, response_mask_T),
+        f"mismatch/rejected/{name}/tokens": Metric.quotient(tokens - passed, tokens),
+        f"mismatch/rejected/{name}/sequences": Metric.quotient(rejected, responses),
+        f"mismatch/rejected/{name}/touched_sequences": Metric.quotient(touched, responses),
     }
 
 
-def _float64(values_T: Tensor) -> Tensor:
-    return values_T.detach().to(torch.float64)
+def kept_metrics(keep_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor) -> dict[str, Metric]:
+    """All rules and the veto together: ``rejection_metrics`` under the name ``total``, and mismatch/kept_fraction of the tokens."""
+    metrics = rejection_metrics("total", keep_T, response_mask_T, cu_seqlens)
+    rejected, tokens = metrics["mismatch/rejected/total/tokens"].parts
+    return metrics | {"mismatch/kept_fraction": Metric.quotient(tokens - rejected, tokens)}
+
+
+def veto_metrics(below_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor) -> dict[str, Metric]:
+    """Counts behind the veto. below_T: bool [T], tokens whose unbounded ratio is below its threshold, anything off the mask.
+
+    mismatch/veto/tokens, mismatch/veto/sequences   such tokens, and the responses that hold one (sums, not shares)
+    """
+    below_S = count_per_sequence(response_mask_T & below_T, cu_seqlens)
+    return {
+        "mismatch/veto/tokens": Metric.sum(below_S.sum().item()),
+        "mismatch/veto/sequences": Metric.sum(torch.count_nonzero(below_S).item()),
+    }
+
+
+def reward_metrics(rewards_S: Tensor, sequence_log_ratio_S: Tensor, counted_S: Tensor | None = None) -> dict[str, Metric]:
+    """The mean reward as sampled, and as the learner's own policy would have it.
+
+        reward/as_sampled            mean R, an estimate of E_rollout[R]
+        reward/importance_weighted   sum w R / sum w with w = prod rho, an estimate of E_train[R]; self-normalised, so biased by O(1 / S)
+                                     and within the range of the rewards
+        reward/importance_ess        effective share of these weights; near 1 / S a single response makes the estimate
+
+    sequence_log_ratio_S: sum of d over a response, bounded to +-20 here. The bound replaces the usual shift by the greatest log-ratio,
+    which would differ from one part of the batch to the next. counted_S: bool, False for sequences without a valid token (None: all count).
+    """
+    if counted_S is not None:
+        rewards_S, sequence_log_ratio_S = rewards_S[counted_S], sequence_log_ratio_S[counted_S]
+    weights_S = bounded(_float64(sequence_log_ratio_S)).exp()
+    return {
+        "reward/as_sampled": Metric.mean(rewards_S),
+        "reward/importance_weighted": Metric.weighted_mean(rewards_S, weights_S),
+        "reward/importance_ess": Metric.ess(weights_S),
+    }
+
+
+def negative_fraction(estimates: Iterable[float]) -> Metric:
+    """How often an estimate of a KL divergence (policy/ppo_kl of each minibatch) is negative, which a divergence never is.
+
+    k1 of KL(old || current) is unbiased for samples of old. They are samples of rollout, so negative values in most minibatches are a
+    sign of bias; a few are noise.
+    """
+    estimates = list(estimates)
+    return Metric.quotient(sum(e < 0 for e in estimates), len(estimates))
+
+
+def _valid(mask_T: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the valid tokens are [N], and how many each response has [R], on the CPU."""
+    lengths_S = count_per_sequence(mask_T, cu_seqlens).cpu()
+    return mask_T.nonzero().flatten(), lengths_S[lengths_S > 0]
+
+
+def _boundaries(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _lengths_by_position(lengths_R: Tensor) -> Tensor:
+    """How many tokens of each response lie in each bucket of positions. [R] -> [R, B], rows add up to the lengths."""
+    edges = torch.tensor([0, *LENGTH_EDGES, torch.iinfo(torch.int64).max])
+    return torch.minimum(lengths_R[:, None], edges).diff(dim=1)
+
+
+def _probability_gaps(train_N: Tensor, rollout_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+    """dp of each token, and its metrics."""
+    # Probabilities less 1: neither difference nor correlation sees the shift, and near 1 expm1 keeps the digits that exp loses.
+    train_N, rollout_N = torch.expm1(train_N), torch.expm1(rollout_N)
+    gap_N = (rollout_N - train_N).abs()
+    return gap_N, {
+        "abs_prob_mean": Metric.mean(gap_N),
+        "abs_prob_max": Metric.max(gap_N),
+        "prob_pearson": Metric.pearson(rollout_N, train_N),
+    }
+
+
+def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
+    """k3 of each token, and the metrics of rho and its logarithm, from few sums: tensors of N numbers are what all this costs."""
+    bounded_N = bounded(log_ratio_N)
+    excess_N = torch.expm1(bounded_N)
+    k3_N = excess_N - bounded_N
+    count, excess, squares = excess_N.numel(), excess_N.sum().item(), (excess_N @ excess_N).item()
+    (low_log, high_log), (low, high) = ([x.item() for x in torch.aminmax(x_N)] for x_N in (log_ratio_N, excess_N))
+    near_low, near_high = NEAR_ONE
+    return k3_N, {
+        "k1": Metric.quotient(-log_ratio_N.sum().item(), count),
+        "k3": Metric.mean(k3_N),
+        "logprob_gap_max": Metric(reduction=Reduction.MAX, parts=(max(-low_log, high_log),)),
+        "ratio_mean": Metric.quotient(count + excess, count),
+        "ratio_max": Metric(reduction=Reduction.MAX, parts=(1 + high,)),
+        "ratio_min": Metric(reduction=Reduction.MIN, parts=(1 + low,)),
+        "ratio_outside_fraction": Metric.mean((excess_N < near_low - 1) | (excess_N > near_high - 1)),
+        "chi2_token": Metric.quotient(squares + 2 * excess, count),
+    }
+
+
+def _perplexities(train_N: Tensor, rollout_N: Tensor, log_ratio_N: Tensor, lengths_R: Tensor) -> dict[str, Metric]:
+    bounds_R, lengths_R = _boundaries(lengths_R), lengths_R.to(train_N.device)
+    log_ppl_train_R, log_ppl_rollout_R = (-sum_per_sequence(x_N, bounds_R) / lengths_R for x_N in (train_N, rollout_N))
+    log_ratio_R = sum_per_sequence(log_ratio_N, bounds_R)
+    diff_R = -log_ratio_R / lengths_R
+    return {
+        "ppl_train": Metric.mean(bounded(log_ppl_train_R).exp()),
+        "ppl_rollout": Metric.mean(bounded(log_ppl_rollout_R).exp()),
+        "ppl_ratio": Metric.mean(bounded(diff_R).exp()),
+        "log_ppl_diff_mean": Metric.mean(diff_R),
+        "log_ppl_diff_abs": Metric.mean(diff_R.abs()),
+        "log_ppl_diff_max": Metric.max(diff_R),
+        "log_ppl_diff_min": Metric.min(diff_R),
+        "chi2_sequence": Metric.mean(torch.expm1(2 * bounded(log_ratio_R))),
+    }
+
+
+def _response_gaps(mean_R: Tensor, max_R: Tensor, high_gap: float) -> Metrics:
+    return {
+        "response_abs_prob_max_mean": Metric.mean(max_R),
+        "response_abs_prob_mean_mean": Metric.mean(mean_R),
+        "response_abs_prob_mean_max": Metric.max(mean_R),
+        "response_abs_prob_over": Metric.mean(max_R > high_gap),
+        **_shares("response_abs_prob_max_share", max_R, RESPONSE_MAX_EDGES),
+        **_shares("response_abs_prob_mean_share", mean_R, RESPONSE_MEAN_EDGES),
+    }
+
+
+def _shares(name: str, values_R: Tensor, edges: Sequence[float]) -> Metrics:
+    bins_R = torch.bucketize(values_R.cpu(), torch.tensor(edges, dtype=torch.float64))
+    counts = torch.bincount(bins_R, minlength=len(edges) + 1).tolist()
+    return {f"{name}/{label}": Metric.quotient(count, values_R.numel()) for label, count in zip(_labels(edges), counts, strict=True)}
+
+
+def _by_bucket(
+    name: str, bucket_P: Tensor, count_P: Tensor, gap_sum_P: Tensor, gap_max_P: Tensor, k3_sum_P: Tensor, k3_max_P: Tensor
+) -> dict[str, Metric]:
+    """Merge pieces (P) of responses by bucket; buckets without tokens are left out."""
+
+    def total(x_P: Tensor) -> list[float]:
+        return x_P.new_zeros(len(LENGTH_EDGES) + 1).index_add(0, bucket_P, x_P).tolist()
+
+    def greatest(x_P: Tensor) -> list[float]:
+        return x_P.new_full((len(LENGTH_EDGES) + 1,), -torch.inf).scatter_reduce(0, bucket_P, x_P, "amax").tolist()
+
+    metrics = {}
+    columns = zip(
+        _labels(LENGTH_EDGES), total(count_P), total(gap_sum_P), greatest(gap_max_P), total(k3_sum_P), greatest(k3_max_P), strict=True
+    )
+    for label, count, gap_sum, gap_max, k3_sum, k3_max in columns:
+        if count:
+            metrics |= {
+                f"{name}/{label}/abs_prob_mean": Metric.quotient(gap_sum, count),
+                f"{name}/{label}/abs_prob_max": Metric(reduction=Reduction.MAX, parts=(gap_max,)),
+                f"{name}/{label}/k3": Metric.quotient(k3_sum, count),
+                f"{name}/{label}/k3_max": Metric(reduction=Reduction.MAX, parts=(k3_max,)),
+            }
+    return metrics
+
+
+def _labels(edges: Sequence[float]) -> list[str]:
+    return [f"le_{edge:g}" for edge in edges] + [f"over_{edges[-1]:g}"]
+
+
+def _spread_of(name: str, weights: Tensor) -> Metrics:
+    return {
+        f"{name}_mean": Metric.mean(weights),
+        f"{name}_std": Metric.std(weights - 1),
+        f"{name}_min": Metric.min(weights),
+        f"{name}_max": Metric.max(weights),
+    }
+
+
+def _picked(values_T: Tensor, places_N: Tensor) -> Tensor:
+    return _float64(values_T.detach().index_select(0, places_N))
+
+
+def _float64(values: Tensor) -> Tensor:
+    return values.detach().to(torch.float64)

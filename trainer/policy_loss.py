@@ -1,28 +1,37 @@
 """The loss of one micro-batch: objective, KL and entropy terms, each a plain sum over tokens of loss times weight.
 
 Legend: T packed tokens. Log-probs and entropy are nats.
-An objective is a pure function in ``objectives`` and a case of ``_surrogate`` here.
+An objective is a pure function in ``objectives`` and a case of ``_objective_loss`` here.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import assert_never
 
 import torch
 from torch import Tensor
 
-from configs.schema.objective import ClippedObjective, EntropyConfig, KLConfig, ObjectiveConfig
+from configs.schema.correction import CorrectionConfig
+from configs.schema.objective import (
+    CispoObjective,
+    ClippedObjective,
+    DppoObjective,
+    EntropyConfig,
+    GmpoObjective,
+    GspoObjective,
+    KLConfig,
+    ObjectiveConfig,
+    PolicyGradientObjective,
+    SapoObjective,
+)
 from parallel.packing import PackedBatch
+from trainer.aggregation import Mode, over_kept
+from trainer.correction import correct_current
 from trainer.kl import ESTIMATORS
 from trainer.metrics import Metric
-from trainer.objectives import clipped
+from trainer.objectives import ObjectiveLoss, cispo, clipped, dppo, geometric_mean_weights, gmpo, gspo, policy_gradient, sapo
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Surrogate:
-    """What an objective makes of a micro-batch: per-token losses, and what it has to say of itself."""
-
-    loss_T: Tensor
-    metrics: dict[str, Metric]
+DECOUPLED = CorrectionConfig()
+COUNTED_ALL, COUNTED_KEPT = "bypass/counted_all", "bypass/counted_kept"
 
 
 def policy_loss(
@@ -33,66 +42,142 @@ def policy_loss(
     objective: ObjectiveConfig,
     kl: KLConfig,
     entropy: EntropyConfig,
+    correction: CorrectionConfig = DECOUPLED,
+    aggregation: Mode = "token_mean",
 ) -> tuple[Tensor, dict[str, Metric]]:
     """The scalar loss of a micro-batch, with gradient to ``current_logprobs_T`` [T] and ``entropy_T`` [T], and its metrics.
 
-    loss = sum_t objective_t * loss_weights_t + kl.coefficient * sum_t KL_t * aggregation_t
-                                              - entropy.coefficient * sum_t H_t * aggregation_t     over response tokens t.
-    Weights hold the global normalisers, so losses and gradients of micro-batches and ranks simply add up. Off the response mask nothing
-    matters, not even NaN; without response tokens loss and gradient are exact zeros, still connected to the graph. A non-finite
-    current log-prob of a response token makes the loss NaN.
+    loss = sum_t objective_t * importance_weights_t * aggregation_t
+         + kl.coefficient * sum_t KL_t * aggregation_t   (where kl.place is loss)
+         - entropy.coefficient * sum_t H_t * aggregation_t     over response tokens t.
+    aggregation_t holds the global normalisers, so losses and gradients of micro-batches and ranks simply add up; it is zero on rejected
+    tokens, which leave every term and the sequence statistics of ``gspo`` and ``gmpo`` (there, importance weights enter as their geometric
+    mean over the sequence). Off the response mask nothing matters, not even NaN; without response tokens loss and gradient are exact
+    zeros, still connected to the graph. A current log-prob of a response token that is not finite makes the loss NaN.
+
+    In bypass mode (``correction``) weights and rejection follow from current and rollout, here, without gradient. With
+    ``denominator: kept`` the loss then still lacks one factor for the whole minibatch, ``kept_factor`` of all its metrics;
+    ``aggregation`` is the mode that aggregation_T was made with.
 
     Metrics: ``loss/total, loss/policy, loss/kl, loss/entropy`` are this minibatch's terms as they stand in the loss (SUM: they add up to
-    the whole minibatch's); ``policy/*`` are means, or the maximum, over response tokens.
+    the whole minibatch's). ``policy/entropy, ppo_kl`` (mean log pi_old - log pi_current), ``ref_kl`` are means over response tokens;
+    ``policy/ratio_mean, ratio_min, ratio_max, clip_fraction, dual_clip_fraction`` are of the tokens that were not rejected, where the
+    objective has them.
 
     Raises ValueError naming the fields of ``batch`` that are not set, or tensors that are not one value per token.
     """
-    _require(batch, current_logprobs_T, entropy_T, with_ref=kl.coefficient > 0)
+    kl_in_loss = kl.place == "loss" and kl.coefficient > 0
+    _require(batch, current_logprobs_T, entropy_T, with_ref=kl_in_loss)
     mask_T = batch.response_mask_T
     # Replaced before any arithmetic: a NaN that is multiplied by a zero weight afterwards would still be NaN, in the gradient too.
-    current_T, entropy_T, old_T, advantages_T, loss_weights_T, aggregation_T = (
-        torch.where(mask_T, x_T, 0.0)
-        for x_T in (
-            current_logprobs_T, entropy_T, batch.old_logprobs_T, batch.advantages_T, batch.loss_weights_T, batch.aggregation_T
-        )
-    )  # fmt: skip
-    # The bound on the log-ratio would hide an infinity; a NaN loss is refused before the optimizer's step.
-    current_T = torch.where(current_T.isinf(), torch.nan, current_T)
-    surrogate = _surrogate(objective, current_T, old_T, advantages_T, mask_T)
-    terms = {"policy": (surrogate.loss_T * loss_weights_T).sum()}
-    metrics = surrogate.metrics | {
-        "policy/entropy": Metric.mean(entropy_T, mask_T),
-        "policy/ppo_kl": Metric.mean(old_T - current_T, mask_T),
+    current_T, entropy_T = (torch.where(mask_T, x_T, 0.0) for x_T in (current_logprobs_T, entropy_T))
+    old_T, advantages_T, importance_T, aggregation_T = (
+        torch.where(mask_T, x_T.detach(), 0.0)
+        for x_T in (batch.old_logprobs_T, batch.advantages_T, batch.importance_weights_T, batch.aggregation_T)
+    )
+    metrics: dict[str, Metric] = {}
+    if correction.mode == "bypass":
+        importance_T, aggregation_T, metrics = _corrected_here(batch, current_T, aggregation_T, correction, aggregation)
+    kept_T = aggregation_T != 0  # Off the mask it is zero by now.
+    found = _objective_loss(objective, current_T, old_T, advantages_T, kept_T, batch.cu_seqlens)
+    if isinstance(objective, GmpoObjective):
+        importance_T = geometric_mean_weights(importance_T, kept_T, batch.cu_seqlens)
+    terms = {"policy": (found.loss_T * (importance_T * aggregation_T)).sum()}
+    num_tokens = torch.count_nonzero(mask_T).item()
+    metrics |= _objective_metrics(found, kept_T) | {
+        "policy/entropy": _mean(entropy_T, num_tokens),
+        "policy/ppo_kl": _mean(old_T - current_T, num_tokens),
     }
     if batch.ref_logprobs_T is not None:
-        kl_T = ESTIMATORS[kl.estimator](current_T, torch.where(mask_T, batch.ref_logprobs_T, 0.0))
-        metrics["policy/ref_kl"] = Metric.mean(kl_T, mask_T)
-        if kl.coefficient > 0:
+        kl_T = ESTIMATORS[kl.estimator](current_T, torch.where(mask_T, batch.ref_logprobs_T.detach(), 0.0))
+        metrics["policy/ref_kl"] = _mean(kl_T, num_tokens)
+        if kl_in_loss:
             terms["kl"] = kl.coefficient * (kl_T * aggregation_T).sum()
     if entropy.coefficient > 0:
         terms["entropy"] = -entropy.coefficient * (entropy_T * aggregation_T).sum()
-    loss = torch.stack(list(terms.values())).sum()
+    # Bounds would hide an infinity, and rejection a broken forward pass; a NaN loss is refused before the optimizer's step.
+    sound = torch.where(current_T.detach().isfinite().all(), 1.0, torch.nan)
+    loss = torch.stack(list(terms.values())).sum() * sound
     values = dict.fromkeys(("policy", "kl", "entropy"), 0.0) | {name: term.item() for name, term in terms.items()}
     metrics |= {f"loss/{name}": Metric.sum(value) for name, value in (values | {"total": loss.item()}).items()}
     return loss, metrics
 
 
-def _surrogate(objective: ObjectiveConfig, current_T: Tensor, old_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Surrogate:
+def _corrected_here(
+    batch: PackedBatch, current_T: Tensor, aggregation_T: Tensor, config: CorrectionConfig, mode: Mode
+) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+    """(importance weights, aggregation weights, metrics) of a bypass correction."""
+    found = correct_current(batch, current_T, config)
+    metrics = dict(found.metrics)
+    if config.denominator == "all":
+        return found.weights_T, aggregation_T * found.keep_T, metrics
+    aggregation_T, (num_all, num_kept) = over_kept(aggregation_T, found.keep_T, batch.response_mask_T, batch.cu_seqlens, mode=mode)
+    metrics |= {COUNTED_ALL: Metric.sum(num_all.item()), COUNTED_KEPT: Metric.sum(num_kept.item())}
+    return found.weights_T, aggregation_T, metrics
+
+
+def kept_factor(metrics: Mapping[str, Metric]) -> float:
+    """What turns a minibatch's mean over all into its mean over what was kept, from the metrics of all its micro-batches and ranks.
+
+    1 where the loss needs no such factor, and where nothing was kept: there the loss is zero.
+    """
+    if COUNTED_KEPT not in metrics or not metrics[COUNTED_KEPT].value:
+        return 1.0
+    return metrics[COUNTED_ALL].value / metrics[COUNTED_KEPT].value
+
+
+def scale_losses(metrics: Mapping[str, Metric], factor: float) -> dict[str, Metric]:
+    """The metrics with the terms of the loss times ``factor``, and without the counts that it was made of."""
+    return {
+        name: Metric.sum(metric.value * factor) if name.startswith("loss/") else metric
+        for name, metric in metrics.items()
+        if name not in (COUNTED_ALL, COUNTED_KEPT)
+    }
+
+
+def _objective_loss(
+    objective: ObjectiveConfig, current_T: Tensor, old_T: Tensor, advantages_T: Tensor, kept_T: Tensor, cu_seqlens: Tensor
+) -> ObjectiveLoss:
     match objective:
         case ClippedObjective(clip_low=low, clip_high=high, dual_clip=dual):
-            result = clipped(current_T, old_T, advantages_T, clip_low=low, clip_high=high, dual_clip=dual)
-            metrics = {
-                "policy/clip_fraction": Metric.mean(result.clipped_T, mask_T),
-                "policy/dual_clip_fraction": Metric.mean(result.dual_clipped_T, mask_T),
-                "policy/ratio_max": Metric.max(result.ratio_T, mask_T),
-            }
-            return Surrogate(loss_T=result.loss_T, metrics=metrics)
+            return clipped(current_T, old_T, advantages_T, clip_low=low, clip_high=high, dual_clip=dual)
+        case GspoObjective(clip_low=low, clip_high=high):
+            return gspo(current_T, old_T, advantages_T, kept_T, cu_seqlens, clip_low=low, clip_high=high)
+        case GmpoObjective(clip_low=low, clip_high=high):
+            return gmpo(current_T, old_T, advantages_T, kept_T, cu_seqlens, clip_low=low, clip_high=high)
+        case CispoObjective(clip_low=low, clip_high=high):
+            return cispo(current_T, old_T, advantages_T, clip_low=low, clip_high=high)
+        case SapoObjective(temperature_positive=positive, temperature_negative=negative):
+            return sapo(current_T, old_T, advantages_T, temperature_positive=positive, temperature_negative=negative)
+        case DppoObjective(max_decrease=decrease, max_increase=increase, ratio_max=ratio_max):
+            return dppo(current_T, old_T, advantages_T, max_decrease=decrease, max_increase=increase, ratio_max=ratio_max)
+        case PolicyGradientObjective():
+            return policy_gradient(current_T, advantages_T)
         case _:
             assert_never(objective)
 
 
+def _objective_metrics(found: ObjectiveLoss, kept_T: Tensor) -> dict[str, Metric]:
+    num_kept = torch.count_nonzero(kept_T).item()
+    metrics = {}
+    if found.ratio_T is not None:
+        metrics["policy/ratio_mean"] = _mean(torch.where(kept_T, found.ratio_T, 0.0), num_kept)
+        metrics["policy/ratio_min"] = Metric.min(found.ratio_T, kept_T)
+        metrics["policy/ratio_max"] = Metric.max(found.ratio_T, kept_T)
+    if found.clipped_T is not None:
+        metrics["policy/clip_fraction"] = _mean(found.clipped_T & kept_T, num_kept)
+    if found.dual_clipped_T is not None:
+        metrics["policy/dual_clip_fraction"] = _mean(found.dual_clipped_T & kept_T, num_kept)
+    return metrics
+
+
+def _mean(zero_off_mask_T: Tensor, count: float) -> Metric:
+    """Without another pass to mask or to count, and without a float64 copy."""
+    return Metric.quotient(zero_off_mask_T.detach().sum(dtype=torch.float64).item(), count)
+
+
 def _require(batch: PackedBatch, current_logprobs_T: Tensor, entropy_T: Tensor, *, with_ref: bool) -> None:
-    names = ["old_logprobs_T", "advantages_T", "loss_weights_T", "aggregation_T"] + ["ref_logprobs_T"] * with_ref
+    names = ["old_logprobs_T", "advantages_T", "importance_weights_T", "aggregation_T"] + ["ref_logprobs_T"] * with_ref
     missing = [name for name in names if getattr(batch, name) is None]
     if missing:
         raise ValueError(f"the micro-batch lacks {', '.join(missing)}: score it and give it advantages and loss weights first")

@@ -18,13 +18,18 @@ class Progress:
     step: int
     version: int
     sampler: dict
+    kl_coefficient: float = 0.0
+    """Of the KL in the reward, which an adaptive controller moves."""
 
 
 class Checkpointer:
-    """Writes ``folder/step_000010`` every so many steps; an unfinished one is never picked up (see parallel/checkpoint.py)."""
+    """Writes ``folder/step_000010`` every so many steps; an unfinished one is never picked up (see parallel/checkpoint.py).
+
+    A critic's checkpoints lie in ``folder/critic``, each written before the policy's of the same step: a policy's that is complete has one.
+    """
 
     def __init__(self, folder: Path, config: CheckpointConfig):
-        self._folder, self._config = folder, config
+        self._folder, self._critic_folder, self._config = folder, folder / "critic", config
 
     def after_step(self, step: int, learner: Learner, sampler: SharedSampler) -> None:
         if self._config.every and step % self._config.every == 0:
@@ -33,18 +38,25 @@ class Checkpointer:
     def save(self, step: int, learner: Learner, sampler: SharedSampler) -> Path:
         state: list = [sampler.state()]
         dist.broadcast_object_list(state, src=0)
+        progress = Progress(step=step, version=learner.version, sampler=state[0], kl_coefficient=learner.kl_in_reward.coefficient)
         target = step_folder(self._folder, step)
-        learner.engine.save(target, asdict(Progress(step=step, version=learner.version, sampler=state[0])))
+        if learner.critic is not None:
+            learner.critic.engine.save(step_folder(self._critic_folder, step), {"step": step})
+        learner.engine.save(target, asdict(progress))
         if learner.is_first_rank:
-            prune(self._folder, keep=self._config.keep)
+            for folder in (self._folder, self._critic_folder):
+                prune(folder, keep=self._config.keep)
         return target
 
     def restore(self, learner: Learner, sampler: SharedSampler) -> Progress | None:
-        """Load the newest valid checkpoint; None where there is none."""
+        """Load the newest valid checkpoint; None where there is none. Raises CheckpointError where a critic's is missing."""
         newest = latest_valid(self._folder)
         if newest is None:
             return None
+        if learner.critic is not None:
+            learner.critic.engine.load(self._critic_folder / newest.name)
         progress = Progress(**learner.engine.load(newest))
         learner.version = progress.version
+        learner.kl_in_reward.coefficient = progress.kl_coefficient
         sampler.load_state(progress.sampler)
         return progress

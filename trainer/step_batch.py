@@ -6,17 +6,19 @@ holds this rank's sequences alone.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema.objective import AggregationConfig
 from parallel.packing import PackedBatch
 from rollout.records import Group, Trajectory
-from trainer.aggregation import GlobalCounts, aggregation_weights, count_valid
+from trainer.advantages import Advantages
+from trainer.aggregation import aggregation_weights, count_valid
 from trainer.batching import BatchPlan, pack_trajectories, plan_batches
 from trainer.correction import Correction
+from trainer.ranks import Total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +36,12 @@ class StepBatch:
     def microbatches(self) -> list[PackedBatch]:
         return [microbatch for minibatch in self.minibatches() for microbatch in minibatch]
 
-    def with_scores(self, **scores: Sequence[Tensor] | None) -> "StepBatch":
-        """Set ``old_logprobs_T`` or ``ref_logprobs_T`` from one tensor per micro-batch, in the order of ``microbatches()``."""
-        fields = {name: self._scatter(parts) for name, parts in scores.items() if parts is not None}
-        return replace(self, packed=self.packed.with_fields(**fields))
+    def with_fields(self, **tensors: Tensor) -> "StepBatch":
+        """Set ``_T`` fields of this rank's share."""
+        return replace(self, packed=self.packed.with_fields(**tensors))
 
-    def _scatter(self, parts: Sequence[Tensor]) -> Tensor:
+    def scattered(self, parts: Sequence[Tensor]) -> Tensor:
+        """One tensor per micro-batch, in the order of ``microbatches()``, as one [T] of this rank's share, float32 on the CPU."""
         bounds = self.packed.cu_seqlens.tolist()
         out_T = torch.zeros(self.packed.num_tokens, dtype=torch.float32)
         flat = (rows for minibatch in self.rows for rows in minibatch)
@@ -51,35 +53,37 @@ class StepBatch:
                 start += length
         return out_T
 
-    def with_advantages(self, advantages_S: Tensor) -> "StepBatch":
-        """Every token of a sequence gets its sequence's advantage (S of the whole step)."""
-        lengths = torch.diff(self.packed.cu_seqlens).to(torch.int64)
-        advantages_T = advantages_S[self.packed.sequence_ids_S].to(torch.float32).repeat_interleave(lengths)
-        return replace(self, packed=self.packed.with_fields(advantages_T=advantages_T))
+    def with_advantages(self, advantages: Advantages) -> "StepBatch":
+        fields = {"advantages_T": advantages.advantages_T} | ({} if advantages.returns_T is None else {"returns_T": advantages.returns_T})
+        return self.with_fields(**fields)
 
-    def with_loss_weights(self, correction: Correction, config: AggregationConfig, group: dist.ProcessGroup | None) -> "StepBatch":
-        """loss_weights_T = aggregation_T * w_T * keep_T, normalised by counts of each minibatch over all ranks of ``group``."""
-        aggregation_T = torch.zeros(self.packed.num_tokens, dtype=torch.float32)
+    def with_loss_weights(
+        self, correction: Correction, aggregation: AggregationConfig, denominator: Literal["kept", "all"], total: Total
+    ) -> "StepBatch":
+        """Set ``importance_weights_T``, and what every term of the loss is averaged by, from counts of each minibatch over all ranks.
+
+        aggregation_T is zero on rejected tokens; what the rest weighs follows from the count of kept tokens, or of all of them.
+        """
+        mask_T, keep_T = self.packed.response_mask_T, correction.keep_T
+        counted_T = keep_T if denominator == "kept" else mask_T
+        fields = {
+            "importance_weights_T": correction.weights_T.to(torch.float32),
+            "aggregation_T": self._aggregation(counted_T, aggregation, total) * keep_T,
+            "value_aggregation_T": self._aggregation(mask_T, aggregation, total),
+        }
+        return self.with_fields(**fields)
+
+    def _aggregation(self, counted_T: Tensor, config: AggregationConfig, total: Total) -> Tensor:
+        weights_T = torch.zeros(self.packed.num_tokens, dtype=torch.float32)
         bounds = self.packed.cu_seqlens.tolist()
         for microbatches in self.rows:
             rows = [row for microbatch in microbatches for row in microbatch]
-            part = self.packed.select(rows)
-            counts = sum_counts(count_valid(part.response_mask_T, part.cu_seqlens), group)
             places = torch.cat([torch.arange(bounds[r], bounds[r + 1]) for r in rows])
-            aggregation_T[places] = aggregation_weights(
-                part.response_mask_T, part.cu_seqlens, mode=config.type, constant=config.constant, counts=counts
-            )
-        loss_weights_T = aggregation_T * correction.weights_T * correction.keep_T
-        return replace(self, packed=self.packed.with_fields(aggregation_T=aggregation_T, loss_weights_T=loss_weights_T))
-
-
-def sum_counts(counts: GlobalCounts, group: dist.ProcessGroup | None) -> GlobalCounts:
-    """Counts over all ranks of ``group``; None means that this rank holds everything."""
-    if group is None or dist.get_world_size(group) == 1:
-        return counts
-    everyone: list[GlobalCounts | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, counts, group=group)
-    return GlobalCounts(tokens=sum(c.tokens for c in everyone), sequences=sum(c.sequences for c in everyone))
+            cu_seqlens = torch.tensor([0, *(bounds[r + 1] - bounds[r] for r in rows)]).cumsum(0).to(torch.int32)
+            part_T = counted_T[places]
+            counts = count_valid(part_T, cu_seqlens).summed(total)
+            weights_T[places] = aggregation_weights(part_T, cu_seqlens, mode=config.type, constant=config.constant, counts=counts)
+        return weights_T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,17 +1,20 @@
 """Everything that is tracked of a step, by name. Names are ``part/quantity``; the report and the console line read them."""
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
+import torch
 import torch.distributed as dist
 
 from rollout.records import FinishReason, Group
 from rollout.sampler import EvaluationResult, SamplingStats
-from trainer.correction import Correction
 from trainer.learner import Update
-from trainer.metrics import merge_metrics, merge_over_ranks, values
-from trainer.mismatch import mismatch_metrics
+from trainer.metrics import Metric, merge_metrics, merge_over_ranks, values
+from trainer.mismatch import negative_fraction, reward_metrics
 from trainer.sampling import Sampled
+from trainer.segments import count_per_sequence, sum_per_sequence
 from trainer.step_batch import StepBatch
+from trainer.value_loss import explained_variance
 from trainer.weight_sync import SyncResult
 
 
@@ -19,19 +22,22 @@ def step_metrics(
     *,
     sampled: Sampled,
     batch: StepBatch,
-    correction: Correction,
+    measured: Sequence[Mapping[str, Metric]],
     updates: Sequence[Update],
     sync: SyncResult,
     evaluation: EvaluationResult | None,
     seconds: Mapping[str, float],
+    mode: Literal["decoupled", "bypass"],
     group: dist.ProcessGroup | None,
 ) -> dict[str, float]:
-    """Plain numbers of a whole step; every rank of ``group`` takes part, the result is complete on rank 0."""
-    packed = batch.packed
-    mismatch = mismatch_metrics(packed.old_logprobs_T, packed.rollout_logprobs_T, packed.response_mask_T)
-    gap_and_weights = merge_over_ranks(merge_metrics([mismatch, correction.metrics]), group)
-    found = values(gap_and_weights) | values(merge_metrics(u.metrics for u in updates))
-    found |= {"optim/grad_norm": max(u.grad_norm for u in updates), "optim/lr": updates[-1].lr}
+    """Plain numbers of a whole step; every rank of ``group`` takes part, the result is complete on rank 0.
+
+    measured: of this rank's share, before the update.
+    """
+    found = values(merge_over_ranks(merge_metrics([*measured, reward_metrics_of(batch)]), group))
+    found |= values(merge_metrics(u.metrics for u in updates)) | first_and_sign(updates, mode)
+    explained = explained_variance(found)
+    found |= {} if explained is None else {"critic/explained_variance": explained}
     found |= {"sync/version": sync.version, "sync/bytes": sync.bytes, "sync/max_logprob_gap": sync.max_logprob_gap}
     found |= {f"time/{part}": value for part, value in seconds.items()}
     if sampled.groups is not None:
@@ -42,6 +48,29 @@ def step_metrics(
     return found
 
 
+def reward_metrics_of(batch: StepBatch) -> dict[str, Metric]:
+    """The mean reward as sampled, and as ``old`` would have sampled (in bypass mode the two are one)."""
+    packed = batch.packed
+    log_ratio_T = torch.where(packed.response_mask_T, packed.old_logprobs_T - packed.rollout_logprobs_T, 0.0)
+    return reward_metrics(
+        batch.rewards_S[packed.sequence_ids_S],
+        sum_per_sequence(log_ratio_T.to(torch.float64), packed.cu_seqlens),
+        count_per_sequence(packed.response_mask_T, packed.cu_seqlens) > 0,
+    )
+
+
+def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
+    """Of the policy's updates: how often k1 of KL(old || current) was negative and, in decoupled mode, the ratio's extremes on the first
+    minibatch, where current is old and every ratio 1."""
+    policy = [values(u.metrics) for u in updates if "policy/ppo_kl" in u.metrics]
+    if not policy:
+        return {}
+    names = ("ratio_max", "ratio_min") if mode == "decoupled" else ()
+    first = {f"policy/first_{name}": policy[0][f"policy/{name}"] for name in names if f"policy/{name}" in policy[0]}
+    estimates = [found["policy/ppo_kl"] for found in policy if "policy/ppo_kl" in found]
+    return first | values({"policy/ppo_kl_negative_fraction": negative_fraction(estimates)})
+
+
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards and responses, as sampled."""
     samples = [t for g in groups for t in g.trajectories]
@@ -49,7 +78,8 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
     lengths = [sum(t.response_mask) for t in samples]
     mean = sum(rewards) / len(rewards)
     no_signal = sum(len({t.reward for t in g.trajectories}) == 1 for g in groups)
-    return {
+    parts = {name: [t.reward_parts[name] for t in samples if name in t.reward_parts] for name in samples[0].reward_parts}
+    return {f"reward/part/{name}": sum(found) / len(found) for name, found in parts.items()} | {
         "reward/mean": mean,
         "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
         "response/length_mean": sum(lengths) / len(lengths),
@@ -65,6 +95,8 @@ def sampling_metrics(stats: SamplingStats) -> dict[str, float]:
         "reward/failed": stats.failed_rewards,
         "sampling/requests": stats.requests,
         "sampling/retries": stats.retries,
+        "sampling/resampled_groups": stats.resampled_groups,
+        "sampling/filled_groups": stats.filled_groups,
         "sampling/seconds": stats.seconds,
     }
 

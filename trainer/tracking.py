@@ -12,12 +12,13 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
 
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig
+from trainer.alarms import Alarm
 from trainer.mlflow_store import Artifact, Item, MlflowThread, Params, Row, Status
 
 log = logging.getLogger(__name__)
@@ -128,6 +129,9 @@ class _Console:
     def say(self, text: str) -> None:
         self._line(text, style=None)
 
+    def alarm(self, text: str) -> None:
+        self._line(text, style="bold red")
+
     def _line(self, text: str, style: str | None) -> None:
         self._file.write(f"{text}\n")
         self._file.flush()
@@ -167,6 +171,7 @@ class Tracker:
         self._last_change: tuple[int, float] | None = None
         self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
         self._warned: set[str] = set()
+        self._alarming: set[str] = set()
         self._closed = False
         self._file = path.open("a", encoding="utf-8")
         self._console = _Console(run_dir / "console.log", config.steps)
@@ -176,8 +181,10 @@ class Tracker:
         self._mlflow = MlflowThread(config, run_dir, list(_first_items(config, run_dir, kept)), tags)
         self._mlflow.start()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
         """Record one step. Steps may repeat (a later evaluation of the same step) but not go back: ValueError.
+
+        An alarm is told in full on the console when it begins, and again only after it had stopped.
 
         A value that is not finite is null in metrics.jsonl, a dash on the console and left out of MLflow, with one warning per name.
         """
@@ -194,6 +201,10 @@ class Tracker:
         self._file.flush()
         self._mlflow.put(_row_of(line))
         self._console.step(step, values, self._eta(step, now, values.get("time/step")))
+        for alarm in alarms:
+            if alarm.name not in self._alarming:
+                self._console.alarm(f"  ! step {step}: {alarm.message}")
+        self._alarming = {alarm.name for alarm in alarms}
         self._last_step = step
 
     def say(self, text: str) -> None:

@@ -1,28 +1,122 @@
-"""What stands between the log-prob recompute and the loss: importance weights from the gap of the two engines."""
+"""What stands between the log-probs of two engines and the loss: importance weights, rejection, veto.
 
-from typing import Annotated, Literal
+rho = pi_train / pi_rollout of a token. train is old in ``decoupled`` mode, current in ``bypass`` mode. Presets: ``configs/presets.py``.
+"""
 
-from pydantic import Field
+from typing import Annotated, Any, Literal
 
-from configs.schema.base import PositiveFloat, Schema
+from pydantic import Field, model_validator
+
+from configs.schema.base import NonNegativeFloat, PositiveFloat, Schema
+
+Level = Literal["token", "sequence", "geometric", "segment"]
+"""What a ratio is of: a token, the product over its sequence's valid tokens, that product's n-th root, or the product over its segment (a
+stretch of consecutive valid tokens, such as one turn)."""
+
+DEFAULT_UPPER = 2.0
+TWO_SIDED = ("clip", "mask")
 
 
 class NoWeight(Schema):
     level: Literal["none"] = "none"
 
 
-class TokenWeight(Schema):
-    """w_t = min(rho_t, upper), rho_t = pi_old / pi_rollout of the token: truncated importance sampling."""
+class ImportanceWeight(Schema):
+    """The weight of every token, from the ratio at ``level``; never with gradient."""
 
-    level: Literal["token"] = "token"
-    bound: Literal["truncate"] = "truncate"
-    upper: PositiveFloat = 2.0
+    level: Level = "token"
+    bound: Literal["truncate", "clip", "mask", "none"] = "truncate"
+    """truncate: min(rho, upper). clip: into [lower, upper]. mask: 0 outside [lower, upper], the token still counts (IcePop). none: rho."""
+    upper: PositiveFloat | None = Field(default_factory=lambda data: None if data.get("bound") == "none" else DEFAULT_UPPER)
+    """2 where it is left out (and ``bound`` is not none)."""
+    lower: NonNegativeFloat | None = Field(default_factory=lambda data: _reciprocal(data) if data.get("bound") in TWO_SIDED else None)
+    """Of clip and mask: 1 / upper where it is left out."""
+    normalise: bool = False
+    """Divide the bounded weights by their mean over the step: over tokens at token level, else over sequences (segments)."""
+
+    @model_validator(mode="after")
+    def _bounds_belong(self):
+        if self.bound == "none" and (self.upper, self.lower) != (None, None):
+            raise ValueError("`bound: none` leaves ratios as they are: remove `upper` and `lower`, or choose another bound")
+        if (self.bound != "none" and self.upper is None) or (self.bound in TWO_SIDED and self.lower is None):
+            raise ValueError(f"`bound: {self.bound}` needs its bounds; give numbers instead of null, or set `bound: none`")
+        if self.bound == "truncate" and self.lower is not None:
+            raise ValueError("`bound: truncate` has no lower bound: remove `lower`, or use `bound: clip` or `bound: mask`")
+        if self.upper is not None and self.lower is not None and self.lower > self.upper:
+            raise ValueError(f"lower={self.lower} is above upper={self.upper}")
+        return self
 
 
-WeightConfig = Annotated[NoWeight | TokenWeight, Field(discriminator="level")]
+WeightConfig = Annotated[NoWeight | ImportanceWeight, Field(discriminator="level")]
+
+
+class RatioRule(Schema):
+    """Keeps what has lower <= rho <= upper at ``level``; bounds act on rho itself, before any weight bound."""
+
+    rule: Literal["ratio"] = "ratio"
+    level: Level = "token"
+    upper: PositiveFloat
+    lower: NonNegativeFloat = Field(default_factory=lambda data: _reciprocal(data))
+    """1 / upper where it is left out; 0 for none."""
+
+    @model_validator(mode="after")
+    def _ordered(self):
+        if self.lower > self.upper:
+            raise ValueError(f"lower={self.lower} is above upper={self.upper}; nothing could pass")
+        return self
+
+
+class DivergenceRule(Schema):
+    """Keeps what has a divergence of at most ``upper``: k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho."""
+
+    rule: Literal["k2", "k3"]
+    reduce: Literal["token", "sum", "mean", "max"] = "mean"
+    """Each token on its own, or its whole sequence by the sum, mean or maximum over valid tokens."""
+    upper: PositiveFloat
+
+
+RejectionRule = Annotated[RatioRule | DivergenceRule, Field(discriminator="rule")]
 
 
 class CorrectionConfig(Schema):
-    mode: Literal["decoupled"] = "decoupled"
-    """decoupled: rollout, old and current are three policies; old is recomputed by the learner before the update."""
-    weight: WeightConfig = TokenWeight()
+    mode: Literal["decoupled", "bypass"] = "decoupled"
+    """decoupled: rollout, old and current are three policies; old is recomputed by the learner before the update.
+    bypass: old := rollout, without that forward pass; ratios, rejection and weights then compare current with rollout."""
+    loss: Literal["objective", "policy_gradient"] = "objective"
+    """objective: the run's ``objective`` (in bypass its ratio is current / rollout, which leaves no separate weight).
+    policy_gradient, only in bypass: -sg(w) log pi_current A takes its place, without clipping."""
+    weight: WeightConfig = Field(default_factory=lambda data: NoWeight() if _no_weight_fits(data) else ImportanceWeight())
+    """In bypass mode with the run's objective: none, and nothing else."""
+    reject: tuple[RejectionRule, ...] = ()
+    """A token is kept where all rules pass it."""
+    veto: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """One valid token with rho below this (before any bound) rejects its whole sequence. Usual: 1e-4 to 1e-6."""
+    denominator: Literal["kept", "all"] = "kept"
+    """What the loss is averaged over. kept: what no rule rejected; all: rejected tokens count as zeros."""
+
+    @model_validator(mode="after")
+    def _mode_fits(self):
+        if self.loss == "policy_gradient" and self.mode != "bypass":
+            raise ValueError("`loss: policy_gradient` goes with `mode: bypass`; in decoupled mode set objective.type=policy_gradient")
+        if self.mode == "bypass":
+            if self.loss == "objective" and self.weight.level != "none":
+                raise ValueError(
+                    f"in bypass mode the objective's own ratio is current / rollout, so weight.level={self.weight.level} would count the "
+                    "gap twice; set weight.level=none, or `loss: policy_gradient`, or `mode: decoupled`"
+                )
+            if self.weight.level != "none" and self.weight.normalise:
+                raise ValueError(
+                    "`normalise` needs all weights of the step before the first update, but in bypass mode a weight is known only in "
+                    "the forward pass of its own micro-batch; remove it, or use `mode: decoupled`"
+                )
+        return self
+
+
+def _reciprocal(data: dict[str, Any]) -> float | None:
+    """1 / upper of the fields before; None where upper is not valid, which is an error of its own."""
+    upper = data.get("upper")
+    return 1 / upper if upper else None
+
+
+def _no_weight_fits(data: dict[str, Any]) -> bool:
+    return data.get("mode") == "bypass" and data.get("loss") == "objective"

@@ -1,6 +1,9 @@
 """Where a run writes, what it tracks, and the limits of its processes."""
 
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Schema
 
@@ -31,3 +34,19 @@ class EvaluationConfig(Schema):
     """None: every held-out problem. A subset is drawn by hash, the same each time."""
     samples_per_prompt: PositiveInt = 1
     temperature: PositiveFloat = 1.0
+
+
+class RecordEvery(Schema):
+    every: PositiveInt
+    """Steps between recorded ones."""
+
+
+def _one_of_three(value: Any) -> Any:
+    # A union of text and block: pydantic would report what is wrong with it as either.
+    if value in ("none", "all") or isinstance(value, RecordEvery) or (isinstance(value, dict) and value.keys() == {"every"}):
+        return value
+    raise ValueError("write `none`, `all` or `{every: N}`")
+
+
+RecordBatches = Annotated[Literal["none", "all"] | RecordEvery, BeforeValidator(_one_of_three)]
+"""Which steps' batches are kept in the run folder for ``tandem replay``."""

@@ -1,24 +1,81 @@
-"""The loss: objective, advantages, aggregation, KL and entropy. Each union has room for its next member."""
+"""The loss: objective, advantages, aggregation, KL and entropy. Formulas stand with the functions in ``trainer/``."""
 
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import NonNegativeFloat, PositiveInt, Schema
+from configs.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Schema
+
+ClipLow = Annotated[float, Field(ge=0, lt=1)]
+UnitFraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class ClippedObjective(Schema):
     """PPO's clipped surrogate with separate bounds and dual clip."""
 
     type: Literal["clipped"] = "clipped"
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    clip_low: ClipLow = 0.2
     clip_high: NonNegativeFloat = 0.2
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     """c of dual clip: for A < 0 the per-token loss is at most -c A. None turns it off."""
 
 
-ObjectiveConfig = ClippedObjective
-"""A single member until the next objective arrives; then a union discriminated by ``type``."""
+class GspoObjective(Schema):
+    """GSPO: the clipped surrogate of the sequence's ratio, with a gradient to every token (arXiv 2507.18071)."""
+
+    type: Literal["gspo"]
+    clip_low: ClipLow = 3e-4
+    clip_high: NonNegativeFloat = 4e-4
+
+
+class GmpoObjective(Schema):
+    """GMPO: the geometric mean of a sequence's clipped ratios (arXiv 2507.20673)."""
+
+    type: Literal["gmpo"]
+    clip_low: NonNegativeFloat = 0.4
+    """Bounds of the log-ratio, so ratios lie within [exp(-clip_low), exp(clip_high)]."""
+    clip_high: NonNegativeFloat = 0.4
+
+
+class CispoObjective(Schema):
+    """CISPO: a policy gradient whose weight is the clipped ratio, without gradient (arXiv 2506.13585)."""
+
+    type: Literal["cispo"]
+    clip_low: UnitFraction = 0.2
+    """1 leaves small ratios as they are."""
+    clip_high: NonNegativeFloat = 0.2
+
+
+class SapoObjective(Schema):
+    """SAPO: a soft gate in place of the clip (arXiv 2511.20347)."""
+
+    type: Literal["sapo"]
+    temperature_positive: PositiveFloat = 1.0
+    temperature_negative: PositiveFloat = 1.05
+    """Of tokens with A <= 0; larger fades faster."""
+
+
+class DppoObjective(Schema):
+    """DPPO with binary total variation: a token is masked by how far its probability has moved, not by its ratio."""
+
+    type: Literal["dppo"]
+    max_decrease: UnitFraction = 0.2
+    """Of the probability, for tokens with A < 0."""
+    max_increase: UnitFraction = 0.2
+    ratio_max: PositiveFloat = 20.0
+    """The weight of the gradient, the ratio without gradient, is at most this."""
+
+
+class PolicyGradientObjective(Schema):
+    """-A log pi: no ratio, no trust region."""
+
+    type: Literal["policy_gradient"]
+
+
+ObjectiveConfig = Annotated[
+    ClippedObjective | GspoObjective | GmpoObjective | CispoObjective | SapoObjective | DppoObjective | PolicyGradientObjective,
+    Field(discriminator="type"),
+]
 
 
 class GrpoAdvantage(Schema):
@@ -28,8 +85,44 @@ class GrpoAdvantage(Schema):
     normalize_by_std: bool = True
 
 
-AdvantageConfig = GrpoAdvantage
-"""A single member until the next estimator arrives; then a union discriminated by ``type``."""
+class RlooAdvantage(Schema):
+    """Reward minus the mean of its siblings, itself left out."""
+
+    type: Literal["rloo"]
+
+
+class OpoAdvantage(Schema):
+    """Reward minus its group's length-weighted mean reward (arXiv 2505.23585)."""
+
+    type: Literal["opo"]
+
+
+class ReinforcePlusPlusAdvantage(Schema):
+    """Discounted returns of each token, whitened over the whole step (arXiv 2501.03262)."""
+
+    type: Literal["reinforce_pp"]
+    gamma: UnitFraction = 1.0
+
+
+class ReinforcePlusPlusBaselineAdvantage(Schema):
+    """Reward minus the mean of its group, whitened over the tokens of the whole step."""
+
+    type: Literal["reinforce_pp_baseline"]
+
+
+class GaeAdvantage(Schema):
+    """Generalised advantage estimation from the values of a critic (``critic:``), whitened over the step where asked."""
+
+    type: Literal["gae"]
+    gamma: UnitFraction = 1.0
+    lam: UnitFraction = 1.0
+    whiten: bool = True
+
+
+AdvantageConfig = Annotated[
+    GrpoAdvantage | RlooAdvantage | OpoAdvantage | ReinforcePlusPlusAdvantage | ReinforcePlusPlusBaselineAdvantage | GaeAdvantage,
+    Field(discriminator="type"),
+]
 
 
 class AggregationConfig(Schema):
@@ -46,15 +139,48 @@ class AggregationConfig(Schema):
         return self
 
 
+Estimator = Literal["k1", "k2", "k3", "abs", "k1_straight_through", "k3_straight_through", "abs_straight_through"]
+"""``x_straight_through`` has the value of x and the gradient of k2."""
+
+
+class FixedController(Schema):
+    type: Literal["fixed"] = "fixed"
+
+
+class AdaptiveController(Schema):
+    """The coefficient follows the measured KL (Ziegler et al. 2019, arXiv 1909.08593)."""
+
+    type: Literal["adaptive"]
+    target: PositiveFloat
+    """Mean KL per response token, in nats."""
+    horizon: PositiveInt = 10_000
+    """In sampled responses: how slowly the coefficient moves."""
+
+
 class KLConfig(Schema):
-    """KL(current || ref) as a term of the loss; the reference is the model at the start of the run, frozen."""
+    """KL to the reference, which is the model at the start of the run, frozen."""
 
     coefficient: NonNegativeFloat = 0.0
-    """0 loads no reference."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """0 loads no reference. With an adaptive controller: the first value."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: coefficient times KL(current || ref) is added to the loss. reward: coefficient times the estimate of KL(old || ref) is
+    taken off each token's reward, before advantages."""
+    estimator: Estimator = Field(default_factory=lambda data: "k1" if data.get("place") == "reward" else "k3")
+    """k3 in the loss and k1 in the reward where it is left out: the reward takes the value alone, of which k1 is the unbiased one."""
+    controller: Annotated[FixedController | AdaptiveController, Field(discriminator="type")] = FixedController()
+    """Of the coefficient in the reward."""
+
+    @model_validator(mode="after")
+    def _parts_fit(self):
+        if self.place == "loss" and self.controller.type != "fixed":
+            raise ValueError("an adaptive controller goes with `place: reward`")
+        if self.controller.type == "adaptive" and self.coefficient == 0:
+            raise ValueError("an adaptive controller multiplies the coefficient, so it must start above 0; set kl.coefficient")
+        if self.place == "reward" and self.estimator.endswith("_straight_through"):
+            raise ValueError(f"kl.estimator={self.estimator} differs from its plain form in the gradient alone, which a reward has none of")
+        return self
 
 
 class EntropyConfig(Schema):
     coefficient: NonNegativeFloat = 0.0
     """Of the entropy bonus that is subtracted from the loss."""
-

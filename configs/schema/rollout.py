@@ -1,11 +1,34 @@
 """How the SGLang servers sample."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Schema
 from configs.schema.model import Dtype
+
+
+class NoDynamicSampling(Schema):
+    """Every sampled group is trained on, whether its siblings' rewards differ or not."""
+
+    type: Literal["none"] = "none"
+
+
+class ResampleGroups(Schema):
+    """DAPO's dynamic sampling: groups whose siblings all score the same carry no signal, and further prompts are sampled in their place.
+
+    Each round asks for as many prompts as groups are still missing. Prompts without signal are used up too.
+    """
+
+    type: Literal["resample"] = "resample"
+    max_rounds: Annotated[int, Field(ge=2, strict=True)] = 4
+    """Of sampling in one step, the first included. What is missing then is filled with the step's first groups without signal."""
+    compare: Literal["reward", "correct"] = "reward"
+    """What must differ between siblings. ``reward``: the whole reward, so that the advantage is not zero. ``correct``: whether the
+    response counts as right, as in the paper; a group that differs only in a model's score or in a penalty then carries no signal."""
+
+
+DynamicSampling = Annotated[NoDynamicSampling | ResampleGroups, Field(discriminator="type")]
 
 
 class RolloutConfig(Schema):
@@ -14,6 +37,7 @@ class RolloutConfig(Schema):
     prompts_per_step: PositiveInt = 32
     group_size: PositiveInt = 8
     """G, siblings sampled per prompt."""
+    dynamic_sampling: DynamicSampling = NoDynamicSampling()
     max_new_tokens: PositiveInt = 1024
     temperature: PositiveFloat = 1.0
     top_p: float = 1.0
@@ -27,7 +51,7 @@ class RolloutConfig(Schema):
     first_port: int | None = Field(default=None, ge=1024, le=65000)
     """Replica i listens on first_port + 2 i; free ports are taken where this is not given."""
     max_concurrency: PositiveInt = 512
-    """Requests in flight over all replicas."""
+    """Samples in flight over all replicas; a group larger than this is sent in parts."""
     request_timeout_s: PositiveFloat = 600.0
     max_retries: NonNegativeInt = 3
     """Of a request whose transport failed; each is counted in the metrics."""
@@ -36,6 +60,12 @@ class RolloutConfig(Schema):
     server_start_timeout_s: PositiveFloat = 600.0
     server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further flags of ``sglang.launch_server``, without the dashes; ``true`` is a bare flag."""
+
+    @model_validator(mode="after")
+    def _siblings_can_differ(self):
+        if self.dynamic_sampling.type == "resample" and self.group_size == 1:
+            raise ValueError("dynamic_sampling.type=resample needs siblings that can differ, but group_size=1; raise it, or use type: none")
+        return self
 
     @model_validator(mode="after")
     def _sampling_is_unfiltered(self):

@@ -2,21 +2,35 @@
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from configs.schema.alarms import AlarmsConfig
 from configs.schema.base import NonNegativeInt, PositiveInt, Schema
 from configs.schema.correction import CorrectionConfig
-from configs.schema.launch import EvaluationConfig, LaunchConfig, TrackingConfig
+from configs.schema.critic import CriticConfig
+from configs.schema.launch import EvaluationConfig, LaunchConfig, RecordBatches, TrackingConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import CheckpointConfig, LearnerConfig, OptimizerConfig
 from configs.schema.model import ModelConfig
-from configs.schema.objective import AdvantageConfig, AggregationConfig, EntropyConfig, KLConfig, ObjectiveConfig
+from configs.schema.objective import (
+    AdvantageConfig,
+    AggregationConfig,
+    ClippedObjective,
+    EntropyConfig,
+    GrpoAdvantage,
+    KLConfig,
+    ObjectiveConfig,
+    PolicyGradientObjective,
+)
 from configs.schema.rollout import RolloutConfig
-from configs.schema.task import CountdownTask, RewardConfig, TaskConfig
+from configs.schema.task import AnyReward, CountdownReward, CountdownTask, Gsm8kReward, MathVerifyReward, TaskConfig, WeightedReward
 
-DEFAULT_REWARD = {"countdown": "countdown", "gsm8k": "gsm8k", "jsonl": "math_verify"}
+DEFAULT_REWARD = {"countdown": CountdownReward(), "gsm8k": Gsm8kReward(), "jsonl": MathVerifyReward()}
+PER_SEQUENCE_OBJECTIVES = ("gspo", "gmpo")
+MEAN_OF_SEQUENCES = (*PER_SEQUENCE_OBJECTIVES, "sapo")
+"""Their papers average over the tokens of a sequence, then over sequences."""
 
 
 class RunConfig(Schema):
@@ -28,23 +42,67 @@ class RunConfig(Schema):
     steps: PositiveInt = 100
     model: ModelConfig
     task: TaskConfig
-    reward: RewardConfig | None = None
+    reward: AnyReward | None = None
     """None: the task's own (countdown, gsm8k; math_verify for jsonl)."""
     rollout: RolloutConfig = RolloutConfig()
     layout: LayoutConfig = LayoutConfig()
     learner: LearnerConfig = LearnerConfig()
-    advantage: AdvantageConfig = AdvantageConfig()
-    objective: ObjectiveConfig = ObjectiveConfig()
+    advantage: AdvantageConfig = GrpoAdvantage()
+    critic: CriticConfig | None = Field(default_factory=lambda data: CriticConfig() if _is(data, "advantage", "gae") else None)
+    """Of ``advantage: {type: gae}``, and of nothing else."""
+    objective: ObjectiveConfig = ClippedObjective()
     correction: CorrectionConfig = CorrectionConfig()
-    aggregation: AggregationConfig = AggregationConfig()
+    aggregation: AggregationConfig = Field(default_factory=lambda data: _default_aggregation(data.get("objective")))
+    """sequence_mean_token_mean where it is left out and the objective is gspo, gmpo or sapo."""
     kl: KLConfig = KLConfig()
     entropy: EntropyConfig = EntropyConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
+    record_batches: RecordBatches = "none"
+    """For ``tandem replay``: none, all, or ``{every: N}``. About 50 bytes per token of a step, in the run folder."""
     launch: LaunchConfig = LaunchConfig()
     resume: Path | None = None
     """A run folder to go on from: its newest valid checkpoint."""
+
+    @model_validator(mode="after")
+    def _parts_of_the_loss_fit(self):
+        if self.objective.type in PER_SEQUENCE_OBJECTIVES and self.aggregation.type != "sequence_mean_token_mean":
+            raise ValueError(
+                f"objective {self.objective.type} is a loss per sequence, which aggregation.type={self.aggregation.type} would weigh by "
+                "its tokens; remove `aggregation`, or set aggregation.type=sequence_mean_token_mean"
+            )
+        weight = self.correction.weight
+        if self.objective.type == "gmpo" and weight.level == "token" and weight.bound == "mask":
+            raise ValueError(
+                "objective gmpo takes the geometric mean of a sequence's weights, so that one weight of zero would drop the whole sequence "
+                "(correction.weight.bound=mask); use correction.weight.bound=truncate, or a rule in correction.reject"
+            )
+        responses = self.rollout.prompts_per_step * self.rollout.group_size
+        if self.kl.controller.type == "adaptive" and self.kl.controller.horizon <= responses:
+            raise ValueError(
+                f"kl.controller.horizon={self.kl.controller.horizon} is no more than the {responses} responses of one step, so that "
+                f"the coefficient would jump; use several times as many, such as {10 * responses}"
+            )
+        if self.critic is None and self.advantage.type == "gae":
+            raise ValueError("advantage.type=gae needs the values of a critic; remove `critic: null`")
+        if self.critic is not None and self.advantage.type != "gae":
+            raise ValueError(f"advantage.type={self.advantage.type} asks no critic; remove `critic`, or set advantage.type=gae")
+        if self.critic_warmup_steps >= self.steps:
+            raise ValueError(f"critic.warmup_steps={self.critic_warmup_steps} leaves none of the run's steps={self.steps} to the policy")
+        return self
+
+    @model_validator(mode="after")
+    def _penalty_fits_the_response(self):
+        parts = self.reward.parts if isinstance(self.reward, WeightedReward) else {}
+        for name, part in parts.items():
+            if part.type == "overlong" and part.buffer_tokens > self.rollout.max_new_tokens:
+                raise ValueError(
+                    f"reward.parts.{name}.buffer_tokens={part.buffer_tokens} is more than rollout.max_new_tokens="
+                    f"{self.rollout.max_new_tokens}, so that every response would be punished; use a fraction of it, such as a fifth"
+                )
+        return self
 
     @model_validator(mode="after")
     def _batches_divide(self):
@@ -71,8 +129,27 @@ class RunConfig(Schema):
         return self
 
     @property
-    def reward_type(self) -> RewardConfig:
-        return self.reward or RewardConfig(type=DEFAULT_REWARD[self.task.type])
+    def policy_objective(self) -> ObjectiveConfig:
+        """What the policy is trained with: ``objective``, unless the correction puts a policy gradient in its place."""
+        return PolicyGradientObjective(type="policy_gradient") if self.correction.loss == "policy_gradient" else self.objective
+
+    @property
+    def critic_warmup_steps(self) -> int:
+        return self.critic.warmup_steps if self.critic is not None else 0
+
+    @property
+    def reward_type(self) -> AnyReward:
+        return self.reward or DEFAULT_REWARD[self.task.type]
+
+
+def _is(data: dict[str, Any], field: str, *types: str) -> bool:
+    """Of the fields before: whether this one is a variant of these types."""
+    return getattr(data.get(field), "type", None) in types
+
+
+def _default_aggregation(objective: ObjectiveConfig | None) -> AggregationConfig:
+    of_sequences = objective is not None and objective.type in MEAN_OF_SEQUENCES
+    return AggregationConfig(type="sequence_mean_token_mean" if of_sequences else "token_mean")
 
 
 class CountdownSftData(Schema):

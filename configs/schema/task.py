@@ -1,11 +1,17 @@
 """What is asked, and how an answer is scored."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from configs.schema.base import Fraction, PositiveInt, Schema
+from configs.schema.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Schema
+
+PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+Weight = Annotated[float, Field(allow_inf_nan=False)]
+"""What a reward's value is multiplied with."""
 
 
 class CountdownTask(Schema):
@@ -44,17 +50,147 @@ class JsonlTask(FileTask):
 TaskConfig = Annotated[CountdownTask | Gsm8kTask | JsonlTask, Field(discriminator="type")]
 
 
-class RewardConfig(Schema):
-    type: Literal["countdown", "gsm8k", "math_verify", "function"]
-    function: str | None = None
+class CountdownReward(Schema):
+    """1 for an expression that uses each given number once and equals the target, else 0."""
+
+    type: Literal["countdown"] = "countdown"
+    weight: Weight = 1.0
+
+
+class Gsm8kReward(Schema):
+    """1 for a final number equal to the reference, else 0."""
+
+    type: Literal["gsm8k"] = "gsm8k"
+    weight: Weight = 1.0
+
+
+class MathVerifyReward(Schema):
+    """1 for a final expression that math-verify finds equal to the reference, else 0."""
+
+    type: Literal["math_verify"] = "math_verify"
+    weight: Weight = 1.0
+    timeout_s: PositiveFloat = 10.0
+    """Of one sample; past it the sample scores 0 and is marked failed."""
+
+
+class FunctionReward(Schema):
+    """A function of the user's own."""
+
+    type: Literal["function"] = "function"
+    weight: Weight = 1.0
+    function: str
     """``module:function`` of the user's, called as ``f(prompt_text, response_text, reference) -> float``."""
-    timeout_s: float = Field(default=10.0, gt=0)
-    """Of one call of the user's function or of math-verify; past it the sample scores 0 and is marked failed."""
+    timeout_s: PositiveFloat = 10.0
+    """Of one call; past it the sample scores 0 and is marked failed."""
+
+    @field_validator("function")
+    @classmethod
+    def _module_and_name(cls, function: str) -> str:
+        if function.count(":") != 1:
+            raise ValueError(f"function {function!r} is not of the form module:name")
+        return function
+
+
+class PlainText(Schema):
+    """The reward model reads ``template`` with ``{prompt}``, ``{response}`` and ``{reference}`` filled in."""
+
+    type: Literal["plain"] = "plain"
+    template: str = "{prompt}{response}"
+
+    @field_validator("template")
+    @classmethod
+    def _known_places(cls, template: str) -> str:
+        mark = "a response"
+        try:
+            text = template.format(prompt="", response=mark, reference="")
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"template {template!r} cannot be filled in ({type(error).__name__}: {error}); its places are {{prompt}}, {{response}} and "
+                "{reference}, and a literal brace is written twice"
+            ) from error
+        if mark not in text:
+            raise ValueError(f"template {template!r} leaves out the response; write {{response}} where it belongs")
+        return template
+
+
+class ChatText(Schema):
+    """The reward model reads a conversation: the prompt as the user's turn, the response as the assistant's."""
+
+    type: Literal["chat"] = "chat"
+    tokenizer: Path
+    """Folder of the *reward model's* tokenizer, whose chat template writes the conversation."""
+
+
+RewardModelText = Annotated[PlainText | ChatText, Field(discriminator="type")]
+
+
+class ModelReward(Schema):
+    """The number that a reward model served over HTTP gives (``rollout/rewards/model.py`` says what is sent and what must come back)."""
+
+    type: Literal["model"] = "model"
+    weight: Weight = 1.0
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Replicas of the same model; each batch goes to the least loaded. ``sglang``: ``http://host:port``. ``json``: the full address."""
+    protocol: Literal["sglang", "json"] = "sglang"
+    """``sglang``: ``/classify`` of a server started with ``--is-embedding``. ``json``: a server of the user's own."""
+    text: RewardModelText = PlainText()
+    """What of a sample the model reads. Prompt and response as they stand: no system prompt, no end token."""
+    batch_size: PositiveInt = 32
+    """Samples of one request, at most; fewer where no more come within a moment."""
+    max_concurrency: PositiveInt = 16
+    """Requests in flight over all replicas."""
+    timeout_s: PositiveFloat = 120.0
+    """Of one attempt at a request."""
+    max_retries: NonNegativeInt = 3
+    """Further attempts at a request that got no answer, HTTP 429 or 5xx; after the last the run stops."""
+
+    @field_validator("urls")
+    @classmethod
+    def _are_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            try:
+                known = urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).hostname)
+            except ValueError:  # brackets that do not close
+                known = False
+            if not known:
+                raise ValueError(f"{url!r} is not an address of a reward model; write it like http://10.0.0.7:30000")
+        return urls
+
+
+class OverlongPenalty(Schema):
+    """DAPO's soft overlong punishment, only as a part of ``weighted``; -1 times ``weight`` at ``rollout.max_new_tokens``."""
+
+    type: Literal["overlong"] = "overlong"
+    weight: Weight = 1.0
+    buffer_tokens: PositiveInt
+    """L_cache: over so many last tokens before max_new_tokens the penalty grows linearly from 0 to 1."""
+
+
+RewardPart = Annotated[
+    CountdownReward | Gsm8kReward | MathVerifyReward | FunctionReward | ModelReward | OverlongPenalty, Field(discriminator="type")
+]
+
+
+class WeightedReward(Schema):
+    """The sum of several rewards, each times its ``weight``; every part is also recorded by its name, unweighted."""
+
+    type: Literal["weighted"] = "weighted"
+    parts: Annotated[dict[str, RewardPart], Field(min_length=1)]
+    """By name, e.g. ``correct: {type: math_verify}`` and ``helpful: {type: model, urls: [...], weight: 0.2}``.
+
+    Whether a response counts as right in an evaluation is decided by one part alone, its value being at least 1: the first that checks
+    an answer (countdown, gsm8k, math_verify, function) or, where there is none, the first model."""
 
     @model_validator(mode="after")
-    def _function_named(self):
-        if (self.type == "function") != (self.function is not None):
-            raise ValueError("`function: module:name` goes with `type: function`, and only with it")
-        if self.function is not None and self.function.count(":") != 1:
-            raise ValueError(f"function {self.function!r} is not of the form module:name")
+    def _something_is_rewarded(self):
+        if all(part.type == "overlong" for part in self.parts.values()):
+            raise ValueError("parts hold an overlong penalty and nothing to penalise; add a part that rewards, e.g. correct: {type: gsm8k}")
+        wrong = next((name for name in self.parts if not PART_NAME.fullmatch(name)), None)
+        if wrong is not None:
+            raise ValueError(f"{wrong!r} cannot name a part, since metrics are named after it; use letters, digits, `_` and `-`")
         return self
+
+
+AnyReward = Annotated[
+    CountdownReward | Gsm8kReward | MathVerifyReward | FunctionReward | ModelReward | WeightedReward, Field(discriminator="type")
+]

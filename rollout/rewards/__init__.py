@@ -1,12 +1,15 @@
-"""Rewards: how a response is scored. ``Scorer`` is the one entrance; the rewards themselves are pure functions."""
+"""Rewards: how a response is scored. ``Scorer`` is the one entrance; the rule-based rewards themselves are pure functions."""
 
 from rollout.rewards.arithmetic import countdown_reward
 from rollout.rewards.function import import_reward_function
+from rollout.rewards.length import overlong_penalty
 from rollout.rewards.math_answers import gsm8k_reward, math_verify_reward
+from rollout.rewards.model import RewardModelError
 from rollout.rewards.scorer import Scorer, check_reward
 from rollout.rewards.worker import WorkerStartError
 
 __all__ = [
+    "RewardModelError",
     "Scorer",
     "WorkerStartError",
     "check_reward",
@@ -14,4 +17,5 @@ __all__ = [
     "gsm8k_reward",
     "import_reward_function",
     "math_verify_reward",
+    "overlong_penalty",
 ]

@@ -1,91 +1,195 @@
-"""``Scorer``: scores responses without ever stopping a run, whatever reward code does."""
+"""``Scorer``: scores responses, by one reward or the weighted sum of several, without a run ever hanging on reward code.
+
+    score ─┬─ countdown, gsm8k, overlong     computed at once
+           ├─ math_verify, function          a process of their own (worker.py)
+           └─ model                          an HTTP server (model.py)
+"""
 
 import asyncio
 import importlib.util
 import logging
 import os
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from configs.schema.task import RewardConfig
-from rollout.records import Prompt, Score
+from configs.schema.task import AnyReward, FunctionReward, MathVerifyReward, RewardPart
+from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards.arithmetic import countdown_reward
 from rollout.rewards.function import import_reward_function
+from rollout.rewards.length import overlong_penalty
 from rollout.rewards.math_answers import gsm8k_reward
+from rollout.rewards.model import RewardModel
 from rollout.rewards.worker import MATH_VERIFY, Job, WorkerPool
 
 logger = logging.getLogger(__name__)
 
-INLINE_REWARDS = {"countdown": countdown_reward, "gsm8k": gsm8k_reward}
-"""Pure and quick, so they run in the event loop's own thread."""
 MAX_LOGGED_ERRORS = 20
 """Failures that are logged one by one; the metrics count them all."""
 
 
-def check_reward(config: RewardConfig) -> None:
-    """Whether this reward can be used here, before anything is started.
+def check_reward(config: AnyReward) -> None:
+    """Whether this reward can be used here, before anything is started; servers of reward models are asked later, by ``Scorer``.
 
     Raises:
-        ValueError: the user's function cannot be imported, or math-verify is not installed.
+        ValueError: the user's function cannot be imported, math-verify is not installed, or a tokenizer's folder is missing.
     """
-    if config.type == "function":
-        import_reward_function(config.function)
-    elif config.type == "math_verify" and importlib.util.find_spec("math_verify") is None:
-        raise ValueError("reward.type=math_verify needs the package math-verify, which is not installed; install it or use another reward")
+    for name, part in _parts(config).items():
+        if part.type == "function":
+            import_reward_function(part.function)
+        elif part.type == "math_verify" and importlib.util.find_spec("math_verify") is None:
+            raise ValueError(f"{name}.type=math_verify needs the package math-verify, which is not installed; install it or use another")
+        elif part.type == "model" and part.text.type == "chat" and not part.text.tokenizer.is_dir():
+            raise ValueError(f"{name}.text.tokenizer={part.text.tokenizer} is no folder; name the folder of the reward model's tokenizer")
+
+
+def _parts(config: AnyReward) -> dict[str, RewardPart]:
+    """By where the config holds them."""
+    return {f"reward.parts.{name}": part for name, part in config.parts.items()} if config.type == "weighted" else {"reward": config}
+
+
+_Reward = Callable[[Prompt, str, int], Awaitable[Score]]
+"""f(prompt, response_text, num_tokens)"""
 
 
 class Scorer:
-    """Scores (prompt, response) pairs; ``close`` it, or use it as a context manager.
+    """Scores responses inside ``async with``; entering it checks that every reward model answers.
 
-    Countdown and GSM8K are computed inline. math-verify and the user's function run in processes of their own, one sample at a time each,
-    with ``timeout_s`` for a sample; a late or dead process is killed and replaced. Start-up and the wait for a free process do not count.
+    ``max_new_tokens`` is the length from which the overlong penalty counts. ``num_workers`` is of each math-verify and each function of
+    the user's: a process scores one sample at a time, within ``timeout_s``; a late or dead one is killed and replaced. Start-up and the
+    wait for a free process do not count.
+
+    Entering raises:
+        RewardModelError: a reward model cannot be asked.
+        ValueError: the overlong penalty's buffer is longer than a response can be, or a reward model's tokenizer is unusable.
     """
 
-    def __init__(self, config: RewardConfig, *, num_workers: int | None = None):
-        self._name = config.function or config.type
-        self._inline = INLINE_REWARDS.get(config.type)
+    def __init__(self, config: AnyReward, *, max_new_tokens: int, num_workers: int | None = None):
+        self._config, self._max_new_tokens = config, max_new_tokens
+        self._num_workers = num_workers or max(1, min(4, (os.cpu_count() or 1) // 2))
+        self._parts = _parts(config)
+        checks = [where for where, part in self._parts.items() if part.type not in ("model", "overlong")]
+        self._deciding = checks[0] if checks else next(where for where, part in self._parts.items() if part.type != "overlong")
+        self._rewards: dict[str, _Reward] = {}
+        self._models: list[RewardModel] = []
+        self._exits = AsyncExitStack()
         self._num_errors = 0
-        if self._inline is None:
-            num_workers = num_workers or max(1, min(4, (os.cpu_count() or 1) // 2))
-            self._pool = WorkerPool(config.function or MATH_VERIFY, num_workers=num_workers, timeout_s=config.timeout_s)
-            self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
-    async def score(self, prompt: Prompt, response_text: str) -> Score:
-        """The score; where reward code failed, 0 with ``error`` saying why and for which prompt.
+    @property
+    def retries(self) -> int:
+        """Requests to reward models that failed and were repeated, so far."""
+        return sum(model.retries for model in self._models)
+
+    async def __aenter__(self) -> "Scorer":
+        try:
+            self._rewards = {where: await self._make(where, part) for where, part in self._parts.items()}
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End all processes and requests; samples that are being scored raise ``CancelledError``. Safe to call twice."""
+        await self._exits.aclose()
+
+    async def _make(self, where: str, part: RewardPart) -> _Reward:
+        match part.type:
+            case "countdown":
+                return _inline(lambda prompt, text, num_tokens: countdown_reward(prompt.reference, text))
+            case "gsm8k":
+                return _inline(lambda prompt, text, num_tokens: gsm8k_reward(prompt.reference, text))
+            case "overlong":
+                longest, buffer = self._max_new_tokens, part.buffer_tokens
+                if buffer > longest:
+                    raise ValueError(f"{where}.buffer_tokens={buffer} is more than rollout.max_new_tokens={longest}; lower it")
+                return _inline(lambda prompt, text, n: Score(value=overlong_penalty(n, max_tokens=longest, buffer_tokens=buffer)))
+            case "model":
+                model = RewardModel(part, name=where)
+                self._models.append(model)
+                self._exits.push_async_callback(model.close)
+                await model.start()
+                return lambda prompt, text, num_tokens: model.score(prompt, text)
+            case _:
+                processes = _Processes(part, num_workers=self._num_workers)
+                self._exits.callback(processes.close)
+                return processes.score
+
+    async def score(self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason) -> Score:
+        """The sum of the parts, each times its weight. ``num_tokens`` is of the response, with its end token where it has one.
+
+        ``parts`` of a single reward are its own; of a weighted one, each part's unweighted value by the part's name, and the part's own
+        as ``name/own``. What reward code could not score counts 0, and ``error`` says why and for which prompt.
+        ``correct``: the deciding part (see ``WeightedReward``) was scored, with at least 1.
 
         Raises:
-            WorkerStartError: the reward cannot be run at all in a process of its own.
+            WorkerStartError: a reward cannot be run at all in a process of its own.
+            RewardModelError: a reward model does not answer, or not as it should.
             CancelledError: the scorer was closed meanwhile.
         """
-        if self._inline is not None:
-            score = self._score_inline(prompt, response_text)
-        else:
-            job = Job(prompt_text=prompt.text, response_text=response_text, reference=prompt.reference)
-            score = await asyncio.get_running_loop().run_in_executor(self._threads, self._pool.call, job)
-        return score if score.error is None else self._report(score, prompt)
+        if finish_reason is FinishReason.LENGTH:
+            num_tokens = self._max_new_tokens  # cut off earlier, by the model's positions, it was too long all the same
+        found = await asyncio.gather(*(reward(prompt, response_text, num_tokens) for reward in self._rewards.values()))
+        scores = dict(zip(self._rewards, found, strict=True))
+        for where, score in scores.items():
+            if score.error is not None:
+                scores[where] = self._report(score, where, prompt)
+        errors = [score.error for score in scores.values() if score.error is not None]
+        deciding = scores[self._deciding]
+        return Score(
+            value=sum(self._parts[where].weight * score.value for where, score in scores.items()),
+            parts=self._named(scores),
+            correct=deciding.error is None and deciding.value >= 1.0,
+            error="; ".join(errors) or None,
+        )
 
-    def _score_inline(self, prompt: Prompt, response_text: str) -> Score:
-        try:
-            return self._inline(prompt.reference, response_text)
-        except ValueError as error:  # a reference that this reward cannot use
-            return Score(value=0.0, error=f"{type(error).__name__}: {error}")
+    def _named(self, scores: dict[str, Score]) -> dict[str, float]:
+        if self._config.type != "weighted":
+            return scores["reward"].parts
+        named: dict[str, float] = {}
+        for name, score in zip(self._config.parts, scores.values(), strict=True):
+            named[name] = score.value
+            named |= {f"{name}/{own}": value for own, value in score.parts.items()}
+        return named
 
-    def _report(self, score: Score, prompt: Prompt) -> Score:
-        score = replace(score, error=f"reward {self._name} failed for prompt {prompt.prompt_id}: {score.error}")
+    def _report(self, score: Score, where: str, prompt: Prompt) -> Score:
+        part = self._parts[where]
+        name = part.function if part.type == "function" else part.type
+        score = replace(score, error=f"reward {name} failed for prompt {prompt.prompt_id}: {score.error}")
         self._num_errors += 1
         if self._num_errors <= MAX_LOGGED_ERRORS:
             last = " (further failures are only counted)" if self._num_errors == MAX_LOGGED_ERRORS else ""
             logger.warning("%s; scored 0%s", score.error, last)
         return score
 
+
+def _inline(function: Callable[[Prompt, str, int], Score]) -> _Reward:
+    """Of a reward that is pure and quick, so it runs in the event loop's own thread."""
+
+    async def score(prompt: Prompt, response_text: str, num_tokens: int) -> Score:
+        try:
+            return function(prompt, response_text, num_tokens)
+        except ValueError as error:  # a reference that this reward cannot use
+            return Score(value=0.0, error=f"{type(error).__name__}: {error}")
+
+    return score
+
+
+class _Processes:
+    """math-verify or the user's function; a thread waits for each process that is at work."""
+
+    def __init__(self, config: MathVerifyReward | FunctionReward, *, num_workers: int):
+        reward = config.function if config.type == "function" else MATH_VERIFY
+        self._pool = WorkerPool(reward, num_workers=num_workers, timeout_s=config.timeout_s)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
+
+    async def score(self, prompt: Prompt, response_text: str, num_tokens: int) -> Score:
+        job = Job(prompt_text=prompt.text, response_text=response_text, reference=prompt.reference)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._pool.call, job)
+
     def close(self) -> None:
-        """End all processes; samples that are being scored raise ``CancelledError``. Safe to call twice."""
-        if self._inline is None:
-            self._pool.close()
-            self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def __enter__(self) -> "Scorer":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        self._pool.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,25 @@
+"""The critic of PPO: a value model with weights and an optimizer of its own, for advantages by GAE."""
+
+from configs.schema.base import NonNegativeInt, PositiveFloat, Schema
+from configs.schema.learner import OptimizerConfig
+from configs.schema.model import ModelConfig
+
+
+class CriticOptimizerConfig(OptimizerConfig):
+    """The learner's optimizer settings with a greater default step: the critic starts from a head of zeros and chases moving returns."""
+
+    lr: PositiveFloat = 1e-5
+
+
+class CriticConfig(Schema):
+    """Layout, minibatches, token budget and recomputation are the learner's; the critic takes as many optimizer steps per batch."""
+
+    model: ModelConfig | None = None
+    """The folder whose backbone the critic starts from, with the policy's vocabulary; None: the policy's own. The head starts at zero."""
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    value_clip: PositiveFloat | None = 0.2
+    """The loss counts a value as moved by at most this from the value that the advantages were computed with, in the unit of rewards;
+    null: unclipped."""
+    warmup_steps: NonNegativeInt = 0
+    """The first this many steps of the run train the critic alone and leave the policy as it is, so that its first advantages are not
+    those of an untrained critic."""

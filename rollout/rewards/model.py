@@ -1,0 +1,289 @@
+"""Scores from a reward model that is served over HTTP.
+
+    Scorer ── score ──> waiting ── batch_size items, or LINGER_S after the first ──> request: a free place, the least loaded replica,
+                                                                                     attempts with a deadline each, backoff between
+
+What is sent, and what must come back with HTTP 200:
+
+``sglang``  POST <url>/classify  ``{"text": ["...", ...]}``, or ``"input_ids"`` where a chat template was applied, so that no second
+            begin token is added. Reply: ``[{"embedding": [score], ...}, ...]``, one object per text, in order.
+``json``    POST <url>           ``{"items": [{"prompt": "...", "response": "...", "reference": "...", "text": "..."}, ...]}``.
+            Reply: ``{"scores": [0.5, ...]}``, one number per item, in order; ``null`` where an item cannot be scored.
+
+What a failure means:
+
+- No connection, a broken one, no answer in time, HTTP 429 or 5xx: another attempt, on another replica if there is one. When
+  ``max_retries`` are used up: ``RewardModelError``, which ends the run. A step scored 0 throughout would teach the model nonsense.
+- HTTP 400, 413 or 422 (e.g. a text longer than the model's context): the batch is halved until the refused items are alone. Such an
+  item, like one whose score is missing or not finite, is a failed sample: scored 0, counted, and the run goes on. After
+  ``MAX_FAILED_IN_A_ROW`` of them without a good one between, the model is taken for broken: ``RewardModelError``.
+- Any other status, or a reply of another form: ``RewardModelError`` at once.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from configs.schema.task import ModelReward
+from rollout.records import Prompt, Score
+from rollout.rewards.function import to_score
+from rollout.tokenization import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+LINGER_S = 0.02
+"""For a batch to fill up; small against the time of a forward pass."""
+CONNECT_TIMEOUT_S = 10.0
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.2, 5.0
+MAX_FAILED_IN_A_ROW = 64
+REFUSED_ITEMS = frozenset({400, 413, 422})
+"""Statuses that blame what was sent."""
+PROBE = ("1 + 1 =", "2")
+
+
+class RewardModelError(RuntimeError):
+    """A reward model cannot be used, or not any more; the message names its address and the fix."""
+
+
+class _AttemptFailed(Exception):
+    """One attempt failed in a way that another one may not."""
+
+
+class _Refused(Exception):
+    """The server blames an item of the request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    prompt: str
+    response: str
+    reference: str
+    text: str
+    token_ids: list[int] | None
+    """Of ``text``, where a chat template wrote it; None leaves the tokens to the server."""
+
+
+@dataclass(slots=True)
+class _Replica:
+    url: str
+    in_flight: int = 0
+    """Items."""
+
+
+class RewardModel:
+    """Asks one reward model; made and used inside one event loop. ``start`` it before, ``close`` it after."""
+
+    def __init__(self, config: ModelReward, *, name: str = "reward") -> None:
+        """``name``: where the config holds this reward, for messages.
+
+        Raises:
+            ValueError: the tokenizer cannot be loaded or has no chat template.
+        """
+        self._config, self._name = config, name
+        self._tokenizer = None
+        if config.text.type == "chat":
+            self._tokenizer = load_tokenizer(config.text.tokenizer)
+            if not self._tokenizer.chat_template:
+                raise ValueError(f"{name}.text.tokenizer={config.text.tokenizer} has no chat template; use text: {{type: plain}}")
+        suffix = "/classify" if config.protocol == "sglang" else ""
+        self._replicas = [_Replica(f"{url.rstrip('/')}{suffix}" if suffix else url) for url in config.urls]
+        self._places = asyncio.Semaphore(config.max_concurrency)
+        self._waiting: list[tuple[Item, asyncio.Future[Score]]] = []
+        self._linger: asyncio.TimerHandle | None = None
+        self._requests: set[asyncio.Task[None]] = set()
+        self._failed_in_a_row = 0
+        self._session: aiohttp.ClientSession | None = None
+        self.retries = 0
+        """Attempts that failed and were repeated."""
+
+    async def start(self) -> None:
+        """Have every replica score one sample, before anything is sampled.
+
+        Raises:
+            RewardModelError: one of them does not.
+        """
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # the deadline is our own
+        )
+        probe = self._item(*PROBE, reference="2")
+        scores = await asyncio.gather(*(self._probe(replica, probe) for replica in self._replicas))
+        for replica, score in zip(self._replicas, scores, strict=True):
+            if score.error is not None:
+                raise RewardModelError(f"{self._name}: the reward model at {replica.url} cannot score a trial sample: {score.error}")
+
+    async def _probe(self, replica: _Replica, item: Item) -> Score:
+        try:
+            [score] = await self._attempts([item], [replica])
+        except _Refused as error:
+            raise RewardModelError(f"{self._name}: {error}; {self._fix()}") from error
+        return score
+
+    async def score(self, prompt: Prompt, response_text: str) -> Score:
+        """What the model says of one response.
+
+        Raises:
+            RewardModelError: the model does not answer, or not as it should.
+        """
+        future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
+        self._waiting.append((self._item(prompt.text, response_text, reference=prompt.reference), future))
+        if len(self._waiting) == self._config.batch_size:
+            self._send_waiting()
+        elif self._linger is None:
+            self._linger = asyncio.get_running_loop().call_later(LINGER_S, self._send_waiting)
+        return await future
+
+    async def close(self) -> None:
+        """Drop what is under way; whoever waits for it gets a CancelledError. Safe to call twice."""
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
+        waiting, self._waiting = self._waiting, []
+        for _, future in waiting:
+            future.cancel()
+        requests = list(self._requests)
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    def _item(self, prompt: str, response: str, *, reference: str) -> Item:
+        token_ids = None
+        if self._tokenizer is None:
+            text = self._config.text.template.format(prompt=prompt, response=response, reference=reference)
+        else:
+            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False)
+            token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
+        return Item(prompt=prompt, response=response, reference=reference, text=text, token_ids=token_ids)
+
+    def _send_waiting(self) -> None:
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
+        batch, self._waiting = self._waiting, []
+        request = asyncio.get_running_loop().create_task(self._request(batch))
+        self._requests.add(request)
+        request.add_done_callback(self._requests.discard)
+
+    async def _request(self, batch: Sequence[tuple[Item, asyncio.Future[Score]]]) -> None:
+        """Gives every future of the batch its score or the error."""
+        try:
+            async with self._places:
+                scores = await self._scores([item for item, _ in batch])
+            self._watch(scores)
+        except asyncio.CancelledError:
+            for _, future in batch:
+                future.cancel()
+            raise
+        except Exception as error:  # a defect too must reach those who wait
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+        else:
+            for (_, future), score in zip(batch, scores, strict=True):
+                if not future.done():  # whoever asked may be gone
+                    future.set_result(score)
+
+    async def _scores(self, items: list[Item]) -> list[Score]:
+        try:
+            return await self._attempts(items, self._replicas)
+        except _Refused as error:
+            if len(items) == 1:
+                return [Score(value=0.0, error=str(error))]
+        half = len(items) // 2
+        return await self._scores(items[:half]) + await self._scores(items[half:])
+
+    def _watch(self, scores: Sequence[Score]) -> None:
+        for score in scores:
+            self._failed_in_a_row = 0 if score.error is None else self._failed_in_a_row + 1
+            if self._failed_in_a_row == MAX_FAILED_IN_A_ROW:
+                raise RewardModelError(f"{self._name}: {MAX_FAILED_IN_A_ROW} samples in a row could not be scored, the last: {score.error}")
+
+    async def _attempts(self, items: list[Item], replicas: Sequence[_Replica]) -> list[Score]:
+        body = json.dumps(self._body(items)).encode()
+        failures: list[str] = []
+        failed: list[_Replica] = []
+        while True:
+            replica = min((r for r in replicas if r not in failed), key=lambda r: r.in_flight)
+            replica.in_flight += len(items)
+            try:
+                async with asyncio.timeout(self._config.timeout_s):
+                    content = await self._post(replica.url, body)
+                return self._parse(replica.url, content, len(items))
+            except TimeoutError:
+                failures.append(f"{replica.url}: no answer within timeout_s={self._config.timeout_s:g} s")
+            except (aiohttp.ClientError, _AttemptFailed) as error:
+                failures.append(f"{replica.url}: {str(error) or type(error).__name__}")
+            finally:
+                replica.in_flight -= len(items)
+            if len(failures) > self._config.max_retries:
+                raise RewardModelError(
+                    f"{self._name}: {len(failures)} attempts to score {len(items)} samples failed "
+                    f"(max_retries={self._config.max_retries}): {failures}; {self._fix()}"
+                )
+            self.retries += 1
+            logger.warning("%s: attempt %d failed, another follows: %s", self._name, len(failures), failures[-1])
+            failed.append(replica)
+            if len(failed) == len(replicas):  # nobody left to ask at once
+                failed.clear()
+                await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (len(failures) - 1), LAST_BACKOFF_S))
+
+    def _body(self, items: Sequence[Item]) -> dict[str, object]:
+        if self._config.protocol == "json":
+            return {"items": [{"prompt": i.prompt, "response": i.response, "reference": i.reference, "text": i.text} for i in items]}
+        if self._tokenizer is not None:
+            return {"input_ids": [item.token_ids for item in items]}
+        return {"text": [item.text for item in items]}
+
+    async def _post(self, url: str, body: bytes) -> bytes:
+        async with self._session.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
+            content = await response.read()
+        if response.status == 200:
+            return content
+        problem = f"HTTP {response.status}: {content.decode(errors='replace').strip()[:500]}"
+        if response.status == 429 or response.status >= 500:
+            raise _AttemptFailed(problem)
+        if response.status in REFUSED_ITEMS:
+            raise _Refused(f"{url} refused it with {problem}")
+        raise RewardModelError(f"{self._name}: {url} answered {problem}; {self._fix()}")
+
+    def _parse(self, url: str, content: bytes, count: int) -> list[Score]:
+        try:
+            reply = json.loads(content)  # reads NaN too, which then fails its own sample only
+        except ValueError:
+            reply = None
+        scores = reply.get("scores") if self._config.protocol == "json" and isinstance(reply, dict) else reply
+        if not isinstance(scores, list) or len(scores) != count:
+            wanted = '{"scores": [...]}' if self._config.protocol == "json" else '[{"embedding": [...]}, ...]'
+            found = f"{len(scores)} of them" if isinstance(scores, list) else repr(content[:200])
+            raise RewardModelError(f"{self._name}: {url} was asked for {count} scores as {wanted} and sent {found}; {self._fix()}")
+        return [_to_score(score) for score in (scores if self._config.protocol == "json" else [self._embedded(url, s) for s in scores])]
+
+    def _embedded(self, url: str, reply: object) -> object:
+        numbers = reply.get("embedding") if isinstance(reply, dict) else None
+        if not isinstance(numbers, list) or len(numbers) > 1:
+            found = f"{len(numbers)} numbers" if isinstance(numbers, list) else f"{reply!r:.200}"
+            raise RewardModelError(
+                f"{self._name}: {url} sent {found} for a text, not one score; serve a reward model with a single label, with --is-embedding"
+            )
+        return numbers[0] if numbers else None
+
+    def _fix(self) -> str:
+        if self._config.protocol == "json":
+            return f"start the server, or correct {self._name}.urls; rollout/rewards/model.py describes the protocol"
+        return f"start it (python -m sglang.launch_server --is-embedding --model-path ...), or correct {self._name}.urls"
+
+
+def _to_score(number: object) -> Score:
+    if number is None:
+        return Score(value=0.0, error="the reward model gave no score")
+    try:
+        return to_score(number)
+    except (TypeError, ValueError, OverflowError) as error:
+        return Score(value=0.0, error=f"{type(error).__name__}: {error}")

@@ -1,0 +1,125 @@
+"""A step's batch on disk: what ``tandem replay`` needs to say, without any engine, what another correction would have made of it.
+
+One safetensors file per recorded step, ``RUN/batches/step_000010.safetensors``: the packed fields of all ranks in the order of sequence
+ids, the rewards and groups of the step, and as metadata the step and the weight version it was sampled with.
+Legend: S sequences of the whole step, T their packed tokens.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from configs.schema.launch import RecordBatches, RecordEvery
+from parallel.packing import PackedBatch
+from trainer.step_batch import StepBatch
+
+if TYPE_CHECKING:
+    from trainer.learner import Learner
+
+FORMAT = "tandem batch 1"
+PER_STEP = ("rewards_S", "group_ids_S")
+NOT_RECORDED = ("importance_weights_T", "aggregation_T", "value_aggregation_T")
+"""They follow from the correction, which is what a replay changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedBatch:
+    step: int
+    version: int
+    """Weight version that the step was sampled with and, before its first update, trained."""
+    packed: PackedBatch
+    """All sequences, by id; ``old_logprobs_T`` are the learner's own, in bypass mode too."""
+    rewards_S: Tensor
+    group_ids_S: Tensor
+
+
+class Recorder:
+    """Writes the batches that the config asks for; all ranks call it."""
+
+    def __init__(self, folder: Path, which: RecordBatches):
+        self._folder, self._which = folder, which
+
+    def _wants(self, step: int) -> bool:
+        match self._which:
+            case RecordEvery(every=every):
+                return step % every == 0
+            case _:
+                return self._which == "all"
+
+    def record(self, step: int, batch: StepBatch, learner: "Learner") -> None:
+        """Before the update, where this step is wanted. In bypass mode that takes a forward pass: ``old`` is the rollout's there."""
+        if not self._wants(step):
+            return
+        if learner.correction_mode == "bypass":
+            batch = batch.with_fields(old_logprobs_T=learner.logprobs(batch))
+        shares = [None] * learner.groups.dp_size
+        dist.all_gather_object(shares, batch.packed, group=learner.groups.dp_group)
+        if learner.is_first_rank:
+            whole = RecordedBatch(
+                step=step, version=learner.version, packed=in_order(shares), rewards_S=batch.rewards_S, group_ids_S=batch.group_ids_S
+            )
+            write_batch(batch_file(self._folder, step), whole)
+
+
+def batch_file(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}.safetensors"
+
+
+def recorded_steps(folder: Path) -> list[int]:
+    return sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.safetensors"))
+
+
+def in_order(parts: Sequence[PackedBatch]) -> PackedBatch:
+    """The ranks' shares as one batch, sorted by sequence id."""
+    first = parts[0]
+    joined = {
+        f.name: torch.cat([getattr(part, f.name) for part in parts])
+        for f in fields(PackedBatch)
+        if f.name.endswith(("_T", "_S")) and getattr(first, f.name) is not None
+    }
+    lengths = torch.cat([torch.diff(part.cu_seqlens) for part in parts])
+    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
+    whole = replace(first, **joined, cu_seqlens=cu_seqlens)
+    return whole.select(whole.sequence_ids_S.argsort().tolist())
+
+
+def write_batch(path: Path, batch: RecordedBatch) -> None:
+    """Whole or not at all."""
+    tensors = {name: getattr(batch, name) for name in PER_STEP}
+    for f in fields(PackedBatch):
+        value = getattr(batch.packed, f.name)
+        if value is not None and f.name not in NOT_RECORDED:
+            tensors[f.name] = value
+    about = {"format": FORMAT, "step": json.dumps(batch.step), "version": json.dumps(batch.version)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_bytes(save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, metadata=about))
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        message = f"the batch of step {batch.step} cannot be recorded ({error.strerror}); free space, or set record_batches=none"
+        raise OSError(error.errno, message, str(path)) from error
+
+
+def read_batch(path: Path) -> RecordedBatch:
+    """Raises ValueError for a file that is none, or of another version."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = file.metadata() or {}
+            if about.get("format") != FORMAT:
+                raise ValueError(f"{path} is no batch of this version of tandem (format {about.get('format')!r}, not {FORMAT!r})")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be read as a recorded batch: {error}") from error
+    per_step = {name: tensors.pop(name) for name in PER_STEP}
+    return RecordedBatch(step=json.loads(about["step"]), version=json.loads(about["version"]), packed=PackedBatch(**tensors), **per_step)
