@@ -12,6 +12,7 @@ round by round, so a slow spell of a shared machine hits them alike; the first r
 """
 
 import asyncio
+import gc
 import json
 import os
 import sys
@@ -91,6 +92,7 @@ def measure_rank(path: Path, rounds: int) -> None:
 
     folder = RunFolder(path)
     run = roles.build_run(folder)
+    gc.freeze()  # as roles.learn does
     if run.tracker is not None:
         run.tracker.close("FINISHED")
     watch = Watch(run.learner.receive)
@@ -112,6 +114,7 @@ def measure_rank(path: Path, rounds: int) -> None:
         bare_update(run.learner, watch.batch, run.config.rollout.temperature)
         start_together()
         update = time.perf_counter() - began
+        run.weight_sync.restore()  # the bare update moved the weights: the servers must hold what the learner does
         if number > 1 and run.learner.is_first_rank:
             note("step", step)
             note("bare generation", generation)
@@ -133,7 +136,7 @@ class Watch:
         self.groups, self.batch = groups, self._receive(groups)
         return self.batch
 
-    def log(self, step, metrics):
+    def log(self, step, metrics, alarms):
         self.metrics = metrics
 
 

@@ -5,6 +5,7 @@ Roles find each other through ``RUN/roles/*.json``, so each can be started by it
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -86,12 +87,14 @@ def learn(folder: RunFolder) -> None:
     # The supervisor ends ranks with SIGTERM; as an exception it lets the tracker say that the run was killed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     run = build_run(folder)
+    gc.freeze()  # what start-up made lives as long as the run: walking through it again and again would cost a tenth of a second each time
     # As a context manager the tracker closes with FINISHED, FAILED or KILLED, by the way out.
     with run.tracker or contextlib.nullcontext():
         compare_engines(run)
         started = time.perf_counter()
         evaluate_before(run)
         train(run)
+        run.weight_sync.probe(run.config.rollout.temperature)  # of the last update, which nothing was sampled from
         trained = time.perf_counter()
         run.learner.save_hf(folder.hf)
         if run.tracker is not None:
@@ -132,6 +135,7 @@ def build_run(folder: RunFolder) -> "Run":
         probe_prompt=PROBE_PROMPT,
         probe_tokens=PROBE_TOKENS,
         timeout_s=config.launch.collective_timeout_s,
+        samples_are_probes=config.correction.mode == "decoupled" or config.learner.minibatches == 1,
     )
     return Run(
         config=config,

@@ -30,6 +30,7 @@ class PackedBatch:
     sequence_ids_S: Tensor
     """int64, which sequence of the whole step's batch this is, the same under every layout."""
     old_logprobs_T: Tensor | None = None
+    """float32 nats. None when the loss takes it: current is old, and the forward pass of the update gives both."""
     ref_logprobs_T: Tensor | None = None
     advantages_T: Tensor | None = None
     values_T: Tensor | None = None

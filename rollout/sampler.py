@@ -12,6 +12,7 @@ Not this role's concern: weights, versions (the learner says what is newest), an
 """
 
 import asyncio
+import gc
 import hashlib
 import json
 import logging
@@ -438,6 +439,7 @@ async def run_sample_role(
                 evaluation=config.evaluation,
                 seed=config.seed,
             )
+            gc.freeze()  # tokenizer, prompts and libraries live as long as the run; no collection needs to walk through them
             await serve(sampler, announce=announce)
 
 

@@ -366,19 +366,28 @@ def work_critic_fits(folder: Path, data_parallel: int) -> dict[str, Any]:
 
 
 def learner_config(
-    folder: Path, *, data_parallel: int, aggregation: AggregationConfig, sharded: bool, correction: dict | None = None
+    folder: Path,
+    *,
+    data_parallel: int,
+    aggregation: AggregationConfig,
+    sharded: bool,
+    correction: dict | None = None,
+    learner: dict | None = None,
 ) -> RunConfig:
-    """Two minibatches per step. Adam's eps is large enough that a rounding error of a tiny gradient is not blown up to a whole step."""
+    """Two minibatches per step, unless ``learner`` says otherwise.
+
+    Adam's eps is large enough that a rounding error of a tiny gradient is not blown up to a whole step.
+    """
     return RunConfig(
         model=ModelConfig(path=folder, dtype="float32"),
         task=CountdownTask(),
         rollout=RolloutConfig(prompts_per_step=4, group_size=3, max_new_tokens=20, temperature=0.7, dtype="float32"),
         layout=LayoutConfig(data_parallel=data_parallel),
         learner=LearnerConfig(
-            minibatches=2,
             token_budget=24,
             logprob_chunk_tokens=7,
             optimizer=OptimizerConfig(lr=1e-2, eps=1e-4, clip_grad=1e9, distributed=sharded),
+            **{"minibatches": 2} | (learner or {}),
         ),
         correction=CorrectionConfig.model_validate(correction or {}),
         aggregation=aggregation,
@@ -394,9 +403,9 @@ def work_learner_steps(data_parallel: int, folder: Path, groups: list[Group], jo
 
 
 def _learner_step(
-    data_parallel: int, folder: Path, groups: list[Group], *, aggregation: AggregationConfig, correction: dict, sharded: bool = False
+    data_parallel: int, folder: Path, groups: list[Group], *, sharded: bool = False, **options: Any
 ) -> dict[str, Any]:
-    config = learner_config(folder, data_parallel=data_parallel, aggregation=aggregation, correction=correction, sharded=sharded)
+    config = learner_config(folder, data_parallel=data_parallel, sharded=sharded, **options)
     learner = Learner(config)
     before = weights_of(learner.engine)
     batch = learner.score(learner.receive(groups if learner.is_first_rank else None))
@@ -410,7 +419,7 @@ def _learner_step(
         updates.append(learner.update(minibatch, policy=True))
         gradients += [] if sharded else [gradients_of(learner.engine)]
     metrics = [update.metrics for update in updates]
-    if config.correction.mode == "decoupled":
+    if found.metrics:
         metrics = [merge_over_ranks(found.metrics, learner.groups.dp_group) | m for m in metrics]
     return {
         "norms": [m["optim/grad_norm"].value for m in metrics],

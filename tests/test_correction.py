@@ -310,6 +310,15 @@ def test_every_rule_has_to_pass_and_is_counted_by_name():
     assert found["mismatch/rejected/ratio_sequence/sequences"] == pytest.approx(2 / 3)
 
 
+@pytest.mark.parametrize("config", [NO_WEIGHT, TRUNCATED])
+def test_without_old_everything_is_left_to_the_loss(config):
+    batch = random_batch([3, 4], seed=0).with_fields(old_logprobs_T=None)
+    before = correct(batch, config)
+    assert torch.equal(before.weights_T, batch.response_mask_T.float())
+    assert torch.equal(before.keep_T, batch.response_mask_T)
+    assert before.metrics == {}
+
+
 def test_bypass_leaves_everything_to_the_loss():
     batch = random_batch([5, 7], seed=1)
     config = config_of(mode="bypass", loss="policy_gradient", weight={"level": "sequence"}, reject=[{"rule": "k3", "upper": 1e-9}])
@@ -344,11 +353,6 @@ def test_a_broken_logprob_names_its_sequence(name, value, place):
     broken[place] = value  # places 3 and 4 are the second sequence, id 101
     with pytest.raises(ValueError, match=rf"{name} is (nan|-inf) on a response token of sequence 101 \(1 such"):
         correct(batch.with_fields(**{name: broken}), TRUNCATED)
-
-
-def test_unscored_batch_is_an_error():
-    with pytest.raises(ValueError, match="old_logprobs_T is not set"):
-        correct(random_batch([3], seed=0).with_fields(old_logprobs_T=None), NO_WEIGHT)
 
 
 @pytest.mark.parametrize(("fields", "message"), [

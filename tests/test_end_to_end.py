@@ -93,7 +93,7 @@ SMALL = ["model.path=model", "rollout.prompts_per_step=4", "rollout.group_size=4
 def test_a_float32_run_on_two_data_parallel_ranks_is_exact(folder):
     # A random model solves nothing; rewarding length gives it something to learn from the first step on.
     (folder / "my_reward.py").write_text("def score(prompt, response, reference):\n    return len(response) / 14\n")
-    settings = [*SMALL, "checkpoint.every=2", "reward.type=function", "reward.function=my_reward:score"]
+    settings = [*SMALL, "checkpoint.every=2", "reward.type=function", "reward.function=my_reward:score", "learner.old_logprobs=always"]
     process = start("train", RECIPE, *settings, "steps=3", cwd=folder)
     said = finish(process)
     assert process.returncode == 0, said
@@ -102,7 +102,7 @@ def test_a_float32_run_on_two_data_parallel_ranks_is_exact(folder):
     for step in steps:
         assert step["policy/ppo_kl"] == 0.0, "current differs from old in the first minibatch"
         assert step["policy/ratio_max"] == 1.0
-        assert step["sync/max_logprob_gap"] <= 1e-4
+        assert "sync/max_logprob_gap" not in step, "checksums and samples leave a probe nothing to show"
         assert step["mismatch/logprob_gap_max"] <= 1e-4
         assert step["sync/version"] == step["step"]
     summary = json.loads((run / "summary.json").read_text())

@@ -7,7 +7,7 @@ Legend: S sequences, T packed tokens, V vocabulary.
 
 import math
 import multiprocessing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -76,6 +76,8 @@ class Setup:
     correction: CorrectionConfig = TRUNCATED_TOKENS
     objective: ObjectiveConfig = OBJECTIVE
     advantage: AdvantageConfig = GRPO
+    scores_old: bool = True
+    """False: with one minibatch, whose current policy is old, the loss finds old itself."""
 
     def loss(self, microbatch: PackedBatch, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, dict[str, Metric]]:
         objective = PolicyGradientObjective(type="policy_gradient") if self.correction.loss == "policy_gradient" else self.objective
@@ -144,7 +146,9 @@ def weighted(share: Share, setup: Setup, group: dist.ProcessGroup | None) -> Ste
     old_T, ref_T = (batch.scattered([scores(p, m.tokens_T, m.targets_T)[0] for m in batch.microbatches()]) for p in (OLD, REF))
     if setup.correction.mode == "bypass":
         old_T = batch.packed.rollout_logprobs_T
-    batch = batch.with_fields(old_logprobs_T=old_T, ref_logprobs_T=ref_T)
+    batch = batch.with_fields(ref_logprobs_T=ref_T)
+    if setup.scores_old or setup.correction.mode == "bypass":
+        batch = batch.with_fields(old_logprobs_T=old_T)
     batch = batch.with_advantages(compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, setup.advantage, total=total))
     correction = correct(batch.packed, setup.correction, total)
     return batch.with_loss_weights(correction, aggregation(setup.mode), setup.correction.denominator, total)
@@ -379,6 +383,19 @@ def test_the_loss_of_each_minibatch_is_its_definition(step, mode):
         assert loss == pytest.approx(wanted, abs=3e-6 * size)
 
 
+@settings(max_examples=60, deadline=None)
+@given(step=steps(), setup=setups, seed=st.integers(0, 99))
+def test_old_from_the_updates_own_pass_is_old_from_a_pass_before_it(ranks, step, setup, seed):
+    groups, _, num_ranks, token_budget = step
+    if setup.correction.weight.level != "none" and setup.correction.weight.normalise:
+        setup = replace(setup, correction=TRUNCATED_TOKENS)  # needs the pass before, as RunConfig.scores_old says
+    (whole,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=10**6)
+    wanted = StepResult.total([run_step(whole, setup, None)])
+    shares = split_groups(groups, num_minibatches=1, dp_size=num_ranks, token_budget=token_budget)
+    found = ranks.run([shuffled(share, seed + rank) for rank, share in enumerate(shares)], replace(setup, scores_old=False))
+    assert_same(found, wanted, magnitudes(groups, 1, setup))
+
+
 LENGTHS = [[9, 5, 14], [12, 3, 20], [7, 16, 2], [11, 4, 8]]
 REWARDS = [[1.0, 0.0, 0.1], [0.0, 1.0, 1.0], [0.1, 0.0, 1.0], [0.0, 0.0, 0.0]]
 
@@ -401,6 +418,9 @@ JOBS = [{"aggregation": aggregation(mode), "correction": TRUNCATED} for mode in 
     {"aggregation": aggregation("token_mean"), "correction": {"weight": {"level": "sequence", "normalise": True}} | REJECTING},
     {"aggregation": aggregation("sequence_mean_token_mean"), "correction": {"mode": "bypass"} | REJECTING},
     {"aggregation": aggregation("token_mean"), "correction": {"mode": "bypass", "loss": "policy_gradient"} | REJECTING, "sharded": True},
+] + [
+    {"aggregation": aggregation("token_mean"), "correction": TRUNCATED | REJECTING, "learner": {"minibatches": 1, "old_logprobs": when}}
+    for when in ("always", "when_needed")
 ]
 
 
@@ -424,5 +444,8 @@ def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
             assert relative_difference(found["weights"], wanted["weights"]) < 1e-6, job
             for gradient, whole in zip(found["gradients"], wanted["gradients"], strict=True):
                 assert relative_difference(gradient, whole) < 1e-6, job
-    assert len({f"{job['norms'][0]:.5g}" for job in one}) == len(MODES) + 3, "jobs do not differ, so a wrong one would not show"
-    assert all(0.2 < job["kept"][0] < 1 for job in one[-3:]), "rejection should take some of the tokens and leave some"
+    assert len({f"{job['norms'][0]:.5g}" for job in one}) == len(MODES) + 4, "jobs do not differ, so a wrong one would not show"
+    assert all(0.1 < job["kept"][0] < 1 for job in one[-5:]), "rejection should take some of the tokens and leave some"
+    before, within = one[-2:]
+    assert within["norms"] == pytest.approx(before["norms"], rel=1e-6), "old from the update's own pass differs from old before it"
+    assert relative_difference(within["weights"], before["weights"]) < 1e-6

@@ -1,12 +1,12 @@
 """Correction of the gap between rollout and learner: importance weights and a keep mask, between recompute and loss.
 
 Legend: S sequences, T packed tokens. rho = pi_train / pi_rollout of a token, where train is old (decoupled mode, before the update) or
-current (bypass mode, inside the loss); log-probs are nats.
+current (inside the loss: in bypass mode, and where current is old); log-probs are nats.
 Order: log-ratio -> aggregated to its level -> bounded to +-20 -> exp -> weight bound -> normalised. Rejection and veto act on the mask
 only. Weights carry no gradient, and advantages never change because of them.
 
-    correct           a whole step's batch, decoupled         trainer/loop.py
-    correct_current   a micro-batch, bypass                   trainer/policy_loss.py
+    correct           a whole step's batch, before the update     trainer/loop.py
+    correct_current   a micro-batch, in the update's forward      trainer/policy_loss.py
     the rest          pure functions of log-ratios and masks
 """
 
@@ -48,23 +48,20 @@ class Correction:
 def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) -> Correction:
     """Weights and keep mask of a step's sequences (this rank's share), before its first update.
 
-    In bypass mode nothing can be said yet: weights of one, nothing rejected, no metrics.
-    Raises ValueError for a response token whose log-prob is not finite (naming the sequence), and where ``old_logprobs_T`` is missing.
+    In bypass mode, and without ``old_logprobs_T``, it is left to the loss: weights of one, nothing rejected, no metrics.
+    Raises ValueError for a response token whose log-prob is not finite (naming the sequence).
     """
-    if batch.old_logprobs_T is None:
-        raise ValueError("old_logprobs_T is not set: score the batch with the learner before correcting it")
     _require_finite(batch, "rollout_logprobs_T", "the server returned it: check the served weights and dtype")
     _require_finite(batch, "old_logprobs_T", "the learner's forward pass produced it: check its weights and dtype")
-    if batch.ref_logprobs_T is not None:
-        _require_finite(batch, "ref_logprobs_T", "the reference's forward pass produced it: check its weights and dtype")
-    if config.mode == "bypass":
+    _require_finite(batch, "ref_logprobs_T", "the reference's forward pass produced it: check its weights and dtype")
+    if config.mode == "bypass" or batch.old_logprobs_T is None:
         mask_T = batch.response_mask_T
         return Correction(weights_T=mask_T.to(batch.rollout_logprobs_T.dtype), keep_T=mask_T, metrics={})
     return _corrected(batch, batch.old_logprobs_T, config, total)
 
 
 def correct_current(batch: PackedBatch, current_logprobs_T: Tensor, config: CorrectionConfig) -> Correction:
-    """The same of a micro-batch against the policy that is being trained: bypass mode, inside the loss."""
+    """The same of a micro-batch against the policy that is being trained, inside the loss. ``normalise`` needs ``correct``."""
     return _corrected(batch, current_logprobs_T, config, alone)
 
 
@@ -200,6 +197,8 @@ def rule_name(rule: RejectionRule) -> str:
 
 def _require_finite(batch: PackedBatch, name: str, fix: str) -> None:
     values_T = getattr(batch, name)
+    if values_T is None:
+        return
     broken_T = batch.response_mask_T & ~torch.isfinite(values_T)
     if not broken_T.any():
         return

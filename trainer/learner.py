@@ -1,7 +1,7 @@
 """The learner of one rank: which policy computes which log-probs, and one optimizer step. All ranks run it in step (SPMD)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,9 +23,11 @@ from trainer.step_batch import StepBatch, split_groups, step_batch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What the optimizer steps on one minibatch did, the policy's and the critic's; the same on every rank."""
+    """What the optimizer steps on one minibatch did, the policy's and the critic's. Metrics are the same on every rank."""
 
-    metrics: dict[str, Metric]
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    logprobs: list[Tensor] = field(default_factory=list)
+    """Of the policy before its step, [T] of each micro-batch of this rank; empty where only the critic was trained."""
 
 
 class Learner:
@@ -91,10 +93,13 @@ class Learner:
         return [rank // self.groups.tp_size for rank in range(self.groups.world_size)]
 
     def score(self, batch: StepBatch) -> StepBatch:
-        """``old`` (in bypass := rollout), ``ref`` and values of the sampled tokens, without gradient, by the update's own micro-batches."""
+        """``old``, ``ref`` and values of the sampled tokens, without gradient, by the update's own micro-batches.
+
+        ``old`` is the rollout in bypass mode, and stays unset where the update's own forward pass gives it (``RunConfig.scores_old``).
+        """
         if self._config.correction.mode == "bypass":
             batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
-        else:
+        elif self._config.scores_old:
             batch = batch.with_fields(old_logprobs_T=self.logprobs(batch))
         if self._reference is not None:
             batch = batch.with_fields(ref_logprobs_T=self._logprobs_by(self._reference, batch))
@@ -115,15 +120,14 @@ class Learner:
 
         Raises NonFiniteError before any weight of that model has changed.
         """
-        metrics: dict[str, Metric] = {}
+        of_critic: dict[str, Metric] = {}
         if self.critic is not None:
             found = self.critic.update(minibatch)
-            metrics |= found.metrics | _optimizer_metrics("critic", found.grad_norm, found.lr)
-        if policy:
-            metrics |= self._update_policy(minibatch)
-        return Update(metrics=metrics)
+            of_critic = found.metrics | _optimizer_metrics("critic", found.grad_norm, found.lr)
+        update = self._update_policy(minibatch) if policy else Update()
+        return replace(update, metrics=update.metrics | of_critic)
 
-    def _update_policy(self, minibatch: Sequence[PackedBatch]) -> dict[str, Metric]:
+    def _update_policy(self, minibatch: Sequence[PackedBatch]) -> Update:
         config = self._config
         loss_fn = partial(
             policy_loss,
@@ -133,11 +137,17 @@ class Learner:
             kl=config.kl,
             entropy=config.entropy,
         )
-        # In bypass mode what was rejected, and so what the loss is averaged over, is known only after the forward pass.
-        grad_scale = self._kept_factor if config.correction.mode == "bypass" else None
-        result = self.engine.update(minibatch, loss_fn, temperature=config.rollout.temperature, grad_scale=grad_scale)
+        grad_scale = self._kept_factor if config.rejects_in_loss else None
+        logprobs: list[Tensor] = []
+
+        def keep_logprobs(batch: PackedBatch, current_T: Tensor, entropy_T: Tensor):
+            logprobs.append(current_T.detach())
+            return loss_fn(batch, current_T, entropy_T)
+
+        result = self.engine.update(minibatch, keep_logprobs, temperature=config.rollout.temperature, grad_scale=grad_scale)
         metrics = self._over_ranks(result.outputs)
-        return scale_losses(metrics, kept_factor(metrics)) | _optimizer_metrics("optim", result.grad_norm, result.lr)
+        metrics = scale_losses(metrics, kept_factor(metrics)) | _optimizer_metrics("optim", result.grad_norm, result.lr)
+        return Update(metrics=metrics, logprobs=logprobs)
 
     def _kept_factor(self, outputs: list[dict[str, Metric]]) -> float:
         return kept_factor(self._over_ranks(outputs))

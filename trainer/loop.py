@@ -89,6 +89,7 @@ def train(run: Run) -> None:
         )
         if run.tracker is not None:
             run.tracker.log(step, metrics, check_alarms(metrics, config.alarms))
+        run.weight_sync.check_samples(metrics)
         run.checkpointer.after_step(step, learner, sampler)
 
 

@@ -31,7 +31,7 @@ from trainer.metrics import Metric
 from trainer.objectives import ObjectiveLoss, cispo, clipped, dppo, geometric_mean_weights, gmpo, gspo, policy_gradient, sapo
 
 DECOUPLED = CorrectionConfig()
-COUNTED_ALL, COUNTED_KEPT = "bypass/counted_all", "bypass/counted_kept"
+COUNTED_ALL, COUNTED_KEPT = "counted/all", "counted/kept"
 
 
 def policy_loss(
@@ -55,9 +55,9 @@ def policy_loss(
     mean over the sequence). Off the response mask nothing matters, not even NaN; without response tokens loss and gradient are exact
     zeros, still connected to the graph. A current log-prob of a response token that is not finite makes the loss NaN.
 
-    In bypass mode (``correction``) weights and rejection follow from current and rollout, here, without gradient. With
-    ``denominator: kept`` the loss then still lacks one factor for the whole minibatch, ``kept_factor`` of all its metrics;
-    ``aggregation`` is the mode that aggregation_T was made with.
+    Without ``old_logprobs_T`` current is old. Then, and in bypass mode, weights and rejection (``correction``) follow from current and
+    rollout, here, without gradient. With ``denominator: kept`` the loss then still lacks one factor for the whole minibatch,
+    ``kept_factor`` of all its metrics; ``aggregation`` is the mode that aggregation_T was made with.
 
     Metrics: ``loss/total, loss/policy, loss/kl, loss/entropy`` are this minibatch's terms as they stand in the loss (SUM: they add up to
     the whole minibatch's). ``policy/entropy, ppo_kl`` (mean log pi_old - log pi_current), ``ref_kl`` are means over response tokens;
@@ -71,12 +71,14 @@ def policy_loss(
     mask_T = batch.response_mask_T
     # Replaced before any arithmetic: a NaN that is multiplied by a zero weight afterwards would still be NaN, in the gradient too.
     current_T, entropy_T = (torch.where(mask_T, x_T, 0.0) for x_T in (current_logprobs_T, entropy_T))
+    current_is_old = batch.old_logprobs_T is None
+    old_logprobs_T = current_T if current_is_old else batch.old_logprobs_T
     old_T, advantages_T, importance_T, aggregation_T = (
         torch.where(mask_T, x_T.detach(), 0.0)
-        for x_T in (batch.old_logprobs_T, batch.advantages_T, batch.importance_weights_T, batch.aggregation_T)
+        for x_T in (old_logprobs_T, batch.advantages_T, batch.importance_weights_T, batch.aggregation_T)
     )
     metrics: dict[str, Metric] = {}
-    if correction.mode == "bypass":
+    if current_is_old or correction.mode == "bypass":
         importance_T, aggregation_T, metrics = _corrected_here(batch, current_T, aggregation_T, correction, aggregation)
     kept_T = aggregation_T != 0  # Off the mask it is zero by now.
     found = _objective_loss(objective, current_T, old_T, advantages_T, kept_T, batch.cu_seqlens)
@@ -106,7 +108,7 @@ def policy_loss(
 def _corrected_here(
     batch: PackedBatch, current_T: Tensor, aggregation_T: Tensor, config: CorrectionConfig, mode: Mode
 ) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-    """(importance weights, aggregation weights, metrics) of a bypass correction."""
+    """(importance weights, aggregation weights, metrics) of a correction that is found in the forward pass."""
     found = correct_current(batch, current_T, config)
     metrics = dict(found.metrics)
     if config.denominator == "all":
@@ -177,7 +179,7 @@ def _mean(zero_off_mask_T: Tensor, count: float) -> Metric:
 
 
 def _require(batch: PackedBatch, current_logprobs_T: Tensor, entropy_T: Tensor, *, with_ref: bool) -> None:
-    names = ["old_logprobs_T", "advantages_T", "importance_weights_T", "aggregation_T"] + ["ref_logprobs_T"] * with_ref
+    names = ["advantages_T", "importance_weights_T", "aggregation_T"] + ["ref_logprobs_T"] * with_ref
     missing = [name for name in names if getattr(batch, name) is None]
     if missing:
         raise ValueError(f"the micro-batch lacks {', '.join(missing)}: score it and give it advantages and loss weights first")

@@ -34,11 +34,12 @@ def step_metrics(
 
     measured: of this rank's share, before the update.
     """
-    found = values(merge_over_ranks(merge_metrics([*measured, reward_metrics_of(batch)]), group))
+    found = values(merge_over_ranks(merge_metrics([*measured, reward_metrics_of(batch, updates, mode)]), group))
     found |= values(merge_metrics(u.metrics for u in updates)) | first_and_sign(updates, mode)
     explained = explained_variance(found)
     found |= {} if explained is None else {"critic/explained_variance": explained}
-    found |= {"sync/version": sync.version, "sync/bytes": sync.bytes, "sync/max_logprob_gap": sync.max_logprob_gap}
+    found |= {"sync/version": sync.version, "sync/bytes": sync.bytes}
+    found |= {} if sync.max_logprob_gap is None else {"sync/max_logprob_gap": sync.max_logprob_gap}
     found |= {f"time/{part}": value for part, value in seconds.items()}
     if sampled.groups is not None:
         found |= sample_metrics(sampled.groups) | sampling_metrics(sampled.stats)
@@ -48,10 +49,18 @@ def step_metrics(
     return found
 
 
-def reward_metrics_of(batch: StepBatch) -> dict[str, Metric]:
-    """The mean reward as sampled, and as ``old`` would have sampled (in bypass mode the two are one)."""
-    packed = batch.packed
-    log_ratio_T = torch.where(packed.response_mask_T, packed.old_logprobs_T - packed.rollout_logprobs_T, 0.0)
+def reward_metrics_of(batch: StepBatch, updates: Sequence[Update], mode: str) -> dict[str, Metric]:
+    """The mean reward as sampled, and as the learner's policy would have it: ``old``, or in bypass mode each minibatch's ``current``.
+
+    Nothing of the kind in a critic's warm-up, where the policy may not have seen the batch at all.
+    """
+    packed, train_T = batch.packed, batch.packed.old_logprobs_T if mode == "decoupled" else None
+    if train_T is None:
+        seen = [logprobs_T for update in updates for logprobs_T in update.logprobs]
+        if not seen:
+            return {}
+        train_T = batch.scattered(seen)
+    log_ratio_T = torch.where(packed.response_mask_T, train_T - packed.rollout_logprobs_T, 0.0)
     return reward_metrics(
         batch.rewards_S[packed.sequence_ids_S],
         sum_per_sequence(log_ratio_T.to(torch.float64), packed.cu_seqlens),

@@ -7,11 +7,14 @@ One publish, all ranks together (the export gathers tensor-parallel shards); ran
 
 Nothing samples between pause and the end of the probe: the learner asks for groups only after ``publish`` has returned.
 Any failure raises, which ends the run: a partial update never serves a training sample.
+
+Where checksums have shown every byte to be served, and the learner scores each step's samples by the very weights that sampled them,
+the samples themselves are the probe (``check_samples``), and ``publish`` asks for none of its own.
 """
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -39,8 +42,8 @@ class SyncResult:
     version: int
     bytes: int
     seconds: float
-    max_logprob_gap: float
-    """Nats, over the probe's tokens and all replicas."""
+    max_logprob_gap: float | None
+    """Nats, over the probe's tokens and all replicas; None without a probe."""
 
 
 class WeightSync:
@@ -58,13 +61,17 @@ class WeightSync:
         probe_prompt: list[int],
         probe_tokens: int,
         timeout_s: float,
+        samples_are_probes: bool = False,
     ):
+        """samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it."""
         self._learner, self._control = learner, control
         self._dtype = getattr(torch, rollout_dtype)
         self._exact = rollout_dtype == "float32" and learner.engine.dtype == torch.float32
         self._temperature, self._probe_prompt, self._probe_tokens = temperature, probe_prompt, probe_tokens
         # SGLang's checksum is SHA-256 of whole tensors only on CPU at TP 1; elsewhere the probe stands alone.
-        self._checks_bytes = control is not None and tensor_parallel == 1 and backend == "gloo"
+        has_checksums = tensor_parallel == 1 and backend == "gloo"
+        self._checks_bytes = control is not None and has_checksums
+        self._samples_are_probes = samples_are_probes and has_checksums
         self._broadcaster = None
         if control is not None:
             self._broadcaster = self._join(control, tensor_parallel, backend, timeout_s)
@@ -113,7 +120,7 @@ class WeightSync:
             self._check_served(version, expected)
             self._control.resume()
         self._learner.version = version
-        gap = self.probe(self._temperature)
+        gap = None if self._samples_are_probes else self.probe(self._temperature)
         return SyncResult(version=version, bytes=sent, seconds=time.perf_counter() - started, max_logprob_gap=gap)
 
     def _tap(self, tensors: Iterable[tuple[str, Tensor]], expected: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
@@ -160,6 +167,15 @@ class WeightSync:
                 f"{temperature} (float32 on both sides allows {EXACT_TOLERANCE:g}): the server does not serve these weights or this softmax"
             )
         return gap
+
+    def check_samples(self, metrics: Mapping[str, float]) -> None:
+        """Raise WeightSyncError where a sampled token shows that the servers' policy was not the learner's (float32 on both sides)."""
+        gap = metrics.get("mismatch/logprob_gap_max", 0.0)
+        if self._exact and self._samples_are_probes and not gap <= EXACT_TOLERANCE:
+            raise WeightSyncError(
+                f"learner and server differ by {gap:.2e} nats on a token sampled with version {self._learner.version - 1} (float32 on "
+                f"both sides allows {EXACT_TOLERANCE:g}): the server did not serve these weights or this softmax"
+            )
 
     def close(self) -> None:
         if self._control is not None:

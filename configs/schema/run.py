@@ -134,6 +134,26 @@ class RunConfig(Schema):
         return PolicyGradientObjective(type="policy_gradient") if self.correction.loss == "policy_gradient" else self.objective
 
     @property
+    def scores_old(self) -> bool:
+        """Whether a forward pass before the update computes ``old``; see ``learner.old_logprobs``.
+
+        What asks for ``old`` before the update: several minibatches, whose later ones are not of ``old`` any more; weights normalised over
+        the whole step; KL(old || ref) in the reward.
+        """
+        if self.correction.mode == "bypass":
+            return False
+        normalises = self.correction.weight.level != "none" and self.correction.weight.normalise
+        kl_in_reward = self.kl.place == "reward" and self.kl.coefficient > 0
+        return self.learner.old_logprobs == "always" or self.learner.minibatches > 1 or normalises or kl_in_reward
+
+    @property
+    def rejects_in_loss(self) -> bool:
+        """Whether what the loss is averaged over is known only after its forward pass."""
+        correction = self.correction
+        rejects = bool(correction.reject) or correction.veto is not None
+        return not self.scores_old and rejects and correction.denominator == "kept"
+
+    @property
     def critic_warmup_steps(self) -> int:
         return self.critic.warmup_steps if self.critic is not None else 0
 
