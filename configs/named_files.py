@@ -30,13 +30,9 @@ def close_file(path: Path) -> str | None:
 
 def _file_problems(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path, str, str]]:
     """(field, path, what is wrong, fix)"""
-    model = config.model.path
-    if not model.is_dir():
-        error = "a Hugging Face folder is wanted, this is a file" if model.exists() else "no such folder"
-        yield "model.path", model, error, _fix_path(model, "download the checkpoint to this disk first, and name its folder")
-    elif not (model / "config.json").is_file():
-        fix = "name the folder that holds config.json, *.safetensors and the tokenizer"
-        yield "model.path", model, "the folder has no config.json", fix
+    yield from _model_problems("model.path", config.model.path)
+    if isinstance(config, RunConfig) and config.critic is not None and config.critic.model is not None:
+        yield from _model_problems("critic.model.path", config.critic.model.path)
     for field, path in _data_files(config):
         if not path.is_file():
             error = "a file is wanted, this is a folder" if path.is_dir() else "no such file"
@@ -44,6 +40,15 @@ def _file_problems(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path, s
     resume = config.resume if isinstance(config, RunConfig) else None
     if resume is not None and not resume.is_dir():
         yield "resume", resume, "no such run folder", _fix_path(resume, "name a folder under launch.runs_dir, or remove resume")
+
+
+def _model_problems(field: str, model: Path) -> Iterator[tuple[str, Path, str, str]]:
+    if not model.is_dir():
+        error = "a Hugging Face folder is wanted, this is a file" if model.exists() else "no such folder"
+        yield field, model, error, _fix_path(model, "download the checkpoint to this disk first, and name its folder")
+    elif not (model / "config.json").is_file():
+        fix = "name the folder that holds config.json, *.safetensors and the tokenizer"
+        yield field, model, "the folder has no config.json", fix
 
 
 def _data_files(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path]]:

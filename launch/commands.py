@@ -19,7 +19,7 @@ from configs.schema.task import CountdownTask
 from launch import roles, run_folder
 from launch.run_folder import RunFolder
 from launch.supervisor import Role, RoleFailed, Supervisor
-from parallel.layout import read_hf_config, validate_layout, validate_rollout_layout
+from parallel.layout import check_critic_vocabulary, read_hf_config, validate_layout, validate_rollout_layout
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
@@ -145,12 +145,12 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
         raise BadInput(f"--step {step}: {run} has no recorded batch of this step; {which}")
     config: RunConfig = load_config(folder.config, [])
     try:
-        corrections = replays.corrections_named(names, config)
+        corrections = replays.corrections_named(names)
         if gradients:
             replays.starting_weights(folder, step)
             replays.write_request(folder, step, names)
             folder.forget("replay-rank")
-            print(f"replaying {len(corrections)} corrections, each with a forward and a backward pass …", flush=True)
+            print(f"replaying {len(corrections) + 1} corrections, each with a forward and a backward pass …", flush=True)
             with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
                 supervisor.start(role("replay-rank", folder, config))
                 supervisor.wait_until_done("replay-rank")
@@ -186,6 +186,7 @@ def _load(path: Path, overrides: list[str], kind: type) -> RunConfig | SftConfig
         hf_config = read_hf_config(config.model.path)
         validate_layout(hf_config, config.layout)
         if isinstance(config, RunConfig):
+            _check_critic(config, hf_config)
             _check_rollout(config, hf_config)
         else:
             _check_sft(config)
@@ -201,6 +202,14 @@ def _check_sft(config: SftConfig) -> None:
         from rollout.tasks import read_pairs
 
         read_pairs(config.data.path, config.data.prompt_field, config.data.response_field)
+
+
+def _check_critic(config: RunConfig, hf_config: dict) -> None:
+    if config.critic is None or config.critic.model is None:
+        return
+    of_critic = read_hf_config(config.critic.model.path)
+    validate_layout(of_critic, config.layout)
+    check_critic_vocabulary(of_critic, hf_config)
 
 
 def _check_rollout(config: RunConfig, hf_config: dict) -> None:
@@ -241,6 +250,11 @@ def _check_resume(config: RunConfig, folder: RunFolder) -> None:
     """Before anything is overwritten: the run can go on, and it is the same run."""
     if folder.newest_checkpoint() is None:
         raise BadInput(f"resume: {config.resume} holds no complete checkpoint to go on from; start anew without `resume`")
+    if config.critic is not None and not folder.has_critic_checkpoint():
+        raise BadInput(
+            f"resume: {config.resume} was trained without a critic, which advantage.type=gae needs; keep the run's own advantage, or start "
+            "a new run from its exported model"
+        )
     before = load_config(folder.config, [])
     for part in ("seed", "model", "task"):
         if getattr(before, part) != getattr(config, part):

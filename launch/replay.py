@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from configs.errors import did_you_mean
 from configs.loader import load_config
@@ -12,6 +12,9 @@ from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
 from configs.schema.objective import KLConfig
 from launch.run_folder import RunFolder, write_json
+
+if TYPE_CHECKING:
+    from trainer.replay import Replayed
 
 AS_TRAINED, UNCORRECTED = "as trained", "disabled"
 COLUMNS = (
@@ -29,8 +32,8 @@ COLUMNS = (
 """ESS is of the ratios, ``bounded`` of the weights; the cosine is of the angle to the gradient without correction."""
 
 
-def corrections_named(names: Sequence[str], config: RunConfig) -> dict[str, CorrectionConfig]:
-    """The run's own correction and the named presets (all of them where none is named), with ``disabled`` to compare with.
+def corrections_named(names: Sequence[str]) -> dict[str, CorrectionConfig]:
+    """The named presets (all of them where none is named), with ``disabled`` to compare with.
 
     Raises ValueError for an unknown name.
     """
@@ -38,7 +41,7 @@ def corrections_named(names: Sequence[str], config: RunConfig) -> dict[str, Corr
     if unknown is not None:
         raise ValueError(f"--correction {unknown}: no such preset; {did_you_mean(unknown, list(PRESETS), 'presets')}")
     wanted = dict.fromkeys([UNCORRECTED, *(names or PRESETS)])
-    return {AS_TRAINED: config.correction} | {name: PRESETS[name] for name in wanted}
+    return {name: PRESETS[name] for name in wanted}
 
 
 def result_file(folder: RunFolder, step: int) -> Path:
@@ -56,36 +59,40 @@ def write_request(folder: RunFolder, step: int, names: Sequence[str]) -> None:
 def answer_request(folder: RunFolder) -> None:
     """In a process group of one."""
     request = json.loads(request_file(folder).read_text())
-    corrections = corrections_named(request["corrections"], load_config(folder.config, []))
-    write_results(folder, request["step"], corrections, with_gradients=True)
+    write_results(folder, request["step"], corrections_named(request["corrections"]), with_gradients=True)
 
 
 def write_results(folder: RunFolder, step: int, corrections: Mapping[str, CorrectionConfig], *, with_gradients: bool) -> None:
-    """Replay in this process and write ``result_file``. ``with_gradients``: of the parameters, in an initialised process group of one."""
+    """Replay in this process and write ``result_file``: the step's own correction first, then ``corrections``.
+
+    with_gradients: of the parameters, in an initialised process group of one.
+    """
     from trainer.recording import batch_file, read_batch
     from trainer.replay import of_logprobs, of_parameters, replay
 
     config: RunConfig = load_config(folder.config, [])
     recorded = read_batch(batch_file(folder.batches, step))
     gradient = of_parameters(_engine_before(folder, step), temperature=config.rollout.temperature) if with_gradients else of_logprobs
-    found = {name: replay(recorded, config, name, correction, gradient) for name, correction in corrections.items()}
-    base = found[UNCORRECTED]
-    rows = [
-        {
-            "correction": name,
-            "weight_mean": one.metrics.get("mismatch/weight_mean"),
-            "weight_max": one.metrics.get("mismatch/weight_max"),
-            "ess": one.metrics.get("mismatch/ess"),
-            "ess_bounded": one.metrics.get("mismatch/ess_bounded"),
-            "tokens_kept": one.metrics.get("mismatch/kept_fraction"),
-            "sequences_kept": 1 - one.metrics.get("mismatch/rejected/total/sequences", 0.0),
-            "loss": one.loss,
-            "gradient_norm": one.gradient_norm,
-            "cosine": one.cosine(base),
-        }
-        for name, one in found.items()
-    ]
+    corrections = {AS_TRAINED: recorded.correction, **corrections}
+    base = replay(recorded, config, UNCORRECTED, corrections[UNCORRECTED], gradient)
+    # One at a time: a gradient of the parameters is as large as the model.
+    rows = [_row(base if name == UNCORRECTED else replay(recorded, config, name, c, gradient), base) for name, c in corrections.items()]
     write_json(result_file(folder, step), {"step": step, "gradient_of": "parameters" if with_gradients else "log-probs", "rows": rows})
+
+
+def _row(one: "Replayed", base: "Replayed") -> dict[str, Any]:
+    return {
+        "correction": one.name,
+        "weight_mean": one.metrics.get("mismatch/weight_mean"),
+        "weight_max": one.metrics.get("mismatch/weight_max"),
+        "ess": one.metrics.get("mismatch/ess"),
+        "ess_bounded": one.metrics.get("mismatch/ess_bounded"),
+        "tokens_kept": one.metrics.get("mismatch/kept_fraction"),
+        "sequences_kept": 1 - one.metrics.get("mismatch/rejected/total/sequences", 0.0),
+        "loss": one.loss,
+        "gradient_norm": one.gradient_norm,
+        "cosine": one.cosine(base),
+    }
 
 
 def starting_weights(folder: RunFolder, step: int) -> Path | None:

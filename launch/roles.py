@@ -125,6 +125,9 @@ def build_run(folder: RunFolder) -> "Run":
     checkpointer = Checkpointer(folder.checkpoints, config.checkpoint)
     progress = checkpointer.restore(learner, sampler)
     resumed_from = progress.step if progress else None
+    recorder = Recorder(folder.batches, config.record_batches, config.correction)
+    if resumed_from is not None and learner.is_first_rank:
+        recorder.forget_after(resumed_from)
     weight_sync = WeightSync(
         learner,
         control,
@@ -135,7 +138,7 @@ def build_run(folder: RunFolder) -> "Run":
         probe_prompt=PROBE_PROMPT,
         probe_tokens=PROBE_TOKENS,
         timeout_s=config.launch.collective_timeout_s,
-        samples_are_probes=config.correction.mode == "decoupled" or config.learner.minibatches == 1,
+        samples_are_probes=config.compares_samples,
     )
     return Run(
         config=config,
@@ -143,7 +146,7 @@ def build_run(folder: RunFolder) -> "Run":
         sampler=sampler,
         weight_sync=weight_sync,
         checkpointer=checkpointer,
-        recorder=Recorder(folder.batches, config.record_batches),
+        recorder=recorder,
         # Last: once it is open, whoever fails has to close it.
         tracker=Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None,
         first_step=1 if resumed_from is None else resumed_from + 1,

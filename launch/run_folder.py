@@ -79,6 +79,11 @@ class RunFolder:
         complete = [manifest.parent for manifest in self.checkpoints.glob("step_*/complete.json") if _is_whole(manifest)]
         return max(complete, default=None)
 
+    def has_critic_checkpoint(self) -> bool:
+        """Whether the newest checkpoint has a critic's beside it."""
+        newest = self.newest_checkpoint()
+        return newest is not None and _is_whole(self.checkpoints / "critic" / newest.name / "complete.json")
+
     def has_final_model(self) -> bool:
         """Whether ``hf/`` is of the newest step: a run that was resumed and stopped has checkpoints that are newer."""
         newest = self.newest_checkpoint()

@@ -66,9 +66,14 @@ def is_valid(folder: Path) -> bool:
 def prune(root: Path, keep: int) -> None:
     """Remove all but the newest ``keep`` complete checkpoints. For one rank to call, after a save."""
     for folder in valid_checkpoints(root)[:-keep]:
-        # Without its manifest it is no checkpoint any more, even if removing the rest is interrupted.
-        (folder / MANIFEST).unlink()
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
+
+
+def remove(folder: Path) -> None:
+    """Remove a complete checkpoint. For one rank to call."""
+    # Without its manifest it is no checkpoint any more, even if removing the rest is interrupted.
+    (folder / MANIFEST).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def optimizer_parts(optimizer) -> list:

@@ -164,6 +164,16 @@ def validate_layout(hf_config: Mapping[str, Any], layout: LayoutConfig, *, num_p
         )
 
 
+def check_critic_vocabulary(critic: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
+    """Raises ValueError where a critic's model (its config.json) does not know every token of the policy's."""
+    ours, theirs = (read_architecture(hf_config).vocab_size for hf_config in (critic, policy))
+    if ours < theirs:
+        raise ValueError(
+            f"critic.model has a vocabulary of {ours} tokens, the policy's has {theirs}; give a critic of the policy's model family, or "
+            "leave critic.model out"
+        )
+
+
 def validate_rollout_layout(hf_config: Mapping[str, Any], tensor_parallel: int) -> None:
     """Whether SGLang can serve this model over ``tensor_parallel`` ranks. ``hf_config`` is the model's config.json.
 

@@ -62,6 +62,8 @@ class SamplingStats:
     failed_rewards: int
     """Samples whose reward raised or ran out of time (scored 0)."""
     generated_tokens: int
+    reward_retries: int = 0
+    """Requests to reward models that were repeated."""
     resampled_groups: int = 0
     """Sampled beyond those asked for, in place of groups without signal (dynamic sampling)."""
     filled_groups: int = 0
@@ -249,7 +251,7 @@ class GroupSampler:
     ) -> tuple[list[list[_Sample]], SamplingStats]:
         """For each prompt one sample per seed, all in the order asked for; every prompt is asked at once, and the client bounds how many
         samples reach the servers. The first failure cancels the rest."""
-        started, before = time.perf_counter(), self._client.stats
+        started, before, retries_before = time.perf_counter(), self._client.stats, self._scorer.retries
         try:
             async with asyncio.TaskGroup() as tasks:
                 groups = [tasks.create_task(self._sample_group(prompt, seeds, temperature, tasks)) for prompt, seeds in wanted]
@@ -259,7 +261,12 @@ class GroupSampler:
             [_Sample(completion=completion, score=score.result()) for completion, score in group.result()] for group in groups
         ]
         failed = sum(sample.score.error is not None for samples in sampled for sample in samples)
-        return sampled, _stats(self._client.stats - before, seconds=time.perf_counter() - started, failed_rewards=failed)
+        return sampled, _stats(
+            self._client.stats - before,
+            seconds=time.perf_counter() - started,
+            failed_rewards=failed,
+            reward_retries=self._scorer.retries - retries_before,
+        )
 
     async def _sample_group(
         self, prompt: Prompt, seeds: Sequence[int], temperature: float, tasks: asyncio.TaskGroup
@@ -327,12 +334,13 @@ def _sample_seed(run_seed: int, prompt_id: str, sibling: int, *, attempt: int) -
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def _stats(client: ClientStats, *, seconds: float, failed_rewards: int) -> SamplingStats:
+def _stats(client: ClientStats, *, seconds: float, failed_rewards: int, reward_retries: int) -> SamplingStats:
     return SamplingStats(
         seconds=seconds,
         requests=client.requests,
         retries=client.retries,
         failed_rewards=failed_rewards,
+        reward_retries=reward_retries,
         generated_tokens=client.generated_tokens,
     )
 

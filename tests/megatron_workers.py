@@ -408,7 +408,7 @@ def _learner_step(
     config = learner_config(folder, data_parallel=data_parallel, sharded=sharded, **options)
     learner = Learner(config)
     before = weights_of(learner.engine)
-    batch = learner.score(learner.receive(groups if learner.is_first_rank else None))
+    batch = learner.score(learner.receive(groups if learner.is_first_rank else None), before_update=True)
     batch = batch.with_advantages(
         compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, config.advantage, total=learner.total)
     )

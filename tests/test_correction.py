@@ -359,7 +359,7 @@ def test_a_broken_logprob_names_its_sequence(name, value, place):
     ({"weight": {"level": "token", "bound": "none", "upper": 2.0}}, "remove `upper` and `lower`"),
     ({"weight": {"level": "token", "bound": "truncate", "lower": 0.5}}, "has no lower bound"),
     ({"weight": {"level": "token", "bound": "clip", "lower": 3.0, "upper": 2.0}}, "lower=3.0 is above upper=2.0"),
-    ({"reject": [{"rule": "ratio", "lower": 2.0, "upper": 1.5}]}, "nothing could pass"),
+    ({"reject": [{"rule": "ratio", "lower": 2.0, "upper": 1.5}]}, "give both, lower first"),
     ({"loss": "policy_gradient"}, "goes with `mode: bypass`"),
     ({"mode": "bypass", "weight": {"level": "token"}}, "count the gap twice"),
     ({"mode": "bypass", "loss": "policy_gradient", "weight": {"level": "token", "normalise": True}}, "`normalise` needs all weights"),

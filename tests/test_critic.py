@@ -158,7 +158,7 @@ def test_a_critic_fits_constant_returns(folder):
 
 def test_a_critic_of_another_vocabulary_is_refused(folder, tmp_path):
     other = make_hf_model(tmp_path / "m", "qwen3", vocab_size=40)
-    with pytest.raises(ValueError, match=r"critic.model.path=.* has a vocabulary of 40 tokens, the policy's has 43"):
+    with pytest.raises(ValueError, match=r"critic.model has a vocabulary of 40 tokens, the policy's has 43"):
         Critic(
             CriticConfig(model=ModelConfig(path=other)), policy=ModelConfig(path=folder), layout=LayoutConfig(),
             total_optimizer_steps=1, recompute="none", seed=0, timeout_s=60.0,

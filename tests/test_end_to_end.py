@@ -32,9 +32,9 @@ def start(*arguments: str, cwd: Path) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
-def finish(process: subprocess.Popen) -> str:
+def finish(process: subprocess.Popen, *, deadline_s: float = DEADLINE_S) -> str:
     try:
-        said, _ = process.communicate(timeout=DEADLINE_S)
+        said, _ = process.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         raise

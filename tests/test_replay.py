@@ -9,7 +9,7 @@ import torch
 from configs.presets import PRESETS
 from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
-from launch.replay import AS_TRAINED, UNCORRECTED, corrections_named, plot, table
+from launch.replay import UNCORRECTED, corrections_named, plot, table
 from parallel.packing import PackedBatch
 from tests.packed_batches import random_batch
 from trainer.policy_loss import kept_factor, policy_loss
@@ -26,7 +26,10 @@ def recorded(lengths=(5, 9, 4, 7), *, seed=0) -> RecordedBatch:
     batch = batch.with_fields(advantages_T=batch.advantages_T * batch.response_mask_T)
     packed = PackedBatch(**{name: getattr(batch, name) for name in batch.__slots__} | {"sequence_ids_S": torch.arange(len(lengths))})
     rewards_S = torch.rand(len(lengths), generator=torch.Generator().manual_seed(seed))
-    return RecordedBatch(step=3, version=2, packed=packed, rewards_S=rewards_S, group_ids_S=torch.zeros(len(lengths), dtype=torch.int64))
+    group_ids_S = torch.zeros(len(lengths), dtype=torch.int64)
+    return RecordedBatch(
+        step=3, version=2, packed=packed, rewards_S=rewards_S, group_ids_S=group_ids_S, correction=PRESETS["decoupled_geo_rs"]
+    )
 
 
 def same(a: PackedBatch, b: PackedBatch) -> bool:
@@ -45,7 +48,7 @@ def test_a_batch_comes_back_as_it_was_written(tmp_path):
     again = read_batch(path)
     assert same(again.packed, batch.packed)
     assert torch.equal(again.rewards_S, batch.rewards_S) and torch.equal(again.group_ids_S, batch.group_ids_S)
-    assert (again.step, again.version) == (3, 2)
+    assert (again.step, again.version, again.correction) == (3, 2, PRESETS["decoupled_geo_rs"])
     assert recorded_steps(tmp_path / "batches") == [3]
     assert recorded_steps(tmp_path / "nowhere") == []
 
@@ -148,13 +151,11 @@ def test_the_entropy_bonus_is_left_out_and_kl_is_not():
 # ------------------------------------------------------------------------------------------------------------ names, table, figure
 
 
-def test_the_runs_own_correction_and_the_uncorrected_one_are_always_there():
-    config = config_of(correction={"mode": "bypass"})
-    assert list(corrections_named(["tis"], config)) == [AS_TRAINED, UNCORRECTED, "tis"]
-    assert corrections_named([], config)[AS_TRAINED] == config.correction
-    assert set(corrections_named([], config)) == {AS_TRAINED, *PRESETS}
+def test_the_uncorrected_one_is_always_there_to_compare_with():
+    assert list(corrections_named(["tis"])) == [UNCORRECTED, "tis"]
+    assert corrections_named([]) == dict(PRESETS)
     with pytest.raises(ValueError, match="--correction tiz: no such preset; did you mean `tis`"):
-        corrections_named(["tiz"], config)
+        corrections_named(["tiz"])
 
 
 def test_table_and_figure_stand_a_missing_number(tmp_path):

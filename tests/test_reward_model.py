@@ -1,22 +1,42 @@
-"""Reward models over HTTP, against real local servers that score, refuse, drop connections, hang, and talk nonsense."""
+"""Reward models over HTTP, against local servers that score, refuse, drop connections, hang, and talk nonsense, and (marked) SGLang's."""
 
 import asyncio
 import json
 import logging
+import math
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 
 import aiohttp
 import pytest
+import requests
+import torch
 from aiohttp import web
-from transformers import PreTrainedTokenizerFast
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+)
 
+from configs.schema.rollout import RolloutConfig
 from configs.schema.task import ChatText, CountdownReward, ModelReward, PlainText, WeightedReward
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import RewardModelError, Scorer, check_reward
 from rollout.rewards import model as model_module
 from rollout.rewards.model import MAX_FAILED_IN_A_ROW, RewardModel
+from rollout.sglang_server import WATCHDOG, choose_ports, log_tail, server_command, server_environment
 from rollout.tiny_model import make_tiny_countdown_model
 
 
@@ -363,6 +383,26 @@ def test_a_text_that_is_refused_fails_alone_however_it_was_batched():
     assert len(server.requests) < 2 * len(responses)
 
 
+def test_an_empty_text_is_not_sent_to_sglang(chat_tokenizer, tmp_path):
+    only_response = PlainText(template="{response}")
+    server = Server()
+    empties = [""] * (MAX_FAILED_IN_A_ROW + 1)  # the server is not to blame for them
+    good, *failed, last = run(server, "good", *empties, "last", text=only_response)
+    assert good == last == Score(value=1.0)
+    assert {score.value for score in failed} == {0.0} and all("is empty" in score.error for score in failed)
+    assert server.batches == [["good", "last"]]
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(chat_tokenizer[1])
+    tokenizer.chat_template = "{{ messages[1].content }}"
+    tokenizer.save_pretrained(tmp_path)
+    server = Server(score=len)
+    empty, two = run(server, "", "10", text=ChatText(tokenizer=tmp_path))
+    assert two == Score(value=2.0) and "is empty" in empty.error
+    assert server.requests == [{"input_ids": [tokenizer.encode("10")]}]
+    own = Server("json")
+    assert run(own, "", text=only_response) == [Score(value=0.0)]
+    assert own.batches == [[""]]
+
+
 def test_a_model_that_scores_nothing_any_more_ends_the_run():
     nan = Server("json", score=lambda text: float("nan"))
     with pytest.raises(RewardModelError, match=f"{MAX_FAILED_IN_A_ROW} samples in a row could not be scored, the last: .*not finite"):
@@ -477,3 +517,176 @@ def test_the_reference_servers_of_this_file_are_what_they_say():
                 await session.post(f"{server.url}/classify", json={"text": ["abcd"]})
 
     asyncio.run(go())
+
+
+# --- a real SGLang server ----------------------------------------------------------------------------------------------------------
+
+EXACT = 1e-4
+CONTEXT = 64
+RESPONSES = ("5", "6", "2+3", "(2+3)*1", "5 5 5 5", "", "= 5 - 0 * 7", "0", "9" * 40, "7*(8-1)")
+
+
+def make_tiny_reward_model(folder: Path) -> None:
+    """A random Qwen3 with one label in float32, whose tokenizer puts <unused_0> before a text, as its chat template does too."""
+    make_tiny_countdown_model(folder, seed=0)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.add_special_tokens({"bos_token": "<unused_0>"})
+    begin = [("<unused_0>", tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unused_0> $A", special_tokens=begin)
+    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ '(' if m.role == 'user' else ')' }}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        max_position_embeddings=CONTEXT,
+        num_labels=1,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        model = Qwen3ForSequenceClassification(config)
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5.0)  # so that the scores of different texts are far apart
+    model.save_pretrained(folder, state_dict=model.state_dict() | {"score.bias": torch.zeros(1)})  # see rollout/rewards/model.py
+
+
+@dataclass(frozen=True)
+class RealServer:
+    url: str
+    process: subprocess.Popen
+    folder: Path
+    expected: Callable[[str], float]
+
+    def config(self, **fields) -> ModelReward:
+        return ModelReward(**({"urls": (self.url,), "timeout_s": 60.0, "max_retries": 0} | fields))
+
+
+@pytest.fixture(scope="module")
+def sglang(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sglang")
+    model_dir, log_file = folder / "model", folder / "sglang.log"
+    make_tiny_reward_model(model_dir)
+    model = AutoModelForSequenceClassification.from_pretrained(model_dir, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+
+    @torch.no_grad()
+    def expected(text: str) -> float:
+        return model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits.item()
+
+    config = RolloutConfig(dtype="float32", max_total_tokens=4096, server_args={"is-embedding": True})
+    (ports,) = choose_ports(1, None)
+    command = server_command(config, replica=0, model_path=model_dir, ports=ports, cuda=False, seed=0)
+    command.remove("--skip-tokenizer-init")  # here the server turns text into tokens
+    url = f"http://127.0.0.1:{ports.http}"
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-I", str(WATCHDOG), *command],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=server_environment(config, replica=0, threads=1, cuda=False),
+            start_new_session=True,
+        )
+    with process:
+        try:
+            wait_until_healthy(url, process, log_file)
+            yield RealServer(url, process, model_dir, expected)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_until_healthy(url: str, process: subprocess.Popen, log_file: Path, timeout_s: float = 300.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        assert process.poll() is None and time.monotonic() < deadline, log_tail(log_file)
+        with suppress(requests.RequestException):
+            if requests.get(f"{url}/health_generate", timeout=60).status_code == 200:
+                return
+        time.sleep(0.25)  # between looks at the server
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("text", ["plain", "chat"])
+@pytest.mark.parametrize("batch_size", [1, 3, 32])
+def test_sglang_gives_the_scores_of_transformers(sglang, batch_size, text):
+    if text == "plain":
+        texts, form = [f"2+3={response}" for response in RESPONSES], PlainText()
+    else:
+        texts, form = [f"(2+3=){response}" for response in RESPONSES], ChatText(tokenizer=sglang.folder)
+    expected = [sglang.expected(text) for text in texts]
+    assert min(b - a for a, b in pairwise(sorted(expected))) > 10 * EXACT  # or the order would not show
+    scores = asyncio.run(ask(sglang.config(batch_size=batch_size, text=form), *RESPONSES))
+    assert [score.error for score in scores] == [None] * len(RESPONSES)
+    assert [score.value for score in scores] == pytest.approx(expected, abs=EXACT)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("batch_size", [1, 7])
+@pytest.mark.parametrize("text", ["plain", "chat"])
+def test_sglang_refuses_a_text_beyond_its_context_and_its_neighbours_keep_their_scores(sglang, batch_size, text):
+    form, before = (PlainText(), "2+3=") if text == "plain" else (ChatText(tokenizer=sglang.folder), "(2+3=)")
+    longest = "1" * (CONTEXT - 2 - len(before))  # SGLang takes one token less than the context, and the first is <unused_0>
+    responses = ["5", longest + "1", longest, "6", "7" * 1000, "8", "9"]
+    scores = asyncio.run(ask(sglang.config(batch_size=batch_size, text=form), *responses))
+    for response, score in zip(responses, scores, strict=True):
+        if len(response) > len(longest):
+            assert score.value == 0.0 and f"longer than the model's context length ({CONTEXT} tokens)" in score.error
+        else:
+            assert score.error is None
+            assert score.value == pytest.approx(sglang.expected(before + response), abs=EXACT)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(("path", "message"), [("/v2", "/v2/classify answered HTTP 404"), ("/v1", "/v1/classify refused it with HTTP 400")])
+def test_a_wrong_address_on_an_sglang_server_is_found_at_the_start(sglang, path, message):
+    with pytest.raises(RewardModelError, match=message + ".*correct reward.urls"):
+        enter(sglang.config(urls=(sglang.url + path,), max_retries=2))
+
+
+@pytest.mark.engines
+def test_sglang_beside_a_rule(sglang):
+    async def go():
+        config = WeightedReward(parts={"helpful": sglang.config(weight=0.5), "right": CountdownReward(weight=2.0)})
+        problem = Prompt(prompt_id="c", token_ids=[1], text="1 2=3:", task="countdown", reference="1 2=3")
+        async with Scorer(config, max_new_tokens=9) as scorer:
+            return await scorer.score(problem, "1+2", num_tokens=3, finish_reason=FinishReason.STOP)
+
+    score, helpful = asyncio.run(go()), sglang.expected("1 2=3:1+2")
+    assert score.value == pytest.approx(0.5 * helpful + 2.0, abs=EXACT)
+    assert score.parts["helpful"] == pytest.approx(helpful, abs=EXACT)
+    assert score.correct
+
+
+@pytest.mark.engines
+def test_an_sglang_server_that_is_killed_while_it_scores_ends_the_run(sglang):
+    """The last of its server: it does not survive."""
+
+    async def go():
+        config = sglang.config(batch_size=4, max_concurrency=2, max_retries=2)
+        async with Scorer(config, max_new_tokens=9) as scorer:
+            score = await scorer.score(prompt(), "5", num_tokens=1, finish_reason=FinishReason.STOP)
+            assert math.isclose(score.value, sglang.expected("2+3=5"), abs_tol=EXACT)
+            os.killpg(sglang.process.pid, signal.SIGSTOP)  # from here on nothing is answered
+            responses = ["1"] * 12  # three requests, of which two may be in flight
+            asked = [asyncio.ensure_future(scorer.score(prompt(), r, num_tokens=1, finish_reason=FinishReason.STOP)) for r in responses]
+            done, _ = await asyncio.wait(asked, timeout=0.5)
+            assert not done
+            os.killpg(sglang.process.pid, signal.SIGKILL)
+            return await asyncio.gather(*asked, return_exceptions=True), scorer.retries
+
+    errors, retries = asyncio.run(asyncio.wait_for(go(), 60))
+    assert all(isinstance(error, RewardModelError) for error in errors)
+    assert "3 attempts to score 4 samples failed (max_retries=2)" in str(errors[0]) and sglang.url in str(errors[0])
+    assert retries == 2 * 3
+    with pytest.raises(RewardModelError, match=f"1 attempts to score 1 samples failed.*{sglang.url}/classify.*start it"):
+        enter(sglang.config())

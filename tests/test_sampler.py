@@ -56,6 +56,8 @@ def tokenizer(model_dir):
 class LengthScorer:
     """Right (1) when the text has an even length; fails for texts that hold ``forbidden``."""
 
+    retries = 0
+
     def __init__(self, forbidden: str | None = None):
         self.forbidden = forbidden
         self.seen: list[tuple[str, str]] = []
@@ -316,6 +318,8 @@ def test_dynamic_sampling_takes_the_plain_order_and_leaves_out_groups_without_si
 
 class ByPrompt:
     """Siblings differ by 1 in value for the prompts in ``values``, and in being right for those in ``right``; others never differ."""
+
+    retries = 0
 
     def __init__(self, *, values=(), right=()):
         self.values, self.right, self.asked = values, right, Counter()

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from configs.loader import load_config
 from configs.schema import RunConfig
+from configs.schema.alarms import AlarmsConfig
 from trainer import mlflow_store, tracking
+from trainer.alarms import check_alarms
 from trainer.tracking import HEADER_EVERY, Tracker, flatten, header, read_metrics, row
 
 FULL = {
@@ -309,6 +311,24 @@ def test_console_is_plain_in_a_pipe_and_repeats_its_header(tmp_path, capsys):
     assert len(lines) == steps + 3 and lines[-1] == "a line in between"
     assert "\x1b" not in out
     assert lines[1].split()[0] == f"1/{steps}" and lines[1].split()[-1] == "40s"  # 20 steps left at 2 s
+
+
+def test_an_alarm_is_told_when_it_begins_and_again_only_after_it_had_stopped(tmp_path, capsys):
+    ess = {1: 0.9, 2: 0.2, 3: 0.1, 4: 0.9, 5: math.nan, 6: 0.15}
+    chi2 = {3: 5.0, 4: 6.0}
+    with Tracker(make_config(), tmp_path) as tracker:
+        for step, value in ess.items():
+            metrics = {"mismatch/ess": value, "mismatch/chi2_token": chi2.get(step, 0.0)}
+            tracker.log(step, metrics, check_alarms(metrics, AlarmsConfig()))
+    out = capsys.readouterr().out
+    assert out == (tmp_path / "console.log").read_text(encoding="utf-8")
+    told = [line for line in out.splitlines() if line.startswith("  ! ")]
+    assert [line.split(" (alarms.")[0] for line in told] == [
+        "  ! step 2: mismatch/ess is 0.2", "  ! step 3: mismatch/chi2_token is 5", "  ! step 5: mismatch/ess is nan"
+    ]  # fmt: skip
+    assert all("Usual cause: " in line and "Try: " in line for line in told)
+    lines = out.splitlines()
+    assert all(lines[lines.index(line) - 1].split()[0].startswith(f"{line[9]}/") for line in told)  # under its own step
 
 
 # ---- processes

@@ -34,7 +34,10 @@ class GlobalCounts:
 
 def count_valid(response_mask_T: Tensor, cu_seqlens: Tensor) -> GlobalCounts:
     """Counts of the sequences at hand; summed over ranks they are the counts that ``aggregation_weights`` asks for."""
-    tokens_S = count_per_sequence(response_mask_T, cu_seqlens)
+    return _counts(count_per_sequence(response_mask_T, cu_seqlens))
+
+
+def _counts(tokens_S: Tensor) -> GlobalCounts:
     return GlobalCounts(tokens=int(tokens_S.sum()), sequences=int((tokens_S > 0).sum()))
 
 
@@ -53,10 +56,11 @@ def aggregation_weights(
 
     Raises ValueError for an unknown mode, a constant that is missing or below 1, and counts smaller than what is at hand.
     """
-    here = count_valid(response_mask_T, cu_seqlens)
+    tokens_S = count_per_sequence(response_mask_T, cu_seqlens)
+    here = _counts(tokens_S)
     if here.tokens > counts.tokens or here.sequences > counts.sequences:
         raise ValueError(f"{counts} is not global: this part alone holds {here}; sum count_valid over all ranks and parts of the minibatch")
-    weights_S = _sequence_weights(count_per_sequence(response_mask_T, cu_seqlens), mode=mode, constant=constant, counts=counts)
+    weights_S = _sequence_weights(tokens_S, mode=mode, constant=constant, counts=counts)
     weights_T = spread(weights_S.to(torch.float32), cu_seqlens)
     return torch.where(response_mask_T, weights_T, 0.0)
 

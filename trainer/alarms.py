@@ -95,8 +95,9 @@ _RULES = (
         wrong="the two engines are different policies: KL(rollout || train) per token is far above numerical noise",
         cause="samples that are many versions old, weights that did not arrive whole, another temperature or sampling mask, or a rollout "
         "in int8 or fp8",
-        advice="compare sync/max_logprob_gap (the same weights on both sides) with this: if that is large too, look for precision and "
-        "layout, else for staleness; meanwhile decoupled_seq_is_rs or decoupled_k3_rs_token_is",
+        advice="without staleness both sides have the same weights, and mismatch/logprob_gap_max of the sampled tokens (and of the probe, "
+        "sync/max_logprob_gap, where it is recorded) is of precision, layout, temperature or sampling mask; with stale samples lower the "
+        "staleness first; meanwhile decoupled_seq_is_rs or decoupled_k3_rs_token_is",
     ),
     _Rule(
         name="chi2_token_max",

@@ -11,6 +11,8 @@ only. Weights carry no gradient, and advantages never change because of them.
 """
 
 import math
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -29,7 +31,15 @@ from configs.schema.correction import (
 from parallel.packing import PackedBatch
 from trainer.kl import bounded, excess
 from trainer.metrics import Metric
-from trainer.mismatch import kept_metrics, mismatch_metrics, rejection_metrics, veto_metrics, weight_metrics
+from trainer.mismatch import (
+    ValidTokens,
+    kept_counts,
+    mismatch_metrics,
+    rejection_counts,
+    valid_tokens,
+    veto_counts,
+    weight_metrics,
+)
 from trainer.ranks import Total, alone
 from trainer.segments import count_per_sequence, max_per_sequence, run_boundaries, spread, sum_per_sequence
 
@@ -51,53 +61,77 @@ def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) 
     In bypass mode, and without ``old_logprobs_T``, it is left to the loss: weights of one, nothing rejected, no metrics.
     Raises ValueError for a response token whose log-prob is not finite (naming the sequence).
     """
-    _require_finite(batch, "rollout_logprobs_T", "the server returned it: check the served weights and dtype")
-    _require_finite(batch, "old_logprobs_T", "the learner's forward pass produced it: check its weights and dtype")
+    left_to_loss = config.mode == "bypass" or batch.old_logprobs_T is None
+    log_ratio_T = None if left_to_loss else _log_ratio(batch, batch.old_logprobs_T)
+    # A sum is finite only where all of its terms are, and a difference only where both sides are: one pass instead of two searches.
+    if log_ratio_T is None or not log_ratio_T.sum().isfinite():
+        _require_finite(batch, "rollout_logprobs_T", "the server returned it: check the served weights and dtype")
+        _require_finite(batch, "old_logprobs_T", "the learner's forward pass produced it: check its weights and dtype")
     _require_finite(batch, "ref_logprobs_T", "the reference's forward pass produced it: check its weights and dtype")
-    if config.mode == "bypass" or batch.old_logprobs_T is None:
+    if log_ratio_T is None:
         mask_T = batch.response_mask_T
         return Correction(weights_T=mask_T.to(batch.rollout_logprobs_T.dtype), keep_T=mask_T, metrics={})
-    return _corrected(batch, batch.old_logprobs_T, config, total)
+    return _corrected(batch, batch.old_logprobs_T, log_ratio_T, config, total)
 
 
 def correct_current(batch: PackedBatch, current_logprobs_T: Tensor, config: CorrectionConfig) -> Correction:
-    """The same of a micro-batch against the policy that is being trained, inside the loss. ``normalise`` needs ``correct``."""
-    return _corrected(batch, current_logprobs_T, config, alone)
+    """The same of a micro-batch against the policy that is being trained, inside the loss.
+
+    Raises ValueError for weights that are normalised: their mean over the step is known to ``correct`` alone.
+    """
+    if isinstance(config.weight, ImportanceWeight) and config.weight.normalise:
+        raise ValueError("normalised weights need old_logprobs_T before the update; score the batch with the learner first")
+    return _corrected(batch, current_logprobs_T, _log_ratio(batch, current_logprobs_T), config, alone)
 
 
-def _corrected(batch: PackedBatch, train_logprobs_T: Tensor, config: CorrectionConfig, total: Total) -> Correction:
+def _corrected(
+    batch: PackedBatch, train_logprobs_T: Tensor, log_ratio_T: Tensor, config: CorrectionConfig, total: Total
+) -> Correction:
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
-    train_T = torch.where(mask_T, train_logprobs_T.detach(), 0.0)
-    rollout_T = torch.where(mask_T, batch.rollout_logprobs_T, 0.0)
-    log_ratio_T = train_T - rollout_T
-    metrics = mismatch_metrics(train_T, rollout_T, mask_T, cu_seqlens)
-    weights_T, weighed = _weigh(log_ratio_T, mask_T, cu_seqlens, config.weight, total)
+    valid = valid_tokens(mask_T, cu_seqlens)
+    metrics = mismatch_metrics(train_logprobs_T, batch.rollout_logprobs_T, mask_T, cu_seqlens, valid=valid)
+    weights_T, weighed = _weigh(log_ratio_T, mask_T, cu_seqlens, config.weight, total, valid)
     metrics |= weighed
-    keep_T = mask_T
-    for rule in config.reject:
-        passed_T = passes(log_ratio_T, mask_T, cu_seqlens, rule)
-        metrics |= rejection_metrics(rule_name(rule), passed_T, mask_T, cu_seqlens)
-        keep_T = keep_T & passed_T
+    valid_S = valid.lengths_S
+    # What takes or leaves whole sequences is decided and counted by sequence, and brought to the tokens once.
+    keep_T, keep_S = mask_T, torch.ones_like(valid_S, dtype=torch.bool)
+    for name, rule in zip(rule_names(config.reject), config.reject, strict=True):
+        passed, boundaries = _passed(log_ratio_T, mask_T, cu_seqlens, rule)
+        if boundaries is cu_seqlens:
+            metrics |= rejection_counts(name, valid_S * passed, valid_S)
+            keep_S = keep_S & passed
+        else:
+            passed_T = mask_T & (passed if boundaries is None else spread(passed, boundaries))
+            metrics |= rejection_counts(name, count_per_sequence(passed_T, cu_seqlens), valid_S)
+            keep_T = keep_T & passed_T
     if config.veto is not None:
-        below_T = mask_T & (log_ratio_T < math.log(config.veto))
-        passed_T = spread(count_per_sequence(below_T, cu_seqlens) == 0, cu_seqlens)
-        metrics |= rejection_metrics("veto", passed_T, mask_T, cu_seqlens) | veto_metrics(below_T, mask_T, cu_seqlens)
-        keep_T = keep_T & passed_T
-    metrics |= kept_metrics(keep_T, mask_T, cu_seqlens)
+        # Zero off the mask, the log-ratio is below no veto there.
+        below_S = count_per_sequence(log_ratio_T < math.log(config.veto), cu_seqlens)
+        metrics |= rejection_counts("veto", valid_S * (below_S == 0), valid_S) | veto_counts(below_S)
+        keep_S = keep_S & (below_S == 0)
+    kept_S = (valid_S if keep_T is mask_T else count_per_sequence(keep_T, cu_seqlens)) * keep_S
+    metrics |= kept_counts(kept_S, valid_S)
+    if not keep_S.all():
+        keep_T = keep_T & spread(keep_S, cu_seqlens)
     return Correction(weights_T=weights_T, keep_T=keep_T, metrics=metrics)
 
 
+def _log_ratio(batch: PackedBatch, train_logprobs_T: Tensor) -> Tensor:
+    """log rho, detached; 0 off the mask. [T]"""
+    return torch.where(batch.response_mask_T, train_logprobs_T.detach() - batch.rollout_logprobs_T, 0.0)
+
+
 def _weigh(
-    log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, config: NoWeight | ImportanceWeight, total: Total
+    log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, config: NoWeight | ImportanceWeight, total: Total, valid: ValidTokens
 ) -> tuple[Tensor, dict[str, Metric]]:
     match config:
         case NoWeight():
             ratio_T, ones_T = level_ratio(log_ratio_T, mask_T, cu_seqlens, "token"), mask_T.to(log_ratio_T.dtype)
-            return ones_T, weight_metrics(ratio_T, ones_T, mask_T, cu_seqlens)
+            return ones_T, weight_metrics(ratio_T, ones_T, mask_T, cu_seqlens, valid=valid)
         case ImportanceWeight(level=level, bound=bound, lower=lower, upper=upper):
             ratio_T = level_ratio(log_ratio_T, mask_T, cu_seqlens, level)
             weights_T = bounded_weights(ratio_T, bound, lower=lower, upper=upper) * mask_T
-            metrics = weight_metrics(ratio_T, weights_T, mask_T, cu_seqlens, lower=lower, upper=upper)
+            metrics = weight_metrics(ratio_T, weights_T, mask_T, cu_seqlens, lower=lower, upper=upper, valid=valid)
             if config.normalise:
                 sums = total(weight_sums(weights_T, mask_T, cu_seqlens, level)).tolist()
                 mean = sums[0] / sums[1] if sums[0] > 0 else 1.0
@@ -116,18 +150,25 @@ def level_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, lev
     """
     if level == "token":
         return log_ratio_T
+    return spread(*_group_log_ratio(log_ratio_T, mask_T, cu_seqlens, level))
+
+
+def _group_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: Level) -> tuple[Tensor, Tensor]:
+    """The log-ratio of each sequence or segment, float64, and the boundaries of these."""
     boundaries = run_boundaries(mask_T, cu_seqlens) if level == "segment" else cu_seqlens
     # float64: a sum over thousands of tokens, whose exp is compared with bounds like 1.001.
     sums_S = sum_per_sequence(log_ratio_T.to(torch.float64), boundaries)
     if level == "geometric":
         sums_S = sums_S / count_per_sequence(mask_T, cu_seqlens).clamp(min=1)
-    return spread(sums_S, boundaries)
+    return sums_S, boundaries
 
 
 def level_ratio(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: Level) -> Tensor:
     """exp of the bounded log-ratio at ``level``; 1 off the mask. [T] -> [T]"""
-    ratio_T = bounded(level_log_ratio(log_ratio_T, mask_T, cu_seqlens, level)).exp().to(log_ratio_T.dtype)
-    return ratio_T if level == "token" else torch.where(mask_T, ratio_T, 1.0)
+    if level == "token":
+        return bounded(log_ratio_T).exp()
+    log_ratio_S, boundaries = _group_log_ratio(log_ratio_T, mask_T, cu_seqlens, level)
+    return torch.where(mask_T, spread(bounded(log_ratio_S).exp().to(log_ratio_T.dtype), boundaries), 1.0)
 
 
 def bounded_weights(ratio_T: Tensor, bound: str, *, lower: float | None, upper: float | None) -> Tensor:
@@ -160,39 +201,47 @@ def weight_sums(weights_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: Le
 
 def passes(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, rule: RejectionRule) -> Tensor:
     """Which tokens a rule keeps, bool [T]; what it says off the mask means nothing. ``log_ratio_T`` must be 0 off the mask."""
+    passed, boundaries = _passed(log_ratio_T, mask_T, cu_seqlens, rule)
+    return passed if boundaries is None else spread(passed, boundaries)
+
+
+def _passed(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, rule: RejectionRule) -> tuple[Tensor, Tensor | None]:
+    """(what passes, bool, boundaries of what it is of): None for tokens, ``cu_seqlens`` itself for sequences, else of segments."""
     match rule:
         case RatioRule(level=level, lower=lower, upper=upper):
+            at_level, boundaries = log_ratio_T, None
+            if level != "token":
+                at_level, boundaries = _group_log_ratio(log_ratio_T, mask_T, cu_seqlens, level)
             # Compared as logs: exp would round away what bounds like 1.0001 tell apart.
-            at_level_T = bounded(level_log_ratio(log_ratio_T, mask_T, cu_seqlens, level))
-            return (at_level_T >= (math.log(lower) if lower else -math.inf)) & (at_level_T <= math.log(upper))
+            at_level = bounded(at_level)
+            return (at_level >= (math.log(lower) if lower else -math.inf)) & (at_level <= math.log(upper)), boundaries
         case DivergenceRule(rule=kind, reduce=reduce, upper=upper):
             d_T = bounded(log_ratio_T).square() / 2 if kind == "k2" else excess(log_ratio_T)
-            return _reduced(d_T, mask_T, cu_seqlens, reduce) <= upper
+            return _reduced(d_T, mask_T, cu_seqlens, reduce) <= upper, None if reduce == "token" else cu_seqlens
         case _:
             assert_never(rule)
 
 
 def _reduced(divergence_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, reduce: str) -> Tensor:
-    """Token by token, or each sequence's sum, mean or maximum, given to its tokens. Zero off the mask, as k2 and k3 of 0 are."""
+    """Token by token [T], or each sequence's sum, mean or maximum [S]. Zero off the mask, as k2 and k3 of 0 are."""
     if reduce == "token":
         return divergence_T
     if reduce == "max":
-        return spread(max_per_sequence(divergence_T, cu_seqlens), cu_seqlens)
+        return max_per_sequence(divergence_T, cu_seqlens)
     sums_S = sum_per_sequence(divergence_T.to(torch.float64), cu_seqlens)
     if reduce == "mean":
         sums_S = sums_S / count_per_sequence(mask_T, cu_seqlens).clamp(min=1)
-    return spread(sums_S, cu_seqlens)
+    return sums_S
 
 
-def rule_name(rule: RejectionRule) -> str:
-    """As metrics call it: ratio_geometric, k3_mean, ..."""
-    match rule:
-        case RatioRule():
-            return f"ratio_{rule.level}"
-        case DivergenceRule():
-            return f"{rule.rule}_{rule.reduce}"
-        case _:
-            assert_never(rule)
+def rule_names(rules: Sequence[RejectionRule]) -> list[str]:
+    """As metrics call them: ratio_geometric, k3_mean, ...; of several of one name the later ones are numbered, ratio_token_2."""
+    names: list[str] = []
+    for rule in rules:
+        name = f"ratio_{rule.level}" if isinstance(rule, RatioRule) else f"{rule.rule}_{rule.reduce}"
+        earlier = sum(re.fullmatch(rf"{name}(_\d+)?", other) is not None for other in names)
+        names.append(f"{name}_{earlier + 1}" if earlier else name)
+    return names
 
 
 def _require_finite(batch: PackedBatch, name: str, fix: str) -> None:

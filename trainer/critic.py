@@ -8,7 +8,7 @@ from torch import Tensor
 from configs.schema.critic import CriticConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.model import ModelConfig
-from parallel.layout import read_architecture, read_hf_config
+from parallel.layout import check_critic_vocabulary, read_hf_config
 from parallel.megatron_engine import ValueEngine
 from parallel.packing import PackedBatch
 from trainer.metrics import Metric, merge_metrics, merge_over_ranks
@@ -43,7 +43,7 @@ class Critic:
         timeout_s: float,
     ):
         model = config.model or policy
-        _require_vocabulary(model, policy)
+        check_critic_vocabulary(read_hf_config(model.path), read_hf_config(policy.path))
         self._value_clip = config.value_clip
         self.engine = ValueEngine(
             model,
@@ -64,12 +64,3 @@ class Critic:
         result = self.engine.update(minibatch, lambda batch, values_T: value_loss(batch, values_T, value_clip=self._value_clip))
         metrics = merge_over_ranks(merge_metrics(result.outputs), self.engine.groups.dp_group)
         return CriticUpdate(metrics=metrics, grad_norm=result.grad_norm, lr=result.lr)
-
-
-def _require_vocabulary(model: ModelConfig, policy: ModelConfig) -> None:
-    ours, theirs = (read_architecture(read_hf_config(m.path)).vocab_size for m in (model, policy))
-    if ours < theirs:
-        raise ValueError(
-            f"critic.model.path={model.path} has a vocabulary of {ours} tokens, the policy's has {theirs}; "
-            f"give a critic of the policy's model family, or leave critic.model out"
-        )

@@ -1,6 +1,6 @@
 """The learner of one rank: which policy computes which log-probs, and one optimizer step. All ranks run it in step (SPMD)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,8 @@ from trainer.policy_loss import kept_factor, policy_loss, scale_losses
 from trainer.ranks import total_over
 from trainer.shaped_rewards import KLInReward
 from trainer.step_batch import StepBatch, split_groups, step_batch
+
+LOSSES = ("loss/", "critic/loss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +94,15 @@ class Learner:
         # Megatron's order is tp innermost, then dp; tensor-parallel siblings need the same share.
         return [rank // self.groups.tp_size for rank in range(self.groups.world_size)]
 
-    def score(self, batch: StepBatch) -> StepBatch:
+    def score(self, batch: StepBatch, *, before_update: bool) -> StepBatch:
         """``old``, ``ref`` and values of the sampled tokens, without gradient, by the update's own micro-batches.
 
-        ``old`` is the rollout in bypass mode, and stays unset where the update's own forward pass gives it (``RunConfig.scores_old``).
+        ``old`` is the rollout in bypass mode, and stays unset where the policy's update, which comes next (``before_update``), gives it by
+        its own forward pass (``RunConfig.scores_old``).
         """
         if self._config.correction.mode == "bypass":
             batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
-        elif self._config.scores_old:
+        elif self._config.scores_old or not before_update:
             batch = batch.with_fields(old_logprobs_T=self.logprobs(batch))
         if self._reference is not None:
             batch = batch.with_fields(ref_logprobs_T=self._logprobs_by(self._reference, batch))
@@ -123,7 +126,7 @@ class Learner:
         of_critic: dict[str, Metric] = {}
         if self.critic is not None:
             found = self.critic.update(minibatch)
-            of_critic = found.metrics | _optimizer_metrics("critic", found.grad_norm, found.lr)
+            of_critic = per_minibatch(found.metrics) | _optimizer_metrics("critic", found.grad_norm, found.lr)
         update = self._update_policy(minibatch) if policy else Update()
         return replace(update, metrics=update.metrics | of_critic)
 
@@ -146,7 +149,7 @@ class Learner:
 
         result = self.engine.update(minibatch, keep_logprobs, temperature=config.rollout.temperature, grad_scale=grad_scale)
         metrics = self._over_ranks(result.outputs)
-        metrics = scale_losses(metrics, kept_factor(metrics)) | _optimizer_metrics("optim", result.grad_norm, result.lr)
+        metrics = per_minibatch(scale_losses(metrics, kept_factor(metrics))) | _optimizer_metrics("optim", result.grad_norm, result.lr)
         return Update(metrics=metrics, logprobs=logprobs)
 
     def _kept_factor(self, outputs: list[dict[str, Metric]]) -> float:
@@ -171,6 +174,11 @@ class Learner:
 
     def save_hf(self, folder: Path) -> None:
         self.engine.save_hf(folder)
+
+
+def per_minibatch(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Losses, sums over a whole minibatch, as what becomes their mean when the updates of a step are merged. Counts stay sums."""
+    return {name: Metric.quotient(m.value, 1) if name.startswith(LOSSES) else m for name, m in metrics.items()}
 
 
 def _optimizer_metrics(part: str, grad_norm: float, lr: float) -> dict[str, Metric]:

@@ -5,6 +5,8 @@
     correct               importance weights and rejection, from old against rollout
     compute_advantages    from rewards of the whole step, less the KL to ref where it is in the reward
     learner.update        forward, loss, backward, clip, step; once per minibatch
+                          (with a single minibatch current is old: then score leaves old out, and the loss does what correct
+                          would have done, from its own forward pass; in bypass mode it does so against current)
     weight_sync.publish   pause, broadcast, verify, resume
 
 Synchronous: every token of a step is sampled by the weights that the step starts from. All ranks run this page; what is
@@ -60,13 +62,13 @@ def train(run: Run) -> None:
     config, learner, sampler = run.config, run.learner, run.sampler
     rollout = config.rollout
     for step in range(run.first_step, config.steps + 1):
-        clock = Clock()
+        clock, trains_policy = Clock(), step > config.critic_warmup_steps
         with clock.time("step"):
             with clock.time("sampling"):
                 sampled = sampler.next_groups(rollout.prompts_per_step, newest=learner.version, max_staleness=rollout.max_staleness)
                 batch = learner.receive(sampled.groups)
             with clock.time("logprobs"):
-                batch = learner.score(batch)
+                batch = learner.score(batch, before_update=trains_policy)
             correction = correct(batch.packed, config.correction, learner.total)
             penalty_T, kl_metrics = learner.kl_in_reward.penalty(batch.packed, num_samples=len(batch.rewards_S), total=learner.total)
             advantages = compute_advantages(
@@ -76,7 +78,6 @@ def train(run: Run) -> None:
             batch = batch.with_loss_weights(correction, config.aggregation, config.correction.denominator, learner.total)
             run.recorder.record(step, batch, learner)
             with clock.time("update"):
-                trains_policy = step > config.critic_warmup_steps
                 updates = [learner.update(minibatch, policy=trains_policy) for minibatch in batch.minibatches()]
             with clock.time("sync"):
                 sync = run.weight_sync.publish()

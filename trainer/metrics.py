@@ -43,7 +43,10 @@ class Metric:
 
     @classmethod
     def mean(cls, values_T: Tensor, mask_T: Tensor | None = None) -> "Metric":
-        """Mean of the values on the mask; off-mask values (even NaN) never enter."""
+        """Mean of the values on the mask; off-mask values (even NaN) never enter. Of a bool: the share that is True."""
+        if values_T.dtype == torch.bool:
+            hits_T = values_T if mask_T is None else values_T & mask_T
+            return cls.quotient(torch.count_nonzero(hits_T).item(), _count(values_T, mask_T))
         return cls.quotient(_filled(values_T, mask_T, 0.0).sum().item(), _count(values_T, mask_T))
 
     @classmethod

@@ -13,11 +13,12 @@ off-policy RL training" (2025) for dp per response, the sign of k1 and the rewar
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trainer.kl import bounded
+from trainer.kl import LOG_RATIO_BOUND, bounded
 from trainer.metrics import Metric, Metrics, Reduction
 from trainer.segments import count_per_sequence, max_per_sequence, sum_per_sequence
 
@@ -32,10 +33,37 @@ NEAR_ONE = (0.9, 1.1)
 """A ratio within these is taken for numerical noise."""
 
 
+class ValidTokens(NamedTuple):
+    """Where a batch has its response tokens."""
+
+    places_N: Tensor
+    """int64, into [T]."""
+    lengths_S: Tensor
+    """int64: how many each sequence has."""
+
+    def lengths_R(self) -> Tensor:
+        """On the CPU."""
+        lengths_S = self.lengths_S.cpu()
+        return lengths_S[lengths_S > 0]
+
+
+def valid_tokens(response_mask_T: Tensor, cu_seqlens: Tensor) -> ValidTokens:
+    places_N = response_mask_T.nonzero().flatten()
+    return ValidTokens(places_N, torch.searchsorted(places_N, cu_seqlens.to(places_N)).diff())
+
+
 def mismatch_metrics(
-    train_logprobs_T: Tensor, rollout_logprobs_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, *, high_gap: float = 0.5
+    train_logprobs_T: Tensor,
+    rollout_logprobs_T: Tensor,
+    response_mask_T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    high_gap: float = 0.5,
+    valid: ValidTokens | None = None,
 ) -> dict[str, Metric]:
     """How far ``train`` is from ``rollout``, before anything is corrected. All names begin with ``mismatch/``.
+
+    ``valid``: ``valid_tokens`` of the mask, where the caller has them already.
 
     Over tokens:
         abs_prob_mean, abs_prob_max        of dp
@@ -58,14 +86,17 @@ def mismatch_metrics(
         by_length/BIN/abs_prob_mean, abs_prob_max, k3, k3_max     over the tokens of all responses of that length
         by_position/BIN/...                                       the same over the tokens at those positions of all responses
     """
-    places_N, lengths_R = _valid(response_mask_T, cu_seqlens)
+    valid = valid or valid_tokens(response_mask_T, cu_seqlens)
+    places_N, lengths_R = valid.places_N, valid.lengths_R()
     if not lengths_R.numel():
         return {}
     train_N, rollout_N = _picked(train_logprobs_T, places_N), _picked(rollout_logprobs_T, places_N)
     log_ratio_N = train_N - rollout_N
-    metrics = _perplexities(train_N, rollout_N, log_ratio_N, lengths_R)
+    metrics = _perplexities(train_N, rollout_N, lengths_R)
     gap_N, of_gap = _probability_gaps(train_N, rollout_N)
+    del train_N, rollout_N
     k3_N, of_ratio = _ratios(log_ratio_N)
+    del log_ratio_N
     metrics |= of_gap | of_ratio
 
     # Each response is cut at the edges of the position buckets: sums of these pieces make up every sum by response, length and position.
@@ -83,11 +114,19 @@ def mismatch_metrics(
 
 
 def weight_metrics(
-    raw_T: Tensor, weights_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, *, lower: float | None = None, upper: float | None = None
+    raw_T: Tensor,
+    weights_T: Tensor,
+    response_mask_T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    lower: float | None = None,
+    upper: float | None = None,
+    valid: ValidTokens | None = None,
 ) -> dict[str, Metric]:
     """Importance weights before (``raw_T``: what the bound acts on) and after the bound (``weights_T``, before any normalisation).
 
     A weight of a sequence is the same on each of its tokens. Without weights pass rho as ``raw_T`` and ones as ``weights_T``.
+    ``valid``: ``valid_tokens`` of the mask, where the caller has them already.
         mismatch/raw_weight_mean, _std, _min, _max         over tokens, before the bound
         mismatch/weight_mean, _std, _min, _max             over tokens, after it
         mismatch/raw_sequence_weight_..., sequence_weight_...   the same four of each response's mean weight
@@ -98,20 +137,19 @@ def weight_metrics(
         mismatch/below_lower_fraction  tokens whose raw weight is below ``lower``
     Standard deviations divide by the count and are of the weights themselves, not of clamped ones.
     """
-    places_N, lengths_R = _valid(response_mask_T, cu_seqlens)
+    valid = valid or valid_tokens(response_mask_T, cu_seqlens)
+    places_N, lengths_R = valid.places_N, valid.lengths_R()
     if not lengths_R.numel():
         return {}
-    raw_N, weights_N = _picked(raw_T, places_N), _picked(weights_T, places_N)
-    metrics = {"mismatch/ess": Metric.ess(raw_N), "mismatch/ess_bounded": Metric.ess(weights_N)}
-    bounds_R = _boundaries(lengths_R)
-    for name, w_N in (("raw_", raw_N), ("", weights_N)):
-        w_R = sum_per_sequence(w_N, bounds_R) / lengths_R.to(w_N.device)
-        metrics |= _spread_of(f"mismatch/{name}weight", w_N) | _spread_of(f"mismatch/{name}sequence_weight", w_R)
+    metrics: dict[str, Metric] = {}
+    raw_N = raw_T.detach().index_select(0, places_N)
     if upper is not None:
         metrics["mismatch/truncated_fraction"] = Metric.mean(raw_N > upper)
     if lower is not None:
         metrics["mismatch/below_lower_fraction"] = Metric.mean(raw_N < lower)
-    return metrics
+    metrics |= _weight_spreads("raw_", "ess", _float64(raw_N), lengths_R)
+    del raw_N
+    return metrics | _weight_spreads("", "ess_bounded", _picked(weights_T, places_N), lengths_R)
 
 
 def rejection_metrics(name: str, passed_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor) -> dict[str, Metric]:
@@ -122,7 +160,11 @@ def rejection_metrics(name: str, passed_T: Tensor, response_mask_T: Tensor, cu_s
     mismatch/rejected/NAME/touched_sequences   share of the responses of which some token did not pass
     """
     valid_S = count_per_sequence(response_mask_T, cu_seqlens)
-    passed_S = count_per_sequence(response_mask_T & passed_T, cu_seqlens)
+    return rejection_counts(name, count_per_sequence(response_mask_T & passed_T, cu_seqlens), valid_S)
+
+
+def rejection_counts(name: str, passed_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
+    """``rejection_metrics`` from the response tokens of each sequence that passed, and all of them."""
     tokens, passed = valid_S.sum().item(), passed_S.sum().item()
     responses = torch.count_nonzero(valid_S).item()
     rejected = torch.count_nonzero((valid_S > 0) & (passed_S == 0)).item()
@@ -136,7 +178,13 @@ def rejection_metrics(name: str, passed_T: Tensor, response_mask_T: Tensor, cu_s
 
 def kept_metrics(keep_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor) -> dict[str, Metric]:
     """All rules and the veto together: ``rejection_metrics`` under the name ``total``, and mismatch/kept_fraction of the tokens."""
-    metrics = rejection_metrics("total", keep_T, response_mask_T, cu_seqlens)
+    valid_S = count_per_sequence(response_mask_T, cu_seqlens)
+    return kept_counts(count_per_sequence(response_mask_T & keep_T, cu_seqlens), valid_S)
+
+
+def kept_counts(kept_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
+    """``kept_metrics`` from the response tokens of each sequence that were kept, and all of them."""
+    metrics = rejection_counts("total", kept_S, valid_S)
     rejected, tokens = metrics["mismatch/rejected/total/tokens"].parts
     return metrics | {"mismatch/kept_fraction": Metric.quotient(tokens - rejected, tokens)}
 
@@ -146,7 +194,11 @@ def veto_metrics(below_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor) -
 
     mismatch/veto/tokens, mismatch/veto/sequences   such tokens, and the responses that hold one (sums, not shares)
     """
-    below_S = count_per_sequence(response_mask_T & below_T, cu_seqlens)
+    return veto_counts(count_per_sequence(response_mask_T & below_T, cu_seqlens))
+
+
+def veto_counts(below_S: Tensor) -> dict[str, Metric]:
+    """``veto_metrics`` from the number of such tokens of each sequence."""
     return {
         "mismatch/veto/tokens": Metric.sum(below_S.sum().item()),
         "mismatch/veto/sequences": Metric.sum(torch.count_nonzero(below_S).item()),
@@ -184,12 +236,6 @@ def negative_fraction(estimates: Iterable[float]) -> Metric:
     return Metric.quotient(sum(e < 0 for e in estimates), len(estimates))
 
 
-def _valid(mask_T: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the valid tokens are [N], and how many each response has [R], on the CPU."""
-    lengths_S = count_per_sequence(mask_T, cu_seqlens).cpu()
-    return mask_T.nonzero().flatten(), lengths_S[lengths_S > 0]
-
-
 def _boundaries(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
@@ -201,45 +247,47 @@ def _lengths_by_position(lengths_R: Tensor) -> Tensor:
 
 
 def _probability_gaps(train_N: Tensor, rollout_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
-    """dp of each token, and its metrics."""
+    """dp of each token, and its metrics. Overwrites the log-probs."""
     # Probabilities less 1: neither difference nor correlation sees the shift, and near 1 expm1 keeps the digits that exp loses.
-    train_N, rollout_N = torch.expm1(train_N), torch.expm1(rollout_N)
-    gap_N = (rollout_N - train_N).abs()
-    return gap_N, {
-        "abs_prob_mean": Metric.mean(gap_N),
-        "abs_prob_max": Metric.max(gap_N),
-        "prob_pearson": Metric.pearson(rollout_N, train_N),
-    }
+    train_N, rollout_N = train_N.expm1_(), rollout_N.expm1_()
+    of_probabilities = {"prob_pearson": Metric.pearson(rollout_N, train_N)}
+    gap_N = rollout_N.sub_(train_N).abs_()
+    return gap_N, of_probabilities | {"abs_prob_mean": Metric.mean(gap_N), "abs_prob_max": Metric.max(gap_N)}
 
 
 def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
-    """k3 of each token, and the metrics of rho and its logarithm, from few sums: tensors of N numbers are what all this costs."""
-    bounded_N = bounded(log_ratio_N)
+    """k3 of each token, and the metrics of rho and its logarithm, from few sums and few tensors of N numbers: they are what all this costs.
+
+    Overwrites ``log_ratio_N``.
+    """
+    log_extremes, total = torch.stack(torch.aminmax(log_ratio_N)), log_ratio_N.sum().item()
+    (low_log, high_log), (low, high) = log_extremes.tolist(), torch.expm1(bounded(log_extremes)).tolist()
+    bounded_N = log_ratio_N.clamp_(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     excess_N = torch.expm1(bounded_N)
-    k3_N = excess_N - bounded_N
     count, excess, squares = excess_N.numel(), excess_N.sum().item(), (excess_N @ excess_N).item()
-    (low_log, high_log), (low, high) = ([x.item() for x in torch.aminmax(x_N)] for x_N in (log_ratio_N, excess_N))
     near_low, near_high = NEAR_ONE
+    outside = torch.count_nonzero((excess_N < near_low - 1) | (excess_N > near_high - 1)).item()
+    k3_N = excess_N.sub_(bounded_N)
     return k3_N, {
-        "k1": Metric.quotient(-log_ratio_N.sum().item(), count),
+        "k1": Metric.quotient(-total, count),
         "k3": Metric.mean(k3_N),
         "logprob_gap_max": Metric(reduction=Reduction.MAX, parts=(max(-low_log, high_log),)),
         "ratio_mean": Metric.quotient(count + excess, count),
         "ratio_max": Metric(reduction=Reduction.MAX, parts=(1 + high,)),
         "ratio_min": Metric(reduction=Reduction.MIN, parts=(1 + low,)),
-        "ratio_outside_fraction": Metric.mean((excess_N < near_low - 1) | (excess_N > near_high - 1)),
+        "ratio_outside_fraction": Metric.quotient(outside, count),
         "chi2_token": Metric.quotient(squares + 2 * excess, count),
     }
 
 
-def _perplexities(train_N: Tensor, rollout_N: Tensor, log_ratio_N: Tensor, lengths_R: Tensor) -> dict[str, Metric]:
+def _perplexities(train_N: Tensor, rollout_N: Tensor, lengths_R: Tensor) -> dict[str, Metric]:
     bounds_R, lengths_R = _boundaries(lengths_R), lengths_R.to(train_N.device)
-    log_ppl_train_R, log_ppl_rollout_R = (-sum_per_sequence(x_N, bounds_R) / lengths_R for x_N in (train_N, rollout_N))
-    log_ratio_R = sum_per_sequence(log_ratio_N, bounds_R)
+    train_R, rollout_R = (sum_per_sequence(x_N, bounds_R) for x_N in (train_N, rollout_N))
+    log_ratio_R = train_R - rollout_R
     diff_R = -log_ratio_R / lengths_R
     return {
-        "ppl_train": Metric.mean(bounded(log_ppl_train_R).exp()),
-        "ppl_rollout": Metric.mean(bounded(log_ppl_rollout_R).exp()),
+        "ppl_train": Metric.mean(bounded(-train_R / lengths_R).exp()),
+        "ppl_rollout": Metric.mean(bounded(-rollout_R / lengths_R).exp()),
         "ppl_ratio": Metric.mean(bounded(diff_R).exp()),
         "log_ppl_diff_mean": Metric.mean(diff_R),
         "log_ppl_diff_abs": Metric.mean(diff_R.abs()),
@@ -296,16 +344,29 @@ def _labels(edges: Sequence[float]) -> list[str]:
     return [f"le_{edge:g}" for edge in edges] + [f"over_{edges[-1]:g}"]
 
 
+def _weight_spreads(prefix: str, ess: str, weights_N: Tensor, lengths_R: Tensor) -> Metrics:
+    """Overwrites ``weights_N``."""
+    means_R = sum_per_sequence(weights_N, _boundaries(lengths_R)) / lengths_R.to(weights_N.device)
+    return {
+        f"mismatch/{ess}": Metric.ess(weights_N),
+        **_spread_of(f"mismatch/{prefix}sequence_weight", means_R),
+        **_spread_of(f"mismatch/{prefix}weight", weights_N),
+    }
+
+
 def _spread_of(name: str, weights: Tensor) -> Metrics:
+    """Overwrites ``weights``."""
+    low, high = (x.item() for x in torch.aminmax(weights))
     return {
         f"{name}_mean": Metric.mean(weights),
-        f"{name}_std": Metric.std(weights - 1),
-        f"{name}_min": Metric.min(weights),
-        f"{name}_max": Metric.max(weights),
+        f"{name}_min": Metric(reduction=Reduction.MIN, parts=(low,)),
+        f"{name}_max": Metric(reduction=Reduction.MAX, parts=(high,)),
+        f"{name}_std": Metric.std(weights.sub_(1)),
     }
 
 
 def _picked(values_T: Tensor, places_N: Tensor) -> Tensor:
+    """A copy, which its taker may overwrite."""
     return _float64(values_T.detach().index_select(0, places_N))
 
 

@@ -4,6 +4,7 @@ Legend: T packed tokens. Log-probs and entropy are nats.
 An objective is a pure function in ``objectives`` and a case of ``_objective_loss`` here.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import assert_never
 
@@ -27,9 +28,11 @@ from parallel.packing import PackedBatch
 from trainer.aggregation import Mode, over_kept
 from trainer.correction import correct_current
 from trainer.kl import ESTIMATORS
-from trainer.metrics import Metric
+from trainer.metrics import Metric, Reduction
 from trainer.objectives import ObjectiveLoss, cispo, clipped, dppo, geometric_mean_weights, gmpo, gspo, policy_gradient, sapo
+from trainer.segments import spread
 
+logger = logging.getLogger(__name__)
 DECOUPLED = CorrectionConfig()
 COUNTED_ALL, COUNTED_KEPT = "counted/all", "counted/kept"
 
@@ -78,6 +81,7 @@ def policy_loss(
         for x_T in (old_logprobs_T, batch.advantages_T, batch.importance_weights_T, batch.aggregation_T)
     )
     metrics: dict[str, Metric] = {}
+    num_tokens = torch.count_nonzero(mask_T).item()
     if current_is_old or correction.mode == "bypass":
         importance_T, aggregation_T, metrics = _corrected_here(batch, current_T, aggregation_T, correction, aggregation)
     kept_T = aggregation_T != 0  # Off the mask it is zero by now.
@@ -85,11 +89,9 @@ def policy_loss(
     if isinstance(objective, GmpoObjective):
         importance_T = geometric_mean_weights(importance_T, kept_T, batch.cu_seqlens)
     terms = {"policy": (found.loss_T * (importance_T * aggregation_T)).sum()}
-    num_tokens = torch.count_nonzero(mask_T).item()
-    metrics |= _objective_metrics(found, kept_T) | {
-        "policy/entropy": _mean(entropy_T, num_tokens),
-        "policy/ppo_kl": _mean(old_T - current_T, num_tokens),
-    }
+    metrics |= _objective_metrics(found, kept_T)
+    del found, importance_T
+    metrics |= {"policy/entropy": _mean(entropy_T, num_tokens), "policy/ppo_kl": _mean(old_T - current_T.detach(), num_tokens)}
     if batch.ref_logprobs_T is not None:
         kl_T = ESTIMATORS[kl.estimator](current_T, torch.where(mask_T, batch.ref_logprobs_T.detach(), 0.0))
         metrics["policy/ref_kl"] = _mean(kl_T, num_tokens)
@@ -98,7 +100,10 @@ def policy_loss(
     if entropy.coefficient > 0:
         terms["entropy"] = -entropy.coefficient * (entropy_T * aggregation_T).sum()
     # Bounds would hide an infinity, and rejection a broken forward pass; a NaN loss is refused before the optimizer's step.
-    sound = torch.where(current_T.detach().isfinite().all(), 1.0, torch.nan)
+    sound = torch.where(current_T.detach().sum().isfinite() or current_T.detach().isfinite().all(), 1.0, torch.nan)
+    if sound.isnan():
+        broken = spread(batch.sequence_ids_S.to(current_T.device), batch.cu_seqlens)[~current_T.detach().isfinite()].unique().tolist()
+        logger.error("the learner's log-prob is not finite on response tokens of sequences %s; check its weights and dtype", broken[:10])
     loss = torch.stack(list(terms.values())).sum() * sound
     values = dict.fromkeys(("policy", "kl", "entropy"), 0.0) | {name: term.item() for name, term in terms.items()}
     metrics |= {f"loss/{name}": Metric.sum(value) for name, value in (values | {"total": loss.item()}).items()}
@@ -163,14 +168,28 @@ def _objective_metrics(found: ObjectiveLoss, kept_T: Tensor) -> dict[str, Metric
     num_kept = torch.count_nonzero(kept_T).item()
     metrics = {}
     if found.ratio_T is not None:
-        metrics["policy/ratio_mean"] = _mean(torch.where(kept_T, found.ratio_T, 0.0), num_kept)
-        metrics["policy/ratio_min"] = Metric.min(found.ratio_T, kept_T)
-        metrics["policy/ratio_max"] = Metric.max(found.ratio_T, kept_T)
+        metrics |= _ratio_metrics(found.ratio_T, kept_T, num_kept)
     if found.clipped_T is not None:
-        metrics["policy/clip_fraction"] = _mean(found.clipped_T & kept_T, num_kept)
+        metrics["policy/clip_fraction"] = _share(found.clipped_T & kept_T, num_kept)
     if found.dual_clipped_T is not None:
-        metrics["policy/dual_clip_fraction"] = _mean(found.dual_clipped_T & kept_T, num_kept)
+        metrics["policy/dual_clip_fraction"] = _share(found.dual_clipped_T & kept_T, num_kept)
     return metrics
+
+
+def _ratio_metrics(ratio_T: Tensor, kept_T: Tensor, num_kept: int) -> dict[str, Metric]:
+    kept_ratio_T = torch.where(kept_T, ratio_T, 0.0)
+    # Ratios are positive, so zeros in place of the rest hide no greatest one.
+    high = (kept_ratio_T.max().item(),) if num_kept else ()
+    low = (torch.where(kept_T, ratio_T, torch.inf).min().item(),) if num_kept else ()
+    return {
+        "policy/ratio_mean": _mean(kept_ratio_T, num_kept),
+        "policy/ratio_min": Metric(reduction=Reduction.MIN, parts=low),
+        "policy/ratio_max": Metric(reduction=Reduction.MAX, parts=high),
+    }
+
+
+def _share(hits_T: Tensor, count: int) -> Metric:
+    return Metric.quotient(torch.count_nonzero(hits_T).item(), count)
 
 
 def _mean(zero_off_mask_T: Tensor, count: float) -> Metric:

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from configs.schema.correction import CorrectionConfig
 from configs.schema.launch import RecordBatches, RecordEvery
 from parallel.packing import PackedBatch
 from trainer.step_batch import StepBatch
@@ -40,13 +41,21 @@ class RecordedBatch:
     """All sequences, by id; ``old_logprobs_T`` are the learner's own, in bypass mode too."""
     rewards_S: Tensor
     group_ids_S: Tensor
+    correction: CorrectionConfig
+    """What the step was trained with."""
 
 
 class Recorder:
     """Writes the batches that the config asks for; all ranks call it."""
 
-    def __init__(self, folder: Path, which: RecordBatches):
-        self._folder, self._which = folder, which
+    def __init__(self, folder: Path, which: RecordBatches, correction: CorrectionConfig):
+        self._folder, self._which, self._correction = folder, which, correction
+
+    def forget_after(self, step: int) -> None:
+        """Remove the batches of later steps: a resumed run makes its own. For one rank to call."""
+        for later in recorded_steps(self._folder):
+            if later > step:
+                batch_file(self._folder, later).unlink()
 
     def _wants(self, step: int) -> bool:
         match self._which:
@@ -56,16 +65,24 @@ class Recorder:
                 return self._which == "all"
 
     def record(self, step: int, batch: StepBatch, learner: "Learner") -> None:
-        """Before the update, where this step is wanted. In bypass mode that takes a forward pass: ``old`` is the rollout's there."""
+        """Before the update, where this step is wanted.
+
+        That takes a forward pass where the step itself has none of ``old``: in bypass mode, and where current is old.
+        """
         if not self._wants(step):
             return
-        if learner.correction_mode == "bypass":
+        if learner.correction_mode == "bypass" or batch.packed.old_logprobs_T is None:
             batch = batch.with_fields(old_logprobs_T=learner.logprobs(batch))
         shares = [None] * learner.groups.dp_size
         dist.all_gather_object(shares, batch.packed, group=learner.groups.dp_group)
         if learner.is_first_rank:
             whole = RecordedBatch(
-                step=step, version=learner.version, packed=in_order(shares), rewards_S=batch.rewards_S, group_ids_S=batch.group_ids_S
+                step=step,
+                version=learner.version,
+                packed=in_order(shares),
+                rewards_S=batch.rewards_S,
+                group_ids_S=batch.group_ids_S,
+                correction=self._correction,
             )
             write_batch(batch_file(self._folder, step), whole)
 
@@ -99,7 +116,8 @@ def write_batch(path: Path, batch: RecordedBatch) -> None:
         value = getattr(batch.packed, f.name)
         if value is not None and f.name not in NOT_RECORDED:
             tensors[f.name] = value
-    about = {"format": FORMAT, "step": json.dumps(batch.step), "version": json.dumps(batch.version)}
+    numbers = {name: json.dumps(getattr(batch, name)) for name in ("step", "version")}
+    about = {"format": FORMAT, **numbers, "correction": batch.correction.model_dump_json()}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     try:
@@ -122,4 +140,10 @@ def read_batch(path: Path) -> RecordedBatch:
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read as a recorded batch: {error}") from error
     per_step = {name: tensors.pop(name) for name in PER_STEP}
-    return RecordedBatch(step=json.loads(about["step"]), version=json.loads(about["version"]), packed=PackedBatch(**tensors), **per_step)
+    return RecordedBatch(
+        step=json.loads(about["step"]),
+        version=json.loads(about["version"]),
+        packed=PackedBatch(**tensors),
+        correction=CorrectionConfig.model_validate_json(about["correction"]),
+        **per_step,
+    )

@@ -5,6 +5,7 @@ minibatch however many the run had. Every term of the loss counts but the entrop
 Legend: T packed tokens of the step, P parameters.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,7 @@ from trainer.step_batch import StepBatch
 if TYPE_CHECKING:
     from parallel.megatron_engine import MegatronEngine
 
+DOT_CHUNK = 1 << 24
 Loss = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, dict[str, Metric]]]
 """(micro-batch, current log-probs, entropy) -> (loss, metrics)."""
 
@@ -46,13 +48,12 @@ class Replayed:
 
     @property
     def gradient_norm(self) -> float:
-        return self.gradient.double().norm().item()
+        return math.sqrt(_dot(self.gradient, self.gradient))
 
     def cosine(self, other: "Replayed") -> float | None:
         """Of the angle between the two gradients; None where one of them is zero."""
-        a, b = self.gradient.double(), other.gradient.double()
-        norms = (a.norm() * b.norm()).item()
-        return (a @ b).item() / norms if norms > 0 else None
+        norms = self.gradient_norm * other.gradient_norm
+        return _dot(self.gradient, other.gradient) / norms if norms > 0 else None
 
 
 def replay(recorded: RecordedBatch, config: RunConfig, name: str, correction: CorrectionConfig, gradient: Gradient) -> Replayed:
@@ -75,6 +76,11 @@ def replay(recorded: RecordedBatch, config: RunConfig, name: str, correction: Co
     flat, metrics = gradient(batch.microbatches(), current, loss)
     metrics = values(merge_metrics([found.metrics, scale_losses(metrics, kept_factor(metrics))]))
     return Replayed(name=name, loss=metrics["loss/total"], gradient=flat, metrics=metrics)
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    """In float64, without a float64 copy of either vector."""
+    return sum((x.double() @ y.double()).item() for x, y in zip(a.split(DOT_CHUNK), b.split(DOT_CHUNK), strict=True))
 
 
 def as_one_minibatch(recorded: RecordedBatch, config: RunConfig) -> StepBatch:

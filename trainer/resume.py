@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from configs.schema.learner import CheckpointConfig
-from parallel.checkpoint import latest_valid, prune, step_folder
+from parallel.checkpoint import latest_valid, prune, remove, step_folder, valid_checkpoints
 from trainer.learner import Learner
 from trainer.sampling import SharedSampler
 
@@ -18,8 +18,8 @@ class Progress:
     step: int
     version: int
     sampler: dict
-    kl_coefficient: float = 0.0
-    """Of the KL in the reward, which an adaptive controller moves."""
+    kl_coefficient: float | None = None
+    """Of the KL in the reward, where an adaptive controller moves it."""
 
 
 class Checkpointer:
@@ -38,14 +38,17 @@ class Checkpointer:
     def save(self, step: int, learner: Learner, sampler: SharedSampler) -> Path:
         state: list = [sampler.state()]
         dist.broadcast_object_list(state, src=0)
-        progress = Progress(step=step, version=learner.version, sampler=state[0], kl_coefficient=learner.kl_in_reward.coefficient)
+        progress = Progress(step=step, version=learner.version, sampler=state[0], kl_coefficient=learner.kl_in_reward.state)
         target = step_folder(self._folder, step)
         if learner.critic is not None:
             learner.critic.engine.save(step_folder(self._critic_folder, step), {"step": step})
         learner.engine.save(target, asdict(progress))
         if learner.is_first_rank:
-            for folder in (self._folder, self._critic_folder):
-                prune(folder, keep=self._config.keep)
+            prune(self._folder, keep=self._config.keep)
+            kept = {folder.name for folder in valid_checkpoints(self._folder)}
+            for folder in valid_checkpoints(self._critic_folder):
+                if folder.name not in kept:
+                    remove(folder)
         return target
 
     def restore(self, learner: Learner, sampler: SharedSampler) -> Progress | None:
@@ -57,6 +60,6 @@ class Checkpointer:
             learner.critic.engine.load(self._critic_folder / newest.name)
         progress = Progress(**learner.engine.load(newest))
         learner.version = progress.version
-        learner.kl_in_reward.coefficient = progress.kl_coefficient
+        learner.kl_in_reward.restore(progress.kl_coefficient)
         sampler.load_state(progress.sampler)
         return progress

@@ -47,7 +47,21 @@ class KLInReward:
     def __init__(self, config: KLConfig):
         self._config = config
         self.coefficient = config.coefficient if config.place == "reward" else 0.0
-        """Of the next step; with an adaptive controller part of what a checkpoint holds."""
+        """Of the next step."""
+
+    @property
+    def state(self) -> float | None:
+        """What a checkpoint holds: the coefficient, where a controller has moved it from the config's."""
+        return self.coefficient if self._is_adaptive else None
+
+    def restore(self, state: float | None) -> None:
+        """Go on from another run's ``state``. A coefficient that nothing moves is the config's, whatever it was before."""
+        if self._is_adaptive and state is not None:
+            self.coefficient = state
+
+    @property
+    def _is_adaptive(self) -> bool:
+        return self.coefficient > 0 and isinstance(self._config.controller, AdaptiveController)
 
     def penalty(self, batch: PackedBatch, *, num_samples: int, total: Total) -> tuple[Tensor | None, dict[str, Metric]]:
         """coefficient * KL_t of each token, None where there is no such term; the controller then moves the coefficient.

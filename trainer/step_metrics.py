@@ -104,6 +104,7 @@ def sampling_metrics(stats: SamplingStats) -> dict[str, float]:
         "reward/failed": stats.failed_rewards,
         "sampling/requests": stats.requests,
         "sampling/retries": stats.retries,
+        "sampling/reward_retries": stats.reward_retries,
         "sampling/resampled_groups": stats.resampled_groups,
         "sampling/filled_groups": stats.filled_groups,
         "sampling/seconds": stats.seconds,

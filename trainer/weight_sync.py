@@ -30,7 +30,9 @@ from trainer.learner import Learner
 T = TypeVar("T")
 
 EXACT_TOLERANCE = 1e-4
-"""Nats: what a float32 learner and a float32 server may differ by on a probe token."""
+"""What a float32 learner and a float32 server may differ by: nats on a probe token, probability on any sampled token."""
+UNLIKELY_TOLERANCE = 1e-3
+"""Nats on any sampled token, of which some are so unlikely that the rounding of their logits shows."""
 
 
 class WeightSyncError(RuntimeError):
@@ -170,12 +172,15 @@ class WeightSync:
 
     def check_samples(self, metrics: Mapping[str, float]) -> None:
         """Raise WeightSyncError where a sampled token shows that the servers' policy was not the learner's (float32 on both sides)."""
-        gap = metrics.get("mismatch/logprob_gap_max", 0.0)
-        if self._exact and self._samples_are_probes and not gap <= EXACT_TOLERANCE:
-            raise WeightSyncError(
-                f"learner and server differ by {gap:.2e} nats on a token sampled with version {self._learner.version - 1} (float32 on "
-                f"both sides allows {EXACT_TOLERANCE:g}): the server did not serve these weights or this softmax"
-            )
+        if not (self._exact and self._samples_are_probes):
+            return
+        for name, tolerance, unit in (("abs_prob_max", EXACT_TOLERANCE, ""), ("logprob_gap_max", UNLIKELY_TOLERANCE, " nats")):
+            gap = metrics.get(f"mismatch/{name}", 0.0)
+            if not gap <= tolerance:
+                raise WeightSyncError(
+                    f"learner and server differ by {gap:.2e}{unit} on a token sampled with version {self._learner.version - 1} "
+                    f"(mismatch/{name}; float32 on both sides allows {tolerance:g}): the server did not serve these weights or this softmax"
+                )
 
     def close(self) -> None:
         if self._control is not None:

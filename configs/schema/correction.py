@@ -62,7 +62,7 @@ class RatioRule(Schema):
     @model_validator(mode="after")
     def _ordered(self):
         if self.lower > self.upper:
-            raise ValueError(f"lower={self.lower} is above upper={self.upper}; nothing could pass")
+            raise ValueError(f"lower={self.lower} (1 / upper where it is left out) is above upper={self.upper}; give both, lower first")
         return self
 
 
@@ -80,7 +80,7 @@ RejectionRule = Annotated[RatioRule | DivergenceRule, Field(discriminator="rule"
 
 class CorrectionConfig(Schema):
     mode: Literal["decoupled", "bypass"] = "decoupled"
-    """decoupled: rollout, old and current are three policies; old is recomputed by the learner before the update.
+    """decoupled: rollout, old and current are three policies; old is the learner's own before the update.
     bypass: old := rollout, without that forward pass; ratios, rejection and weights then compare current with rollout."""
     loss: Literal["objective", "policy_gradient"] = "objective"
     """objective: the run's ``objective`` (in bypass its ratio is current / rollout, which leaves no separate weight).

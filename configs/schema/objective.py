@@ -172,6 +172,8 @@ class KLConfig(Schema):
 
     @model_validator(mode="after")
     def _parts_fit(self):
+        if self.place == "reward" and self.coefficient == 0:
+            raise ValueError("`place: reward` with coefficient 0 has no effect; set kl.coefficient, or remove it")
         if self.place == "loss" and self.controller.type != "fixed":
             raise ValueError("an adaptive controller goes with `place: reward`")
         if self.controller.type == "adaptive" and self.coefficient == 0:

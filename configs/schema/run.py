@@ -52,7 +52,7 @@ class RunConfig(Schema):
     """Of ``advantage: {type: gae}``, and of nothing else."""
     objective: ObjectiveConfig = ClippedObjective()
     correction: CorrectionConfig = CorrectionConfig()
-    aggregation: AggregationConfig = Field(default_factory=lambda data: _default_aggregation(data.get("objective")))
+    aggregation: AggregationConfig = Field(default_factory=lambda data: _default_aggregation(**data))
     """sequence_mean_token_mean where it is left out and the objective is gspo, gmpo or sapo."""
     kl: KLConfig = KLConfig()
     entropy: EntropyConfig = EntropyConfig()
@@ -68,13 +68,14 @@ class RunConfig(Schema):
 
     @model_validator(mode="after")
     def _parts_of_the_loss_fit(self):
-        if self.objective.type in PER_SEQUENCE_OBJECTIVES and self.aggregation.type != "sequence_mean_token_mean":
+        objective = self.policy_objective.type
+        if objective in PER_SEQUENCE_OBJECTIVES and self.aggregation.type != "sequence_mean_token_mean":
             raise ValueError(
-                f"objective {self.objective.type} is a loss per sequence, which aggregation.type={self.aggregation.type} would weigh by "
+                f"objective {objective} is a loss per sequence, which aggregation.type={self.aggregation.type} would weigh by "
                 "its tokens; remove `aggregation`, or set aggregation.type=sequence_mean_token_mean"
             )
         weight = self.correction.weight
-        if self.objective.type == "gmpo" and weight.level == "token" and weight.bound == "mask":
+        if objective == "gmpo" and weight.level == "token" and weight.bound == "mask":
             raise ValueError(
                 "objective gmpo takes the geometric mean of a sequence's weights, so that one weight of zero would drop the whole sequence "
                 "(correction.weight.bound=mask); use correction.weight.bound=truncate, or a rule in correction.reject"
@@ -85,6 +86,13 @@ class RunConfig(Schema):
                 f"kl.controller.horizon={self.kl.controller.horizon} is no more than the {responses} responses of one step, so that "
                 f"the coefficient would jump; use several times as many, such as {10 * responses}"
             )
+        if self.rollout.dynamic_sampling.type != "none" and self.advantage.type in ("gae", "reinforce_pp"):
+            raise ValueError(
+                f"rollout.dynamic_sampling drops groups whose rewards are equal, but advantage.type={self.advantage.type} learns from them "
+                "too; set rollout.dynamic_sampling.type=none, or use an advantage within groups"
+            )
+        if self.learner.old_logprobs == "always" and self.correction.mode == "bypass":
+            raise ValueError("learner.old_logprobs=always has no effect with correction.mode=bypass, where old is the rollout; remove it")
         if self.critic is None and self.advantage.type == "gae":
             raise ValueError("advantage.type=gae needs the values of a critic; remove `critic: null`")
         if self.critic is not None and self.advantage.type != "gae":
@@ -147,6 +155,11 @@ class RunConfig(Schema):
         return self.learner.old_logprobs == "always" or self.learner.minibatches > 1 or normalises or kl_in_reward
 
     @property
+    def compares_samples(self) -> bool:
+        """Whether a step's mismatch metrics are of the very weights that sampled it: not of a policy that has moved between minibatches."""
+        return self.correction.mode == "decoupled" or self.learner.minibatches == 1
+
+    @property
     def rejects_in_loss(self) -> bool:
         """Whether what the loss is averaged over is known only after its forward pass."""
         correction = self.correction
@@ -167,8 +180,11 @@ def _is(data: dict[str, Any], field: str, *types: str) -> bool:
     return getattr(data.get(field), "type", None) in types
 
 
-def _default_aggregation(objective: ObjectiveConfig | None) -> AggregationConfig:
-    of_sequences = objective is not None and objective.type in MEAN_OF_SEQUENCES
+def _default_aggregation(
+    *, objective: ObjectiveConfig | None = None, correction: CorrectionConfig | None = None, **others: Any
+) -> AggregationConfig:
+    replaced = correction is not None and correction.loss == "policy_gradient"
+    of_sequences = objective is not None and not replaced and objective.type in MEAN_OF_SEQUENCES
     return AggregationConfig(type="sequence_mean_token_mean" if of_sequences else "token_mean")
 
 

@@ -6,7 +6,8 @@
 What is sent, and what must come back with HTTP 200:
 
 ``sglang``  POST <url>/classify  ``{"text": ["...", ...]}``, or ``"input_ids"`` where a chat template was applied, so that no second
-            begin token is added. Reply: ``[{"embedding": [score], ...}, ...]``, one object per text, in order.
+            begin token is added. Reply: ``[{"embedding": [score], ...}, ...]``, one object per text, in order. An empty text is
+            a failed sample and is never sent: without a begin token it is no tokens, and SGLang 0.5.23 dies of a forward pass of none.
 ``json``    POST <url>           ``{"items": [{"prompt": "...", "response": "...", "reference": "...", "text": "..."}, ...]}``.
             Reply: ``{"scores": [0.5, ...]}``, one number per item, in order; ``null`` where an item cannot be scored.
 
@@ -18,6 +19,14 @@ What a failure means:
   item, like one whose score is missing or not finite, is a failed sample: scored 0, counted, and the run goes on. After
   ``MAX_FAILED_IN_A_ROW`` of them without a good one between, the model is taken for broken: ``RewardModelError``.
 - Any other status, or a reply of another form: ``RewardModelError`` at once.
+
+Two things to know of SGLang 0.5.23:
+
+- Its Qwen2ForSequenceClassification and Qwen3ForSequenceClassification have a bias after the last layer, transformers' have none. A
+  checkpoint without one leaves it at a draw from --random-seed, up to 1/sqrt(hidden_size), which shifts all scores of a replica alike.
+  Store ``score.bias`` as zeros in such a checkpoint.
+- A text that fits the model's context but not the server's --max-total-tokens is never answered, and ends the run as a late answer
+  does. Leave room there for the longest text.
 """
 
 import asyncio
@@ -129,8 +138,11 @@ class RewardModel:
         Raises:
             RewardModelError: the model does not answer, or not as it should.
         """
+        item = self._item(prompt.text, response_text, reference=prompt.reference)
+        if self._config.protocol == "sglang" and not (item.text if item.token_ids is None else item.token_ids):
+            return Score(value=0.0, error="the text for the reward model is empty")
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
-        self._waiting.append((self._item(prompt.text, response_text, reference=prompt.reference), future))
+        self._waiting.append((item, future))
         if len(self._waiting) == self._config.batch_size:
             self._send_waiting()
         elif self._linger is None:

@@ -1,0 +1,169 @@
+"""What a resumed run goes on from: the critic beside the policy, the moved KL coefficient, its own recorded batches. Engines are records
+of what they were asked; real ones are resumed in tests/test_checkpoint.py, tests/test_critic.py and end to end."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from configs.schema.launch import RecordEvery
+from configs.schema.learner import CheckpointConfig
+from configs.schema.objective import KLConfig
+from parallel.checkpoint import CheckpointError, is_valid
+from tests.packed_batches import random_batch
+from tests.test_replay import recorded
+from trainer.metrics import values
+from trainer.ranks import alone
+from trainer.recording import Recorder, batch_file, read_batch, recorded_steps, write_batch
+from trainer.resume import Checkpointer, Progress
+from trainer.shaped_rewards import KLInReward
+from trainer.step_batch import StepBatch
+
+ADAPTIVE = KLConfig(coefficient=0.1, place="reward", controller={"type": "adaptive", "target": 0.01, "horizon": 1000})
+FIXED = KLConfig(coefficient=0.3, place="reward")
+
+
+@dataclass
+class Saves:
+    """In an engine's place: a folder with a manifest, as a complete checkpoint has."""
+
+    loaded: list[Path] = field(default_factory=list)
+
+    def save(self, folder: Path, extra: dict) -> None:
+        folder.mkdir(parents=True)
+        (folder / "extra.json").write_text(json.dumps(extra))
+        files = {"extra.json": (folder / "extra.json").stat().st_size}
+        (folder / "complete.json").write_text(json.dumps({"format": 1, "files": files}))
+
+    def load(self, folder: Path) -> dict:
+        if not is_valid(folder):
+            raise CheckpointError(f"{folder} is no complete checkpoint")
+        self.loaded.append(folder)
+        return json.loads((folder / "extra.json").read_text())
+
+
+class Data:
+    def __init__(self):
+        self.at = None
+
+    def state(self):
+        return {"position": 7}
+
+    def load_state(self, state):
+        self.at = state
+
+
+def learner(*, critic: bool, kl: KLConfig = ADAPTIVE) -> SimpleNamespace:
+    critic = SimpleNamespace(engine=Saves()) if critic else None
+    return SimpleNamespace(engine=Saves(), critic=critic, version=5, is_first_rank=True, kl_in_reward=KLInReward(kl))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process(tmp_path_factory):
+    if dist.is_initialized():  # by a test of the engines before, in this very process
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_run_goes_on_from_policy_critic_data_and_coefficient(tmp_path):
+    first, checkpointer = learner(critic=True), Checkpointer(tmp_path, CheckpointConfig(every=2, keep=2))
+    first.kl_in_reward.coefficient = 0.125
+    for step in range(1, 8):
+        checkpointer.after_step(step, first, Data())
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000004", "step_000006"]
+    assert sorted(p.name for p in (tmp_path / "critic").iterdir()) == ["step_000004", "step_000006"]
+    again, data = learner(critic=True), Data()
+    progress = Checkpointer(tmp_path, CheckpointConfig()).restore(again, data)
+    assert progress == Progress(step=6, version=5, sampler={"position": 7}, kl_coefficient=0.125)
+    assert (again.version, data.at, again.kl_in_reward.coefficient) == (5, {"position": 7}, 0.125)
+    assert again.critic.engine.loaded == [tmp_path / "critic" / "step_000006"]
+
+
+def test_a_critic_without_its_policy_is_never_kept_in_the_place_of_one_with_it(tmp_path):
+    """A crash between the two saves leaves a critic's checkpoint alone; after the resume it must not push out the one that is needed."""
+    run, checkpointer = learner(critic=True), Checkpointer(tmp_path, CheckpointConfig(every=1, keep=1))
+    checkpointer.save(3, run, Data())
+    run.critic.engine.save(tmp_path / "critic" / "step_000009", {"step": 9})
+    checkpointer.save(4, run, Data())
+    assert [p.name for p in (tmp_path / "critic").iterdir()] == ["step_000004"]
+
+
+def test_a_missing_critic_is_an_error_before_the_policy_is_touched(tmp_path):
+    Checkpointer(tmp_path, CheckpointConfig()).save(2, learner(critic=False), Data())
+    run = learner(critic=True)
+    with pytest.raises(CheckpointError, match="critic/step_000002 is no complete checkpoint"):
+        Checkpointer(tmp_path, CheckpointConfig()).restore(run, Data())
+    assert run.engine.loaded == []
+
+
+@pytest.mark.parametrize(("saved", "now", "coefficient"), [
+    (ADAPTIVE, ADAPTIVE, 0.05),
+    (ADAPTIVE, FIXED, 0.3),  # what nothing moves is the config's
+    (FIXED, ADAPTIVE, 0.1),
+    (FIXED, FIXED.model_copy(update={"coefficient": 0.4}), 0.4),
+    (ADAPTIVE, KLConfig(coefficient=0.2), 0.0),  # moved into the loss
+    (ADAPTIVE, KLConfig(), 0.0),
+    (KLConfig(), FIXED, 0.3),
+])  # fmt: skip
+def test_the_coefficient_is_the_controllers_or_the_configs(saved, now, coefficient):
+    before, after = KLInReward(saved), KLInReward(now)
+    if saved is ADAPTIVE:
+        before.coefficient = 0.05
+    after.restore(json.loads(json.dumps(before.state)))
+    assert after.coefficient == coefficient
+
+
+def test_a_checkpoint_of_an_older_version_says_nothing_of_the_coefficient():
+    assert Progress(step=1, version=1, sampler={}).kl_coefficient is None
+
+
+def test_the_penalty_and_the_next_coefficient_by_hand():
+    batch = random_batch([4, 3], seed=3)
+    term = KLInReward(ADAPTIVE)
+    penalty_T, metrics = term.penalty(batch, num_samples=100, total=alone)
+    kl_T = (batch.old_logprobs_T - batch.ref_logprobs_T) * batch.response_mask_T
+    torch.testing.assert_close(penalty_T, 0.1 * kl_T)
+    measured = (kl_T.sum() / batch.response_mask_T.sum()).item()
+    assert values(metrics) == pytest.approx({"policy/kl_coefficient": 0.1, "policy/kl_in_reward": measured}, rel=1e-6)
+    error = min(max(measured / 0.01 - 1, -0.2), 0.2)
+    assert term.coefficient == pytest.approx(0.1 * (1 + error * 100 / 1000))
+    assert KLInReward(KLConfig(coefficient=0.2)).penalty(batch, num_samples=100, total=alone) == (None, {})
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+@pytest.mark.parametrize("scored", [True, False])
+def test_what_is_recorded_is_the_learners_own_log_probs(tmp_path, mode, scored):
+    packed = recorded(seed=5).packed
+    own_T = packed.old_logprobs_T
+    old_T = packed.rollout_logprobs_T if mode == "bypass" else own_T
+    of_step = {"rewards_S": torch.rand(4), "group_ids_S": torch.arange(4)}
+    batch = StepBatch(packed=packed.with_fields(old_logprobs_T=old_T), rows=[[[0, 1], [2, 3]]], **of_step)
+    if not scored and mode == "decoupled":
+        batch = batch.with_fields(old_logprobs_T=None)
+    run = SimpleNamespace(
+        correction_mode=mode, logprobs=lambda given: own_T, groups=SimpleNamespace(dp_size=1, dp_group=dist.group.WORLD),
+        is_first_rank=True, version=4,
+    )  # fmt: skip
+    recorder = Recorder(tmp_path, RecordEvery(every=2), recorded().correction)
+    for step in (1, 2, 3, 4):
+        recorder.record(step, batch, run)
+    assert recorded_steps(tmp_path) == [2, 4]
+    again = read_batch(batch_file(tmp_path, 4))
+    assert torch.equal(again.packed.old_logprobs_T, own_T)
+    assert torch.equal(again.packed.rollout_logprobs_T, packed.rollout_logprobs_T)
+    assert (again.step, again.version) == (4, 4)
+    recorder.forget_after(2)
+    assert recorded_steps(tmp_path) == [2]
+
+
+def test_nothing_is_recorded_unless_asked(tmp_path):
+    write_batch(batch_file(tmp_path, 1), recorded())
+    Recorder(tmp_path / "none", "none", recorded().correction).record(1, None, None)
+    assert not (tmp_path / "none").exists()
