@@ -26,7 +26,7 @@ from trainer.step_batch import StepBatch
 if TYPE_CHECKING:
     from trainer.learner import Learner
 
-FORMAT = "tandem batch 1"
+FORMAT = "tandem batch 2"
 PER_STEP = ("rewards_S", "group_ids_S")
 NOT_RECORDED = ("importance_weights_T", "aggregation_T", "value_aggregation_T")
 """They follow from the correction, which is what a replay changes."""
