@@ -19,6 +19,7 @@ from trainer.mismatch import (
     veto_metrics,
     weight_metrics,
 )
+from trainer.segments import count_per_sequence
 
 GOLDEN = load("correction")
 BUCKETS = {"le_64": (1, 64), "le_256": (65, 256), "le_1024": (257, 1024), "le_4096": (1025, 4096), "over_4096": (4097, math.inf)}
@@ -28,6 +29,11 @@ MEAN_BINS = {"le_1e-05": 1e-5, "le_0.0001": 1e-4, "le_0.001": 1e-3, "le_0.01": 1
 
 def of(batch):
     return mismatch_metrics(batch.old_logprobs_T, batch.rollout_logprobs_T, batch.response_mask_T, batch.cu_seqlens)
+
+
+def counted(passed_T, mask_T, cu_seqlens):
+    """Response tokens of each sequence: those that passed, and all."""
+    return count_per_sequence(passed_T & mask_T, cu_seqlens), count_per_sequence(mask_T, cu_seqlens)
 
 
 # ------------------------------------------------------------------------------------------------------- slow references
@@ -325,7 +331,7 @@ def test_weights_by_hand():
 
 @pytest.mark.parametrize("case", [c for c in GOLDEN if "rollout_rs_masked_fraction" in c.scalars], ids=lambda c: c.name)
 def test_golden_rejection(case):
-    found = values(kept_metrics(case.output_T("mask").bool(), case.mask_T, case.cu_seqlens))
+    found = values(kept_metrics(*counted(case.output_T("mask").bool(), case.mask_T, case.cu_seqlens)))
     assert found["mismatch/rejected/total/tokens"] == pytest.approx(case.scalars["rollout_rs_masked_fraction"], rel=1e-6, abs=1e-8)
     assert found["mismatch/kept_fraction"] == pytest.approx(1 - case.scalars["rollout_rs_masked_fraction"], rel=1e-6, abs=1e-8)
     touched = case.scalars["rollout_rs_seq_masked_fraction"]
@@ -336,16 +342,17 @@ def test_rejection_and_veto_by_hand():
     mask_T = torch.tensor([True, True, False, True, True, False, True])
     passed_T = torch.tensor([True, False, False, False, False, True, True])
     cu_seqlens = torch.tensor([0, 3, 5, 6, 7])  # partly, wholly, without valid tokens, not rejected
-    assert values(rejection_metrics("k3_mean", passed_T, mask_T, cu_seqlens)) == pytest.approx({
+    assert values(rejection_metrics("k3_mean", *counted(passed_T, mask_T, cu_seqlens))) == pytest.approx({
         "mismatch/rejected/k3_mean/tokens": 3 / 5,
         "mismatch/rejected/k3_mean/sequences": 1 / 3,
         "mismatch/rejected/k3_mean/touched_sequences": 2 / 3,
     })  # fmt: skip
-    assert values(kept_metrics(passed_T, mask_T, cu_seqlens))["mismatch/kept_fraction"] == pytest.approx(2 / 5)
-    assert values(veto_metrics(~passed_T, mask_T, cu_seqlens)) == {"mismatch/veto/tokens": 3.0, "mismatch/veto/sequences": 2.0}
+    assert values(kept_metrics(*counted(passed_T, mask_T, cu_seqlens)))["mismatch/kept_fraction"] == pytest.approx(2 / 5)
+    assert values(veto_metrics(counted(~passed_T, mask_T, cu_seqlens)[0])) == {"mismatch/veto/tokens": 3.0, "mismatch/veto/sequences": 2.0}
     nothing_T = torch.zeros(7, dtype=torch.bool)
-    assert values(kept_metrics(passed_T, nothing_T, cu_seqlens)) == {}
-    assert values(veto_metrics(~passed_T, nothing_T, cu_seqlens)) == {"mismatch/veto/tokens": 0.0, "mismatch/veto/sequences": 0.0}
+    assert values(kept_metrics(*counted(passed_T, nothing_T, cu_seqlens))) == {}
+    below_S, _ = counted(~passed_T, nothing_T, cu_seqlens)
+    assert values(veto_metrics(below_S)) == {"mismatch/veto/tokens": 0.0, "mismatch/veto/sequences": 0.0}
 
 
 @settings(max_examples=40, deadline=None)
@@ -357,7 +364,8 @@ def test_rejection_merges_over_any_split(lengths, seed, data):
 
     def describe(b):
         keep_T = b.advantages_T & b.response_mask_T
-        return kept_metrics(keep_T, b.response_mask_T, b.cu_seqlens) | veto_metrics(~keep_T, b.response_mask_T, b.cu_seqlens)
+        kept, below = (counted(x_T, b.response_mask_T, b.cu_seqlens) for x_T in (keep_T, ~keep_T))
+        return kept_metrics(*kept) | veto_metrics(below[0])
 
     merged = merge_metrics(describe(batch.select([row for row, o in enumerate(owner) if o == rank])) for rank in range(3))
     assert merged == describe(batch)

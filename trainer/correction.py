@@ -33,11 +33,11 @@ from trainer.kl import bounded, excess
 from trainer.metrics import Metric
 from trainer.mismatch import (
     ValidTokens,
-    kept_counts,
+    kept_metrics,
     mismatch_metrics,
-    rejection_counts,
+    rejection_metrics,
     valid_tokens,
-    veto_counts,
+    veto_metrics,
     weight_metrics,
 )
 from trainer.ranks import Total, alone
@@ -98,19 +98,19 @@ def _corrected(
     for name, rule in zip(rule_names(config.reject), config.reject, strict=True):
         passed, boundaries = _passed(log_ratio_T, mask_T, cu_seqlens, rule)
         if boundaries is cu_seqlens:
-            metrics |= rejection_counts(name, valid_S * passed, valid_S)
+            metrics |= rejection_metrics(name, valid_S * passed, valid_S)
             keep_S = keep_S & passed
         else:
             passed_T = mask_T & (passed if boundaries is None else spread(passed, boundaries))
-            metrics |= rejection_counts(name, count_per_sequence(passed_T, cu_seqlens), valid_S)
+            metrics |= rejection_metrics(name, count_per_sequence(passed_T, cu_seqlens), valid_S)
             keep_T = keep_T & passed_T
     if config.veto is not None:
         # Zero off the mask, the log-ratio is below no veto there.
         below_S = count_per_sequence(log_ratio_T < math.log(config.veto), cu_seqlens)
-        metrics |= rejection_counts("veto", valid_S * (below_S == 0), valid_S) | veto_counts(below_S)
+        metrics |= rejection_metrics("veto", valid_S * (below_S == 0), valid_S) | veto_metrics(below_S)
         keep_S = keep_S & (below_S == 0)
     kept_S = (valid_S if keep_T is mask_T else count_per_sequence(keep_T, cu_seqlens)) * keep_S
-    metrics |= kept_counts(kept_S, valid_S)
+    metrics |= kept_metrics(kept_S, valid_S)
     if not keep_S.all():
         keep_T = keep_T & spread(keep_S, cu_seqlens)
     return Correction(weights_T=weights_T, keep_T=keep_T, metrics=metrics)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainer.kl import LOG_RATIO_BOUND, bounded
 from trainer.metrics import Metric, Metrics, Reduction
-from trainer.segments import count_per_sequence, max_per_sequence, sum_per_sequence
+from trainer.segments import max_per_sequence, sum_per_sequence
 
 LENGTH_EDGES = (64, 256, 1024, 4096)
 """Upper edges, in tokens, of the buckets of response length and of position in the response (from 1); the last bucket is open."""
@@ -152,19 +152,13 @@ def weight_metrics(
     return metrics | _weight_spreads("", "ess_bounded", _picked(weights_T, places_N), lengths_R)
 
 
-def rejection_metrics(name: str, passed_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor) -> dict[str, Metric]:
-    """What one rule (or ``total``, all of them together) rejected. passed_T: bool [T], anything off the mask.
+def rejection_metrics(name: str, passed_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
+    """What one rule (or ``total``, all of them together) rejected, from each sequence's response tokens: those that passed, and all.
 
     mismatch/rejected/NAME/tokens              share of the response tokens that did not pass
     mismatch/rejected/NAME/sequences           share of the responses of which no token passed
     mismatch/rejected/NAME/touched_sequences   share of the responses of which some token did not pass
     """
-    valid_S = count_per_sequence(response_mask_T, cu_seqlens)
-    return rejection_counts(name, count_per_sequence(response_mask_T & passed_T, cu_seqlens), valid_S)
-
-
-def rejection_counts(name: str, passed_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
-    """``rejection_metrics`` from the response tokens of each sequence that passed, and all of them."""
     tokens, passed = valid_S.sum().item(), passed_S.sum().item()
     responses = torch.count_nonzero(valid_S).item()
     rejected = torch.count_nonzero((valid_S > 0) & (passed_S == 0)).item()
@@ -176,29 +170,18 @@ def rejection_counts(name: str, passed_S: Tensor, valid_S: Tensor) -> dict[str, 
     }
 
 
-def kept_metrics(keep_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor) -> dict[str, Metric]:
+def kept_metrics(kept_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
     """All rules and the veto together: ``rejection_metrics`` under the name ``total``, and mismatch/kept_fraction of the tokens."""
-    valid_S = count_per_sequence(response_mask_T, cu_seqlens)
-    return kept_counts(count_per_sequence(response_mask_T & keep_T, cu_seqlens), valid_S)
-
-
-def kept_counts(kept_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
-    """``kept_metrics`` from the response tokens of each sequence that were kept, and all of them."""
-    metrics = rejection_counts("total", kept_S, valid_S)
+    metrics = rejection_metrics("total", kept_S, valid_S)
     rejected, tokens = metrics["mismatch/rejected/total/tokens"].parts
     return metrics | {"mismatch/kept_fraction": Metric.quotient(tokens - rejected, tokens)}
 
 
-def veto_metrics(below_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor) -> dict[str, Metric]:
-    """Counts behind the veto. below_T: bool [T], tokens whose unbounded ratio is below its threshold, anything off the mask.
+def veto_metrics(below_S: Tensor) -> dict[str, Metric]:
+    """Counts behind the veto, from each sequence's number of tokens whose unbounded ratio is below its threshold.
 
     mismatch/veto/tokens, mismatch/veto/sequences   such tokens, and the responses that hold one (sums, not shares)
     """
-    return veto_counts(count_per_sequence(response_mask_T & below_T, cu_seqlens))
-
-
-def veto_counts(below_S: Tensor) -> dict[str, Metric]:
-    """``veto_metrics`` from the number of such tokens of each sequence."""
     return {
         "mismatch/veto/tokens": Metric.sum(below_S.sum().item()),
         "mismatch/veto/sequences": Metric.sum(torch.count_nonzero(below_S).item()),
