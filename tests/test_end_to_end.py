@@ -28,7 +28,9 @@ pytestmark = pytest.mark.engines
 
 def start(*arguments: str, cwd: Path) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "launch", *arguments]
+    # A shell starts its background jobs, such as a whole test run, with SIGINT ignored, and children inherit that.
+    interruptible = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", interruptible, sys.executable, "-m", "launch", *arguments]
     return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
 
 
