@@ -441,7 +441,8 @@ def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
             assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-6), job
             assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5), job
             assert found["kept"] == pytest.approx(wanted["kept"], rel=1e-12), job
-            assert relative_difference(found["weights"], wanted["weights"]) < 1e-6, job
+            # Adam divides by the gradient's own size, so a rounding error of a tiny gradient weighs more in weights than in gradients.
+            assert relative_difference(found["weights"], wanted["weights"]) < 5e-6, job
             for gradient, whole in zip(found["gradients"], wanted["gradients"], strict=True):
                 assert relative_difference(gradient, whole) < 1e-6, job
     assert len({f"{job['norms'][0]:.5g}" for job in one}) == len(MODES) + 4, "jobs do not differ, so a wrong one would not show"
