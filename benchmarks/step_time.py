@@ -74,10 +74,10 @@ def supervise(config_path: Path, model: Path | None, overrides: list[str], round
             supervisor.wait_until_done("learn")
         seconds = json.loads((folder.path / "benchmark.json").read_text())
     bare = spread(seconds["bare generation"])["median"] + spread(seconds["bare update"])["median"]
-    told = ("prompts_per_step", "group_size", "max_new_tokens", "dtype", "replicas", "tensor_parallel")
+    told = ("prompts_per_step", "group_size", "max_new_tokens", "dtype", "replicas", "tp")
     return {
         "hardware": hardware(),
-        "config": {name: getattr(config.rollout, name) for name in told} | config.layout.model_dump() | {"overrides": overrides},
+        "config": {name: getattr(config.rollout, name) for name in told} | {"layout": config.layout.model_dump(), "overrides": overrides},
         "seconds": seconds,
         "ratio": spread(seconds["step"])["median"] / bare,
         "target": TARGET,

@@ -67,7 +67,7 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False) 
         raise BadInput(f"{config_path}: the task has no held-out problems to evaluate on; give task.heldout_path")
     from rollout.remote_sampler import RemoteSampler
 
-    config = config.model_copy(update={"layout": LayoutConfig()})  # no learner takes part
+    config = config.model_copy(update={"layout": LayoutConfig(dp=1)})  # no learner takes part
     folder = run_folder.create(config.launch.runs_dir, f"{config.name}-eval", resolved_yaml(config))
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
         start_sampling(supervisor, folder, config)
@@ -177,6 +177,9 @@ def _load(path: Path, overrides: list[str], kind: type) -> RunConfig | SftConfig
     """Everything that can be known before a process is started is checked here."""
     notes: list[str] = []
     config = load_config(path, overrides, files=True, notes=notes)
+    if config.layout.dp == "auto":
+        notes.clear()  # the same again
+        config = load_config(path, [*overrides, _data_parallel_size(path, config)], files=True, notes=notes)
     for note in notes:
         print(f"# {note}", flush=True)
     if not isinstance(config, kind):
@@ -193,6 +196,21 @@ def _load(path: Path, overrides: list[str], kind: type) -> RunConfig | SftConfig
     except ValueError as error:
         raise BadInput(f"{path}: {error}") from error
     return config
+
+
+def _data_parallel_size(path: Path, config: RunConfig | SftConfig) -> str:
+    """An override for ``layout.dp=auto``: one copy of the model without GPUs, else as many as fit beside the servers."""
+    processes = config.layout.model_size
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        from rollout.sglang_server import visible_gpus
+
+        of_servers = config.rollout.replicas * config.rollout.tp if isinstance(config, RunConfig) else 0
+        free = visible_gpus() - of_servers
+        processes = max(free - free % config.layout.model_size, config.layout.model_size)
+    try:
+        return f"layout.dp={config.layout.resolved(processes).dp}"
+    except ValueError as error:
+        raise BadInput(f"{path}: {error}") from error
 
 
 def _check_sft(config: SftConfig) -> None:
@@ -216,7 +234,7 @@ def _check_rollout(config: RunConfig, hf_config: dict) -> None:
     """Imports only what the config uses: the answer must come within seconds."""
     from rollout.sglang_server import check_server_args, choose_ports
 
-    validate_rollout_layout(hf_config, config.rollout.tensor_parallel)
+    validate_rollout_layout(hf_config, config.rollout.tp)
     check_server_args(config.rollout)
     if config.rollout.first_port is not None:
         choose_ports(config.rollout.replicas, config.rollout.first_port)
@@ -322,7 +340,7 @@ def _print_plan(config: RunConfig | SftConfig, names: tuple[str, ...]) -> None:
         print(f"#   {name}: {' '.join(roles.command(name, placeholder, ranks=ranks))}")
     if "serve" in names:
         rollout = config.rollout
-        print(f"#   serve starts {rollout.replicas} SGLang server(s) of tensor-parallel size {rollout.tensor_parallel}, on localhost")
+        print(f"#   serve starts {rollout.replicas} SGLang server(s) of tensor-parallel size {rollout.tp}, on localhost")
 
 
 def _print_result(folder: RunFolder) -> None:

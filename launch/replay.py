@@ -10,6 +10,7 @@ from configs.loader import load_config
 from configs.presets import PRESETS
 from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
+from configs.schema.layout import ONE_PROCESS
 from configs.schema.objective import KLConfig
 from launch.run_folder import RunFolder, write_json
 
@@ -118,7 +119,7 @@ def starting_weights(folder: RunFolder, step: int) -> Path | None:
 def _engine_before(folder: RunFolder, step: int):
     from trainer.learner import Learner
 
-    config: RunConfig = load_config(folder.config, ["layout.data_parallel=1", "layout.tensor_parallel=1"])
+    config: RunConfig = load_config(folder.config, [*ONE_PROCESS])
     # The policy alone: ref log-probs are recorded, and a critic's loss is no part of a replay.
     engine = Learner(config.model_copy(update={"kl": KLConfig(), "critic": None})).engine
     checkpoint = starting_weights(folder, step)

@@ -18,6 +18,7 @@ import psutil
 
 from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
+from configs.schema.layout import ONE_PROCESS
 from configs.schema.objective import KLConfig
 from launch.run_folder import RunFolder
 from launch.supervisor import end_with_parent, kill
@@ -132,7 +133,7 @@ def build_run(folder: RunFolder) -> "Run":
         learner,
         control,
         rollout_dtype=config.rollout.dtype,
-        tensor_parallel=config.rollout.tensor_parallel,
+        tensor_parallel=config.rollout.tp,
         backend=collective_backend(),
         temperature=config.rollout.temperature,
         probe_prompt=PROBE_PROMPT,
@@ -181,7 +182,7 @@ def _connect(folder: RunFolder, config: RunConfig):
     urls = folder.wait_for_address("serve", timeout_s=timeout_s)["urls"]
     address = folder.wait_for_address("sample", timeout_s=timeout_s)["address"]
     remote = RemoteSampler(address, timeout_s=config.launch.collective_timeout_s)
-    control = SGLangControl(urls, tensor_parallel=config.rollout.tensor_parallel, timeout_s=config.launch.collective_timeout_s)
+    control = SGLangControl(urls, tensor_parallel=config.rollout.tp, timeout_s=config.launch.collective_timeout_s)
     return remote, control
 
 
@@ -206,7 +207,7 @@ def export(folder: RunFolder) -> None:
     from parallel.platform import init_distributed
     from trainer.learner import Learner
 
-    config: RunConfig = load_config(folder.config, ["layout.data_parallel=1", "layout.tensor_parallel=1"])
+    config: RunConfig = load_config(folder.config, [*ONE_PROCESS])
     config = config.model_copy(update={"kl": KLConfig(), "critic": None})  # the policy alone
     newest = latest_valid(folder.checkpoints)
     init_distributed(timeout_s=config.launch.collective_timeout_s)

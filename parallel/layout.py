@@ -145,7 +145,7 @@ def validate_layout(hf_config: Mapping[str, Any], layout: LayoutConfig, *, num_p
     Raises ValueError for what ``read_architecture`` refuses, and naming the first number that does not fit.
     """
     architecture = read_architecture(hf_config)
-    size = layout.tensor_parallel
+    size = layout.tp
     numbers = {
         "num_attention_heads": architecture.num_heads,
         "num_key_value_heads": architecture.num_kv_heads,
@@ -155,12 +155,12 @@ def validate_layout(hf_config: Mapping[str, Any], layout: LayoutConfig, *, num_p
         if number % size:
             fitting = [n for n in range(1, size) if all(value % n == 0 for value in numbers.values())]
             raise ValueError(
-                f"layout.tensor_parallel={size} does not divide the model's {name}={number}; use one of {fitting or [1]} (or another model)"
+                f"layout.tp={size} does not divide the model's {name}={number}; use one of {fitting or [1]} (or another model)"
             )
-    if num_processes is not None and num_processes != layout.world_size:
+    if num_processes is not None and num_processes != layout.resolved(num_processes).world_size:
         raise ValueError(
-            f"{num_processes} processes do not fit layout.data_parallel={layout.data_parallel} times "
-            f"layout.tensor_parallel={layout.tensor_parallel}; start {layout.world_size} processes or change the layout"
+            f"{num_processes} processes do not fit layout.dp={layout.dp} times layout.tp={layout.tp} times layout.pp={layout.pp}; "
+            f"start {layout.world_size} processes or change the layout"
         )
 
 
@@ -187,7 +187,7 @@ def validate_rollout_layout(hf_config: Mapping[str, Any], tensor_parallel: int) 
     if wrong is not None:
         fitting = [n for n in range(1, architecture.num_heads + 1) if _rollout_misfit(architecture, n) is None]
         raise ValueError(
-            f"rollout.tensor_parallel={tensor_parallel} does not fit the model's {wrong}; use one of {fitting} (or another model)"
+            f"rollout.tp={tensor_parallel} does not fit the model's {wrong}; use one of {fitting} (or another model)"
         )
 
 

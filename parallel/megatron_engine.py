@@ -101,6 +101,7 @@ class _Engine:
         timeout_s: float,
     ):
         hf_config = read_hf_config(model.path)
+        layout = layout.resolved(dist.get_world_size())
         validate_layout(hf_config, layout, num_processes=dist.get_world_size())
         _join_groups(layout, seed, timeout_s)
         self.groups = _groups()
@@ -387,13 +388,13 @@ def _join_groups(layout: LayoutConfig, seed: int, timeout_s: float) -> None:
         raise ValueError(f"timeout_s={timeout_s} must be above 0")
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor_parallel, distributed_timeout_minutes=math.ceil(timeout_s / 60)
+            tensor_model_parallel_size=layout.tp, distributed_timeout_minutes=math.ceil(timeout_s / 60)
         )
         model_parallel_cuda_manual_seed(seed)
-    elif parallel_state.get_tensor_model_parallel_world_size() != layout.tensor_parallel:
+    elif parallel_state.get_tensor_model_parallel_world_size() != layout.tp:
         raise ValueError(
             f"this process already runs tensor_parallel={parallel_state.get_tensor_model_parallel_world_size()}; "
-            f"a second engine cannot have tensor_parallel={layout.tensor_parallel}"
+            f"a second engine cannot have tensor_parallel={layout.tp}"
         )
 
 

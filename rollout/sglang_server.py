@@ -251,7 +251,7 @@ def server_command(
         "port": ports.http,
         "nccl-port": ports.nccl,
         "dtype": config.dtype,
-        "tp-size": config.tensor_parallel,
+        "tp-size": config.tp,
         "random-seed": (seed + replica) % 2**31,  # replicas must not draw the same samples
         "weight-version": str(INITIAL_WEIGHT_VERSION),
         "skip-tokenizer-init": True,  # ids in, ids out
@@ -261,7 +261,7 @@ def server_command(
     if config.max_total_tokens is not None:
         flags["max-total-tokens"] = config.max_total_tokens
     if cuda:
-        flags["base-gpu-id"] = first_gpu + replica * config.tensor_parallel
+        flags["base-gpu-id"] = first_gpu + replica * config.tp
     else:
         flags |= {"device": "cpu", "skip-server-warmup": True}  # nothing is compiled on first use, and wait_healthy generates a token
     flags |= {name.replace("_", "-"): value for name, value in config.server_args.items()}
@@ -286,9 +286,9 @@ def server_environment(config: RolloutConfig, *, replica: int, threads: int, cud
         return environment
     paths = [str(STAND_INS), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
-    if config.tensor_parallel > 1:
+    if config.tp > 1:
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(
-            sorted(os.sched_getaffinity(0)), replica=replica, tensor_parallel=config.tensor_parallel, threads=threads
+            sorted(os.sched_getaffinity(0)), replica=replica, tensor_parallel=config.tp, threads=threads
         )
     return environment
 
@@ -377,11 +377,11 @@ def check_gpus(config: RolloutConfig, *, first_gpu: int, available: int) -> None
     Raises:
         ValueError: fewer are ``available`` than needed; it names both numbers and the fix.
     """
-    needed = first_gpu + config.replicas * config.tensor_parallel
+    needed = first_gpu + config.replicas * config.tp
     if available < needed:
         raise ValueError(
             f"{needed} GPUs are needed, {first_gpu} of the learner and rollout.replicas={config.replicas} times "
-            f"rollout.tensor_parallel={config.tensor_parallel} of the servers, but {available} are visible here; use fewer learner ranks "
+            f"rollout.tp={config.tp} of the servers, but {available} are visible here; use fewer learner ranks "
             "(layout) or fewer or smaller replicas (rollout), or make more visible (CUDA_VISIBLE_DEVICES)"
         )
 

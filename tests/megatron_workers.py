@@ -234,7 +234,7 @@ def work_round_trip(folder: Path, layout: dict[str, int], out: Path) -> bool:
 
 def work_non_finite(folder: Path, bad_rank: int) -> dict[str, Any]:
     """A NaN loss on one rank only: both must raise, neither must move."""
-    engine = make_engine(folder, layout=LayoutConfig(data_parallel=2))
+    engine = make_engine(folder, layout=LayoutConfig(dp=2))
     before = weights_of(engine)
     batch = make_batch([9, 7])
 
@@ -320,7 +320,7 @@ def _scaled_updates(folder: Path, data_parallel: int, lengths: list[int], optimi
 
     results: dict[str, Any] = {"calls": calls}
     for way, loss_fn, grad_scale in (("before", divided_before, None), ("after", not_divided, one_over_count)):
-        engine = make_engine(folder, layout=LayoutConfig(data_parallel=data_parallel), **optimizer)
+        engine = make_engine(folder, layout=LayoutConfig(dp=data_parallel), **optimizer)
         mine = [batch.select([row]) for row in range(engine.groups.dp_rank, len(lengths), data_parallel)]
         updates = [engine.update(mine, loss_fn, temperature=0.7, grad_scale=grad_scale) for _ in range(2)]
         results[way] = {"norms": [u.grad_norm for u in updates], "weights": weights_of(engine)}
@@ -351,7 +351,7 @@ def work_critic_fits(folder: Path, data_parallel: int) -> dict[str, Any]:
     optimizer = {"lr": 1e-2, "eps": 1e-4}
     critic = Critic(
         CriticConfig(optimizer=optimizer, value_clip=None), policy=ModelConfig(path=folder, dtype="float32"),
-        layout=LayoutConfig(data_parallel=data_parallel), total_optimizer_steps=20, recompute="none", seed=0, timeout_s=120.0,
+        layout=LayoutConfig(dp=data_parallel), total_optimizer_steps=20, recompute="none", seed=0, timeout_s=120.0,
     )  # fmt: skip
     batch = make_value_batch([9, 5, 12, 9])
     weights_T = batch.response_mask_T / batch.response_mask_T.sum()
@@ -382,7 +382,7 @@ def learner_config(
         model=ModelConfig(path=folder, dtype="float32"),
         task=CountdownTask(),
         rollout=RolloutConfig(prompts_per_step=4, group_size=3, max_new_tokens=20, temperature=0.7, dtype="float32"),
-        layout=LayoutConfig(data_parallel=data_parallel),
+        layout=LayoutConfig(dp=data_parallel),
         learner=LearnerConfig(
             token_budget=24,
             logprob_chunk_tokens=7,
@@ -433,7 +433,7 @@ def _learner_step(
 
 def work_group_deadlines(folder: Path, timeout_s: float) -> dict[str, Any]:
     """The deadline of each of the engine's groups in seconds, of the default group, and what CPU tensors and objects become in it."""
-    engine = make_engine(folder, layout=LayoutConfig(tensor_parallel=2), timeout_s=timeout_s)
+    engine = make_engine(folder, layout=LayoutConfig(tp=2), timeout_s=timeout_s)
     groups = {"dp": engine.groups.dp_group, "tp": engine.groups.tp_group, "default": dist.group.WORLD}
     place = torch.device("cuda" if platform.has_cuda() else "cpu")
     seconds = {name: group._get_backend(place).options._timeout.total_seconds() for name, group in groups.items()}

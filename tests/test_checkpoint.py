@@ -149,13 +149,13 @@ def test_two_ranks_resume_bitwise_and_under_another_layout(tmp_path, distributed
     folder = make_hf_model(tmp_path / "m", "qwen3")
     settings = dict(distributed=distributed)
     target = tmp_path / "step_000002"
-    dp2 = dict(data_parallel=2)
+    dp2 = dict(dp=2)
     saved = run_ranks(work_checkpoint, 2, tmp_path / "a", folder, dp2, settings, target, False)
     again = run_ranks(work_checkpoint, 2, tmp_path / "b", folder, dp2, settings, target, True)
     for first, second in zip(saved, again, strict=True):
         assert_equal(first["at"], second["at"])
         assert_equal(first["after"], second["after"])
-    tp2 = run_ranks(work_checkpoint, 2, tmp_path / "c", folder, dict(tensor_parallel=2), settings, target, True)
+    tp2 = run_ranks(work_checkpoint, 2, tmp_path / "c", folder, dict(tp=2), settings, target, True)
     for rank in tp2:
         assert_equal(saved[0]["at"], rank["at"])
         for name, tensor in saved[0]["after"].items():

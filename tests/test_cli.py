@@ -63,7 +63,7 @@ def refused(tmp_path: Path, *arguments: str) -> str:
         ("steps=many", ["steps", "many", "command line"]),
         ("rollout.prompts_per_step=10 learner.minibatches=4", ["prompts_per_step=10", "minibatches=4", "use 8 or 12"]),
         ("rollout.top_p=0.9", ["top_p", "full one", "set top_p: 1.0"]),
-        ("layout.tensor_parallel=3", ["tensor_parallel", "3"]),
+        ("layout.tp=3", ["layout.tp", "3"]),
         ("model.path=no-such-folder", ["model.path", "no-such-folder"]),
         ("reward.type=function reward.function=no_such_module:f", ["no_such_module"]),
         ("task.type=gsm8k task.train_path=missing.jsonl", ["missing.jsonl"]),
@@ -107,11 +107,11 @@ def test_an_unknown_flag_is_refused(tmp_path, model):
 
 
 def test_dry_run_prints_the_resolved_config_and_the_processes_and_starts_nothing(tmp_path, model):
-    done = tandem("train", str(config_file(tmp_path, model)), "layout.data_parallel=2", "--dry-run", cwd=tmp_path)
+    done = tandem("train", str(config_file(tmp_path, model)), "layout.dp=2", "--dry-run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (tmp_path / "printed.yaml").write_text(done.stdout)
     printed = load_config(tmp_path / "printed.yaml", [])
-    assert printed == load_config(tmp_path / "run.yaml", ["layout.data_parallel=2"])
+    assert printed == load_config(tmp_path / "run.yaml", ["layout.dp=2"])
     assert "--nproc-per-node=2" in done.stdout and "1 SGLang server(s)" in done.stdout
     assert not (tmp_path / "runs").exists()
 

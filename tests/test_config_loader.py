@@ -295,7 +295,7 @@ BAD_VALUES = [
     ("name='a b'", "name", "a b", "must match pattern", "use text that matches ^[A-Za-z0-9]"),
     ("model.path=3", "model.path", "3", "must be text", 'put it in quotes: `model.path: "3"`'),
     ("layout=null", "layout", "null", "must be a block of keys", "remove `layout:`"),
-    ("layout=3", "layout", "3", "must be a block of keys", "data_parallel"),
+    ("layout=3", "layout", "3", "must be a block of keys", "dp"),
     ("learner.optimizer.betas=0.9", "learner.optimizer.betas", "0.9", "must be a list", "default: [0.9, 0.95]"),
     ("learner.optimizer.betas=[0.9]", "learner.optimizer.betas.1", "(not set)", "required", "betas.1"),
     ("rollout.server_args.x=[1]", "rollout.server_args.x", "[1]", "must be text, a whole number, a number or true or false", "correct"),
@@ -318,19 +318,19 @@ BAD_VALUES = [
         "use 15 or 18 prompts",
     ),
     (
-        "layout.data_parallel=128",
-        "rollout.prompts_per_step, learner.minibatches, rollout.group_size, layout.data_parallel",
+        "layout.dp=128",
+        "rollout.prompts_per_step, learner.minibatches, rollout.group_size, layout.dp",
         "rollout.prompts_per_step: 16 (c.yaml:7), learner.minibatches: 1 (default), rollout.group_size: 4 (c.yaml:6), "
-        "layout.data_parallel: 128 (command line)",
+        "layout.dp: 128 (command line)",
         "a minibatch of 64 sequences",
         "use 32 prompts",
     ),
     (
-        "layout.data_parallel=24",
-        "rollout.prompts_per_step, learner.minibatches, rollout.group_size, layout.data_parallel",
+        "layout.dp=24",
+        "rollout.prompts_per_step, learner.minibatches, rollout.group_size, layout.dp",
         "rollout.prompts_per_step: 16 (c.yaml:7), learner.minibatches: 1 (default), rollout.group_size: 4 (c.yaml:6), "
-        "layout.data_parallel: 24 (command line)",
-        "does not divide by layout.data_parallel=24",
+        "layout.dp: 24 (command line)",
+        "does not divide by layout.dp=24",
         "use 12 or 18 prompts",
     ),
 ]
@@ -386,8 +386,8 @@ def test_missing_blocks(folder):
 
 def test_all_problems_are_reported_at_once(folder):
     top = write("top.yaml", "extends: base.yaml\nstepz: 3\nrollout: {top_k: 5}\nkl: {estimator: k9}\n")
-    problems = problems_of(top, ["--seed=1", "name", "layout.data_parallel=0"])
-    assert {p.field for p in problems} == {"(override)", "stepz", "rollout.top_k", "kl.estimator", "layout.data_parallel"}
+    problems = problems_of(top, ["--seed=1", "name", "layout.dp=0"])
+    assert {p.field for p in problems} == {"(override)", "stepz", "rollout.top_k", "kl.estimator", "layout.dp"}
     assert len(problems) == 6
 
 

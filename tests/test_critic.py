@@ -234,10 +234,10 @@ PLAIN = dict(distributed=False, clip_grad=0.05, weight_decay=0.1)
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("layout", [dict(data_parallel=2), dict(tensor_parallel=2)])
+@pytest.mark.parametrize("layout", [dict(dp=2), dict(tp=2)])
 def test_layouts_agree_with_one_process(tmp_path, layout):
     """Tied or not, sharded optimizer or not: values, gradients, norms and three steps of weights."""
-    data_parallel = "data_parallel" in layout
+    data_parallel = "dp" in layout
     rows = [[[0, 2], [4, 6]], [[1, 3, 5], [7]]] if data_parallel else [[[0, 1, 2], [3, 4, 5, 6, 7]]]
     jobs = {}
     for tied in (False, True):
@@ -270,7 +270,7 @@ def assert_same_updates(found, one, name=""):
 def test_sequence_parallel_ranks_agree_with_one_process(folder, tmp_path):
     """The head then sees this rank's tokens alone, and its gradient is summed."""
     lengths = [11, 6, 13, 8]  # take 34 places, as many on either rank
-    arguments = ({"tensor_parallel": 2}, [[[0, 1, 2, 3]]], lengths, PLAIN)
+    arguments = ({"tp": 2}, [[[0, 1, 2, 3]]], lengths, PLAIN)
     one = work_value_updates(folder, {}, *arguments[1:])
     for found in run_ranks(work_sequence_parallel_values, 2, tmp_path / "ranks", folder, *arguments):
         assert_same_updates(found, one)
@@ -291,11 +291,11 @@ def test_two_ranks_fit_like_one(folder, tmp_path):
 @pytest.mark.parametrize("distributed", [True, False])
 def test_two_ranks_resume_bitwise_and_under_another_layout(folder, tmp_path, distributed):
     settings, target = dict(distributed=distributed), tmp_path / "step_000002"
-    saved = run_ranks(work_value_checkpoint, 2, tmp_path / "a", folder, dict(data_parallel=2), settings, target, False)
-    again = run_ranks(work_value_checkpoint, 2, tmp_path / "b", folder, dict(data_parallel=2), settings, target, True)
+    saved = run_ranks(work_value_checkpoint, 2, tmp_path / "a", folder, dict(dp=2), settings, target, False)
+    again = run_ranks(work_value_checkpoint, 2, tmp_path / "b", folder, dict(dp=2), settings, target, True)
     for first, second in zip(saved, again, strict=True):
         for moment in ("at", "after"):
             assert all(torch.equal(t, second[moment][n]) for n, t in first[moment].items()), moment
-    for rank in run_ranks(work_value_checkpoint, 2, tmp_path / "c", folder, dict(tensor_parallel=2), settings, target, True):
+    for rank in run_ranks(work_value_checkpoint, 2, tmp_path / "c", folder, dict(tp=2), settings, target, True):
         assert all(torch.equal(t, rank["at"][n]) for n, t in saved[0]["at"].items())
         assert relative_difference(rank["after"], saved[0]["after"]) < 1e-5

@@ -99,15 +99,15 @@ def test_config_is_read_as_it_stands(tmp_path):
 @pytest.mark.parametrize(
     "layout, processes, message",
     [
-        (dict(tensor_parallel=3), None, "num_attention_heads=4"),
-        (dict(tensor_parallel=4), None, r"num_key_value_heads=2; use one of \[1, 2\]"),
-        (dict(data_parallel=2), 3, "3 processes do not fit"),
+        (dict(tp=3), None, "num_attention_heads=4"),
+        (dict(tp=4), None, r"num_key_value_heads=2; use one of \[1, 2\]"),
+        (dict(dp=2), 3, "3 processes do not fit"),
     ],
 )
 def test_layouts_that_do_not_fit(layout, processes, message):
     with pytest.raises(ValueError, match=message):
         validate_layout(CONFIG, LayoutConfig(**layout), num_processes=processes)
-    validate_layout(CONFIG, LayoutConfig(tensor_parallel=2), num_processes=2)
+    validate_layout(CONFIG, LayoutConfig(tp=2), num_processes=2)
 
 
 @given(
@@ -126,7 +126,7 @@ def test_rollout_layouts_by_what_each_rank_would_hold(kv_heads, siblings, interm
     if fits:
         validate_rollout_layout(config, size)
     else:
-        with pytest.raises(ValueError, match=f"rollout.tensor_parallel={size} does not fit the model's .*use one of \\[1"):
+        with pytest.raises(ValueError, match=f"rollout.tp={size} does not fit the model's .*use one of \\[1"):
             validate_rollout_layout(config, size)
 
 

@@ -198,7 +198,7 @@ def test_a_frozen_engine_scores_and_refuses_to_train(folder):
 
 def test_layout_is_checked_against_the_processes(folder):
     with pytest.raises(ValueError, match="1 processes do not fit"):
-        make_engine(folder, layout=LayoutConfig(data_parallel=2))
+        make_engine(folder, layout=LayoutConfig(dp=2))
 
 
 def test_an_update_needs_micro_batches(folder):
@@ -219,10 +219,10 @@ PLAIN = dict(distributed=False, clip_grad=0.5, weight_decay=0.1)
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("layout", [dict(data_parallel=2), dict(tensor_parallel=2)])
+@pytest.mark.parametrize("layout", [dict(dp=2), dict(tp=2)])
 def test_layouts_agree_with_one_process(tmp_path, layout):
     """Tied or not, sharded optimizer or not, another split: gradients, norms and three steps of weights."""
-    data_parallel = "data_parallel" in layout
+    data_parallel = "dp" in layout
     rows = [[r] for r in OVER_TWO] if data_parallel else [EVERYTHING]
     other_rows = [[r[:1], r[1:]] for r in OVER_TWO] if data_parallel else [[[0, 1, 2], [3, 4, 5, 6, 7]]]
     jobs = {}

@@ -70,7 +70,7 @@ def test_round_trip_is_bit_identical(tmp_path, kind, tied):
 @pytest.mark.parametrize("kind, tied", [("qwen2", True), ("qwen3", False)])
 def test_round_trip_over_two_tensor_parallel_ranks(tmp_path, kind, tied):
     folder = make_hf_model(tmp_path / "m", kind, tied=tied)
-    run_ranks(work_round_trip, 2, tmp_path / "ranks", folder, dict(tensor_parallel=2), tmp_path / "out")
+    run_ranks(work_round_trip, 2, tmp_path / "ranks", folder, dict(tp=2), tmp_path / "out")
     assert_same_weights(folder, tmp_path / "out")
 
 

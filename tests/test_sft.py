@@ -38,7 +38,7 @@ def sft_config(model: Path = Path("unused"), **changes) -> SftConfig:
 
 
 def with_ranks(data_parallel: int, **changes) -> SftConfig:
-    return sft_config(layout=LayoutConfig(data_parallel=data_parallel), **changes)
+    return sft_config(layout=LayoutConfig(dp=data_parallel), **changes)
 
 
 @st.composite

@@ -451,7 +451,7 @@ def gpus_of(config: RolloutConfig, *, first_gpu: int, cuda: bool) -> list[range 
 
 @pytest.mark.parametrize(("first_gpu", "replicas", "tp"), [(0, 1, 1), (1, 1, 1), (8, 2, 2), (3, 4, 1), (2, 3, 4)])
 def test_learner_ranks_and_replicas_each_have_gpus_of_their_own(first_gpu, replicas, tp):
-    config = RolloutConfig(replicas=replicas, tensor_parallel=tp)
+    config = RolloutConfig(replicas=replicas, tp=tp)
     used = [*range(first_gpu), *(gpu for gpus in gpus_of(config, first_gpu=first_gpu, cuda=True) for gpu in gpus)]
     assert used == list(range(first_gpu + replicas * tp))  # none twice, none skipped
     assert gpus_of(config, first_gpu=first_gpu, cuda=False) == [None] * replicas
@@ -477,8 +477,8 @@ def test_a_fleet_with_too_few_gpus_starts_nothing(tmp_path):
 
 def test_stand_ins_are_on_the_path_of_cpu_servers_alone(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    on_cpu = server_environment(RolloutConfig(tensor_parallel=2), replica=0, threads=1, cuda=False)
-    on_cuda = server_environment(RolloutConfig(tensor_parallel=2), replica=0, threads=1, cuda=True)
+    on_cpu = server_environment(RolloutConfig(tp=2), replica=0, threads=1, cuda=False)
+    on_cuda = server_environment(RolloutConfig(tp=2), replica=0, threads=1, cuda=True)
     assert on_cpu["PYTHONPATH"] == f"{ROOT / 'rollout' / 'cpu_stand_ins'}:/mine"
     assert on_cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     assert on_cuda["PYTHONPATH"] == "/mine"
@@ -752,7 +752,7 @@ def test_a_probe_after_an_update_agrees_with_the_sent_model_and_not_with_the_old
 
 @pytest.mark.engines
 def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path):
-    fleet = make_fleet(model_dirs[0], tmp_path, tensor_parallel=2)
+    fleet = make_fleet(model_dirs[0], tmp_path, tp=2)
     fleet.start()
     try:
         fleet.wait_healthy(300)

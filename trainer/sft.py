@@ -109,7 +109,7 @@ def local_batch(examples: list[Example], config: SftConfig, *, dp_rank: int) -> 
         [len(e.token_ids) - 1 for e in examples],
         num_minibatches=1,
         sequences_per_group=1,
-        dp_size=config.layout.data_parallel,
+        dp_size=config.layout.dp,
         token_budget=config.token_budget,
     )
     ids = plan.sequence_ids(dp_rank)

@@ -1,12 +1,67 @@
 """How the learner's processes are laid out."""
 
+from typing import Any, Literal
+
+from pydantic import model_validator
+
 from configs.schema.base import PositiveInt, Schema
 
 
 class LayoutConfig(Schema):
-    data_parallel: PositiveInt = 1
-    tensor_parallel: PositiveInt = 1
+    """Sizes of Megatron's parallel groups. One copy of the model takes tp * cp * pp processes, of which there are dp copies."""
+
+    tp: PositiveInt = 1
+    """Tensor parallel: every matrix is split over this many ranks."""
+    pp: PositiveInt = 1
+    """Pipeline parallel: the layers are split over this many stages (1F1B)."""
+    vpp: PositiveInt = 1
+    """Model chunks of each stage; above 1 the pipeline is interleaved."""
+    sp: bool = False
+    """Sequence parallel: between matrices, the tensor-parallel ranks split the tokens."""
+    cp: PositiveInt = 1
+    """Context parallel: sequences are split over this many ranks. Needs Transformer Engine, hence CUDA."""
+    ep: PositiveInt = 1
+    """Expert parallel: the experts of a mixture-of-experts model are split over this many ranks of a stage (of its tp * cp * dp ranks)."""
+    dp: PositiveInt | Literal["auto"] = "auto"
+    """Data parallel. auto: as many copies as the learner's processes are enough for; without a GPU, one."""
+
+    @model_validator(mode="after")
+    def _combinations(self):
+        if self.sp and self.tp == 1:
+            raise ValueError("sp=true splits tokens over tensor-parallel ranks, of which tp=1 has one; set tp=2 or more, or sp=false")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp={self.vpp} interleaves the stages of a pipeline, of which pp=1 has one; set pp=2 or more, or vpp=1")
+        if self.ep > 1 and self.tp > 1 and not self.sp:
+            raise ValueError(f"ep={self.ep} with tp={self.tp} needs sp=true: Megatron routes tokens to experts from where they are split")
+        ranks = self.tp * self.cp * self.dp if self.dp != "auto" else None
+        if ranks is not None and ranks % self.ep:
+            raise ValueError(f"ep={self.ep} does not divide the tp*cp*dp={ranks} ranks of a pipeline stage; use ep or dp that does")
+        return self
+
+    @property
+    def model_size(self) -> int:
+        """Processes that hold one copy of the model."""
+        return self.tp * self.cp * self.pp
 
     @property
     def world_size(self) -> int:
-        return self.data_parallel * self.tensor_parallel
+        """Processes of the learner. Raises ValueError while dp is auto: see ``resolved``."""
+        if self.dp == "auto":
+            raise ValueError("layout.dp=auto has not been resolved: the number of processes is not known here")
+        return self.model_size * self.dp
+
+    def resolved(self, num_processes: int) -> "LayoutConfig":
+        """This layout on ``num_processes`` processes, dp no longer auto. Raises ValueError where they hold no whole number of copies."""
+        if self.dp != "auto":
+            return self
+        if num_processes < self.model_size or num_processes % self.model_size:
+            raise ValueError(
+                f"layout.dp=auto: {num_processes} processes are no multiple of the {self.model_size} that one copy of the model takes "
+                f"(tp={self.tp} * cp={self.cp} * pp={self.pp}); change these, or the number of processes"
+            )
+        sizes: dict[str, Any] = self.model_dump() | {"dp": num_processes // self.model_size}
+        return LayoutConfig(**sizes)
+
+
+ONE_PROCESS = tuple(f"layout.{name}={'false' if name == 'sp' else 1}" for name in LayoutConfig.model_fields)
+"""Overrides for what one process does with a run of any layout."""

@@ -46,7 +46,7 @@ class RolloutConfig(Schema):
     max_staleness: Literal[0] = 0
     """Versions a token may lag behind the learner. Only the synchronous loop exists: 0."""
     replicas: PositiveInt = 1
-    tensor_parallel: PositiveInt = 1
+    tp: PositiveInt = 1
     """SGLang's TP size of each replica."""
     first_port: int | None = Field(default=None, ge=1024, le=65000)
     """Replica i listens on first_port + 2 i; free ports are taken where this is not given."""

@@ -120,13 +120,14 @@ class RunConfig(Schema):
                 f"rollout.prompts_per_step={prompts} does not divide into learner.minibatches={parts}; "
                 f"use {prompts - prompts % parts or parts} or {prompts + parts - prompts % parts} prompts"
             )
-        sequences, ranks = prompts // parts * self.rollout.group_size, self.layout.data_parallel
+        # layout.dp=auto: the command checks again once it knows the number of processes.
+        sequences, ranks = prompts // parts * self.rollout.group_size, 1 if self.layout.dp == "auto" else self.layout.dp
         if sequences % ranks:
             unit = parts * (ranks // math.gcd(self.rollout.group_size, ranks))
             fewer, more = prompts - prompts % unit, prompts - prompts % unit + unit
             raise ValueError(
                 f"a minibatch of {sequences} sequences (rollout.prompts_per_step={prompts} / learner.minibatches={parts} * "
-                f"rollout.group_size={self.rollout.group_size}) does not divide by layout.data_parallel={ranks}, so some ranks would get "
+                f"rollout.group_size={self.rollout.group_size}) does not divide by layout.dp={ranks}, so some ranks would get "
                 f"fewer sequences than others; use {f'{fewer} or ' if fewer else ''}{more} prompts, or other minibatches or ranks"
             )
         if self.rollout.max_new_tokens >= self.learner.token_budget:
@@ -230,8 +231,8 @@ class SftConfig(Schema):
 
     @model_validator(mode="after")
     def _batch_divides(self):
-        if self.batch_size % self.layout.data_parallel:
-            raise ValueError(f"batch_size={self.batch_size} does not divide by layout.data_parallel={self.layout.data_parallel}")
+        if self.layout.dp != "auto" and self.batch_size % self.layout.dp:
+            raise ValueError(f"batch_size={self.batch_size} does not divide by layout.dp={self.layout.dp}")
         return self
 
 
