@@ -38,8 +38,9 @@ VOCAB_MULTIPLE = 8
 def make_tiny_countdown_model(folder: Path, *, seed: int, family: str = "qwen3") -> None:
     """Write a Hugging Face folder of a randomly initialised model (float32) for the Countdown task.
 
-    ``family`` is one of ``FAMILIES``: Qwen3 has 0.79 M parameters, the two with 8 experts in every layer 1.4 M, of which a token
-    uses those of 2 experts and the rest (0.5 M). The folder appears under its name only when complete. The same ``seed`` gives the same weights.
+    ``family`` is one of ``FAMILIES``. Qwen3 has 0.79 M parameters; the two with 8 experts in every layer have 1.4 M, of which a token
+    uses those of 2 experts and the rest (0.5 M). The folder appears under its name only when complete. The same ``seed`` gives the
+    same weights.
 
     Raises:
         ValueError: ``folder`` exists already, or ``family`` is unknown.
