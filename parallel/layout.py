@@ -234,12 +234,17 @@ def check_critic_vocabulary(critic: Mapping[str, Any], policy: Mapping[str, Any]
 def validate_rollout_layout(hf_config: Mapping[str, Any], tensor_parallel: int) -> None:
     """Whether SGLang can serve this model over ``tensor_parallel`` ranks. ``hf_config`` is the model's config.json.
 
-    Query heads and the intermediate size must divide by it. Key/value heads must divide by it too, or, where there are fewer heads than
+    Query heads and intermediate sizes must divide by it. Key/value heads must divide by it too, or, where there are fewer heads than
     ranks, ranks by heads: each head is then copied to several ranks. Any vocabulary fits: SGLang pads it to a multiple of the ranks.
 
     Raises ValueError for what ``read_architecture`` refuses, and naming the first number that does not fit.
     """
     architecture = read_architecture(hf_config)
+    if architecture.experts and architecture.tied:
+        raise ValueError(
+            f"config.json has tie_word_embeddings=true, which SGLang ignores in a {architecture.model_type} model: it would serve a random "
+            "output layer; save the model with an output layer of its own (a copy of the embedding) and tie_word_embeddings=false"
+        )
     wrong = _rollout_misfit(architecture, tensor_parallel)
     if wrong is not None:
         fitting = [n for n in range(1, architecture.num_heads + 1) if _rollout_misfit(architecture, n) is None]
@@ -257,4 +262,6 @@ def _rollout_misfit(architecture: Architecture, size: int) -> str | None:
         return f"num_key_value_heads={kv_heads}"
     if architecture.intermediate_size % size:
         return f"intermediate_size={architecture.intermediate_size}"
+    if architecture.experts and architecture.experts.intermediate_size % size:
+        return f"moe_intermediate_size={architecture.experts.intermediate_size}"
     return None
