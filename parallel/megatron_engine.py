@@ -31,7 +31,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
 from parallel import checkpoint, hf_conversion, platform
-from parallel.layout import read_hf_config, validate_layout
+from parallel.layout import Architecture, read_hf_config, validate_layout
 from parallel.megatron_model import LogprobGPTModel, PackedGPTModel, ValueGPTModel, build_model, build_value_model
 from parallel.packing import PackedBatch
 
@@ -66,6 +66,11 @@ class Groups:
     tp_rank: int
     tp_size: int
     tp_group: dist.ProcessGroup
+    pp_rank: int
+    pp_size: int
+    pp_group: dist.ProcessGroup
+    is_stage_first: bool
+    """Whether this rank writes and sends the weights of its pipeline stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +148,10 @@ class _Engine:
         self._scheduler = _scheduler(self._optimizer, config, total_steps)
         # The loss carries global weights: gradients are summed, never divided by token or rank counts.
         self.model.config.finalize_model_grads_func = lambda chunks, num_tokens=None, **rest: finalize_model_grads(chunks, None, **rest)
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.model.architecture
 
     @property
     def is_frozen(self) -> bool:
@@ -408,6 +417,10 @@ def _groups() -> Groups:
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        is_stage_first=hf_conversion.is_stage_first(),
     )
 
 
