@@ -80,11 +80,12 @@ def replay(
 def make_tiny_model(
     folder: Annotated[Path, typer.Argument(help="The folder to write", metavar="FOLDER")],
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    family: Annotated[str, typer.Option(help="qwen3, qwen3_moe or mixtral.")] = "qwen3",
 ) -> None:
-    """A tiny Qwen3 model with a character tokenizer for Countdown, with random weights."""
+    """A tiny model with a character tokenizer for Countdown, with random weights."""
     from rollout.tiny_model import make_tiny_countdown_model
 
-    make_tiny_countdown_model(folder, seed=seed)
+    make_tiny_countdown_model(folder, seed=seed, family=family)
     print(f"wrote {folder}")
 
 

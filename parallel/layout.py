@@ -9,14 +9,33 @@ from typing import Any
 
 from configs.schema.layout import LayoutConfig
 
-SUPPORTED = {"qwen2": "Qwen2 and Qwen2.5", "qwen3": "Qwen3", "llama": "Llama"}
+SUPPORTED = {
+    "qwen2": "Qwen2 and Qwen2.5, dense", "qwen3": "Qwen3, dense", "llama": "Llama, dense", "qwen3_moe": "Qwen3-MoE", "mixtral": "Mixtral",
+}  # fmt: skip
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary frequencies that do not depend on the length of the sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The mixture-of-experts part of a model. The router's weights are its softmax over all experts at the chosen ones.
+
+    ``norm_topk``: they are divided by their sum. ``is_sparse``: of each layer, whether it has experts or a dense MLP.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    norm_topk: bool
+    is_sparse: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """What of a config.json decides the model. ``vocab_size`` is the real one, without padding rows."""
+    """What of a config.json decides the model. ``vocab_size`` is the real one, without padding rows.
+
+    ``intermediate_size`` is that of dense MLPs; a model all of whose layers have experts does not use it.
+    """
 
     model_type: str
     vocab_size: int
@@ -31,6 +50,8 @@ class Architecture:
     tied: bool
     qkv_bias: bool
     qk_norm: bool
+    experts: Experts | None = None
+    """None: dense."""
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
@@ -52,9 +73,10 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     kind = hf_config.get("model_type")
     if kind not in SUPPORTED:
         supported = ", ".join(f"{name} ({title})" for name, title in SUPPORTED.items())
-        raise ValueError(f"model_type {kind!r} is not supported; supported are {supported}, dense")
+        raise ValueError(f"model_type {kind!r} is not supported; supported are {supported}")
     _refuse_variants(hf_config, kind)
     heads, hidden_size = _size(hf_config, "num_attention_heads", kind), _size(hf_config, "hidden_size", kind)
+    num_layers = _size(hf_config, "num_hidden_layers", kind)
     kv_heads = heads if hf_config.get("num_key_value_heads") is None else _size(hf_config, "num_key_value_heads", kind)
     if heads % kv_heads:
         raise ValueError(f"config.json has num_attention_heads={heads}, not a multiple of num_key_value_heads={kv_heads}; restore it")
@@ -66,7 +88,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         model_type=kind,
         vocab_size=_size(hf_config, "vocab_size", kind),
         hidden_size=hidden_size,
-        num_layers=_size(hf_config, "num_hidden_layers", kind),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=hidden_size // heads if hf_config.get("head_dim") is None else _size(hf_config, "head_dim", kind),
@@ -75,7 +97,37 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         max_positions=_size(hf_config, "max_position_embeddings", kind),
         tied=bool(hf_config.get("tie_word_embeddings", False)),
         qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        experts=_read_experts(hf_config, kind, num_layers),
+    )
+
+
+def _read_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> Experts | None:
+    if kind == "mixtral":
+        size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
+    elif kind == "qwen3_moe":
+        size_name, norm_topk = "moe_intermediate_size", bool(hf_config.get("norm_topk_prob", False))
+        dense = hf_config.get("mlp_only_layers") or ()
+        every = 1 if hf_config.get("decoder_sparse_step") is None else _size(hf_config, "decoder_sparse_step", kind)
+    else:
+        return None
+    # Today's transformers writes Mixtral's name for either family.
+    count_name = "num_experts" if "num_experts" in hf_config else "num_local_experts"
+    count, chosen = _size(hf_config, count_name, kind), _size(hf_config, "num_experts_per_tok", kind)
+    if chosen > count:
+        raise ValueError(f"config.json has num_experts_per_tok={chosen}, more than its {count_name}={count}; restore it")
+    is_sparse = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers))
+    if not any(is_sparse):
+        raise ValueError(
+            f"config.json has mlp_only_layers={list(dense)} and decoder_sparse_step={every}, which leave none of the {num_layers} layers "
+            "with experts; restore it, or use a dense model"
+        )
+    return Experts(
+        num_experts=count,
+        experts_per_token=chosen,
+        intermediate_size=_size(hf_config, size_name, kind),
+        norm_topk=norm_topk,
+        is_sparse=is_sparse,
     )
 
 
@@ -102,12 +154,17 @@ def _field(hf_config: Mapping[str, Any], name: str, kind: str) -> Any:
 def _refuse_variants(hf_config: Mapping[str, Any], kind: str) -> None:
     refused = {
         "use_sliding_window": bool(hf_config.get("use_sliding_window")),
+        "sliding_window": kind == "mixtral" and hf_config.get("sliding_window") is not None,  # which has no use_sliding_window
         "layer_types": any(t != "full_attention" for t in hf_config.get("layer_types") or ()),
         "attention_bias": kind != "qwen2" and bool(hf_config.get("attention_bias")),
         "mlp_bias": bool(hf_config.get("mlp_bias")),
         "hidden_act": hf_config.get("hidden_act", "silu") != "silu",
         "partial_rotary_factor": (hf_config.get("partial_rotary_factor") or 1.0) != 1.0,
         "quantization_config": hf_config.get("quantization_config") is not None,
+        "router_jitter_noise": bool(hf_config.get("router_jitter_noise")),
+        "router_bias": bool(hf_config.get("router_bias")),
+        "shared_expert_intermediate_size": bool(hf_config.get("shared_expert_intermediate_size")),
+        "n_shared_experts": bool(hf_config.get("n_shared_experts")),
     }
     for name, found in refused.items():
         if found:

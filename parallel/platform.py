@@ -37,6 +37,11 @@ def uses_transformer_engine() -> bool:
     return has_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
+def uses_grouped_gemm() -> bool:
+    """Whether a rank's experts run as one grouped matrix product (Transformer Engine's) or one after the other."""
+    return uses_transformer_engine()
+
+
 def attention_dtype(model_dtype: torch.dtype) -> torch.dtype:
     """In which dtype our own attention runs.
 

@@ -77,8 +77,8 @@ class WeightSync:
         self._dtype = getattr(torch, rollout_dtype)
         self._exact = rollout_dtype == "float32" and learner.engine.dtype == torch.float32
         self._temperature, self._probe_prompt, self._probe_tokens = temperature, probe_prompt, probe_tokens
-        # SGLang's checksum is SHA-256 of its tensors only on CPU; elsewhere the probe stands alone.
-        self._checks_bytes = backend == "gloo"
+        # SGLang's checksum is SHA-256 of its tensors only on CPU, and experts it arranges in its own way; there the probe stands alone.
+        self._checks_bytes = backend == "gloo" and learner.engine.architecture.experts is None
         self._tensor_parallel = tensor_parallel
         self._samples_are_probes = samples_are_probes and self._checks_bytes
         self._sender: _Sender | None = None

@@ -10,6 +10,6 @@ Dtype = Literal["float32", "bfloat16"]
 
 class ModelConfig(Schema):
     path: Path
-    """A Hugging Face folder (config.json, *.safetensors, tokenizer): Qwen2/2.5, Qwen3 or Llama, dense."""
+    """A Hugging Face folder (config.json, *.safetensors, tokenizer): dense Qwen2/2.5, Qwen3 or Llama, Qwen3-MoE or Mixtral."""
     dtype: Dtype = "bfloat16"
     """Of the learner's weights and activations; the optimizer keeps float32 either way."""
