@@ -38,7 +38,6 @@ def config_fields(experts: Experts | None) -> dict[str, Any]:
         "moe_layer_freq": [int(sparse) for sparse in experts.is_sparse],
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": 1,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": platform.uses_grouped_gemm(),
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": True,

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -57,6 +59,22 @@ def synchronize() -> None:
     """Wait until the device has done all it was given; on CPU nothing is outstanding."""
     if has_cuda():
         torch.cuda.synchronize()
+
+
+@contextmanager
+def side_stream(place: torch.device) -> Iterator[None]:
+    """Work given to the device inside comes after what was given before, beside what other threads give meanwhile; done on leaving.
+
+    On CPU work is done when a call returns, in whatever thread.
+    """
+    if place.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(place)
+    stream.wait_stream(torch.cuda.current_stream(place))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def init_distributed(timeout_s: float) -> None:
