@@ -286,6 +286,8 @@ class _Engine:
         def forward_step(batches: Iterator[PackedBatch], chunk):
             batch = next(batches).to(platform.device())
             output = forward(getattr(chunk, "module", chunk), batch)
+            if attach_loss is None and isinstance(output, tuple):
+                output = torch.stack(output)  # of a model with experts, Megatron asks any output for its device
             return output, attach_loss(batch) if attach_loss else (lambda found, non_loss_data: found)
 
         return get_forward_backward_func()(
