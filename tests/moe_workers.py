@@ -1,17 +1,19 @@
-"""Tiny mixture-of-experts models and multi-process runs of them. Functions named ``work_*`` run in every spawned rank."""
+"""Tiny mixture-of-experts models, what transformers says of them, and their jobs in several processes. Imported by spawned ranks."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from parallel.megatron_engine import MegatronEngine
+from configs.schema.layout import LayoutConfig
 from parallel.packing import PackedBatch
-from tests.megatron_workers import VOCAB, weighted_loss, weights_of
+from tests.layout_workers import work_layout
+from tests.megatron_workers import VOCAB, make_engine, weighted_loss
 
 EXPERTS = 4
-FAMILIES = ("qwen3_moe", "mixtral")
 
 
 def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0, **changes) -> Path:
@@ -31,28 +33,15 @@ def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + 1.0)
-            elif name.endswith("gate.weight"):  # routes that differ from token to token
+            elif name.endswith("gate.weight"):  # routes that differ clearly from token to token
                 parameter.mul_(3.0)
     model.save_pretrained(folder)
     return folder
 
 
-def gradients_by_name(engine: MegatronEngine) -> dict[str, torch.Tensor]:
-    """Of a plain (not distributed) optimizer, before its next update: whole gradients by Hugging Face name, as weights are exported."""
-    parameters = list(engine.model.parameters())
-    kept = [parameter.detach().clone() for parameter in parameters]
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.copy_(parameter.main_grad)
-        found = weights_of(engine)
-        for parameter, old in zip(parameters, kept, strict=True):
-            parameter.copy_(old)
-    return found
-
-
-def transformers_gradients(folder: Path, batch: PackedBatch, temperature: float, out: Path) -> dict[str, torch.Tensor]:
-    """The gradient of ``weighted_loss`` by transformers, one sequence after the other, by the names under which it saves tensors."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+def by_transformers(folder: Path, batch: PackedBatch, temperature: float, out: Path) -> tuple[Tensor, dict[str, Tensor]]:
+    """(logits [T, V], the gradient of ``weighted_loss`` by the names under which transformers saves tensors), sequence by sequence."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logits_TV = torch.cat([model(row[None]).logits[0] for row in batch.tokens_T.split(batch.lengths)])
     logp_TV = torch.log_softmax(logits_TV / temperature, -1)
     logprobs_T = logp_TV.gather(1, batch.targets_T[:, None]).squeeze(1)
@@ -60,5 +49,12 @@ def transformers_gradients(folder: Path, batch: PackedBatch, temperature: float,
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
-    model.save_pretrained(out)
-    return load_file(out / "model.safetensors")
+    model.save_pretrained(out)  # which takes the experts apart, by the same code as for weights
+    return logits_TV.detach(), load_file(out / "model.safetensors")
+
+
+def work_moe(layout: LayoutConfig, jobs: dict[str, tuple[str, dict[str, Any]]], saves: dict[Path, Path]) -> dict[str, dict[str, Any]]:
+    """``work_layout``, and folders (the keys) through this layout and out again."""
+    for source, out in saves.items():
+        make_engine(source, layout=layout).save_hf(out)
+    return work_layout(layout, jobs)
