@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -53,8 +54,13 @@ def by_transformers(folder: Path, batch: PackedBatch, temperature: float, out: P
     return logits_TV.detach(), load_file(out / "model.safetensors")
 
 
-def work_moe(layout: LayoutConfig, jobs: dict[str, tuple[str, dict[str, Any]]], saves: dict[Path, Path]) -> dict[str, dict[str, Any]]:
-    """``work_layout``, and folders (the keys) through this layout and out again."""
-    for source, out in saves.items():
-        make_engine(source, layout=layout).save_hf(out)
-    return work_layout(layout, jobs)
+def work_layouts(cases: dict[str, tuple[dict[str, Any], dict[str, tuple], dict[Path, Path]]]) -> dict[str, dict[str, Any]]:
+    """Per case ``work_layout``'s results of its jobs, one case after another; folders (keys) go through its layout and out again."""
+    found = {}
+    for name, (sizes, jobs, saves) in cases.items():
+        layout = LayoutConfig(**sizes)
+        found[name] = work_layout(layout, jobs)
+        for source, out in saves.items():
+            make_engine(source, layout=layout).save_hf(out)
+        parallel_state.destroy_model_parallel()
+    return found

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from rollout.sglang_control import SGLangControl
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.layout_workers import by_hf_names, work_layout
 from tests.megatron_workers import make_batch, make_engine, relative_difference, run_ranks, weighted_loss
-from tests.moe_workers import by_transformers, make_moe_model, work_moe
+from tests.moe_workers import by_transformers, make_moe_model, work_layouts
 from tests.test_megatron_model import assert_same_weights
 from tests.test_sglang import EXACT, make_fleet, send, sharpen
 
@@ -216,41 +217,85 @@ def assert_same_step(ranks: list[dict], wanted: dict) -> None:
                 assert (found[kind][name] - tensor).norm() <= 1e-5 * tensor.norm(), name
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    shapes = {"qwen3_moe": {}, "mixed": MIXED, "mixtral": {}, "tied": dict(tied=True)}
+    kinds = {"mixed": "qwen3_moe", "tied": "mixtral"}
+    return {name: make_moe_model(folder / name, kinds.get(name, name), **changes) for name, changes in shapes.items()}
+
+
+TWO_RANKS = {
+    "ep2": (dict(ep=2, dp=2), ["mixed", "tied"]),
+    "ep2 tp2 sp": (dict(ep=2, tp=2, sp=True), ["qwen3_moe", "mixtral"]),
+    "tp2 sp": (dict(tp=2, sp=True), ["qwen3_moe"]),  # all experts on both ranks, which see different tokens
+}
+
+
+def step_jobs(models, names, **optimizer) -> dict[str, tuple]:
+    return {name: ("step", dict(kind="policy", folder=models[name], **optimizer)) for name in names}
+
+
+@pytest.fixture(scope="module")
+def alone(models, tmp_path_factory) -> dict[str, dict]:
+    """One process: a step of each model, and the step after a checkpoint, which is at "folder"."""
+    checkpoint = tmp_path_factory.mktemp("alone") / "step_000001"
+    job = ("save", dict(kind="policy", folder=models["mixed"], checkpoint=checkpoint))
+    return work_layout(LayoutConfig(), step_jobs(models, models) | {"saved": job}) | {"folder": checkpoint}
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(models, alone, tmp_path_factory):
+    """(by rank what each case of TWO_RANKS gave, the folder with what they wrote)"""
+    folder = tmp_path_factory.mktemp("two")
+    cases = {
+        case: (layout, step_jobs(models, names), {models[name]: folder / case / name for name in names})
+        for case, (layout, names) in TWO_RANKS.items()
+    }
+    job = dict(kind="policy", folder=models["mixed"])
+    cases["ep2"][1].update(
+        {
+            "plain": ("step", job | {"distributed": False}),
+            "loaded": ("load", job | {"checkpoint": alone["folder"]}),
+            "saved": ("save", job | {"checkpoint": folder / "step_000001"}),
+        }
+    )
+    return run_ranks(work_layouts, 2, folder / "ranks", cases, deadline_s=300.0), folder
+
+
 @pytest.mark.engines
-@pytest.mark.parametrize(
-    "num_ranks, layout, shapes",
-    [
-        (2, dict(ep=2, dp=2), [("qwen3_moe", MIXED), ("mixtral", dict(tied=True))]),
-        (2, dict(ep=2, tp=2, sp=True), [("qwen3_moe", {}), ("mixtral", {})]),
-        (2, dict(tp=2, sp=True), [("qwen3_moe", {})]),  # all experts on both ranks, which see different tokens
-        (4, dict(ep=2, dp=2, pp=2), [("qwen3_moe", MIXED), ("mixtral", dict(tied=True))]),
-    ],
-)
-def test_one_step_equals_that_of_one_process(tmp_path, num_ranks, layout, shapes):
+@pytest.mark.parametrize("case", TWO_RANKS)
+def test_one_step_equals_that_of_one_process(on_two_ranks, alone, models, case):
     """Loss, scores, every gradient, norm, clipping and weights, with unequal token counts per rank; and the folder out again."""
-    jobs, saves = {}, {}
-    for kind, changes in shapes:
-        folder = make_moe_model(tmp_path / kind, kind, **changes)
-        saves[folder] = tmp_path / f"{kind}-out"
-        for distributed in (True, False) if layout == dict(ep=2, dp=2) else (True,):
-            jobs[f"{kind} {distributed}"] = ("step", dict(kind="policy", folder=folder, distributed=distributed))
-    ranks = run_ranks(work_moe, num_ranks, tmp_path / "ranks", LayoutConfig(**layout), jobs, saves)
-    wanted = work_layout(LayoutConfig(), jobs)
-    for name in jobs:
-        assert_same_step([found[name] for found in ranks], wanted[name])
-    for folder, out in saves.items():
-        assert_same_weights(folder, out)
+    ranks, folder = on_two_ranks
+    for name in TWO_RANKS[case][1]:
+        assert_same_step([found[case][name] for found in ranks], alone[name])
+        assert_same_weights(models[name], folder / case / name)
 
 
 @pytest.mark.engines
-def test_a_checkpoint_loads_with_and_without_expert_parallelism(tmp_path):
-    folder, alone, split = make_moe_model(tmp_path / "m", "qwen3_moe", **MIXED), tmp_path / "step_000001", tmp_path / "step_000002"
-    job = dict(kind="policy", folder=folder)
-    wanted = work_layout(LayoutConfig(), {"save": ("save", job | {"checkpoint": alone})})["save"]
-    jobs = {"load": ("load", job | {"checkpoint": alone}), "save": ("save", job | {"checkpoint": split})}
-    ranks = run_ranks(work_moe, 2, tmp_path / "ranks", LayoutConfig(ep=2, dp=2), jobs, {})
-    assert_same_step([found["load"] for found in ranks], wanted)
-    assert_same_step([work_layout(LayoutConfig(), {"load": ("load", job | {"checkpoint": split})})["load"]], wanted)
+def test_an_optimizer_that_is_not_distributed_steps_alike(on_two_ranks, alone):
+    assert_same_step([found["ep2"]["plain"] for found in on_two_ranks[0]], alone["mixed"])
+
+
+@pytest.mark.engines
+def test_a_checkpoint_loads_with_and_without_expert_parallelism(on_two_ranks, alone, models):
+    ranks, folder = on_two_ranks
+    assert_same_step([found["ep2"]["loaded"] for found in ranks], alone["saved"])
+    job = ("load", dict(kind="policy", folder=models["mixed"], checkpoint=folder / "step_000001"))
+    assert_same_step([work_layout(LayoutConfig(), {"loaded": job})["loaded"]], alone["saved"])
+
+
+@pytest.mark.engines
+def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
+    """The first stage of the mixed model has none."""
+    names = ["mixed", "tied"]
+    saves = {models[name]: tmp_path / name for name in names}
+    cases = {"pp2": (dict(ep=2, dp=2, pp=2), step_jobs(models, names), saves)}
+    ranks = run_ranks(work_layouts, 4, tmp_path / "ranks", cases, deadline_s=300.0)
+    for name in names:
+        assert_same_step([found["pp2"][name] for found in ranks], alone[name])
+        assert_same_weights(models[name], tmp_path / name)
 
 
 # --- real SGLang servers -------------------------------------------------------------------------------------------------------------
