@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from parallel.hf_files import INDEX, HuggingFaceWeights, PerturbedWeights
 from tests.megatron_workers import make_hf_model, run_ranks
-from tests.transfer_workers import work_order_of_turns, work_round_trips
+from tests.transfer_workers import work_failing_writers, work_order_of_turns, work_round_trips
 
 ON_TWO = ["tp=2", "tp=2,sp", "pp=2", "pp=2,vpp=2", "dp=2"]
 ON_FOUR = ["tp=2,pp=2", "tp=2,pp=2,sp", "tp=2,dp=2"]
