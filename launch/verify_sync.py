@@ -87,6 +87,15 @@ def overrides(layout: LayoutConfig | None) -> list[str]:
 
 def run(configs: Sequence[RunConfig], tps: Sequence[int], start: StartRole) -> bool:
     """The whole proof, for the learner layouts of ``configs``. ``start(name, folder, config, ...)`` makes a role."""
+    from rollout.sglang_control import ControlError
+
+    try:
+        return _prove(configs, tps, start)
+    except ControlError as error:
+        raise RoleFailed(f"a server failed: {error}") from error
+
+
+def _prove(configs: Sequence[RunConfig], tps: Sequence[int], start: StartRole) -> bool:
     base = configs[0]
     out = run_folder.create(base.launch.runs_dir, f"{base.name}-verify-sync", resolved_yaml(base)).path
     print(f"folder: {out}", flush=True)
