@@ -32,6 +32,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
 from parallel import checkpoint, hf_conversion, platform
+from parallel.hf_files import HuggingFaceWeights
 from parallel.layout import Architecture, read_hf_config, validate_layout
 from parallel.megatron_model import LogprobGPTModel, PackedGPTModel, ValueGPTModel, build_model, build_value_model
 from parallel.packing import PackedBatch
@@ -406,6 +407,10 @@ class MegatronEngine(_Engine):
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of this pipeline stage, in one order on all its ranks; see ``hf_conversion.export_hf``."""
         return hf_conversion.export_hf(self.chunks)
+
+    def load_weights(self, weights: HuggingFaceWeights) -> None:
+        """Other weights in the place of the model's; an optimizer's own copies stay as they are, so this is no way to go on training."""
+        hf_conversion.load_weights(self.chunks, weights)
 
     def save_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder with this model's weights, all or nothing; see ``hf_conversion.save_hf``."""

@@ -226,7 +226,8 @@ class SGLangControl:
     def greedy(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[Continuation]]:
         """Per replica, the likeliest continuation of each prompt. One at a time and from an empty cache: nothing but the weights,
         not even the batch, makes a difference to the numbers."""
-        self._post_all("flush the cache", "/flush_cache", {})
+        # It waits for requests that are just ending, such as the one by which a server was found healthy.
+        self._post_all("flush the cache", f"/flush_cache?timeout={self._timeout_s:g}", {})
         sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
         of_prompts = []
         for prompt in prompts:

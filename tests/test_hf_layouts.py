@@ -1,4 +1,4 @@
-"""Weights leave the learner from every layout: Hugging Face -> layout -> Hugging Face to the bit, and one writer's failure is everybody's."""
+"""Weights leave the learner from every layout: Hugging Face -> layout -> Hugging Face to the bit; one writer's failure is everybody's."""
 
 import json
 
@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from parallel.hf_files import INDEX, HuggingFaceWeights, PerturbedWeights
 from tests.megatron_workers import make_hf_model, run_ranks
-from tests.transfer_workers import work_failing_writer, work_order_of_turns, work_round_trips
+from tests.transfer_workers import work_failing_writers, work_order_of_turns, work_round_trips
 
 ON_TWO = ["tp=2", "tp=2,sp", "pp=2", "pp=2,vpp=2", "dp=2"]
 ON_FOUR = ["tp=2,pp=2", "tp=2,pp=2,sp", "tp=2,dp=2"]
@@ -27,8 +27,8 @@ def assert_same(found, wanted):
 @pytest.mark.engines
 @pytest.mark.parametrize(
     "num_ranks, layouts, kind, tied",
-    [(2, ON_TWO, "qwen3", True), (2, ON_TWO, "qwen2", False), (4, ON_FOUR, "qwen3", True)],
-    ids=["two-tied", "two-untied", "four-tied"],
+    [(2, ON_TWO, "qwen3", True), (4, ON_FOUR, "qwen2", False)],
+    ids=["two", "four"],
 )
 def test_every_layout_gives_back_the_folder_and_the_same_other_weights(tmp_path, num_ranks, layouts, kind, tied):
     folder = make_hf_model(tmp_path / "m", kind, tied=tied, num_hidden_layers=4)
@@ -49,11 +49,10 @@ def test_every_layout_gives_back_the_folder_and_the_same_other_weights(tmp_path,
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("bad_rank", [0, 1])
-def test_a_full_disk_of_one_writer_is_raised_everywhere_and_leaves_nothing(tmp_path, bad_rank):
+def test_a_full_disk_of_one_writer_is_raised_everywhere_and_leaves_nothing(tmp_path):
     folder = make_hf_model(tmp_path / "m", "qwen3")
-    said = run_ranks(work_failing_writer, 2, tmp_path / "ranks", folder, "pp=2", tmp_path / "save" / "out", bad_rank)
-    for message in said:
+    of_ranks = run_ranks(work_failing_writers, 2, tmp_path / "ranks", folder, "pp=2", tmp_path / "save" / "out", deadline_s=300)
+    for message in (said for of_rank in of_ranks for said in of_rank):
         assert "No space left" in message and "unchanged" in message
     assert_same(weights_in(tmp_path / "save" / "out"), weights_in(folder))
     assert [p.name for p in (tmp_path / "save").iterdir()] == ["out"]
@@ -61,11 +60,8 @@ def test_a_full_disk_of_one_writer_is_raised_everywhere_and_leaves_nothing(tmp_p
 
 @pytest.mark.engines
 def test_stages_take_turns(tmp_path):
-    folder = make_hf_model(tmp_path / "m", "qwen3")
-    log = tmp_path / "log"
-    senders = run_ranks(work_order_of_turns, 4, tmp_path / "ranks", folder, "tp=2,pp=2", log)
-    assert senders == [True, False, True, False]
-    assert log.read_text().split() == ["0", "0", "1", "1"] * 2
+    run_ranks(work_order_of_turns, 3, tmp_path / "ranks", tmp_path / "log", deadline_s=300)
+    assert (tmp_path / "log").read_text().split() == ["0", "0", "1", "1", "2", "2"] * 2
 
 
 def test_every_perturbed_tensor_is_another_and_of_its_own(tmp_path):

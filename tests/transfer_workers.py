@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from parallel import hf_conversion, hf_files
 from parallel.hf_files import PerturbedWeights
 from parallel.megatron_engine import MegatronEngine
 from tests.megatron_workers import make_engine
+from trainer.weight_sync import in_turn
 
 
 def engines(folder: Path, layouts: Sequence[str]) -> Iterator[tuple[LayoutConfig, MegatronEngine]]:
@@ -31,35 +33,33 @@ def work_round_trips(folder: Path, layouts: Sequence[str], out: Path) -> dict[st
     return exported
 
 
-def work_failing_writer(folder: Path, layout: str, out: Path, bad_rank: int) -> str:
-    """A save in which one rank's disk is full; what was raised on this one."""
+def work_failing_writers(folder: Path, layout: str, out: Path) -> list[str]:
+    """Saves in each of which another rank's disk is full; what was raised on this one."""
     ((_, engine),) = [next(engines(folder, [layout]))]
     engine.save_hf(out)
-    if dist.get_rank() == bad_rank:
+    save_file, said = hf_files.save_file, []
 
-        def full_disk(*unused, **unused_named):
-            raise OSError(28, "No space left on device")
+    def full_disk(*unused, **unused_named):
+        raise OSError(28, "No space left on device")
 
-        hf_files.save_file = full_disk
-    try:
-        engine.save_hf(out)
-    except OSError as error:
-        return str(error)
-    return ""
+    for bad_rank in range(dist.get_world_size()):
+        hf_files.save_file = full_disk if dist.get_rank() == bad_rank else save_file
+        try:
+            engine.save_hf(out)
+            said.append("")
+        except OSError as error:
+            said.append(str(error))
+    return said
 
 
-def work_order_of_turns(folder: Path, layout: str, log: Path) -> bool:
-    """Each sender writes down when it is inside; the first is slow, and the others would overtake it if they could."""
-    from trainer.weight_sync import in_turn
-
-    ((_, engine),) = [next(engines(folder, [layout]))]
-    if engine.groups.is_stage_first:
-        for _ in range(2):
-            with in_turn(engine.groups):
-                for _ in range(2):
-                    with log.open("a") as file:
-                        file.write(f"{engine.groups.pp_rank} ")
-                    if engine.groups.pp_rank == 0:
-                        torch.randn(500, 500) @ torch.randn(500, 500)
-            dist.barrier(engine.groups.pp_group)
-    return engine.groups.is_stage_first
+def work_order_of_turns(log: Path) -> None:
+    """Each of three senders writes down when it is inside; the first is slow, and the others would overtake it if they could."""
+    groups = SimpleNamespace(pp_rank=dist.get_rank(), pp_size=dist.get_world_size(), pp_group=dist.group.WORLD)
+    for _ in range(2):
+        with in_turn(groups):
+            for _ in range(2):
+                with log.open("a") as file:
+                    file.write(f"{groups.pp_rank} ")
+                if groups.pp_rank == 0:
+                    torch.randn(1000, 1000) @ torch.randn(1000, 1000)
+        dist.barrier()

@@ -81,14 +81,14 @@ class WeightSync:
         self._checks_bytes = backend == "gloo" and learner.engine.architecture.experts is None
         self._tensor_parallel = tensor_parallel
         self._samples_are_probes = samples_are_probes and self._checks_bytes
-        self._sender: _Sender | None = None
+        self._sender: StageSender | None = None
         urls = [control.urls if control is not None else None]
         dist.broadcast_object_list(urls, src=0)
         if learner.groups.is_stage_first:
             # The control of rank 0 serves its own stage too.
             of_stage = control or SGLangControl(urls[0], tensor_parallel=tensor_parallel, timeout_s=timeout_s)
             with in_turn(learner.groups):
-                self._sender = _Sender(of_stage, tensor_parallel, backend, timeout_s)
+                self._sender = StageSender(of_stage, tensor_parallel, backend, timeout_s)
 
     def publish(self) -> SyncResult:
         """Send the current weights under the next version and prove that they are what the servers serve."""
@@ -185,7 +185,7 @@ class WeightSync:
             self._sender.close()
 
 
-class _Sender:
+class StageSender:
     """One pipeline stage's line to all servers: a transfer group, and the requests that belong to it."""
 
     def __init__(self, control: SGLangControl, tensor_parallel: int, backend: str, timeout_s: float):
