@@ -55,9 +55,13 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
+def _parameters(engine: MegatronEngine) -> list[Tensor]:
+    return [p for chunk in engine.chunks for p in chunk.parameters()]
+
+
 def _states(engine: MegatronEngine) -> Iterable[Tensor]:
     """Moments, steps and float32 weights, but no parameter of the model itself."""
-    own = {p.untyped_storage().data_ptr() for p in engine.model.parameters()}
+    own = {p.untyped_storage().data_ptr() for p in _parameters(engine)}
     for part in optimizer_parts(engine._optimizer):
         inner = part.optimizer
         found = [p for group in inner.param_groups for p in group["params"]]
@@ -73,10 +77,10 @@ def work_memory(folder: Path, layout: dict[str, Any], jobs: dict[str, dict[str, 
 def _measure(folder: Path, layout: dict[str, Any], *, lengths: list[int], microbatches: int, vocab: int, **settings: Any) -> dict[str, int]:
     engine = make_engine(folder, layout=LayoutConfig(**layout), **settings)
     batches = [make_batch(lengths, vocab=vocab) for _ in range(microbatches)]
-    kept = KeptBytes(engine.model.parameters())
+    kept = KeptBytes(_parameters(engine))
     with kept.watch():
         engine.update(batches, weighted_loss, temperature=1.0)
-    parameters = list(engine.model.parameters())
+    parameters = _parameters(engine)
     return {
         "parameters": bytes_of(parameters),
         "gradients": bytes_of(p.main_grad for p in parameters),
