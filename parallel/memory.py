@@ -330,7 +330,8 @@ def describe(memory: LearnerMemory) -> str:
 
 
 def size_text(size: int) -> str:
-    for name, scale in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+    """In the greatest unit of which there is one, to three digits."""
+    for name, scale in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
-            return f"{size / scale:.3g} {name}"
+            return f"{size / scale:.{max(0, 2 - len(str(size // scale)) + 1)}f} {name}"
     return f"{size} B"

@@ -315,7 +315,7 @@ def _mismatch_text(plan: Plan) -> str:
     if plan.measured is not None:
         return f"measured mismatch {plan.measured:.3g}"
     sizes = sorted((plan.learner.tp, plan.rollout_tp))
-    same = f"same TP {sizes[0]} on both sides" if sizes[0] == sizes[1] else f"TP sizes {sizes[1] // sizes[0]} times apart"
+    same = f"same TP {sizes[0]} on both sides" if sizes[0] == sizes[1] else f"TP sizes {sizes[1] / sizes[0]:g} times apart"
     return f"{same}, {'with' if plan.learner.sp else 'no'} SP"
 
 

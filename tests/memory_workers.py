@@ -69,12 +69,22 @@ def _states(engine: MegatronEngine) -> Iterable[Tensor]:
         yield from (t for t in found if t.untyped_storage().data_ptr() not in own)
 
 
-def work_memory(folder: Path, layout: dict[str, Any], jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Per job (dtype, recompute, lengths, microbatches and settings of the optimizer) what one update of a fresh engine holds, in bytes."""
-    return {name: _measure(folder, layout, **job) for name, job in jobs.items()}
+def work_memory(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """What one update of each job's engine holds on this rank, in bytes. A job has a folder, a layout, a dtype, ...: see ``_measure``.
+
+    Starting processes costs more than the work, so all layouts of as many ranks run in one set of them.
+    """
+    from megatron.core import parallel_state  # after parallel.megatron_setup
+
+    found = {}
+    for name, job in jobs.items():
+        found[name] = _measure(**job)
+        parallel_state.destroy_model_parallel()
+    return found
 
 
 def _measure(folder: Path, layout: dict[str, Any], *, lengths: list[int], microbatches: int, vocab: int, **settings: Any) -> dict[str, int]:
+    """``lengths`` are those of each micro-batch's sequences; ``settings`` are ``make_engine``'s."""
     engine = make_engine(folder, layout=LayoutConfig(**layout), **settings)
     batches = [make_batch(lengths, vocab=vocab) for _ in range(microbatches)]
     kept = KeptBytes(_parameters(engine))
