@@ -81,7 +81,7 @@ def test_what_sglang_would_serve_wrongly_is_refused():
     validate_rollout_layout(moe_config(), 2)
     with pytest.raises(ValueError, match="tie_word_embeddings=true, which SGLang ignores in a qwen3_moe"):
         validate_rollout_layout(moe_config(tie_word_embeddings=True), 1)
-    with pytest.raises(ValueError, match=r"rollout.tp=2 does not fit the model's moe_intermediate_size=25; use one of \[1\]"):
+    with pytest.raises(ValueError, match=r"rollout.tp=2 does not fit the model's intermediate size of experts, 25; use one of \[1\]"):
         validate_rollout_layout(moe_config(moe_intermediate_size=25), 2)
 
 
