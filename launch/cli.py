@@ -76,15 +76,30 @@ def replay(
     commands.replay(run, step, correction or [], gradients=gradients, plot=plot)
 
 
+@app.command("verify-sync")
+def verify_sync(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    learner: Annotated[list[str] | None, typer.Option(help="A learner layout, e.g. tp=2,sp; may be given several times.")] = None,
+    rollout: Annotated[list[str] | None, typer.Option(help="A rollout layout, e.g. tp=2; may be given several times.")] = None,
+) -> None:
+    """Prove the weight transfer: servers that received weights from each learner layout answer, to the bit, like ones started from them."""
+    from launch import commands
+
+    if not commands.verify_sync(config, overrides or [], learner or [], rollout or []):
+        raise typer.Exit(1)
+
+
 @app.command("make-tiny-model")
 def make_tiny_model(
     folder: Annotated[Path, typer.Argument(help="The folder to write", metavar="FOLDER")],
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    family: Annotated[str, typer.Option(help="qwen3, qwen3_moe or mixtral.")] = "qwen3",
 ) -> None:
-    """A tiny Qwen3 model with a character tokenizer for Countdown, with random weights."""
+    """A tiny model with a character tokenizer for Countdown, with random weights."""
     from rollout.tiny_model import make_tiny_countdown_model
 
-    make_tiny_countdown_model(folder, seed=seed)
+    make_tiny_countdown_model(folder, seed=seed, family=family)
     print(f"wrote {folder}")
 
 
@@ -98,6 +113,24 @@ def quickstart(
     from launch.quickstart import run_quickstart
 
     run_quickstart(seed=seed, steps=steps, install_seconds=install_seconds)
+
+
+@app.command()
+def plan(
+    config: ConfigPath,
+    gpus: Annotated[int, typer.Option(min=2, help="Of learner and servers together.")],
+    gpu_memory: Annotated[float, typer.Option(min=1, help="GiB of one GPU.")],
+    overrides: Overrides = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Tensor-parallel groups stay within a node.")] = 8,
+    measured: Annotated[Path | None, typer.Option(help="A table that `tandem mismatch` wrote; it decides before the rule.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Pairs to print.")] = 10,
+) -> None:
+    """Layouts of learner and rollout that fit on some GPUs, by expected mismatch; of the model it needs config.json alone."""
+    from launch.plan import print_plans
+    from parallel.planner import Cluster
+
+    cluster = Cluster(num_gpus=gpus, gpu_bytes=int(gpu_memory * 2**30), gpus_per_node=gpus_per_node)
+    print_plans(config, overrides or [], cluster, measured=measured, count=top)
 
 
 def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
@@ -114,6 +147,7 @@ _role_command("sample", "One role alone: the sampling driver of a run.")
 _role_command("learn", "One role alone, under torchrun: a Megatron rank of a run.")
 _role_command("sft-rank", "Under torchrun: a Megatron rank of a warm start.", hidden=True)
 _role_command("replay-rank", "A Megatron process that replays a step with gradients of the parameters.", hidden=True)
+_role_command("verify-rank", "Under torchrun: a Megatron rank that sends other weights to servers, to verify the transfer.", hidden=True)
 _role_command("export-rank", "A Megatron process that writes a checkpoint as a Hugging Face folder.", hidden=True)
 
 

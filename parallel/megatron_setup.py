@@ -10,6 +10,8 @@ import torch
 
 # Before the imports below, which warn.
 warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|dynamic_context|script_method|custom_fwd|custom_bwd).*")
+# Of every expert under sequence parallelism: experts are not split, whatever the rest of the layer is.
+warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`, but tensor model parallel size is 1.")
 
 import parallel.megatron_cpu  # noqa: E402, F401
 
