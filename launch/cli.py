@@ -115,6 +115,24 @@ def quickstart(
     run_quickstart(seed=seed, steps=steps, install_seconds=install_seconds)
 
 
+@app.command()
+def plan(
+    config: ConfigPath,
+    gpus: Annotated[int, typer.Option(min=2, help="Of learner and servers together.")],
+    gpu_memory: Annotated[float, typer.Option(min=1, help="GiB of one GPU.")],
+    overrides: Overrides = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Tensor-parallel groups stay within a node.")] = 8,
+    measured: Annotated[Path | None, typer.Option(help="A table that `tandem mismatch` wrote; it decides before the rule.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Pairs to print.")] = 10,
+) -> None:
+    """Layouts of learner and rollout that fit on some GPUs, by expected mismatch; of the model it needs config.json alone."""
+    from launch.plan import print_plans
+    from parallel.planner import Cluster
+
+    cluster = Cluster(num_gpus=gpus, gpu_bytes=int(gpu_memory * 2**30), gpus_per_node=gpus_per_node)
+    print_plans(config, overrides or [], cluster, measured=measured, count=top)
+
+
 def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
     def run(run_folder: RunPath) -> None:
         from launch import commands, roles

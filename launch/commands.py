@@ -363,6 +363,11 @@ def _print_plan(config: RunConfig | SftConfig, names: tuple[str, ...]) -> None:
     if "serve" in names:
         rollout = config.rollout
         print(f"#   serve starts {rollout.replicas} SGLang server(s) of tensor-parallel size {rollout.tp}, on localhost")
+    if any(name in roles.MEGATRON_ROLES for name in names):
+        from launch.plan import memory_lines
+
+        for line in memory_lines(config):
+            print(f"# {line}")
 
 
 def _print_result(folder: RunFolder) -> None:

@@ -53,6 +53,7 @@ def serve(folder: RunFolder) -> None:
         cuda=torch.cuda.is_available(),
         first_gpu=_first_gpu(folder, config),
         seed=config.seed,
+        fp32_lm_head=config.model.fp32_lm_head,
     )
     try:
         fleet.start()

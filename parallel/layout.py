@@ -1,8 +1,9 @@
 """What a model is and what a layout asks of it: pure arithmetic on config.json, without torch, so that it runs before anything starts."""
 
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,29 +197,141 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 def validate_layout(hf_config: Mapping[str, Any], layout: LayoutConfig, *, num_processes: int | None = None) -> None:
     """Whether the learner can compute this model in this layout. ``hf_config`` is the model's config.json.
 
-    Query heads, key/value heads and the intermediate size must divide by the tensor-parallel size; the vocabulary is padded.
-    ``num_processes``, where given, must be the layout's product of sizes.
+    - tp: query heads and the intermediate size of dense layers must divide by it. Key/value heads must too, or it by them: Megatron then
+      copies each head to several ranks. The vocabulary is padded, and so are the tokens of a micro-batch under sp: any number fits.
+    - pp, vpp: their product must divide the layers; all chunks are equally deep.
+    - ep: must divide the experts, of which a dense model has none; an expert is never split, whatever tp. Layers with experts and
+      tp > 1 need sp, since tokens travel to experts from where they are split.
+    - cp: 1. Split sequences need Transformer Engine's attention, which exists on CUDA alone, and batches that are split over context
+      ranks, which this learner does not do.
+    - ``num_processes``, where given, must be the layout's product of sizes.
 
-    Raises ValueError for what ``read_architecture`` refuses, and naming the first number that does not fit.
+    Raises ValueError for what ``read_architecture`` refuses, and for everything of the above that does not hold, all at once: each with
+    the nearest values of its field, several also with the nearest layouts that work.
     """
     architecture = read_architecture(hf_config)
-    size = layout.tp
-    numbers = {
-        "num_attention_heads": architecture.num_heads,
-        "num_key_value_heads": architecture.num_kv_heads,
-        "intermediate_size": architecture.intermediate_size,
-    }
-    for name, number in numbers.items():
-        if number % size:
-            fitting = [n for n in range(1, size) if all(value % n == 0 for value in numbers.values())]
-            raise ValueError(
-                f"layout.tp={size} does not divide the model's {name}={number}; use one of {fitting or [1]} (or another model)"
-            )
-    if num_processes is not None and num_processes != layout.resolved(num_processes).world_size:
-        raise ValueError(
-            f"{num_processes} processes do not fit layout.dp={layout.dp} times layout.tp={layout.tp} times layout.pp={layout.pp}; "
-            f"start {layout.world_size} processes or change the layout"
+    misfits = _misfits(architecture, layout, num_processes)
+    if not misfits:
+        return
+    texts = [f"{reason}; {_nearest_values(architecture, layout, field, num_processes)}" for field, reason in misfits.items()]
+    if len(misfits) > 1 or "dp" in misfits:
+        found = " or ".join(f"{{{layout_yaml(fitting)}}}" for fitting in _nearest_layouts(architecture, layout, num_processes))
+        texts.append(f"the nearest layouts that work: {found}")
+    raise ValueError("\n  ".join(texts))
+
+
+def _misfits(a: Architecture, layout: LayoutConfig, num_processes: int | None) -> dict[str, str]:
+    """What keeps the learner from this layout, by the field to change."""
+    found = {}
+    if numbers := _tp_misfits(a, layout.tp):
+        found["tp"] = f"layout.tp={layout.tp} does not divide the model's {' and '.join(numbers)}"
+    if a.num_layers % (layout.pp * layout.vpp):
+        chunks = f"layout.pp={layout.pp}" + (f" times layout.vpp={layout.vpp}" if layout.vpp > 1 else "")
+        found["pp"] = f"{chunks} does not divide the model's num_hidden_layers={a.num_layers}"
+    if layout.ep > 1 and a.experts is None:
+        found["ep"] = f"layout.ep={layout.ep} splits experts, of which this {a.model_type} model has none"
+    elif a.experts is not None and a.experts.num_experts % layout.ep:
+        found["ep"] = f"layout.ep={layout.ep} does not divide the model's num_experts={a.experts.num_experts}"
+    if a.experts is not None and layout.tp > 1 and not layout.sp:
+        found["sp"] = f"layout.tp={layout.tp} without sp: tokens travel to the model's experts from where they are split"
+    if layout.cp > 1:
+        found["cp"] = (
+            f"layout.cp={layout.cp} needs the attention of Transformer Engine, which exists on CUDA alone, and batches whose sequences are "
+            "split over context ranks, which this learner does not do on CUDA either"
         )
+    return found | _world_misfit(layout, num_processes)
+
+
+def _tp_misfits(a: Architecture, size: int) -> list[str]:
+    """The numbers of the model that do not split over ``size`` tensor-parallel ranks."""
+    is_dense = a.experts is None or not all(a.experts.is_sparse)
+    wrong = {
+        f"num_attention_heads={a.num_heads}": a.num_heads % size,
+        # Fewer heads than ranks: Megatron splits the qkv product evenly all the same, then gathers it.
+        f"num_key_value_heads={a.num_kv_heads}": (
+            a.num_kv_heads % size and (size % a.num_kv_heads or 2 * a.num_kv_heads * a.head_dim % size)
+        ),
+        f"intermediate_size={a.intermediate_size}": is_dense and a.intermediate_size % size,
+    }
+    return [number for number, remainder in wrong.items() if remainder]
+
+
+def _world_misfit(layout: LayoutConfig, num_processes: int | None) -> dict[str, str]:
+    if num_processes is None:
+        return {}
+    copies, rest = divmod(num_processes, layout.model_size)
+    if rest or copies < 1 or layout.dp not in ("auto", copies):
+        sizes = ", ".join(f"{name}={getattr(layout, name)}" for name in ("tp", "cp", "pp", "dp"))
+        return {"dp": f"{num_processes} processes do not fit a layout of {sizes}"}
+    if layout.tp * layout.cp * copies % layout.ep:
+        return {"ep": f"layout.ep={layout.ep} does not divide the tp*cp*dp={layout.tp * layout.cp * copies} ranks of a pipeline stage"}
+    return {}
+
+
+def _nearest_values(a: Architecture, layout: LayoutConfig, field: str, num_processes: int | None) -> str:
+    """The values of one field, the others as they are, that mend its misfit: the nearest below and above."""
+    if field in ("sp", "cp"):
+        return {"sp": "use sp=true or tp=1", "cp": "use cp=1"}[field]
+    if field == "dp":
+        copies = num_processes // layout.model_size
+        start = f"start {layout.model_size * (layout.dp if layout.dp != 'auto' else max(copies, 1))} processes"
+        return start if num_processes % layout.model_size or copies < 1 else f"use dp={copies}, or {start}"
+    most = {"tp": a.num_heads, "pp": a.num_layers, "vpp": a.num_layers, "ep": a.experts.num_experts if a.experts else 1}
+    texts = []
+    for name in ("pp", "vpp") if field == "pp" and layout.vpp > 1 else (field,):
+        now = getattr(layout, name)
+        fits = [n for n in range(1, most[name] + 1) if field not in _misfits(a, layout.model_copy(update={name: n}), num_processes)]
+        near = [*[n for n in fits if n < now][-1:], *[n for n in fits if n > now][:1]]
+        texts += [f"{name}={n}" for n in near]
+    return f"use {' or '.join(texts)}"
+
+
+def _nearest_layouts(a: Architecture, layout: LayoutConfig, num_processes: int | None, count: int = 3) -> list[LayoutConfig]:
+    """The layouts that work on as many processes, by the sum of |log2 of the ratio| over all sizes; sp or not is as far as a factor 2.
+
+    Where neither ``num_processes`` nor dp is given, on any number: dp stays auto.
+    """
+    world = num_processes or (layout.world_size if layout.dp != "auto" else None)
+    found = []
+    for candidate in fitting_layouts(a, world, chunks=sorted({1, layout.vpp})):
+        steps = [abs(math.log2(getattr(candidate, name) / getattr(layout, name))) for name in ("tp", "pp", "vpp", "ep", "cp")]
+        if layout.dp != "auto":
+            steps.append(abs(math.log2(candidate.dp / layout.dp)))
+        found.append((round(sum(steps) + (candidate.sp != layout.sp), 9), layout_text(candidate), candidate))
+    return [candidate for *_, candidate in sorted(found, key=lambda entry: entry[:2])[:count]]
+
+
+def fitting_layouts(a: Architecture, world: int | None, *, chunks: Sequence[int] = (1,)) -> Iterator[LayoutConfig]:
+    """Every layout of ``world`` processes that the learner can compute the model in, with these numbers of chunks to a pipeline stage.
+
+    ``world=None``: on any number, dp is auto.
+    """
+    experts = a.experts.num_experts if a.experts else 1
+    for tp, pp, ep in itertools.product(divisors(a.num_heads), divisors(a.num_layers), divisors(experts)):
+        dp, rest = divmod(world, tp * pp) if world else ("auto", 0)
+        if rest or dp == 0 or _tp_misfits(a, tp) or (world and tp * dp % ep):
+            continue
+        for vpp, sp in itertools.product(chunks, (False, True)):
+            fits_pipeline = a.num_layers % (pp * vpp) == 0 and (vpp == 1 or pp > 1)
+            fits_tensors = tp > 1 if sp else tp == 1 or a.experts is None
+            if fits_pipeline and fits_tensors:
+                yield LayoutConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, dp=dp, sp=sp)
+
+
+def divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def layout_text(layout: LayoutConfig) -> str:
+    """What of a layout is not 1, such as ``tp=2,sp,dp=4``; ``tp=1`` where all is."""
+    sizes = {"tp": layout.tp, "sp": layout.sp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "ep": layout.ep, "dp": layout.dp}
+    named = {name: value for name, value in sizes.items() if value is True or value not in (1, False, "auto")}
+    return ",".join(name if value is True else f"{name}={value}" for name, value in named.items()) or "tp=1"
+
+
+def layout_yaml(layout: LayoutConfig) -> str:
+    """The same as fields of a YAML block: ``tp: 2, sp: true, dp: 4``."""
+    return ", ".join(part.replace("=", ": ") if "=" in part else f"{part}: true" for part in layout_text(layout).split(","))
 
 
 def check_critic_vocabulary(critic: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
@@ -234,18 +347,29 @@ def check_critic_vocabulary(critic: Mapping[str, Any], policy: Mapping[str, Any]
 def validate_rollout_layout(hf_config: Mapping[str, Any], tensor_parallel: int) -> None:
     """Whether SGLang can serve this model over ``tensor_parallel`` ranks. ``hf_config`` is the model's config.json.
 
-    Query heads and the intermediate size must divide by it. Key/value heads must divide by it too, or, where there are fewer heads than
-    ranks, ranks by heads: each head is then copied to several ranks. Any vocabulary fits: SGLang pads it to a multiple of the ranks.
+    Query heads and the intermediate size (an expert's too) must divide by it. Key/value heads must divide by it too, or, where there are
+    fewer heads than ranks, ranks by heads: each head is then copied to several ranks. Any vocabulary fits: SGLang pads it to a multiple
+    of the ranks.
 
     Raises ValueError for what ``read_architecture`` refuses, and naming the first number that does not fit.
     """
     architecture = read_architecture(hf_config)
+    if architecture.experts and architecture.tied:
+        raise ValueError(
+            f"config.json has tie_word_embeddings=true, which SGLang ignores in a {architecture.model_type} model: it would serve a random "
+            "output layer; save the model with an output layer of its own (a copy of the embedding) and tie_word_embeddings=false"
+        )
     wrong = _rollout_misfit(architecture, tensor_parallel)
     if wrong is not None:
-        fitting = [n for n in range(1, architecture.num_heads + 1) if _rollout_misfit(architecture, n) is None]
+        fitting = rollout_sizes(architecture)
         raise ValueError(
             f"rollout.tp={tensor_parallel} does not fit the model's {wrong}; use one of {fitting} (or another model)"
         )
+
+
+def rollout_sizes(architecture: Architecture) -> list[int]:
+    """The tensor-parallel sizes that SGLang can serve the model with."""
+    return [n for n in range(1, architecture.num_heads + 1) if _rollout_misfit(architecture, n) is None]
 
 
 def _rollout_misfit(architecture: Architecture, size: int) -> str | None:
@@ -255,6 +379,9 @@ def _rollout_misfit(architecture: Architecture, size: int) -> str | None:
         return f"num_attention_heads={heads}"
     if (kv_heads % size) if kv_heads >= size else (size % kv_heads):
         return f"num_key_value_heads={kv_heads}"
-    if architecture.intermediate_size % size:
+    experts = architecture.experts
+    if (experts is None or not all(experts.is_sparse)) and architecture.intermediate_size % size:
         return f"intermediate_size={architecture.intermediate_size}"
+    if experts is not None and experts.intermediate_size % size:
+        return f"intermediate size of experts, {experts.intermediate_size}"
     return None

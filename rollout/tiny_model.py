@@ -17,16 +17,18 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+# SGLang's models with experts never share the embedding's weight with the output layer.
+_EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
 FAMILIES = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"intermediate_size": 384}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"intermediate_size": 384, "tie_word_embeddings": True}),
     "qwen3_moe": (
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
-        {"intermediate_size": 384, "moe_intermediate_size": 96, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        _EXPERTS | {"intermediate_size": 384, "moe_intermediate_size": 96, "num_experts": 8, "norm_topk_prob": True},
     ),
-    "mixtral": (MixtralConfig, MixtralForCausalLM, {"intermediate_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, _EXPERTS | {"intermediate_size": 96, "num_local_experts": 8}),
 }
-"""Of each: the classes, and what its MLPs are."""
+"""Of each: the classes, and what the others do not share."""
 
 CHARACTERS = "0123456789+-*()=: "
 """All that Countdown's prompts and answers are written with."""
@@ -81,7 +83,7 @@ def _character_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _random_model(tokenizer: PreTrainedTokenizerFast, seed: int, family: str) -> PreTrainedModel:
-    config_class, model_class, mlp = FAMILIES[family]
+    config_class, model_class, own = FAMILIES[family]
     config = config_class(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -89,9 +91,8 @@ def _random_model(tokenizer: PreTrainedTokenizerFast, seed: int, family: str) ->
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        **mlp,
+        **own,
         max_position_embeddings=256,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

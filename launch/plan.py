@@ -1,0 +1,92 @@
+"""``tandem plan``: pairs of layouts as a table, and the best as YAML; and the memory of a run for ``--dry-run``."""
+
+from pathlib import Path
+
+import yaml
+
+from configs.loader import load_config
+from configs.schema import RunConfig, SftConfig
+from configs.schema.layout import LayoutConfig
+from launch.commands import BadInput
+from parallel import memory
+from parallel.layout import Architecture, layout_text, read_architecture, read_hf_config
+from parallel.planner import Cluster, Plan, plan, read_measured, reasons
+
+WIDTH = 170
+"""Of the table where the output is no terminal."""
+
+
+def print_plans(config_path: Path, overrides: list[str], cluster: Cluster, *, measured: Path | None, count: int) -> None:
+    """The ``count`` best pairs with their reasons, then the best as YAML. Raises BadInput where nothing fits."""
+    config = load_config(config_path, overrides)
+    if not isinstance(config, RunConfig):
+        raise BadInput(f"{config_path}: kind: {config.kind} has no rollout to plan for; this command takes kind: train")
+    if cluster.num_gpus > cluster.gpus_per_node and cluster.num_gpus % cluster.gpus_per_node:
+        raise BadInput(f"--gpus {cluster.num_gpus} fills no whole nodes of --gpus-per-node {cluster.gpus_per_node}; use a multiple of it")
+    critic = config.critic.model if config.critic is not None else None
+    try:
+        plans = plan(
+            read_hf_config(config.model.path),
+            config,
+            cluster,
+            critic=read_hf_config(critic.path) if critic is not None else None,
+            measured=read_measured(measured) if measured is not None else None,
+        )
+    except ValueError as error:
+        raise BadInput(f"{config_path}: {error}") from error
+    _print_table(plans, count)
+    print(f"\n# the first of {len(plans)}; its fullest learner rank holds {memory.describe(plans[0].learner_memory)}")
+    print(f"# each server rank: {server_text(plans[0].rollout_memory)}")
+    print(to_yaml(plans[0], config), end="")
+
+
+def _print_table(plans: list[Plan], count: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*("", "learner", "rollout", "learner rank", "cache of a server", "sent per rank and step", "why it stands here"))
+    for i, (each, reason) in enumerate(zip(plans[:count], reasons(plans[:count]), strict=True), 1):
+        cells = (
+            layout_text(each.learner),
+            f"tp={each.rollout_tp} x {each.replicas}",
+            f"{memory.size_text(each.learner_memory.total)}, {each.learner_free:.0%} free",
+            f"{each.rollout_memory.tokens:,} tokens",
+            memory.size_text(each.traffic.total),
+            reason,
+        )
+        table.add_row(str(i), *cells)
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(table)
+
+
+def to_yaml(best: Plan, config: RunConfig) -> str:
+    """Blocks to paste into a config, or to put into a file that ``extends`` it."""
+    sizes = {name: getattr(best.learner, name) for name in LayoutConfig.model_fields}
+    learner = {name: getattr(config.learner, name) for name in ("token_budget", "logprob_chunk_tokens", "recompute")}
+    blocks = {"layout": sizes, "rollout": {"tp": best.rollout_tp, "replicas": best.replicas}, "learner": learner}
+    return yaml.safe_dump(blocks, sort_keys=False, default_flow_style=None)
+
+
+def server_text(found: memory.RolloutMemory) -> str:
+    """A server rank's memory in words."""
+    cache = f"{memory.size_text(found.kv_cache)} of cache for {found.tokens:,} tokens"
+    return f"{memory.size_text(found.weights)} of weights, {cache}, {memory.size_text(found.reserved)} left to SGLang's activations"
+
+
+def memory_lines(config: RunConfig | SftConfig) -> list[str]:
+    """What the fullest learner rank of this config holds, and the part of a server rank that does not depend on its GPU."""
+    device = "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+    architecture = read_architecture(read_hf_config(config.model.path))
+    work = memory.work_of(config, device, _critic_architecture(config, architecture))
+    lines = [f"memory of a learner rank: {memory.describe(memory.worst_stage(architecture, config.layout, work))}"]
+    if isinstance(config, RunConfig):
+        server = memory.rollout_memory(architecture, config.rollout.tp, config.rollout.dtype, 0)
+        weights, each = memory.size_text(server.weights), memory.size_text(server.kv_bytes_per_token)
+        lines.append(f"memory of a server rank: {weights} of weights, {each} of cache for each token in flight")
+    return lines
+
+
+def _critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> Architecture | None:
+    if not isinstance(config, RunConfig) or config.critic is None:
+        return None
+    return policy if config.critic.model is None else read_architecture(read_hf_config(config.critic.model.path))
