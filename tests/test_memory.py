@@ -76,7 +76,7 @@ def job(case: Case, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> dict[Case, list[dict[str, int]]]:
+def measured(tmp_path_factory) -> dict[str, list[dict[str, int]]]:
     """What each rank of each case held."""
     folder = tmp_path_factory.mktemp("memory")
     for kind in ("qwen2", "qwen3"):
@@ -85,7 +85,7 @@ def measured(tmp_path_factory) -> dict[Case, list[dict[str, int]]]:
     for cases in (ONE_RANK, TWO_RANKS):
         jobs = {str(case): job(case, folder) for case in cases}
         ranks = run_ranks(work_memory, 1 if cases is ONE_RANK else 2, folder / "out", jobs, deadline_s=400)
-        found |= {case: [rank[str(case)] for rank in ranks] for case in cases}
+        found |= {str(case): [rank[str(case)] for rank in ranks] for case in cases}
     return found
 
 
@@ -94,7 +94,7 @@ def measured(tmp_path_factory) -> dict[Case, list[dict[str, int]]]:
 def test_the_arithmetic_is_what_torch_holds(case, measured):
     layout = LayoutConfig(**{"dp": 1, **case.layout})
     config = {"model_type": case.kind, "rms_norm_eps": 1e-6, "max_position_embeddings": 256, **SIZES}
-    for rank, held in enumerate(measured[case]):
+    for rank, held in enumerate(measured[str(case)]):
         work = Work(
             device="cpu", dtype=case.dtype, token_budget=held["tokens"], chunk_tokens=7, recompute=case.recompute,
             distributed_optimizer=case.distributed, num_microbatches=2 * layout.pp,
@@ -156,8 +156,8 @@ def test_the_parameters_of_all_ranks_are_the_models(tied, pp, tp):
 def test_experts_are_divided_and_the_rest_is_not():
     moe = dict(
         model_type="qwen3_moe", vocab_size=100, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=4, intermediate_size=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, rms_norm_eps=1e-6, max_position_embeddings=64,
-        mlp_only_layers=[0],
+        head_dim=4, intermediate_size=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, rms_norm_eps=1e-6,
+        max_position_embeddings=64, mlp_only_layers=[0],
     )  # fmt: skip
     architecture = read_architecture(moe)
     # one layer of four experts 3 * 8 * 6; ep = 2 leaves two of them
