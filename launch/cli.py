@@ -76,15 +76,30 @@ def replay(
     commands.replay(run, step, correction or [], gradients=gradients, plot=plot)
 
 
+@app.command("verify-sync")
+def verify_sync(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    learner: Annotated[list[str] | None, typer.Option(help="A learner layout, e.g. tp=2,sp; may be given several times.")] = None,
+    rollout: Annotated[list[str] | None, typer.Option(help="A rollout layout, e.g. tp=2; may be given several times.")] = None,
+) -> None:
+    """Prove the weight transfer: servers that received weights from each learner layout answer, to the bit, like ones started from them."""
+    from launch import commands
+
+    if not commands.verify_sync(config, overrides or [], learner or [], rollout or []):
+        raise typer.Exit(1)
+
+
 @app.command("make-tiny-model")
 def make_tiny_model(
     folder: Annotated[Path, typer.Argument(help="The folder to write", metavar="FOLDER")],
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
+    family: Annotated[str, typer.Option(help="qwen3, qwen3_moe or mixtral.")] = "qwen3",
 ) -> None:
-    """A tiny Qwen3 model with a character tokenizer for Countdown, with random weights."""
+    """A tiny model with a character tokenizer for Countdown, with random weights."""
     from rollout.tiny_model import make_tiny_countdown_model
 
-    make_tiny_countdown_model(folder, seed=seed)
+    make_tiny_countdown_model(folder, seed=seed, family=family)
     print(f"wrote {folder}")
 
 
@@ -132,6 +147,7 @@ _role_command("sample", "One role alone: the sampling driver of a run.")
 _role_command("learn", "One role alone, under torchrun: a Megatron rank of a run.")
 _role_command("sft-rank", "Under torchrun: a Megatron rank of a warm start.", hidden=True)
 _role_command("replay-rank", "A Megatron process that replays a step with gradients of the parameters.", hidden=True)
+_role_command("verify-rank", "Under torchrun: a Megatron rank that sends other weights to servers, to verify the transfer.", hidden=True)
 _role_command("export-rank", "A Megatron process that writes a checkpoint as a Hugging Face folder.", hidden=True)
 
 

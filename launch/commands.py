@@ -167,6 +167,25 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
         print(f"figure: {path}", flush=True)
 
 
+def verify_sync(config_path: Path, overrides: list[str], learners: list[str], rollouts: list[str]) -> bool:
+    """See ``launch/verify_sync.py``; whether everything agreed."""
+    from launch import verify_sync as verification
+
+    try:
+        layouts = [layout for layout, _ in verification.layouts(learners)] or [None]
+        tps = verification.rollout_sizes(rollouts)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    configs = [_load(config_path, [*overrides, *verification.overrides(layout)], RunConfig) for layout in layouts]
+    try:
+        hf_config = read_hf_config(configs[0].model.path)
+        for tp in tps:
+            validate_rollout_layout(hf_config, tp)
+    except ValueError as error:
+        raise BadInput(f"--rollout: {error}") from error
+    return verification.run(configs, tps or [configs[0].rollout.tp], role)
+
+
 def existing_run(run: Path) -> RunFolder:
     if not (run / "config.yaml").is_file():
         raise BadInput(f"RUN: {run} is not a run folder (it has no config.yaml); runs/latest is the newest run")

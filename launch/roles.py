@@ -6,6 +6,7 @@ Roles find each other through ``RUN/roles/*.json``, so each can be started by it
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import signal
 import sys
@@ -50,7 +51,7 @@ def serve(folder: RunFolder) -> None:
         log_dir=folder.logs,
         threads=config.launch.threads_per_process,
         cuda=torch.cuda.is_available(),
-        first_gpu=config.layout.world_size,
+        first_gpu=_first_gpu(folder, config),
         seed=config.seed,
         fp32_lm_head=config.model.fp32_lm_head,
     )
@@ -63,6 +64,13 @@ def serve(folder: RunFolder) -> None:
             fleet.poll()
     finally:
         fleet.stop()
+
+
+def _first_gpu(folder: RunFolder, config: RunConfig) -> int:
+    """Of this fleet: after the learner's, unless a request (of several fleets on one machine) says where."""
+    request = folder.path / "request.json"
+    asked = json.loads(request.read_text()) if request.exists() else {}
+    return asked.get("first_gpu", config.layout.world_size)
 
 
 def sample(folder: RunFolder) -> None:
@@ -231,8 +239,23 @@ def replay(folder: RunFolder) -> None:
     dist.destroy_process_group()
 
 
-MEGATRON_ROLES = ("learn", "sft-rank", "export-rank", "replay-rank")
-ROLES = {"serve": serve, "sample": sample, "learn": learn, "sft-rank": supervised, "export-rank": export, "replay-rank": replay}
+def verify(folder: RunFolder) -> None:
+    """One Megatron rank of a layout whose transfer is verified."""
+    from launch.verify_sync import send_other_weights
+
+    send_other_weights(folder)
+
+
+MEGATRON_ROLES = ("learn", "sft-rank", "export-rank", "replay-rank", "verify-rank")
+ROLES = {
+    "serve": serve,
+    "sample": sample,
+    "learn": learn,
+    "sft-rank": supervised,
+    "export-rank": export,
+    "replay-rank": replay,
+    "verify-rank": verify,
+}
 
 
 def run_role(name: str, folder: RunFolder) -> None:

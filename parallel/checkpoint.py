@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from parallel import platform
-from parallel.hf_conversion import replace_folder
+from parallel.hf_files import replace_folder
 
 FORMAT = 1
 MANIFEST = "complete.json"

@@ -105,16 +105,18 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
 
 def _read_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> Experts | None:
     if kind == "mixtral":
-        names, norm_topk, dense, every = ("num_local_experts", "intermediate_size"), True, (), 1
+        size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
     elif kind == "qwen3_moe":
-        names, norm_topk = ("num_experts", "moe_intermediate_size"), bool(hf_config.get("norm_topk_prob", False))
+        size_name, norm_topk = "moe_intermediate_size", bool(hf_config.get("norm_topk_prob", False))
         dense = hf_config.get("mlp_only_layers") or ()
         every = 1 if hf_config.get("decoder_sparse_step") is None else _size(hf_config, "decoder_sparse_step", kind)
     else:
         return None
-    count, chosen = _size(hf_config, names[0], kind), _size(hf_config, "num_experts_per_tok", kind)
+    # Today's transformers writes Mixtral's name for either family.
+    count_name = "num_experts" if "num_experts" in hf_config else "num_local_experts"
+    count, chosen = _size(hf_config, count_name, kind), _size(hf_config, "num_experts_per_tok", kind)
     if chosen > count:
-        raise ValueError(f"config.json has num_experts_per_tok={chosen}, more than its {names[0]}={count}; restore it")
+        raise ValueError(f"config.json has num_experts_per_tok={chosen}, more than its {count_name}={count}; restore it")
     is_sparse = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers))
     if not any(is_sparse):
         raise ValueError(
@@ -124,7 +126,7 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> E
     return Experts(
         num_experts=count,
         experts_per_token=chosen,
-        intermediate_size=_size(hf_config, names[1], kind),
+        intermediate_size=_size(hf_config, size_name, kind),
         norm_topk=norm_topk,
         is_sparse=is_sparse,
     )
@@ -352,6 +354,11 @@ def validate_rollout_layout(hf_config: Mapping[str, Any], tensor_parallel: int) 
     Raises ValueError for what ``read_architecture`` refuses, and naming the first number that does not fit.
     """
     architecture = read_architecture(hf_config)
+    if architecture.experts and architecture.tied:
+        raise ValueError(
+            f"config.json has tie_word_embeddings=true, which SGLang ignores in a {architecture.model_type} model: it would serve a random "
+            "output layer; save the model with an output layer of its own (a copy of the embedding) and tie_word_embeddings=false"
+        )
     wrong = _rollout_misfit(architecture, tensor_parallel)
     if wrong is not None:
         fitting = rollout_sizes(architecture)

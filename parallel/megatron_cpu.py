@@ -89,6 +89,15 @@ def _install_megatron_stand_ins() -> None:
     # It warns whenever a CUDA seed moves the CPU generator, which here is one and the same.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    token_dispatcher.maybe_move_tensor_to_cpu = _counts_on_host
+
+
+def _counts_on_host(counts, as_numpy: bool = False, record_stream: bool = False):
+    """Megatron turns token counts into numpy only as it copies them from a GPU, and collectives do not take tensors as sizes."""
+    return counts.numpy() if as_numpy and torch.is_tensor(counts) else counts
+
 
 def install() -> None:
     """Put the stand-ins in place, once, on a machine without CUDA. Called on import."""

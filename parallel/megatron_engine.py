@@ -32,7 +32,8 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
 from parallel import checkpoint, hf_conversion, platform
-from parallel.layout import read_hf_config, validate_layout
+from parallel.hf_files import HuggingFaceWeights
+from parallel.layout import Architecture, read_hf_config, validate_layout
 from parallel.megatron_model import LogprobGPTModel, PackedGPTModel, ValueGPTModel, build_model, build_value_model
 from parallel.packing import PackedBatch
 
@@ -78,6 +79,8 @@ class Groups:
     pp_rank: int
     pp_size: int
     pp_group: dist.ProcessGroup
+    is_stage_first: bool
+    """Whether this rank writes and sends the weights of its pipeline stage."""
 
     def dp_rank_of(self, rank: int) -> int:
         """Where another process of this run stands."""
@@ -190,6 +193,10 @@ class _Engine:
             chunk.config.finalize_model_grads_func = lambda chunks, num_tokens=None, **rest: finalize_model_grads(chunks, None, **rest)
 
     @property
+    def architecture(self) -> Architecture:
+        return self.chunks[0].architecture
+
+    @property
     def is_frozen(self) -> bool:
         return self._optimizer_config is None
 
@@ -296,6 +303,8 @@ class _Engine:
         def forward_step(batches: Iterator[PackedBatch], chunk):
             batch = next(batches).to(platform.device())
             output = forward(getattr(chunk, "module", chunk), batch)
+            if attach_loss is None and isinstance(output, tuple):
+                output = torch.stack(output)  # of a model with experts, Megatron asks any output for its device
             return output, attach_loss(batch) if attach_loss else (lambda found, non_loss_data: found)
 
         return get_forward_backward_func()(
@@ -415,6 +424,10 @@ class MegatronEngine(_Engine):
         """(Hugging Face name, full tensor) of this pipeline stage, in one order on all its ranks; see ``hf_conversion.export_hf``."""
         return hf_conversion.export_hf(self.chunks)
 
+    def load_weights(self, weights: HuggingFaceWeights) -> None:
+        """Other weights in the place of the model's; an optimizer's own copies stay as they are, so this is no way to go on training."""
+        hf_conversion.load_weights(self.chunks, weights)
+
     def save_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder with this model's weights, all or nothing; see ``hf_conversion.save_hf``."""
         hf_conversion.save_hf(self.chunks, self.source, folder)
@@ -521,6 +534,7 @@ def _groups() -> Groups:
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        is_stage_first=hf_conversion.is_stage_first(),
     )
 
 

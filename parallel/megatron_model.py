@@ -1,4 +1,4 @@
-"""Megatron-Core ``GPTModel`` from a Hugging Face config.json: Qwen2/2.5, Qwen3 and Llama, dense; as a policy or as a critic.
+"""Megatron-Core ``GPTModel`` from a Hugging Face config.json, dense or with experts; as a policy or as a critic.
 
 Legend: T packed tokens, V vocabulary, H hidden size, F rotary frequencies.
 
@@ -25,10 +25,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from parallel import platform
+from parallel import megatron_moe, platform
 from parallel.attention import PackedPlan, packed_attention, plan_packing, rotary_tables, rotate
-from parallel.layout import Architecture, check_rope_type, padded_vocab_size, read_architecture
+from parallel.layout import Architecture, Experts, check_rope_type, padded_vocab_size, read_architecture
 from parallel.vocab_parallel import linear_logprobs
 
 
@@ -91,19 +92,45 @@ class PackedCoreAttention(nn.Module):
         return out_TAD.flatten(1)
 
 
-def _layer_spec(config: TransformerConfig, architecture: Architecture, vp_stage: int | None):
+def _block_spec(config: TransformerConfig, architecture: Architecture, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this rank, each dense or with experts, and the final norm."""
+    make_layer, norm = _local_layer, RMSNorm
     if platform.uses_transformer_engine():
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
-        spec.submodules.self_attention.submodules.core_attention = _transformer_engine_attention()
-        return spec
-    spec: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=architecture.qk_norm, normalization="RMSNorm")
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        make_layer, norm = _transformer_engine_layer, TENorm
+    first = get_transformer_layer_offset(config, vp_stage)
+    experts = architecture.experts
+    is_sparse = experts.is_sparse if experts else (False,) * architecture.num_layers
+    is_sparse = is_sparse[first : first + get_num_layers_to_build(config, vp_stage)]
+    layers = {sparse: make_layer(architecture, experts if sparse else None) for sparse in set(is_sparse)}
+    return TransformerBlockSubmodules(layer_specs=[layers[sparse] for sparse in is_sparse], layer_norm=norm)
+
+
+def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+    """A layer without Transformer Engine."""
+    spec: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=experts and experts.num_experts, qk_layernorm=architecture.qk_norm, normalization="RMSNorm"
+    )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedCoreAttention
     if architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, vp_stage), layer_norm=RMSNorm)
+    if experts:
+        megatron_moe.use_router(spec, experts)
+    return spec
+
+
+def _transformer_engine_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+    spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts and experts.num_experts, moe_grouped_gemm=platform.uses_grouped_gemm(), qk_layernorm=architecture.qk_norm
+    )
+    spec.submodules.self_attention.submodules.core_attention = _transformer_engine_attention()
+    if experts:
+        megatron_moe.use_router(spec, experts)
+    return spec
 
 
 def _transformer_engine_attention() -> type:
@@ -161,7 +188,6 @@ def transformer_config(
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         variable_seq_lengths=pipeline_parallel > 1,
         # The default refuses variable lengths, of dense models too.
         moe_token_dispatcher_type="alltoall",
@@ -180,6 +206,7 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
+        **megatron_moe.config_fields(architecture.experts),
         **full,
     )
 
@@ -207,7 +234,7 @@ class PackedGPTModel(GPTModel):
         architecture, config, vp_stage = backbone.architecture, backbone.config, backbone.vp_stage
         super().__init__(
             config=config,
-            transformer_layer_spec=_layer_spec(config, architecture, vp_stage),
+            transformer_layer_spec=_block_spec(config, architecture, vp_stage),
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -216,6 +243,7 @@ class PackedGPTModel(GPTModel):
             position_embedding_type="none",
             vp_stage=vp_stage,
         )
+        megatron_moe.mark_expert_parameters(self)
         self.architecture = architecture
         self.inv_freq_F = backbone.inv_freq_F.to(platform.device())
         self.attention_factor = backbone.attention_factor

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -35,6 +37,11 @@ def uses_transformer_engine() -> bool:
     return has_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
+def uses_grouped_gemm() -> bool:
+    """Whether a rank's experts run as one grouped matrix product (Transformer Engine's) or one after the other."""
+    return uses_transformer_engine()
+
+
 def attention_dtype(model_dtype: torch.dtype) -> torch.dtype:
     """In which dtype our own attention runs.
 
@@ -52,6 +59,22 @@ def synchronize() -> None:
     """Wait until the device has done all it was given; on CPU nothing is outstanding."""
     if has_cuda():
         torch.cuda.synchronize()
+
+
+@contextmanager
+def side_stream(place: torch.device) -> Iterator[None]:
+    """Work given to the device inside comes after what was given before, beside what other threads give meanwhile; done on leaving.
+
+    On CPU work is done when a call returns, in whatever thread.
+    """
+    if place.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(place)
+    stream.wait_stream(torch.cuda.current_stream(place))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def init_distributed(timeout_s: float) -> None:

@@ -1,22 +1,24 @@
-"""Learner -> server weights: full Hugging Face tensors, flattened into buckets, broadcast in a process group of its own.
+"""Learner -> server weights: full Hugging Face tensors, flattened into buckets, broadcast in process groups of their own.
 
-Who is in the group: rank 0 is the learner's rank 0; the servers' tensor-parallel ranks follow, replica after replica. The
-group is apart from the learner's own groups (another rendezvous store), so a server that dies can never hang the training
-collectives. Non-goals: choosing when to send, and talking HTTP; ``trainer/weight_sync.py`` does both.
+Who is in a group: rank 0 is a sender, the first rank of a pipeline stage of the learner; the servers' tensor-parallel ranks follow,
+replica after replica. Every stage has a group of its own. Groups are apart from the learner's own (another rendezvous store), so a
+server that dies can never hang the training collectives. Non-goals: choosing when to send, and talking HTTP; ``trainer/weight_sync.py``
+does both.
 """
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+from parallel import platform
 
 T = TypeVar("T")
 
@@ -32,44 +34,70 @@ class Bucket:
     """
 
     names: list[str]
-    dtype: str
+    dtype: torch.dtype
     shapes: list[list[int]]
     bytes: Tensor
     """uint8 [sum of sizes]."""
+    is_last: bool
 
-    def sha256(self) -> str:
-        return hashlib.sha256(self.bytes.cpu().numpy().tobytes()).hexdigest()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Views of the bytes, by name."""
+        start = 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            size = torch.Size(shape).numel() * self.dtype.itemsize
+            yield name, self.bytes[start : start + size].view(self.dtype).view(shape)
+            start += size
 
 
 def make_buckets(tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, max_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Group ``(name, full tensor)`` pairs into buckets of at most ``max_bytes`` (a larger single tensor gets its own)."""
-    pending: list[tuple[str, Tensor]] = []
-    size = 0
+    """Group ``(name, full tensor)`` pairs into buckets of at most ``max_bytes`` (a larger single tensor gets its own).
+
+    Each tensor is converted and copied straight into one of two buffers that take turns, so that a bucket can be filled while the one
+    before it is still being sent: a bucket's bytes hold until the next but one is asked for.
+    """
+    buffers: list[Tensor | None] = [None, None]
+    filling = _Filling(dtype)
     for name, tensor in tensors:
-        tensor = tensor.detach().to(dtype)
-        if pending and size + tensor.nbytes > max_bytes:
-            yield _flatten(pending, dtype)
-            pending, size = [], 0
-        pending.append((name, tensor))
-        size += tensor.nbytes
-    if pending:
-        yield _flatten(pending, dtype)
+        size = tensor.numel() * dtype.itemsize
+        if filling.names and filling.size + size > max_bytes:
+            yield filling.bucket(is_last=False)
+            buffers.reverse()
+            filling = _Filling(dtype)
+        if not filling.names:
+            if buffers[0] is None or buffers[0].numel() < size:
+                buffers[0] = torch.empty(max(size, max_bytes), dtype=torch.uint8, device=tensor.device)
+            filling.buffer = buffers[0]
+        filling.add(name, tensor)
+    if filling.names:
+        yield filling.bucket(is_last=True)
 
 
-def _flatten(tensors: list[tuple[str, Tensor]], dtype: torch.dtype) -> Bucket:
-    return Bucket(
-        names=[name for name, _ in tensors],
-        dtype=str(dtype).removeprefix("torch."),
-        shapes=[list(t.shape) for _, t in tensors],
-        bytes=torch.cat([t.contiguous().flatten().view(torch.uint8) for _, t in tensors]),
-    )
+class _Filling:
+    """A bucket in the making."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.names: list[str] = []
+        self.size = 0
+        self.buffer: Tensor
+        self._shapes: list[list[int]] = []
+        self._dtype = dtype
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * self._dtype.itemsize
+        self.buffer[self.size : self.size + size].view(self._dtype).view(tensor.shape).copy_(tensor.detach())
+        self.names.append(name)
+        self._shapes.append(list(tensor.shape))
+        self.size += size
+
+    def bucket(self, *, is_last: bool) -> Bucket:
+        return Bucket(names=self.names, dtype=self._dtype, shapes=self._shapes, bytes=self.buffer[: self.size], is_last=is_last)
 
 
 class WeightBroadcaster:
-    """Rank 0 of the transfer group: make it, tell the receivers its ``port`` over HTTP, ``join``, ``broadcast`` buckets, ``close``.
+    """Rank 0 of a transfer group: make it, tell the receivers its ``port`` over HTTP, ``join``, ``start`` bucket after bucket, ``close``.
 
-    ``join`` and ``broadcast`` block until the receivers have done their part. A receiver that has refused never will, and says
-    so only in its HTTP answer: ``check`` is called again and again meanwhile and ends the wait by raising.
+    ``join``, and ``wait`` of what ``start`` gives, block until the receivers have done their part. A receiver that has refused never
+    will, and says so only in its HTTP answer: ``check`` is called again and again meanwhile and ends the wait by raising.
     """
 
     def __init__(self, *, world_size: int, backend: str, timeout_s: float, address: str = "127.0.0.1"):
@@ -82,7 +110,7 @@ class WeightBroadcaster:
 
     def join(self, check: Callable[[], None]) -> None:
         """Return when every rank is in the group."""
-        self._group = _run_checked(self._make_group, check)
+        self._group = UnderWay(self._make_group).wait(check)
 
     def _make_group(self) -> dist.ProcessGroup:
         # init_process_group would replace the learner's default group; a second, independent world has no public constructor.
@@ -99,30 +127,39 @@ class WeightBroadcaster:
         _world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
         return group
 
-    def broadcast(self, bucket: Bucket, check: Callable[[], None]) -> None:
-        """Send one bucket; returns when this side's part of the broadcast is done."""
-        _run_checked(lambda: dist.broadcast(bucket.bytes, src=0, group=self._group), check)
+    def start(self, bucket: Bucket) -> "UnderWay[None]":
+        """Begin to send one bucket, whose bytes must stay until it is done: that is, until this side's part of the broadcast is."""
+        return UnderWay(lambda: self._broadcast(bucket.bytes))
+
+    def _broadcast(self, flat: Tensor) -> None:
+        with platform.side_stream(flat.device):
+            dist.broadcast(flat, src=0, group=self._group)
 
     def close(self) -> None:
         if self._group is not None:
             dist.destroy_process_group(self._group)
 
 
-def _run_checked(work: Callable[[], T], check: Callable[[], None]) -> T:
-    """``work()`` in a thread, with ``check()`` every 50 ms until it is done. Where check raises, the thread is left behind (a daemon)."""
-    result: Future[T] = Future()
+class UnderWay(Generic[T]):
+    """``work()`` in a thread of its own, a daemon."""
 
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:  # handed to the caller's thread, whatever it is
-            result.set_exception(error)
+    def __init__(self, work: Callable[[], T]):
+        self._result: Future[T] = Future()
 
-    threading.Thread(target=run, name="weight-transfer", daemon=True).start()
-    while True:
-        try:
-            return result.result(timeout=CHECK_EVERY_S)
-        except TimeoutError:
-            if result.done():  # between the timeout and here, or with a TimeoutError of its own
-                return result.result()
-            check()
+        def run() -> None:
+            try:
+                self._result.set_result(work())
+            except BaseException as error:  # handed to the caller's thread, whatever it is
+                self._result.set_exception(error)
+
+        threading.Thread(target=run, name="weight-transfer", daemon=True).start()
+
+    def wait(self, check: Callable[[], None]) -> T:
+        """What the work gives; ``check()`` is called every 50 ms until then. Where check raises, the thread is left behind."""
+        while True:
+            try:
+                return self._result.result(timeout=CHECK_EVERY_S)
+            except TimeoutError:
+                if self._result.done():  # between the timeout and here, or with a TimeoutError of its own
+                    return self._result.result()
+                check()

@@ -1,4 +1,7 @@
-"""Synchronous control of the SGLang servers by the learner's rank 0: pause, receive weights, verify, resume.
+"""Synchronous control of the SGLang servers by the learner: pause, receive weights, verify, resume.
+
+The learner's rank 0 does all of it, but for ``join_group``, ``receive_bucket`` and ``leave_group``: each of the learner's senders has a
+``SGLangControl`` of its own for these, since whoever waits in a broadcast must see at once that a server has refused it.
 
 One update, in order; what is indented runs in the servers and in the caller at the same time:
 
@@ -19,6 +22,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
+from dataclasses import dataclass
+from pathlib import Path
 
 import orjson
 import requests
@@ -34,6 +39,16 @@ VOCAB_PADDING = 64
 
 class ControlError(RuntimeError):
     """A server refused or failed a control request; the message holds its own words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Continuation:
+    """A greedy one. Log-probs are in nats."""
+
+    token_ids: list[int]
+    prompt_logprobs: list[float]
+    """Of the prompt's tokens from the second on."""
+    logprobs: list[float]
 
 
 class Pending:
@@ -196,12 +211,30 @@ class SGLangControl:
     def checksums(self) -> list[dict[str, str]]:
         """Per replica, SGLang's checksum of every parameter: 16 hex digits by SGLang's own (fused) names.
 
-        On CPU a checksum is the first 8 bytes of SHA-256 over the tensor's bytes in row-major order, and ``expected_checksums``
-        computes the same for TP 1. With TP > 1 each rank hashes its shard and the names carry ``rank<r>/``; on CUDA SGLang hashes
-        with a kernel of its own. Both still compare replicas with one another and one update with the next.
+        On CPU a checksum is the first 8 bytes of SHA-256 over the tensor's bytes in row-major order, and ``ExpectedChecksums``
+        computes the same. With TP > 1 each rank hashes its shard and the names carry ``rank<r>/``; on CUDA SGLang hashes with a kernel
+        of its own, which still compares replicas with one another and one update with the next.
         """
         replies = self._post("checksums", "/weights_checker", lambda replica: {"action": "checksum"}).wait()
         return [_by_name(reply["ranks"]) for reply in replies]
+
+    def load_from_disk(self, folder: Path, *, version: int) -> None:
+        """Replace the weights by those of a Hugging Face folder of the same model; nothing of the old ones stays cached."""
+        body = {"model_path": str(Path(folder).resolve()), "weight_version": str(version), "flush_cache": True}
+        self._post_all("load weights from disk", "/update_weights_from_disk", body)
+
+    def greedy(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[Continuation]]:
+        """Per replica, the likeliest continuation of each prompt. One at a time and from an empty cache: nothing but the weights,
+        not even the batch, makes a difference to the numbers."""
+        # It waits for requests that are just ending, such as the one by which a server was found healthy.
+        self._post_all("flush the cache", f"/flush_cache?timeout={self._timeout_s:g}", {})
+        sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+        of_prompts = []
+        for prompt in prompts:
+            body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+            replies = self._post("greedy continuation", "/generate", lambda replica, body=body: body).wait()
+            of_prompts.append([_continuation(reply) for reply in replies])
+        return [list(of_replica) for of_replica in zip(*of_prompts, strict=True)]
 
     def _post_all(self, what: str, path: str, body: dict | None) -> list[dict]:
         return self._post(what, path, lambda replica: body).wait()
@@ -224,11 +257,22 @@ class SGLangControl:
         return orjson.loads(response.content) if "json" in response.headers.get("Content-Type", "") else {}
 
 
+def _continuation(reply: dict) -> Continuation:
+    found = reply["meta_info"]
+    return Continuation(
+        token_ids=list(reply["output_ids"]),
+        prompt_logprobs=[logprob for logprob, *_ in found["input_token_logprobs"][1:]],  # the first token has none
+        logprobs=[logprob for logprob, *_ in found["output_token_logprobs"]],
+    )
+
+
 def _by_name(ranks: Sequence[dict]) -> dict[str, str]:
     """``ranks`` come in order of the tensor-parallel rank."""
-    if len(ranks) == 1:
-        return dict(ranks[0]["checksums"])
-    return {f"rank{rank}/{name}": digest for rank, reported in enumerate(ranks) for name, digest in reported["checksums"].items()}
+    return {_of_rank(rank, len(ranks), name): digest for rank, report in enumerate(ranks) for name, digest in report["checksums"].items()}
+
+
+def _of_rank(rank: int, size: int, name: str) -> str:
+    return name if size == 1 else f"rank{rank}/{name}"
 
 
 FUSED = (
@@ -236,43 +280,71 @@ FUSED = (
     (re.compile(r"\.(gate_proj|up_proj)\."), ".gate_up_proj.", ("gate_proj", "up_proj")),
 )
 """Hugging Face projections that SGLang keeps as one matrix, and their order from the first row down."""
+SPLIT_BY_COLUMNS = (".o_proj.weight", ".down_proj.weight")
+VOCABULARIES = ("embed_tokens.weight", "lm_head.weight")
 
 
-def expected_checksums(weights: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """What ``checksums`` says of a TP 1 server on CPU that holds these weights, for Qwen2, Qwen3 and Llama.
+class ExpectedChecksums:
+    """What ``checksums`` says of a server on CPU that holds the weights that were ``add``ed, for dense Qwen2, Qwen3 and Llama.
+
+    Nothing is kept of a tensor but what has been hashed: parts of a fused matrix must come in their order, as an export has them.
 
     Args:
-        weights: Hugging Face names and whole tensors in the served dtype, on any device. Without ``lm_head.weight`` where it is tied:
-            SGLang lists a shared parameter once.
+        tensor_parallel: SGLang's. kv_heads: of the model; where there are fewer of them than ranks, several ranks hold the same one.
     """
-    parts: dict[str, dict[str, Tensor]] = {}
+
+    def __init__(self, *, tensor_parallel: int, kv_heads: int) -> None:
+        self._size, self._kv_heads = tensor_parallel, kv_heads
+        self._hashers: dict[str, list] = {}
+        self._parts: dict[str, int] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A Hugging Face tensor, whole, in the served dtype. No ``lm_head.weight`` where it is tied: SGLang lists a shared one once.
+
+        Raises:
+            ValueError: a part of a fused matrix comes out of its order.
+        """
+        fused, place = _fused_name(name)
+        if self._parts.get(fused, 0) != place:
+            raise ValueError(f"{name} is part {place} of {fused}, of which {self._parts.get(fused, 0)} parts have been given")
+        self._parts[fused] = place + 1
+        hashers = self._hashers.setdefault(fused, [hashlib.sha256() for _ in range(self._size)])
+        for hasher, shard in zip(hashers, self._shards(name, tensor), strict=True):
+            hasher.update(memoryview(shard.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+
+    def _shards(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
+        """Of each of SGLang's ranks."""
+        if name.endswith(VOCABULARIES):
+            padding = tensor.new_zeros(-tensor.shape[0] % VOCAB_PADDING, tensor.shape[1])
+            return torch.cat([tensor, padding]).chunk(self._size) if len(padding) else tensor.chunk(self._size)
+        if ".k_proj." in name or ".v_proj." in name:
+            heads = min(self._kv_heads, self._size)
+            return [tensor.chunk(heads)[rank * heads // self._size] for rank in range(self._size)]
+        if name.endswith(SPLIT_BY_COLUMNS):
+            return tensor.chunk(self._size, 1)
+        return tensor.chunk(self._size) if _fused_name(name)[0] != name else [tensor] * self._size
+
+    def by_name(self) -> dict[str, str]:
+        """By the names of ``SGLangControl.checksums``: the first 8 bytes of each SHA-256."""
+        return {
+            _of_rank(rank, self._size, name): hasher.digest()[:8].hex()
+            for name, hashers in self._hashers.items()
+            for rank, hasher in enumerate(hashers)
+        }
+
+
+def expected_checksums(weights: Iterable[tuple[str, Tensor]], *, tensor_parallel: int = 1, kv_heads: int = 1) -> dict[str, str]:
+    """``ExpectedChecksums`` of all of ``weights``. kv_heads matters only for several ranks."""
+    expected = ExpectedChecksums(tensor_parallel=tensor_parallel, kv_heads=kv_heads)
     for name, tensor in weights:
-        fused_name, part = _fused_name(name)
-        parts.setdefault(fused_name, {})[part] = tensor
-    return {name: _digest(_fused(name, by_part)) for name, by_part in parts.items()}
+        expected.add(name, tensor)
+    return expected.by_name()
 
 
-def _fused_name(name: str) -> tuple[str, str]:
-    for pattern, replacement, _ in FUSED:
+def _fused_name(name: str) -> tuple[str, int]:
+    """SGLang's name, and which part of that matrix this is."""
+    for pattern, replacement, order in FUSED:
         match = pattern.search(name)
         if match:
-            return pattern.sub(replacement, name), match.group(1)
-    return name, ""
-
-
-def _fused(name: str, by_part: dict[str, Tensor]) -> list[Tensor]:
-    for _, fused, order in FUSED:
-        if fused in name:
-            return [by_part[part] for part in order]
-    (whole,) = by_part.values()
-    if name.endswith(("embed_tokens.weight", "lm_head.weight")):
-        return [whole, whole.new_zeros(-whole.shape[0] % VOCAB_PADDING, whole.shape[1])]
-    return [whole]
-
-
-def _digest(rows: Sequence[Tensor]) -> str:
-    """First 8 bytes of SHA-256 over the tensors' bytes, one after another."""
-    hasher = hashlib.sha256()
-    for tensor in rows:
-        hasher.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-    return hasher.digest()[:8].hex()
+            return pattern.sub(replacement, name), order.index(match.group(1))
+    return name, 0

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 model with a real tokenizer, small enough to be trained on two CPU cores in minutes."""
+"""A tiny model with a real tokenizer, small enough to be trained on two CPU cores in minutes: Qwen3, Qwen3-MoE or Mixtral."""
 
 import os
 import shutil
@@ -6,7 +6,29 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+# SGLang's models with experts never share the embedding's weight with the output layer.
+_EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+FAMILIES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"intermediate_size": 384, "tie_word_embeddings": True}),
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        _EXPERTS | {"intermediate_size": 384, "moe_intermediate_size": 96, "num_experts": 8, "norm_topk_prob": True},
+    ),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, _EXPERTS | {"intermediate_size": 96, "num_local_experts": 8}),
+}
+"""Of each: the classes, and what the others do not share."""
 
 CHARACTERS = "0123456789+-*()=: "
 """All that Countdown's prompts and answers are written with."""
@@ -15,14 +37,18 @@ VOCAB_MULTIPLE = 8
 """The vocabulary is filled up to a multiple of this, so that it splits evenly over tensor-parallel ranks."""
 
 
-def make_tiny_countdown_model(folder: Path, *, seed: int) -> None:
-    """Write a Hugging Face folder of a randomly initialised Qwen3 (0.79 M parameters, float32) for the Countdown task.
+def make_tiny_countdown_model(folder: Path, *, seed: int, family: str = "qwen3") -> None:
+    """Write a Hugging Face folder of a randomly initialised model (float32) for the Countdown task.
 
-    The folder appears under its name only when complete. The same ``seed`` gives the same weights.
+    ``family`` is one of ``FAMILIES``. Qwen3 has 0.79 M parameters; the two with 8 experts in every layer have 1.4 M, of which a token
+    uses those of 2 experts and the rest (0.5 M). The folder appears under its name only when complete. The same ``seed`` gives the
+    same weights.
 
     Raises:
-        ValueError: ``folder`` exists already.
+        ValueError: ``folder`` exists already, or ``family`` is unknown.
     """
+    if family not in FAMILIES:
+        raise ValueError(f"family {family!r} is unknown; use one of {', '.join(FAMILIES)}")
     folder = Path(folder)
     if folder.exists():
         raise ValueError(f"{folder} exists already; remove it or choose another folder")
@@ -31,7 +57,7 @@ def make_tiny_countdown_model(folder: Path, *, seed: int) -> None:
     try:
         tokenizer = _character_tokenizer()
         tokenizer.save_pretrained(partial)
-        _random_model(tokenizer, seed).save_pretrained(partial)
+        _random_model(tokenizer, seed, family).save_pretrained(partial)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -56,17 +82,17 @@ def _character_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _random_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    config = Qwen3Config(
+def _random_model(tokenizer: PreTrainedTokenizerFast, seed: int, family: str) -> PreTrainedModel:
+    config_class, model_class, own = FAMILIES[family]
+    config = config_class(
         vocab_size=len(tokenizer),
         hidden_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        intermediate_size=384,
+        **own,
         max_position_embeddings=256,
-        tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -74,4 +100,4 @@ def _random_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCaus
     )
     with torch.random.fork_rng(devices=[]):  # the caller's random state is not ours to change
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(config).to(torch.float32)
+        return model_class(config).to(torch.float32)

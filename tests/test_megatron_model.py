@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from parallel import hf_conversion
+from parallel import hf_conversion, hf_files
 from parallel.layout import padded_vocab_size
 from tests.megatron_workers import make_batch, make_engine, make_hf_model, run_ranks, work_round_trip
 
@@ -92,7 +92,7 @@ def test_a_failed_save_leaves_the_previous_folder(tmp_path, monkeypatch):
     def full_disk(*unused, **unused_named):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hf_conversion, "save_file", full_disk)
+    monkeypatch.setattr(hf_files, "save_file", full_disk)
     with pytest.raises(OSError, match="No space left"):
         engine.save_hf(tmp_path / "out")
     assert_same_weights(folder, tmp_path / "out")

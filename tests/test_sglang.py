@@ -626,15 +626,15 @@ def send(control: SGLangControl, model, *, version: int, tensor_parallel: int = 
         broadcaster.join(check=joining.raise_if_failed)
         joining.wait()
         control.begin_update()
-        buckets = list(make_buckets(model.named_parameters(), dtype=torch.float32, max_bytes=2**20))
-        assert len(buckets) > 1
-        for i, bucket in enumerate(buckets):
-            last = i == len(buckets) - 1
+        count = 0
+        for bucket in make_buckets(model.named_parameters(), dtype=torch.float32, max_bytes=2**20):
             receiving = control.receive_bucket(
-                names=bucket.names, dtype=bucket.dtype, shapes=bucket.shapes, version=version if last else None
+                names=bucket.names, dtype="float32", shapes=bucket.shapes, version=version if bucket.is_last else None
             )
-            broadcaster.broadcast(bucket, check=receiving.raise_if_failed)
+            broadcaster.start(bucket).wait(check=receiving.raise_if_failed)
             receiving.wait()
+            count += 1
+        assert count > 1
         control.end_update()
         control.leave_group()
     finally:

@@ -24,7 +24,7 @@ from rollout.sglang_control import ControlError, Pending, expected_checksums
 from tests.megatron_workers import learner_config, make_batch, make_hf_model, weighted_loss, weights_of
 from trainer import weight_sync
 from trainer.learner import Learner
-from trainer.weight_sync import WeightSync, WeightSyncError, with_last
+from trainer.weight_sync import WeightSync, WeightSyncError
 
 PROMPT = [3, 17, 8, 30]
 TEMPERATURE = 0.7
@@ -342,8 +342,3 @@ def test_a_server_that_refuses_to_join_ends_the_wait_for_it(make_sync):
     with pytest.raises(ControlError, match="no such group"):
         make_sync(prepare=refuse)
     assert time.monotonic() - started < PROMPTLY_S
-
-
-@pytest.mark.parametrize("items", [[], [1], [1, 2], [1, 2, 3, 4]])
-def test_with_last_marks_the_last_alone(items):
-    assert list(with_last(iter(items))) == [(x, i == len(items) - 1) for i, x in enumerate(items)]

@@ -1,9 +1,18 @@
 """Publishing: learner weights -> servers, verified before sampling goes on.
 
-One publish, all ranks together (the export gathers tensor-parallel shards); rank 0 talks to the servers:
+One publish, all ranks together. Each pipeline stage sends its own weights: its ranks gather one tensor after another (over tensor- and
+expert-parallel ranks), and the first rank of the stage, its sender, broadcasts them in a process group of its own with the servers.
 
-    pause -> begin -> for each bucket: tell the servers, broadcast (the last flushes) -> end
-          -> versions and checksums -> resume -> probe
+    rank 0             pause -> begin -> [ stage 0 ]------------------------------------> end -> versions and checksums -> resume -> probe
+    sender of stage 1                      first bucket filled, waits for its turn -> [ stage 1 ] --^
+    all other ranks                        gather with their sender, then wait for rank 0
+
+    [ stage ]  for each bucket: tell the servers, broadcast; meanwhile the stage gathers the next one into a second buffer
+
+Stages take turns: servers load one bucket at a time anyway, and only so is the very last bucket of all, which names the version and
+flushes the cache, known to be the last. A sender waits for the servers' answer to its own bucket, and at its turn for the stage before
+it; rank 0 waits for all stages (they tell it what they sent) before it ends the update. Rank 0 alone opens and closes an update. Each
+sender asks the servers itself to receive its buckets: a server that refuses never joins the broadcast, and only its answer says so.
 
 Nothing samples between pause and the end of the probe: the learner asks for groups only after ``publish`` has returned.
 Any failure raises, which ends the run: a partial update never serves a training sample.
@@ -14,20 +23,18 @@ the samples themselves are the probe (``check_samples``), and ``publish`` asks f
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from parallel.weight_transfer import WeightBroadcaster, make_buckets
+from parallel.megatron_engine import Groups
+from parallel.weight_transfer import Bucket, WeightBroadcaster, make_buckets
 from rollout.records import Completion
-from rollout.sglang_control import SGLangControl, expected_checksums
+from rollout.sglang_control import ExpectedChecksums, SGLangControl
 from trainer.learner import Learner
-
-T = TypeVar("T")
 
 EXACT_TOLERANCE = 1e-4
 """What a float32 learner and a float32 server may differ by: nats on a probe token, probability on any sampled token."""
@@ -70,28 +77,18 @@ class WeightSync:
         self._dtype = getattr(torch, rollout_dtype)
         self._exact = rollout_dtype == "float32" and learner.engine.dtype == torch.float32
         self._temperature, self._probe_prompt, self._probe_tokens = temperature, probe_prompt, probe_tokens
-        # SGLang's checksum is SHA-256 of whole tensors only on CPU at TP 1; elsewhere the probe stands alone.
-        has_checksums = tensor_parallel == 1 and backend == "gloo"
-        self._checks_bytes = control is not None and has_checksums
-        self._samples_are_probes = samples_are_probes and has_checksums
-        self._broadcaster = None
-        if control is not None:
-            self._broadcaster = self._join(control, tensor_parallel, backend, timeout_s)
-
-    @staticmethod
-    def _join(control: SGLangControl, tensor_parallel: int, backend: str, timeout_s: float) -> WeightBroadcaster:
-        """Make the transfer group: the servers join (told over HTTP) while this process does."""
-        broadcaster = WeightBroadcaster(world_size=1 + len(control.urls) * tensor_parallel, backend=backend, timeout_s=timeout_s)
-        joining = control.join_group(
-            master_address=broadcaster.address,
-            master_port=broadcaster.port,
-            world_size=broadcaster.world_size,
-            group_name=broadcaster.group_name,
-            backend=backend,
-        )
-        broadcaster.join(check=joining.raise_if_failed)
-        joining.wait()
-        return broadcaster
+        # SGLang's checksum is SHA-256 of its tensors only on CPU, and experts it arranges in its own way; there the probe stands alone.
+        self._checks_bytes = backend == "gloo" and learner.engine.architecture.experts is None
+        self._tensor_parallel = tensor_parallel
+        self._samples_are_probes = samples_are_probes and self._checks_bytes
+        self._sender: StageSender | None = None
+        urls = [control.urls if control is not None else None]
+        dist.broadcast_object_list(urls, src=0)
+        if learner.groups.is_stage_first:
+            # The control of rank 0 serves its own stage too.
+            of_stage = control or SGLangControl(urls[0], tensor_parallel=tensor_parallel, timeout_s=timeout_s)
+            with in_turn(learner.groups):
+                self._sender = StageSender(of_stage, tensor_parallel, backend, timeout_s)
 
     def publish(self) -> SyncResult:
         """Send the current weights under the next version and prove that they are what the servers serve."""
@@ -102,38 +99,39 @@ class WeightSync:
         return self._send(self._learner.version)
 
     def _send(self, version: int) -> SyncResult:
-        started, sent = time.perf_counter(), 0
+        started = time.perf_counter()
         if self._control is not None:
             self._control.pause()
             self._control.begin_update()
-        expected: dict[str, str] = {}
-        buckets = make_buckets(self._tap(self._learner.engine.export_hf(), expected), dtype=self._dtype)
-        for bucket, is_last in with_last(buckets):
-            if self._control is not None:
-                # Only the last bucket names the version (and flushes): an update that breaks off is never reported under its new one.
-                receiving = self._control.receive_bucket(
-                    names=bucket.names, dtype=bucket.dtype, shapes=bucket.shapes, version=version if is_last else None
-                )
-                self._broadcaster.broadcast(bucket, check=receiving.raise_if_failed)
-                receiving.wait()
-                sent += bucket.bytes.numel()
+        of_stages: list = [None] * self._learner.groups.world_size
+        dist.all_gather_object(of_stages, self._send_stage(version))
+        expected = {name: digest for checksums, _ in of_stages for name, digest in checksums.items()}
         if self._control is not None:
             self._control.end_update()
             self._check_served(version, expected)
             self._control.resume()
         self._learner.version = version
         gap = None if self._samples_are_probes else self.probe(self._temperature)
+        sent = sum(size for _, size in of_stages)
         return SyncResult(version=version, bytes=sent, seconds=time.perf_counter() - started, max_logprob_gap=gap)
 
-    def _tap(self, tensors: Iterable[tuple[str, Tensor]], expected: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-        """Pass the exported tensors on, in the served dtype; afterwards ``expected`` holds the checksums the servers must report."""
-        seen = []
-        for name, tensor in tensors:
-            tensor = tensor.to(self._dtype)
-            if self._checks_bytes:
-                seen.append((name, tensor))
-            yield name, tensor
-        expected.update(expected_checksums(seen))
+    def _send_stage(self, version: int) -> tuple[dict[str, str], int]:
+        """This rank's part of the transfer of its pipeline stage; what a sender gives: the checksums to expect, and the bytes sent."""
+        groups = self._learner.groups
+        exported = self._learner.engine.export_hf()
+        if self._sender is None:
+            for _ in exported:  # the gathering needs every rank of the stage
+                pass
+            return {}, 0
+        buckets = make_buckets(exported, dtype=self._dtype)
+        first = next(buckets)
+        with in_turn(groups):
+            # Only the very last bucket names the version (and flushes): an update that breaks off is never reported under its new one.
+            last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
+            return self._sender.send(first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None)
+
+    def _new_checksums(self) -> ExpectedChecksums:
+        return ExpectedChecksums(tensor_parallel=self._tensor_parallel, kv_heads=self._learner.engine.architecture.num_kv_heads)
 
     def _check_served(self, version: int, expected: dict[str, str]) -> None:
         served = self._control.versions()
@@ -183,17 +181,64 @@ class WeightSync:
                 )
 
     def close(self) -> None:
-        if self._control is not None:
-            self._control.leave_group()
-            self._control.close()
-            self._broadcaster.close()
+        if self._sender is not None:
+            self._sender.close()
 
 
-def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Each item, and whether it is the last one."""
-    iterator = iter(items)
-    for item in iterator:
-        for following in iterator:
-            yield item, False
-            item = following
-        yield item, True
+class StageSender:
+    """One pipeline stage's line to all servers: a transfer group, and the requests that belong to it."""
+
+    def __init__(self, control: SGLangControl, tensor_parallel: int, backend: str, timeout_s: float):
+        """Make the transfer group: the servers join (told over HTTP) while this process does."""
+        self._control = control
+        world_size = 1 + len(control.urls) * tensor_parallel
+        self._broadcaster = WeightBroadcaster(world_size=world_size, backend=backend, timeout_s=timeout_s)
+        joining = control.join_group(
+            master_address=self._broadcaster.address,
+            master_port=self._broadcaster.port,
+            world_size=world_size,
+            group_name=self._broadcaster.group_name,
+            backend=backend,
+        )
+        self._broadcaster.join(check=joining.raise_if_failed)
+        joining.wait()
+
+    def send(
+        self, first: Bucket, further: Iterator[Bucket], version: int | None, expected: ExpectedChecksums | None
+    ) -> tuple[dict[str, str], int]:
+        """All buckets, the next one filled (by ``further``) while one is in flight; the last names ``version``."""
+        bucket: Bucket | None = first
+        sent = 0
+        while bucket is not None:
+            receiving = self._control.receive_bucket(
+                names=bucket.names,
+                dtype=str(bucket.dtype).removeprefix("torch."),
+                shapes=bucket.shapes,
+                version=version if bucket.is_last else None,
+            )
+            broadcast = self._broadcaster.start(bucket)
+            if expected is not None:
+                for name, tensor in bucket.tensors():
+                    expected.add(name, tensor)
+            following = next(further, None)
+            broadcast.wait(check=receiving.raise_if_failed)
+            receiving.wait()
+            sent += bucket.bytes.numel()
+            bucket = following
+        return expected.by_name() if expected is not None else {}, sent
+
+    def close(self) -> None:
+        self._control.leave_group()
+        self._control.close()
+        self._broadcaster.close()
+
+
+@contextmanager
+def in_turn(groups: Groups) -> Iterator[None]:
+    """The senders of the pipeline stages, one after another: inside after the stage before has left. A failure inside passes no turn on."""
+    token = torch.zeros(1)
+    if groups.pp_rank > 0:
+        dist.recv(token, src=dist.get_global_rank(groups.pp_group, groups.pp_rank - 1), group=groups.pp_group)
+    yield
+    if groups.pp_rank < groups.pp_size - 1:
+        dist.send(token, dst=dist.get_global_rank(groups.pp_group, groups.pp_rank + 1), group=groups.pp_group)

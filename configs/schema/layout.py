@@ -2,8 +2,9 @@
 
 from typing import Any, Literal
 
-from pydantic import model_validator
+from pydantic import ValidationError, model_validator
 
+from configs.errors import did_you_mean
 from configs.schema.base import PositiveInt, Schema
 
 
@@ -70,3 +71,42 @@ class LayoutConfig(Schema):
 
 ONE_PROCESS = tuple(f"layout.{name}={'false' if name == 'sp' else 1}" for name in LayoutConfig.model_fields)
 """Overrides for what one process does with a run of any layout."""
+
+
+def parse_layout(text: str) -> LayoutConfig:
+    """A layout as one writes it on the command line: ``tp=2,sp,pp=2``, where ``sp`` alone means ``sp=true``. "" is all defaults.
+
+    Raises ValueError, in one sentence with field, value and fix.
+    """
+    values: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, value = (x.strip() for x in part.partition("="))
+        if name not in LayoutConfig.model_fields:
+            raise ValueError(f"layout {text!r}: unknown field {name!r}; {did_you_mean(name, list(LayoutConfig.model_fields), 'fields')}")
+        if name in values:
+            raise ValueError(f"layout {text!r} gives {name} twice; give it once")
+        values[name] = _layout_value(text, name, value if "=" in part else None)
+    try:
+        return LayoutConfig(**values)
+    except ValidationError as error:
+        said = [str(e.get("ctx", {}).get("error") or f"{e['loc'][0]}: {e['msg']}, not {e['input']}") for e in error.errors()]
+        raise ValueError(f"layout {text!r}: {said[0]}") from error
+
+
+def _layout_value(text: str, name: str, value: str | None) -> Any:
+    if name == "sp" and value in (None, "true", "false"):
+        return value != "false"
+    if value is not None and value.isdecimal() and name != "sp":
+        return int(value)
+    if (name, value) == ("dp", "auto"):
+        return value
+    wanted = {"sp": "sp, sp=true or sp=false", "dp": "dp=auto or dp=N"}.get(name, f"{name}=N")
+    shown = name if value is None else f"{name}={value}"
+    raise ValueError(f"layout {text!r}: {shown} is no value of this field; write {wanted}, N a whole number")
+
+
+def layout_text(layout: LayoutConfig) -> str:
+    """What ``parse_layout`` reads: the fields that are not at their defaults; ``tp=1`` where all are."""
+    fields = LayoutConfig.model_fields
+    given = {name: value for name, value in layout.model_dump().items() if value != fields[name].default}
+    return ",".join(name if value is True else f"{name}={value}" for name, value in given.items()) or "tp=1"

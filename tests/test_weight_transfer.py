@@ -1,0 +1,117 @@
+"""Buckets: what is in them, when their bytes may be overwritten, and what SGLang's checksums of them must be."""
+
+import hashlib
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parallel.weight_transfer import UnderWay, make_buckets
+from rollout.sglang_control import ExpectedChecksums, expected_checksums
+
+SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=2), min_size=1, max_size=12)
+
+
+def tensors_of(shapes: list[list[int]]) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(f"t{i}", torch.randn(shape, generator=generator)) for i, shape in enumerate(shapes)]
+
+
+@given(shapes=SHAPES, max_bytes=st.integers(1, 200), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_buckets_hold_every_tensor_once_in_order_and_stay_until_the_next_but_one(shapes, max_bytes, dtype):
+    tensors = tensors_of(shapes)
+    found: list[tuple[str, torch.Tensor]] = []
+    before = None
+    for bucket in make_buckets(iter(tensors), dtype=dtype, max_bytes=max_bytes):
+        assert bucket.bytes.numel() <= max_bytes or len(bucket.names) == 1
+        if before is not None:  # still in flight while this one was filled
+            found += [(name, tensor.clone()) for name, tensor in before.tensors()]
+            assert not before.is_last
+        before = bucket
+    assert before.is_last
+    found += before.tensors()
+    assert [name for name, _ in found] == [name for name, _ in tensors]
+    for (_, got), (_, sent) in zip(found, tensors, strict=True):
+        assert got.dtype == dtype and torch.equal(got, sent.to(dtype))
+
+
+def test_two_buffers_take_turns():
+    tensors = tensors_of([[4, 4]] * 10)
+    places = [bucket.bytes.data_ptr() for bucket in make_buckets(tensors, dtype=torch.float32, max_bytes=64)]
+    assert len(places) == 10 and len(set(places)) == 2
+    assert all(a != b for a, b in itertools.pairwise(places))
+
+
+def test_a_bucket_is_not_filled_before_it_is_asked_for():
+    """What is gathered beside a bucket in flight is one more bucket, never all of them."""
+    taken = []
+
+    def tensors():
+        for name, tensor in tensors_of([[4, 4]] * 6):
+            taken.append(name)
+            yield name, tensor
+
+    buckets = make_buckets(tensors(), dtype=torch.float32, max_bytes=128)  # two tensors each
+    next(buckets)
+    assert len(taken) == 3  # the third showed that the first bucket is full
+    next(buckets)
+    assert len(taken) == 5
+
+
+def test_work_under_way_hands_over_its_result_and_its_error():
+    assert UnderWay(lambda: 3).wait(check=lambda: None) == 3
+    with pytest.raises(TimeoutError, match="its own"):
+        UnderWay(lambda: (_ for _ in ()).throw(TimeoutError("its own"))).wait(check=lambda: None)
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    return hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors)).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, 4])
+def test_expected_checksums_of_several_ranks_by_slices(size, kv_heads):
+    """4 heads of 2; a hidden size of 8, 12 wide; 10 words, which are filled up to 64."""
+    heads, dim = 4, 2
+    layer = "model.layers.0"
+    shapes = {
+        "model.embed_tokens.weight": (10, 8),
+        f"{layer}.self_attn.q_proj.weight": (heads * dim, 8),
+        f"{layer}.self_attn.k_proj.weight": (kv_heads * dim, 8),
+        f"{layer}.self_attn.v_proj.weight": (kv_heads * dim, 8),
+        f"{layer}.self_attn.o_proj.weight": (8, heads * dim),
+        f"{layer}.mlp.gate_proj.weight": (12, 8),
+        f"{layer}.mlp.up_proj.weight": (12, 8),
+        f"{layer}.mlp.down_proj.weight": (8, 12),
+        "model.norm.weight": (8,),
+    }
+    w = {name: torch.randn(shape) for name, shape in shapes.items()}
+    q, k, v, o, gate, up, down = (w[name] for name in list(shapes)[1:8])
+    found = expected_checksums(w.items(), tensor_parallel=size, kv_heads=kv_heads)
+    words = torch.cat([w["model.embed_tokens.weight"], torch.zeros(54, 8)])
+    wanted = {}
+    for rank in range(size):
+        wide, query = 12 // size, heads // size * dim
+        if kv_heads >= size:
+            rows = slice(rank * kv_heads // size * dim, (rank + 1) * kv_heads // size * dim)
+        else:  # ranks whose query heads share a key/value head hold that one
+            head = rank * (heads // size) // (heads // kv_heads)
+            rows = slice(head * dim, (head + 1) * dim)
+        mine, middle = slice(rank * query, (rank + 1) * query), slice(rank * wide, (rank + 1) * wide)
+        wanted |= {
+            f"rank{rank}/model.embed_tokens.weight": digest(words[rank * 64 // size : (rank + 1) * 64 // size]),
+            f"rank{rank}/{layer}.self_attn.qkv_proj.weight": digest(q[mine], k[rows], v[rows]),
+            f"rank{rank}/{layer}.self_attn.o_proj.weight": digest(o[:, mine]),
+            f"rank{rank}/{layer}.mlp.gate_up_proj.weight": digest(gate[middle], up[middle]),
+            f"rank{rank}/{layer}.mlp.down_proj.weight": digest(down[:, middle]),
+            f"rank{rank}/model.norm.weight": digest(w["model.norm.weight"]),
+        }
+    assert found == wanted
+
+
+def test_parts_of_a_fused_matrix_out_of_their_order_are_refused():
+    expected = ExpectedChecksums(tensor_parallel=1, kv_heads=1)
+    with pytest.raises(ValueError, match=r"k_proj\.weight is part 1 of .*qkv_proj\.weight, of which 0 parts"):
+        expected.add("model.layers.0.self_attn.k_proj.weight", torch.zeros(2, 2))
