@@ -230,8 +230,29 @@ def replay(folder: RunFolder) -> None:
     dist.destroy_process_group()
 
 
-MEGATRON_ROLES = ("learn", "sft-rank", "export-rank", "replay-rank")
-ROLES = {"serve": serve, "sample": sample, "learn": learn, "sft-rank": supervised, "export-rank": export, "replay-rank": replay}
+def draw_for_mismatch(folder: RunFolder) -> None:
+    from launch.mismatch import draw
+
+    draw(folder)
+
+
+def score_for_mismatch(folder: RunFolder) -> None:
+    from launch.mismatch import score
+
+    score(folder)
+
+
+MEGATRON_ROLES = ("learn", "sft-rank", "export-rank", "replay-rank", "score-rank")
+ROLES = {
+    "serve": serve,
+    "sample": sample,
+    "learn": learn,
+    "sft-rank": supervised,
+    "export-rank": export,
+    "replay-rank": replay,
+    "mismatch-draw": draw_for_mismatch,
+    "score-rank": score_for_mismatch,
+}
 
 
 def run_role(name: str, folder: RunFolder) -> None:
