@@ -175,7 +175,7 @@ def _parts_of_why(request: Request, load: Load, cuda: bool) -> tuple[list[Part],
     parts.append(_rollout_part("dtype", f"tp={server.tp},dtype={other}", load, cuda))
     if cuda:
         modes = ["deterministic", *(f"attention={name}" for name in ATTENTION_BACKENDS)]
-        texts = [f"{request.rollouts[0]},{mode}" for mode in modes]
+        texts = [f"tp={server.tp},{mode}" for mode in modes]
         parts += [_rollout_part("mode", text, load, cuda) for text in texts if text not in request.rollouts]
     return parts, skipped
 
