@@ -7,6 +7,9 @@ Sequences of equal length form a bucket and run as one batched causal SDPA. The 
 buckets (``PackedPlan.order_T``), so that within a layer a bucket is a slice: nothing is gathered or scattered per layer, and
 256 sequences of 15 tokens cost a handful of calls.
 
+Sequence parallelism splits the model's tokens over ranks: the plan then ends with sequences of one token each, which nobody reads
+and which make the number of tokens divide. They are copies of the batch's first token, and their gradient is exactly zero.
+
 Why the score pass and the train pass of one micro-batch agree bitwise: both see the same plan, hence the same tensors with
 the same shapes and strides, the same kernels and the same order of sums. Nothing here depends on whether gradients are
 recorded: rotation is a function of its own with one forward, and SDPA is asked for no dropout. A *different* split into
@@ -38,7 +41,7 @@ class PackedPlan:
     """All that depends on a micro-batch's lengths alone, computed once, on the CPU, before the first layer."""
 
     order_T: Tensor | None
-    """int64: place i of the model's order holds token order_T[i] of the batch. None: already in order."""
+    """int64: place i of the model's order holds token order_T[i] of the batch, a dummy the batch's first. None: already in order."""
     inverse_T: Tensor | None
     """int64: token t of the batch is at place inverse_T[t] of the model's order."""
     buckets: tuple[Bucket, ...]
@@ -52,11 +55,12 @@ class PackedPlan:
         return values_T if self.inverse_T is None else values_T[self.inverse_T]
 
 
-def plan_packing(cu_seqlens: Tensor, device: torch.device, *, keep_order: bool = False) -> PackedPlan:
+def plan_packing(cu_seqlens: Tensor, device: torch.device, *, keep_order: bool = False, multiple: int = 1) -> PackedPlan:
     """The plan of sequences at ``cu_seqlens`` (int [S + 1], on the CPU). Index tensors are placed on ``device``.
 
     Sequences are sorted by length, stably; with ``keep_order`` they stay where they are and neighbours of equal length form
-    the buckets. Raises ValueError for an empty sequence or cu_seqlens that do not start at 0.
+    the buckets. Dummy sequences of one token follow until the model's tokens are a multiple of ``multiple``.
+    Raises ValueError for an empty sequence or cu_seqlens that do not start at 0.
     """
     lengths_S = torch.diff(cu_seqlens.to(torch.int64))
     if cu_seqlens.numel() < 2 or int(cu_seqlens[0]) != 0 or int(lengths_S.min()) < 1:
@@ -68,15 +72,21 @@ def plan_packing(cu_seqlens: Tensor, device: torch.device, *, keep_order: bool =
         buckets.append(Bucket(start=start, count=count, length=length))
         start = buckets[-1].stop
     bounds = F.pad(sorted_S.cumsum(0), (1, 0))
-    if torch.equal(rows_S, torch.arange(rows_S.numel())):
-        order_T = inverse_T = None
-    else:
-        first_S = cu_seqlens[:-1].to(torch.int64)[rows_S]
-        order_T = torch.repeat_interleave(first_S - bounds[:-1], sorted_S) + torch.arange(start)
-        inverse_T = torch.empty_like(order_T)
-        inverse_T[order_T] = torch.arange(start)
-        order_T, inverse_T = order_T.to(device), inverse_T.to(device)
-    return PackedPlan(order_T=order_T, inverse_T=inverse_T, buckets=tuple(buckets), cu_seqlens=bounds.to(torch.int32))
+    num_dummies = -start % multiple
+    if num_dummies:
+        buckets.append(Bucket(start=start, count=num_dummies, length=1))
+    elif torch.equal(rows_S, torch.arange(rows_S.numel())):
+        return PackedPlan(order_T=None, inverse_T=None, buckets=tuple(buckets), cu_seqlens=bounds.to(torch.int32))
+    first_S = cu_seqlens[:-1].to(torch.int64)[rows_S]
+    order_T = torch.repeat_interleave(first_S - bounds[:-1], sorted_S) + torch.arange(start)
+    inverse_T = torch.empty_like(order_T)
+    inverse_T[order_T] = torch.arange(start)
+    return PackedPlan(
+        order_T=F.pad(order_T, (0, num_dummies)).to(device),
+        inverse_T=inverse_T.to(device),
+        buckets=tuple(buckets),
+        cu_seqlens=torch.cat((bounds, torch.arange(start + 1, start + num_dummies + 1))).to(torch.int32),
+    )
 
 
 def rotary_tables(inv_freq_F: Tensor, attention_factor: float, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
+from torch.nn import Module
 
 import parallel.megatron_setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core import dist_checkpointing, parallel_state
@@ -102,10 +103,10 @@ def _restore_missing_step(optimizer, state: dict[str, Any]) -> None:
         inner["state"].setdefault("common_step", torch.tensor(0.0))
 
 
-def save(folder: Path, *, model, optimizer, scheduler, extra: Mapping[str, Any]) -> None:
+def save(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler, extra: Mapping[str, Any]) -> None:
     """Write ``folder`` (``step_folder(root, step)``), replacing an older one of that name. A collective.
 
-    ``extra`` is anything JSON can hold. Raises CheckpointError on every rank where the disk is full or a write fails on any of
+    ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is anything JSON can hold. Raises CheckpointError on every rank where the disk is full or a write fails on any of
     them; earlier checkpoints stay valid and nothing partial is left. Raises ValueError for ``extra`` that is no JSON.
     """
     folder = Path(folder)
@@ -114,7 +115,7 @@ def save(folder: Path, *, model, optimizer, scheduler, extra: Mapping[str, Any])
     except (TypeError, ValueError) as error:
         raise ValueError(f"extra of a checkpoint must be JSON: {error}") from error
     temporary = folder.parent / f".{folder.name}.partial"
-    state = _state(model, optimizer, scheduler, is_loading=False)
+    state = _state(chunks, optimizer, scheduler, is_loading=False)
 
     def prepare() -> None:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -136,7 +137,7 @@ def save(folder: Path, *, model, optimizer, scheduler, extra: Mapping[str, Any])
         raise CheckpointError(f"could not write checkpoint {folder}: {error}; earlier checkpoints are unchanged") from error
 
 
-def load(folder: Path, *, model, optimizer, scheduler) -> dict[str, Any]:
+def load(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler) -> dict[str, Any]:
     """Restore what ``save`` wrote and return its ``extra``. The layout may differ from the one that saved.
 
     The running config decides learning rates and schedule, the checkpoint how many steps were done. Random state is restored
@@ -148,10 +149,11 @@ def load(folder: Path, *, model, optimizer, scheduler) -> dict[str, Any]:
         raise CheckpointError(f"{folder} is no complete checkpoint")
     same_processes = json.loads((folder / MANIFEST).read_text())["world_size"] == dist.get_world_size()
     rates = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
-    state = _state(model, optimizer, scheduler, is_loading=True, with_random=same_processes)
+    state = _state(chunks, optimizer, scheduler, is_loading=True, with_random=same_processes)
     try:
         found = dist_checkpointing.load(state, str(folder))
-        model.load_state_dict(found["model"])
+        for i, chunk in enumerate(chunks):
+            chunk.load_state_dict(found[f"model{i}"])
         _restore_missing_step(optimizer, found["optimizer"])
         optimizer.load_state_dict(found["optimizer"])
     except (CheckpointException, dist_checkpointing.core.CheckpointingException, RuntimeError, KeyError, ValueError, OSError) as error:
@@ -177,11 +179,12 @@ def _content_metadata() -> dict[str, Any]:
     }
 
 
-def _state(model, optimizer, scheduler, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:
+def _state(chunks: Sequence[Module], optimizer, scheduler, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:
     metadata = {**_content_metadata(), "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    model_state = model.sharded_state_dict(metadata=metadata)
+    # A tensor is known by its own name in the whole model, never by where it stands in this dictionary: any layout finds it.
+    model_state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
     state = {
-        "model": model_state,
+        **model_state,
         "optimizer": optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata),
         "scheduler": scheduler.state_dict(),
     }

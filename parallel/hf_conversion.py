@@ -219,8 +219,6 @@ def export_hf(models: Sequence[PackedGPTModel]) -> Iterator[tuple[str, Tensor]]:
     A collective: every rank must run it to the end. Tensors are on the device, in the model's dtype, and may share memory with
     the parameters: copy what must outlive the next optimizer step. A tied model yields no lm_head. One pipeline stage only.
     """
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        raise ValueError("export needs all layers on one pipeline stage; run with a pipeline-parallel size of 1")
     for model in models:
         for name, parameter in parameter_names(model):
             whole = _gather(name, parameter)

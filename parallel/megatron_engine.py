@@ -1,8 +1,9 @@
 """The learner's engines: a policy's log-probs, a critic's values and the updates of either, of a Megatron-Core model on packed
-micro-batches, over data- and tensor-parallel ranks.
+micro-batches, in every layout of tensor, sequence, pipeline (plain or interleaved) and data parallelism.
 
 Every method that touches weights is a collective: all ranks call it, in the same order. Micro-batches are this data-parallel
-rank's own; tensor-parallel ranks of one data-parallel rank pass the same ones.
+rank's own; the tensor- and pipeline-parallel ranks of one data-parallel rank pass the same ones. Every rank gets the results: losses
+and scores come to be on the last pipeline stage, which hands them to the others.
 """
 
 import logging
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,16 +39,20 @@ from parallel.packing import PackedBatch
 logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, Any]]
-"""(micro-batch, logprobs_T, entropy_T) -> (scalar loss, anything to be handed back)."""
+"""(micro-batch, logprobs_T, entropy_T) -> (scalar loss, anything to be handed back).
+
+It runs on the last pipeline stage alone. What it hands back travels to the others by pickle: tensors in it should be on the CPU.
+"""
 
 ValueLossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Any]]
-"""(micro-batch, values_T) -> (scalar loss, anything to be handed back)."""
+"""(micro-batch, values_T) -> (scalar loss, anything to be handed back): see ``LossFunction``."""
 
 GradScale = Callable[[list[Any]], float]
 """(what this rank's losses handed back, one per micro-batch) -> one factor, the same on all ranks."""
 
 _Forward = Callable[[Any, PackedBatch], Any]
-"""(model, micro-batch) -> what the loss takes after the micro-batch: a tuple of tensors."""
+"""(chunk of the model, micro-batch) -> what the loss takes after the micro-batch, a tuple of [T] tensors; of any but the last chunk,
+what it hands to the next."""
 
 
 class NonFiniteError(ArithmeticError):
@@ -56,7 +61,7 @@ class NonFiniteError(ArithmeticError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Where this process stands."""
+    """Where this process stands, in Megatron's order: tensor-parallel neighbours first, then context, data and pipeline."""
 
     rank: int
     world_size: int
@@ -66,19 +71,45 @@ class Groups:
     tp_rank: int
     tp_size: int
     tp_group: dist.ProcessGroup
+    pp_rank: int
+    pp_size: int
+    pp_group: dist.ProcessGroup
+
+    def dp_rank_of(self, rank: int) -> int:
+        """Where another process of this run stands."""
+        inner = self.world_size // (self.dp_size * self.pp_size)
+        return rank // inner % self.dp_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """One optimizer step. ``grad_norm`` is the norm over all parameters before clipping; ``outputs`` one entry per micro-batch."""
+    """One optimizer step, the same on every rank of a data-parallel rank.
+
+    ``grad_norm`` is the norm over all parameters before clipping; ``outputs`` has one entry per micro-batch.
+    """
 
     grad_norm: float
     lr: float
     outputs: list[Any]
 
 
+class _Sizes(NamedTuple):
+    """What Megatron's process groups of a layout are made from, besides the number of processes."""
+
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    ep: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in self._asdict().items())
+
+
 class _Engine:
     """What a policy's engine and a critic's share: a model in Megatron-Core and, unless it is frozen, its optimizer.
+
+    ``chunks`` is this rank's part of the model: several where the pipeline is interleaved, else one.
 
     ``optimizer=None`` makes a frozen engine, which scores only. ``total_optimizer_steps`` is where the learning-rate schedule ends.
     Several engines may live in one process; they share one layout. There is no dropout: what the scoring pass computes and what
@@ -107,12 +138,15 @@ class _Engine:
         self.groups = _groups()
         self.source = model.path
         self.dtype = getattr(torch, model.dtype)
-        self.model = build(model.path, hf_config, dtype=self.dtype, recompute=recompute if optimizer else "none")
-        hf_conversion.load_hf([self.model], model.path)
+        build = partial(build, dtype=self.dtype, recompute=recompute if optimizer else "none", sequence_parallel=layout.sp)
+        self.chunks = [build(model.path, hf_config, vp_stage=s) for s in (range(layout.vpp) if layout.vpp > 1 else [None])]
+        self._microbatch_multiple = layout.microbatch_multiple
+        hf_conversion.load_hf(self.chunks, model.path)
         self._optimizer_config = optimizer
         if optimizer is None:
-            self.model.requires_grad_(False)
-            self._chunk = self.model
+            self._trained = []
+            for chunk in self.chunks:
+                chunk.requires_grad_(False)
         else:
             self._build_optimizer(optimizer, total_optimizer_steps)
 
@@ -121,7 +155,7 @@ class _Engine:
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=config.distributed, grad_reduce_in_fp32=True, overlap_grad_reduce=False
         )
-        self._chunk = DistributedDataParallel(self.model.config, ddp_config, self.model)
+        self._trained = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in self.chunks]
         self._optimizer = get_megatron_optimizer(
             MegatronOptimizerConfig(
                 optimizer="adam",
@@ -136,23 +170,49 @@ class _Engine:
                 params_dtype=self.dtype,
                 use_distributed_optimizer=config.distributed,
             ),
-            [self._chunk],
+            self._trained,
         )
         # AdamW's state exists from the start, so that a checkpoint has the same content before the first step and after it.
         checkpoint.initialise_optimizer_state(self._optimizer)
         self._scheduler = _scheduler(self._optimizer, config, total_steps)
         # The loss carries global weights: gradients are summed, never divided by token or rank counts.
-        self.model.config.finalize_model_grads_func = lambda chunks, num_tokens=None, **rest: finalize_model_grads(chunks, None, **rest)
+        for chunk in self.chunks:
+            chunk.config.finalize_model_grads_func = lambda chunks, num_tokens=None, **rest: finalize_model_grads(chunks, None, **rest)
 
     @property
     def is_frozen(self) -> bool:
         return self._optimizer_config is None
 
     @torch.no_grad()
-    def _score(self, microbatches: Sequence[PackedBatch], forward: _Forward) -> list:
-        """What ``forward`` gives for each micro-batch. All ranks of a data-parallel group pass the same number of micro-batches."""
-        self._chunk.eval()
-        return self._run(microbatches, forward, None) if microbatches else []
+    def _score(self, microbatches: Sequence[PackedBatch], forward: _Forward, num_results: int) -> list[tuple[Tensor, ...]]:
+        """The ``num_results`` float32 tensors that ``forward`` gives for each micro-batch, on every rank.
+
+        All ranks of a data-parallel group pass the same number of micro-batches: any number.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+        if not microbatches:
+            return []
+        fill = -len(microbatches) % self._microbatch_multiple
+        found = self._run([*microbatches, *[microbatches[-1]] * fill], forward, None)[: len(microbatches)]
+        return found if self.groups.pp_size == 1 else self._tensors_of_last_stage(found, microbatches, num_results)
+
+    def _tensors_of_last_stage(
+        self, found: list[tuple[Tensor, ...]], microbatches: Sequence[PackedBatch], num_results: int
+    ) -> list[tuple[Tensor, ...]]:
+        """``found`` of the last pipeline stage, in one message."""
+        lengths = [batch.num_tokens for batch in microbatches]
+        if self.groups.pp_rank == self.groups.pp_size - 1:
+            everything = torch.stack([torch.cat(parts) for parts in zip(*found, strict=True)])
+        else:
+            everything = torch.empty((num_results, sum(lengths)), dtype=torch.float32, device=platform.device())
+        dist.broadcast(everything, src=self._last_stage, group=self.groups.pp_group)
+        return list(zip(*(row_T.split(lengths) for row_T in everything), strict=True))
+
+    @property
+    def _last_stage(self) -> int:
+        """The rank that holds the end of this rank's pipeline."""
+        return dist.get_global_rank(self.groups.pp_group, self.groups.pp_size - 1)
 
     def _update(
         self, microbatches: Sequence[PackedBatch], forward: _Forward, loss_fn: Callable, grad_scale: GradScale | None
@@ -171,8 +231,14 @@ class _Engine:
         self._require_optimizer("update")
         if not microbatches:
             raise ValueError("update needs at least one micro-batch on every rank")
-        self._chunk.train()
-        self._chunk.zero_grad_buffer()
+        if len(microbatches) % self._microbatch_multiple:
+            raise ValueError(
+                f"an interleaved pipeline of {self.groups.pp_size} stages updates on a multiple of {self._microbatch_multiple} "
+                f"micro-batches, got {len(microbatches)}; see batching.plan_batches"
+            )
+        for trained in self._trained:
+            trained.train()
+            trained.zero_grad_buffer()
         self._optimizer.zero_grad()
         losses: list[Tensor] = []
 
@@ -188,18 +254,28 @@ class _Engine:
 
         outputs = self._run(microbatches, forward, attach_loss)
         self._check_losses(losses)
-        return outputs
+        return outputs if self.groups.pp_size == 1 else self._objects_of_last_stage(outputs)
+
+    def _objects_of_last_stage(self, outputs: list[Any]) -> list[Any]:
+        found = [outputs]
+        dist.broadcast_object_list(found, src=self._last_stage, group=self.groups.pp_group)
+        return found[0]
 
     def _scale_gradients(self, factor: float) -> None:
         if not math.isfinite(factor):
             raise NonFiniteError(f"grad_scale gave {factor}; nothing was updated")
         # The buffers hold the sums over ranks by now (the distributed optimizer: of this rank's shard), the optimizer no copy yet.
-        self._chunk.scale_gradients(factor)
+        for trained in self._trained:
+            trained.scale_gradients(factor)
 
     def _run(
         self, microbatches: Sequence[PackedBatch], forward: _Forward, attach_loss: Callable[[PackedBatch], Callable] | None
     ) -> list:
-        """All micro-batches through Megatron's schedule: with losses and backward where ``attach_loss`` gives a loss, else forward."""
+        """All micro-batches through Megatron's schedule: with losses and backward where ``attach_loss`` gives a loss, else forward.
+
+        What the losses hand back, or what ``forward`` gives, on the last pipeline stage; nothing on the others.
+        """
+        chunks = self._trained or self.chunks
 
         def forward_step(batches: Iterator[PackedBatch], chunk):
             batch = next(batches).to(platform.device())
@@ -208,8 +284,8 @@ class _Engine:
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(microbatches),
-            model=self._chunk,
+            data_iterator=[iter(microbatches) for _ in chunks],
+            model=chunks,
             num_microbatches=len(microbatches),
             seq_length=max(batch.num_tokens for batch in microbatches),
             micro_batch_size=1,
@@ -229,7 +305,7 @@ class _Engine:
             raise NonFiniteError(f"the loss is not finite on {where}; nothing was updated")
 
     def _bad_parameters(self) -> str:
-        names = [n for n, p in self.model.named_parameters() if not p.main_grad.isfinite().all()]
+        names = [n for chunk in self.chunks for n, p in chunk.named_parameters() if not p.main_grad.isfinite().all()]
         return f" (not finite on rank {self.groups.rank}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''})" if names else ""
 
     def _step(self, grad_norm: float) -> float:
@@ -247,12 +323,12 @@ class _Engine:
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write a resumable checkpoint at ``folder``, all or nothing; see ``checkpoint.save``."""
         self._require_optimizer("save")
-        checkpoint.save(folder, model=self.model, optimizer=self._optimizer, scheduler=self._scheduler, extra=extra)
+        checkpoint.save(folder, chunks=self.chunks, optimizer=self._optimizer, scheduler=self._scheduler, extra=extra)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Go on from a checkpoint: weights, optimizer, schedule and random state. Returns what ``save`` was given as ``extra``."""
         self._require_optimizer("load")
-        return checkpoint.load(folder, model=self.model, optimizer=self._optimizer, scheduler=self._scheduler)
+        return checkpoint.load(folder, chunks=self.chunks, optimizer=self._optimizer, scheduler=self._scheduler)
 
 
 class MegatronEngine(_Engine):
@@ -288,7 +364,8 @@ class MegatronEngine(_Engine):
 
         All ranks of a data-parallel group pass the same number of micro-batches.
         """
-        return self._score(microbatches, _logprobs(temperature, with_entropy))
+        found = self._score(microbatches, _logprobs(temperature, with_entropy), 2 if with_entropy else 1)
+        return [(logprobs_T, entropy_T[0] if entropy_T else None) for logprobs_T, *entropy_T in found]
 
     def update(
         self,
@@ -315,15 +392,16 @@ class MegatronEngine(_Engine):
         For a single process: with several, each has but its own part of it. Nothing is updated.
         """
         outputs = self._backward(microbatches, _logprobs(temperature, True), loss_fn)
-        return torch.cat([p.main_grad.flatten().float() for p in self.model.parameters() if p.requires_grad]), outputs
+        parameters = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
+        return torch.cat([p.main_grad.flatten().float() for p in parameters]), outputs
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) on every rank in one order; see ``hf_conversion.export_hf``."""
-        return hf_conversion.export_hf([self.model])
+        """(Hugging Face name, full tensor) of this pipeline stage, in one order on all its ranks; see ``hf_conversion.export_hf``."""
+        return hf_conversion.export_hf(self.chunks)
 
     def save_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder with this model's weights, all or nothing; see ``hf_conversion.save_hf``."""
-        hf_conversion.save_hf([self.model], self.source, folder)
+        hf_conversion.save_hf(self.chunks, self.source, folder)
 
 
 class ValueEngine(_Engine):
@@ -356,7 +434,7 @@ class ValueEngine(_Engine):
 
         All ranks of a data-parallel group pass the same number of micro-batches.
         """
-        return [values_T for (values_T,) in self._score(microbatches, _values)]
+        return [values_T for (values_T,) in self._score(microbatches, _values, 1)]
 
     def update(
         self, microbatches: Sequence[PackedBatch], loss_fn: ValueLossFunction, *, grad_scale: GradScale | None = None
@@ -366,36 +444,52 @@ class ValueEngine(_Engine):
 
 
 def _logprobs(temperature: float, with_entropy: bool) -> _Forward:
-    def forward(model: LogprobGPTModel, batch: PackedBatch) -> tuple[Tensor, Tensor | None]:
-        return model.logprobs(
+    def forward(model: LogprobGPTModel, batch: PackedBatch) -> tuple[Tensor, ...] | Tensor:
+        found = model.logprobs(
             tokens_T=batch.tokens_T,
             targets_T=batch.targets_T,
             packed=model.pack(batch.cu_seqlens, batch.positions_T),
             temperature=temperature,
             with_entropy=with_entropy,
         )
+        return found if with_entropy or not model.post_process else found[:1]
 
     return forward
 
 
-def _values(model: ValueGPTModel, batch: PackedBatch) -> tuple[Tensor]:
-    return (model.values(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T)),)
+def _values(model: ValueGPTModel, batch: PackedBatch) -> tuple[Tensor] | Tensor:
+    found = model.values(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T))
+    return (found,) if model.post_process else found
 
 
 def _join_groups(layout: LayoutConfig, seed: int, timeout_s: float) -> None:
     """Megatron's process groups, built once per process; a second engine must ask for the same layout, and shares the first's deadline."""
     if not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s} must be above 0")
+    wanted = _Sizes(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, cp=layout.cp, ep=layout.ep)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp, distributed_timeout_minutes=math.ceil(timeout_s / 60)
+            tensor_model_parallel_size=wanted.tp,
+            pipeline_model_parallel_size=wanted.pp,
+            virtual_pipeline_model_parallel_size=wanted.vpp if wanted.vpp > 1 else None,
+            context_parallel_size=wanted.cp,
+            expert_model_parallel_size=wanted.ep,
+            expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
         )
         model_parallel_cuda_manual_seed(seed)
-    elif parallel_state.get_tensor_model_parallel_world_size() != layout.tp:
-        raise ValueError(
-            f"this process already runs tensor_parallel={parallel_state.get_tensor_model_parallel_world_size()}; "
-            f"a second engine cannot have tensor_parallel={layout.tp}"
-        )
+    elif wanted != (running := _running_sizes()):
+        raise ValueError(f"this process already runs a layout of {running}; a second engine cannot have {wanted}")
+
+
+def _running_sizes() -> _Sizes:
+    return _Sizes(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        cp=parallel_state.get_context_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+    )
 
 
 def _groups() -> Groups:
@@ -408,6 +502,9 @@ def _groups() -> Groups:
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=parallel_state.get_tensor_model_parallel_world_size(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
     )
 
 

@@ -21,6 +21,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -90,7 +91,7 @@ class PackedCoreAttention(nn.Module):
         return out_TAD.flatten(1)
 
 
-def _layer_spec(config: TransformerConfig, architecture: Architecture):
+def _layer_spec(config: TransformerConfig, architecture: Architecture, vp_stage: int | None):
     if platform.uses_transformer_engine():
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=architecture.qk_norm)
         spec.submodules.self_attention.submodules.core_attention = _transformer_engine_attention()
@@ -102,7 +103,7 @@ def _layer_spec(config: TransformerConfig, architecture: Architecture):
     attention.core_attention = PackedCoreAttention
     if architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config, vp_stage), layer_norm=RMSNorm)
 
 
 def _transformer_engine_attention() -> type:
@@ -125,9 +126,12 @@ def _leave(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def transformer_config(architecture: Architecture, dtype: torch.dtype, recompute: str) -> TransformerConfig:
+def transformer_config(
+    architecture: Architecture, dtype: torch.dtype, recompute: str, *, sequence_parallel: bool = False
+) -> TransformerConfig:
     """Sizes from the architecture, parallel sizes from Megatron's groups, no dropout, and no fusion that needs Apex or CUDA."""
     pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
     return TransformerConfig(
         num_layers=architecture.num_layers,
@@ -149,10 +153,17 @@ def transformer_config(architecture: Architecture, dtype: torch.dtype, recompute
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=sequence_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
+        virtual_pipeline_model_parallel_size=virtual,
+        # Interleaved, both neighbours may be one rank, and batched messages to it would be mixed up. 1F1B refuses to overlap.
+        overlap_p2p_comm=virtual is not None,
+        batch_p2p_comm=virtual is None,
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         variable_seq_lengths=pipeline_parallel > 1,
+        # The default refuses variable lengths, of dense models too.
+        moe_token_dispatcher_type="alltoall",
         # Must hold before DDP is built: otherwise gradients come out divided by the data-parallel size.
         calculate_per_token_loss=True,
         # Every parameter is read from the checkpoint, so nothing is drawn. Megatron's initialisation must run all the same:
@@ -180,25 +191,29 @@ class Backbone:
     config: TransformerConfig
     inv_freq_F: Tensor
     attention_factor: float
+    vp_stage: int | None
+    """Which of this rank's chunks is built; None where the pipeline is not interleaved."""
 
 
 class PackedGPTModel(GPTModel):
     """A ``GPTModel`` on packed micro-batches; what its last stage makes of the hidden states is the subclass's ``_postprocess``.
 
-    ``shares_output``: the output layer has no weight beside the embedding's (on one pipeline stage).
+    ``shares_output``: the output layer's weight is the embedding's, or a copy of it on the last of several pipeline stages, which Megatron
+    keeps equal: it sums the gradients of both.
     """
 
     def __init__(self, backbone: Backbone, *, shares_output: bool):
-        architecture, config = backbone.architecture, backbone.config
+        architecture, config, vp_stage = backbone.architecture, backbone.config, backbone.vp_stage
         super().__init__(
             config=config,
-            transformer_layer_spec=_layer_spec(config, architecture),
+            transformer_layer_spec=_layer_spec(config, architecture, vp_stage),
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=shares_output,
             position_embedding_type="none",
+            vp_stage=vp_stage,
         )
         self.architecture = architecture
         self.inv_freq_F = backbone.inv_freq_F.to(platform.device())
@@ -207,7 +222,8 @@ class PackedGPTModel(GPTModel):
     def pack(self, cu_seqlens: Tensor, positions_T: Tensor) -> PackedSequences:
         """The plan and rotary tables of a micro-batch. Transformer Engine packs by itself and needs no reordering."""
         place = positions_T.device
-        plan = plan_packing(cu_seqlens, place, keep_order=platform.uses_transformer_engine())
+        multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        plan = plan_packing(cu_seqlens, place, keep_order=platform.uses_transformer_engine(), multiple=multiple)
         longest = int(torch.diff(cu_seqlens).max())
         if longest > self.architecture.max_positions:
             raise ValueError(f"a sequence of {longest} tokens exceeds max_position_embeddings={self.architecture.max_positions}")
@@ -285,15 +301,20 @@ class ValueGPTModel(PackedGPTModel):
     """
 
     def __init__(self, backbone: Backbone):
-        # A critic never asks for logits: an output layer that shares the embedding's weight allocates none of its own.
-        super().__init__(backbone, shares_output=True)
+        super().__init__(backbone, shares_output=False)
         if self.post_process:
+            # A critic never asks for logits, and GPTModel knows no last stage without an output layer.
+            del self.output_layer
             config = backbone.config
             self.value_head = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
             nn.init.zeros_(self.value_head.weight)
             # Replicated: without sequence parallelism every tensor-parallel rank sees all tokens and has the whole gradient; with it
             # each has that of its own tokens, and Megatron then sums them.
             self.value_head.weight.sequence_parallel = config.sequence_parallel
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        # Past GPTModel's, which looks for the output layer's weight.
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
     def values(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
         """float32 values_T in the order of ``tokens_T`` on the last stage, hidden states on earlier ones.
@@ -315,23 +336,45 @@ class ValueGPTModel(PackedGPTModel):
 
 
 def build_model(
-    folder: Path, hf_config: Mapping[str, Any], *, dtype: torch.dtype, recompute: str = "none", chunk_tokens: int = 1024
+    folder: Path,
+    hf_config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+    vp_stage: int | None = None,
+    chunk_tokens: int = 1024,
 ) -> LogprobGPTModel:
-    """The policy of this rank, its weights unset: ``hf_conversion.load_hf`` fills them. Needs Megatron's parallel groups."""
-    return LogprobGPTModel(_backbone(folder, hf_config, dtype, recompute), chunk_tokens=chunk_tokens).to(platform.device())
+    """A chunk of the policy, its weights unset: ``hf_conversion.load_hf`` fills them. Needs Megatron's parallel groups.
+
+    ``vp_stage`` is which of this rank's chunks, None where each rank has one.
+    """
+    backbone = _backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)
+    return LogprobGPTModel(backbone, chunk_tokens=chunk_tokens).to(platform.device())
 
 
-def build_value_model(folder: Path, hf_config: Mapping[str, Any], *, dtype: torch.dtype, recompute: str = "none") -> ValueGPTModel:
-    """The critic of this rank, its head zero and its other weights unset like ``build_model``'s."""
-    return ValueGPTModel(_backbone(folder, hf_config, dtype, recompute)).to(platform.device())
+def build_value_model(
+    folder: Path,
+    hf_config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+    vp_stage: int | None = None,
+) -> ValueGPTModel:
+    """A chunk of the critic, its head zero and its other weights unset like ``build_model``'s."""
+    return ValueGPTModel(_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)).to(platform.device())
 
 
-def _backbone(folder: Path, hf_config: Mapping[str, Any], dtype: torch.dtype, recompute: str) -> Backbone:
+def _backbone(
+    folder: Path, hf_config: Mapping[str, Any], dtype: torch.dtype, recompute: str, sequence_parallel: bool, vp_stage: int | None
+) -> Backbone:
     architecture = read_architecture(hf_config)
     inv_freq_F, attention_factor = rotary_frequencies(folder, architecture.model_type)
     return Backbone(
         architecture=architecture,
-        config=transformer_config(architecture, dtype, recompute),
+        config=transformer_config(architecture, dtype, recompute, sequence_parallel=sequence_parallel),
         inv_freq_F=inv_freq_F,
         attention_factor=attention_factor,
+        vp_stage=vp_stage,
     )

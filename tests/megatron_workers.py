@@ -110,11 +110,15 @@ def make_value_engine(
         ModelConfig(path=folder, dtype=dtype), layout or LayoutConfig(), settings, total_optimizer_steps=10, recompute=recompute, seed=0
     )
     if head_seed is not None:
-        head = engine.model.value_head.weight
-        with torch.no_grad():
-            head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(head_seed)) * 0.3)
+        for head in heads_of(engine):
+            head.data.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(head_seed)) * 0.3)
         engine._optimizer.reload_model_params()
     return engine
+
+
+def heads_of(engine: ValueEngine) -> list[torch.nn.Parameter]:
+    """The head, on the last pipeline stage; none elsewhere."""
+    return [chunk.value_head.weight for chunk in engine.chunks if chunk.post_process]
 
 
 def make_value_batch(lengths: list[int], *, seed: int = 0) -> PackedBatch:
@@ -131,8 +135,8 @@ def clipped_loss(batch: PackedBatch, values_T: torch.Tensor):
 
 def value_weights_of(engine: ValueEngine) -> dict[str, torch.Tensor]:
     """The backbone's whole tensors by their Hugging Face names, and the head."""
-    found = {name: tensor.detach().clone() for name, tensor in hf_conversion.export_hf([engine.model])}
-    return found | {"head": engine.model.value_head.weight.detach().clone()}
+    found = {name: tensor.detach().clone() for name, tensor in hf_conversion.export_hf(engine.chunks)}
+    return found | {"head": engine.chunks[0].value_head.weight.detach().clone()}
 
 
 def weights_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:
@@ -141,7 +145,7 @@ def weights_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:
 
 def gradients_of(engine: MegatronEngine | ValueEngine) -> dict[str, torch.Tensor]:
     """Of a plain (not distributed) optimizer: the summed gradients of the last update."""
-    return {name: parameter.main_grad.detach().clone() for name, parameter in engine.model.named_parameters()}
+    return {name: parameter.main_grad.detach().clone() for name, parameter in engine.chunks[0].named_parameters()}
 
 
 def relative_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:

@@ -50,7 +50,7 @@ def test_values_are_the_heads_product_with_transformers_hidden_states(tmp_path, 
     batch = make_batch([5, 130, 2, 33, 5, 71])
     engine = make_value_engine(folder)
     with torch.no_grad():
-        wanted = hidden_states(AutoModel.from_pretrained(folder, dtype=torch.float32), batch) @ engine.model.value_head.weight[0]
+        wanted = hidden_states(AutoModel.from_pretrained(folder, dtype=torch.float32), batch) @ engine.chunks[0].value_head.weight[0]
     (found,) = engine.values([batch])
     assert wanted.std() > 0.1  # the head says something
     assert found.dtype == torch.float32 and not found.requires_grad
@@ -71,7 +71,7 @@ def test_a_critic_starts_at_zero_and_holds_no_vocabulary_output(tmp_path, tied):
     folder = make_hf_model(tmp_path / "m", "qwen3", tied=tied)
     engine = make_value_engine(folder, head_seed=None)
     assert engine.values([make_batch(LENGTHS)])[0].count_nonzero() == 0
-    assert [name for name, p in engine.model.named_parameters() if 43 in p.shape] == ["embedding.word_embeddings.weight"]
+    assert [name for name, p in engine.chunks[0].named_parameters() if 43 in p.shape] == ["embedding.word_embeddings.weight"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -95,7 +95,7 @@ def test_gradient_is_autograds_on_a_plain_reference(folder):
     """Head, final norm and embedding, of the clipped loss through transformers' backbone."""
     engine = make_value_engine(folder, distributed=False)
     batch = make_value_batch(LENGTHS)
-    head = engine.model.value_head.weight.detach().clone().requires_grad_()
+    head = engine.chunks[0].value_head.weight.detach().clone().requires_grad_()
     reference = AutoModel.from_pretrained(folder, dtype=torch.float32)
     loss, _ = clipped_loss(batch, hidden_states(reference, batch) @ head[0])
     loss.backward()

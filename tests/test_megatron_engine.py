@@ -36,12 +36,12 @@ def folder(tmp_path_factory):
 
 def reference_gradient(engine, microbatches):
     """The plain sum of the micro-batches' gradients, by torch.autograd on the bare model, without Megatron's DDP or schedule."""
-    engine.model.zero_grad(set_to_none=True)
-    parameters = dict(engine.model.named_parameters())
+    engine.chunks[0].zero_grad(set_to_none=True)
+    parameters = dict(engine.chunks[0].named_parameters())
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for batch in microbatches:
-        packed = engine.model.pack(batch.cu_seqlens, batch.positions_T)
-        found = engine.model.logprobs(
+        packed = engine.chunks[0].pack(batch.cu_seqlens, batch.positions_T)
+        found = engine.chunks[0].logprobs(
             tokens_T=batch.tokens_T, targets_T=batch.targets_T, packed=packed, temperature=0.7, with_entropy=True
         )
         for name, grad in zip(total, torch.autograd.grad(weighted_loss(batch, *found)[0], list(parameters.values())), strict=True):
@@ -109,14 +109,14 @@ def test_one_step_is_adamw_with_clipping(folder):
     batch = make_batch(LENGTHS)
     engine = make_engine(folder, distributed=False, clip_grad=0.5, lr=3e-3)
     gradient = reference_gradient(engine, [batch])
-    parameters = {n: torch.nn.Parameter(p.detach().clone()) for n, p in engine.model.named_parameters()}
+    parameters = {n: torch.nn.Parameter(p.detach().clone()) for n, p in engine.chunks[0].named_parameters()}
     norm = float(sum(g.double().square().sum() for g in gradient.values()).sqrt())
     assert norm > 0.5
     for name, parameter in parameters.items():
         parameter.grad = gradient[name] * (0.5 / (norm + 1e-6))
     torch.optim.AdamW(parameters.values(), lr=3e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0).step()
     assert engine.update([batch], weighted_loss, temperature=0.7).lr == pytest.approx(3e-3)
-    moved = {n: p.detach() for n, p in engine.model.named_parameters()}
+    moved = {n: p.detach() for n, p in engine.chunks[0].named_parameters()}
     assert relative_difference(moved, {n: p.detach() for n, p in parameters.items()}) < 1e-6
 
 

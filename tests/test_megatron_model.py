@@ -34,7 +34,7 @@ def test_logits_match_transformers_on_packed_batches(tmp_path, kind, changes):
     batch = make_batch([5, 130, 2, 33, 5, 71])
     engine = make_engine(folder)
     with torch.no_grad():
-        found = engine.model.logits(tokens_T=batch.tokens_T, packed=engine.model.pack(batch.cu_seqlens, batch.positions_T))
+        found = engine.chunks[0].logits(tokens_T=batch.tokens_T, packed=engine.chunks[0].pack(batch.cu_seqlens, batch.positions_T))
     wanted = hf_logits(folder, batch)
     assert wanted.std() > 0.1  # the model says something
     assert (found - wanted).abs().max() <= 1e-4
@@ -77,7 +77,7 @@ def test_round_trip_over_two_tensor_parallel_ranks(tmp_path, kind, tied):
 def test_shards_of_bounded_size_are_read_again(tmp_path):
     folder = make_hf_model(tmp_path / "m", "qwen3")
     engine = make_engine(folder)
-    hf_conversion.save_hf([engine.model], folder, tmp_path / "out", max_shard_bytes=20_000)
+    hf_conversion.save_hf(engine.chunks, folder, tmp_path / "out", max_shard_bytes=20_000)
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
     assert_same_weights(folder, tmp_path / "out")
     make_engine(tmp_path / "out").save_hf(tmp_path / "again")

@@ -43,26 +43,34 @@ class BatchPlan:
 
 
 def plan_batches(
-    lengths_S: Sequence[int], *, num_minibatches: int, sequences_per_group: int, dp_size: int, token_budget: int
+    lengths_S: Sequence[int],
+    *,
+    num_minibatches: int,
+    sequences_per_group: int,
+    dp_size: int,
+    token_budget: int,
+    microbatch_multiple: int = 1,
 ) -> BatchPlan:
     """Split S sequences, which come group after group, into minibatches, ranks and micro-batches of at most ``token_budget`` tokens.
 
     Minibatch i is the i-th run of whole groups, so what an optimizer step sees depends on neither ``dp_size`` nor the budget. Its sequences
-    are laid into ``dp_size * k`` micro-batches with the least k for which the packing below succeeds, then dealt to ranks, k each:
+    are laid into ``dp_size * k`` micro-batches with the least k, a multiple of ``microbatch_multiple``, for which the packing below
+    succeeds, then dealt to ranks, k each:
 
     - longest first, each to the emptiest micro-batch: ranks, like micro-batches, then differ by at most the longest sequence;
     - where that overflows the budget, each to the first micro-batch that still holds it, which packs tighter but less evenly. This needs
       at most 11/9 of the fewest micro-batches possible, plus 6/9 (Dosa 2007, first fit decreasing); finding the fewest is NP-hard.
 
-    No micro-batch is empty: a minibatch's sequences divide by ``dp_size``, so k is at most its sequences per rank.
+    No micro-batch is empty: a minibatch's sequences divide by ``dp_size``, and each rank's by the multiple (the stages of an interleaved
+    pipeline), so k is at most its sequences per rank.
 
     Raises ValueError for a sequence longer than the budget, sequences that do not divide into groups, groups that do not divide into
-    minibatches, and sequences of a minibatch that do not divide by ``dp_size``.
+    minibatches, and sequences of a minibatch that do not divide by ``dp_size`` times the multiple.
     """
-    _check(lengths_S, num_minibatches, sequences_per_group, dp_size, token_budget)
+    _check(lengths_S, num_minibatches, sequences_per_group, dp_size, token_budget, microbatch_multiple)
     size = len(lengths_S) // num_minibatches
     parts = [range(start, start + size) for start in range(0, len(lengths_S), size)]
-    return BatchPlan(microbatches=tuple(_split(part, lengths_S, dp_size, token_budget) for part in parts))
+    return BatchPlan(microbatches=tuple(_split(part, lengths_S, dp_size, token_budget, microbatch_multiple) for part in parts))
 
 
 def packed_length(trajectory: Trajectory) -> int:
@@ -89,8 +97,15 @@ def pack_trajectories(trajectories: Sequence[Trajectory], sequence_ids: Sequence
     )
 
 
-def _check(lengths_S: Sequence[int], num_minibatches: int, sequences_per_group: int, dp_size: int, token_budget: int) -> None:
-    sizes = {"num_minibatches": num_minibatches, "sequences_per_group": sequences_per_group, "dp_size": dp_size}
+def _check(
+    lengths_S: Sequence[int], num_minibatches: int, sequences_per_group: int, dp_size: int, token_budget: int, microbatch_multiple: int
+) -> None:
+    sizes = {
+        "num_minibatches": num_minibatches,
+        "sequences_per_group": sequences_per_group,
+        "dp_size": dp_size,
+        "microbatch_multiple": microbatch_multiple,
+    }
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
@@ -106,6 +121,11 @@ def _check(lengths_S: Sequence[int], num_minibatches: int, sequences_per_group: 
             f"a minibatch of {sequences} sequences does not divide by {dp_size} data-parallel ranks; use {f'{fewer} or ' if fewer else ''}"
             f"{more} sequences, or other minibatches or ranks"
         )
+    if (sequences // dp_size) % microbatch_multiple:
+        raise ValueError(
+            f"a rank's {sequences // dp_size} sequences of a minibatch do not divide by the {microbatch_multiple} stages of an interleaved "
+            f"pipeline; use a multiple of {dp_size * microbatch_multiple} sequences per minibatch, or layout.vpp=1"
+        )
     if min(lengths_S) < 1:
         shortest = min(lengths_S)
         raise ValueError(f"sequence {list(lengths_S).index(shortest)} has packed length {shortest}: it predicts nothing; drop it")
@@ -117,18 +137,24 @@ def _check(lengths_S: Sequence[int], num_minibatches: int, sequences_per_group: 
         )
 
 
-def _split(part: Sequence[int], lengths_S: Sequence[int], dp_size: int, token_budget: int) -> tuple[tuple[Bin, ...], ...]:
+def _split(
+    part: Sequence[int], lengths_S: Sequence[int], dp_size: int, token_budget: int, microbatch_multiple: int
+) -> tuple[tuple[Bin, ...], ...]:
     """Micro-batches of one minibatch, by rank."""
     longest_first = sorted(part, key=lambda s: (-lengths_S[s], s))
     total = sum(lengths_S[s] for s in part)
     # ceil(total / budget) micro-batches at least, and one per sequence at most, where `_emptiest` always succeeds.
-    num_each = -(-total // (token_budget * dp_size))
+    num_each = _round_up(-(-total // (token_budget * dp_size)), microbatch_multiple)
     while True:
         for pick in (_emptiest, _first_that_fits):
             bins = _pack(longest_first, lengths_S, num_each * dp_size, token_budget, pick)
             if bins is not None:
                 return _deal(bins, lengths_S, dp_size)
-        num_each += 1
+        num_each += microbatch_multiple
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 def _pack(order: Sequence[int], lengths_S: Sequence[int], num_bins: int, token_budget: int, pick: Pick) -> list[Bin] | None:

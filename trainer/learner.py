@@ -22,6 +22,9 @@ from trainer.step_batch import StepBatch, split_groups, step_batch
 
 LOSSES = ("loss/", "critic/loss")
 
+Scored = tuple[dict[str, Metric], Tensor]
+"""Of one micro-batch: the loss's metrics, and the policy's log-probs [T] on the CPU."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
@@ -29,7 +32,7 @@ class Update:
 
     metrics: dict[str, Metric] = field(default_factory=dict)
     logprobs: list[Tensor] = field(default_factory=list)
-    """Of the policy before its step, [T] of each micro-batch of this rank; empty where only the critic was trained."""
+    """Of the policy before its step, [T] of each micro-batch of this rank, on the CPU; empty where only the critic was trained."""
 
 
 class Learner:
@@ -84,15 +87,13 @@ class Learner:
                 num_minibatches=self._config.learner.minibatches,
                 dp_size=self.groups.dp_size,
                 token_budget=self._config.learner.token_budget,
+                microbatch_multiple=self._config.layout.microbatch_multiple,
             )
-            shares = [by_dp_rank[dp_rank] for dp_rank in self._dp_rank_of_each_rank()]
+            # Tensor- and pipeline-parallel siblings need the same share.
+            shares = [by_dp_rank[self.groups.dp_rank_of(rank)] for rank in range(self.groups.world_size)]
         mine: list = [None]
         dist.scatter_object_list(mine, shares if self.is_first_rank else None, src=0)
         return step_batch(mine[0])
-
-    def _dp_rank_of_each_rank(self) -> list[int]:
-        # Megatron's order is tp innermost, then dp; tensor-parallel siblings need the same share.
-        return [rank // self.groups.tp_size for rank in range(self.groups.world_size)]
 
     def score(self, batch: StepBatch, *, before_update: bool) -> StepBatch:
         """``old``, ``ref`` and values of the sampled tokens, without gradient, by the update's own micro-batches.
@@ -141,22 +142,21 @@ class Learner:
             entropy=config.entropy,
         )
         grad_scale = self._kept_factor if config.rejects_in_loss else None
-        logprobs: list[Tensor] = []
 
-        def keep_logprobs(batch: PackedBatch, current_T: Tensor, entropy_T: Tensor):
-            logprobs.append(current_T.detach())
-            return loss_fn(batch, current_T, entropy_T)
+        def keep_logprobs(batch: PackedBatch, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, Scored]:
+            loss, found = loss_fn(batch, current_T, entropy_T)
+            return loss, (found, current_T.detach().cpu())
 
         result = self.engine.update(minibatch, keep_logprobs, temperature=config.rollout.temperature, grad_scale=grad_scale)
         metrics = self._over_ranks(result.outputs)
         metrics = per_minibatch(scale_losses(metrics, kept_factor(metrics))) | _optimizer_metrics("optim", result.grad_norm, result.lr)
-        return Update(metrics=metrics, logprobs=logprobs)
+        return Update(metrics=metrics, logprobs=[logprobs_T for _, logprobs_T in result.outputs])
 
-    def _kept_factor(self, outputs: list[dict[str, Metric]]) -> float:
+    def _kept_factor(self, outputs: list[Scored]) -> float:
         return kept_factor(self._over_ranks(outputs))
 
-    def _over_ranks(self, outputs: list[dict[str, Metric]]) -> dict[str, Metric]:
-        return merge_over_ranks(merge_metrics(outputs), self.groups.dp_group)
+    def _over_ranks(self, outputs: list[Scored]) -> dict[str, Metric]:
+        return merge_over_ranks(merge_metrics([found for found, _ in outputs]), self.groups.dp_group)
 
     def logprobs_of(self, prompt: Sequence[int], completions: Sequence[Completion], *, temperature: float) -> list[list[float]]:
         """The learner's own log-probs of each completion's tokens; every rank calls it with the same arguments."""

@@ -111,6 +111,7 @@ def local_batch(examples: list[Example], config: SftConfig, *, dp_rank: int) -> 
         sequences_per_group=1,
         dp_size=config.layout.dp,
         token_budget=config.token_budget,
+        microbatch_multiple=config.layout.microbatch_multiple,
     )
     ids = plan.sequence_ids(dp_rank)
     mine = [examples[i] for i in ids]

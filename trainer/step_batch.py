@@ -97,7 +97,9 @@ class Share:
     group_ids: list[int]
 
 
-def split_groups(groups: Sequence[Group], *, num_minibatches: int, dp_size: int, token_budget: int) -> list[Share]:
+def split_groups(
+    groups: Sequence[Group], *, num_minibatches: int, dp_size: int, token_budget: int, microbatch_multiple: int = 1
+) -> list[Share]:
     """One Share per data-parallel rank, by the balanced plan of ``plan_batches``."""
     trajectories = [t for group in groups for t in group.trajectories]
     plan: BatchPlan = plan_batches(
@@ -106,6 +108,7 @@ def split_groups(groups: Sequence[Group], *, num_minibatches: int, dp_size: int,
         sequences_per_group=len(groups[0].trajectories),
         dp_size=dp_size,
         token_budget=token_budget,
+        microbatch_multiple=microbatch_multiple,
     )
     shares = []
     for rank in range(dp_size):

@@ -45,6 +45,11 @@ class LayoutConfig(Schema):
         return self.tp * self.cp * self.pp
 
     @property
+    def microbatch_multiple(self) -> int:
+        """A minibatch takes a multiple of this many micro-batches on each rank: an interleaved pipeline fills all its stages at a time."""
+        return self.pp if self.vpp > 1 else 1
+
+    @property
     def world_size(self) -> int:
         """Processes of the learner. Raises ValueError while dp is auto: see ``resolved``."""
         if self.dp == "auto":

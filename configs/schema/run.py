@@ -130,6 +130,12 @@ class RunConfig(Schema):
                 f"rollout.group_size={self.rollout.group_size}) does not divide by layout.dp={ranks}, so some ranks would get "
                 f"fewer sequences than others; use {f'{fewer} or ' if fewer else ''}{more} prompts, or other minibatches or ranks"
             )
+        stages = self.layout.microbatch_multiple
+        if (sequences // ranks) % stages:
+            raise ValueError(
+                f"layout.vpp={self.layout.vpp} interleaves layout.pp={stages} stages, which take a multiple of {stages} micro-batches, but "
+                f"each rank has {sequences // ranks} sequences of a minibatch; use a multiple of {stages}, or layout.vpp=1"
+            )
         if self.rollout.max_new_tokens >= self.learner.token_budget:
             raise ValueError(
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt in learner.token_budget="
@@ -233,6 +239,12 @@ class SftConfig(Schema):
     def _batch_divides(self):
         if self.layout.dp != "auto" and self.batch_size % self.layout.dp:
             raise ValueError(f"batch_size={self.batch_size} does not divide by layout.dp={self.layout.dp}")
+        of_rank, stages = self.batch_size // (1 if self.layout.dp == "auto" else self.layout.dp), self.layout.microbatch_multiple
+        if of_rank % stages:
+            raise ValueError(
+                f"layout.vpp={self.layout.vpp} interleaves layout.pp={stages} stages, which take a multiple of {stages} micro-batches, but "
+                f"each rank has {of_rank} sequences of batch_size={self.batch_size}; use a multiple of {stages}, or layout.vpp=1"
+            )
         return self
 
 
