@@ -35,8 +35,8 @@ ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton")
 """Of SGLang on CUDA, tried one by one with --why: which of them run depends on the GPU."""
 ROLLOUT_WORDS = ("tp", "dtype", "attention", "deterministic")
 NO_MODES_ON_CPU = (
-    "SGLang's deterministic mode and its attention backends: not on CPU, where SGLang refuses the deterministic mode with its only "
-    "attention backend (torch_native)"
+    "SGLang's deterministic mode and its attention backends: not on CPU, where SGLang has one attention backend (torch_native) and none of "
+    "the batch-invariant kernels that its deterministic mode consists of, beside the seeds of samples, which change no probability"
 )
 
 Load = Callable[[Sequence[str]], RunConfig]

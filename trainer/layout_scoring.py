@@ -88,10 +88,12 @@ class Scorer:
             tokens += sum(batch.num_tokens for batch in batches)
             if start + size < len(bins):
                 self._tell(f"  {name}: {start + size} of {len(bins)} micro-batches", tokens, began)
-        everyone: list[dict[int, Tensor]] = [{}] * self.engine.groups.world_size
-        dist.all_gather_object(everyone, mine)
+        groups = self.engine.groups
+        everyone: list[dict[int, Tensor]] = [{}] * groups.world_size
+        # Every rank of a copy of the model has the same results.
+        dist.all_gather_object(everyone, mine if groups.tp_rank == groups.pp_rank == 0 else {})
         self._tell(f"scored {name}: {sampled.num_responses} responses", tokens, began)
-        if self.engine.groups.rank:
+        if groups.rank:
             return None
         whole = {row: logprobs for part in everyone for row, logprobs in part.items()}
         return torch.cat([whole[row] for row in range(sampled.num_responses)])
@@ -144,7 +146,7 @@ def _lm_head(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report
 
 
 def _attention(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
-    ours = [module for module in scorer.engine.model.modules() if isinstance(module, PackedCoreAttention)]
+    ours = [module for chunk in scorer.engine.chunks for module in chunk.modules() if isinstance(module, PackedCoreAttention)]
     other = scorer.engine.dtype
     if not ours or ours[0].dtype == other:
         return None, "the learner's attention runs in the model's dtype already"
@@ -182,8 +184,8 @@ def _temperature_in_model_dtype(config: RunConfig, scorer: Scorer, sampled: Samp
 @torch.no_grad()
 def _rounded_logprobs(engine: MegatronEngine, batch: PackedBatch, temperature: float, chunk: int) -> Tensor:
     """log softmax(logits / T) with the quotient rounded to the model's dtype, as an engine that divides its logits in place has it. [T]"""
-    batch = batch.to(platform.device())
-    logits_TV = engine.model.logits(tokens_T=batch.tokens_T, packed=engine.model.pack(batch.cu_seqlens, batch.positions_T)) / temperature
+    (model,), batch = engine.chunks, batch.to(platform.device())
+    logits_TV = model.logits(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T)) / temperature
     parts = zip(logits_TV.split(chunk), batch.targets_T.split(chunk), strict=True)
     return torch.cat([part.float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1) for part, targets in parts])
 
