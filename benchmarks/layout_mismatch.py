@@ -48,7 +48,7 @@ def main() -> None:
 
 def measure(given, prompts: int, scratch: Path) -> Path:
     from launch import commands
-    from launch.mismatch import Request
+    from launch.mismatch_plan import Request
 
     overrides = [*BFLOAT16, *given.override]
     if given.model is not None:

@@ -91,7 +91,7 @@ def mismatch(
 ) -> None:
     """How far the probabilities of learner and rollout are apart, for every pair of layouts: sampled and scored by the real engines."""
     from launch import commands
-    from launch.mismatch import Request
+    from launch.mismatch_plan import Request
 
     request = Request(learners=tuple(learner), rollouts=tuple(rollout), prompts=prompts, threshold=threshold, out=out, why=why)
     commands.mismatch(config, overrides or [], request)

@@ -22,7 +22,7 @@ from launch.supervisor import Role, RoleFailed, Supervisor
 from parallel.layout import check_critic_vocabulary, read_hf_config, validate_layout, validate_rollout_layout
 
 if TYPE_CHECKING:
-    from launch import mismatch as mismatches
+    from launch.mismatch_plan import Request
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
@@ -170,9 +170,10 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
         print(f"figure: {path}", flush=True)
 
 
-def mismatch(config_path: Path, overrides: list[str], request: "mismatches.Request") -> Path:
+def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Path:
     """See ``launch/mismatch.py``; returns the folder with the results."""
-    from launch import mismatch as mismatches
+    from launch import mismatch as study
+    from launch.mismatch_plan import make_plan
 
     def load(more: Sequence[str]) -> RunConfig:
         try:
@@ -182,10 +183,10 @@ def mismatch(config_path: Path, overrides: list[str], request: "mismatches.Reque
 
     try:
         config = load([])
-        plan = mismatches.make_plan(request, load, cuda=_has_gpu())
+        plan = make_plan(request, load, cuda=_has_gpu())
     except ValueError as error:
         raise BadInput(str(error)) from error
-    return mismatches.run(plan, config, role)
+    return study.run(plan, config, role)
 
 
 def existing_run(run: Path) -> RunFolder:

@@ -15,8 +15,8 @@ from rollout.sampler import epoch_order
 from rollout.sglang_client import neutral_sampling_params, server_message
 from rollout.tasks import Task
 
-PREFILL_TOKENS = 65_536
-"""Tokens of one scoring request."""
+PREFILL_TOKENS = 2048
+"""Tokens of one scoring request, less than what SGLang prefills at once: where it splits a sequence in two, it may lose log-probs."""
 TELL_EVERY_S = 5.0
 
 Report = Callable[[str], None]
@@ -112,10 +112,10 @@ async def _score(session: aiohttp.ClientSession, url: str, part: list[list[int]]
 
 
 def _last_logprobs(reply: dict, ids: list[int], count: int) -> list[float]:
-    triples = reply["meta_info"]["input_token_logprobs"][-count:]
-    if [token for _, token, *_ in triples] != ids[-count:]:
-        raise GenerationError("the server's prefill log-probs are of other tokens than those it was asked for")
-    return [float(logprob) for logprob, *_ in triples]
+    triples = reply["meta_info"]["input_token_logprobs"]
+    if [token for _, token, *_ in triples] != ids:
+        raise GenerationError(f"the server gave prefill log-probs of other tokens than the {len(ids)} it was asked for ({len(triples)})")
+    return [float(logprob) for logprob, *_ in triples[-count:]]
 
 
 def shortened(config: RunConfig, parts: int) -> int:

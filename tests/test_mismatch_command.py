@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.mismatch import Request, make_plan
+from launch.mismatch_plan import Request, make_plan
 from rollout.client import GenerationError
 from rollout.fixed_samples import _last_logprobs, _requests, fixed_prompts, shortened
 from rollout.records import Prompt
@@ -123,7 +123,7 @@ def test_prefill_answers_are_checked_against_the_tokens():
 
 
 def test_scoring_requests_hold_a_bounded_number_of_tokens_and_every_row():
-    sequences = [[0] * n for n in (40_000, 30_000, 10, 70_000, 5)]
+    sequences = [[0] * n for n in (1500, 1000, 10, 5000, 5)]
     assert _requests(sequences) == [[0], [1, 2], [3], [4]]
 
 
