@@ -29,6 +29,7 @@ StartRole = Callable[..., Role]
 def run(plan: Plan, config: RunConfig, start: StartRole) -> Path:
     """Everything, from the first server to the last figure; returns the folder."""
     out = plan.request.out or run_folder.create(config.launch.runs_dir, f"{config.name}-mismatch", resolved_yaml(config)).path
+    out = out.resolve()
     skipped = list(plan.skipped)
     rollouts = plan.of("rollout", "mode", "dtype")
     samples: dict[str, Path] = {}
@@ -37,8 +38,9 @@ def run(plan: Plan, config: RunConfig, start: StartRole) -> Path:
         try:
             _draw_with(part, plan, out, start, first=samples.get(plan.request.rollouts[0]))
         except RoleFailed as error:
-            if part.kind != "mode":  # nobody asked for this one by name: the others stand without it
+            if part.kind != "mode" or part.text in plan.request.rollouts:
                 raise
+            # Nobody asked for this one by name: the others stand without it.
             skipped.append(f"rollout {part.text}: {str(error).splitlines()[0]}")
             continue
         if part.kind != "dtype":
@@ -56,8 +58,7 @@ def run(plan: Plan, config: RunConfig, start: StartRole) -> Path:
 def _draw_with(part: Part, plan: Plan, out: Path, start: StartRole, *, first: Path | None) -> None:
     folder = _prepared(part, out)
     own = part.kind != "dtype"
-    temperature_is_one = part.config.rollout.temperature == 1.0
-    prefill = plan.request.why and temperature_is_one and part.kind != "mode"
+    prefill = plan.request.why and part.config.rollout.temperature == 1.0 and part.kind != "mode"
     request = {
         "prompts": plan.request.prompts,
         "sample": own,

@@ -14,7 +14,7 @@ SHORT_PER_PROMPT = 4
 """Short responses to a prompt, each of at most this part of max_new_tokens, beside the long one."""
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton")
 """Of SGLang on CUDA, tried one by one with --why: which of them run depends on the GPU."""
-ROLLOUT_WORDS = ("tp", "dtype", "attention", "deterministic")
+ROLLOUT_WORDS = ("tp", "attention", "deterministic")
 NO_MODES_ON_CPU = (
     "SGLang's deterministic mode and its attention backends: not on CPU, where SGLang has one attention backend (torch_native) and none of "
     "the batch-invariant kernels that its deterministic mode consists of, beside the seeds of samples, which change no probability"
@@ -43,7 +43,8 @@ class Part:
     text: str
     """The layout, as the user writes it."""
     kind: str
-    """rollout, mode (a rollout layout in another mode of the server), learner, or why (a layout that only --why asks for)."""
+    """rollout; mode (a rollout layout in another mode of the server); dtype (a server of another dtype, which --why has score tokens);
+    learner; why (a learner layout that only --why asks for)."""
     config: RunConfig
 
     def folder(self, out: Path) -> RunFolder:
@@ -82,7 +83,9 @@ def make_plan(request: Request, load: Load, *, cuda: bool) -> Plan:
         twice = next((text for text in texts if texts.count(text) > 1), None)
         if twice is not None:
             raise ValueError(f"{option} {twice} is given twice; give each layout once")
-    parts = [_rollout_part("rollout", text, load, cuda) for text in request.rollouts]
+    if not _is_plain(request.rollouts[0]):
+        raise ValueError(f"--rollout {request.rollouts[0]}: the first one must be a layout alone, to compare modes of the server with")
+    parts = [_rollout_part("rollout" if _is_plain(text) else "mode", text, load, cuda) for text in request.rollouts]
     parts += [_learner_part("learner", text, load, request.prompts) for text in request.learners]
     skipped = [] if cuda else [NO_MODES_ON_CPU]
     if request.why:
@@ -105,8 +108,12 @@ def _learner_part(kind: str, text: str, load: Load, prompts: int) -> Part:
     return Part(text=text, kind=kind, config=config)
 
 
+def _is_plain(rollout: str) -> bool:
+    return rollout.removeprefix("tp=").isdecimal()
+
+
 def _rollout_words(text: str) -> list[str]:
-    """``tp=2,dtype=float32,attention=triton,deterministic``, word by word, TP first and always there. Raises ValueError."""
+    """``tp=2,attention=triton,deterministic``, word by word, TP first and always there. Raises ValueError."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
         name, given, value = word.partition("=")
@@ -114,7 +121,7 @@ def _rollout_words(text: str) -> list[str]:
             raise ValueError(f"--rollout {text}: unknown word {name!r}; {did_you_mean(name, ROLLOUT_WORDS, 'words')}")
         reads = not given if name == "deterministic" else value.isdecimal() if name == "tp" else value.replace("_", "").isalnum()
         if not reads:
-            raise ValueError(f"--rollout {text}: {word!r} cannot be read; write tp=N, dtype=NAME, attention=NAME or deterministic alone")
+            raise ValueError(f"--rollout {text}: {word!r} cannot be read; write tp=N, attention=NAME or deterministic alone")
     names = [word.partition("=")[0] for word in words]
     if len(set(names)) < len(names):
         raise ValueError(f"--rollout {text} says something twice; say it once")
@@ -129,7 +136,6 @@ def _rollout_part(kind: str, text: str, load: Load, cuda: bool) -> Part:
             raise ValueError(f"--rollout {text}: {NO_MODES_ON_CPU}; leave {word!r} out")
         setting = {
             "tp": f"tp={value}",
-            "dtype": f"dtype={value}",
             "attention": f"server_args.attention_backend={value}",
             "deterministic": "server_args.enable_deterministic_inference=true",
         }[name]
@@ -153,7 +159,8 @@ def _parts_of_why(request: Request, load: Load, cuda: bool) -> tuple[list[Part],
             skipped.append(f"learner {text} as a cause ({about}): {error}")
     server = _rollout_part("rollout", request.rollouts[0], load, cuda).config.rollout
     other = "float32" if server.dtype != "float32" else "bfloat16"
-    parts.append(_rollout_part("dtype", f"tp={server.tp},dtype={other}", load, cuda))
+    overrides = [*ONE_PROCESS, f"rollout.tp={server.tp}", f"rollout.dtype={other}"]
+    parts.append(Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=load(overrides)))
     if cuda:
         modes = ["deterministic", *(f"attention={name}" for name in ATTENTION_BACKENDS)]
         texts = [f"tp={server.tp},{mode}" for mode in modes]

@@ -39,7 +39,8 @@ def model(tmp_path_factory) -> Path:
         (["--rollout", "tp=3"], ["rollout.tp=3", "use one of"]),
         (["--rollout", "tp=two"], ["--rollout tp=two", "cannot be read", "tp=N"]),
         (["--rollout", "pp=2"], ["--rollout pp=2", "unknown word", "tp"]),
-        (["--rollout", "tp=1,dtype=float8"], ["rollout.dtype", "float8"]),
+        (["--rollout", "tp=1,attention="], ["'attention=' cannot be read"]),
+        (["rollout.dtype=float8"], ["rollout.dtype", "float8"]),
         (["--rollout", "tp=1,deterministic=yes"], ["'deterministic=yes' cannot be read"]),
         (["--prompts", "1"], ["--prompts 1", "at least 2"]),
         (["--prompts", "15", "--learner", "dp=2"], ["--prompts 15", "dp=2", "multiple"]),
@@ -95,12 +96,14 @@ def test_why_adds_what_it_compares_with_once(tmp_path, model):
 
 def test_modes_of_the_server_are_for_cuda(tmp_path, model):
     with pytest.raises(ValueError, match=r"not on CPU.*leave 'deterministic' out"):
-        make_plan(request(rollouts=("tp=1,deterministic",)), loaded(tmp_path, model), cuda=False)
-    plan = make_plan(request(rollouts=("tp=1,deterministic",), why=True), loaded(tmp_path, model), cuda=True)
-    (named,) = plan.of("rollout")
+        make_plan(request(rollouts=("tp=1", "tp=1,deterministic")), loaded(tmp_path, model), cuda=False)
+    with pytest.raises(ValueError, match="the first one must be a layout alone"):
+        make_plan(request(rollouts=("tp=1,deterministic",)), loaded(tmp_path, model), cuda=True)
+    plan = make_plan(request(rollouts=("tp=1", "tp=1,deterministic"), why=True), loaded(tmp_path, model), cuda=True)
+    assert [p.text for p in plan.of("rollout")] == ["tp=1"], "the planner reads pairs of layouts alone"
+    named, *backends = plan.of("mode")
     assert named.config.rollout.server_args == {"enable_deterministic_inference": True}
-    backends = [p.config.rollout.server_args.get("attention_backend") for p in plan.of("mode")]
-    assert "triton" in backends
+    assert [p.config.rollout.server_args for p in backends] == [{"attention_backend": name} for name in ("fa3", "flashinfer", "triton")]
 
 
 # ------------------------------------------------------------------------------------------------------- prompts and prefill
