@@ -178,6 +178,7 @@ async def _prefill(folder: RunFolder, config: RunConfig, samples: Path, url: str
             url,
             sampled.sequences(),
             sampled.response_lengths_R.tolist(),
+            vocab_size=json.loads((config.model.path / "config.json").read_text())["vocab_size"],
             name=name,
             timeout_s=config.rollout.request_timeout_s,
             report=_say,

@@ -15,8 +15,8 @@ from rollout.sampler import epoch_order
 from rollout.sglang_client import neutral_sampling_params, server_message
 from rollout.tasks import Task
 
-PREFILL_TOKENS = 2048
-"""Tokens of one scoring request, less than what SGLang prefills at once: where it splits a sequence in two, it may lose log-probs."""
+PREFILL_TOKENS = 16_384
+"""Tokens of one scoring request, if they are not of one sequence."""
 TELL_EVERY_S = 5.0
 
 Report = Callable[[str], None]
@@ -68,7 +68,14 @@ async def sample_fixed(
 
 
 async def prefill_logprobs(
-    url: str, sequences: Sequence[Sequence[int]], response_lengths: Sequence[int], *, name: str, timeout_s: float, report: Report
+    url: str,
+    sequences: Sequence[Sequence[int]],
+    response_lengths: Sequence[int],
+    *,
+    vocab_size: int,
+    name: str,
+    timeout_s: float,
+    report: Report,
 ) -> list[list[float]]:
     """Log-probs of each sequence's last ``response_lengths`` tokens, by one prefill of the whole sequence at temperature 1.
 
@@ -83,7 +90,8 @@ async def prefill_logprobs(
         for rows in _requests(sequences):
             part = [list(sequences[row]) for row in rows]
             replies = await _score(session, url, part)
-            found += [_last_logprobs(reply, ids, response_lengths[row]) for reply, ids, row in zip(replies, part, rows, strict=True)]
+            counts = [response_lengths[row] for row in rows]
+            found += [_last_logprobs(*each, vocab_size) for each in zip(replies, part, counts, strict=True)]
             tokens += sum(map(len, part))
             report(f"prefilled {name}: {len(found)} of {len(sequences)}, {tokens / (time.perf_counter() - began):,.0f} tokens/s")
     return found
@@ -111,9 +119,10 @@ async def _score(session: aiohttp.ClientSession, url: str, part: list[list[int]]
     return orjson.loads(content)
 
 
-def _last_logprobs(reply: dict, ids: list[int], count: int) -> list[float]:
+def _last_logprobs(reply: dict, ids: list[int], count: int, vocab_size: int) -> list[float]:
+    """SGLang names the vocabulary's last token 0 here (it takes it for a part of an image); its log-prob is the token's own."""
     triples = reply["meta_info"]["input_token_logprobs"]
-    if [token for _, token, *_ in triples] != ids:
+    if [token for _, token, *_ in triples] != [token if token < vocab_size - 1 else 0 for token in ids]:
         raise GenerationError(f"the server gave prefill log-probs of other tokens than the {len(ids)} it was asked for ({len(triples)})")
     return [float(logprob) for logprob, *_ in triples[-count:]]
 

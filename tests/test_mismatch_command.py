@@ -120,13 +120,17 @@ def test_prompts_are_the_same_for_everyone_and_enough(tmp_path):
 
 def test_prefill_answers_are_checked_against_the_tokens():
     reply = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None], [-0.25, 7, None]]}}
-    assert _last_logprobs(reply, [5, 6, 7], 2) == [-0.5, -0.25]
+    assert _last_logprobs(reply, [5, 6, 7], 2, 20) == [-0.5, -0.25]
     with pytest.raises(GenerationError, match="other tokens"):
-        _last_logprobs(reply, [5, 6, 8], 2)
+        _last_logprobs(reply, [5, 6, 8], 2, 20)
+    renamed = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 0, None], [-0.25, 7, None]]}}
+    assert _last_logprobs(renamed, [5, 19, 7], 2, 20) == [-0.5, -0.25], "the last id of a vocabulary of 20 comes back as 0"
+    with pytest.raises(GenerationError, match="other tokens"):
+        _last_logprobs(renamed, [5, 18, 7], 2, 20)
 
 
 def test_scoring_requests_hold_a_bounded_number_of_tokens_and_every_row():
-    sequences = [[0] * n for n in (1500, 1000, 10, 5000, 5)]
+    sequences = [[0] * n for n in (10_000, 7_000, 10, 50_000, 5)]
     assert _requests(sequences) == [[0], [1, 2], [3], [4]]
 
 
