@@ -52,6 +52,7 @@ def serve(folder: RunFolder) -> None:
         cuda=torch.cuda.is_available(),
         first_gpu=config.layout.world_size,
         seed=config.seed,
+        fp32_lm_head=config.model.fp32_lm_head,
     )
     try:
         fleet.start()

@@ -106,8 +106,9 @@ def _restore_missing_step(optimizer, state: dict[str, Any]) -> None:
 def save(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler, extra: Mapping[str, Any]) -> None:
     """Write ``folder`` (``step_folder(root, step)``), replacing an older one of that name. A collective.
 
-    ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is anything JSON can hold. Raises CheckpointError on every rank where the disk is full or a write fails on any of
-    them; earlier checkpoints stay valid and nothing partial is left. Raises ValueError for ``extra`` that is no JSON.
+    ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is anything JSON can hold. Raises CheckpointError on every
+    rank where the disk is full or a write fails on any of them; earlier checkpoints stay valid and nothing partial is left. Raises
+    ValueError for ``extra`` that is no JSON.
     """
     folder = Path(folder)
     try:

@@ -55,6 +55,10 @@ _Forward = Callable[[Any, PackedBatch], Any]
 what it hands to the next."""
 
 
+_FIRST_LOSS_SCALE, _LEAST_LOSS_SCALE = 2.0**16, 1.0
+"""Of a float16 model. Megatron halves the scale on overflow and doubles it after a thousand steps without one."""
+
+
 class NonFiniteError(ArithmeticError):
     """A loss or gradient that is NaN or infinite. Raised on all ranks, before any weight or optimizer state has changed."""
 
@@ -85,12 +89,14 @@ class Groups:
 class UpdateResult:
     """One optimizer step, the same on every rank of a data-parallel rank.
 
-    ``grad_norm`` is the norm over all parameters before clipping; ``outputs`` has one entry per micro-batch.
+    ``grad_norm`` is the norm over all parameters before clipping; ``outputs`` has one entry per micro-batch. ``skipped``: the scaled
+    gradient did not fit float16, so that nothing moved but the loss scale, down (the norm is infinite, the rate 0); None without scale.
     """
 
     grad_norm: float
     lr: float
     outputs: list[Any]
+    skipped: bool | None
 
 
 class _Sizes(NamedTuple):
@@ -167,6 +173,9 @@ class _Engine:
                 adam_eps=config.eps,
                 clip_grad=config.clip_grad,
                 bf16=self.dtype == torch.bfloat16,
+                fp16=self.dtype == torch.float16,
+                initial_loss_scale=_FIRST_LOSS_SCALE,
+                min_loss_scale=_LEAST_LOSS_SCALE,
                 params_dtype=self.dtype,
                 use_distributed_optimizer=config.distributed,
             ),
@@ -177,6 +186,7 @@ class _Engine:
         self._scheduler = _scheduler(self._optimizer, config, total_steps)
         # The loss carries global weights: gradients are summed, never divided by token or rank counts.
         for chunk in self.chunks:
+            chunk.config.grad_scale_func = self._optimizer.scale_loss if self.dtype == torch.float16 else None
             chunk.config.finalize_model_grads_func = lambda chunks, num_tokens=None, **rest: finalize_model_grads(chunks, None, **rest)
 
     @property
@@ -220,11 +230,17 @@ class _Engine:
         outputs = self._backward(microbatches, forward, loss_fn)
         if grad_scale is not None:
             self._scale_gradients(grad_scale(outputs))
-        self._optimizer.prepare_grads()
+        loss_scale = float(self._optimizer.get_loss_scale())
+        if self._optimizer.prepare_grads():
+            if loss_scale <= _LEAST_LOSS_SCALE:
+                where = self._bad_parameters()
+                raise NonFiniteError(f"the gradient is not finite at a loss scale of {loss_scale}{where}; nothing was updated")
+            return UpdateResult(grad_norm=math.inf, lr=0.0, outputs=outputs, skipped=True)
         grad_norm = float(self._optimizer.get_grad_norm())
         if not math.isfinite(grad_norm):
             raise NonFiniteError(f"the gradient's norm is {grad_norm}{self._bad_parameters()}; nothing was updated")
-        return UpdateResult(grad_norm=grad_norm, lr=self._step(grad_norm), outputs=outputs)
+        lr = self._step(grad_norm)
+        return UpdateResult(grad_norm=grad_norm, lr=lr, outputs=outputs, skipped=False if self.dtype == torch.float16 else None)
 
     def _backward(self, microbatches: Sequence[PackedBatch], forward: _Forward, loss_fn: Callable) -> list[Any]:
         """The gradient of the summed losses into Megatron's gradient buffers; returns what the losses handed back."""
@@ -350,7 +366,7 @@ class MegatronEngine(_Engine):
             model,
             layout,
             optimizer,
-            build=partial(build_model, chunk_tokens=logprob_chunk_tokens),
+            build=partial(build_model, chunk_tokens=logprob_chunk_tokens, fp32_lm_head=model.fp32_lm_head),
             total_optimizer_steps=total_optimizer_steps,
             recompute=recompute,
             seed=seed,
@@ -379,7 +395,7 @@ class MegatronEngine(_Engine):
 
         ``grad_scale`` is called once, on every rank, after backward and the sum over ranks. Its factor multiplies all gradients before
         norm, clipping and step, as if it had multiplied every loss: for normalisers that are known only after the forward. The losses
-        themselves, and what they hand back, stay unscaled.
+        themselves, and what they hand back, stay unscaled. A float16 model's step may be skipped: see ``UpdateResult``.
 
         All ranks pass the same number of micro-batches, at least one. Raises NonFiniteError on all ranks, weights untouched,
         where any loss, the factor or the gradient's norm is not finite; ValueError for a frozen engine or without micro-batches.

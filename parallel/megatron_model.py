@@ -152,6 +152,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         sequence_parallel=sequence_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
@@ -249,9 +250,10 @@ class PackedGPTModel(GPTModel):
 class LogprobGPTModel(PackedGPTModel):
     """A policy: its last stage returns (logprobs_T, entropy_T) of given targets rather than logits."""
 
-    def __init__(self, backbone: Backbone, *, chunk_tokens: int):
+    def __init__(self, backbone: Backbone, *, chunk_tokens: int, fp32_lm_head: bool):
         super().__init__(backbone, shares_output=backbone.architecture.tied)
         self.chunk_tokens = chunk_tokens
+        self.head_dtype = torch.float32 if fp32_lm_head else backbone.config.params_dtype
 
     def logprobs(
         self, *, tokens_T: Tensor, targets_T: Tensor, packed: PackedSequences, temperature: float, with_entropy: bool
@@ -285,10 +287,18 @@ class LogprobGPTModel(PackedGPTModel):
             hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
         hidden_TH = hidden_states.squeeze(1)
         if self._request is None:
-            logits_TV = tensor_parallel.gather_from_tensor_model_parallel_region(hidden_TH @ weight_VH.t())
+            logits_TV = tensor_parallel.gather_from_tensor_model_parallel_region(
+                hidden_TH.to(self.head_dtype) @ weight_VH.to(self.head_dtype).t()
+            )
             return logits_TV[:, : self.architecture.vocab_size]
         return linear_logprobs(
-            hidden_TH, weight_VH, vocab_size=self.architecture.vocab_size, chunk_tokens=self.chunk_tokens, group=group, **self._request
+            hidden_TH,
+            weight_VH,
+            vocab_size=self.architecture.vocab_size,
+            chunk_tokens=self.chunk_tokens,
+            group=group,
+            dtype=self.head_dtype,
+            **self._request,
         )
 
 
@@ -344,13 +354,14 @@ def build_model(
     sequence_parallel: bool = False,
     vp_stage: int | None = None,
     chunk_tokens: int = 1024,
+    fp32_lm_head: bool = False,
 ) -> LogprobGPTModel:
     """A chunk of the policy, its weights unset: ``hf_conversion.load_hf`` fills them. Needs Megatron's parallel groups.
 
-    ``vp_stage`` is which of this rank's chunks, None where each rank has one.
+    ``vp_stage`` is which of this rank's chunks, None where each rank has one. ``fp32_lm_head``: the output projection in float32.
     """
     backbone = _backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)
-    return LogprobGPTModel(backbone, chunk_tokens=chunk_tokens).to(platform.device())
+    return LogprobGPTModel(backbone, chunk_tokens=chunk_tokens, fp32_lm_head=fp32_lm_head).to(platform.device())
 
 
 def build_value_model(

@@ -42,11 +42,44 @@ def _repair_distributed_optimizer() -> None:
     DistributedOptimizer.load_state_dict = load_with_own_steps
 
 
+def _repair_checkpoints_of_several_buckets() -> None:
+    """The distributed optimizer gathers its state without the padding between buckets, then cuts parameters out where they are with it.
+
+    A copy of a tied embedding on another pipeline stage takes a bucket of its own: every parameter after the first bucket would be saved
+    as a shifted piece of its neighbours, silently.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    gather = DistributedOptimizer.get_parameter_state_dp_zero
+
+    def gather_with_padding(self, *args, **kwargs):
+        state = gather(self, *args, **kwargs)
+        for i, buffer in enumerate(self.buffers if state is not None else ()):
+            for tensors in state[i].values():
+                for key in ("param", "exp_avg", "exp_avg_sq"):
+                    tensors[key] = _with_padding(tensors[key], buffer)
+        return state
+
+    DistributedOptimizer.get_parameter_state_dp_zero = gather_with_padding
+
+
+def _with_padding(flat: torch.Tensor, buffer) -> torch.Tensor:
+    """``flat`` holds the buckets of a buffer end to end; here each is at its own offset."""
+    if len(buffer.buckets) == 1:
+        return flat
+    whole, start = flat.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = flat[start : start + bucket.numel_unpadded]
+        start += bucket.numel_unpadded
+    return whole
+
+
 def install() -> None:
     """Put the repairs in place, once. Called on import."""
     if not getattr(torch, "_tandem_megatron_repaired", False):
         torch._tandem_megatron_repaired = True
         _repair_distributed_optimizer()
+        _repair_checkpoints_of_several_buckets()
 
 
 install()

@@ -21,14 +21,15 @@ def linear_logprobs(
     chunk_tokens: int,
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(x)[target] and the entropy of softmax(x), for x = hidden @ weight^T / temperature over the full vocabulary.
 
     With Z = sum_v exp(x_v) over all ranks and p = exp(x) / Z:
     ``logprobs_T = x_target - log Z`` and ``entropy_T = log Z - sum_v p_v x_v``, both float32 [T], in nats. Gradients:
     d logprob / dx_v = 1[v = target] - p_v and d entropy / dx_v = -p_v (log p_v + entropy).
-    The division by temperature is the one SGLang applies before its own log-softmax. The projection runs in the dtype of
-    ``hidden_TH``, everything after it in float32.
+    The division by temperature is the one SGLang applies before its own log-softmax. The projection and its backward run in ``dtype``
+    (None: that of ``hidden_TH``), to which hidden states and weight are converted; everything after it runs in float32.
 
     ``weight_VH`` holds rows [rank V, rank V + V) of the vocabulary; rows from ``vocab_size`` on are padding and take no part.
     ``group`` is the tensor-parallel group, None (or one rank) for an unsharded vocabulary. Two all-reduces per call whatever
@@ -39,7 +40,7 @@ def linear_logprobs(
     """
     _check(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group)
     logprobs_T, entropy_T = _LinearLogprobs.apply(
-        hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group, with_entropy
+        hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group, with_entropy, dtype or hidden_TH.dtype
     )
     return logprobs_T, entropy_T if with_entropy else None
 
@@ -77,13 +78,14 @@ def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group, with_entropy):
+    def forward(ctx, hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group, with_entropy, dtype):
         first, count = _real_rows(weight_VH, vocab_size, group)
-        rows_VH = weight_VH[:count]
+        rows_VH = weight_VH[:count].to(dtype)
         maximum_T, sums_3T = _local_sums(hidden_TH, rows_VH, targets_T - first, temperature, chunk_tokens, with_entropy)
         log_z_T, logprobs_T, entropy_T = _combine(maximum_T, sums_3T, group)
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_z_T, entropy_T)
         ctx.first, ctx.count, ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = first, count, temperature, chunk_tokens, with_entropy
+        ctx.dtype = dtype
         ctx.set_materialize_grads(False)
         return logprobs_T, entropy_T
 
@@ -92,7 +94,7 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden_TH, weight_VH, targets_T, log_z_T, entropy_T = ctx.saved_tensors
         if not ctx.with_entropy:
             grad_entropy_T = None
-        rows_VH = weight_VH[: ctx.count]
+        rows_VH = weight_VH[: ctx.count].to(ctx.dtype)
         grad_hidden_TH = torch.empty_like(hidden_TH)
         # float32 over the chunks, so that the sum does not depend on where bfloat16 would round it
         grad_weight_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
@@ -100,18 +102,19 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_logprobs_T = torch.zeros_like(log_z_T)
         for start in range(0, hidden_TH.shape[0], ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
+            hidden_CH = hidden_TH[chunk].to(ctx.dtype)
             grad_CV = _grad_logits(
-                _scaled_logits(hidden_TH[chunk], rows_VH, ctx.temperature),
+                _scaled_logits(hidden_CH, rows_VH, ctx.temperature),
                 targets_T[chunk] - ctx.first,
                 log_z_T[chunk],
                 entropy_T[chunk],
                 grad_logprobs_T[chunk],
                 None if grad_entropy_T is None else grad_entropy_T[chunk],
             )
-            grad_CV = (grad_CV if ctx.temperature == 1.0 else grad_CV.div_(ctx.temperature)).to(hidden_TH.dtype)
+            grad_CV = (grad_CV if ctx.temperature == 1.0 else grad_CV.div_(ctx.temperature)).to(ctx.dtype)
             grad_hidden_TH[chunk] = grad_CV @ rows_VH
-            _add_product(grad_weight_VH[: ctx.count], grad_CV.t(), hidden_TH[chunk])
-        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None, None
+            _add_product(grad_weight_VH[: ctx.count], grad_CV.t(), hidden_CH)
+        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -132,7 +135,7 @@ def _local_sums(hidden_TH, rows_VH, local_targets_T, temperature, chunk_tokens, 
     here_T = (local_targets_T >= 0) & (local_targets_T < rows_VH.shape[0])
     for start in range(0, num_tokens, chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        logits_CV = _scaled_logits(hidden_TH[chunk], rows_VH, temperature)
+        logits_CV = _scaled_logits(hidden_TH[chunk].to(rows_VH.dtype), rows_VH, temperature)
         maximum_T[chunk] = logits_CV.amax(-1)
         column_C1 = torch.where(here_T[chunk], local_targets_T[chunk], 0).unsqueeze(1)
         sums_3T[1, chunk] = torch.where(here_T[chunk], logits_CV.gather(1, column_C1).squeeze(1), 0.0)

@@ -94,10 +94,12 @@ class ServerFleet:
         cuda: bool,
         seed: int,
         first_gpu: int = 0,
+        fp32_lm_head: bool = False,
         stop_grace_s: float = STOP_GRACE_S,
     ) -> None:
         """
         ``first_gpu`` is how many GPUs of this machine belong to the learner, one per rank. On CPU it says nothing.
+        ``fp32_lm_head``: the output projection runs in float32.
 
         Raises:
             ValueError: ``server_args`` holds a flag that another field decides.
@@ -112,6 +114,7 @@ class ServerFleet:
         self._cuda = cuda
         self._seed = seed
         self._first_gpu = first_gpu
+        self._fp32_lm_head = fp32_lm_head
         self._stop_grace_s = stop_grace_s
         self._replicas: list[_Replica] = []
 
@@ -150,6 +153,7 @@ class ServerFleet:
             cuda=self._cuda,
             seed=self._seed,
             first_gpu=self._first_gpu,
+            fp32_lm_head=self._fp32_lm_head,
         )
         log_file = self._log_dir / f"sglang-{index}.log"
         with log_file.open("wb") as log:
@@ -242,7 +246,15 @@ class ServerFleet:
 
 
 def server_command(
-    config: RolloutConfig, *, replica: int, model_path: Path, ports: Ports, cuda: bool, seed: int, first_gpu: int = 0
+    config: RolloutConfig,
+    *,
+    replica: int,
+    model_path: Path,
+    ports: Ports,
+    cuda: bool,
+    seed: int,
+    first_gpu: int = 0,
+    fp32_lm_head: bool = False,
 ) -> list[str]:
     """The command line of one replica."""
     flags: dict[str, str | int | float | bool] = {
@@ -258,6 +270,8 @@ def server_command(
         "sleep-on-idle": True,  # otherwise an idle server keeps a core busy
         "log-level-http": "warning",
     }
+    if fp32_lm_head:
+        flags["enable-fp32-lm-head"] = True
     if config.max_total_tokens is not None:
         flags["max-total-tokens"] = config.max_total_tokens
     if cuda:

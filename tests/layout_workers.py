@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema.layout import LayoutConfig
-from megatron.core.distributed import finalize_model_grads
-from parallel.megatron_engine import MegatronEngine, NonFiniteError, ValueEngine
+from parallel.hf_conversion import export_hf
+from parallel.megatron_engine import MegatronEngine, NonFiniteError, ValueEngine, _logprobs, _values, finalize_model_grads
 from parallel.packing import PackedBatch
 from tests.megatron_workers import (
     clipped_loss,
@@ -45,24 +45,18 @@ def by_hf_names(engine: MegatronEngine | ValueEngine, tensor_of: Callable[[torch
     try:
         for p, tensor in tensors.items():
             p.data = tensor
-        mine = {name: tensor.detach().clone() for name, tensor in _export(engine)}
+        mine = {name: tensor.detach().clone() for name, tensor in export_hf(engine.chunks)}
     finally:
         for p, data in kept.items():
             p.data = data
     if isinstance(engine, ValueEngine):
-        mine |= {"value_head.weight": tensors[head] for head in heads_of(engine)}
+        mine.update(("value_head.weight", tensors[head]) for head in heads_of(engine))
     stages: list[dict[str, Tensor]] = [{}] * engine.groups.pp_size
     dist.all_gather_object(stages, mine, group=engine.groups.pp_group)
     found = {name: tensor for stage in stages for name, tensor in stage.items()}
     if engine.chunks[0].architecture.tied:
         found.pop("lm_head.weight", None)
     return found
-
-
-def _export(engine: MegatronEngine | ValueEngine):
-    from parallel.hf_conversion import export_hf
-
-    return export_hf(engine.chunks)
 
 
 def full_gradients(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch], forward, loss_fn) -> dict[str, Tensor]:
@@ -111,8 +105,6 @@ def critic_loss(batch: PackedBatch, values_T: Tensor) -> tuple[Tensor, tuple[flo
 
 def step_of(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch]) -> dict[str, Any]:
     """Scores, then gradients, then one optimizer step of ``engine`` on this rank's micro-batches."""
-    from parallel.megatron_engine import _logprobs, _values
-
     if isinstance(engine, ValueEngine):
         scored = engine.values(microbatches)
         gradients = full_gradients(engine, microbatches, _values, critic_loss)

@@ -49,6 +49,25 @@ def test_plan_groups_equal_lengths_and_is_a_permutation(lengths):
     assert torch.equal(reordered, torch.cat([torch.arange(n) for n in sorted(lengths)]))
 
 
+@settings(max_examples=40, deadline=None)
+@given(lengths=lengths_strategy, multiple=st.integers(1, 8), keep_order=st.booleans())
+def test_dummies_make_the_tokens_divide_and_nobody_reads_them(lengths, multiple, keep_order):
+    plan = plan_packing(bounds(lengths), CPU, keep_order=keep_order, multiple=multiple)
+    total = sum(lengths)
+    dummies = -total % multiple
+    values = torch.arange(100, 100 + total)
+    model_T = plan.to_model_order(values)
+    assert model_T.numel() == total + dummies == plan.cu_seqlens[-1] == plan.buckets[-1].stop
+    assert model_T[total:].tolist() == [100] * dummies
+    assert torch.diff(plan.cu_seqlens).tolist()[len(lengths) :] == [1] * dummies
+    assert [b for bucket in plan.buckets for b in [bucket.length] * bucket.count] == torch.diff(plan.cu_seqlens).tolist()
+    hidden = torch.randn(total + dummies, requires_grad=True)
+    plan.to_batch_order(hidden).sum().backward()
+    assert hidden.grad.tolist() == [1.0] * total + [0.0] * dummies
+    assert torch.equal(plan.to_batch_order(model_T), values)
+    assert not keep_order or torch.equal(model_T[:total], values)
+
+
 @settings(max_examples=25, deadline=None)
 @given(lengths=lengths_strategy, heads=st.sampled_from([(4, 2), (3, 3), (4, 1)]), seed=st.integers(0, 100))
 def test_matches_the_naive_loop_with_gradients(lengths, heads, seed):

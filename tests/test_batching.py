@@ -115,6 +115,25 @@ def test_no_microbatch_is_empty_even_where_each_sequence_fills_one(dp_size):
     assert [[[len(b) for b in rank] for rank in minibatch] for minibatch in plan.microbatches] == [[[1] * (4 // dp_size)] * dp_size] * 2
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    dp_size=st.integers(1, 3),
+    multiple=st.integers(1, 4),
+    slack=st.integers(0, 40),
+)
+def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_and_no_microbatch_is_empty(lengths, dp_size, multiple, slack):
+    lengths = lengths * (dp_size * multiple)
+    budget = max(lengths) + slack
+    arguments = dict(num_minibatches=1, sequences_per_group=1, dp_size=dp_size, token_budget=budget)
+    plan = plan_batches(lengths, microbatch_multiple=multiple, **arguments)
+    (ranks,) = plan.microbatches
+    assert {len(rank) for rank in ranks} == {len(ranks[0])} and len(ranks[0]) % multiple == 0
+    assert all(microbatch and sum(lengths[s] for s in microbatch) <= budget for rank in ranks for microbatch in rank)
+    assert plan.minibatch(0) == list(range(len(lengths)))
+    assert len(ranks[0]) >= len(plan_batches(lengths, **arguments).microbatches[0][0])
+
+
 GOOD = {"num_minibatches": 1, "sequences_per_group": 2, "dp_size": 1, "token_budget": 10}
 
 
@@ -129,6 +148,8 @@ GOOD = {"num_minibatches": 1, "sequences_per_group": 2, "dp_size": 1, "token_bud
         ([9, 9, 9], {"sequences_per_group": 3, "dp_size": 2}, "3 sequences does not divide by 2 .*use 2 or 4 sequences"),
         ([3, 0], {}, "sequence 1 has packed length 0"),
         ([3, 4], {"dp_size": 0}, "dp_size=0"),
+        ([3, 4], {"microbatch_multiple": 0}, "microbatch_multiple=0"),
+        ([3, 4, 5, 6, 3, 4], {"dp_size": 2, "microbatch_multiple": 2}, "3 sequences .* 2 stages .* multiple of 4 sequences per minibatch"),
     ],
 )
 def test_errors_name_value_and_fix(lengths, change, message):

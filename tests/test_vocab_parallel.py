@@ -35,10 +35,12 @@ def reference(case):
     return dict(logprobs=logprobs.detach(), entropy=entropy.detach(), hidden=hidden.grad, weight=weight.grad)
 
 
-def fused(case, with_entropy=True):
+def fused(case, with_entropy=True, dtype=None):
     hidden, weight = case["hidden"].clone().requires_grad_(), case["weight"].clone().requires_grad_()
     names = ("vocab_size", "temperature", "chunk_tokens")
-    logprobs, entropy = linear_logprobs(hidden, weight, case["targets"], with_entropy=with_entropy, **{n: case[n] for n in names})
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, case["targets"], with_entropy=with_entropy, dtype=dtype, **{n: case[n] for n in names}
+    )
     ((logprobs * case["g"]).sum() + ((entropy * case["h"]).sum() if with_entropy else 0)).backward()
     return dict(logprobs=logprobs.detach(), entropy=entropy.detach() if with_entropy else None, hidden=hidden.grad, weight=weight.grad)
 
@@ -107,6 +109,17 @@ def test_bfloat16_reduces_in_float32():
     assert found["logprobs"].dtype == found["entropy"].dtype == torch.float32
     assert found["hidden"].dtype == found["weight"].dtype == torch.bfloat16
     assert_close(found, reference(case), case, tolerance=1e-2)
+
+
+def test_a_float32_projection_of_a_bfloat16_model_is_that_of_the_same_numbers_in_float32():
+    case = make_case(num_tokens=20, hidden=16, vocab=50, padding=3, chunk_tokens=8, temperature=0.7)
+    case["hidden"], case["weight"] = case["hidden"].bfloat16(), case["weight"].bfloat16()
+    found = fused(case, dtype=torch.float32)
+    wanted = fused({**case, "hidden": case["hidden"].float(), "weight": case["weight"].float()})
+    assert torch.equal(found["logprobs"], wanted["logprobs"]) and torch.equal(found["entropy"], wanted["entropy"])
+    for name in ("hidden", "weight"):
+        assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], wanted[name].bfloat16())
+    assert not torch.equal(found["logprobs"], fused(case)["logprobs"])
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ class CriticUpdate:
     """``critic/*``; see ``value_loss``."""
     grad_norm: float
     lr: float
+    skipped: bool | None
+    """See ``UpdateResult``."""
 
 
 class Critic:
@@ -63,4 +65,4 @@ class Critic:
         """Forward, loss, backward, clip, step. Raises NonFiniteError before any weight has changed."""
         result = self.engine.update(minibatch, lambda batch, values_T: value_loss(batch, values_T, value_clip=self._value_clip))
         metrics = merge_over_ranks(merge_metrics(result.outputs), self.engine.groups.dp_group)
-        return CriticUpdate(metrics=metrics, grad_norm=result.grad_norm, lr=result.lr)
+        return CriticUpdate(metrics=metrics, grad_norm=result.grad_norm, lr=result.lr, skipped=result.skipped)

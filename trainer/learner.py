@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import RunConfig
-from parallel.megatron_engine import MegatronEngine
+from parallel.megatron_engine import MegatronEngine, UpdateResult
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group
-from trainer.critic import Critic
+from trainer.critic import Critic, CriticUpdate
 from trainer.metrics import Metric, Reduction, merge_metrics, merge_over_ranks
 from trainer.policy_loss import kept_factor, policy_loss, scale_losses
 from trainer.ranks import total_over
@@ -127,7 +127,7 @@ class Learner:
         of_critic: dict[str, Metric] = {}
         if self.critic is not None:
             found = self.critic.update(minibatch)
-            of_critic = per_minibatch(found.metrics) | _optimizer_metrics("critic", found.grad_norm, found.lr)
+            of_critic = per_minibatch(found.metrics) | _optimizer_metrics("critic", found)
         update = self._update_policy(minibatch) if policy else Update()
         return replace(update, metrics=update.metrics | of_critic)
 
@@ -149,7 +149,7 @@ class Learner:
 
         result = self.engine.update(minibatch, keep_logprobs, temperature=config.rollout.temperature, grad_scale=grad_scale)
         metrics = self._over_ranks(result.outputs)
-        metrics = per_minibatch(scale_losses(metrics, kept_factor(metrics))) | _optimizer_metrics("optim", result.grad_norm, result.lr)
+        metrics = per_minibatch(scale_losses(metrics, kept_factor(metrics))) | _optimizer_metrics("optim", result)
         return Update(metrics=metrics, logprobs=[logprobs_T for _, logprobs_T in result.outputs])
 
     def _kept_factor(self, outputs: list[Scored]) -> float:
@@ -181,6 +181,11 @@ def per_minibatch(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     return {name: Metric.quotient(m.value, 1) if name.startswith(LOSSES) else m for name, m in metrics.items()}
 
 
-def _optimizer_metrics(part: str, grad_norm: float, lr: float) -> dict[str, Metric]:
-    """Of a step with several minibatches: the greatest norm, the mean learning rate."""
-    return {f"{part}/grad_norm": Metric(reduction=Reduction.MAX, parts=(grad_norm,)), f"{part}/lr": Metric.quotient(lr, 1)}
+def _optimizer_metrics(part: str, step: UpdateResult | CriticUpdate) -> dict[str, Metric]:
+    """Of a step with several minibatches: the greatest norm and the mean learning rate of the updates done, and how many were skipped."""
+    done = 0 if step.skipped else 1
+    metrics = {
+        f"{part}/grad_norm": Metric(reduction=Reduction.MAX, parts=(step.grad_norm,) * done),
+        f"{part}/lr": Metric.quotient(step.lr, done),
+    }
+    return metrics | ({} if step.skipped is None else {f"{part}/skipped": Metric.sum(1 - done)})

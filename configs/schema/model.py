@@ -5,11 +5,14 @@ from typing import Literal
 
 from configs.schema.base import Schema
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class ModelConfig(Schema):
     path: Path
     """A Hugging Face folder (config.json, *.safetensors, tokenizer): Qwen2/2.5, Qwen3 or Llama, dense."""
     dtype: Dtype = "bfloat16"
-    """Of the learner's weights and activations; the optimizer keeps float32 either way."""
+    """Of the learner's weights and activations; the optimizer keeps float32 either way. float16 scales the loss: a step whose scaled
+    gradient overflows is skipped, the scale halved, and ``optim/skipped`` counts it."""
+    fp32_lm_head: bool = False
+    """The output projection in float32, in the learner and in SGLang alike."""
