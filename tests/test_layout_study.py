@@ -307,6 +307,8 @@ def test_findings_say_what_the_numbers_show(result):
     assert "rollout tp=1: learner tp=2 instead of tp=1" in details[0] and "(larger)" in details[0]
     assert "rollout tp=2: learner tp=1 instead of tp=2" in details[1]
     assert any(line.startswith("Length, at about equal tokens") for line in result["findings"])
+    (why,) = (line for line in result["findings"] if line.startswith("Why"))
+    assert "a | b (learner)" in why and why.endswith("to the last bit: none.")
 
 
 def test_the_result_survives_json_and_is_drawn_and_written_from_it(result, tmp_path):

@@ -70,7 +70,8 @@ def findings(result: Row) -> list[str]:
         rows = [row for row in result["comparisons"] if row["about"] == about]
         if rows:
             said += [_summary(about, rows), *(f"  - {_comparison(row)}" for row in rows)]
-    return [*said, _of_length(result["pairs"]), _of_size(result["pairs"])]
+    why = [_of_causes(result["causes"]["ranked"])] if result["causes"] else []
+    return [*said, _of_length(result["pairs"]), *why, _of_size(result["pairs"])]
 
 
 def _summary(about: str, rows: Sequence[Row]) -> str:
@@ -102,6 +103,13 @@ def _of_length(pairs: Sequence[Row]) -> str:
         f"{one['short_per_prompt']:.0f} short ones): the long response had the larger max gap in {told.count('higher')} of {len(told)} "
         f"pairs, the smaller in {told.count('lower')}, undecided in {told.count('undecided')}."
     )
+
+
+def _of_causes(ranked: Sequence[Row]) -> str:
+    moving, still = [row for row in ranked if not row["bitwise"]], [row["cause"] for row in ranked if row["bitwise"]]
+    text = "Why, by how far a switch moves p on average: "
+    text += "; ".join(f"{row['cause']} ({row['side']}) {number(row['moved_mean'], 2)}" for row in moving) or "nothing moves it"
+    return f"{text}. Moves nothing, to the last bit: {'; '.join(still) or 'none'}."
 
 
 def _of_size(pairs: Sequence[Row]) -> str:
