@@ -61,10 +61,8 @@ def _length(result: Row) -> "Figure":
     for index, pair in enumerate(result["pairs"]):
         marks = {"marker": MARKERS[index % len(MARKERS)], "markersize": 4, "linewidth": 1, "capsize": 2}
         style = marks | {"label": f"{pair['learner']} | {pair['rollout']}"}
-        rows = pair["by_length"]
-        lengths = [row["tokens"] / row["responses"] for row in rows]
-        for axes, name in ((of_max, "max_mean"), (of_mean, "mean_mean")):
-            axes.errorbar(lengths, [row[name] for row in rows], [row[f"{name}_se"] or 0 for row in rows], **style)
+        for axes, long, short in ((of_max, "max_mean", "short_max"), (of_mean, "mean_mean", "short_mean")):
+            axes.errorbar(*zip(*_by_length(pair, long, short), strict=True), **style)
         rows = pair["by_position"]
         ends = [row["up_to"] or 2 * row["above"] for row in rows]
         of_position.errorbar(ends, [row["mean"] for row in rows], [row["mean_se"] or 0 for row in rows], **style)
@@ -78,6 +76,13 @@ def _length(result: Row) -> "Figure":
     of_max.legend(fontsize=7, title="learner | rollout", title_fontsize=7)
     _equal_tokens(of_tokens, result["pairs"])
     return figure
+
+
+def _by_length(pair: Row, long: str, short: str) -> list[tuple[float, float, float]]:
+    """(length, value, error) of each bucket of long responses, and of the short ones as a whole."""
+    one = pair["equal_tokens"]
+    points = [(row["tokens"] / row["responses"], row[long], row[f"{long}_se"] or 0) for row in pair["by_length"]]
+    return sorted([*points, (one["short_tokens"] / one["short_per_prompt"], one[short], one[f"{short}_se"] or 0)])
 
 
 def _equal_tokens(axes: "Axes", pairs: Sequence[Row]) -> None:
