@@ -68,6 +68,7 @@ def test_switches_of_a_bfloat16_learner(folder):
     torch.testing.assert_close(found["temperature_ignored"], scorer.score("at 1", random_samples(), temperature=1.0), atol=0, rtol=0)
     assert (found["temperature_ignored"] - baseline).abs().mean() > 10 * error
     assert not torch.equal(found["attention"], baseline)
+    assert 0 < (found["lm_head"] - baseline).abs().max() < 0.1, "the head alone rounds a logit by 2^-9 of it"
     assert torch.equal(scorer.score("after", random_samples()), baseline), "a switch was left on"
     assert "CUDA" in answers["deterministic_kernels"][1]
 

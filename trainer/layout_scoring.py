@@ -137,8 +137,6 @@ def _dtype(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) 
 
 
 def _lm_head(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
-    if not hasattr(config.model, "fp32_lm_head"):
-        return None, "the learner has no float32 LM head (model.fp32_lm_head) yet"
     if config.model.dtype == "float32":
         return None, "the learner is float32 throughout, its LM head too"
     model = config.model.model_copy(update={"fp32_lm_head": not config.model.fp32_lm_head})
@@ -169,8 +167,8 @@ def _temperature_ignored(config: RunConfig, scorer: Scorer, sampled: Sampled, re
 def _temperature_in_model_dtype(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
     if scorer.temperature == 1:
         return None, "rollout.temperature is 1: nothing is divided"
-    if scorer.engine.dtype == torch.float32:
-        return None, "the model is float32, as is the division"
+    if scorer.engine.dtype == torch.float32 or config.model.fp32_lm_head:
+        return None, "the logits are float32, as is the division"
     if config.layout.pp > 1:
         return None, "the logits of a pipeline's last stage are not at hand; give a first --learner with pp=1"
 
