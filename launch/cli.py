@@ -90,6 +90,27 @@ def verify_sync(
         raise typer.Exit(1)
 
 
+@app.command()
+def mismatch(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    learner: Annotated[list[str], typer.Option(help="A learner layout, e.g. tp=2,sp; may be given several times.")] = ["tp=1"],  # noqa: B006
+    rollout: Annotated[
+        list[str], typer.Option(help="A rollout layout, e.g. tp=2; on CUDA also tp=2,deterministic or tp=2,attention=triton.")
+    ] = ["tp=1"],  # noqa: B006
+    prompts: Annotated[int, typer.Option(help="Of the task, the same ones for every pair.")] = 512,
+    threshold: Annotated[float, typer.Option(help="Of a response's max |dp|, counted beside 0.5.")] = 0.5,
+    out: Annotated[Path | None, typer.Option(help="A new folder; in launch.runs_dir if left out.", metavar="FOLDER")] = None,
+    why: Annotated[bool, typer.Option("--why", help="Also switch one cause at a time, and rank them.")] = False,
+) -> None:
+    """How far the probabilities of learner and rollout are apart, for every pair of layouts: sampled and scored by the real engines."""
+    from launch import commands
+    from launch.mismatch_plan import Request
+
+    request = Request(learners=tuple(learner), rollouts=tuple(rollout), prompts=prompts, threshold=threshold, out=out, why=why)
+    commands.mismatch(config, overrides or [], request)
+
+
 @app.command("make-tiny-model")
 def make_tiny_model(
     folder: Annotated[Path, typer.Argument(help="The folder to write", metavar="FOLDER")],
@@ -148,6 +169,8 @@ _role_command("learn", "One role alone, under torchrun: a Megatron rank of a run
 _role_command("sft-rank", "Under torchrun: a Megatron rank of a warm start.", hidden=True)
 _role_command("replay-rank", "A Megatron process that replays a step with gradients of the parameters.", hidden=True)
 _role_command("verify-rank", "Under torchrun: a Megatron rank that sends other weights to servers, to verify the transfer.", hidden=True)
+_role_command("mismatch-draw", "Samples and scores prompts with the servers of a folder, for a study of mismatch.", hidden=True)
+_role_command("score-rank", "Under torchrun: a Megatron rank that scores samples, for a study of mismatch.", hidden=True)
 _role_command("export-rank", "A Megatron process that writes a checkpoint as a Hugging Face folder.", hidden=True)
 
 

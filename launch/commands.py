@@ -6,12 +6,12 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from configs.loader import load_config, resolved_yaml
+from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import LayoutConfig, layout_text
 from configs.schema.run import JsonlSftData
@@ -20,6 +20,9 @@ from launch import roles, run_folder
 from launch.run_folder import RunFolder
 from launch.supervisor import Role, RoleFailed, Supervisor
 from parallel.layout import check_critic_vocabulary, read_hf_config, validate_layout, validate_rollout_layout
+
+if TYPE_CHECKING:
+    from launch.mismatch_plan import Request
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
@@ -189,6 +192,25 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
     return verification.run(configs, tps or [first.rollout.tp], role)
 
 
+def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Path:
+    """See ``launch/mismatch.py``; returns the folder with the results."""
+    from launch import mismatch as study
+    from launch.mismatch_plan import make_plan
+
+    def load(more: Sequence[str]) -> RunConfig:
+        try:
+            return _load(config_path, [*overrides, *more], RunConfig)
+        except (ConfigError, BadInput) as error:
+            raise ValueError(str(error)) from error
+
+    try:
+        config = load([])
+        plan = make_plan(request, load, cuda=_has_gpu())
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    return study.run(plan, config, role)
+
+
 def existing_run(run: Path) -> RunFolder:
     if not (run / "config.yaml").is_file():
         raise BadInput(f"RUN: {run} is not a run folder (it has no config.yaml); runs/latest is the newest run")
@@ -223,7 +245,7 @@ def _load(path: Path, overrides: list[str], kind: type) -> RunConfig | SftConfig
 def _data_parallel_size(path: Path, config: RunConfig | SftConfig) -> str:
     """An override for ``layout.dp=auto``: one copy of the model without GPUs, else as many as fit beside the servers."""
     processes = config.layout.model_size
-    if any(Path("/dev").glob("nvidia[0-9]*")):
+    if _has_gpu():
         from rollout.sglang_server import visible_gpus
 
         of_servers = config.rollout.replicas * config.rollout.tp if isinstance(config, RunConfig) else 0
@@ -233,6 +255,10 @@ def _data_parallel_size(path: Path, config: RunConfig | SftConfig) -> str:
         return f"layout.dp={config.layout.resolved(processes).dp}"
     except ValueError as error:
         raise BadInput(f"{path}: {error}") from error
+
+
+def _has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _check_sft(config: SftConfig) -> None:

@@ -246,7 +246,19 @@ def verify(folder: RunFolder) -> None:
     send_other_weights(folder)
 
 
-MEGATRON_ROLES = ("learn", "sft-rank", "export-rank", "replay-rank", "verify-rank")
+def draw_for_mismatch(folder: RunFolder) -> None:
+    from launch.mismatch import draw
+
+    draw(folder)
+
+
+def score_for_mismatch(folder: RunFolder) -> None:
+    from launch.mismatch import score
+
+    score(folder)
+
+
+MEGATRON_ROLES = ("learn", "sft-rank", "export-rank", "replay-rank", "verify-rank", "score-rank")
 ROLES = {
     "serve": serve,
     "sample": sample,
@@ -255,6 +267,8 @@ ROLES = {
     "export-rank": export,
     "replay-rank": replay,
     "verify-rank": verify,
+    "mismatch-draw": draw_for_mismatch,
+    "score-rank": score_for_mismatch,
 }
 
 

@@ -1,0 +1,185 @@
+"""``tandem mismatch`` as a user meets it: what it refuses, with nothing started; what it plans; and one small run of both engines."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.mismatch_plan import Request, make_plan
+from rollout.client import GenerationError
+from rollout.fixed_samples import _last_logprobs, _requests, fixed_prompts, shortened
+from rollout.records import Prompt
+from rollout.tasks import Task
+from rollout.tiny_model import make_tiny_countdown_model
+from tests.test_cli import config_file, tandem
+from tests.test_end_to_end import assert_nothing_left, finish, processes_of, start
+from trainer.layout_study import read_samples, read_tensors
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_countdown_model(folder, seed=0)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--learner", "tp=3"], ["layout.tp=3", "num_attention_heads=4", "use one of"]),
+        (["--learner", "tq=2"], ["--learner", "unknown field 'tq'", "fields: tp"]),
+        (["--learner", "sp"], ["--learner", "sp=true", "tp=1"]),
+        (["--learner", "tp=2", "--learner", "tp=2"], ["--learner tp=2 is given twice"]),
+        (["--rollout", "tp=1", "--rollout", ""], ["--rollout tp=1 is given twice"]),
+        (["--rollout", "tp=3"], ["rollout.tp=3", "use one of"]),
+        (["--rollout", "tp=two"], ["--rollout tp=two", "cannot be read", "tp=N"]),
+        (["--rollout", "pp=2"], ["--rollout pp=2", "unknown word", "tp"]),
+        (["--rollout", "tp=1,attention="], ["'attention=' cannot be read"]),
+        (["rollout.dtype=float8"], ["rollout.dtype", "float8"]),
+        (["--rollout", "tp=1,deterministic=yes"], ["'deterministic=yes' cannot be read"]),
+        (["--prompts", "1"], ["--prompts 1", "at least 2"]),
+        (["--prompts", "15", "--learner", "dp=2"], ["--prompts 15", "dp=2", "multiple"]),
+        (["--threshold", "1.5"], ["--threshold 1.5", "between 0 and 1"]),
+        (["--out", "run.yaml"], ["--out run.yaml exists already", "name a new folder"]),
+        (["rollout.top_p=0.9"], ["top_p", "full one"]),
+    ],
+)
+def test_bad_options_are_one_clear_error_with_nothing_started(tmp_path, model, options, expected):
+    config_file(tmp_path, model)
+    done = tandem("mismatch", "run.yaml", *options, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    for words in expected:
+        assert words in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"], "something was written"
+
+
+# ------------------------------------------------------------------------------------------------------------------ the plan
+
+
+def request(**changes) -> Request:
+    defaults = {"learners": ("tp=1",), "rollouts": ("tp=1",), "prompts": 8, "threshold": 0.5, "out": None, "why": False}
+    return Request(**defaults | changes)
+
+
+def loaded(tmp_path, model):
+    from configs.schema import RunConfig
+    from launch.commands import _load
+
+    file = config_file(tmp_path, model)
+    return lambda more: _load(file, list(more), RunConfig)
+
+
+def test_each_layout_is_a_part_with_its_own_config(tmp_path, model):
+    plan = make_plan(request(learners=("tp=2, sp", "pp=2"), rollouts=("tp=2",)), loaded(tmp_path, model), cuda=False)
+    assert [(p.kind, p.text) for p in plan.parts] == [("rollout", "tp=2"), ("learner", "tp=2,sp"), ("learner", "pp=2")]
+    rollout, sequence_parallel, pipeline = plan.parts
+    assert (rollout.config.rollout.tp, rollout.config.layout.world_size) == (2, 1)
+    assert (sequence_parallel.config.layout.sp, sequence_parallel.config.layout.world_size) == (True, 2)
+    assert (pipeline.config.layout.pp, pipeline.config.rollout.tp) == (2, 1)
+    assert len({p.folder(Path("out")).path for p in plan.parts}) == 3
+    assert any("not on CPU" in what for what in plan.skipped)
+
+
+def test_why_adds_what_it_compares_with_once(tmp_path, model):
+    plan = make_plan(request(learners=("tp=1", "tp=2"), why=True), loaded(tmp_path, model), cuda=False)
+    assert [p.text for p in plan.of("learner")] == ["tp=1", "tp=2"]
+    assert [p.text for p in plan.of("why")] == ["tp=2,sp", "pp=2"]
+    assert [p.text for p in plan.of("dtype")] == ["tp=1,dtype=float32"]
+    assert plan.of("mode") == []
+
+
+def test_modes_of_the_server_are_for_cuda(tmp_path, model):
+    with pytest.raises(ValueError, match=r"not on CPU.*leave 'deterministic' out"):
+        make_plan(request(rollouts=("tp=1", "tp=1,deterministic")), loaded(tmp_path, model), cuda=False)
+    with pytest.raises(ValueError, match="the first one must be a layout alone"):
+        make_plan(request(rollouts=("tp=1,deterministic",)), loaded(tmp_path, model), cuda=True)
+    plan = make_plan(request(rollouts=("tp=1", "tp=1,deterministic"), why=True), loaded(tmp_path, model), cuda=True)
+    assert [p.text for p in plan.of("rollout")] == ["tp=1"], "the planner reads pairs of layouts alone"
+    named, *backends = plan.of("mode")
+    assert named.config.rollout.server_args == {"enable_deterministic_inference": True}
+    assert [p.config.rollout.server_args for p in backends] == [{"attention_backend": name} for name in ("fa3", "flashinfer", "triton")]
+
+
+# ------------------------------------------------------------------------------------------------------- prompts and prefill
+
+
+def test_prompts_are_the_same_for_everyone_and_enough(tmp_path):
+    prompts = [Prompt(prompt_id=str(i), token_ids=[i], text="", task="t", reference="") for i in range(20)]
+    task = Task(name="t", train=prompts, heldout=[])
+    first = fixed_prompts(task, 8, seed=3)
+    assert first == fixed_prompts(task, 12, seed=3)[:8] and first != fixed_prompts(task, 8, seed=4)
+    with pytest.raises(ValueError, match="--prompts 21: the task t has 20"):
+        fixed_prompts(task, 21, seed=3)
+
+
+def test_prefill_answers_are_checked_against_the_tokens():
+    reply = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 6, None], [-0.25, 7, None]]}}
+    assert _last_logprobs(reply, [5, 6, 7], 2, 20) == [-0.5, -0.25]
+    with pytest.raises(GenerationError, match="other tokens"):
+        _last_logprobs(reply, [5, 6, 8], 2, 20)
+    renamed = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 0, None], [-0.25, 7, None]]}}
+    assert _last_logprobs(renamed, [5, 19, 7], 2, 20) == [-0.5, -0.25], "the last id of a vocabulary of 20 comes back as 0"
+    with pytest.raises(GenerationError, match="other tokens"):
+        _last_logprobs(renamed, [5, 18, 7], 2, 20)
+
+
+def test_scoring_requests_hold_a_bounded_number_of_tokens_and_every_row():
+    sequences = [[0] * n for n in (10_000, 7_000, 10, 50_000, 5)]
+    assert _requests(sequences) == [[0], [1, 2], [3], [4]]
+
+
+def test_the_short_limit_is_a_part_of_the_long_one(tmp_path, model):
+    config = loaded(tmp_path, model)(["rollout.max_new_tokens=14"])
+    assert (shortened(config, 4), shortened(config, 20)) == (3, 1)
+
+
+# ------------------------------------------------------------------------------------------------------------- both engines
+
+
+@pytest.fixture
+def folder(tmp_path):
+    yield tmp_path
+    for process in processes_of(tmp_path):  # of a test that failed
+        process.kill()
+
+
+@pytest.mark.engines
+def test_two_learner_layouts_on_one_rollout(folder, model):
+    content = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "task": {"type": "countdown"},
+        "rollout": {"dtype": "float32", "max_new_tokens": 24, "max_total_tokens": 8192, "temperature": 0.7},
+    }
+    (folder / "run.yaml").write_text(yaml.safe_dump(content))
+    layouts = ["--learner", "tp=1", "--learner", "tp=2", "--rollout", "tp=1"]
+    process = start("mismatch", "run.yaml", *layouts, "--prompts", "8", "--out", "study", cwd=folder)
+    said = finish(process)
+    assert process.returncode == 0, said
+    out = folder / "study"
+    result = json.loads((out / "mismatch.json").read_text())
+    assert [(pair["learner"], pair["rollout"]) for pair in result["pairs"]] == [("tp=1", "tp=1"), ("tp=2", "tp=1")]
+    long = read_samples(out / "rollout-tp1" / "samples.long.safetensors")
+    short = read_samples(out / "rollout-tp1" / "samples.short.safetensors")
+    assert (long.num_responses, short.num_responses) == (8, 32) and int(short.response_lengths_R.max()) <= 6
+    for pair in result["pairs"]:
+        assert pair["responses"] == 8 and pair["tokens"] == long.num_tokens
+        # float32 on both sides, at a temperature that is not 1: the engines compute the same distribution.
+        assert 0 < pair["logprob_gap_max"] <= 1e-4
+        assert pair["max_mean"] <= 1e-4 and pair["over_half_count"] == pair["outside_count"] == 0
+    (compared,) = result["comparisons"]
+    assert (compared["about"], compared["first"], compared["second"]) == ("tp", "tp=1", "tp=2")
+    assert not compared["bitwise"], "TP 2 adds up in another order; the same bits would mean that it was not TP 2"
+    of_tp2 = read_tensors(out / "learner-tp2" / "scores.safetensors")
+    of_tp1 = read_tensors(out / "learner-tp1" / "scores.safetensors")
+    apart = (of_tp2["tp=1/long"].double().exp() - of_tp1["tp=1/long"].double().exp()).abs().max().item()
+    assert math.isclose(compared["moved_max"], apart, rel_tol=1e-6)
+    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in ("distribution.png", "length.png"))
+    assert "| tp=2 | tp=1 |" in (out / "mismatch.md").read_text()
+    assert "Mismatch by pair of layouts" in said and "tokens/s" in said
+    assert_nothing_left(folder)
