@@ -13,14 +13,13 @@ off-policy RL training" (2025) for dp per response, the sign of k1 and the rewar
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer.kl import LOG_RATIO_BOUND, bounded
 from trainer.metrics import Metric, Metrics, Reduction
-from trainer.segments import max_per_sequence, sum_per_sequence
+from trainer.segments import max_per_sequence, sum_per_sequence, valid_tokens
 
 LENGTH_EDGES = (64, 256, 1024, 4096)
 """Upper edges, in tokens, of the buckets of response length and of position in the response (from 1); the last bucket is open."""
@@ -33,37 +32,17 @@ NEAR_ONE = (0.9, 1.1)
 """A ratio within these is taken for numerical noise."""
 
 
-class ValidTokens(NamedTuple):
-    """Where a batch has its response tokens."""
-
-    places_N: Tensor
-    """int64, into [T]."""
-    lengths_S: Tensor
-    """int64: how many each sequence has."""
-
-    def lengths_R(self) -> Tensor:
-        """On the CPU."""
-        lengths_S = self.lengths_S.cpu()
-        return lengths_S[lengths_S > 0]
-
-
-def valid_tokens(response_mask_T: Tensor, cu_seqlens: Tensor) -> ValidTokens:
-    places_N = response_mask_T.nonzero().flatten()
-    return ValidTokens(places_N, torch.searchsorted(places_N, cu_seqlens.to(places_N)).diff())
-
-
 def mismatch_metrics(
     train_logprobs_T: Tensor,
     rollout_logprobs_T: Tensor,
-    response_mask_T: Tensor,
+    response_mask_T: Tensor | None,
     cu_seqlens: Tensor,
     *,
     high_gap: float = 0.5,
-    valid: ValidTokens | None = None,
 ) -> dict[str, Metric]:
     """How far ``train`` is from ``rollout``, before anything is corrected. All names begin with ``mismatch/``.
 
-    ``valid``: ``valid_tokens`` of the mask, where the caller has them already.
+    Without a mask every token is valid.
 
     Over tokens:
         abs_prob_mean, abs_prob_max        of dp
@@ -86,47 +65,50 @@ def mismatch_metrics(
         by_length/BIN/abs_prob_mean, abs_prob_max, k3, k3_max     over the tokens of all responses of that length
         by_position/BIN/...                                       the same over the tokens at those positions of all responses
     """
-    valid = valid or valid_tokens(response_mask_T, cu_seqlens)
-    places_N, lengths_R = valid.places_N, valid.lengths_R()
+    train_N, rollout_N, bounds_R = _valid(train_logprobs_T, rollout_logprobs_T, response_mask_T, cu_seqlens)
+    lengths_R = bounds_R.diff()
     if not lengths_R.numel():
         return {}
-    train_N, rollout_N = _picked(train_logprobs_T, places_N), _picked(rollout_logprobs_T, places_N)
+    train_N, rollout_N = _float64_copy(train_N), _float64_copy(rollout_N)
     log_ratio_N = train_N - rollout_N
-    metrics = _perplexities(train_N, rollout_N, lengths_R)
-    gap_N, of_gap = _probability_gaps(train_N, rollout_N)
-    del train_N, rollout_N
+    metrics = _perplexities(train_N, rollout_N, bounds_R)
+    gap_N, of_probabilities = _probability_gaps(train_N, rollout_N)
     k3_N, of_ratio = _ratios(log_ratio_N)
-    del log_ratio_N
-    metrics |= of_gap | of_ratio
+    del train_N, rollout_N, log_ratio_N
+    metrics |= of_probabilities | of_ratio
 
-    # Each response is cut at the edges of the position buckets: sums of these pieces make up every sum by response, length and position.
+    # Each response is cut at the edges of the position buckets: these pieces make up all sums and maxima by response, length and position.
     counts_RB = _lengths_by_position(lengths_R)
-    bounds_RB = _boundaries(counts_RB.flatten())
-    gap_sum_RB, k3_sum_RB = (sum_per_sequence(x_N, bounds_RB).view_as(counts_RB) for x_N in (gap_N, k3_N))
-    gap_max_RB, k3_max_RB = (max_per_sequence(x_N, bounds_RB).view_as(counts_RB) for x_N in (gap_N, k3_N))
-    metrics |= _response_gaps(gap_sum_RB.sum(1) / lengths_R.to(gap_N.device), gap_max_RB.amax(1), high_gap)
+    bounds_P = _boundaries(counts_RB.flatten())
+    sums_RB = [sum_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)]
+    maxima_RB = [x_P.view_as(counts_RB).cpu() for x_P in max_per_sequence(torch.stack([gap_N, k3_N]), bounds_P)]
+    (gap_sum, k3_sum), count = (x_RB.sum().item() for x_RB in sums_RB), counts_RB.sum().item()
+    metrics |= {
+        "abs_prob_mean": Metric.quotient(gap_sum, count),
+        "abs_prob_max": Metric(reduction=Reduction.MAX, parts=(maxima_RB[0].max().item(),)),
+        "k3": Metric.quotient(k3_sum, count),
+    }
+    metrics |= _response_gaps(sums_RB[0].sum(1) / lengths_R, maxima_RB[0].amax(1), high_gap)
     bucket_R = torch.bucketize(lengths_R, torch.tensor(LENGTH_EDGES))
-    bucket_RB = torch.arange(len(LENGTH_EDGES) + 1).expand_as(counts_RB)
-    for name, of_RB in (("by_length", bucket_R[:, None].expand_as(counts_RB)), ("by_position", bucket_RB)):
-        pieces = counts_RB, gap_sum_RB, gap_max_RB, k3_sum_RB, k3_max_RB
-        metrics |= _by_bucket(name, of_RB.flatten(), *(x_RB.cpu().flatten() for x_RB in pieces))
+    by_length = [_total(x_RB.sum(1), bucket_R) for x_RB in (counts_RB, *sums_RB)] + [_greatest(x_RB.amax(1), bucket_R) for x_RB in maxima_RB]
+    by_position = [x_RB.sum(0) for x_RB in (counts_RB, *sums_RB)] + [x_RB.amax(0) for x_RB in maxima_RB]
+    metrics |= _by_bucket("by_length", *by_length) | _by_bucket("by_position", *by_position)
     return {f"mismatch/{name}": metric for name, metric in metrics.items()}
 
 
 def weight_metrics(
     raw_T: Tensor,
     weights_T: Tensor,
-    response_mask_T: Tensor,
+    response_mask_T: Tensor | None,
     cu_seqlens: Tensor,
     *,
     lower: float | None = None,
     upper: float | None = None,
-    valid: ValidTokens | None = None,
 ) -> dict[str, Metric]:
     """Importance weights before (``raw_T``: what the bound acts on) and after the bound (``weights_T``, before any normalisation).
 
     A weight of a sequence is the same on each of its tokens. Without weights pass rho as ``raw_T`` and ones as ``weights_T``.
-    ``valid``: ``valid_tokens`` of the mask, where the caller has them already.
+    Without a mask every token is valid.
         mismatch/raw_weight_mean, _std, _min, _max         over tokens, before the bound
         mismatch/weight_mean, _std, _min, _max             over tokens, after it
         mismatch/raw_sequence_weight_..., sequence_weight_...   the same four of each response's mean weight
@@ -137,19 +119,16 @@ def weight_metrics(
         mismatch/below_lower_fraction  tokens whose raw weight is below ``lower``
     Standard deviations divide by the count and are of the weights themselves, not of clamped ones.
     """
-    valid = valid or valid_tokens(response_mask_T, cu_seqlens)
-    places_N, lengths_R = valid.places_N, valid.lengths_R()
-    if not lengths_R.numel():
+    raw_N, weights_N, bounds_R = _valid(raw_T, weights_T, response_mask_T, cu_seqlens)
+    if bounds_R.numel() == 1:
         return {}
     metrics: dict[str, Metric] = {}
-    raw_N = raw_T.detach().index_select(0, places_N)
     if upper is not None:
         metrics["mismatch/truncated_fraction"] = Metric.mean(raw_N > upper)
     if lower is not None:
         metrics["mismatch/below_lower_fraction"] = Metric.mean(raw_N < lower)
-    metrics |= _weight_spreads("raw_", "ess", _float64(raw_N), lengths_R)
-    del raw_N
-    return metrics | _weight_spreads("", "ess_bounded", _picked(weights_T, places_N), lengths_R)
+    metrics |= _weight_spreads("raw_", "ess", _float64_copy(raw_N), bounds_R)
+    return metrics | _weight_spreads("", "ess_bounded", _float64_copy(weights_N), bounds_R)
 
 
 def rejection_metrics(name: str, passed_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
@@ -159,10 +138,9 @@ def rejection_metrics(name: str, passed_S: Tensor, valid_S: Tensor) -> dict[str,
     mismatch/rejected/NAME/sequences           share of the responses of which no token passed
     mismatch/rejected/NAME/touched_sequences   share of the responses of which some token did not pass
     """
-    tokens, passed = valid_S.sum().item(), passed_S.sum().item()
-    responses = torch.count_nonzero(valid_S).item()
-    rejected = torch.count_nonzero((valid_S > 0) & (passed_S == 0)).item()
-    touched = torch.count_nonzero(passed_S < valid_S).item()
+    touched_S = passed_S < valid_S
+    counts = torch.stack([valid_S, passed_S, valid_S > 0, touched_S & (passed_S == 0), touched_S])
+    tokens, passed, responses, rejected, touched = counts.sum(1).tolist()
     return {
         f"mismatch/rejected/{name}/tokens": Metric.quotient(tokens - passed, tokens),
         f"mismatch/rejected/{name}/sequences": Metric.quotient(rejected, responses),
@@ -235,11 +213,11 @@ def _probability_gaps(train_N: Tensor, rollout_N: Tensor) -> tuple[Tensor, dict[
     train_N, rollout_N = train_N.expm1_(), rollout_N.expm1_()
     of_probabilities = {"prob_pearson": Metric.pearson(rollout_N, train_N)}
     gap_N = rollout_N.sub_(train_N).abs_()
-    return gap_N, of_probabilities | {"abs_prob_mean": Metric.mean(gap_N), "abs_prob_max": Metric.max(gap_N)}
+    return gap_N, of_probabilities
 
 
 def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
-    """k3 of each token, and the metrics of rho and its logarithm, from few sums and few tensors of N numbers: they are what all this costs.
+    """k3 of each token, and the metrics of rho and of its logarithm, from few sums and few tensors of N numbers: they are what all this costs.
 
     Overwrites ``log_ratio_N``.
     """
@@ -253,7 +231,6 @@ def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
     k3_N = excess_N.sub_(bounded_N)
     return k3_N, {
         "k1": Metric.quotient(-total, count),
-        "k3": Metric.mean(k3_N),
         "logprob_gap_max": Metric(reduction=Reduction.MAX, parts=(max(-low_log, high_log),)),
         "ratio_mean": Metric.quotient(count + excess, count),
         "ratio_max": Metric(reduction=Reduction.MAX, parts=(1 + high,)),
@@ -263,8 +240,8 @@ def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
     }
 
 
-def _perplexities(train_N: Tensor, rollout_N: Tensor, lengths_R: Tensor) -> dict[str, Metric]:
-    bounds_R, lengths_R = _boundaries(lengths_R), lengths_R.to(train_N.device)
+def _perplexities(train_N: Tensor, rollout_N: Tensor, bounds_R: Tensor) -> dict[str, Metric]:
+    lengths_R = bounds_R.diff().to(train_N.device)
     train_R, rollout_R = (sum_per_sequence(x_N, bounds_R) for x_N in (train_N, rollout_N))
     log_ratio_R = train_R - rollout_R
     diff_R = -log_ratio_R / lengths_R
@@ -297,22 +274,18 @@ def _shares(name: str, values_R: Tensor, edges: Sequence[float]) -> Metrics:
     return {f"{name}/{label}": Metric.quotient(count, values_R.numel()) for label, count in zip(_labels(edges), counts, strict=True)}
 
 
-def _by_bucket(
-    name: str, bucket_P: Tensor, count_P: Tensor, gap_sum_P: Tensor, gap_max_P: Tensor, k3_sum_P: Tensor, k3_max_P: Tensor
-) -> dict[str, Metric]:
-    """Merge pieces (P) of responses by bucket; buckets without tokens are left out."""
+def _total(x_R: Tensor, bucket_R: Tensor) -> Tensor:
+    return x_R.new_zeros(len(LENGTH_EDGES) + 1).index_add(0, bucket_R, x_R)
 
-    def total(x_P: Tensor) -> list[float]:
-        return x_P.new_zeros(len(LENGTH_EDGES) + 1).index_add(0, bucket_P, x_P).tolist()
 
-    def greatest(x_P: Tensor) -> list[float]:
-        return x_P.new_full((len(LENGTH_EDGES) + 1,), -torch.inf).scatter_reduce(0, bucket_P, x_P, "amax").tolist()
+def _greatest(x_R: Tensor, bucket_R: Tensor) -> Tensor:
+    return x_R.new_full((len(LENGTH_EDGES) + 1,), -torch.inf).scatter_reduce(0, bucket_R, x_R, "amax")
 
+
+def _by_bucket(name: str, *columns_B: Tensor) -> dict[str, Metric]:
+    """From each bucket's number of tokens, sums and maxima of dp and k3; buckets without tokens are left out."""
     metrics = {}
-    columns = zip(
-        _labels(LENGTH_EDGES), total(count_P), total(gap_sum_P), greatest(gap_max_P), total(k3_sum_P), greatest(k3_max_P), strict=True
-    )
-    for label, count, gap_sum, gap_max, k3_sum, k3_max in columns:
+    for label, count, gap_sum, k3_sum, gap_max, k3_max in zip(_labels(LENGTH_EDGES), *(x_B.tolist() for x_B in columns_B), strict=True):
         if count:
             metrics |= {
                 f"{name}/{label}/abs_prob_mean": Metric.quotient(gap_sum, count),
@@ -327,9 +300,9 @@ def _labels(edges: Sequence[float]) -> list[str]:
     return [f"le_{edge:g}" for edge in edges] + [f"over_{edges[-1]:g}"]
 
 
-def _weight_spreads(prefix: str, ess: str, weights_N: Tensor, lengths_R: Tensor) -> Metrics:
+def _weight_spreads(prefix: str, ess: str, weights_N: Tensor, bounds_R: Tensor) -> Metrics:
     """Overwrites ``weights_N``."""
-    means_R = sum_per_sequence(weights_N, _boundaries(lengths_R)) / lengths_R.to(weights_N.device)
+    means_R = sum_per_sequence(weights_N, bounds_R) / bounds_R.diff().to(weights_N.device)
     return {
         f"mismatch/{ess}": Metric.ess(weights_N),
         **_spread_of(f"mismatch/{prefix}sequence_weight", means_R),
@@ -348,9 +321,17 @@ def _spread_of(name: str, weights: Tensor) -> Metrics:
     }
 
 
-def _picked(values_T: Tensor, places_N: Tensor) -> Tensor:
-    """A copy, which its taker may overwrite."""
-    return _float64(values_T.detach().index_select(0, places_N))
+def _valid(x_T: Tensor, y_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Both at the valid tokens, [N], and the boundaries of the responses there, int64 [R + 1] on the CPU."""
+    if mask_T is not None:
+        valid = valid_tokens(mask_T, cu_seqlens)
+        x_T, y_T, cu_seqlens = valid.pick(x_T), valid.pick(y_T), valid.bounds_S
+    return x_T, y_T, cu_seqlens.to(device="cpu", dtype=torch.int64).unique_consecutive()
+
+
+def _float64_copy(values: Tensor) -> Tensor:
+    """Which its taker may overwrite."""
+    return values.detach().to(torch.float64, copy=True)
 
 
 def _float64(values: Tensor) -> Tensor:
