@@ -81,7 +81,7 @@ def mismatch_metrics(
     counts_RB = _lengths_by_position(lengths_R)
     bounds_P = _boundaries(counts_RB.flatten())
     sums_RB = [sum_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)]
-    maxima_RB = [x_P.view_as(counts_RB).cpu() for x_P in max_per_sequence(torch.stack([gap_N, k3_N]), bounds_P)]
+    maxima_RB = [max_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)]
     (gap_sum, k3_sum), count = (x_RB.sum().item() for x_RB in sums_RB), counts_RB.sum().item()
     metrics |= {
         "abs_prob_mean": Metric.quotient(gap_sum, count),
@@ -302,22 +302,26 @@ def _labels(edges: Sequence[float]) -> list[str]:
 
 def _weight_spreads(prefix: str, ess: str, weights_N: Tensor, bounds_R: Tensor) -> Metrics:
     """Overwrites ``weights_N``."""
-    means_R = sum_per_sequence(weights_N, bounds_R) / bounds_R.diff().to(weights_N.device)
-    return {
-        f"mismatch/{ess}": Metric.ess(weights_N),
-        **_spread_of(f"mismatch/{prefix}sequence_weight", means_R),
-        **_spread_of(f"mismatch/{prefix}weight", weights_N),
+    sums_R = sum_per_sequence(weights_N, bounds_R)
+    squares = (weights_N @ weights_N).item()
+    of_tokens = _spread_of(f"mismatch/{prefix}weight", weights_N, sums_R.sum().item())
+    total, count = of_tokens[f"mismatch/{prefix}weight_mean"].parts
+    means_R = sums_R / bounds_R.diff().to(weights_N.device)
+    return of_tokens | {
+        f"mismatch/{ess}": Metric(reduction=Reduction.ESS, parts=(total, squares, count)),
+        **_spread_of(f"mismatch/{prefix}sequence_weight", means_R, means_R.sum().item()),
     }
 
 
-def _spread_of(name: str, weights: Tensor) -> Metrics:
-    """Overwrites ``weights``."""
+def _spread_of(name: str, weights: Tensor, total: float) -> Metrics:
+    """Of weights and their sum. Overwrites ``weights``."""
     low, high = (x.item() for x in torch.aminmax(weights))
+    count, less_one = weights.numel(), weights.sub_(1)
     return {
-        f"{name}_mean": Metric.mean(weights),
+        f"{name}_mean": Metric.quotient(total, count),
         f"{name}_min": Metric(reduction=Reduction.MIN, parts=(low,)),
         f"{name}_max": Metric(reduction=Reduction.MAX, parts=(high,)),
-        f"{name}_std": Metric.std(weights.sub_(1)),
+        f"{name}_std": Metric(reduction=Reduction.STD, parts=(float(count), total - count, (less_one @ less_one).item())),
     }
 
 

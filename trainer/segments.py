@@ -46,11 +46,10 @@ def sum_per_sequence(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def max_per_sequence(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] -> [S], or of several such rows [K, T] -> [K, S]; -inf for a sequence without tokens."""
-    # torch's segment_reduce takes three times as long for a maximum.
-    owners_T = torch.repeat_interleave(_lengths(cu_seqlens, x_T.device), output_size=x_T.shape[-1])
-    lowest = x_T.new_full((*x_T.shape[:-1], cu_seqlens.numel() - 1), -torch.inf)
-    return lowest.scatter_reduce(-1, owners_T.expand_as(x_T), x_T, "amax")
+    """[T] -> [S]; -inf for a sequence without tokens."""
+    # torch's segment_reduce takes twice as long for a maximum, on CPUs.
+    owners_T = torch.repeat_interleave(_lengths(cu_seqlens, x_T.device), output_size=x_T.numel())
+    return x_T.new_full((cu_seqlens.numel() - 1,), -torch.inf).scatter_reduce(0, owners_T, x_T, "amax")
 
 
 def count_per_sequence(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
