@@ -245,27 +245,30 @@ def _perplexities(train_N: Tensor, rollout_N: Tensor, bounds_R: Tensor) -> dict[
     train_R, rollout_R = (sum_per_sequence(x_N, bounds_R) for x_N in (train_N, rollout_N))
     log_ratio_R = train_R - rollout_R
     diff_R = -log_ratio_R / lengths_R
+    log_ppl_R = torch.stack([-train_R / lengths_R, -rollout_R / lengths_R, diff_R])
+    low, high = (x.item() for x in torch.aminmax(diff_R))
     return {
-        "ppl_train": Metric.mean(bounded(-train_R / lengths_R).exp()),
-        "ppl_rollout": Metric.mean(bounded(-rollout_R / lengths_R).exp()),
-        "ppl_ratio": Metric.mean(bounded(diff_R).exp()),
-        "log_ppl_diff_mean": Metric.mean(diff_R),
-        "log_ppl_diff_abs": Metric.mean(diff_R.abs()),
-        "log_ppl_diff_max": Metric.max(diff_R),
-        "log_ppl_diff_min": Metric.min(diff_R),
+        **_means(("ppl_train", "ppl_rollout", "ppl_ratio"), bounded(log_ppl_R).exp()),
+        **_means(("log_ppl_diff_mean", "log_ppl_diff_abs"), torch.stack([diff_R, diff_R.abs()])),
+        "log_ppl_diff_max": Metric(reduction=Reduction.MAX, parts=(high,)),
+        "log_ppl_diff_min": Metric(reduction=Reduction.MIN, parts=(low,)),
         "chi2_sequence": Metric.mean(torch.expm1(2 * bounded(log_ratio_R))),
     }
 
 
 def _response_gaps(mean_R: Tensor, max_R: Tensor, high_gap: float) -> Metrics:
     return {
-        "response_abs_prob_max_mean": Metric.mean(max_R),
-        "response_abs_prob_mean_mean": Metric.mean(mean_R),
+        **_means(("response_abs_prob_max_mean", "response_abs_prob_mean_mean"), torch.stack([max_R, mean_R])),
         "response_abs_prob_mean_max": Metric.max(mean_R),
         "response_abs_prob_over": Metric.mean(max_R > high_gap),
         **_shares("response_abs_prob_max_share", max_R, RESPONSE_MAX_EDGES),
         **_shares("response_abs_prob_mean_share", mean_R, RESPONSE_MEAN_EDGES),
     }
+
+
+def _means(names: Sequence[str], rows: Tensor) -> dict[str, Metric]:
+    """Of each row the mean over responses, under its name."""
+    return {name: Metric.quotient(total, rows.shape[1]) for name, total in zip(names, rows.sum(1).tolist(), strict=True)}
 
 
 def _shares(name: str, values_R: Tensor, edges: Sequence[float]) -> Metrics:
