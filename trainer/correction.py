@@ -1,7 +1,7 @@
 """Correction of the gap between rollout and learner: importance weights and a keep mask, between recompute and loss.
 
-Legend: S sequences, T packed tokens, N the response tokens alone (``ValidTokens``). rho = pi_train / pi_rollout of a token, where train is old (decoupled mode, before the update) or
-current (inside the loss: in bypass mode, and where current is old); log-probs are nats.
+Legend: S sequences, T packed tokens, N the response tokens alone (``ValidTokens``). rho = pi_train / pi_rollout of a token, where train is
+old (decoupled mode, before the update) or current (inside the loss: in bypass mode, and where current is old); log-probs are nats.
 Order: log-ratio -> aggregated to its level -> bounded to +-20 -> exp -> weight bound -> normalised. Rejection and veto act on the mask
 only. Weights carry no gradient, and advantages never change because of them.
 

@@ -1,7 +1,8 @@
 """Diagnostics of the gap between the two engines: what the rollout says of its tokens against what the learner says of them, and what a
 correction makes of it.
 
-Legend: S sequences, T packed tokens, N the valid tokens alone (end to end), R responses (sequences with a valid token), B buckets.
+Legend: S sequences, T packed tokens, N the valid tokens alone (end to end), R responses (sequences with a valid token), B buckets,
+P pieces of responses, X several kinds of sums or maxima.
 ``train`` is old in decoupled mode and current in bypass; d = log pi_train - log pi_rollout of a token and rho = exp(d), with d (or its sum
 over a response) bounded to +-20 before exp; log-probs are nats. dp = |p_rollout - p_train| of the sampled token.
 Every function takes packed tensors of any part of a batch, detaches them, computes in float64 and returns metrics that merge exactly
@@ -80,19 +81,19 @@ def mismatch_metrics(
     # Each response is cut at the edges of the position buckets: these pieces make up all sums and maxima by response, length and position.
     counts_RB = _lengths_by_position(lengths_R)
     bounds_P = _boundaries(counts_RB.flatten())
-    sums_RB = [sum_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)]
-    maxima_RB = [max_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)]
-    (gap_sum, k3_sum), count = (x_RB.sum().item() for x_RB in sums_RB), counts_RB.sum().item()
+    gap_RB, k3_RB = (sum_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N))
+    sums_XRB = torch.stack([counts_RB.to(torch.float64), gap_RB, k3_RB])
+    maxima_XRB = torch.stack([max_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)])
+    sums_XB, maxima_XR = sums_XRB.sum(1), maxima_XRB.amax(2)
+    count, gap_sum, k3_sum = sums_XB.sum(1).tolist()
     metrics |= {
         "abs_prob_mean": Metric.quotient(gap_sum, count),
-        "abs_prob_max": Metric(reduction=Reduction.MAX, parts=(maxima_RB[0].max().item(),)),
+        "abs_prob_max": Metric(reduction=Reduction.MAX, parts=(maxima_XR[0].max().item(),)),
         "k3": Metric.quotient(k3_sum, count),
     }
-    metrics |= _response_gaps(sums_RB[0].sum(1) / lengths_R, maxima_RB[0].amax(1), high_gap)
-    bucket_R = torch.bucketize(lengths_R, torch.tensor(LENGTH_EDGES))
-    by_length = [_total(x_RB.sum(1), bucket_R) for x_RB in (counts_RB, *sums_RB)] + [_greatest(x_RB.amax(1), bucket_R) for x_RB in maxima_RB]
-    by_position = [x_RB.sum(0) for x_RB in (counts_RB, *sums_RB)] + [x_RB.amax(0) for x_RB in maxima_RB]
-    metrics |= _by_bucket("by_length", *by_length) | _by_bucket("by_position", *by_position)
+    metrics |= _response_gaps(gap_RB.sum(1) / lengths_R, maxima_XR[0], high_gap)
+    metrics |= _by_bucket("by_length", *_by_length(sums_XRB.sum(2), maxima_XR, lengths_R))
+    metrics |= _by_bucket("by_position", sums_XB, maxima_XRB.amax(1))
     return {f"mismatch/{name}": metric for name, metric in metrics.items()}
 
 
@@ -217,7 +218,7 @@ def _probability_gaps(train_N: Tensor, rollout_N: Tensor) -> tuple[Tensor, dict[
 
 
 def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
-    """k3 of each token, and the metrics of rho and of its logarithm, from few sums and few tensors of N numbers: they are what all this costs.
+    """k3 of each token, and the metrics of rho and its logarithm, from few sums and few tensors of N numbers: they are what all this costs.
 
     Overwrites ``log_ratio_N``.
     """
@@ -277,18 +278,19 @@ def _shares(name: str, values_R: Tensor, edges: Sequence[float]) -> Metrics:
     return {f"{name}/{label}": Metric.quotient(count, values_R.numel()) for label, count in zip(_labels(edges), counts, strict=True)}
 
 
-def _total(x_R: Tensor, bucket_R: Tensor) -> Tensor:
-    return x_R.new_zeros(len(LENGTH_EDGES) + 1).index_add(0, bucket_R, x_R)
+def _by_length(sums_XR: Tensor, maxima_XR: Tensor, lengths_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums and maxima of responses to those of the buckets of their lengths. [X, R] -> [X, B], each"""
+    bucket_R, buckets = torch.bucketize(lengths_R, torch.tensor(LENGTH_EDGES)), len(LENGTH_EDGES) + 1
+    sums_XB = sums_XR.new_zeros(len(sums_XR), buckets).index_add(1, bucket_R, sums_XR)
+    lowest_XB = maxima_XR.new_full((len(maxima_XR), buckets), -torch.inf)
+    return sums_XB, lowest_XB.scatter_reduce(1, bucket_R.expand_as(maxima_XR), maxima_XR, "amax")
 
 
-def _greatest(x_R: Tensor, bucket_R: Tensor) -> Tensor:
-    return x_R.new_full((len(LENGTH_EDGES) + 1,), -torch.inf).scatter_reduce(0, bucket_R, x_R, "amax")
-
-
-def _by_bucket(name: str, *columns_B: Tensor) -> dict[str, Metric]:
-    """From each bucket's number of tokens, sums and maxima of dp and k3; buckets without tokens are left out."""
+def _by_bucket(name: str, sums_XB: Tensor, maxima_XB: Tensor) -> dict[str, Metric]:
+    """From each bucket's number of tokens and sums of dp and k3, and their maxima; buckets without tokens are left out."""
     metrics = {}
-    for label, count, gap_sum, k3_sum, gap_max, k3_max in zip(_labels(LENGTH_EDGES), *(x_B.tolist() for x_B in columns_B), strict=True):
+    columns = zip(_labels(LENGTH_EDGES), *sums_XB.tolist(), *maxima_XB.tolist(), strict=True)
+    for label, count, gap_sum, k3_sum, gap_max, k3_max in columns:
         if count:
             metrics |= {
                 f"{name}/{label}/abs_prob_mean": Metric.quotient(gap_sum, count),
