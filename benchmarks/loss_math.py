@@ -59,7 +59,7 @@ CORRECTION = CorrectionConfig(
     reject=(RatioRule(level="geometric", lower=GEOMETRIC[0], upper=GEOMETRIC[1]),),
     veto=VETO,
 )
-OBJECTIVE = ClippedObjective()
+OBJECTIVE, KL, ENTROPY = ClippedObjective(), KLConfig(), EntropyConfig()
 TRUSTING = "padded, trusting zeros"
 
 
@@ -205,7 +205,7 @@ def with_loss_weights(batch: PackedBatch, correction: packed_correction.Correcti
 
 
 def loss_of_packed(batch: PackedBatch, current_T: Tensor, entropy_T: Tensor):
-    return policy_loss(batch, current_T, entropy_T, objective=OBJECTIVE, kl=KLConfig(), entropy=EntropyConfig(), correction=CORRECTION)
+    return policy_loss(batch, current_T, entropy_T, objective=OBJECTIVE, kl=KL, entropy=ENTROPY, correction=CORRECTION)
 
 
 def run_padded(batch: padded.PaddedBatch, current_BL: Tensor, entropy_BL: Tensor):

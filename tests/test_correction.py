@@ -15,6 +15,7 @@ from tests.packed_batches import random_batch
 from tests.reference import correction as reference
 from trainer.correction import Correction, correct, correct_current, level_log_ratio, level_ratio
 from trainer.metrics import merge_metrics, values
+from trainer.segments import valid_tokens
 
 
 def config_of(**fields) -> CorrectionConfig:
@@ -334,11 +335,11 @@ def test_bypass_leaves_everything_to_the_loss():
 
 
 def test_log_ratios_are_bounded_after_their_sum_not_before():
-    log_ratio_T, mask_T = torch.tensor([30.0, -30.0, 30.0]), torch.tensor([True, True, True])
-    cu_seqlens = torch.tensor([0, 3], dtype=torch.int32)
-    assert level_log_ratio(log_ratio_T, mask_T, cu_seqlens, "sequence").tolist() == [30.0] * 3
-    assert level_ratio(log_ratio_T, mask_T, cu_seqlens, "sequence").tolist() == pytest.approx([math.exp(20)] * 3)
-    assert level_ratio(log_ratio_T[:2], mask_T[:2], torch.tensor([0, 2]), "sequence").tolist() == [1.0, 1.0]
+    log_ratio_N = torch.tensor([30.0, -30.0, 30.0])
+    valid, without_last = (valid_tokens(torch.ones(n, dtype=torch.bool), torch.tensor([0, n])) for n in (3, 2))
+    assert level_log_ratio(log_ratio_N, valid, "sequence").tolist() == [30.0] * 3
+    assert level_ratio(log_ratio_N, valid, "sequence").tolist() == pytest.approx([math.exp(20)] * 3)
+    assert level_ratio(log_ratio_N[:2], without_last, "sequence").tolist() == [1.0, 1.0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------- errors

@@ -26,7 +26,7 @@ from tests.reference.enumerated_policy import (
 from trainer.correction import correct, level_ratio
 from trainer.policy_loss import policy_loss
 from trainer.ranks import alone
-from trainer.segments import sum_per_sequence
+from trainer.segments import sum_per_sequence, valid_tokens
 from trainer.step_batch import StepBatch
 
 POLICY_GRADIENT = PolicyGradientObjective(type="policy_gradient")
@@ -155,10 +155,10 @@ def test_without_stop_gradient_another_objective_is_climbed(here):
     """d [w log pi] = w (1 + log pi(y)) d log pi(y): the ratio's own gradient adds a term that the policy gradient does not have."""
     space, mu_S = here.space, here.space.probs_S(here.rollout_FV)
     logits_FV = here.learner_FV.clone().requires_grad_()
-    mask_T, cu_seqlens = space.batch.response_mask_T, space.batch.cu_seqlens
-    current_T, rollout_T = (torch.where(mask_T, space.logprobs_T(x), 0.0) for x in (logits_FV, here.rollout_FV))
-    live_T = level_ratio(current_T - rollout_T, mask_T, cu_seqlens, "sequence")
-    terms_S = sum_per_sequence(live_T * current_T, cu_seqlens) * here.rewards_S
+    valid = valid_tokens(space.batch.response_mask_T, space.batch.cu_seqlens)
+    current_N, rollout_N = (valid.pick(space.logprobs_T(x)) for x in (logits_FV, here.rollout_FV))
+    live_N = level_ratio(current_N - rollout_N, valid, "sequence")
+    terms_S = sum_per_sequence(live_N * current_N, valid.bounds_S) * here.rewards_S
     (found,) = torch.autograd.grad(mu_S @ terms_S, logits_FV)
 
     probs_S = space.probs_S(here.learner_FV)

@@ -34,10 +34,7 @@ class GlobalCounts:
 
 def count_valid(response_mask_T: Tensor, cu_seqlens: Tensor) -> GlobalCounts:
     """Counts of the sequences at hand; summed over ranks they are the counts that ``aggregation_weights`` asks for."""
-    return _counts(count_per_sequence(response_mask_T, cu_seqlens))
-
-
-def _counts(tokens_S: Tensor) -> GlobalCounts:
+    tokens_S = count_per_sequence(response_mask_T, cu_seqlens)
     return GlobalCounts(tokens=int(tokens_S.sum()), sequences=int((tokens_S > 0).sum()))
 
 
@@ -54,24 +51,26 @@ def aggregation_weights(
     Without any valid token all weights are zero. Differs from common code: a sequence without valid tokens is not in M.
     Weights are rounded once, from float64, so that they are bitwise the same under every split.
 
-    Raises ValueError for an unknown mode, a constant that is missing or below 1, and counts smaller than what is at hand.
+    Raises ValueError for an unknown mode, a constant that is missing or below 1, and an N or M smaller than what is at hand.
     """
-    tokens_S = count_per_sequence(response_mask_T, cu_seqlens)
-    here = _counts(tokens_S)
-    if here.tokens > counts.tokens or here.sequences > counts.sequences:
-        raise ValueError(f"{counts} is not global: this part alone holds {here}; sum count_valid over all ranks and parts of the minibatch")
-    weights_S = _sequence_weights(tokens_S, mode=mode, constant=constant, counts=counts)
-    weights_T = spread(weights_S.to(torch.float32), cu_seqlens)
-    return torch.where(response_mask_T, weights_T, 0.0)
+    if mode == "token_mean":
+        here, everywhere = torch.count_nonzero(response_mask_T).item(), counts.tokens
+        weights = response_mask_T.new_ones((), dtype=torch.float64) / max(counts.tokens, 1)
+    else:
+        tokens_S = count_per_sequence(response_mask_T, cu_seqlens)
+        here, everywhere = torch.count_nonzero(tokens_S).item(), counts.sequences
+        weights = _sequence_weights(tokens_S, mode=mode, constant=constant, counts=counts)
+    if here > everywhere:
+        raise ValueError(f"{counts} is not global: {mode} finds {here} in this part alone; sum count_valid over all ranks and parts")
+    weights = weights.to(torch.float32)
+    return torch.where(response_mask_T, spread(weights, cu_seqlens) if weights.dim() else weights, 0.0)
 
 
 def _sequence_weights(tokens_S: Tensor, *, mode: Mode, constant: int | None, counts: GlobalCounts) -> Tensor:
-    """Weight of one valid token in each sequence, float64 [S]. Divisors of 1 stand in for counts of 0, which no valid token sees."""
+    """Weight of one valid token, float64 [S]. Divisors of 1 stand in for counts of 0, which no valid token sees."""
     ones_S = torch.ones_like(tokens_S, dtype=torch.float64)
     sequences = max(counts.sequences, 1)
     match mode:
-        case "token_mean":
-            return ones_S / max(counts.tokens, 1)
         case "sequence_mean_token_mean":
             return ones_S / (sequences * tokens_S.clamp(min=1))
         case "sequence_mean_token_sum":

@@ -1,7 +1,7 @@
 """Correction of the gap between rollout and learner: importance weights and a keep mask, between recompute and loss.
 
-Legend: S sequences, T packed tokens. rho = pi_train / pi_rollout of a token, where train is old (decoupled mode, before the update) or
-current (inside the loss: in bypass mode, and where current is old); log-probs are nats.
+Legend: S sequences, T packed tokens, N the response tokens alone (``ValidTokens``). rho = pi_train / pi_rollout of a token, where train is
+old (decoupled mode, before the update) or current (inside the loss: in bypass mode, and where current is old); log-probs are nats.
 Order: log-ratio -> aggregated to its level -> bounded to +-20 -> exp -> weight bound -> normalised. Rejection and veto act on the mask
 only. Weights carry no gradient, and advantages never change because of them.
 
@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import torch
 from torch import Tensor
@@ -31,17 +31,9 @@ from configs.schema.correction import (
 from parallel.packing import PackedBatch
 from trainer.kl import bounded, excess
 from trainer.metrics import Metric
-from trainer.mismatch import (
-    ValidTokens,
-    kept_metrics,
-    mismatch_metrics,
-    rejection_metrics,
-    valid_tokens,
-    veto_metrics,
-    weight_metrics,
-)
+from trainer.mismatch import kept_metrics, mismatch_metrics, rejection_metrics, veto_metrics, weight_metrics
 from trainer.ranks import Total, alone
-from trainer.segments import count_per_sequence, max_per_sequence, run_boundaries, spread, sum_per_sequence
+from trainer.segments import ValidTokens, count_per_sequence, max_per_sequence, spread, sum_per_sequence, valid_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +47,21 @@ class Correction:
     metrics: dict[str, Metric]
 
 
+class _Tokens(NamedTuple):
+    """What the response tokens of a batch were given, and where they stand. Without gradient."""
+
+    valid: ValidTokens
+    train_logprobs_N: Tensor
+    rollout_logprobs_N: Tensor
+    log_ratio_N: Tensor
+
+
+def _tokens(batch: PackedBatch, train_logprobs_T: Tensor) -> _Tokens:
+    valid = valid_tokens(batch.response_mask_T, batch.cu_seqlens)
+    train_N, rollout_N = valid.pick(train_logprobs_T.detach()), valid.pick(batch.rollout_logprobs_T)
+    return _Tokens(valid, train_N, rollout_N, train_N - rollout_N)
+
+
 def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) -> Correction:
     """Weights and keep mask of a step's sequences (this rank's share), before its first update.
 
@@ -62,16 +69,16 @@ def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) 
     Raises ValueError for a response token whose log-prob is not finite (naming the sequence).
     """
     left_to_loss = config.mode == "bypass" or batch.old_logprobs_T is None
-    log_ratio_T = None if left_to_loss else _log_ratio(batch, batch.old_logprobs_T)
+    tokens = None if left_to_loss else _tokens(batch, batch.old_logprobs_T)
     # A sum is finite only where all of its terms are, and a difference only where both sides are: one pass instead of two searches.
-    if log_ratio_T is None or not log_ratio_T.sum().isfinite():
+    if tokens is None or not tokens.log_ratio_N.sum().isfinite():
         _require_finite(batch, "rollout_logprobs_T", "the server returned it: check the served weights and dtype")
         _require_finite(batch, "old_logprobs_T", "the learner's forward pass produced it: check its weights and dtype")
     _require_finite(batch, "ref_logprobs_T", "the reference's forward pass produced it: check its weights and dtype")
-    if log_ratio_T is None:
+    if tokens is None:
         mask_T = batch.response_mask_T
         return Correction(weights_T=mask_T.to(batch.rollout_logprobs_T.dtype), keep_T=mask_T, metrics={})
-    return _corrected(batch, batch.old_logprobs_T, log_ratio_T, config, total)
+    return _corrected(tokens, batch.cu_seqlens, config, total)
 
 
 def correct_current(batch: PackedBatch, current_logprobs_T: Tensor, config: CorrectionConfig) -> Correction:
@@ -81,157 +88,145 @@ def correct_current(batch: PackedBatch, current_logprobs_T: Tensor, config: Corr
     """
     if isinstance(config.weight, ImportanceWeight) and config.weight.normalise:
         raise ValueError("normalised weights need old_logprobs_T before the update; score the batch with the learner first")
-    return _corrected(batch, current_logprobs_T, _log_ratio(batch, current_logprobs_T), config, alone)
+    return _corrected(_tokens(batch, current_logprobs_T), batch.cu_seqlens, config, alone)
 
 
-def _corrected(
-    batch: PackedBatch, train_logprobs_T: Tensor, log_ratio_T: Tensor, config: CorrectionConfig, total: Total
-) -> Correction:
-    mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
-    valid = valid_tokens(mask_T, cu_seqlens)
-    metrics = mismatch_metrics(train_logprobs_T, batch.rollout_logprobs_T, mask_T, cu_seqlens, valid=valid)
-    weights_T, weighed = _weigh(log_ratio_T, mask_T, cu_seqlens, config.weight, total, valid)
+def _corrected(tokens: _Tokens, cu_seqlens: Tensor, config: CorrectionConfig, total: Total) -> Correction:
+    valid, log_ratio_N, bounds_S = tokens.valid, tokens.log_ratio_N, tokens.valid.bounds_S
+    metrics = mismatch_metrics(tokens.train_logprobs_N, tokens.rollout_logprobs_N, None, bounds_S)
+    weights_N, weighed = _weigh(log_ratio_N, valid, config.weight, total)
     metrics |= weighed
-    valid_S = valid.lengths_S
+    valid_S = bounds_S.diff()
     # What takes or leaves whole sequences is decided and counted by sequence, and brought to the tokens once.
-    keep_T, keep_S = mask_T, torch.ones_like(valid_S, dtype=torch.bool)
+    keep_N, keep_S = None, torch.ones_like(valid_S, dtype=torch.bool)
     for name, rule in zip(rule_names(config.reject), config.reject, strict=True):
-        passed, boundaries = _passed(log_ratio_T, mask_T, cu_seqlens, rule)
-        if boundaries is cu_seqlens:
+        passed, bounds = _passed(log_ratio_N, valid, rule)
+        if bounds is bounds_S:
             metrics |= rejection_metrics(name, valid_S * passed, valid_S)
             keep_S = keep_S & passed
         else:
-            passed_T = mask_T & (passed if boundaries is None else spread(passed, boundaries))
-            metrics |= rejection_metrics(name, count_per_sequence(passed_T, cu_seqlens), valid_S)
-            keep_T = keep_T & passed_T
+            passed_N = passed if bounds is None else spread(passed, bounds)
+            metrics |= rejection_metrics(name, count_per_sequence(passed_N, bounds_S), valid_S)
+            keep_N = passed_N if keep_N is None else keep_N & passed_N
     if config.veto is not None:
-        # Zero off the mask, the log-ratio is below no veto there.
-        below_S = count_per_sequence(log_ratio_T < math.log(config.veto), cu_seqlens)
+        below_S = count_per_sequence(log_ratio_N < math.log(config.veto), bounds_S)
         metrics |= rejection_metrics("veto", valid_S * (below_S == 0), valid_S) | veto_metrics(below_S)
         keep_S = keep_S & (below_S == 0)
-    kept_S = (valid_S if keep_T is mask_T else count_per_sequence(keep_T, cu_seqlens)) * keep_S
+    kept_S = (valid_S if keep_N is None else count_per_sequence(keep_N, bounds_S)) * keep_S
     metrics |= kept_metrics(kept_S, valid_S)
+    keep_T = valid.mask_T if keep_N is None else valid.put_back(keep_N)
     if not keep_S.all():
         keep_T = keep_T & spread(keep_S, cu_seqlens)
-    return Correction(weights_T=weights_T, keep_T=keep_T, metrics=metrics)
-
-
-def _log_ratio(batch: PackedBatch, train_logprobs_T: Tensor) -> Tensor:
-    """log rho, detached; 0 off the mask. [T]"""
-    return torch.where(batch.response_mask_T, train_logprobs_T.detach() - batch.rollout_logprobs_T, 0.0)
+    return Correction(weights_T=valid.put_back(weights_N), keep_T=keep_T, metrics=metrics)
 
 
 def _weigh(
-    log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, config: NoWeight | ImportanceWeight, total: Total, valid: ValidTokens
+    log_ratio_N: Tensor, valid: ValidTokens, config: NoWeight | ImportanceWeight, total: Total
 ) -> tuple[Tensor, dict[str, Metric]]:
     match config:
         case NoWeight():
-            ratio_T, ones_T = level_ratio(log_ratio_T, mask_T, cu_seqlens, "token"), mask_T.to(log_ratio_T.dtype)
-            return ones_T, weight_metrics(ratio_T, ones_T, mask_T, cu_seqlens, valid=valid)
+            ratio_N, ones_N = level_ratio(log_ratio_N, valid, "token"), torch.ones_like(log_ratio_N)
+            return ones_N, weight_metrics(ratio_N, ones_N, None, valid.bounds_S)
         case ImportanceWeight(level=level, bound=bound, lower=lower, upper=upper):
-            ratio_T = level_ratio(log_ratio_T, mask_T, cu_seqlens, level)
-            weights_T = bounded_weights(ratio_T, bound, lower=lower, upper=upper) * mask_T
-            metrics = weight_metrics(ratio_T, weights_T, mask_T, cu_seqlens, lower=lower, upper=upper, valid=valid)
+            ratio_N = level_ratio(log_ratio_N, valid, level)
+            weights_N = bounded_weights(ratio_N, bound, lower=lower, upper=upper)
+            metrics = weight_metrics(ratio_N, weights_N, None, valid.bounds_S, lower=lower, upper=upper)
             if config.normalise:
-                sums = total(weight_sums(weights_T, mask_T, cu_seqlens, level)).tolist()
+                sums = total(weight_sums(weights_N, valid, level)).tolist()
                 mean = sums[0] / sums[1] if sums[0] > 0 else 1.0
                 metrics["mismatch/weight_normaliser"] = Metric.quotient(mean, 1)
-                weights_T = weights_T / mean
-            return weights_T, metrics
+                weights_N = weights_N / mean
+            return weights_N, metrics
         case _:
             assert_never(config)
 
 
-def level_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: Level) -> Tensor:
-    """The log-ratio at a level, given to every token it is of: [T] -> [T], unbounded; ``log_ratio_T`` must be 0 off the mask.
+def level_log_ratio(log_ratio_N: Tensor, valid: ValidTokens, level: Level) -> Tensor:
+    """The log-ratio at a level, given to every token it is of: [N] -> [N], unbounded.
 
     token: log rho_t. sequence: sum of log rho over the sequence's valid tokens. geometric: that sum over their number. segment: the sum
     over the token's own run of consecutive valid tokens.
     """
     if level == "token":
-        return log_ratio_T
-    return spread(*_group_log_ratio(log_ratio_T, mask_T, cu_seqlens, level))
+        return log_ratio_N
+    return spread(*_group_log_ratio(log_ratio_N, valid, level))
 
 
-def _group_log_ratio(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: Level) -> tuple[Tensor, Tensor]:
+def _bounds(valid: ValidTokens, level: Level) -> Tensor:
+    return valid.run_bounds() if level == "segment" else valid.bounds_S
+
+
+def _group_log_ratio(log_ratio_N: Tensor, valid: ValidTokens, level: Level) -> tuple[Tensor, Tensor]:
     """The log-ratio of each sequence or segment, float64, and the boundaries of these."""
-    boundaries = run_boundaries(mask_T, cu_seqlens) if level == "segment" else cu_seqlens
+    bounds = _bounds(valid, level)
     # float64: a sum over thousands of tokens, whose exp is compared with bounds like 1.001.
-    sums_S = sum_per_sequence(log_ratio_T.to(torch.float64), boundaries)
+    sums_S = sum_per_sequence(log_ratio_N.to(torch.float64), bounds)
     if level == "geometric":
-        sums_S = sums_S / count_per_sequence(mask_T, cu_seqlens).clamp(min=1)
-    return sums_S, boundaries
+        sums_S = sums_S / bounds.diff().clamp(min=1)
+    return sums_S, bounds
 
 
-def level_ratio(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: Level) -> Tensor:
-    """exp of the bounded log-ratio at ``level``; 1 off the mask. [T] -> [T]"""
+def level_ratio(log_ratio_N: Tensor, valid: ValidTokens, level: Level) -> Tensor:
+    """exp of the bounded log-ratio at ``level``. [N] -> [N]"""
     if level == "token":
-        return bounded(log_ratio_T).exp()
-    log_ratio_S, boundaries = _group_log_ratio(log_ratio_T, mask_T, cu_seqlens, level)
-    return torch.where(mask_T, spread(bounded(log_ratio_S).exp().to(log_ratio_T.dtype), boundaries), 1.0)
+        return bounded(log_ratio_N).exp()
+    log_ratio_S, bounds = _group_log_ratio(log_ratio_N, valid, level)
+    return spread(bounded(log_ratio_S).exp().to(log_ratio_N.dtype), bounds)
 
 
-def bounded_weights(ratio_T: Tensor, bound: str, *, lower: float | None, upper: float | None) -> Tensor:
-    """truncate: min(rho, upper). clip: into [lower, upper]. mask: rho within [lower, upper], else 0. none: rho. [T] -> [T]
+def bounded_weights(ratio_N: Tensor, bound: str, *, lower: float | None, upper: float | None) -> Tensor:
+    """truncate: min(rho, upper). clip: into [lower, upper]. mask: rho within [lower, upper], else 0. none: rho. [N] -> [N]
 
     Truncation is one-sided: what the learner finds less likely than the rollout did keeps its ratio. mask is IcePop's.
     """
     match bound:
         case "truncate":
-            return ratio_T.clamp(max=upper)
+            return ratio_N.clamp(max=upper)
         case "clip":
-            return ratio_T.clamp(lower, upper)
+            return ratio_N.clamp(lower, upper)
         case "mask":
-            return torch.where((ratio_T >= lower) & (ratio_T <= upper), ratio_T, 0.0)
+            return torch.where((ratio_N >= lower) & (ratio_N <= upper), ratio_N, 0.0)
         case "none":
-            return ratio_T
+            return ratio_N
     raise ValueError(f"unknown weight bound {bound!r}; choose truncate, clip, mask or none")
 
 
-def weight_sums(weights_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, level: Level) -> Tensor:
+def weight_sums(weights_N: Tensor, valid: ValidTokens, level: Level) -> Tensor:
     """(sum of weights, their number), float64 [2], over tokens, sequences or segments with valid tokens, as the level has it."""
-    weights_T = weights_T.to(torch.float64)
+    weights_N = weights_N.to(torch.float64)
     if level == "token":
-        return torch.stack([weights_T.sum(), mask_T.sum().to(torch.float64)])
-    boundaries = run_boundaries(mask_T, cu_seqlens) if level == "segment" else cu_seqlens
-    counts_S = count_per_sequence(mask_T, boundaries)
-    means_S = sum_per_sequence(weights_T, boundaries) / counts_S.clamp(min=1)
+        return torch.stack([weights_N.sum(), weights_N.new_tensor(weights_N.numel())])
+    bounds = _bounds(valid, level)
+    counts_S = bounds.diff()
+    means_S = sum_per_sequence(weights_N, bounds) / counts_S.clamp(min=1)
     return torch.stack([means_S.sum(), (counts_S > 0).sum().to(torch.float64)])
 
 
-def passes(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, rule: RejectionRule) -> Tensor:
-    """Which tokens a rule keeps, bool [T]; what it says off the mask means nothing. ``log_ratio_T`` must be 0 off the mask."""
-    passed, boundaries = _passed(log_ratio_T, mask_T, cu_seqlens, rule)
-    return passed if boundaries is None else spread(passed, boundaries)
-
-
-def _passed(log_ratio_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, rule: RejectionRule) -> tuple[Tensor, Tensor | None]:
-    """(what passes, bool, boundaries of what it is of): None for tokens, ``cu_seqlens`` itself for sequences, else of segments."""
+def _passed(log_ratio_N: Tensor, valid: ValidTokens, rule: RejectionRule) -> tuple[Tensor, Tensor | None]:
+    """(what passes, bool, boundaries of what it is of): None for tokens, ``valid.bounds_S`` itself for sequences, else of segments."""
     match rule:
         case RatioRule(level=level, lower=lower, upper=upper):
-            at_level, boundaries = log_ratio_T, None
+            at_level, bounds = log_ratio_N, None
             if level != "token":
-                at_level, boundaries = _group_log_ratio(log_ratio_T, mask_T, cu_seqlens, level)
+                at_level, bounds = _group_log_ratio(log_ratio_N, valid, level)
             # Compared as logs: exp would round away what bounds like 1.0001 tell apart.
             at_level = bounded(at_level)
-            return (at_level >= (math.log(lower) if lower else -math.inf)) & (at_level <= math.log(upper)), boundaries
+            return (at_level >= (math.log(lower) if lower else -math.inf)) & (at_level <= math.log(upper)), bounds
         case DivergenceRule(rule=kind, reduce=reduce, upper=upper):
-            d_T = bounded(log_ratio_T).square() / 2 if kind == "k2" else excess(log_ratio_T)
-            return _reduced(d_T, mask_T, cu_seqlens, reduce) <= upper, None if reduce == "token" else cu_seqlens
+            d_N = bounded(log_ratio_N).square() / 2 if kind == "k2" else excess(log_ratio_N)
+            return _reduced(d_N, valid.bounds_S, reduce) <= upper, None if reduce == "token" else valid.bounds_S
         case _:
             assert_never(rule)
 
 
-def _reduced(divergence_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, reduce: str) -> Tensor:
-    """Token by token [T], or each sequence's sum, mean or maximum [S]. Zero off the mask, as k2 and k3 of 0 are."""
+def _reduced(divergence_N: Tensor, bounds_S: Tensor, reduce: str) -> Tensor:
+    """Token by token [N], or each sequence's sum, mean or maximum [S]."""
     if reduce == "token":
-        return divergence_T
+        return divergence_N
     if reduce == "max":
-        return max_per_sequence(divergence_T, cu_seqlens)
-    sums_S = sum_per_sequence(divergence_T.to(torch.float64), cu_seqlens)
-    if reduce == "mean":
-        sums_S = sums_S / count_per_sequence(mask_T, cu_seqlens).clamp(min=1)
-    return sums_S
+        return max_per_sequence(divergence_N, bounds_S)
+    sums_S = sum_per_sequence(divergence_N.to(torch.float64), bounds_S)
+    return sums_S / bounds_S.diff().clamp(min=1) if reduce == "mean" else sums_S
 
 
 def rule_names(rules: Sequence[RejectionRule]) -> list[str]:

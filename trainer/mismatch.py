@@ -1,7 +1,8 @@
 """Diagnostics of the gap between the two engines: what the rollout says of its tokens against what the learner says of them, and what a
 correction makes of it.
 
-Legend: S sequences, T packed tokens, N the valid tokens alone (end to end), R responses (sequences with a valid token), B buckets.
+Legend: S sequences, T packed tokens, N the valid tokens alone (end to end), R responses (sequences with a valid token), B buckets,
+P pieces of responses, X several kinds of sums or maxima.
 ``train`` is old in decoupled mode and current in bypass; d = log pi_train - log pi_rollout of a token and rho = exp(d), with d (or its sum
 over a response) bounded to +-20 before exp; log-probs are nats. dp = |p_rollout - p_train| of the sampled token.
 Every function takes packed tensors of any part of a batch, detaches them, computes in float64 and returns metrics that merge exactly
@@ -13,14 +14,13 @@ off-policy RL training" (2025) for dp per response, the sign of k1 and the rewar
 """
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer.kl import LOG_RATIO_BOUND, bounded
 from trainer.metrics import Metric, Metrics, Reduction
-from trainer.segments import max_per_sequence, sum_per_sequence
+from trainer.segments import max_per_sequence, sum_per_sequence, valid_tokens
 
 LENGTH_EDGES = (64, 256, 1024, 4096)
 """Upper edges, in tokens, of the buckets of response length and of position in the response (from 1); the last bucket is open."""
@@ -33,37 +33,17 @@ NEAR_ONE = (0.9, 1.1)
 """A ratio within these is taken for numerical noise."""
 
 
-class ValidTokens(NamedTuple):
-    """Where a batch has its response tokens."""
-
-    places_N: Tensor
-    """int64, into [T]."""
-    lengths_S: Tensor
-    """int64: how many each sequence has."""
-
-    def lengths_R(self) -> Tensor:
-        """On the CPU."""
-        lengths_S = self.lengths_S.cpu()
-        return lengths_S[lengths_S > 0]
-
-
-def valid_tokens(response_mask_T: Tensor, cu_seqlens: Tensor) -> ValidTokens:
-    places_N = response_mask_T.nonzero().flatten()
-    return ValidTokens(places_N, torch.searchsorted(places_N, cu_seqlens.to(places_N)).diff())
-
-
 def mismatch_metrics(
     train_logprobs_T: Tensor,
     rollout_logprobs_T: Tensor,
-    response_mask_T: Tensor,
+    response_mask_T: Tensor | None,
     cu_seqlens: Tensor,
     *,
     high_gap: float = 0.5,
-    valid: ValidTokens | None = None,
 ) -> dict[str, Metric]:
     """How far ``train`` is from ``rollout``, before anything is corrected. All names begin with ``mismatch/``.
 
-    ``valid``: ``valid_tokens`` of the mask, where the caller has them already.
+    Without a mask every token is valid.
 
     Over tokens:
         abs_prob_mean, abs_prob_max        of dp
@@ -86,47 +66,50 @@ def mismatch_metrics(
         by_length/BIN/abs_prob_mean, abs_prob_max, k3, k3_max     over the tokens of all responses of that length
         by_position/BIN/...                                       the same over the tokens at those positions of all responses
     """
-    valid = valid or valid_tokens(response_mask_T, cu_seqlens)
-    places_N, lengths_R = valid.places_N, valid.lengths_R()
+    train_N, rollout_N, bounds_R = _valid(train_logprobs_T, rollout_logprobs_T, response_mask_T, cu_seqlens)
+    lengths_R = bounds_R.diff()
     if not lengths_R.numel():
         return {}
-    train_N, rollout_N = _picked(train_logprobs_T, places_N), _picked(rollout_logprobs_T, places_N)
+    train_N, rollout_N = _float64_copy(train_N), _float64_copy(rollout_N)
     log_ratio_N = train_N - rollout_N
-    metrics = _perplexities(train_N, rollout_N, lengths_R)
-    gap_N, of_gap = _probability_gaps(train_N, rollout_N)
-    del train_N, rollout_N
+    metrics = _perplexities(train_N, rollout_N, bounds_R)
+    gap_N, of_probabilities = _probability_gaps(train_N, rollout_N)
     k3_N, of_ratio = _ratios(log_ratio_N)
-    del log_ratio_N
-    metrics |= of_gap | of_ratio
+    del train_N, rollout_N, log_ratio_N
+    metrics |= of_probabilities | of_ratio
 
-    # Each response is cut at the edges of the position buckets: sums of these pieces make up every sum by response, length and position.
+    # Each response is cut at the edges of the position buckets: these pieces make up all sums and maxima by response, length and position.
     counts_RB = _lengths_by_position(lengths_R)
-    bounds_RB = _boundaries(counts_RB.flatten())
-    gap_sum_RB, k3_sum_RB = (sum_per_sequence(x_N, bounds_RB).view_as(counts_RB) for x_N in (gap_N, k3_N))
-    gap_max_RB, k3_max_RB = (max_per_sequence(x_N, bounds_RB).view_as(counts_RB) for x_N in (gap_N, k3_N))
-    metrics |= _response_gaps(gap_sum_RB.sum(1) / lengths_R.to(gap_N.device), gap_max_RB.amax(1), high_gap)
-    bucket_R = torch.bucketize(lengths_R, torch.tensor(LENGTH_EDGES))
-    bucket_RB = torch.arange(len(LENGTH_EDGES) + 1).expand_as(counts_RB)
-    for name, of_RB in (("by_length", bucket_R[:, None].expand_as(counts_RB)), ("by_position", bucket_RB)):
-        pieces = counts_RB, gap_sum_RB, gap_max_RB, k3_sum_RB, k3_max_RB
-        metrics |= _by_bucket(name, of_RB.flatten(), *(x_RB.cpu().flatten() for x_RB in pieces))
+    bounds_P = _boundaries(counts_RB.flatten())
+    gap_RB, k3_RB = (sum_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N))
+    sums_XRB = torch.stack([counts_RB.to(torch.float64), gap_RB, k3_RB])
+    maxima_XRB = torch.stack([max_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)])
+    sums_XB, maxima_XR = sums_XRB.sum(1), maxima_XRB.amax(2)
+    count, gap_sum, k3_sum = sums_XB.sum(1).tolist()
+    metrics |= {
+        "abs_prob_mean": Metric.quotient(gap_sum, count),
+        "abs_prob_max": Metric(reduction=Reduction.MAX, parts=(maxima_XR[0].max().item(),)),
+        "k3": Metric.quotient(k3_sum, count),
+    }
+    metrics |= _response_gaps(gap_RB.sum(1) / lengths_R, maxima_XR[0], high_gap)
+    metrics |= _by_bucket("by_length", *_by_length(sums_XRB.sum(2), maxima_XR, lengths_R))
+    metrics |= _by_bucket("by_position", sums_XB, maxima_XRB.amax(1))
     return {f"mismatch/{name}": metric for name, metric in metrics.items()}
 
 
 def weight_metrics(
     raw_T: Tensor,
     weights_T: Tensor,
-    response_mask_T: Tensor,
+    response_mask_T: Tensor | None,
     cu_seqlens: Tensor,
     *,
     lower: float | None = None,
     upper: float | None = None,
-    valid: ValidTokens | None = None,
 ) -> dict[str, Metric]:
     """Importance weights before (``raw_T``: what the bound acts on) and after the bound (``weights_T``, before any normalisation).
 
     A weight of a sequence is the same on each of its tokens. Without weights pass rho as ``raw_T`` and ones as ``weights_T``.
-    ``valid``: ``valid_tokens`` of the mask, where the caller has them already.
+    Without a mask every token is valid.
         mismatch/raw_weight_mean, _std, _min, _max         over tokens, before the bound
         mismatch/weight_mean, _std, _min, _max             over tokens, after it
         mismatch/raw_sequence_weight_..., sequence_weight_...   the same four of each response's mean weight
@@ -137,19 +120,16 @@ def weight_metrics(
         mismatch/below_lower_fraction  tokens whose raw weight is below ``lower``
     Standard deviations divide by the count and are of the weights themselves, not of clamped ones.
     """
-    valid = valid or valid_tokens(response_mask_T, cu_seqlens)
-    places_N, lengths_R = valid.places_N, valid.lengths_R()
-    if not lengths_R.numel():
+    raw_N, weights_N, bounds_R = _valid(raw_T, weights_T, response_mask_T, cu_seqlens)
+    if bounds_R.numel() == 1:
         return {}
     metrics: dict[str, Metric] = {}
-    raw_N = raw_T.detach().index_select(0, places_N)
     if upper is not None:
         metrics["mismatch/truncated_fraction"] = Metric.mean(raw_N > upper)
     if lower is not None:
         metrics["mismatch/below_lower_fraction"] = Metric.mean(raw_N < lower)
-    metrics |= _weight_spreads("raw_", "ess", _float64(raw_N), lengths_R)
-    del raw_N
-    return metrics | _weight_spreads("", "ess_bounded", _picked(weights_T, places_N), lengths_R)
+    metrics |= _weight_spreads("raw_", "ess", _float64_copy(raw_N), bounds_R)
+    return metrics | _weight_spreads("", "ess_bounded", _float64_copy(weights_N), bounds_R)
 
 
 def rejection_metrics(name: str, passed_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
@@ -159,10 +139,9 @@ def rejection_metrics(name: str, passed_S: Tensor, valid_S: Tensor) -> dict[str,
     mismatch/rejected/NAME/sequences           share of the responses of which no token passed
     mismatch/rejected/NAME/touched_sequences   share of the responses of which some token did not pass
     """
-    tokens, passed = valid_S.sum().item(), passed_S.sum().item()
-    responses = torch.count_nonzero(valid_S).item()
-    rejected = torch.count_nonzero((valid_S > 0) & (passed_S == 0)).item()
-    touched = torch.count_nonzero(passed_S < valid_S).item()
+    touched_S = passed_S < valid_S
+    counts = torch.stack([valid_S, passed_S, valid_S > 0, touched_S & (passed_S == 0), touched_S])
+    tokens, passed, responses, rejected, touched = counts.sum(1).tolist()
     return {
         f"mismatch/rejected/{name}/tokens": Metric.quotient(tokens - passed, tokens),
         f"mismatch/rejected/{name}/sequences": Metric.quotient(rejected, responses),
@@ -235,7 +214,7 @@ def _probability_gaps(train_N: Tensor, rollout_N: Tensor) -> tuple[Tensor, dict[
     train_N, rollout_N = train_N.expm1_(), rollout_N.expm1_()
     of_probabilities = {"prob_pearson": Metric.pearson(rollout_N, train_N)}
     gap_N = rollout_N.sub_(train_N).abs_()
-    return gap_N, of_probabilities | {"abs_prob_mean": Metric.mean(gap_N), "abs_prob_max": Metric.max(gap_N)}
+    return gap_N, of_probabilities
 
 
 def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
@@ -253,7 +232,6 @@ def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
     k3_N = excess_N.sub_(bounded_N)
     return k3_N, {
         "k1": Metric.quotient(-total, count),
-        "k3": Metric.mean(k3_N),
         "logprob_gap_max": Metric(reduction=Reduction.MAX, parts=(max(-low_log, high_log),)),
         "ratio_mean": Metric.quotient(count + excess, count),
         "ratio_max": Metric(reduction=Reduction.MAX, parts=(1 + high,)),
@@ -263,32 +241,35 @@ def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
     }
 
 
-def _perplexities(train_N: Tensor, rollout_N: Tensor, lengths_R: Tensor) -> dict[str, Metric]:
-    bounds_R, lengths_R = _boundaries(lengths_R), lengths_R.to(train_N.device)
+def _perplexities(train_N: Tensor, rollout_N: Tensor, bounds_R: Tensor) -> dict[str, Metric]:
+    lengths_R = bounds_R.diff().to(train_N.device)
     train_R, rollout_R = (sum_per_sequence(x_N, bounds_R) for x_N in (train_N, rollout_N))
     log_ratio_R = train_R - rollout_R
     diff_R = -log_ratio_R / lengths_R
+    log_ppl_R = torch.stack([-train_R / lengths_R, -rollout_R / lengths_R, diff_R])
+    low, high = (x.item() for x in torch.aminmax(diff_R))
     return {
-        "ppl_train": Metric.mean(bounded(-train_R / lengths_R).exp()),
-        "ppl_rollout": Metric.mean(bounded(-rollout_R / lengths_R).exp()),
-        "ppl_ratio": Metric.mean(bounded(diff_R).exp()),
-        "log_ppl_diff_mean": Metric.mean(diff_R),
-        "log_ppl_diff_abs": Metric.mean(diff_R.abs()),
-        "log_ppl_diff_max": Metric.max(diff_R),
-        "log_ppl_diff_min": Metric.min(diff_R),
+        **_means(("ppl_train", "ppl_rollout", "ppl_ratio"), bounded(log_ppl_R).exp()),
+        **_means(("log_ppl_diff_mean", "log_ppl_diff_abs"), torch.stack([diff_R, diff_R.abs()])),
+        "log_ppl_diff_max": Metric(reduction=Reduction.MAX, parts=(high,)),
+        "log_ppl_diff_min": Metric(reduction=Reduction.MIN, parts=(low,)),
         "chi2_sequence": Metric.mean(torch.expm1(2 * bounded(log_ratio_R))),
     }
 
 
 def _response_gaps(mean_R: Tensor, max_R: Tensor, high_gap: float) -> Metrics:
     return {
-        "response_abs_prob_max_mean": Metric.mean(max_R),
-        "response_abs_prob_mean_mean": Metric.mean(mean_R),
+        **_means(("response_abs_prob_max_mean", "response_abs_prob_mean_mean"), torch.stack([max_R, mean_R])),
         "response_abs_prob_mean_max": Metric.max(mean_R),
         "response_abs_prob_over": Metric.mean(max_R > high_gap),
         **_shares("response_abs_prob_max_share", max_R, RESPONSE_MAX_EDGES),
         **_shares("response_abs_prob_mean_share", mean_R, RESPONSE_MEAN_EDGES),
     }
+
+
+def _means(names: Sequence[str], rows: Tensor) -> dict[str, Metric]:
+    """Of each row the mean over responses, under its name."""
+    return {name: Metric.quotient(total, rows.shape[1]) for name, total in zip(names, rows.sum(1).tolist(), strict=True)}
 
 
 def _shares(name: str, values_R: Tensor, edges: Sequence[float]) -> Metrics:
@@ -297,22 +278,19 @@ def _shares(name: str, values_R: Tensor, edges: Sequence[float]) -> Metrics:
     return {f"{name}/{label}": Metric.quotient(count, values_R.numel()) for label, count in zip(_labels(edges), counts, strict=True)}
 
 
-def _by_bucket(
-    name: str, bucket_P: Tensor, count_P: Tensor, gap_sum_P: Tensor, gap_max_P: Tensor, k3_sum_P: Tensor, k3_max_P: Tensor
-) -> dict[str, Metric]:
-    """Merge pieces (P) of responses by bucket; buckets without tokens are left out."""
+def _by_length(sums_XR: Tensor, maxima_XR: Tensor, lengths_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums and maxima of responses to those of the buckets of their lengths. [X, R] -> [X, B], each"""
+    bucket_R, buckets = torch.bucketize(lengths_R, torch.tensor(LENGTH_EDGES)), len(LENGTH_EDGES) + 1
+    sums_XB = sums_XR.new_zeros(len(sums_XR), buckets).index_add(1, bucket_R, sums_XR)
+    lowest_XB = maxima_XR.new_full((len(maxima_XR), buckets), -torch.inf)
+    return sums_XB, lowest_XB.scatter_reduce(1, bucket_R.expand_as(maxima_XR), maxima_XR, "amax")
 
-    def total(x_P: Tensor) -> list[float]:
-        return x_P.new_zeros(len(LENGTH_EDGES) + 1).index_add(0, bucket_P, x_P).tolist()
 
-    def greatest(x_P: Tensor) -> list[float]:
-        return x_P.new_full((len(LENGTH_EDGES) + 1,), -torch.inf).scatter_reduce(0, bucket_P, x_P, "amax").tolist()
-
+def _by_bucket(name: str, sums_XB: Tensor, maxima_XB: Tensor) -> dict[str, Metric]:
+    """From each bucket's number of tokens and sums of dp and k3, and their maxima; buckets without tokens are left out."""
     metrics = {}
-    columns = zip(
-        _labels(LENGTH_EDGES), total(count_P), total(gap_sum_P), greatest(gap_max_P), total(k3_sum_P), greatest(k3_max_P), strict=True
-    )
-    for label, count, gap_sum, gap_max, k3_sum, k3_max in columns:
+    columns = zip(_labels(LENGTH_EDGES), *sums_XB.tolist(), *maxima_XB.tolist(), strict=True)
+    for label, count, gap_sum, k3_sum, gap_max, k3_max in columns:
         if count:
             metrics |= {
                 f"{name}/{label}/abs_prob_mean": Metric.quotient(gap_sum, count),
@@ -327,30 +305,42 @@ def _labels(edges: Sequence[float]) -> list[str]:
     return [f"le_{edge:g}" for edge in edges] + [f"over_{edges[-1]:g}"]
 
 
-def _weight_spreads(prefix: str, ess: str, weights_N: Tensor, lengths_R: Tensor) -> Metrics:
+def _weight_spreads(prefix: str, ess: str, weights_N: Tensor, bounds_R: Tensor) -> Metrics:
     """Overwrites ``weights_N``."""
-    means_R = sum_per_sequence(weights_N, _boundaries(lengths_R)) / lengths_R.to(weights_N.device)
-    return {
-        f"mismatch/{ess}": Metric.ess(weights_N),
-        **_spread_of(f"mismatch/{prefix}sequence_weight", means_R),
-        **_spread_of(f"mismatch/{prefix}weight", weights_N),
+    sums_R = sum_per_sequence(weights_N, bounds_R)
+    squares = (weights_N @ weights_N).item()
+    of_tokens = _spread_of(f"mismatch/{prefix}weight", weights_N, sums_R.sum().item())
+    total, count = of_tokens[f"mismatch/{prefix}weight_mean"].parts
+    means_R = sums_R / bounds_R.diff().to(weights_N.device)
+    return of_tokens | {
+        f"mismatch/{ess}": Metric(reduction=Reduction.ESS, parts=(total, squares, count)),
+        **_spread_of(f"mismatch/{prefix}sequence_weight", means_R, means_R.sum().item()),
     }
 
 
-def _spread_of(name: str, weights: Tensor) -> Metrics:
-    """Overwrites ``weights``."""
+def _spread_of(name: str, weights: Tensor, total: float) -> Metrics:
+    """Of weights and their sum. Overwrites ``weights``."""
     low, high = (x.item() for x in torch.aminmax(weights))
+    count, less_one = weights.numel(), weights.sub_(1)
     return {
-        f"{name}_mean": Metric.mean(weights),
+        f"{name}_mean": Metric.quotient(total, count),
         f"{name}_min": Metric(reduction=Reduction.MIN, parts=(low,)),
         f"{name}_max": Metric(reduction=Reduction.MAX, parts=(high,)),
-        f"{name}_std": Metric.std(weights.sub_(1)),
+        f"{name}_std": Metric(reduction=Reduction.STD, parts=(float(count), total - count, (less_one @ less_one).item())),
     }
 
 
-def _picked(values_T: Tensor, places_N: Tensor) -> Tensor:
-    """A copy, which its taker may overwrite."""
-    return _float64(values_T.detach().index_select(0, places_N))
+def _valid(x_T: Tensor, y_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Both at the valid tokens, [N], and the boundaries of the responses there, int64 [R + 1] on the CPU."""
+    if mask_T is not None:
+        valid = valid_tokens(mask_T, cu_seqlens)
+        x_T, y_T, cu_seqlens = valid.pick(x_T), valid.pick(y_T), valid.bounds_S
+    return x_T, y_T, cu_seqlens.to(device="cpu", dtype=torch.int64).unique_consecutive()
+
+
+def _float64_copy(values: Tensor) -> Tensor:
+    """Which its taker may overwrite."""
+    return values.detach().to(torch.float64, copy=True)
 
 
 def _float64(values: Tensor) -> Tensor:

@@ -59,12 +59,14 @@ def clipped(
     Differs from the papers: the bound of the log-ratio.
     """
     ratio_T = bounded(current_logprobs_T - old_logprobs_T).exp()
-    loss_T, clipped_T = _clipped_surrogate(ratio_T, advantages_T, clip_low=clip_low, clip_high=clip_high)
+    fixed_T = ratio_T.detach()
+    clipped_T, held_T = _clip(fixed_T, advantages_T, clip_low=clip_low, clip_high=clip_high)
     dual_clipped_T = torch.zeros_like(clipped_T)
     if dual_clip is not None:
-        dual_clipped_T = (advantages_T < 0) & (ratio_T.detach() > dual_clip)
-        loss_T = torch.where(dual_clipped_T, -dual_clip * advantages_T, loss_T)
-    return ObjectiveLoss(loss_T=loss_T, ratio_T=ratio_T.detach(), clipped_T=clipped_T, dual_clipped_T=dual_clipped_T)
+        dual_clipped_T = (advantages_T < 0) & (fixed_T > dual_clip)
+        held_T = torch.where(dual_clipped_T, dual_clip, held_T)
+    loss_T = -advantages_T * torch.where(clipped_T | dual_clipped_T, held_T, ratio_T)
+    return ObjectiveLoss(loss_T=loss_T, ratio_T=fixed_T, clipped_T=clipped_T, dual_clipped_T=dual_clipped_T)
 
 
 def gspo(
@@ -92,8 +94,8 @@ def gspo(
     log_s_T = spread(_mean_per_sequence(log_ratio_T, mask_T, cu_seqlens), cu_seqlens)
     own_T = current_logprobs_T - current_logprobs_T.detach()
     s_T = (log_s_T + own_T).clamp(max=GSPO_LOG_BOUND).exp()
-    loss_T, clipped_T = _clipped_surrogate(s_T, advantages_T, clip_low=clip_low, clip_high=clip_high)
-    return ObjectiveLoss(loss_T=loss_T, ratio_T=s_T.detach(), clipped_T=clipped_T)
+    clipped_T, held_T = _clip(s_T.detach(), advantages_T, clip_low=clip_low, clip_high=clip_high)
+    return ObjectiveLoss(loss_T=-advantages_T * torch.where(clipped_T, held_T, s_T), ratio_T=s_T.detach(), clipped_T=clipped_T)
 
 
 def gmpo(
@@ -206,14 +208,13 @@ def policy_gradient(current_logprobs_T: Tensor, advantages_T: Tensor) -> Objecti
     return ObjectiveLoss(loss_T=-advantages_T * current_logprobs_T)
 
 
-def _clipped_surrogate(ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """max(-r A, -clip(r) A), and where the second is the greater. [T], [T] -> [T], bool [T]
+def _clip(ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """Where -clip(r) A is greater than -r A, bool, and clip(r). Of detached ratios. [T], [T] -> [T], [T]
 
-    The second wins only above the upper bound where A > 0 and below the lower bound where A < 0: one selection, no maximum.
+    It is above the upper bound where A > 0 and below the lower bound where A < 0: one selection, no maximum.
     """
-    fixed_T = ratio_T.detach()
-    held_T = ((advantages_T > 0) & (fixed_T > 1 + clip_high)) | ((advantages_T < 0) & (fixed_T < 1 - clip_low))
-    return -advantages_T * torch.where(held_T, fixed_T.clamp(1 - clip_low, 1 + clip_high), ratio_T), held_T
+    clipped_T = ((advantages_T > 0) & (ratio_T > 1 + clip_high)) | ((advantages_T < 0) & (ratio_T < 1 - clip_low))
+    return clipped_T, ratio_T.clamp(1 - clip_low, 1 + clip_high)
 
 
 def _mean_per_sequence(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:

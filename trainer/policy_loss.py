@@ -76,19 +76,16 @@ def policy_loss(
     current_T, entropy_T = (torch.where(mask_T, x_T, 0.0) for x_T in (current_logprobs_T, entropy_T))
     current_is_old = batch.old_logprobs_T is None
     old_logprobs_T = current_T if current_is_old else batch.old_logprobs_T
-    old_T, advantages_T, importance_T, aggregation_T = (
-        torch.where(mask_T, x_T.detach(), 0.0)
-        for x_T in (old_logprobs_T, batch.advantages_T, batch.importance_weights_T, batch.aggregation_T)
-    )
-    metrics: dict[str, Metric] = {}
+    old_T, advantages_T = (torch.where(mask_T, x_T.detach(), 0.0) for x_T in (old_logprobs_T, batch.advantages_T))
+    importance_T, aggregation_T, metrics = batch.importance_weights_T.detach(), batch.aggregation_T.detach(), {}
     num_tokens = torch.count_nonzero(mask_T).item()
     if current_is_old or correction.mode == "bypass":
         importance_T, aggregation_T, metrics = _corrected_here(batch, current_T, aggregation_T, correction, aggregation)
-    kept_T = aggregation_T != 0  # Off the mask it is zero by now.
+    kept_T = mask_T & aggregation_T.bool()
     found = _objective_loss(objective, current_T, old_T, advantages_T, kept_T, batch.cu_seqlens)
     if isinstance(objective, GmpoObjective):
         importance_T = geometric_mean_weights(importance_T, kept_T, batch.cu_seqlens)
-    terms = {"policy": (found.loss_T * (importance_T * aggregation_T)).sum()}
+    terms = {"policy": _weighted_sum(found.loss_T, importance_T * aggregation_T, kept_T)}
     metrics |= _objective_metrics(found, kept_T)
     del found, importance_T
     metrics |= {"policy/entropy": _mean(entropy_T, num_tokens), "policy/ppo_kl": _mean(old_T - current_T.detach(), num_tokens)}
@@ -96,15 +93,15 @@ def policy_loss(
         kl_T = ESTIMATORS[kl.estimator](current_T, torch.where(mask_T, batch.ref_logprobs_T.detach(), 0.0))
         metrics["policy/ref_kl"] = _mean(kl_T, num_tokens)
         if kl_in_loss:
-            terms["kl"] = kl.coefficient * (kl_T * aggregation_T).sum()
+            terms["kl"] = kl.coefficient * _weighted_sum(kl_T, aggregation_T, kept_T)
     if entropy.coefficient > 0:
-        terms["entropy"] = -entropy.coefficient * (entropy_T * aggregation_T).sum()
+        terms["entropy"] = -entropy.coefficient * _weighted_sum(entropy_T, aggregation_T, kept_T)
     # Bounds would hide an infinity, and rejection a broken forward pass; a NaN loss is refused before the optimizer's step.
-    sound = torch.where(current_T.detach().sum().isfinite() or current_T.detach().isfinite().all(), 1.0, torch.nan)
-    if sound.isnan():
+    loss = sum(terms.values())
+    if not (current_T.detach().sum().isfinite() or current_T.detach().isfinite().all()):
+        loss = loss * torch.nan
         broken = spread(batch.sequence_ids_S.to(current_T.device), batch.cu_seqlens)[~current_T.detach().isfinite()].unique().tolist()
         logger.error("the learner's log-prob is not finite on response tokens of sequences %s; check its weights and dtype", broken[:10])
-    loss = torch.stack(list(terms.values())).sum() * sound
     values = dict.fromkeys(("policy", "kl", "entropy"), 0.0) | {name: term.item() for name, term in terms.items()}
     metrics |= {f"loss/{name}": Metric.sum(value) for name, value in (values | {"total": loss.item()}).items()}
     return loss, metrics
@@ -162,6 +159,11 @@ def _objective_loss(
             return policy_gradient(current_T, advantages_T)
         case _:
             assert_never(objective)
+
+
+def _weighted_sum(x_T: Tensor, weights_T: Tensor, kept_T: Tensor) -> Tensor:
+    """Whatever the weights hold on tokens that are not kept, even NaN."""
+    return (x_T * torch.where(kept_T, weights_T, 0.0)).sum()
 
 
 def _objective_metrics(found: ObjectiveLoss, kept_T: Tensor) -> dict[str, Metric]:

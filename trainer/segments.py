@@ -1,60 +1,66 @@
 """Sums and extremes per sequence of packed tokens, and back to tokens.
 
-Legend: S sequences, T packed tokens, R runs (stretches of consecutive valid tokens within a sequence). All functions are differentiable
-in ``x_T`` or ``x_S`` and never mix two sequences, so a sequence has the same result in whatever batch it is packed.
+Legend: S sequences, T packed tokens, N the valid ones alone, end to end: packed tokens too, which need no mask. All functions are
+differentiable in ``x_T`` or ``x_S`` and never mix two sequences, so a sequence has the same result in whatever batch it is packed.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_BLOCK = 256
+
+class ValidTokens(NamedTuple):
+    """Where a batch has its valid tokens. ``bounds_S`` is to [N] what ``cu_seqlens`` is to [T]."""
+
+    mask_T: Tensor
+    places_N: Tensor
+    """int64, into [T]."""
+    bounds_S: Tensor
+    """int64 [S + 1], on the mask's device."""
+
+    def pick(self, x_T: Tensor) -> Tensor:
+        """[T] -> [N]"""
+        return x_T.index_select(0, self.places_N)
+
+    def put_back(self, x_N: Tensor) -> Tensor:
+        """[N] -> [T]; zero off the mask."""
+        return x_N.new_zeros(self.mask_T.shape).masked_scatter_(self.mask_T, x_N)
+
+    def run_bounds(self) -> Tensor:
+        """``bounds_S`` and, between them, a boundary wherever tokens off the mask lie between two valid ones: int64, in [N]."""
+        cuts = (self.places_N.diff() != 1).nonzero().flatten() + 1
+        return torch.cat([cuts, self.bounds_S]).unique()
+
+
+def valid_tokens(mask_T: Tensor, cu_seqlens: Tensor) -> ValidTokens:
+    places_N = mask_T.nonzero().flatten()
+    return ValidTokens(mask_T, places_N, torch.searchsorted(places_N, cu_seqlens.to(places_N)))
 
 
 def sum_per_sequence(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[T] -> [S], in x_T's dtype. Mask x_T first: what lies off the mask counts, and NaN spreads over its sequence."""
-    return _reduce(x_T, cu_seqlens, "sum", 0.0)
+    offsets = cu_seqlens.to(device=x_T.device, dtype=torch.int64)
+    # unsafe: torch's check of offsets reads them back from the device each time; packing made them.
+    return torch.segment_reduce(x_T, "sum", offsets=offsets, initial=0.0, unsafe=True)
 
 
 def max_per_sequence(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[T] -> [S]; -inf for a sequence without tokens."""
-    return _reduce(x_T, cu_seqlens, "max", -torch.inf)
+    # torch's segment_reduce takes twice as long for a maximum, on CPUs.
+    owners_T = torch.repeat_interleave(_lengths(cu_seqlens, x_T.device), output_size=x_T.numel())
+    return x_T.new_full((cu_seqlens.numel() - 1,), -torch.inf).scatter_reduce(0, owners_T, x_T, "amax")
 
 
 def count_per_sequence(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Valid tokens of each sequence, int64 [S]: a difference of running totals, exact since they are integers.
-
-    Totals are kept per block, and counted within the block that a boundary cuts: one for each token would be 8 bytes where a mask has 1.
-    """
-    bounds = cu_seqlens.to(device=mask_T.device, dtype=torch.int64)
-    blocks = torch.nn.functional.pad(mask_T, (0, _BLOCK - mask_T.numel() % _BLOCK)).view(-1, _BLOCK)
-    totals = blocks.sum(1)
-    totals = totals.cumsum(0) - totals
-    cut, places = bounds // _BLOCK, bounds % _BLOCK
-    before = blocks[cut] & (torch.arange(_BLOCK, device=mask_T.device) < places[:, None])
-    return (totals[cut] + before.sum(1)).diff()
+    """Valid tokens of each sequence, int64 [S]: a difference of running totals, exact since they are integers."""
+    totals = torch.nn.functional.pad(mask_T.cumsum(0, dtype=torch.int32), (1, 0))
+    return totals[cu_seqlens.to(device=mask_T.device, dtype=torch.int64)].diff().to(torch.int64)
 
 
 def spread(x_S: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Every token gets its sequence's value. [S] -> [T]"""
     return x_S.repeat_interleave(_lengths(cu_seqlens, x_S.device), output_size=int(cu_seqlens[-1]))
-
-
-def run_boundaries(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Boundaries like cu_seqlens, int64 on the CPU, that cut before each run of valid tokens; they also hold every sequence's start.
-
-    The tokens off the mask that follow a run share its part, so sums per part of masked values are sums per run.
-    """
-    starts_T = mask_T.cpu().clone()
-    starts_T[1:] &= ~mask_T[:-1].cpu()
-    inner = cu_seqlens[:-1].to(torch.int64)
-    starts_T[inner[inner < mask_T.numel()]] = True
-    return torch.cat([starts_T.nonzero().flatten(), torch.tensor([mask_T.numel()])])
-
-
-def _reduce(x_T: Tensor, cu_seqlens: Tensor, reduce: str, initial: float) -> Tensor:
-    offsets = cu_seqlens.to(device=x_T.device, dtype=torch.int64)
-    # unsafe: torch's check of offsets reads them back from the device each time; packing made them.
-    return torch.segment_reduce(x_T, reduce, offsets=offsets, initial=initial, unsafe=True)
 
 
 def _lengths(cu_seqlens: Tensor, device: torch.device) -> Tensor:
