@@ -3,7 +3,6 @@
 import os
 import socket
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from configs.schema.objective import AggregationConfig, EntropyConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.run import RunConfig, SftConfig
 from configs.schema.task import CountdownTask
-from parallel import hf_conversion, megatron_model, platform
+from parallel import hf_conversion, platform
 from parallel.megatron_engine import MegatronEngine, ValueEngine
 from parallel.packing import PackedBatch, pack_sequences
 from parallel.vocab_parallel import linear_logprobs
@@ -292,13 +291,6 @@ def work_value_updates(
 
 def work_many_value_updates(jobs: dict[str, tuple]) -> dict[str, dict[str, Any]]:
     return {name: work_value_updates(*arguments) for name, arguments in jobs.items()}
-
-
-def work_sequence_parallel_values(*arguments: Any) -> dict[str, Any]:
-    """``work_value_updates`` with every rank holding its own tokens between layers, which no layout of ours asks for yet."""
-    plain = megatron_model.transformer_config
-    megatron_model.transformer_config = lambda *given: replace(plain(*given), sequence_parallel=True)
-    return work_value_updates(*arguments)
 
 
 def work_scaled_updates(folder: Path, data_parallel: int, lengths: list[int], optimizers: list[dict]) -> list[dict[str, Any]]:

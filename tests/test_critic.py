@@ -25,7 +25,6 @@ from tests.megatron_workers import (
     work_critic_fits,
     work_many_value_updates,
     work_scaled_updates,
-    work_sequence_parallel_values,
     work_value_checkpoint,
     work_value_updates,
 )
@@ -269,10 +268,10 @@ def assert_same_updates(found, one, name=""):
 @pytest.mark.engines
 def test_sequence_parallel_ranks_agree_with_one_process(folder, tmp_path):
     """The head then sees this rank's tokens alone, and its gradient is summed."""
-    lengths = [11, 6, 13, 8]  # take 34 places, as many on either rank
-    arguments = ({"tp": 2}, [[[0, 1, 2, 3]]], lengths, PLAIN)
+    lengths = [11, 6, 13, 9]  # take 35 places: a dummy makes them as many on either rank
+    arguments = ({"tp": 2, "sp": True}, [[[0, 1, 2, 3]]], lengths, PLAIN)
     one = work_value_updates(folder, {}, *arguments[1:])
-    for found in run_ranks(work_sequence_parallel_values, 2, tmp_path / "ranks", folder, *arguments):
+    for found in run_ranks(work_value_updates, 2, tmp_path / "ranks", folder, *arguments):
         assert_same_updates(found, one)
         torch.testing.assert_close(found["values"][0], one["values"][0], rtol=0, atol=1e-5)
 
