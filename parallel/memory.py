@@ -123,7 +123,7 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
         activations=activation_bytes(architecture, layout, work, stage),
         logits=logits_bytes(architecture, layout, work) if last else 0,
         pipeline=_pipeline_bytes(architecture, layout, work, stage),
-        transfer=min(2 * TRANSFER_BUCKET_BYTES, of_policy[0] * layout.tp * layout.ep) if work.transfers_weights else 0,
+        transfer=_transfer_bytes(architecture, layout, work, stage) if work.transfers_weights else 0,
     )
 
 
@@ -273,6 +273,21 @@ def _pipeline_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
         return 0
     sent = in_flight(layout, stage, work.num_microbatches) if stage < layout.pp - 1 or layout.vpp > 1 else 0
     return (sent + 1) * _rows(layout, work.token_budget)[0] * architecture.hidden_size * work.dtype_bytes
+
+
+def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:
+    """Two buckets, each as large as the largest tensor where that is larger, though no more than the stage's weights; and what is gathered
+    at a time: the shards of one tensor and the whole of it, or one expert's gate and up of each expert-parallel rank.
+    """
+    a, b = architecture, work.dtype_bytes
+    shared, expert = stage_parameters(a, layout, stage)
+    has_table = stage in (0, layout.pp - 1)
+    table = padded_vocab_size(a.vocab_size, layout.tp) * a.hidden_size if has_table else 0
+    of_experts = layout.ep * 2 * a.hidden_size * a.experts.intermediate_size if a.experts else 0
+    largest = b * max(table, a.hidden_size * a.intermediate_size)
+    gathered = b * max(table, 2 * a.hidden_size * a.intermediate_size) * (2 if layout.tp > 1 else 0)
+    weights = b * (shared * layout.tp + expert * layout.ep)
+    return min(2 * max(TRANSFER_BUCKET_BYTES, largest), weights) + max(gathered, b * of_experts if layout.ep > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,9 +176,9 @@ def _plans(architecture: Architecture, config: RunConfig, cluster: Cluster, work
 
 
 def _servers(architecture: Architecture, config: RunConfig, cluster: Cluster) -> list[tuple[int, RolloutMemory]]:
-    share = config.rollout.server_args.get("mem-fraction-static")
+    flags = {name.replace("_", "-"): value for name, value in config.rollout.server_args.items()}
+    share = float(flags["mem-fraction-static"]) if "mem-fraction-static" in flags else None
     sizes = [tp for tp in rollout_sizes(architecture) if _within_node(tp, cluster)]
-    share = None if share is None else float(share)
     return [(tp, rollout_memory(architecture, tp, config.rollout.dtype, cluster.gpu_bytes, static_share=share)) for tp in sizes]
 
 

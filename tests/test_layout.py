@@ -1,14 +1,16 @@
 """What can be known of a model and a layout from config.json alone: refused by name before anything starts, and without torch."""
 
 import json
+import re
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema.layout import LayoutConfig
-from parallel.layout import read_architecture, read_hf_config, validate_layout, validate_rollout_layout
-from tests.megatron_workers import make_hf_model
+from parallel.layout import layout_text, layout_yaml, read_architecture, read_hf_config, validate_layout, validate_rollout_layout
+from tests.megatron_workers import make_hf_model, relative_difference, run_ranks, work_updates
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 43, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -96,18 +98,92 @@ def test_config_is_read_as_it_stands(tmp_path):
     assert read_hf_config(tmp_path) == CONFIG
 
 
+MOE = CONFIG | {"model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 10}
+
+
 @pytest.mark.parametrize(
-    "layout, processes, message",
+    "config, layout, processes, message",
     [
-        (dict(tp=3), None, "num_attention_heads=4"),
-        (dict(tp=4), None, r"num_key_value_heads=2; use one of \[1, 2\]"),
-        (dict(dp=2), 3, "3 processes do not fit"),
+        (CONFIG, dict(tp=3), None, "layout.tp=3 does not divide .*num_attention_heads=4 and num_key_value_heads=2; use tp=2 or tp=4"),
+        (CONFIG, dict(tp=8), None, "layout.tp=8 does not divide the model's num_attention_heads=4; use tp=4"),
+        (CONFIG | {"intermediate_size": 49}, dict(tp=2), None, "intermediate_size=49; use tp=1"),
+        (CONFIG, dict(pp=3), None, "layout.pp=3 does not divide the model's num_hidden_layers=2; use pp=2"),
+        (MOE, dict(pp=2, vpp=2), None, r"layout.pp=2 times layout.vpp=2 does not divide .*=6; use pp=1 or pp=3 or vpp=1 or vpp=3"),
+        (CONFIG, dict(ep=2, dp=2), None, "layout.ep=2 splits experts, of which this qwen3 model has none; use ep=1"),
+        (MOE, dict(ep=4, dp=4), None, "layout.ep=4 does not divide the model's num_experts=6; use ep=3 or ep=6"),
+        (MOE, dict(ep=6), 4, r"layout.ep=6 does not divide the tp\*cp\*dp=4 ranks of a pipeline stage; use ep=2"),
+        (MOE, dict(tp=2), None, "layout.tp=2 without sp: .*; use sp=true or tp=1"),
+        (CONFIG, dict(cp=2), None, "layout.cp=2 needs .* Transformer Engine, which exists on CUDA alone.*not do on CUDA either; use cp=1"),
+        (CONFIG, dict(dp=2), 3, r"3 processes do not fit a layout of tp=1, cp=1, pp=1, dp=2; use dp=3, or start 2 processes\n.*\{dp: 3\}"),
+        (CONFIG, dict(tp=2), 5, "5 processes do not fit .*dp=auto; start 4 processes"),
+        (CONFIG, dict(tp=2, pp=2), 3, "3 processes do not fit .*; start 4 processes"),
     ],
 )
-def test_layouts_that_do_not_fit(layout, processes, message):
+def test_what_does_not_fit_is_named_with_the_nearest_that_does(config, layout, processes, message):
     with pytest.raises(ValueError, match=message):
-        validate_layout(CONFIG, LayoutConfig(**layout), num_processes=processes)
-    validate_layout(CONFIG, LayoutConfig(tp=2), num_processes=2)
+        validate_layout(config, LayoutConfig(**layout), num_processes=processes)
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(ValueError) as caught:
+        validate_layout(MOE, LayoutConfig(tp=3, pp=4, dp=2), num_processes=24)
+    lines = str(caught.value).split("\n  ")
+    assert [line.split(";")[0].split(" ")[0] for line in lines[:-1]] == ["layout.tp=3", "layout.pp=4", "layout.tp=3"]
+    # with experts tp needs sp; tp 3 -> 4 and pp 4 -> 3 are log2(4 / 3) = 0.415 each, tp 3 -> 2 and pp 4 -> 6 0.585 each, ep 1 -> 2 1
+    wanted = ["{tp: 4, sp: true, pp: 3, dp: 2}", "{tp: 2, sp: true, pp: 6, dp: 2}", "{tp: 4, sp: true, pp: 3, ep: 2, dp: 2}"]
+    assert lines[-1] == f"the nearest layouts that work: {' or '.join(wanted)}"
+
+
+sizes = st.sampled_from([1, 1, 2, 3, 4, 6])
+
+
+@given(
+    kv_heads=st.integers(1, 3), siblings=st.integers(1, 4), layers=st.integers(1, 8), intermediate=st.sampled_from([12, 18, 48]),
+    experts=st.sampled_from([None, 2, 6]), tp=sizes, pp=sizes, vpp=sizes, ep=sizes, dp=sizes, sp=st.booleans(),
+)  # fmt: skip
+def test_refused_is_what_cannot_be_split_and_what_is_named_works(
+    kv_heads, siblings, layers, intermediate, experts, tp, pp, vpp, ep, dp, sp
+):
+    config = CONFIG | dict(
+        num_hidden_layers=layers, num_attention_heads=kv_heads * siblings, num_key_value_heads=kv_heads, intermediate_size=intermediate
+    )
+    if experts:
+        config |= {"model_type": "qwen3_moe", "num_experts": experts, "num_experts_per_tok": 1, "moe_intermediate_size": 7}
+    try:
+        layout = LayoutConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, dp=dp, sp=sp)
+    except ValueError:
+        return  # refused whatever the model
+    heads = kv_heads * siblings
+    # each rank has whole query heads, and with each the key/value head it needs; whole layers, equally many; whole experts
+    groups = [{query // siblings for query in range(rank * heads // tp, (rank + 1) * heads // tp)} for rank in range(tp)]
+    fits = heads % tp == 0 and len({len(group) for group in groups}) == 1 and (tp % kv_heads == 0 or kv_heads % tp == 0)
+    fits = fits and (experts is not None or intermediate % tp == 0) and layers % (pp * vpp) == 0
+    fits = fits and (ep == 1 if experts is None else experts % ep == 0 and (tp == 1 or sp))
+    if fits:
+        validate_layout(config, layout, num_processes=tp * pp * dp)
+        return
+    with pytest.raises(ValueError, match=r"layout.*use ") as caught:
+        validate_layout(config, layout, num_processes=tp * pp * dp)
+    for named in re.findall(r"\{([^}]*)\}", str(caught.value)):
+        validate_layout(config, LayoutConfig(**yaml.safe_load("{" + named + "}")), num_processes=tp * pp * dp)
+
+
+def test_text_and_yaml_of_a_layout():
+    layout = LayoutConfig(tp=2, sp=True, pp=4, ep=2, dp=8)
+    assert layout_text(layout) == "tp=2,sp,pp=4,ep=2,dp=8" and layout_text(LayoutConfig()) == "tp=1"
+    assert LayoutConfig(**yaml.safe_load("{" + layout_yaml(layout) + "}")) == layout
+
+
+@pytest.mark.engines
+def test_ranks_that_share_a_key_value_head_compute_the_same(tmp_path):
+    """One key/value head on two ranks, which the rule above allows: two updates equal those of one process."""
+    folder = make_hf_model(tmp_path / "m", "qwen3", num_key_value_heads=1)
+    lengths, rows = [12, 9, 7, 12], [[[0, 1, 2, 3]]]
+    one = run_ranks(work_updates, 1, tmp_path / "one", folder, {}, rows, lengths, 2, {}, deadline_s=300)[0]
+    for sp in (False, True):
+        two = run_ranks(work_updates, 2, tmp_path / "two", folder, {"tp": 2, "sp": sp}, rows, lengths, 2, {}, deadline_s=300)[0]
+        assert relative_difference(two["weights"], one["weights"]) < 1e-5
+        assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
 
 
 @given(

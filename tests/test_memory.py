@@ -26,11 +26,13 @@ from parallel.memory import (
 )
 from tests.megatron_workers import make_hf_model, run_ranks
 from tests.memory_workers import work_memory
+from tests.moe_workers import make_moe_model
 
 LENGTHS = [80, 80, 40, 61, 33, 50]
 SIZES = dict(
     vocab_size=512, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384, head_dim=32,
 )  # fmt: skip
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
 QWEN2 = {
     "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "intermediate_size": 18944, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768,
@@ -57,13 +59,14 @@ class Case:
 ONE_RANK = [
     Case({"dp": 1}), Case({"dp": 1}, dtype="bfloat16"), Case({"dp": 1}, dtype="bfloat16", recompute="full"),
     Case({"dp": 1}, recompute="full", distributed=False), Case({"dp": 1}, dtype="bfloat16", distributed=False, kind="qwen2"),
-    Case({"dp": 1}, kind="qwen2"),
+    Case({"dp": 1}, kind="qwen2"), Case({"dp": 1}, kind="qwen3_moe"), Case({"dp": 1}, dtype="bfloat16", kind="qwen3_moe"),
 ]  # fmt: skip
 TWO_RANKS = [
     Case({"tp": 2}), Case({"tp": 2}, dtype="bfloat16", recompute="full"), Case({"tp": 2, "sp": True}),
     Case({"tp": 2, "sp": True}, dtype="bfloat16"), Case({"tp": 2, "sp": True}, dtype="bfloat16", recompute="full"),
     Case({"dp": 2}), Case({"dp": 2}, dtype="bfloat16", distributed=False), Case({"dp": 2}, dtype="bfloat16"),
     Case({"pp": 2}), Case({"pp": 2}, dtype="bfloat16", recompute="full"), Case({"pp": 2, "vpp": 2}),
+    Case({"dp": 2, "ep": 2}, kind="qwen3_moe"), Case({"tp": 2, "sp": True, "ep": 2}, dtype="bfloat16", kind="qwen3_moe"),
 ]  # fmt: skip
 
 
@@ -76,16 +79,17 @@ def job(case: Case, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> dict[Case, list[dict[str, int]]]:
+def measured(tmp_path_factory) -> dict[str, list[dict[str, int]]]:
     """What each rank of each case held."""
     folder = tmp_path_factory.mktemp("memory")
     for kind in ("qwen2", "qwen3"):
         make_hf_model(folder / kind, kind, **SIZES)
+    make_moe_model(folder / "qwen3_moe", "qwen3_moe", **SIZES, **EXPERTS)
     found = {}
     for cases in (ONE_RANK, TWO_RANKS):
         jobs = {str(case): job(case, folder) for case in cases}
         ranks = run_ranks(work_memory, 1 if cases is ONE_RANK else 2, folder / "out", jobs, deadline_s=400)
-        found |= {case: [rank[str(case)] for rank in ranks] for case in cases}
+        found |= {str(case): [rank[str(case)] for rank in ranks] for case in cases}
     return found
 
 
@@ -93,8 +97,8 @@ def measured(tmp_path_factory) -> dict[Case, list[dict[str, int]]]:
 @pytest.mark.parametrize("case", ONE_RANK + TWO_RANKS, ids=str)
 def test_the_arithmetic_is_what_torch_holds(case, measured):
     layout = LayoutConfig(**{"dp": 1, **case.layout})
-    config = {"model_type": case.kind, "rms_norm_eps": 1e-6, "max_position_embeddings": 256, **SIZES}
-    for rank, held in enumerate(measured[case]):
+    config = {"model_type": case.kind, "rms_norm_eps": 1e-6, "max_position_embeddings": 256, **SIZES, **EXPERTS}
+    for rank, held in enumerate(measured[str(case)]):
         work = Work(
             device="cpu", dtype=case.dtype, token_budget=held["tokens"], chunk_tokens=7, recompute=case.recompute,
             distributed_optimizer=case.distributed, num_microbatches=2 * layout.pp,
@@ -156,8 +160,8 @@ def test_the_parameters_of_all_ranks_are_the_models(tied, pp, tp):
 def test_experts_are_divided_and_the_rest_is_not():
     moe = dict(
         model_type="qwen3_moe", vocab_size=100, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=4, intermediate_size=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, rms_norm_eps=1e-6, max_position_embeddings=64,
-        mlp_only_layers=[0],
+        head_dim=4, intermediate_size=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, rms_norm_eps=1e-6,
+        max_position_embeddings=64, mlp_only_layers=[0],
     )  # fmt: skip
     architecture = read_architecture(moe)
     # one layer of four experts 3 * 8 * 6; ep = 2 leaves two of them

@@ -1,0 +1,383 @@
+"""The planner's answers for four public models, by arithmetic done by hand; its properties; and the command as a user meets it.
+
+Hand numbers below are in GB of 10^9 bytes; 80 GiB are 85.9 GB, of which the planner gives the learner 90 %: 77.3 GB. P is the number of
+parameters. A learner in bfloat16 holds 2 P / (tp pp) of weights, 4 P / (tp pp) of gradients and, with the distributed optimizer,
+12 P / world of optimizer state, whatever the layout (world = tp pp dp).
+"""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.schema.layout import LayoutConfig
+from configs.schema.run import RunConfig
+from parallel.layout import fitting_layouts, layout_text, read_architecture, validate_layout, validate_rollout_layout
+from parallel.memory import GIB, USABLE_SHARE, work_of, worst_stage
+from parallel.planner import AMPLE, Cluster, NothingFits, Plan, plan, read_measured, reasons, traffic
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False}
+QWEN_7B = COMMON | {
+    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "intermediate_size": 18944,
+}  # fmt: skip
+QWEN_32B = COMMON | {
+    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40,
+    "num_key_value_heads": 8, "intermediate_size": 27648,
+}  # fmt: skip
+QWEN_72B = COMMON | {
+    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "intermediate_size": 29568,
+}  # fmt: skip
+QWEN_235B = COMMON | {
+    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+USABLE = 77.3e9
+
+
+def run_config(**changes) -> RunConfig:
+    """64 prompts of 8 responses of at most 4096 tokens, micro-batches of 16384, layers computed again."""
+    content = {
+        "model": {"path": "unused"},
+        "task": {"type": "countdown"},
+        "rollout": {"prompts_per_step": 64, "group_size": 8, "max_new_tokens": 4096},
+        "learner": {"token_budget": 16384, "recompute": "full"},
+    }
+    return RunConfig.model_validate(content | changes)
+
+
+def cluster(num_gpus: int, gib: float = 80) -> Cluster:
+    return Cluster(num_gpus=num_gpus, gpu_bytes=int(gib * GIB))
+
+
+def pair(each: Plan) -> str:
+    return f"{layout_text(each.learner)} | tp={each.rollout_tp} x {each.replicas}"
+
+
+def needs(hf_config: dict, **layout) -> int:
+    """Bytes of the fullest rank of a layout that may not fit."""
+    return worst_stage(read_architecture(hf_config), LayoutConfig(**layout), work_of(run_config(), "cuda")).total
+
+
+def gigabytes(size: float) -> float:
+    return pytest.approx(size * 1e9, rel=0.01)
+
+
+def test_qwen_7b_on_8_gpus():
+    """P = 7.616 e9: tables 2 * 152064 * 3584 = 1.090 e9; 28 layers of qkv 3584 * 36 * 128 + 4608, projection 3584^2, MLP 3 * 3584 * 18944
+    and norms 7168 = 233.06 e6.
+
+    Four GPUs for the learner, four for servers, all with tp=1:
+    - weights on one server GPU: 2 P = 15.2 GB; SGLang leaves 0.15 * 85.9 + 0.13 GB * 8 = 13.0 GB alone; cache 85.9 - 28.2 = 57.6 GB, of
+      2 * 28 * 4 * 128 * 2 = 57344 bytes a token: 1.005 M tokens. 512 responses on 4 servers of 4096 tokens take 128 * 4096 * 57344 =
+      30.1 GB of it: 27.5 GB = 32 % of a GPU are free.
+    - tp=1 pp=1 dp=4: 6 P + 12 P / 4 = 45.7 + 22.8 = 68.5 GB, and kept inputs of layers 28 * 16384 * 3584 * 2 = 3.3 GB, logits
+      1024 * 152064 * 10 + 152064 * 3584 * 6 + 16384 * 3584 * 2 = 1.6 + 3.3 + 0.1 = 4.9 GB, and one layer whole: norms and what they hand on
+      2 * (2 * 2 * 3584 + 4), attention 2 * 128 * (2 * 28 + 4 + 36 + 28) + 4 * 28, MLP 5 * 2 * 18944, in sum 249,976 bytes a token: 4.1 GB.
+      80.8 GB do not fit into 77.3 GB.
+    - tp=1 pp=2 dp=2: half of the layers and one table on each stage, 3.808 e9: 22.8 + 22.8 = 45.7 GB fits.
+    """
+    best = plan(QWEN_7B, run_config(), cluster(8))[0]
+    assert pair(best) == "pp=2,dp=2 | tp=1 x 4"
+    memory = best.learner_memory
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (gigabytes(7.616), gigabytes(15.23), gigabytes(22.85))
+    assert best.rollout_memory.weights == gigabytes(15.23) and best.rollout_memory.tokens == pytest.approx(1_005_000, rel=0.01)
+    assert best.rollout_free == pytest.approx(0.32, abs=0.005)
+    assert needs(QWEN_7B, dp=4) == gigabytes(68.5 + 3.3 + 4.9 + 4.1)
+    assert needs(QWEN_7B, dp=4) > USABLE > needs(QWEN_7B, pp=2, dp=2)
+    # 28 heads, 4 key/value heads: 8 does not divide the heads, and 7 does not go with 4
+    assert {each.learner.tp for each in plan(QWEN_7B, run_config(), cluster(8))} <= {1, 2, 4}
+
+
+def test_qwen_32b_on_32_gpus():
+    """P = 32.76 e9: tables 1.557 e9; 64 layers of qkv 5120 * 56 * 128 + 7168, projection 5120^2, MLP 3 * 5120 * 27648 and norms 10240 =
+    487.6 e6.
+
+    Two nodes for the learner (world 16: 12 P / 16 = 24.6 GB of optimizer state), two for servers.
+    - tp=8 pp=2: 6 P / 16 = 12.3 GB and 24.6 GB; two micro-batches in flight keep the inputs of 32 layers, 2 * 32 * 16384 * 5120 * 2 =
+      10.7 GB, and one layer whole. 42 % of the GPU stays free, and 34 % on the server side, both ample.
+    - tp=8 pp=1 dp=2: 6 P / 8 = 24.6, 24.6, 64 inputs 10.7: 59.9 GB and more: fits, but under 30 % stay free.
+    - tp=4 pp=1 dp=4: 6 P / 4 = 49.1, 24.6, 10.7: 84.4 GB do not fit. tp=4 needs pp=2: 24.6 + 24.6 + 10.7.
+    """
+    plans = plan(QWEN_32B, run_config(), cluster(32))
+    assert pair(plans[0]) == "tp=8,pp=2 | tp=8 x 2"
+    memory = plans[0].learner_memory
+    assert (memory.parameters, memory.gradients, memory.optimizer) == (gigabytes(4.095), gigabytes(8.19), gigabytes(24.57))
+    assert 10.7e9 < memory.activations < 10.7e9 + 2e9
+    assert plans[0].free > AMPLE
+    fits = {pair(each) for each in plans}
+    assert "tp=8,dp=2 | tp=8 x 2" in fits and "tp=4,pp=2,dp=2 | tp=4 x 4" in fits
+    assert "tp=4,dp=4 | tp=4 x 4" not in fits
+    assert needs(QWEN_32B, tp=4, dp=4) > 84.4e9 > USABLE > needs(QWEN_32B, tp=8, dp=2) > 59.9e9
+
+
+def test_qwen_72b_on_64_gpus():
+    """P = 72.71 e9: tables 2.491 e9; 80 layers of qkv 8192 * 80 * 128 + 10240, projection 8192^2, MLP 3 * 8192 * 29568 and norms 16384 =
+    877.7 e6.
+
+    - Half of the GPUs for the learner (world 32): tp=8 dp=4 has 6 P / 8 = 54.5 GB, 12 P / 32 = 27.3 GB and 80 inputs of 16384 * 8192 * 2 =
+      0.27 GB = 21.5 GB: 103 GB do not fit. tp=8 pp=4 does: 20 layers and one table over 8 are (17.55 + 1.25) / 8 = 2.350 e9: 14.1 and
+      28.2 GB, and 4 in flight * 20 inputs = 21.5 GB: 63.8 GB.
+    - Five nodes for the learner: tp=8 pp=5 (80 = 5 * 16): (14.04 + 1.25) / 8 = 1.911 e9: 11.5 + 22.9 GB, and 5 * 16 * 0.27 = 21.5 GB, in
+      sum 55.9 GB; three servers of tp=8 with 18.2 GB of weights per GPU keep 29 % free: more than the 22 % of the learner above, so this
+      is first.
+    """
+    plans = plan(QWEN_72B, run_config(), cluster(64))
+    assert [pair(each) for each in plans[:2]] == ["tp=8,pp=5 | tp=8 x 3", "tp=8,pp=4 | tp=8 x 4"]
+    memory = plans[1].learner_memory
+    assert (memory.lasting, plans[0].learner_memory.lasting) == (gigabytes(14.1 + 28.2), gigabytes(11.5 + 22.9))
+    assert 21.4e9 < memory.activations < 21.5e9 + 3e9
+    assert plans[0].rollout_memory.weights == gigabytes(2 * 72.71 / 8)
+    assert needs(QWEN_72B, tp=8, dp=4) > 103e9
+    assert all(each.learner.pp > 1 for each in plans if not each.learner.sp)
+
+
+def test_qwen_235b_on_128_gpus():
+    """P = 235.1 e9, of which experts: 94 layers * 128 * 3 * 4096 * 1536 = 227.1 e9. 94 = 2 * 47: pp is 1, 2, 47 or 94.
+
+    A server: 470 GB of weights over tp=4 are 117 GB a GPU, over tp=8 58.8 GB: only tp=8 fits (a node). Of 4 key/value heads each is
+    on two ranks: 2 * 94 * 128 * 2 = 48128 bytes a token; 85.9 - 14.0 - 59.0 = 13 GB of cache, 269,000 tokens.
+    The learner with the same tp=8, on 64 GPUs; experts need sp. Experts are never split by tp, so ep counts:
+    - pp=2 dp=4 ep=32 (of the stage's 32 ranks): 4 experts in each of 47 layers, 4 * 47 * 18.87 e6 = 3.548 e9; attention 71.3 e6 / 8 and
+      router 0.52 e6 and norms, 9.45 e6 * 47 = 0.444 e9, and a table of 0.622 e9 / 8: 4.070 e9 on a rank. Weights and gradients 6 * 4.07 =
+      24.4 GB; optimizer 12 * (0.522 / 4 + 3.548 / 1) = 44.1 GB, since no other rank has these experts. 68.6 GB fit.
+    - pp=2 dp=4 ep=16: 7.097 e9 of experts on a rank: 6 * 7.62 = 45.7 and 12 * (0.13 + 7.097 / 2) = 44.1 GB: 89.8 GB do not fit.
+    """
+    plans = plan(QWEN_235B, run_config(), cluster(128))
+    best = plans[0]
+    assert pair(best) == "tp=8,sp,pp=2,ep=32,dp=4 | tp=8 x 8"
+    assert {each.rollout_tp for each in plans} == {8}
+    memory = best.learner_memory
+    assert (memory.parameters + memory.gradients, memory.optimizer) == (gigabytes(24.4), gigabytes(44.1))
+    assert best.rollout_memory.weights == gigabytes(58.96) and best.rollout_memory.kv_bytes_per_token == 48128
+    assert best.rollout_memory.tokens == pytest.approx(269_000, rel=0.01)
+    layout = dict(tp=8, sp=True, pp=2, dp=4)
+    assert needs(QWEN_235B, ep=16, **layout) > 89.8e9 > USABLE > needs(QWEN_235B, ep=32, **layout) > 68.6e9
+    assert {each.learner.pp for each in plans} <= {1, 2, 47, 94} and all(128 % each.learner.ep == 0 for each in plans)
+    assert not any(each.learner.tp > 1 and not each.learner.sp for each in plans)
+    # same tp first: tp=4 with a server's tp=8 comes after
+    assert [each.learner.tp == 8 for each in plans] == sorted((each.learner.tp == 8 for each in plans), reverse=True)
+
+
+def test_more_gpus_or_other_settings_are_named_where_nothing_fits():
+    with pytest.raises(NothingFits) as caught:
+        plan(QWEN_32B, run_config(learner={"token_budget": 16384, "recompute": "none"}), cluster(16))
+    said = str(caught.value)
+    for part in ("nothing fits on 16 GPUs of 80.0 GiB", "the smallest learner (tp=8,sp) needs", "72.0 GiB are usable"):
+        assert part in said
+    fixes = said.rpartition("use ")[2].split(" or ")
+    assert fixes, said
+    for fix in fixes:
+        changed, where = run_config(learner={"token_budget": 16384, "recompute": "none"}), cluster(16)
+        if fix.startswith("learner."):
+            key, _, value = fix.removeprefix("learner.").partition("=")
+            changed = run_config(learner={"token_budget": 16384, "recompute": "none"} | {key: int(value) if value.isdigit() else value})
+        elif fix.startswith("GPUs of"):
+            where = cluster(16, float(fix.split()[2]))
+        else:
+            where = cluster(int(fix.split()[0]))
+        assert plan(QWEN_32B, changed, where), fix
+
+
+SMALL = COMMON | {
+    "model_type": "qwen3", "vocab_size": 1000, "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 8, "head_dim": 32,
+    "num_key_value_heads": 2, "intermediate_size": 768,
+}  # fmt: skip
+SMALL_MOE = SMALL | {"model_type": "qwen3_moe", "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+models = st.sampled_from([SMALL, SMALL_MOE, SMALL | {"num_attention_heads": 12, "tie_word_embeddings": True}, QWEN_7B])
+gpus = st.sampled_from([2, 3, 4, 6, 8, 16, 24])
+tries = settings(max_examples=40, deadline=None)
+
+
+def plans_of(model: dict, num_gpus: int, gib: float, **changes) -> list[Plan]:
+    try:
+        return plan(model, run_config(**changes), cluster(num_gpus, gib))
+    except NothingFits:
+        return []
+
+
+@tries
+@given(model=models, num_gpus=gpus, gib=st.floats(1, 100))
+def test_every_plan_is_valid_fits_and_uses_all_gpus(model, num_gpus, gib):
+    where, config = cluster(num_gpus, gib), run_config()
+    for each in plans_of(model, num_gpus, gib):
+        of_servers = each.rollout_tp * each.replicas
+        validate_layout(model, each.learner, num_processes=num_gpus - of_servers)
+        validate_rollout_layout(model, each.rollout_tp)
+        assert each.learner_memory.total <= USABLE_SHARE * where.gpu_bytes
+        assert each.rollout_memory.tokens >= config.learner.token_budget
+        assert 8 % each.learner.tp == 8 % each.rollout_tp == 0
+        assert num_gpus <= 8 or of_servers % 8 == 0
+        # the config that the plan makes is a config
+        servers = {"tp": each.rollout_tp, "replicas": each.replicas}
+        run_config(layout=each.learner.model_dump(), rollout=config.rollout.model_dump() | servers)
+
+
+@tries
+@given(model=models, num_gpus=gpus, gib=st.floats(1, 100), more=st.floats(0, 100))
+def test_more_memory_removes_no_plan(model, num_gpus, gib, more):
+    before, after = ({pair(each) for each in plans_of(model, num_gpus, size)} for size in (gib, gib + more))
+    assert before <= after
+
+
+@tries
+@given(model=models, num_gpus=gpus, gib=st.floats(1, 100))
+def test_the_order_is_total_and_stable(model, num_gpus, gib):
+    plans = plans_of(model, num_gpus, gib)
+    keys = [each.rank_key for each in plans]
+    assert all(a < b for a, b in itertools.pairwise(keys))
+    assert [pair(each) for each in plans] == [pair(each) for each in plans_of(model, num_gpus, gib)]
+    said = reasons(plans)
+    assert len(said) == len(plans) and all(said)
+
+
+@tries
+@given(model=models, num_gpus=gpus, gib=st.floats(1, 100))
+def test_alike_beats_apart_and_no_sp_beats_sp(model, num_gpus, gib):
+    """The order of the issue, from the sizes themselves."""
+    ranks = [(each.learner.tp, each.rollout_tp, each.learner.sp) for each in plans_of(model, num_gpus, gib)]
+    apart = [tp != rollout_tp for tp, rollout_tp, _ in ranks]
+    assert apart == sorted(apart)
+    for sizes in {rank[:2] for rank in ranks}:
+        with_sp = [sp for *mine, sp in ranks if tuple(mine) == sizes]
+        assert with_sp == sorted(with_sp)
+
+
+def test_a_measured_table_decides_first(tmp_path):
+    """tp=2 with sp on both sides measured least, tp=1 with tp=1 most, and nothing else measured."""
+    rows = [("tp=2,sp", "tp=2", 0.01), ("tp=2,sp,pp=2", "tp=2", 0.02), ("tp=1", "tp=1", 0.4), ("tp=2", "tp=1", 0.03)]
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps({"pairs": [{"learner": a, "rollout": b, "max_mean": x, "max_abs": 1} for a, b, x in rows]}))
+    measured = read_measured(file)
+    assert measured == {(2, True, 2): 0.02, (1, False, 1): 0.4, (2, False, 1): 0.03}
+    plans = plan(QWEN_7B, run_config(), cluster(8), measured=measured)
+    order = list(dict.fromkeys((each.learner.tp, each.learner.sp, each.rollout_tp) for each in plans))
+    assert order[:3] == [(2, True, 2), (2, False, 1), (1, False, 1)]
+    assert order[3] == (2, False, 2), "then by the rule: same tp, no sp"
+    said = dict(zip([pair(each) for each in plans], reasons(plans), strict=True))
+    assert "measured mismatch 0.02" in reasons(plans)[0]
+    assert any("not in the measured table" in text for text in said.values())
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", '{"pairs": [{"learner": "tp=2"}]}', '{"pairs": [{"learner": "tp=x", "rollout": "", "max_mean": 1}]}']
+)
+def test_a_table_that_is_none_is_named(tmp_path, content):
+    (tmp_path / "m.json").write_text(content)
+    with pytest.raises(ValueError, match=r"m\.json is no table of `tandem mismatch`"):
+        read_measured(tmp_path / "m.json")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_measured(tmp_path / "none.json")
+
+
+def test_traffic_by_hand():
+    """SMALL on tp=2 dp=2 pp=2: 512 responses of 4096 tokens, N = 2^20 on each rank; b H N = 2 * 256 * 2^20 = 512 MiB = h."""
+    config, h, architecture = run_config(), 2**29, read_architecture(SMALL)
+    found = traffic(architecture, config, LayoutConfig(tp=2, pp=2, dp=2))
+    # 3 layers of a stage * 2 all-reduces * (forward, again, backward) * 2 (2 - 1) / 2
+    assert found.tensor == 3 * 2 * 3 * h
+    assert found.pipeline == 2 * h
+    assert found.expert == 0
+    split = traffic(architecture, config, LayoutConfig(tp=2, sp=True, pp=2, dp=2))
+    assert (split.tensor, split.pipeline) == (3 * 2 * 3.5 * h, h)
+    # a stage: three layers (256 * (8 + 4) * 32 + 8 * 32 * 256 + 3 * 256 * 768) / 2 and norms 512 + 64, a table 500 * 256; the last stage
+    # has the final norm too
+    of_rank = 3 * ((98304 + 65536 + 589824) // 2 + 576) + 128000 + 256
+    assert found.data == (4 + 2) * of_rank // 2
+    assert found.transfer == 2 * of_rank * 2
+    assert traffic(architecture, run_config(kl={"coefficient": 0.1}), LayoutConfig(tp=2, pp=2, dp=2)).pipeline == 3 * h
+
+
+def test_traffic_of_experts_by_hand():
+    """SMALL_MOE on tp=2 sp, dp=2, ep=4: N = 2^20, of which each rank routes a half; 6 layers, 2 experts a token, 3 of 4 parts leave."""
+    found = traffic(read_architecture(SMALL_MOE), run_config(), LayoutConfig(tp=2, sp=True, dp=2, ep=4))
+    assert found.expert == 6 * 2 * 2 * 2**28 * 3 // 4 * 3
+    assert found.tensor == 6 * 3.5 * 2**29  # attention's alone
+    # the experts of a rank are on no other
+    shared = 6 * ((98304 + 65536) // 2 + 576 + 256 * 12) + 2 * 500 * 256 + 256
+    assert found.data == 6 * shared // 2
+
+
+def tandem(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "launch", *arguments]
+    return subprocess.run(command, cwd=cwd, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60)
+
+
+def write_config(folder: Path, hf_config: dict) -> Path:
+    """A run whose model folder has a config.json and nothing else."""
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(hf_config))
+    content = run_config().model_dump(mode="json", include={"task", "rollout", "learner"}) | {"model": {"path": "model"}}
+    (folder / "run.yaml").write_text(yaml.safe_dump(content))
+    return folder / "run.yaml"
+
+
+def test_the_command_prints_a_table_and_yaml_to_paste(tmp_path):
+    write_config(tmp_path, QWEN_7B)
+    done = tandem("plan", "run.yaml", "--gpus", "8", "--gpu-memory", "80", "--top", "3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "same TP 1 on both sides, no SP" in done.stdout and "│ 3 " in done.stdout and "│ 4 " not in done.stdout
+    pasted = yaml.safe_load(done.stdout[done.stdout.index("layout:") :])
+    assert pasted["layout"] == {"tp": 1, "pp": 2, "vpp": 1, "sp": False, "cp": 1, "ep": 1, "dp": 2}
+    assert pasted["rollout"] == {"tp": 1, "replicas": 4}
+    assert pasted["learner"] == {"token_budget": 16384, "logprob_chunk_tokens": 1024, "recompute": "full"}
+    (tmp_path / "planned.yaml").write_text(yaml.safe_dump({"extends": "run.yaml"} | pasted))
+    checked = tandem("plan", "planned.yaml", "--gpus", "8", "--gpu-memory", "80", cwd=tmp_path)
+    assert checked.returncode == 0, checked.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpus", "2", "--gpu-memory", "24"], ["nothing fits on 2 GPUs of 24.0 GiB", "use "]),
+        (["--gpus", "12", "--gpu-memory", "80"], ["--gpus 12", "multiple"]),
+        (["--gpus", "8", "--gpu-memory", "80", "--measured", "none.json"], ["none.json", "cannot be read"]),
+        (["--gpus", "8", "--gpu-memory", "80", "model.path=nowhere"], ["nowhere", "config.json"]),
+        (["--gpus", "1", "--gpu-memory", "80"], ["--gpus"]),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(tmp_path, arguments, said):
+    write_config(tmp_path, QWEN_7B)
+    done = tandem("plan", "run.yaml", *arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout
+    assert "Traceback" not in done.stderr
+    for part in said:
+        assert part in done.stderr, done.stderr
+
+
+def test_a_config_without_a_rollout_is_refused(tmp_path):
+    done = tandem("plan", str(ROOT / "configs/recipes/countdown_tiny_sft.yaml"), "--gpus", "8", "--gpu-memory", "80", cwd=tmp_path)
+    assert done.returncode == 2 and "kind: sft has no rollout to plan for" in done.stderr
+
+
+def test_dry_run_says_what_a_rank_holds(tmp_path):
+    write_config(tmp_path, SMALL)
+    done = tandem("train", "run.yaml", "--dry-run", "task.type=countdown", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "# memory of a learner rank: " in done.stdout and "# memory of a server rank: " in done.stdout
+
+
+def test_every_layout_that_fits_is_enumerated():
+    """By trying all sizes on six processes."""
+    for model in (SMALL, SMALL_MOE):
+        found = {layout_text(layout) for layout in fitting_layouts(read_architecture(model), 6)}
+        wanted = set()
+        for tp, pp, dp in [(t, p, d) for t in range(1, 7) for p in range(1, 7) for d in range(1, 7) if t * p * d == 6]:
+            for ep in range(1, 13):
+                for sp in (False, True):
+                    try:
+                        layout = LayoutConfig(tp=tp, pp=pp, dp=dp, ep=ep, sp=sp)
+                        validate_layout(model, layout, num_processes=6)
+                    except ValueError:
+                        continue
+                    wanted.add(layout_text(layout))
+        assert found == wanted
