@@ -4,7 +4,7 @@
 
 - bare: one ``dist.broadcast`` of a buffer with all the bytes, learner's process to one other, received into memory that is there.
 - transfer: what a publish does between begin and end: export from Megatron's parameters, conversion and copy into buckets, the request
-  and the broadcast of each bucket, to a process that receives every bucket into new memory, as SGLang does, and loads nothing.
+  and the broadcast of each bucket, to a process with a server's environment that allocates and receives as SGLang does and loads nothing.
 - transfer to SGLang: the same to a real server, which also copies the tensors into its model. That work is SGLang's; it is shown beside.
 
 All three are between two processes, in groups of the same size, and alternate round by round, so that a slow spell of a shared machine hits
@@ -12,6 +12,7 @@ them alike; the first round warms up and is not counted.
 """
 
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -70,7 +71,8 @@ def measure(model: Path, rounds: int, bucket_mib: int | None, scratch: Path, *, 
     from parallel import platform, weight_transfer
     from parallel.megatron_engine import MegatronEngine
 
-    max_bytes = bucket_mib * 2**20 if bucket_mib else weight_transfer.BUCKET_BYTES
+    max_bytes = bucket_mib * 2**20 if bucket_mib else weight_transfer.BUCKET_BYTES["cpu"]
+    buffers = weight_transfer.Buffers()
     torch.set_num_threads(1)
     platform.init_distributed(TIMEOUT_S)
     engine = MegatronEngine(
@@ -92,7 +94,7 @@ def measure(model: Path, rounds: int, bucket_mib: int | None, scratch: Path, *, 
             timed("bare broadcast", lambda: bare(senders["transfer"], receiver, flat))
             for name, line_to in lines.items():
                 line_to.begin_update()
-                timed(name, lambda name=name: transfer(senders[name], engine, max_bytes))
+                timed(name, lambda name=name: transfer(senders[name], engine, max_bytes, buffers))
                 line_to.end_update()
         for one in senders.values():
             one.close()
@@ -108,10 +110,10 @@ def sender(control):
     return StageSender(control, 1, "gloo", TIMEOUT_S)
 
 
-def transfer(to, engine, max_bytes: int) -> None:
+def transfer(to, engine, max_bytes: int, buffers) -> None:
     from parallel.weight_transfer import make_buckets
 
-    buckets = make_buckets(engine.export_hf(), dtype=torch.float32, max_bytes=max_bytes)
+    buckets = make_buckets(engine.export_hf(), dtype=torch.float32, max_bytes=max_bytes, buffers=buffers)
     to.send(next(buckets), buckets, None, None)
 
 
@@ -155,9 +157,12 @@ class Receiver:
     urls = ("receiver",)
 
     def __enter__(self) -> "Receiver":
+        from rollout.sglang_server import REUSED_MEMORY
+
         context = mp.get_context("spawn")
         self._ours, theirs = context.Pipe()
         self._process = context.Process(target=receive_forever, args=(theirs,), daemon=True)
+        os.environ.update(REUSED_MEMORY)  # read by glibc as the process starts
         self._process.start()
         self._pool = ThreadPoolExecutor(1)
         return self

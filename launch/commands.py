@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
-from configs.schema.layout import LayoutConfig
+from configs.schema.layout import LayoutConfig, layout_text
 from configs.schema.run import JsonlSftData
 from configs.schema.task import CountdownTask
 from launch import roles, run_folder
@@ -172,18 +172,21 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
     from launch import verify_sync as verification
 
     try:
-        layouts = [layout for layout, _ in verification.layouts(learners)] or [None]
+        asked = verification.layouts(learners)
         tps = verification.rollout_sizes(rollouts)
     except ValueError as error:
         raise BadInput(str(error)) from error
-    configs = [_load(config_path, [*overrides, *verification.overrides(layout)], RunConfig) for layout in layouts]
+    configs = {text: _load(config_path, [*overrides, *verification.overrides(layout)], RunConfig) for text, layout in asked.items()}
+    if not configs:
+        of_config = _load(config_path, overrides, RunConfig)
+        configs = {layout_text(of_config.layout): of_config}
+    first = next(iter(configs.values()))
     try:
-        hf_config = read_hf_config(configs[0].model.path)
         for tp in tps:
-            validate_rollout_layout(hf_config, tp)
+            validate_rollout_layout(read_hf_config(first.model.path), tp)
     except ValueError as error:
         raise BadInput(f"--rollout: {error}") from error
-    return verification.run(configs, tps or [configs[0].rollout.tp], role)
+    return verification.run(configs, tps or [first.rollout.tp], role)
 
 
 def existing_run(run: Path) -> RunFolder:

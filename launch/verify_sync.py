@@ -59,13 +59,12 @@ class Finding:
         return not self.export and not any(self.served.values())
 
 
-def layouts(texts: Sequence[str]) -> list[tuple[LayoutConfig, str]]:
-    """The ``--learner`` options. Raises ValueError."""
+def layouts(texts: Sequence[str]) -> dict[str, LayoutConfig]:
+    """The ``--learner`` options, each once. Raises ValueError."""
     try:
-        found = {layout_text(layout): layout for layout in map(parse_layout, texts)}
+        return {layout_text(layout): layout for layout in map(parse_layout, texts)}
     except ValueError as error:
         raise ValueError(f"--learner: {error}") from error
-    return [(layout, text) for text, layout in found.items()]
 
 
 def rollout_sizes(texts: Sequence[str]) -> list[int]:
@@ -77,16 +76,16 @@ def rollout_sizes(texts: Sequence[str]) -> list[int]:
     return list(dict.fromkeys(int(text.partition("=")[2]) for text in texts))
 
 
-def overrides(layout: LayoutConfig | None) -> list[str]:
-    """What makes ``layout`` that of a config; None leaves it."""
-    return [] if layout is None else [f"layout.{name}={json.dumps(value)}" for name, value in layout.model_dump().items()]
+def overrides(layout: LayoutConfig) -> list[str]:
+    """What makes ``layout`` that of a config."""
+    return [f"layout.{name}={json.dumps(value)}" for name, value in layout.model_dump().items()]
 
 
 # ------------------------------------------------------------------------------------------------------- in the command's process
 
 
-def run(configs: Sequence[RunConfig], tps: Sequence[int], start: StartRole) -> bool:
-    """The whole proof, for the learner layouts of ``configs``. ``start(name, folder, config, ...)`` makes a role."""
+def run(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRole) -> bool:
+    """The whole proof, for learner layouts by the user's names. ``start(name, folder, config, ...)`` makes a role."""
     from rollout.sglang_control import ControlError
 
     try:
@@ -95,19 +94,18 @@ def run(configs: Sequence[RunConfig], tps: Sequence[int], start: StartRole) -> b
         raise RoleFailed(f"a server failed: {error}") from error
 
 
-def _prove(configs: Sequence[RunConfig], tps: Sequence[int], start: StartRole) -> bool:
-    base = configs[0]
+def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRole) -> bool:
+    texts, base = list(configs), next(iter(configs.values()))
     out = run_folder.create(base.launch.runs_dir, f"{base.name}-verify-sync", resolved_yaml(base)).path
     print(f"folder: {out}", flush=True)
-    texts = [layout_text(config.layout) for config in configs]
     exports: dict[str, list[str]] = {}
     transferred: dict[tuple[str, int], list[Answers]] = {}
-    first_gpu = max(config.layout.world_size for config in configs)
+    first_gpu = max(config.layout.world_size for config in configs.values())
     serving = Serving(out=out, base=base, tps=tps, start=start, first_gpu=first_gpu)
     with Supervisor(grace_s=base.launch.stop_grace_s) as supervisor, ExitStack() as lines:
         controls = serving.begin(supervisor, lines, name="servers", model=base.model.path, replicas=base.rollout.replicas)
         original = {tp: _ask(control, base) for tp, control in controls.items()}
-        for number, (config, text) in enumerate(zip(configs, texts, strict=True), 1):
+        for number, (text, config) in enumerate(configs.items(), 1):
             print(f"[{number}/{len(configs)}] learner {text}: {config.layout.world_size} rank(s)", flush=True)
             if number > 1:
                 _set_back(controls, base, original)

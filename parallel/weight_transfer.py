@@ -22,7 +22,9 @@ from parallel import platform
 
 T = TypeVar("T")
 
-BUCKET_BYTES = 512 * 2**20
+BUCKET_BYTES = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
+"""By device. On a GPU the requests' latency counts, so buckets are large. On CPU the copies count: a small bucket stays in the cache
+until it is sent, and the receiver's allocator gives it the last one's memory again (see ``sglang_server.REUSED_MEMORY``)."""
 CHECK_EVERY_S = 0.05
 
 
@@ -49,24 +51,44 @@ class Bucket:
             start += size
 
 
-def make_buckets(tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, max_bytes: int = BUCKET_BYTES) -> Iterator[Bucket]:
+class Buffers:
+    """Memory for two buckets, which take turns: one can be filled while the other is still being sent.
+
+    It is kept from one transfer to the next: on CPU new memory costs as much as the copy into it.
+    """
+
+    def __init__(self) -> None:
+        self._flat: list[Tensor | None] = [None, None]
+
+    def take(self, size: int, place: torch.device) -> Tensor:
+        """uint8 [at least size]; what it holds stays until ``take`` has been called twice more."""
+        self._flat.reverse()
+        if self._flat[0] is None or self._flat[0].numel() < size:
+            self._flat[0] = torch.empty(size, dtype=torch.uint8, device=place)
+        return self._flat[0]
+
+    def release(self) -> None:
+        """Between transfers a GPU's memory is the training's: its allocator gives it back at once when asked again."""
+        self._flat = [flat if flat is not None and flat.device.type == "cpu" else None for flat in self._flat]
+
+
+def make_buckets(
+    tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, buffers: Buffers | None = None, max_bytes: int | None = None
+) -> Iterator[Bucket]:
     """Group ``(name, full tensor)`` pairs into buckets of at most ``max_bytes`` (a larger single tensor gets its own).
 
-    Each tensor is converted and copied straight into one of two buffers that take turns, so that a bucket can be filled while the one
-    before it is still being sent: a bucket's bytes hold until the next but one is asked for.
+    Each tensor is converted and copied straight into one of two buffers: a bucket's bytes hold until the next but one is asked for.
+    max_bytes: None for ``BUCKET_BYTES`` of the device.
     """
-    buffers: list[Tensor | None] = [None, None]
+    buffers = buffers or Buffers()
     filling = _Filling(dtype)
     for name, tensor in tensors:
-        size = tensor.numel() * dtype.itemsize
-        if filling.names and filling.size + size > max_bytes:
+        size, limit = tensor.numel() * dtype.itemsize, max_bytes or BUCKET_BYTES[tensor.device.type]
+        if filling.names and filling.size + size > limit:
             yield filling.bucket(is_last=False)
-            buffers.reverse()
             filling = _Filling(dtype)
         if not filling.names:
-            if buffers[0] is None or buffers[0].numel() < size:
-                buffers[0] = torch.empty(max(size, max_bytes), dtype=torch.uint8, device=tensor.device)
-            filling.buffer = buffers[0]
+            filling.buffer = buffers.take(max(size, limit), tensor.device)
         filling.add(name, tensor)
     if filling.names:
         yield filling.bucket(is_last=True)

@@ -70,7 +70,7 @@ def test_prompts_share_no_beginning():
 
 def test_options_are_read_and_repeats_dropped():
     assert rollout_sizes(["tp=2", "tp=1", "tp=2"]) == [2, 1]
-    assert [text for _, text in layouts(["sp,tp=2", "tp=2,sp=true", "pp=2"])] == ["tp=2,sp", "pp=2"]
+    assert list(layouts(["sp,tp=2", "tp=2,sp=true", "pp=2"])) == ["tp=2,sp", "pp=2"]
     for text in ("tp", "2", "tp=0", "tp=x", "pp=2"):
         with pytest.raises(ValueError, match=f"--rollout {text}: write tp=N"):
             rollout_sizes([text])

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.megatron_engine import Groups
-from parallel.weight_transfer import Bucket, WeightBroadcaster, make_buckets
+from parallel.weight_transfer import Bucket, Buffers, WeightBroadcaster, make_buckets
 from rollout.records import Completion
 from rollout.sglang_control import ExpectedChecksums, SGLangControl
 from trainer.learner import Learner
@@ -82,6 +82,7 @@ class WeightSync:
         self._tensor_parallel = tensor_parallel
         self._samples_are_probes = samples_are_probes and self._checks_bytes
         self._sender: StageSender | None = None
+        self._buffers = Buffers()
         urls = [control.urls if control is not None else None]
         dist.broadcast_object_list(urls, src=0)
         if learner.groups.is_stage_first:
@@ -123,12 +124,14 @@ class WeightSync:
             for _ in exported:  # the gathering needs every rank of the stage
                 pass
             return {}, 0
-        buckets = make_buckets(exported, dtype=self._dtype)
+        buckets = make_buckets(exported, dtype=self._dtype, buffers=self._buffers)
         first = next(buckets)
         with in_turn(groups):
             # Only the very last bucket names the version (and flushes): an update that breaks off is never reported under its new one.
             last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
-            return self._sender.send(first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None)
+            sent = self._sender.send(first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None)
+        self._buffers.release()
+        return sent
 
     def _new_checksums(self) -> ExpectedChecksums:
         return ExpectedChecksums(tensor_parallel=self._tensor_parallel, kv_heads=self._learner.engine.architecture.num_kv_heads)
