@@ -143,6 +143,8 @@ class _Engine:
         hf_config = read_hf_config(model.path)
         layout = layout.resolved(dist.get_world_size())
         validate_layout(hf_config, layout, num_processes=dist.get_world_size())
+        if layout.cp > 1:
+            raise ValueError(f"layout.cp={layout.cp}: this learner does not split packed sequences over ranks; use cp=1")
         _join_groups(layout, seed, timeout_s)
         self.groups = _groups()
         self.source = model.path

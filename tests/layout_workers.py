@@ -13,9 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema.layout import LayoutConfig
+from configs.schema.run import RunConfig
+from parallel import platform
 from parallel.hf_conversion import export_hf
 from parallel.megatron_engine import MegatronEngine, NonFiniteError, ValueEngine, _logprobs, _values, finalize_model_grads
 from parallel.packing import PackedBatch
+from rollout.records import Completion, FinishReason, Group
 from tests.megatron_workers import (
     clipped_loss,
     heads_of,
@@ -25,6 +28,10 @@ from tests.megatron_workers import (
     make_value_engine,
     weighted_loss,
 )
+from trainer.advantages import compute_advantages
+from trainer.correction import correct
+from trainer.learner import Learner
+from trainer.metrics import values
 
 LENGTHS = [9, 5, 12, 9, 3, 20, 5, 12]
 OPTIMIZER = {"clip_grad": 0.05, "weight_decay": 0.1}
@@ -170,7 +177,35 @@ def work_bad_loss(layout: LayoutConfig, **job: Any) -> dict[str, Any]:
     return {"message": message, "unchanged": all(torch.equal(before[name], after[name]) for name in before)}
 
 
-WORK = {"step": work_step, "save": work_save, "load": work_load, "bad_loss": work_bad_loss}
+def work_learner(layout: LayoutConfig, config: RunConfig, groups: list[Group]) -> dict[str, Any]:
+    """One RL step of the whole learner, critic included, and its probe of two completions. Rank 0 alone has the groups."""
+    platform.init_distributed(60.0)
+    learner = Learner(config.model_copy(update={"layout": layout}))
+    batch = learner.score(learner.receive(groups if learner.is_first_rank else None), before_update=True)
+    found = correct(batch.packed, config.correction, learner.total)
+    batch = batch.with_advantages(
+        compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, config.advantage, total=learner.total)
+    )
+    batch = batch.with_loss_weights(found, config.aggregation, config.correction.denominator, learner.total)
+    (microbatches,) = batch.minibatches()
+    update = learner.update(microbatches, policy=True)
+    completions = [
+        Completion(token_ids=ids, rollout_logprobs=[0.0] * len(ids), token_versions=[0] * len(ids), finish_reason=FinishReason.STOP)
+        for ids in ([3, 9, 4], [8])
+    ]
+    return {
+        "metrics": values(update.metrics),
+        "logprobs_T": batch.scattered(update.logprobs),
+        "ids_S": batch.packed.sequence_ids_S,
+        "lengths": batch.packed.lengths,
+        "num_microbatches": len(microbatches),
+        "weights": weights_by_hf_names(learner.engine),
+        "critic": weights_by_hf_names(learner.critic.engine),
+        "probe": learner.logprobs_of([5, 7, 1], completions, temperature=0.7),
+    }
+
+
+WORK = {"learner": work_learner, "step": work_step, "save": work_save, "load": work_load, "bad_loss": work_bad_loss}
 
 
 def work_layout(layout: LayoutConfig, jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:

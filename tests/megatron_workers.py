@@ -77,12 +77,12 @@ def make_batch(lengths: list[int], *, seed: int = 0, vocab: int = VOCAB) -> Pack
 
 def make_engine(
     folder: Path, *, layout: LayoutConfig | None = None, dtype: str = "float32", steps: int = 10, recompute: str = "none",
-    timeout_s: float = 120.0, **optimizer,
+    timeout_s: float = 120.0, fp32_lm_head: bool = False, **optimizer,
 ) -> MegatronEngine:  # fmt: skip
     platform.init_distributed(60.0)
     settings = OptimizerConfig(**{"lr": 1e-2, "eps": 1e-4, "clip_grad": 1e9, **optimizer})
     return MegatronEngine(
-        ModelConfig(path=folder, dtype=dtype),
+        ModelConfig(path=folder, dtype=dtype, fp32_lm_head=fp32_lm_head),
         layout or LayoutConfig(),
         settings,
         total_optimizer_steps=steps,

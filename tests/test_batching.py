@@ -5,7 +5,9 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
+from configs.schema.run import AnyConfig
 from rollout.records import FinishReason, Trajectory
 from trainer.batching import pack_trajectories, packed_length, plan_batches
 
@@ -155,6 +157,17 @@ GOOD = {"num_minibatches": 1, "sequences_per_group": 2, "dp_size": 1, "token_bud
 def test_errors_name_value_and_fix(lengths, change, message):
     with pytest.raises(ValueError, match=message):
         plan_batches(lengths, **(GOOD | change))
+
+
+@pytest.mark.parametrize(("layout", "ranks_sequences"), [({"pp": 8, "vpp": 2}, 12), ({"pp": 4, "vpp": 2, "dp": 2}, 6)])
+def test_a_run_whose_minibatches_do_not_fill_an_interleaved_pipeline_is_refused_at_load(layout, ranks_sequences):
+    run = {"kind": "train", "model": {"path": "m"}, "task": {"type": "countdown"}, "rollout": {"prompts_per_step": 4, "group_size": 3}}
+    warm_start = {"kind": "sft", "model": {"path": "m"}, "data": {"type": "countdown"}, "output": "out", "batch_size": 12}
+    stages = layout["pp"]
+    for config in (run, warm_start):
+        with pytest.raises(ValueError, match=rf"vpp=2 interleaves layout.pp={stages} .* {ranks_sequences} sequences.*multiple of {stages}"):
+            TypeAdapter(AnyConfig).validate_python(config | {"layout": layout})
+        TypeAdapter(AnyConfig).validate_python(config | {"layout": layout | {"vpp": 1}})
 
 
 def trajectory(token_ids, **change):

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from configs.schema.layout import LayoutConfig
+from configs.schema.objective import AggregationConfig
+from configs.schema.run import RunConfig
 from parallel.megatron_engine import _join_groups
 from tests.layout_workers import OPTIMIZER, build, work_layout
-from tests.megatron_workers import make_hf_model, run_ranks
+from tests.megatron_workers import VOCAB, learner_config, make_hf_model, run_ranks
+from tests.test_step_batch import make_groups
 
 pytestmark = pytest.mark.engines
 TOLERANCE = 1e-5
@@ -35,8 +38,23 @@ STEPS = {
     "tp2 pp2 sp": (UNTIED, TIED, CRITIC),
     "pp2 dp2": (TIED,),  # the two copies of the embedding, each sharded over data-parallel ranks by the optimizer
 }
-CHECKPOINT, BAD_LOSS, RECOMPUTED = "checkpoint", "bad loss", "recomputed"
+CHECKPOINT, BAD_LOSS, RECOMPUTED, LEARNER = "checkpoint", "bad loss", "recomputed", "learner"
+LEARNER_LAYOUTS = ("pp2 vpp2", "tp2 pp2 sp")
 WRITER, READER = "tp2 pp2 sp", "pp2 vpp2"
+
+
+def learner_run(folder) -> RunConfig:
+    """A critic beside the policy, rejection inside the loss (the normaliser is known after its forward pass), one minibatch."""
+    rejecting = {
+        "weight": {"level": "token", "upper": 1.5},
+        "reject": [{"rule": "ratio", "level": "geometric", "upper": 3.0}, {"rule": "ratio", "level": "token", "upper": 10.0}],
+    }
+    aggregation = AggregationConfig(type="token_mean")
+    config = learner_config(
+        folder, data_parallel=1, aggregation=aggregation, sharded=True, correction=rejecting, learner={"minibatches": 1}
+    )
+    optimizer = {"lr": 1e-2, "eps": 1e-4}
+    return RunConfig.model_validate(config.model_dump() | {"advantage": {"type": "gae"}, "critic": {"optimizer": optimizer}})
 
 
 class Runs:
@@ -50,11 +68,14 @@ class Runs:
             TIED: {"kind": "policy", "folder": make_hf_model(root / "tied", "qwen2", tied=True, num_hidden_layers=4)},
         }
         self.jobs[CRITIC] = {"kind": "critic", "folder": self.jobs[TIED]["folder"]}
+        groups = make_groups([[9, 5, 14], [12, 3, 20], [7, 16, 2], [11, 4, 8]], [[1.0, 0.0, 0.1]] * 4, seed=3, vocab=VOCAB)
+        self.learner = {"config": learner_run(self.jobs[UNTIED]["folder"]), "groups": groups}
 
     def one_process(self) -> dict:
         if "one process" not in self.found:
             jobs = {name: ("step", job) for name, job in self.jobs.items()}
             jobs[RECOMPUTED] = ("step", self.jobs[UNTIED] | {"recompute": "full"})
+            jobs[LEARNER] = ("learner", self.learner)
             self.found["one process"] = work_layout(LayoutConfig(), jobs)
         return self.found["one process"]
 
@@ -68,6 +89,8 @@ class Runs:
         checkpoint = self.jobs[TIED] | {"checkpoint": self.root / "checkpoints" / "step_000001"}
         if layout == "pp2":
             jobs[BAD_LOSS] = ("bad_loss", self.jobs[UNTIED])
+        if layout in LEARNER_LAYOUTS:
+            jobs[LEARNER] = ("learner", self.learner)
         if layout == WRITER:
             jobs[RECOMPUTED] = ("step", self.jobs[UNTIED] | {"recompute": "full"})
             jobs[CHECKPOINT] = ("save", checkpoint)
@@ -75,7 +98,7 @@ class Runs:
             self.of(WRITER)
             jobs[CHECKPOINT] = ("load", checkpoint)
         sizes = LAYOUTS[layout]
-        return run_ranks(work_layout, sizes.world_size, self.root / layout, sizes, jobs)
+        return run_ranks(work_layout, sizes.world_size, self.root / layout, sizes, jobs, deadline_s=400.0)
 
     def loaded_in_one_process(self) -> dict:
         self.of(WRITER)
@@ -141,6 +164,24 @@ def test_a_checkpoint_goes_on_in_another_layout(runs, reader):
     found = runs.loaded_in_one_process() if reader == "one process" else runs.of(READER)[0][CHECKPOINT]
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
     assert greatest_difference(found["weights"], wanted["weights"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", LEARNER_LAYOUTS)
+def test_the_learner_steps_like_one_process(runs, layout):
+    wanted = runs.one_process()[LEARNER]
+    assert 0.1 < wanted["metrics"]["mismatch/kept_fraction"] < 1
+    logprobs_S = per_sequence(wanted)
+    for found in (rank[LEARNER] for rank in runs.of(layout)):
+        assert found["num_microbatches"] % LAYOUTS[layout].microbatch_multiple == 0
+        assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-4, abs=1e-6)
+        for sequence, logprobs_T in per_sequence(found).items():
+            torch.testing.assert_close(logprobs_T, logprobs_S[sequence], rtol=0, atol=1e-5)
+        assert max(greatest_difference(found[part], wanted[part]) for part in ("weights", "critic")) < TOLERANCE
+        assert [p for row in found["probe"] for p in row] == pytest.approx([p for row in wanted["probe"] for p in row], abs=1e-5)
+
+
+def per_sequence(found):
+    return dict(zip(found["ids_S"].tolist(), found["logprobs_T"].split(found["lengths"]), strict=True))
 
 
 def test_a_bad_loss_on_the_last_stage_stops_all(runs):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
+from parallel.checkpoint import optimizer_parts
 from parallel.megatron_engine import MegatronEngine, NonFiniteError
 from tests.megatron_workers import (
     gradients_of,
@@ -194,6 +195,51 @@ def test_a_frozen_engine_scores_and_refuses_to_train(folder):
     for action in (lambda: frozen.update([batch], weighted_loss, temperature=1.0), lambda: frozen.save(folder, {})):
         with pytest.raises(ValueError, match="frozen"):
             action()
+
+
+def mean_loss(factor):
+    def loss_fn(batch, logprobs_T, entropy_T):
+        loss, found = weighted_loss(batch, logprobs_T, entropy_T)
+        return loss * factor / batch.num_tokens, found["logprobs_T"]
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_float16_steps_by_the_unscaled_gradient_and_skips_one_that_overflows(folder, distributed):
+    batch = make_batch(LENGTHS)
+    engine, exact = (make_engine(folder, dtype=dtype, distributed=distributed) for dtype in ("float16", "float32"))
+    scored = engine.logprobs([batch], temperature=0.7)[0][0]
+    found, wanted = (e.update([batch], mean_loss(0.1), temperature=0.7) for e in (engine, exact))
+    assert torch.equal(found.outputs[0], scored)
+    assert found.skipped is False and wanted.skipped is None
+    assert found.grad_norm == pytest.approx(wanted.grad_norm, rel=1e-2)
+    weights = weights_of(engine)
+    assert relative_difference({n: t.float() for n, t in weights.items()}, weights_of(exact)) < 2e-3
+    skipped = [engine.update([batch], mean_loss(1e6), temperature=0.7) for _ in range(2)]
+    assert [(s.skipped, s.grad_norm, s.lr) for s in skipped] == [(True, float("inf"), 0.0)] * 2
+    assert all(torch.equal(weights[n], t) for n, t in weights_of(engine).items())
+    (scaler,) = {part.grad_scaler for part in optimizer_parts(engine._optimizer)}
+    assert scaler.scale.item() == 2.0**15  # Megatron forgives the first
+    scaler._scale.fill_(1.0)
+    with pytest.raises(NonFiniteError, match=r"not finite at a loss scale of 1.0"):
+        engine.update([batch], mean_loss(float(2**60)), temperature=0.7)
+    assert all(torch.equal(weights[n], t) for n, t in weights_of(engine).items())
+
+
+def test_a_float32_output_projection_leaves_the_rest_in_bfloat16(folder):
+    batch = make_batch(LENGTHS)
+    engine = make_engine(folder, dtype="bfloat16", fp32_lm_head=True)
+    model = engine.chunks[0]
+    with torch.no_grad():
+        logits_TV = model.logits(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T))
+    assert logits_TV.dtype == torch.float32 and model.output_layer.weight.dtype == torch.bfloat16
+    scored_T = engine.logprobs([batch], temperature=0.7)[0][0]
+    wanted_T = (logits_TV / 0.7).log_softmax(-1).gather(1, batch.targets_T[:, None]).squeeze(1)
+    torch.testing.assert_close(scored_T, wanted_T, rtol=0, atol=1e-5)
+    rounded_T = make_engine(folder, dtype="bfloat16").logprobs([batch], temperature=0.7)[0][0]
+    assert (rounded_T - wanted_T).abs().max() > 1e-3
+    assert torch.equal(engine.update([batch], mean_loss(1.0), temperature=0.7).outputs[0], scored_T)
 
 
 def test_layout_is_checked_against_the_processes(folder):
