@@ -6,7 +6,7 @@ Exit codes: 0 done; 1 a role failed; 2 bad input, nothing was started; 130 inter
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -115,7 +115,7 @@ def mismatch(
 def make_tiny_model(
     folder: Annotated[Path, typer.Argument(help="The folder to write", metavar="FOLDER")],
     seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
-    family: Annotated[str, typer.Option(help="qwen3, qwen3_moe or mixtral.")] = "qwen3",
+    family: Annotated[Literal["qwen3", "qwen3_moe", "mixtral"], typer.Option(help="Of the model.")] = "qwen3",
 ) -> None:
     """A tiny model with a character tokenizer for Countdown, with random weights."""
     from rollout.tiny_model import make_tiny_countdown_model

@@ -77,6 +77,7 @@ def mark_expert_parameters(model: nn.Module) -> None:
 
     It knows by itself where experts are split. Where they are not, under tensor with sequence parallelism every tensor-parallel rank has
     all experts but only its own tokens, and without this their gradients would silently stay those of one rank.
+    And with it experts have an optimizer of their own in every layout, so that a checkpoint of one loads into the other.
     """
     for layer in _moe_layers(model):
         for parameter in layer.experts.parameters():

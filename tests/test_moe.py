@@ -10,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+from typer.testing import CliRunner
 
 from configs.schema.layout import LayoutConfig
+from launch.cli import app
 from parallel.hf_names import all_hf_names, expert_of, hf_names, ungrouped, with_expert
 from parallel.layout import Experts, read_architecture, read_hf_config, validate_rollout_layout
 from parallel.packing import pack_sequences
@@ -197,8 +199,15 @@ def test_tiny_models(tmp_path, family):
 
 
 def test_an_unknown_family_is_refused(tmp_path):
+    assert CliRunner().invoke(app, ["make-tiny-model", str(tmp_path / "m"), "--family", "gpt"]).exit_code == 2
     with pytest.raises(ValueError, match="'gpt' is unknown; use one of qwen3, qwen3_moe, mixtral"):
         make_tiny_countdown_model(tmp_path / "m", seed=0, family="gpt")
+    assert not (tmp_path / "m").exists()
+
+
+def test_the_command_makes_a_family(tmp_path):
+    assert CliRunner().invoke(app, ["make-tiny-model", str(tmp_path / "m"), "--family", "mixtral"]).exit_code == 0
+    assert read_hf_config(tmp_path / "m")["model_type"] == "mixtral"
 
 
 # --- expert parallelism against one process ------------------------------------------------------------------------------------------
