@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from configs.schema.layout import LayoutConfig
 from parallel.layout import layout_text, layout_yaml, read_architecture, read_hf_config, validate_layout, validate_rollout_layout
-from tests.megatron_workers import make_hf_model, relative_difference, run_ranks, work_updates
+from tests.megatron_workers import make_hf_model, relative_difference, run_ranks, work_many_updates, work_updates
 
 CONFIG = {
     "model_type": "qwen3", "vocab_size": 43, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -178,12 +178,12 @@ def test_text_and_yaml_of_a_layout():
 def test_ranks_that_share_a_key_value_head_compute_the_same(tmp_path):
     """One key/value head on two ranks, which the rule above allows: two updates equal those of one process."""
     folder = make_hf_model(tmp_path / "m", "qwen3", num_key_value_heads=1)
-    lengths, rows = [12, 9, 7, 12], [[[0, 1, 2, 3]]]
-    one = run_ranks(work_updates, 1, tmp_path / "one", folder, {}, rows, lengths, 2, {}, deadline_s=300)[0]
-    for sp in (False, True):
-        two = run_ranks(work_updates, 2, tmp_path / "two", folder, {"tp": 2, "sp": sp}, rows, lengths, 2, {}, deadline_s=300)[0]
-        assert relative_difference(two["weights"], one["weights"]) < 1e-5
-        assert two["norms"] == pytest.approx(one["norms"], rel=1e-5)
+    rest = ([[[0, 1, 2, 3]]], [12, 9, 7, 12], 2, {})
+    one = run_ranks(work_updates, 1, tmp_path / "one", folder, {}, *rest, deadline_s=300)[0]
+    jobs = {f"sp={sp}": (folder, {"tp": 2, "sp": sp}, *rest) for sp in (False, True)}
+    for found in run_ranks(work_many_updates, 2, tmp_path / "two", jobs, deadline_s=300)[0].values():
+        assert relative_difference(found["weights"], one["weights"]) < 1e-5
+        assert found["norms"] == pytest.approx(one["norms"], rel=1e-5)
 
 
 @given(
