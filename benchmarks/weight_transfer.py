@@ -37,7 +37,7 @@ TIMEOUT_S = 300.0
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--model", type=Path, help="a Hugging Face folder; one of 137 MiB with random weights where none is given")
+    options.add_argument("--model", type=Path, help="a Hugging Face folder; one of 276 MiB with random weights where none is given")
     options.add_argument("--rounds", type=int, default=9)
     options.add_argument("--bucket-mib", type=int, help="of the transfer; the product's size where none is given")
     options.add_argument("--no-sglang", action="store_true", help="leave the real server out")
@@ -57,8 +57,8 @@ def make_model(folder: Path) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=8192, hidden_size=512, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
-        intermediate_size=2048, max_position_embeddings=256, tie_word_embeddings=True, dtype="float32",
+        vocab_size=6144, hidden_size=1024, num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
+        intermediate_size=6144, max_position_embeddings=256, tie_word_embeddings=True, dtype="float32",
     )  # fmt: skip
     torch.manual_seed(0)
     Qwen3ForCausalLM(config).float().save_pretrained(folder)

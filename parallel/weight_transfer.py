@@ -77,7 +77,8 @@ def make_buckets(
 ) -> Iterator[Bucket]:
     """Group ``(name, full tensor)`` pairs into buckets of at most ``max_bytes`` (a larger single tensor gets its own).
 
-    Each tensor is converted and copied straight into one of two buffers: a bucket's bytes hold until the next but one is asked for.
+    Each tensor is converted and copied straight into one of two buffers: a bucket's bytes hold until the next but one is asked for. A
+    tensor that fills a bucket by itself is sent from where it is, unless it has to be converted.
     max_bytes: None for ``BUCKET_BYTES`` of the device.
     """
     buffers = buffers or Buffers()
@@ -87,6 +88,9 @@ def make_buckets(
         if filling.names and filling.size + size > limit:
             yield filling.bucket(is_last=False)
             filling = _Filling(dtype)
+        if size >= limit and tensor.dtype == dtype and tensor.is_contiguous():
+            filling.adopt(name, tensor)
+            continue
         if not filling.names:
             filling.buffer = buffers.take(max(size, limit), tensor.device)
         filling.add(name, tensor)
@@ -107,6 +111,14 @@ class _Filling:
     def add(self, name: str, tensor: Tensor) -> None:
         size = tensor.numel() * self._dtype.itemsize
         self.buffer[self.size : self.size + size].view(self._dtype).view(tensor.shape).copy_(tensor.detach())
+        self._note(name, tensor, size)
+
+    def adopt(self, name: str, tensor: Tensor) -> None:
+        """The tensor's own memory is the bucket."""
+        self.buffer = tensor.detach().view(-1).view(torch.uint8)
+        self._note(name, tensor, tensor.nbytes)
+
+    def _note(self, name: str, tensor: Tensor, size: int) -> None:
         self.names.append(name)
         self._shapes.append(list(tensor.shape))
         self.size += size

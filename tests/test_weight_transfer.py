@@ -39,9 +39,23 @@ def test_buckets_hold_every_tensor_once_in_order_and_stay_until_the_next_but_one
 
 def test_two_buffers_take_turns():
     tensors = tensors_of([[4, 4]] * 10)
+    tensors = [(name, tensor.double()) for name, tensor in tensors]  # to be converted, hence copied
     places = [bucket.bytes.data_ptr() for bucket in make_buckets(tensors, dtype=torch.float32, max_bytes=64)]
     assert len(places) == 10 and len(set(places)) == 2
     assert all(a != b for a, b in itertools.pairwise(places))
+
+
+def test_a_tensor_that_fills_a_bucket_is_sent_from_where_it_is():
+    tensors = tensors_of([[2, 2], [4, 8], [2, 2]])
+    buckets = list(make_buckets(tensors, dtype=torch.float32, max_bytes=128))
+    assert [bucket.names for bucket in buckets] == [["t0"], ["t1"], ["t2"]]
+    assert [bucket.bytes.data_ptr() == tensor.data_ptr() for bucket, (_, tensor) in zip(buckets, tensors, strict=True)] == [
+        False,
+        True,
+        False,
+    ]
+    (converted,) = make_buckets(tensors[1:2], dtype=torch.bfloat16, max_bytes=64)
+    assert torch.equal(dict(converted.tensors())["t1"], tensors[1][1].to(torch.bfloat16))
 
 
 def test_a_bucket_is_not_filled_before_it_is_asked_for():
