@@ -233,7 +233,7 @@ def test_two_learner_layouts_on_one_rollout(folder, model):
     (folder / "run.yaml").write_text(yaml.safe_dump(content))
     layouts = ["--learner", "tp=1", "--learner", "tp=2", "--rollout", "tp=1"]
     process = start("mismatch", "run.yaml", *layouts, "--prompts", "8", "--out", "study", cwd=folder)
-    said = finish(process)
+    said = finish(process, deadline_s=600)  # three starts of an engine, one after another
     assert process.returncode == 0, said
     out = folder / "study"
     result = json.loads((out / "mismatch.json").read_text())
