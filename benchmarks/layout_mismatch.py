@@ -8,7 +8,6 @@ Writes RESULTS.md and RESULTS_*.png (benchmarks/results/layout_mismatch by defau
 """
 
 import json
-import shlex
 import shutil
 import sys
 import tempfile
@@ -41,7 +40,7 @@ def main() -> None:
     prompts = 16 if given.quick else given.prompts
     with tempfile.TemporaryDirectory() as scratch:
         study = measure(given, prompts, Path(scratch))
-        publish(study, given.results)
+        publish(study, given.results, command(given))
         if given.json:
             shutil.copyfile(study / "mismatch.json", given.json)
 
@@ -67,6 +66,16 @@ def measure(given, prompts: int, scratch: Path) -> Path:
     return commands.mismatch(given.config, overrides, request)
 
 
+def command(given) -> str:
+    """What to type for the same study; where files lie on this machine is left out."""
+    words = [f"--model {given.model}"] if given.model else []
+    if given.config != ROOT / "configs/recipes/countdown_tiny.yaml":
+        words.append(f"--config {given.config}")
+    words += [f"--{side} {text}" for side in ("learner", "rollout") for text in getattr(given, side) or ()]
+    words += [f"--prompts {given.prompts}", *(o for o in given.override if not o.startswith("launch."))]
+    return f"python benchmarks/layout_mismatch.py {' '.join(words)}"
+
+
 def make_sharp_model(folder: Path) -> None:
     """Random weights whose layers matter and whose next-token distributions are sharp."""
     from safetensors.torch import load_file, save_file
@@ -82,7 +91,7 @@ def make_sharp_model(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def publish(study: Path, results: Path) -> None:
+def publish(study: Path, results: Path, typed: str) -> None:
     """The page of the study, headed with when, where and how, beside its figures."""
     from trainer.layout_study_text import markdown
 
@@ -90,7 +99,7 @@ def publish(study: Path, results: Path) -> None:
     machine = hardware()
     result["setting"] = {
         "date": date.today().isoformat(),
-        "command": f"`python benchmarks/layout_mismatch.py {shlex.join(sys.argv[1:])}`".replace(" `", "`"),
+        "command": f"`{typed}`",
         "machine": f"{machine['cpu']}, {machine['cores']} cores, GPUs: {', '.join(machine['gpus']) or 'none'}; torch {machine['torch']}",
     } | result["setting"]
     results.parent.mkdir(parents=True, exist_ok=True)

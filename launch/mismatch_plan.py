@@ -159,8 +159,9 @@ def _parts_of_why(request: Request, load: Load, cuda: bool) -> tuple[list[Part],
             skipped.append(f"learner {text} as a cause ({about}): {error}")
     server = _rollout_part("rollout", request.rollouts[0], load, cuda).config.rollout
     other = "float32" if server.dtype != "float32" else "bfloat16"
-    overrides = [*ONE_PROCESS, f"rollout.tp={server.tp}", f"rollout.dtype={other}"]
-    parts.append(Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=load(overrides)))
+    if server.temperature == 1.0:  # at any other, servers score nothing
+        overrides = [*ONE_PROCESS, f"rollout.tp={server.tp}", f"rollout.dtype={other}"]
+        parts.append(Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=load(overrides)))
     if cuda:
         modes = ["deterministic", *(f"attention={name}" for name in ATTENTION_BACKENDS)]
         texts = [f"tp={server.tp},{mode}" for mode in modes]

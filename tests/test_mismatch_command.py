@@ -5,9 +5,11 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from launch.mismatch_plan import Request, make_plan
+from launch.mismatch_result import evaluate, write
 from rollout.client import GenerationError
 from rollout.fixed_samples import _last_logprobs, _requests, fixed_prompts, shortened
 from rollout.records import Prompt
@@ -15,7 +17,7 @@ from rollout.tasks import Task
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.test_cli import config_file, tandem
 from tests.test_end_to_end import assert_nothing_left, finish, processes_of, start
-from trainer.layout_study import read_samples, read_tensors
+from trainer.layout_study import join_samples, read_samples, read_tensors, write_samples, write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +141,78 @@ def test_the_short_limit_is_a_part_of_the_long_one(tmp_path, model):
     assert (shortened(config, 4), shortened(config, 20)) == (3, 1)
 
 
+# --------------------------------------------------------------------------------------------------------------- the result
+
+
+def pretend(plan, out: Path) -> None:
+    """The files that the parts would leave: tokens of chance, and log-probs with a known distance from those of the servers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def near(logprobs_N: torch.Tensor, distance: float) -> torch.Tensor:
+        return logprobs_N - distance * torch.rand(logprobs_N.shape, generator=generator)
+
+    sets = {}
+    for part in plan.of("rollout"):
+        for length, count, tokens in (("long", 8, 12), ("short", 32, 3)):
+            rows = [(i * 8 // count, [1] * tokens, (-torch.rand(tokens, generator=generator) - 0.1).tolist()) for i in range(count)]
+            sets[f"{part.text}/{length}"] = join_samples([[1]] * 8, rows)
+            write_samples(part.samples(out, length), sets[f"{part.text}/{length}"])
+    base_N = sets["tp=1/long"].logprobs_N
+    for part, distance in zip(plan.of("rollout", "dtype"), (0.01, 0.02, 0.3), strict=True):
+        prefilled = near(base_N, distance)
+        write_tensors(part.folder(out).path / "prefill.safetensors", {"prefill": prefilled, "repeat": prefilled.clone()})
+    baseline = {}
+    for part in plan.of("learner", "why"):
+        of_all = {name: near(sampled.logprobs_N, 0.05) for name, sampled in sets.items()}
+        baseline.setdefault("tp=1/long", of_all["tp=1/long"])
+        kept = of_all if part.kind == "learner" else {"tp=1/long": of_all["tp=1/long"]}
+        write_tensors(part.folder(out).path / "scores.safetensors", kept)
+    folder = plan.of("learner")[0].folder(out).path
+    base_N = baseline["tp=1/long"]
+    switches = {"repeat": base_N.clone(), "dtype": near(base_N, 0.2), "packing": near(base_N, 0.001)}
+    write_tensors(folder / "switches.safetensors", switches)
+    (folder / "left_out.json").write_text('{"lm_head": "there is none"}')
+
+
+def test_the_files_of_the_parts_become_pairs_and_ranked_causes(tmp_path, model, capsys):
+    load = loaded(tmp_path, model)
+    plan = make_plan(request(learners=("tp=1", "tp=2"), rollouts=("tp=1", "tp=2"), why=True), load, cuda=False)
+    pretend(plan, tmp_path)
+    sampled = plan.of("rollout")
+    result = evaluate(plan, load([]), tmp_path, sampled, plan.skipped)
+    write(result, tmp_path)
+    said = json.loads((tmp_path / "mismatch.json").read_text())
+    assert [(pair["learner"], pair["rollout"], pair["aligned"]) for pair in said["pairs"]] == [
+        ("tp=1", "tp=1", True), ("tp=2", "tp=1", False), ("tp=1", "tp=2", False), ("tp=2", "tp=2", True)
+    ]  # fmt: skip
+    assert [(row["rollout"], row["first"], row["second"]) for row in said["comparisons"]] == [
+        ("tp=1", "tp=1", "tp=2"), ("tp=2", "tp=2", "tp=1")
+    ]  # fmt: skip
+    causes = {row["cause"]: row for row in said["causes"]["ranked"]}
+    order = [row["moved_mean"] for row in said["causes"]["ranked"]]
+    assert order == sorted(order, reverse=True)
+    assert causes["noise level: scored twice, nothing switched"]["bitwise"]
+    assert causes["noise level: prefilled twice, nothing switched"]["bitwise"]
+    other, packed = causes["dtype: float32 instead of bfloat16"], causes["packing: every sequence alone, not packed"]
+    assert other["moved_mean"] > 50 * packed["moved_mean"] > 0
+    assert causes["prefill by tp=1,dtype=float32 instead of tp=1"]["side"] == "server"
+    assert {"TP: tp=2 instead of tp=1", "SP: tp=2,sp instead of tp=2", "PP: pp=2 instead of tp=1"} <= causes.keys()
+    assert "cause lm_head: there is none" in said["skipped"]
+    assert "Why: one thing switched at a time" in capsys.readouterr().out
+
+
+def test_a_server_that_could_not_score_is_left_out_by_name(tmp_path, model):
+    load = loaded(tmp_path, model)
+    plan = make_plan(request(learners=("tp=1",), rollouts=("tp=1", "tp=2"), why=True), load, cuda=False)
+    pretend(plan, tmp_path)
+    folder = plan.of("rollout")[1].folder(tmp_path).path
+    (folder / "prefill.safetensors").unlink()
+    (folder / "prefill_failed.txt").write_text("no such tokens")
+    result = evaluate(plan, load([]), tmp_path, plan.of("rollout"), plan.skipped)
+    assert "prefill by rollout tp=2: no such tokens" in result["skipped"]
+    assert "prefill by tp=1,dtype=float32 instead of tp=1" in {row["cause"] for row in result["causes"]["ranked"]}
+
+
 # ------------------------------------------------------------------------------------------------------------- both engines
 
 
@@ -159,7 +233,7 @@ def test_two_learner_layouts_on_one_rollout(folder, model):
     (folder / "run.yaml").write_text(yaml.safe_dump(content))
     layouts = ["--learner", "tp=1", "--learner", "tp=2", "--rollout", "tp=1"]
     process = start("mismatch", "run.yaml", *layouts, "--prompts", "8", "--out", "study", cwd=folder)
-    said = finish(process)
+    said = finish(process, deadline_s=600)  # three starts of an engine, one after another
     assert process.returncode == 0, said
     out = folder / "study"
     result = json.loads((out / "mismatch.json").read_text())
