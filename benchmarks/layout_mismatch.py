@@ -25,6 +25,14 @@ BFLOAT16 = ("model.dtype=bfloat16", "rollout.dtype=bfloat16")
 TO_THE_LIMIT = ("rollout.max_new_tokens=128", """rollout.server_args={preferred_sampling_params: '{"ignore_eos": true}'}""")
 LAYER_SCALE, HEAD_SCALE = 6.0, 10.0
 """Of a freshly made tiny model, whose layers do next to nothing and whose distributions are all but uniform."""
+MADE = (
+    f"random (seed 0), no trained model: the layers' matrices are multiplied by {LAYER_SCALE:g} and the final norm by {HEAD_SCALE:g}, so "
+    "that the distributions are sharp; end-of-text tokens are ignored, so that every response runs to its limit"
+)
+SAME_SP = (
+    "SP and plain TP 2 are the same to the last bit because two ranks share each sum: a sum of two numbers has the same bits whichever way "
+    "it is made (reduce-scatter and gather, or all-reduce). With more ranks they can differ."
+)
 
 
 def main() -> None:
@@ -40,7 +48,7 @@ def main() -> None:
     prompts = 16 if given.quick else given.prompts
     with tempfile.TemporaryDirectory() as scratch:
         study = measure(given, prompts, Path(scratch))
-        publish(study, given.results, command(given))
+        publish(study, given.results, {"command": f"`{command(given, prompts)}`"} | ({"weights": MADE} if makes_model(given) else {}))
         if given.json:
             shutil.copyfile(study / "mismatch.json", given.json)
 
@@ -52,7 +60,7 @@ def measure(given, prompts: int, scratch: Path) -> Path:
     overrides = [*BFLOAT16, *given.override]
     if given.model is not None:
         overrides = [f"model.path={given.model}", *overrides]
-    elif given.config == ROOT / "configs/recipes/countdown_tiny.yaml":
+    elif makes_model(given):
         make_sharp_model(scratch / "random-tiny")
         overrides = [f"model.path={scratch / 'random-tiny'}", *TO_THE_LIMIT, *overrides]
     request = Request(
@@ -66,13 +74,17 @@ def measure(given, prompts: int, scratch: Path) -> Path:
     return commands.mismatch(given.config, overrides, request)
 
 
-def command(given) -> str:
+def makes_model(given) -> bool:
+    return given.model is None and given.config == ROOT / "configs/recipes/countdown_tiny.yaml"
+
+
+def command(given, prompts: int) -> str:
     """What to type for the same study; where files lie on this machine is left out."""
     words = [f"--model {given.model}"] if given.model else []
     if given.config != ROOT / "configs/recipes/countdown_tiny.yaml":
         words.append(f"--config {given.config}")
     words += [f"--{side} {text}" for side in ("learner", "rollout") for text in getattr(given, side) or ()]
-    words += [f"--prompts {given.prompts}", *(o for o in given.override if not o.startswith("launch."))]
+    words += [f"--prompts {prompts}", *(o for o in given.override if not o.startswith("launch."))]
     return f"python benchmarks/layout_mismatch.py {' '.join(words)}"
 
 
@@ -91,17 +103,27 @@ def make_sharp_model(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def publish(study: Path, results: Path, typed: str) -> None:
-    """The page of the study, headed with when, where and how, beside its figures."""
+def is_sp_the_same(result: dict) -> bool:
+    """Whether every learner with SP on two ranks gave the bits of the one without, and no other was compared."""
+    from configs.schema.layout import parse_layout
+
+    rows = [row for row in result["comparisons"] if row["about"] == "sp"]
+    return bool(rows) and all(row["bitwise"] and parse_layout(row["second"]).tp == 2 for row in rows)
+
+
+def publish(study: Path, results: Path, how: dict[str, str]) -> None:
+    """The page of the study, headed with when, where and ``how``, beside its figures."""
     from trainer.layout_study_text import markdown
 
     result = json.loads((study / "mismatch.json").read_text())
     machine = hardware()
     result["setting"] = {
         "date": date.today().isoformat(),
-        "command": f"`{typed}`",
+        **how,
         "machine": f"{machine['cpu']}, {machine['cores']} cores, GPUs: {', '.join(machine['gpus']) or 'none'}; torch {machine['torch']}",
     } | result["setting"]
+    if is_sp_the_same(result):
+        result["findings"].append(SAME_SP)
     results.parent.mkdir(parents=True, exist_ok=True)
     figures = []
     for figure in sorted(study.glob("*.png")):

@@ -8,6 +8,9 @@ from configs.errors import Problem
 from configs.schema import RunConfig, SftConfig
 from configs.yaml_values import Value
 
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+
 
 def check_files(config: RunConfig | SftConfig, tree: Value | None = None) -> list[Problem]:
     """What is not there; an empty list where all is well. ``tree``: the YAML of the config, where its lines are known."""
@@ -30,9 +33,9 @@ def close_file(path: Path) -> str | None:
 
 def _file_problems(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path, str, str]]:
     """(field, path, what is wrong, fix)"""
-    yield from _model_problems("model.path", config.model.path)
+    yield from _model_problems("model.path", config.model.path, TOKENIZERS)
     if isinstance(config, RunConfig) and config.critic is not None and config.critic.model is not None:
-        yield from _model_problems("critic.model.path", config.critic.model.path)
+        yield from _model_problems("critic.model.path", config.critic.model.path, ())  # reads the policy's tokens
     for field, path in _data_files(config):
         if not path.is_file():
             error = "a file is wanted, this is a folder" if path.is_dir() else "no such file"
@@ -42,13 +45,16 @@ def _file_problems(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path, s
         yield "resume", resume, "no such run folder", _fix_path(resume, "name a folder under launch.runs_dir, or remove resume")
 
 
-def _model_problems(field: str, model: Path) -> Iterator[tuple[str, Path, str, str]]:
+def _model_problems(field: str, model: Path, tokenizers: tuple[str, ...]) -> Iterator[tuple[str, Path, str, str]]:
     if not model.is_dir():
         error = "a Hugging Face folder is wanted, this is a file" if model.exists() else "no such folder"
         yield field, model, error, _fix_path(model, "download the checkpoint to this disk first, and name its folder")
-    elif not (model / "config.json").is_file():
-        fix = "name the folder that holds config.json, *.safetensors and the tokenizer"
-        yield field, model, "the folder has no config.json", fix
+        return
+    for wanted in filter(None, (("config.json",), WEIGHTS, tokenizers)):
+        if not any((model / name).is_file() for name in wanted):
+            fix = "name the folder that holds config.json, *.safetensors and the tokenizer, or download what is missing"
+            yield field, model, f"the folder has no {' or '.join(wanted)}", fix
+            return
 
 
 def _data_files(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path]]:

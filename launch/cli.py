@@ -118,9 +118,13 @@ def make_tiny_model(
     family: Annotated[Literal["qwen3", "qwen3_moe", "mixtral"], typer.Option(help="Of the model.")] = "qwen3",
 ) -> None:
     """A tiny model with a character tokenizer for Countdown, with random weights."""
+    from launch.checks import BadInput
     from rollout.tiny_model import make_tiny_countdown_model
 
-    make_tiny_countdown_model(folder, seed=seed, family=family)
+    try:
+        make_tiny_countdown_model(folder, seed=seed, family=family)
+    except ValueError as error:
+        raise BadInput(f"FOLDER: {error}") from error
     print(f"wrote {folder}")
 
 
@@ -140,7 +144,7 @@ def quickstart(
 def plan(
     config: ConfigPath,
     gpus: Annotated[int, typer.Option(min=2, help="Of learner and servers together.")],
-    gpu_memory: Annotated[float, typer.Option(min=1, help="GiB of one GPU.")],
+    gpu_memory: Annotated[float, typer.Option(min=1, max=1_000_000, help="GiB of one GPU.")],
     overrides: Overrides = None,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="Tensor-parallel groups stay within a node.")] = 8,
     measured: Annotated[Path | None, typer.Option(help="A table that `tandem mismatch` wrote; it decides before the rule.")] = None,
@@ -190,7 +194,7 @@ def check_packages() -> None:
 def main() -> None:
     check_packages()
     from configs.loader import ConfigError
-    from launch.commands import BadInput
+    from launch.checks import BadInput
     from launch.supervisor import Interrupted, RoleFailed
 
     try:

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
-from configs.schema.layout import LayoutConfig, layout_text
-from configs.schema.run import JsonlSftData
-from configs.schema.task import CountdownTask
-from launch import roles, run_folder
+from configs.schema.layout import LayoutConfig, as_overrides, layout_text
+from launch import checks, roles, run_folder
+from launch.checks import BadInput
 from launch.run_folder import RunFolder
 from launch.supervisor import Role, RoleFailed, Supervisor
-from parallel.layout import check_critic_vocabulary, read_hf_config, validate_layout, validate_rollout_layout
+from parallel.layout import read_hf_config, validate_rollout_layout
 
 if TYPE_CHECKING:
     from launch.mismatch_plan import Request
@@ -28,15 +27,12 @@ PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
 
 
-class BadInput(Exception):
-    """An argument that cannot be honoured; nothing was started. (What is wrong inside a config is a ConfigError.)"""
-
-
 def train(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> RunFolder | None:
-    config = _load(config_path, overrides, RunConfig)
+    config = checks.load(config_path, overrides, RunConfig)
     if dry_run:
         _print_plan(config, ("serve", "sample", "learn"))
         return None
+    checks.check_gpus(config_path, learner=config.layout.world_size, servers=config.rollout)
     folder = _folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
@@ -49,10 +45,11 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> 
 
 
 def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> Path | None:
-    config = _load(config_path, overrides, SftConfig)
+    config = checks.load(config_path, overrides, SftConfig)
     if dry_run:
         _print_plan(config, ("sft-rank",))
         return None
+    checks.check_gpus(config_path, learner=config.layout.world_size)
     folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
         supervisor.start(role("sft-rank", folder, config, ranks=config.layout.world_size, show_stdout=True))
@@ -62,16 +59,18 @@ def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> Pa
 
 
 def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> float | None:
-    config = _load(config_path, overrides, RunConfig)
+    config = checks.load(config_path, overrides, RunConfig)
     if dry_run:
         _print_plan(config, ("serve", "sample"))
         return None
+    checks.check_gpus(config_path, learner=0, servers=config.rollout)
     if getattr(config.task, "heldout_path", "generated") is None:
         raise BadInput(f"{config_path}: the task has no held-out problems to evaluate on; give task.heldout_path")
     from rollout.remote_sampler import RemoteSampler
 
     config = config.model_copy(update={"layout": LayoutConfig(dp=1)})  # no learner takes part
     folder = run_folder.create(config.launch.runs_dir, f"{config.name}-eval", resolved_yaml(config))
+    run_folder.write_json(folder.path / "request.json", {"first_gpu": 0})
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
         start_sampling(supervisor, folder, config)
         _wait_ready(supervisor, folder, config)
@@ -179,9 +178,9 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
         tps = verification.rollout_sizes(rollouts)
     except ValueError as error:
         raise BadInput(str(error)) from error
-    configs = {text: _load(config_path, [*overrides, *verification.overrides(layout)], RunConfig) for text, layout in asked.items()}
+    configs = {text: checks.load(config_path, [*overrides, *as_overrides(layout)], RunConfig) for text, layout in asked.items()}
     if not configs:
-        of_config = _load(config_path, overrides, RunConfig)
+        of_config = checks.load(config_path, overrides, RunConfig)
         configs = {layout_text(of_config.layout): of_config}
     first = next(iter(configs.values()))
     try:
@@ -189,7 +188,12 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
             validate_rollout_layout(read_hf_config(first.model.path), tp)
     except ValueError as error:
         raise BadInput(f"--rollout: {error}") from error
-    return verification.run(configs, tps or [first.rollout.tp], role)
+    tps = tps or [first.rollout.tp]
+    largest = max(config.layout.world_size for config in configs.values())
+    for number, tp in enumerate(tps):  # all fleets at the same time, one after another on the GPUs
+        before = largest + first.rollout.replicas * sum(tps[:number])
+        checks.check_gpus("--rollout", learner=before, servers=first.rollout.model_copy(update={"tp": tp}))
+    return verification.run(configs, tps, role)
 
 
 def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Path:
@@ -199,101 +203,21 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
 
     def load(more: Sequence[str]) -> RunConfig:
         try:
-            return _load(config_path, [*overrides, *more], RunConfig)
+            return checks.load(config_path, [*overrides, *more], RunConfig)
         except (ConfigError, BadInput) as error:
             raise ValueError(str(error)) from error
 
     try:
-        config = load([])
-        plan = make_plan(request, load, cuda=_has_gpu())
+        plan = make_plan(request, load, gpus=checks.gpus_here())
     except ValueError as error:
         raise BadInput(str(error)) from error
-    return study.run(plan, config, role)
+    return study.run(plan, role)
 
 
 def existing_run(run: Path) -> RunFolder:
     if not (run / "config.yaml").is_file():
         raise BadInput(f"RUN: {run} is not a run folder (it has no config.yaml); runs/latest is the newest run")
     return RunFolder(run.resolve())
-
-
-def _load(path: Path, overrides: list[str], kind: type) -> RunConfig | SftConfig:
-    """Everything that can be known before a process is started is checked here."""
-    notes: list[str] = []
-    config = load_config(path, overrides, files=True, notes=notes)
-    if config.layout.dp == "auto":
-        notes.clear()  # the same again
-        config = load_config(path, [*overrides, _data_parallel_size(path, config)], files=True, notes=notes)
-    for note in notes:
-        print(f"# {note}", flush=True)
-    if not isinstance(config, kind):
-        wanted = kind.model_fields["kind"].default or "sft"
-        raise BadInput(f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}")
-    try:
-        hf_config = read_hf_config(config.model.path)
-        validate_layout(hf_config, config.layout)
-        if isinstance(config, RunConfig):
-            _check_critic(config, hf_config)
-            _check_rollout(config, hf_config)
-        else:
-            _check_sft(config)
-    except ValueError as error:
-        raise BadInput(f"{path}: {error}") from error
-    return config
-
-
-def _data_parallel_size(path: Path, config: RunConfig | SftConfig) -> str:
-    """An override for ``layout.dp=auto``: one copy of the model without GPUs, else as many as fit beside the servers."""
-    processes = config.layout.model_size
-    if _has_gpu():
-        from rollout.sglang_server import visible_gpus
-
-        of_servers = config.rollout.replicas * config.rollout.tp if isinstance(config, RunConfig) else 0
-        free = visible_gpus() - of_servers
-        processes = max(free - free % config.layout.model_size, config.layout.model_size)
-    try:
-        return f"layout.dp={config.layout.resolved(processes).dp}"
-    except ValueError as error:
-        raise BadInput(f"{path}: {error}") from error
-
-
-def _has_gpu() -> bool:
-    return any(Path("/dev").glob("nvidia[0-9]*"))
-
-
-def _check_sft(config: SftConfig) -> None:
-    if config.output.exists():
-        raise ValueError(f"output: {config.output} exists already; name a new folder, or remove it first")
-    if isinstance(config.data, JsonlSftData):
-        from rollout.tasks import read_pairs
-
-        read_pairs(config.data.path, config.data.prompt_field, config.data.response_field)
-
-
-def _check_critic(config: RunConfig, hf_config: dict) -> None:
-    if config.critic is None or config.critic.model is None:
-        return
-    of_critic = read_hf_config(config.critic.model.path)
-    validate_layout(of_critic, config.layout)
-    check_critic_vocabulary(of_critic, hf_config)
-
-
-def _check_rollout(config: RunConfig, hf_config: dict) -> None:
-    """Imports only what the config uses: the answer must come within seconds."""
-    from rollout.sglang_server import check_server_args, choose_ports
-
-    validate_rollout_layout(hf_config, config.rollout.tp)
-    check_server_args(config.rollout)
-    if config.rollout.first_port is not None:
-        choose_ports(config.rollout.replicas, config.rollout.first_port)
-    if not isinstance(config.task, CountdownTask):
-        from rollout.tasks import check_task_files
-
-        check_task_files(config.task)
-    if config.reward_type.type not in ("countdown", "gsm8k"):
-        from rollout.rewards import check_reward
-
-        check_reward(config.reward_type)
 
 
 def _folder_of(config: RunConfig) -> RunFolder:

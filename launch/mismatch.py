@@ -12,6 +12,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from configs.loader import load_config, resolved_yaml
@@ -20,14 +21,12 @@ from launch import run_folder
 from launch.mismatch_plan import SHORT_PER_PROMPT, Part, Plan
 from launch.mismatch_result import evaluate, write
 from launch.run_folder import RunFolder, write_json
-from launch.supervisor import Role, RoleFailed, Supervisor
-
-StartRole = Callable[..., Role]
-"""(name, folder, config, ...) -> the role to start: ``commands.role``."""
+from launch.supervisor import RoleFailed, StartRole, Supervisor
 
 
-def run(plan: Plan, config: RunConfig, start: StartRole) -> Path:
+def run(plan: Plan, start: StartRole) -> Path:
     """Everything, from the first server to the last figure; returns the folder."""
+    config = plan.parts[0].config
     out = plan.request.out or run_folder.create(config.launch.runs_dir, f"{config.name}-mismatch", resolved_yaml(config)).path
     out = out.resolve()
     skipped = list(plan.skipped)
@@ -49,7 +48,17 @@ def run(plan: Plan, config: RunConfig, start: StartRole) -> Path:
     learners = plan.of("learner", "why")
     for number, part in enumerate(learners, 1):
         print(f"\n[{number}/{len(learners)}] learner {part.text}: starting {part.config.layout.world_size} rank(s)", flush=True)
-        _score_with(part, plan, out, start, sampled)
+        try:
+            _score_with(part, plan, out, start, sampled)
+        except RoleFailed as error:
+            # What --why alone asked for: the pairs stand without it.
+            if _has_switches(part, plan) and (part.folder(out).path / "scores.safetensors").exists():
+                skipped.append(f"causes switched in learner {part.text}: {str(error).splitlines()[0]}")
+            elif part.kind == "why":
+                skipped.append(f"learner {part.text} as a cause: {str(error).splitlines()[0]}")
+                plan = replace(plan, parts=tuple(other for other in plan.parts if other is not part))
+            else:
+                raise
     result = evaluate(plan, config, out, sampled, skipped)
     write(result, out)
     return out
@@ -64,6 +73,7 @@ def _draw_with(part: Part, plan: Plan, out: Path, start: StartRole, *, first: Pa
         "sample": own,
         "prefill": str(first or part.samples(out, "long")) if prefill else None,
         "repeat": first is None,
+        "first_gpu": 0,  # no learner runs beside these servers
     }
     write_json(folder.path / "request.json", request)
     with Supervisor(grace_s=part.config.launch.stop_grace_s) as supervisor:
@@ -78,11 +88,14 @@ def _score_with(part: Part, plan: Plan, out: Path, start: StartRole, sampled: Se
     sets = {f"{sampled[0].text}/long": str(base)}
     if part.kind == "learner":
         sets |= {f"{one.text}/{length}": str(one.samples(out, length)) for one in sampled for length in ("long", "short")}
-    switches = plan.request.why and part.text == plan.request.learners[0]
-    write_json(folder.path / "request.json", {"sets": sets, "switches": str(base) if switches else None})
+    write_json(folder.path / "request.json", {"sets": sets, "switches": str(base) if _has_switches(part, plan) else None})
     with Supervisor(grace_s=part.config.launch.stop_grace_s) as supervisor:
         supervisor.start(start("score-rank", folder, part.config, ranks=part.config.layout.world_size, show_stdout=True))
         supervisor.wait_until_done("score-rank")
+
+
+def _has_switches(part: Part, plan: Plan) -> bool:
+    return plan.request.why and part.text == plan.request.learners[0]
 
 
 def _prepared(part: Part, out: Path) -> RunFolder:

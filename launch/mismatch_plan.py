@@ -1,13 +1,14 @@
 """What ``tandem mismatch`` will start: every layout with its checked config, before anything is started."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configs.errors import did_you_mean
 from configs.schema import RunConfig
-from configs.schema.layout import ONE_PROCESS, LayoutConfig, layout_text, parse_layout
+from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text, parse_layout
+from configs.schema.task import CountdownTask, TaskConfig
+from launch.checks import check_learner_gpus
 from launch.run_folder import RunFolder
 
 SHORT_PER_PROMPT = 4
@@ -66,8 +67,11 @@ class Plan:
         return [part for part in self.parts if part.kind in kinds]
 
 
-def make_plan(request: Request, load: Load, *, cuda: bool) -> Plan:
-    """Every part with its checked config. Raises ValueError, naming the option or what a layout makes of the config."""
+def make_plan(request: Request, load: Load, *, gpus: int) -> Plan:
+    """Every part with its checked config. ``gpus`` are visible, each part has all of them for itself; 0 means that it runs on CPU.
+
+    Raises ValueError, naming the option or what a layout makes of the config.
+    """
     if request.prompts < 2:
         raise ValueError(f"--prompts {request.prompts}: give at least 2, since errors are estimated from their spread")
     if not 0 < request.threshold < 1:
@@ -85,24 +89,42 @@ def make_plan(request: Request, load: Load, *, cuda: bool) -> Plan:
             raise ValueError(f"{option} {twice} is given twice; give each layout once")
     if not _is_plain(request.rollouts[0]):
         raise ValueError(f"--rollout {request.rollouts[0]}: the first one must be a layout alone, to compare modes of the server with")
-    parts = [_rollout_part("rollout" if _is_plain(text) else "mode", text, load, cuda) for text in request.rollouts]
-    parts += [_learner_part("learner", text, load, request.prompts) for text in request.learners]
-    skipped = [] if cuda else [NO_MODES_ON_CPU]
+    parts = [_rollout_part("rollout" if _is_plain(text) else "mode", text, load, gpus) for text in request.rollouts]
+    _check_enough(request.prompts, parts[0].config.task)
+    parts += [_learner_part("learner", text, load, request.prompts, gpus) for text in request.learners]
+    skipped = [] if gpus else [NO_MODES_ON_CPU]
     if request.why:
-        more, left_out = _parts_of_why(request, load, cuda)
+        more, left_out = _parts_of_why(request, load, gpus)
         parts, skipped = parts + more, skipped + left_out
     return Plan(request=request, parts=tuple(parts), skipped=tuple(skipped))
 
 
+def _check_enough(prompts: int, task: TaskConfig) -> None:
+    """Of a task from files; how many problems there are to generate shows when they are generated."""
+    if isinstance(task, CountdownTask):
+        return
+    from rollout.tasks.files import read_records
+
+    available = sum(1 for _ in read_records(task.train_path))
+    if prompts > available:
+        raise ValueError(f"--prompts {prompts}: {task.train_path} holds {available} training prompts; ask for at most so many")
+
+
 def _learner_layout(text: str) -> LayoutConfig:
+    """With as few copies of the model as it allows, where the text does not say: more score the same."""
     try:
-        return parse_layout(text)
+        return parse_layout(text).smallest()
     except ValueError as error:
         raise ValueError(f"--learner: {error}") from error
 
 
-def _learner_part(kind: str, text: str, load: Load, prompts: int) -> Part:
-    config = load([f"layout.{name}={json.dumps(value)}" for name, value in parse_layout(text).model_dump().items()])
+def _learner_part(kind: str, text: str, load: Load, prompts: int, gpus: int) -> Part:
+    config = load(as_overrides(_learner_layout(text)))
+    if gpus:
+        try:
+            check_learner_gpus(config.layout.world_size, gpus)
+        except ValueError as error:
+            raise ValueError(f"--learner {text}: {error}") from error
     if prompts % config.layout.dp:
         raise ValueError(f"--prompts {prompts} does not divide by the dp={config.layout.dp} of --learner {text}; use a multiple of it")
     return Part(text=text, kind=kind, config=config)
@@ -128,11 +150,11 @@ def _rollout_words(text: str) -> list[str]:
     return sorted(words if "tp" in names else ["tp=1", *words], key=lambda word: ROLLOUT_WORDS.index(word.partition("=")[0]))
 
 
-def _rollout_part(kind: str, text: str, load: Load, cuda: bool) -> Part:
+def _rollout_part(kind: str, text: str, load: Load, gpus: int) -> Part:
     overrides = list(ONE_PROCESS)
     for word in _rollout_words(text):
         name, _, value = word.partition("=")
-        if name in ("attention", "deterministic") and not cuda:
+        if name in ("attention", "deterministic") and not gpus:
             raise ValueError(f"--rollout {text}: {NO_MODES_ON_CPU}; leave {word!r} out")
         setting = {
             "tp": f"tp={value}",
@@ -140,10 +162,18 @@ def _rollout_part(kind: str, text: str, load: Load, cuda: bool) -> Part:
             "deterministic": "server_args.enable_deterministic_inference=true",
         }[name]
         overrides.append(f"rollout.{setting}")
-    return Part(text=text, kind=kind, config=load(overrides))
+    config = load(overrides)
+    if gpus:
+        from rollout.sglang_server import check_gpus
+
+        try:
+            check_gpus(config.rollout, first_gpu=0, available=gpus)
+        except ValueError as error:
+            raise ValueError(f"--rollout {text}: {error}") from error
+    return Part(text=text, kind=kind, config=config)
 
 
-def _parts_of_why(request: Request, load: Load, cuda: bool) -> tuple[list[Part], list[str]]:
+def _parts_of_why(request: Request, load: Load, gpus: int) -> tuple[list[Part], list[str]]:
     """Layouts and servers that only --why asks for, each one step from the first of the user's; what does not fit is left out, and said."""
     first = parse_layout(request.learners[0])
     tp = max(2, first.tp)
@@ -154,16 +184,16 @@ def _parts_of_why(request: Request, load: Load, cuda: bool) -> tuple[list[Part],
             continue
         known.append(text)
         try:
-            parts.append(_learner_part("why", text, load, request.prompts))
+            parts.append(_learner_part("why", text, load, request.prompts, gpus))
         except ValueError as error:
             skipped.append(f"learner {text} as a cause ({about}): {error}")
-    server = _rollout_part("rollout", request.rollouts[0], load, cuda).config.rollout
+    server = _rollout_part("rollout", request.rollouts[0], load, gpus).config.rollout
     other = "float32" if server.dtype != "float32" else "bfloat16"
     if server.temperature == 1.0:  # at any other, servers score nothing
         overrides = [*ONE_PROCESS, f"rollout.tp={server.tp}", f"rollout.dtype={other}"]
         parts.append(Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=load(overrides)))
-    if cuda:
+    if gpus:
         modes = ["deterministic", *(f"attention={name}" for name in ATTENTION_BACKENDS)]
         texts = [f"tp={server.tp},{mode}" for mode in modes]
-        parts += [_rollout_part("mode", text, load, cuda) for text in texts if text not in request.rollouts]
+        parts += [_rollout_part("mode", text, load, gpus) for text in texts if text not in request.rollouts]
     return parts, skipped

@@ -81,13 +81,15 @@ def _causes(
     baseline, dtype = of_base[first.text], first.config.model.dtype
     words = {"dtype": dtype, "other": "float32" if dtype != "float32" else "bfloat16"}
 
-    rows = []
-    for name, switched in read_tensors(folder.path / "switches.safetensors").items():
+    rows, left_out = [], []
+    switches = folder.path / "switches.safetensors"
+    for name, switched in read_tensors(switches).items() if switches.exists() else ():
         title = SWITCH_TITLES[name].format(**words)
         rows.append({"cause": title, "side": "learner", **compare(sampled.logprobs_N, baseline, switched, lengths)})
     for row in compare_layouts(first.config.layout.tp, sampled, of_base, layouts):
         rows.append({"cause": f"{row['about'].upper()}: {row['second']} instead of {row['first']}", "side": "learner", **row})
-    left_out = [f"cause {name}: {why}" for name, why in json.loads((folder.path / "left_out.json").read_text()).items()]
+    if switches.exists():
+        left_out += [f"cause {name}: {why}" for name, why in json.loads((folder.path / "left_out.json").read_text()).items()]
     if base.config.rollout.temperature == 1.0:
         found, failed = _server_causes(plan, out, base, sampled, baseline)
         rows, left_out = rows + found, left_out + failed

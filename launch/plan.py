@@ -6,11 +6,11 @@ import yaml
 
 from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
-from configs.schema.layout import LayoutConfig
-from launch.commands import BadInput
+from configs.schema.layout import ONE_PROCESS, LayoutConfig, layout_text
+from launch.checks import BadInput, gpus_here
 from parallel import memory
-from parallel.layout import Architecture, layout_text, read_architecture, read_hf_config
-from parallel.planner import Cluster, Plan, plan, read_measured, reasons
+from parallel.layout import Architecture, read_architecture, read_hf_config
+from parallel.planner import NO_TABLE, Cluster, Plan, plan, read_measured, reasons
 
 WIDTH = 170
 """Of the table where the output is no terminal."""
@@ -18,23 +18,32 @@ WIDTH = 170
 
 def print_plans(config_path: Path, overrides: list[str], cluster: Cluster, *, measured: Path | None, count: int) -> None:
     """The ``count`` best pairs with their reasons, then the best as YAML. Raises BadInput where nothing fits."""
-    config = load_config(config_path, overrides)
+    # The config's own layout is not what is planned: it may not even fit, such as a dp that does not divide the minibatches.
+    config = load_config(config_path, [*overrides, *ONE_PROCESS])
     if not isinstance(config, RunConfig):
         raise BadInput(f"{config_path}: kind: {config.kind} has no rollout to plan for; this command takes kind: train")
     if cluster.num_gpus > cluster.gpus_per_node and cluster.num_gpus % cluster.gpus_per_node:
         raise BadInput(f"--gpus {cluster.num_gpus} fills no whole nodes of --gpus-per-node {cluster.gpus_per_node}; use a multiple of it")
     critic = config.critic.model if config.critic is not None else None
     try:
+        table = read_measured(measured) if measured is not None else NO_TABLE
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    try:
         plans = plan(
             read_hf_config(config.model.path),
             config,
             cluster,
             critic=read_hf_config(critic.path) if critic is not None else None,
-            measured=read_measured(measured) if measured is not None else None,
+            measured=table,
         )
     except ValueError as error:
         raise BadInput(f"{config_path}: {error}") from error
     _print_table(plans, count)
+    if table.values:
+        print("\n# a pair that was not measured is expected to have the least that was measured of any pair that the rule puts no better")
+        if table.step:
+            print(f"# measured values that round to the same multiple of {table.step:.2g}, two standard errors, count as equal")
     print(f"\n# the first of {len(plans)}; its fullest learner rank holds {memory.describe(plans[0].learner_memory)}")
     print(f"# each server rank: {server_text(plans[0].rollout_memory)}")
     print(to_yaml(plans[0], config), end="")
@@ -75,7 +84,7 @@ def server_text(found: memory.RolloutMemory) -> str:
 
 def memory_lines(config: RunConfig | SftConfig) -> list[str]:
     """What the fullest learner rank of this config holds, and the part of a server rank that does not depend on its GPU."""
-    device = "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+    device = "cuda" if gpus_here() else "cpu"
     architecture = read_architecture(read_hf_config(config.model.path))
     work = memory.work_of(config, device, _critic_architecture(config, architecture))
     lines = [f"memory of a learner rank: {memory.describe(memory.worst_stage(architecture, config.layout, work))}"]

@@ -25,6 +25,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.1
 KILL_TIMEOUT_S = 5.0
+StartRole = Callable[..., "Role"]
+"""(name, folder, config, ...) -> the role to start: ``commands.role``."""
 
 
 class RoleFailed(RuntimeError):

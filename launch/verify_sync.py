@@ -13,7 +13,7 @@ server starts once. Every part is a run folder of its own inside one folder, wit
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from configs.schema.layout import LayoutConfig, layout_text, parse_layout
 from configs.schema.objective import KLConfig
 from launch import run_folder
 from launch.run_folder import RunFolder, write_json
-from launch.supervisor import Role, RoleFailed, Supervisor
+from launch.supervisor import RoleFailed, StartRole, Supervisor
 
 if TYPE_CHECKING:
     from rollout.sglang_control import Continuation, SGLangControl
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 NUM_PROMPTS = 6
 CONTINUED_TOKENS = 12
 SHOWN_NAMES = 4
-StartRole = Callable[..., Role]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ class Finding:
 def layouts(texts: Sequence[str]) -> dict[str, LayoutConfig]:
     """The ``--learner`` options, each once. Raises ValueError."""
     try:
-        return {layout_text(layout): layout for layout in map(parse_layout, texts)}
+        return {layout_text(layout): layout for layout in (parse_layout(text).smallest() for text in texts)}
     except ValueError as error:
         raise ValueError(f"--learner: {error}") from error
 
@@ -74,11 +73,6 @@ def rollout_sizes(texts: Sequence[str]) -> list[int]:
         if name.strip() != "tp" or not size.strip().isdecimal() or int(size) < 1:
             raise ValueError(f"--rollout {text}: write tp=N, N a whole number above 0")
     return list(dict.fromkeys(int(text.partition("=")[2]) for text in texts))
-
-
-def overrides(layout: LayoutConfig) -> list[str]:
-    """What makes ``layout`` that of a config."""
-    return [f"layout.{name}={json.dumps(value)}" for name, value in layout.model_dump().items()]
 
 
 # ------------------------------------------------------------------------------------------------------- in the command's process
@@ -208,12 +202,14 @@ def wrong_tensors(export: Path, config: RunConfig) -> list[str]:
     import torch
 
     from parallel.hf_files import HuggingFaceWeights, PerturbedWeights
+    from parallel.hf_names import all_hf_names
+    from parallel.layout import read_architecture, read_hf_config
 
     found, wanted = HuggingFaceWeights(export), PerturbedWeights(config.model.path)
     dtype = getattr(torch, config.model.dtype)
-    # A tied model's folder may repeat the embedding; no export does.
-    wrong = {name for name in found.names ^ wanted.names if name != "lm_head.weight"}
-    return sorted(wrong | {name for name in found.names & wanted.names if not torch.equal(found.read(name), wanted.read(name).to(dtype))})
+    # What the model has, not what its folder holds: that may repeat a tied embedding, or keep buffers that no model needs.
+    names = all_hf_names(read_architecture(read_hf_config(config.model.path)))
+    return sorted((found.names ^ names) | {n for n in found.names & names if not torch.equal(found.read(n), wanted.read(n).to(dtype))})
 
 
 def differences(found: Answers, wanted: Answers) -> list[str]:
@@ -232,15 +228,23 @@ def _differing(found: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]
 
 
 def _check_that_it_can_fail(original: Mapping[int, Sequence[Answers]], reference: Mapping[int, Answers]) -> None:
-    """What was served before differs from the reference in every tensor (of a rank with padding of the vocabulary alone: in any)."""
+    """What was served before differs from the reference in every tensor, and in some log-prob.
+
+    Of the vocabulary's rows the ranks after the first may hold padding alone, which is the same in any model: there they may agree.
+    """
     for tp, answers in original.items():
         for before in answers:
             same = before.checksums.keys() - set(_differing(before.checksums, reference[tp].checksums))
-            same = {name for name in same if not name.endswith(("embed_tokens.weight", "lm_head.weight"))}
+            same = {name for name in same if not _may_be_padding(name)}
             unmoved = all(one == other for one, other in zip(before.continuations, reference[tp].continuations, strict=True))
             if same or unmoved:
                 what = _few(sorted(same)) if same else "every log-prob"
                 raise RoleFailed(f"the check cannot fail: servers of tp={tp} had the reference's {what} before any transfer")
+
+
+def _may_be_padding(name: str) -> bool:
+    of_a_later_rank = name.startswith("rank") and not name.startswith("rank0/")
+    return of_a_later_rank and name.endswith(("embed_tokens.weight", "lm_head.weight"))
 
 
 def _finding(

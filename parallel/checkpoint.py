@@ -12,7 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy
 import torch
@@ -24,10 +24,13 @@ from torch.nn import Module
 import parallel.megatron_setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from parallel import platform
 from parallel.hf_files import replace_folder
+
+T = TypeVar("T")
 
 FORMAT = 1
 MANIFEST = "complete.json"
@@ -96,11 +99,22 @@ def _complete_steps(part) -> None:
             state.setdefault("step", torch.tensor(0.0))
 
 
-def _restore_missing_step(optimizer, state: dict[str, Any]) -> None:
-    """A plain optimizer saved before its first step has no count in its state, which torch's AdamW then misses."""
-    inner = state.get("optimizer", state)
-    if "state" in inner and all(isinstance(part.optimizer, torch.optim.AdamW) for part in optimizer_parts(optimizer)):
-        inner["state"].setdefault("common_step", torch.tensor(0.0))
+def _count_without_parameters(optimizer, steps: int) -> None:
+    """Of a model with experts, a pipeline stage may have none: Megatron reads the step of a distributed optimizer from its parameters."""
+    for part in optimizer_parts(optimizer):
+        is_distributed = isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW)
+        if is_distributed and not any(group["params"] for group in part.optimizer.param_groups):
+            part.optimizer.state["no parameter"] = {"step": torch.tensor(float(steps))}
+
+
+def _restore_missing_step(optimizer, state: dict[Any, Any], steps: int) -> None:
+    """A plain optimizer's state has no count, which torch's AdamW misses: saved before its first step, or by a rank 0 without experts."""
+    parts = optimizer_parts(optimizer)
+    for i, part in enumerate(parts):
+        of_part = state[i] if len(parts) > 1 else state
+        inner = of_part.get("optimizer", of_part)
+        if "state" in inner and isinstance(part.optimizer, torch.optim.AdamW):
+            inner["state"].setdefault("common_step", torch.tensor(float(steps)))
 
 
 def save(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler, extra: Mapping[str, Any]) -> None:
@@ -116,9 +130,8 @@ def save(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler, extra:
     except (TypeError, ValueError) as error:
         raise ValueError(f"extra of a checkpoint must be JSON: {error}") from error
     temporary = folder.parent / f".{folder.name}.partial"
-    state = _state(chunks, optimizer, scheduler, is_loading=False)
 
-    def prepare() -> None:
+    def prepare(state: dict[str, Any]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         (temporary / EXTRA).write_text(extra_text)
@@ -129,7 +142,8 @@ def save(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler, extra:
         replace_folder(temporary, folder)
 
     try:
-        _together(prepare, only_rank_0=True)
+        state = _together(lambda: _state(chunks, optimizer, scheduler, is_loading=False))
+        _together(lambda: prepare(state), only_rank_0=True)
         _together(lambda: dist_checkpointing.save(state, str(temporary), content_metadata=_content_metadata()))
         _together(finish, only_rank_0=True)
     except CheckpointError as error:
@@ -142,32 +156,41 @@ def load(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler) -> dic
     """Restore what ``save`` wrote and return its ``extra``. The layout may differ from the one that saved.
 
     The running config decides learning rates and schedule, the checkpoint how many steps were done. Random state is restored
-    where the number of processes is the same. Raises CheckpointError for a folder that is no complete checkpoint or holds
-    another model.
+    where the number of processes is the same. A collective. Raises CheckpointError on every rank where the folder is no complete
+    checkpoint, or holds another model, for any of them.
     """
     folder = Path(folder)
-    if not is_valid(folder):
-        raise CheckpointError(f"{folder} is no complete checkpoint")
-    same_processes = json.loads((folder / MANIFEST).read_text())["world_size"] == dist.get_world_size()
-    rates = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
-    state = _state(chunks, optimizer, scheduler, is_loading=True, with_random=same_processes)
-    try:
+    same_processes = _together(lambda: _processes_of(folder)) == dist.get_world_size()
+
+    def restore() -> dict[str, Any]:
+        rates = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
+        state = _state(chunks, optimizer, scheduler, is_loading=True, with_random=same_processes)
         found = dist_checkpointing.load(state, str(folder))
         for i, chunk in enumerate(chunks):
             chunk.load_state_dict(found[f"model{i}"])
-        _restore_missing_step(optimizer, found["optimizer"])
+        _restore_missing_step(optimizer, found["optimizer"], found["scheduler"]["num_steps"])
         optimizer.load_state_dict(found["optimizer"])
-    except (CheckpointException, dist_checkpointing.core.CheckpointingException, RuntimeError, KeyError, ValueError, OSError) as error:
-        raise CheckpointError(f"{folder} does not fit this run: {_reason(error)}") from error
-    for part in optimizer_parts(optimizer):
-        _complete_steps(part)
-    for group, (max_lr, min_lr) in zip(optimizer.param_groups, rates, strict=True):
-        group["max_lr"], group["min_lr"] = max_lr, min_lr
-    scheduler.num_steps = 0
-    scheduler.load_state_dict(found["scheduler"])
-    if same_processes:
-        _set_random_state(found["random"])
-    return json.loads((folder / EXTRA).read_text())
+        for part in optimizer_parts(optimizer):
+            _complete_steps(part)
+        for group, (max_lr, min_lr) in zip(optimizer.param_groups, rates, strict=True):
+            group["max_lr"], group["min_lr"] = max_lr, min_lr
+        scheduler.num_steps = 0
+        scheduler.load_state_dict(found["scheduler"])
+        if same_processes:
+            _set_random_state(found["random"])
+        return json.loads((folder / EXTRA).read_text())
+
+    try:
+        return _together(restore)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} does not fit this run: {error}") from error
+
+
+def _processes_of(folder: Path) -> int:
+    """How many processes saved."""
+    if not is_valid(folder):
+        raise CheckpointError(f"{folder} is no complete checkpoint")
+    return json.loads((folder / MANIFEST).read_text())["world_size"]
 
 
 def _content_metadata() -> dict[str, Any]:
@@ -176,11 +199,13 @@ def _content_metadata() -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         # The other formats cannot be read by another layout, or fail to load with torch's AdamW.
         "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
+        # Without it every data-parallel rank, not the first alone, would hold the whole float32 state of its part of the model.
+        "distrib_optim_fully_reshardable_mem_efficient": True,
     }
 
 
 def _state(chunks: Sequence[Module], optimizer, scheduler, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:
+    _count_without_parameters(optimizer, scheduler.num_steps)
     metadata = {**_content_metadata(), "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     # A tensor is known by its own name in the whole model, never by where it stands in this dictionary: any layout finds it.
     model_state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
@@ -217,7 +242,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def _require_space(folder: Path, state: Any) -> None:
-    """Seen before a byte is written: rank 0's own share (an estimate; the other ranks hold about as much each) must fit."""
+    """Seen before a byte is written: rank 0's own share (an estimate; one rank of each other stage or slice holds as much) must fit."""
     needed = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -245,15 +270,16 @@ def _write_manifest(folder: Path) -> None:
 def _reason(error: BaseException) -> str:
     """One line; torch's CheckpointException carries a whole traceback per rank, of which the causes matter."""
     causes = error.failures.values() if isinstance(error, CheckpointException) else ()
-    return "; ".join(_reason(cause[0]) for cause in causes) or f"{type(error).__name__}: {error}"
+    said = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return "; ".join(_reason(cause[0]) for cause in causes) or said
 
 
-def _together(action: Callable[[], object], *, only_rank_0: bool = False) -> None:
-    """Run ``action`` on every rank (or on rank 0) and raise CheckpointError on all of them if it failed on any."""
-    failure = None
+def _together(action: Callable[[], T], *, only_rank_0: bool = False) -> T | None:
+    """What ``action`` gives on this rank, run on every rank (or on rank 0): raises CheckpointError on all of them if it failed on any."""
+    result, failure = None, None
     if not only_rank_0 or dist.get_rank() == 0:
         try:
-            action()
+            result = action()
         except (Exception, CheckpointException) as error:  # whatever a writer raises, the other ranks must hear of it rather than wait
             failure = _reason(error)
     failures: list[str | None] = [None] * dist.get_world_size()
@@ -261,3 +287,4 @@ def _together(action: Callable[[], object], *, only_rank_0: bool = False) -> Non
     for rank, text in enumerate(failures):
         if text is not None:
             raise CheckpointError(f"rank {rank}: {text}")
+    return result

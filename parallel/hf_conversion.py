@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from parallel.hf_files import MAX_SHARD_BYTES, HuggingFaceWeights, Shard, ShardWriter, finish_folder, hidden_folder
 from parallel.hf_names import EMBEDDING, OUTPUT, TOP, all_hf_names, expert_of, hf_names, ungrouped, with_expert
 from parallel.layout import padded_vocab_size
+from parallel.megatron_groups import is_stage_first
 from parallel.megatron_model import PackedGPTModel
 from parallel.megatron_moe import first_local_expert
 
@@ -192,15 +193,17 @@ def save_hf(models: Sequence[PackedGPTModel], source: Path, folder: Path, *, max
     temporary, failure = _attempt(hidden_folder, folder) if is_first else (None, None)
     temporary = _from_first_rank(temporary)
     if temporary is not None:
-        shards, failure = _write_stage(models, temporary, max_shard_bytes)
-        everyone: list = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (shards, failure))
-        failure = next((said for _, said in everyone if said is not None), None)
-        if is_first and failure is None:
-            written = [shard for shards, _ in everyone for shard in shards]
-            _, failure = _attempt(finish_folder, temporary, folder, written, source=source, dtype=models[0].config.params_dtype)
-        if is_first and failure is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            shards, failure = _write_stage(models, temporary, max_shard_bytes)
+            everyone: list = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, (shards, failure))
+            failure = next((said for _, said in everyone if said is not None), None)
+            if is_first and failure is None:
+                written = [shard for shards, _ in everyone for shard in shards]
+                _, failure = _attempt(finish_folder, temporary, folder, written, source=source, dtype=models[0].config.params_dtype)
+        finally:
+            if is_first:
+                shutil.rmtree(temporary, ignore_errors=True)  # gone already where it was finished
     failure = _from_first_rank(failure)
     if failure is not None:
         raise OSError(f"could not write the Hugging Face folder {folder}: {failure}; what was there before is unchanged")
@@ -210,11 +213,6 @@ def _from_first_rank(value: T) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
-
-
-def is_stage_first() -> bool:
-    """Whether this rank is the one of its pipeline stage that writes and sends: the first. (Stages are consecutive ranks.)"""
-    return dist.get_rank() % (dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()) == 0
 
 
 def _write_stage(models: Sequence[PackedGPTModel], temporary: Path, max_shard_bytes: int) -> tuple[list[Shard], str | None]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.schema.layout import LayoutConfig
+from configs.schema.layout import LayoutConfig, layout_text
 
 SUPPORTED = {
     "qwen2": "Qwen2 and Qwen2.5, dense", "qwen3": "Qwen3, dense", "llama": "Llama, dense", "qwen3_moe": "Qwen3-MoE", "mixtral": "Mixtral",
@@ -213,8 +213,9 @@ def validate_layout(hf_config: Mapping[str, Any], layout: LayoutConfig, *, num_p
     misfits = _misfits(architecture, layout, num_processes)
     if not misfits:
         return
-    texts = [f"{reason}; {_nearest_values(architecture, layout, field, num_processes)}" for field, reason in misfits.items()]
-    if len(misfits) > 1 or "dp" in misfits:
+    values = {field: _nearest_values(architecture, layout, field, num_processes) for field in misfits}
+    texts = [f"{reason}; {f'use {values[field]}' if values[field] else f'no {field} alone mends it'}" for field, reason in misfits.items()]
+    if len(misfits) > 1 or "dp" in misfits or not all(values.values()):
         found = " or ".join(f"{{{layout_yaml(fitting)}}}" for fitting in _nearest_layouts(architecture, layout, num_processes))
         texts.append(f"the nearest layouts that work: {found}")
     raise ValueError("\n  ".join(texts))
@@ -269,21 +270,38 @@ def _world_misfit(layout: LayoutConfig, num_processes: int | None) -> dict[str, 
 
 
 def _nearest_values(a: Architecture, layout: LayoutConfig, field: str, num_processes: int | None) -> str:
-    """The values of one field, the others as they are, that mend its misfit: the nearest below and above."""
-    if field in ("sp", "cp"):
-        return {"sp": "use sp=true or tp=1", "cp": "use cp=1"}[field]
+    """The values of one field, the others as they are, that mend its misfit: the nearest below and above. "" where there are none."""
     if field == "dp":
-        copies = num_processes // layout.model_size
-        start = f"start {layout.model_size * (layout.dp if layout.dp != 'auto' else max(copies, 1))} processes"
-        return start if num_processes % layout.model_size or copies < 1 else f"use dp={copies}, or {start}"
+        return _nearest_dp(layout, num_processes)
+    if field in ("sp", "cp"):
+        candidates = [("sp", True), ("tp", 1)] if field == "sp" else [("cp", 1)]
+        return " or ".join(f"{name}={str(value).lower()}" for name, value in candidates if _changed(layout, name, value))
     most = {"tp": a.num_heads, "pp": a.num_layers, "vpp": a.num_layers, "ep": a.experts.num_experts if a.experts else 1}
     texts = []
     for name in ("pp", "vpp") if field == "pp" and layout.vpp > 1 else (field,):
         now = getattr(layout, name)
-        fits = [n for n in range(1, most[name] + 1) if field not in _misfits(a, layout.model_copy(update={name: n}), num_processes)]
+        candidates = {n: _changed(layout, name, n) for n in range(1, most[name] + 1)}
+        fits = [n for n, changed in candidates.items() if changed and field not in _misfits(a, changed, num_processes)]
         near = [*[n for n in fits if n < now][-1:], *[n for n in fits if n > now][:1]]
         texts += [f"{name}={n}" for n in near]
-    return f"use {' or '.join(texts)}"
+    return " or ".join(texts)
+
+
+def _nearest_dp(layout: LayoutConfig, num_processes: int) -> str:
+    copies, rest = divmod(num_processes, layout.model_size)
+    wanted = max(copies, 1) if layout.dp == "auto" else layout.dp
+    while layout.tp * layout.cp * wanted % layout.ep:
+        wanted += 1
+    start = f"{layout.model_size * wanted} processes"
+    return start if rest or copies < 1 or _changed(layout, "dp", copies) is None else f"dp={copies}, or {start}"
+
+
+def _changed(layout: LayoutConfig, name: str, value: int | bool) -> LayoutConfig | None:
+    """None where such a layout is refused whatever the model."""
+    try:
+        return LayoutConfig(**(layout.model_dump() | {name: value}))
+    except ValueError:
+        return None
 
 
 def _nearest_layouts(a: Architecture, layout: LayoutConfig, num_processes: int | None, count: int = 3) -> list[LayoutConfig]:
@@ -322,15 +340,8 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def layout_text(layout: LayoutConfig) -> str:
-    """What of a layout is not 1, such as ``tp=2,sp,dp=4``; ``tp=1`` where all is."""
-    sizes = {"tp": layout.tp, "sp": layout.sp, "pp": layout.pp, "vpp": layout.vpp, "cp": layout.cp, "ep": layout.ep, "dp": layout.dp}
-    named = {name: value for name, value in sizes.items() if value is True or value not in (1, False, "auto")}
-    return ",".join(name if value is True else f"{name}={value}" for name, value in named.items()) or "tp=1"
-
-
 def layout_yaml(layout: LayoutConfig) -> str:
-    """The same as fields of a YAML block: ``tp: 2, sp: true, dp: 4``."""
+    """``layout_text`` as fields of a YAML block: ``tp: 2, sp: true, dp: 4``."""
     return ", ".join(part.replace("=", ": ") if "=" in part else f"{part}: true" for part in layout_text(layout).split(","))
 
 

@@ -1,43 +1,37 @@
 """The learner's engines: a policy's log-probs, a critic's values and the updates of either, of a Megatron-Core model on packed
-micro-batches, in every layout of tensor, sequence, pipeline (plain or interleaved) and data parallelism.
+micro-batches, in every layout of tensor, sequence, expert, pipeline (plain or interleaved) and data parallelism.
 
 Every method that touches weights is a collective: all ranks call it, in the same order. Micro-batches are this data-parallel
 rank's own; the tensor- and pipeline-parallel ranks of one data-parallel rank pass the same ones. Every rank gets the results: losses
 and scores come to be on the last pipeline stage, which hands them to the others.
 """
 
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import parallel.megatron_setup  # noqa: F401  # isort: skip - before megatron.core
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
 from parallel import checkpoint, hf_conversion, platform
 from parallel.hf_files import HuggingFaceWeights
-from parallel.layout import Architecture, read_hf_config, validate_layout
+from parallel.layout import Architecture, read_architecture, read_hf_config, validate_layout
+from parallel.megatron_groups import groups_of_this_process, join_groups
 from parallel.megatron_model import LogprobGPTModel, PackedGPTModel, ValueGPTModel, build_model, build_value_model
+from parallel.megatron_optimizer import LEAST_LOSS_SCALE, build_optimizer, build_scheduler
 from parallel.packing import PackedBatch
-
-logger = logging.getLogger(__name__)
 
 LossFunction = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, Any]]
 """(micro-batch, logprobs_T, entropy_T) -> (scalar loss, anything to be handed back).
@@ -56,36 +50,8 @@ _Forward = Callable[[Any, PackedBatch], Any]
 what it hands to the next."""
 
 
-_FIRST_LOSS_SCALE, _LEAST_LOSS_SCALE = 2.0**16, 1.0
-"""Of a float16 model. Megatron halves the scale on overflow and doubles it after a thousand steps without one."""
-
-
 class NonFiniteError(ArithmeticError):
     """A loss or gradient that is NaN or infinite. Raised on all ranks, before any weight or optimizer state has changed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """Where this process stands, in Megatron's order: tensor-parallel neighbours first, then context, data and pipeline."""
-
-    rank: int
-    world_size: int
-    dp_rank: int
-    dp_size: int
-    dp_group: dist.ProcessGroup
-    tp_rank: int
-    tp_size: int
-    tp_group: dist.ProcessGroup
-    pp_rank: int
-    pp_size: int
-    pp_group: dist.ProcessGroup
-    is_stage_first: bool
-    """Whether this rank writes and sends the weights of its pipeline stage."""
-
-    def dp_rank_of(self, rank: int) -> int:
-        """Where another process of this run stands."""
-        inner = self.world_size // (self.dp_size * self.pp_size)
-        return rank // inner % self.dp_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,26 +59,14 @@ class UpdateResult:
     """One optimizer step, the same on every rank of a data-parallel rank.
 
     ``grad_norm`` is the norm over all parameters before clipping; ``outputs`` has one entry per micro-batch. ``skipped``: the scaled
-    gradient did not fit float16, so that nothing moved but the loss scale, down (the norm is infinite, the rate 0); None without scale.
+    gradient did not fit float16, so that nothing moved but the loss scale, from a second time on (the norm is infinite, the rate 0); None
+    without scale.
     """
 
     grad_norm: float
     lr: float
     outputs: list[Any]
     skipped: bool | None
-
-
-class _Sizes(NamedTuple):
-    """What Megatron's process groups of a layout are made from, besides the number of processes."""
-
-    tp: int
-    pp: int
-    vpp: int
-    cp: int
-    ep: int
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}={size}" for name, size in self._asdict().items())
 
 
 class _Engine:
@@ -143,10 +97,11 @@ class _Engine:
         hf_config = read_hf_config(model.path)
         layout = layout.resolved(dist.get_world_size())
         validate_layout(hf_config, layout, num_processes=dist.get_world_size())
-        if layout.cp > 1:
-            raise ValueError(f"layout.cp={layout.cp}: this learner does not split packed sequences over ranks; use cp=1")
-        _join_groups(layout, seed, timeout_s)
-        self.groups = _groups()
+        if optimizer is not None and model.dtype == "float16" and read_architecture(hf_config).experts is not None:
+            # Megatron gives the experts' optimizer a loss scale of its own, which would part from the one that the loss is multiplied by.
+            raise ValueError("model.dtype=float16 cannot train a model with experts, whose gradients have two loss scales; use bfloat16")
+        join_groups(layout, seed, timeout_s)
+        self.groups = groups_of_this_process()
         self.source = model.path
         self.dtype = getattr(torch, model.dtype)
         build = partial(build, dtype=self.dtype, recompute=recompute if optimizer else "none", sequence_parallel=layout.sp)
@@ -162,33 +117,15 @@ class _Engine:
             self._build_optimizer(optimizer, total_optimizer_steps)
 
     def _build_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
-        # One bucket, reduced once after the last micro-batch: gradients are float32 sums whatever the model's dtype.
+        # Reduced once, after the last micro-batch: gradients are float32 sums whatever the model's dtype.
         ddp_config = DistributedDataParallelConfig(
             use_distributed_optimizer=config.distributed, grad_reduce_in_fp32=True, overlap_grad_reduce=False
         )
         self._trained = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in self.chunks]
-        self._optimizer = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                min_lr=config.min_lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.betas[0],
-                adam_beta2=config.betas[1],
-                adam_eps=config.eps,
-                clip_grad=config.clip_grad,
-                bf16=self.dtype == torch.bfloat16,
-                fp16=self.dtype == torch.float16,
-                initial_loss_scale=_FIRST_LOSS_SCALE,
-                min_loss_scale=_LEAST_LOSS_SCALE,
-                params_dtype=self.dtype,
-                use_distributed_optimizer=config.distributed,
-            ),
-            self._trained,
-        )
+        self._optimizer = build_optimizer(self._trained, config, self.dtype)
         # AdamW's state exists from the start, so that a checkpoint has the same content before the first step and after it.
         checkpoint.initialise_optimizer_state(self._optimizer)
-        self._scheduler = _scheduler(self._optimizer, config, total_steps)
+        self._scheduler = build_scheduler(self._optimizer, config, total_steps)
         # The loss carries global weights: gradients are summed, never divided by token or rank counts.
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self._optimizer.scale_loss if self.dtype == torch.float16 else None
@@ -241,7 +178,7 @@ class _Engine:
             self._scale_gradients(grad_scale(outputs))
         loss_scale = float(self._optimizer.get_loss_scale())
         if self._optimizer.prepare_grads():
-            if loss_scale <= _LEAST_LOSS_SCALE:
+            if loss_scale <= LEAST_LOSS_SCALE:
                 where = self._bad_parameters()
                 raise NonFiniteError(f"the gradient is not finite at a loss scale of {loss_scale}{where}; nothing was updated")
             return UpdateResult(grad_norm=math.inf, lr=0.0, outputs=outputs, skipped=True)
@@ -416,11 +353,16 @@ class MegatronEngine(_Engine):
     def gradient(self, microbatches: Sequence[PackedBatch], loss_fn: LossFunction, *, temperature: float) -> tuple[Tensor, list[Any]]:
         """The gradient that ``update`` would step on, of all parameters as one float32 vector, and what the losses handed back.
 
-        For a single process: with several, each has but its own part of it. Nothing is updated.
+        For a single process: with several, each has but its own part of it. Nothing is updated. Raises NonFiniteError where it is not
+        finite, ValueError for a frozen engine or without micro-batches.
         """
         outputs = self._backward(microbatches, _logprobs(temperature, True), loss_fn)
         parameters = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
-        return torch.cat([p.main_grad.flatten().float() for p in parameters]), outputs
+        loss_scale = float(self._optimizer.get_loss_scale())
+        gradient = torch.cat([p.main_grad.flatten().float() for p in parameters]) / loss_scale
+        if not gradient.isfinite().all():
+            raise NonFiniteError(f"the gradient is not finite at a loss scale of {loss_scale}{self._bad_parameters()}")
+        return gradient, outputs
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of this pipeline stage, in one order on all its ranks; see ``hf_conversion.export_hf``."""
@@ -491,78 +433,3 @@ def _logprobs(temperature: float, with_entropy: bool) -> _Forward:
 def _values(model: ValueGPTModel, batch: PackedBatch) -> tuple[Tensor] | Tensor:
     found = model.values(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T))
     return (found,) if model.post_process else found
-
-
-def _join_groups(layout: LayoutConfig, seed: int, timeout_s: float) -> None:
-    """Megatron's process groups, built once per process; a second engine must ask for the same layout, and shares the first's deadline."""
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s={timeout_s} must be above 0")
-    wanted = _Sizes(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, cp=layout.cp, ep=layout.ep)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=wanted.tp,
-            pipeline_model_parallel_size=wanted.pp,
-            virtual_pipeline_model_parallel_size=wanted.vpp if wanted.vpp > 1 else None,
-            context_parallel_size=wanted.cp,
-            expert_model_parallel_size=wanted.ep,
-            expert_tensor_parallel_size=1,
-            distributed_timeout_minutes=math.ceil(timeout_s / 60),
-        )
-        model_parallel_cuda_manual_seed(seed)
-    elif wanted != (running := _running_sizes()):
-        raise ValueError(f"this process already runs a layout of {running}; a second engine cannot have {wanted}")
-
-
-def _running_sizes() -> _Sizes:
-    return _Sizes(
-        tp=parallel_state.get_tensor_model_parallel_world_size(),
-        pp=parallel_state.get_pipeline_model_parallel_world_size(),
-        vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-        cp=parallel_state.get_context_parallel_world_size(),
-        ep=parallel_state.get_expert_model_parallel_world_size(),
-    )
-
-
-def _groups() -> Groups:
-    return Groups(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        dp_rank=parallel_state.get_data_parallel_rank(),
-        dp_size=parallel_state.get_data_parallel_world_size(),
-        dp_group=parallel_state.get_data_parallel_group(),
-        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
-        tp_group=parallel_state.get_tensor_model_parallel_group(),
-        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
-        pp_group=parallel_state.get_pipeline_model_parallel_group(),
-        is_stage_first=hf_conversion.is_stage_first(),
-    )
-
-
-def _scheduler(optimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Step k of n (from 1) runs at lr k / warmup while warming up, and a decaying schedule reaches min_lr at step n."""
-    if total_steps < 1:
-        raise ValueError(f"total_optimizer_steps={total_steps} must be at least 1")
-    if config.schedule != "constant" and config.warmup_steps >= total_steps:
-        raise ValueError(
-            f"optimizer.warmup_steps={config.warmup_steps} leaves nothing of the run's {total_steps} optimizer steps for the "
-            f"{config.schedule} schedule; use fewer warm-up steps or schedule: constant"
-        )
-    decay_steps = max(total_steps, config.warmup_steps + 1)
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=config.lr,
-        min_lr=config.min_lr,
-        lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=decay_steps,
-        lr_decay_style=config.schedule,
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
-        wd_incr_steps=decay_steps,
-        wd_incr_style="constant",
-        # On resume the running config decides the schedule; the checkpoint says how far it has come.
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-    )

@@ -19,8 +19,8 @@ from parallel.layout import Architecture, padded_vocab_size
 GIB = 2**30
 Device = Literal["cpu", "cuda"]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-TRANSFER_BUCKET_BYTES = 512 * 2**20
-"""``weight_transfer.BUCKET_BYTES``, which cannot be imported without torch; a test holds the two equal."""
+TRANSFER_BUCKET_BYTES: dict[Device, int] = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
+"""``weight_transfer.BUCKET_BYTES`` of each device, which cannot be imported without torch; a test holds the two equal."""
 USABLE_SHARE = 0.9
 """Of a GPU's memory, for what is itemised here."""
 
@@ -276,8 +276,8 @@ def _pipeline_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
 
 
 def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:
-    """Two buckets, each as large as the largest tensor where that is larger, though no more than the stage's weights; and what is gathered
-    at a time: the shards of one tensor and the whole of it, or one expert's gate and up of each expert-parallel rank.
+    """Two buckets of the device's size, each as large as the largest tensor where that is larger, though no more than the stage's weights;
+    and what is gathered at a time: the shards of one tensor and the whole of it, or one expert's gate and up of each expert-parallel rank.
     """
     a, b = architecture, work.dtype_bytes
     shared, expert = stage_parameters(a, layout, stage)
@@ -287,7 +287,7 @@ def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     largest = b * max(table, a.hidden_size * a.intermediate_size)
     gathered = b * max(table, 2 * a.hidden_size * a.intermediate_size) * (2 if layout.tp > 1 else 0)
     weights = b * (shared * layout.tp + expert * layout.ep)
-    return min(2 * max(TRANSFER_BUCKET_BYTES, largest), weights) + max(gathered, b * of_experts if layout.ep > 1 else 0)
+    return min(2 * max(TRANSFER_BUCKET_BYTES[work.device], largest), weights) + max(gathered, b * of_experts if layout.ep > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

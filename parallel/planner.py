@@ -2,10 +2,11 @@
 
 GPUs are divided between learner and servers (the two do not share a GPU); every one is used. A pair is ranked by
 
-1. the expected greatest mismatch of a response, |p_rollout - p_learner|: measured where there is a table, else by rule. The matrices' sums
-   are split alike where both sides have the same tensor-parallel size; the further the sizes are apart, the more responses disagree
-   somewhere; and sequence parallelism of the learner adds a difference that no server has. Data, pipeline and expert parallelism
-   compute the same sums.
+1. the expected greatest mismatch of a response, |p_rollout - p_learner|, from the table of what was measured, where there is one; pairs of
+   which it expects the same, and all pairs where there is no table, by rule. The matrices' sums are split alike where both sides have the
+   same tensor-parallel size; the further the sizes are apart, the more responses disagree somewhere; and sequence parallelism of the
+   learner adds a difference that no server has. Data, pipeline and expert parallelism compute the same sums. Of a pair that is not in
+   the table the least is expected that was measured of any pair that the rule puts no better (``Measured``).
 2. memory left free, on the side that has less, in tenths of a GPU; more than ``AMPLE`` counts as that much, since it buys nothing.
 3. bytes that a learner rank sends per step (``Traffic``).
 
@@ -19,9 +20,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from configs.schema.layout import LayoutConfig
+from configs.schema.layout import LayoutConfig, layout_text, parse_layout
 from configs.schema.run import RunConfig
-from parallel.layout import Architecture, fitting_layouts, layout_text, read_architecture, rollout_sizes
+from parallel.layout import Architecture, fitting_layouts, read_architecture, rollout_sizes
 from parallel.memory import (
     BYTES,
     GIB,
@@ -40,8 +41,34 @@ from parallel.memory import (
 AMPLE = 0.3
 """Of a GPU, free on either side: room for longer responses than planned. What is more decides nothing."""
 
-Measured = Mapping[tuple[int, bool, int], float]
-"""(learner's tp, its sp, the rollout's tp) -> mean over responses of the greatest mismatch."""
+Pair = tuple[int, bool, int]
+"""(learner's tp, its sp, the rollout's tp): what of two layouts decides their mismatch."""
+
+
+def by_rule(pair: Pair) -> tuple[float, bool]:
+    """Of two pairs the rule expects less mismatch of the one where this is less: (ratio of the two tp, whether there is sp)."""
+    low, high = sorted((pair[0], pair[2]))
+    return high / low, pair[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A table of mismatch: of each pair the mean over responses of the greatest. Empty: no table."""
+
+    values: Mapping[Pair, float]
+    step: float = 0.0
+    """Two of the greatest standard error. Values are rounded to multiples of it, and what rounds to the same counts as equal: an order by
+    "within two standard errors" itself would go in circles."""
+
+    def expected(self, pair: Pair) -> float:
+        """What is expected of a pair, rounded: its own value; where it has none, the least of those that the rule puts no better, infinite
+        where there are none. So a pair without a value never stands behind a pair that has one and that the rule puts after it.
+        """
+        known = [self.values[pair]] if pair in self.values else [x for other, x in self.values.items() if by_rule(other) >= by_rule(pair)]
+        return min((round(x / self.step) * self.step if self.step else x for x in known), default=math.inf)
+
+
+NO_TABLE = Measured(values={})
 
 
 class NothingFits(ValueError):
@@ -75,6 +102,8 @@ class Traffic:
       the rank's parameters, over its dp copies; experts over tp dp / ep.
     - expert: tokens there and back, 2 k b H N / (t under sequence parallelism), per layer with experts and pass, f + r + 1 times.
     - transfer: the stage's whole weights to the servers, once, from its sending rank.
+
+    A critic's own traffic is left out: its layout is the policy's, so that it adds to each layout about in proportion.
     """
 
     tensor: int
@@ -98,6 +127,9 @@ class Plan:
     learner_memory: LearnerMemory
     rollout_memory: RolloutMemory
     measured: float | None
+    """Of this pair itself."""
+    expected: float
+    """``Measured.expected``; infinite where there is no table."""
     learner_free: float
     """Shares of a GPU: beside what the fullest learner rank holds, and in a server's cache beside the responses that it samples at once
     at full length. Below 0: some of them wait for others to end."""
@@ -109,12 +141,13 @@ class Plan:
         return min(self.learner_free, self.rollout_free)
 
     @property
+    def pair(self) -> Pair:
+        return (self.learner.tp, self.learner.sp, self.rollout_tp)
+
+    @property
     def mismatch_key(self) -> tuple:
-        """What was measured comes before what was not."""
-        if self.measured is not None:
-            return (False, self.measured, 1.0, False)
-        sizes = sorted((self.learner.tp, self.rollout_tp))
-        return (True, 0.0, sizes[1] / sizes[0], self.learner.sp)
+        """What the table expects, then the rule."""
+        return (self.expected, *by_rule(self.pair))
 
     @property
     def free_tenths(self) -> int:
@@ -132,7 +165,7 @@ def plan(
     cluster: Cluster,
     *,
     critic: Mapping[str, Any] | None = None,
-    measured: Measured | None = None,
+    measured: Measured = NO_TABLE,
 ) -> list[Plan]:
     """All pairs that fit, best first. ``hf_config`` and ``critic`` are the models' config.json; the config's own layout does not matter.
 
@@ -142,7 +175,7 @@ def plan(
     """
     architecture = read_architecture(hf_config)
     work = _work(config, architecture, critic)
-    found = list(_plans(architecture, config, cluster, work, measured or {}))
+    found = list(_plans(architecture, config, cluster, work, measured))
     if not found:
         raise NothingFits(_what_would_fit(architecture, config, cluster, work))
     return sorted(found, key=lambda each: each.rank_key)
@@ -168,7 +201,8 @@ def _plans(architecture: Architecture, config: RunConfig, cluster: Cluster, work
                     replicas=replicas,
                     learner_memory=memory,
                     rollout_memory=memory_of,
-                    measured=measured.get((layout.tp, layout.sp, tp)),
+                    measured=measured.values.get((layout.tp, layout.sp, tp)),
+                    expected=measured.expected((layout.tp, layout.sp, tp)),
                     learner_free=1 - memory.total / cluster.gpu_bytes,
                     rollout_free=(memory_of.kv_cache - _in_flight_bytes(config, memory_of, replicas)) / cluster.gpu_bytes,
                     traffic=traffic(architecture, config, layout),
@@ -176,10 +210,23 @@ def _plans(architecture: Architecture, config: RunConfig, cluster: Cluster, work
 
 
 def _servers(architecture: Architecture, config: RunConfig, cluster: Cluster) -> list[tuple[int, RolloutMemory]]:
-    flags = {name.replace("_", "-"): value for name, value in config.rollout.server_args.items()}
-    share = float(flags["mem-fraction-static"]) if "mem-fraction-static" in flags else None
+    share = _static_share(config)
     sizes = [tp for tp in rollout_sizes(architecture) if _within_node(tp, cluster)]
     return [(tp, rollout_memory(architecture, tp, config.rollout.dtype, cluster.gpu_bytes, static_share=share)) for tp in sizes]
+
+
+def _static_share(config: RunConfig) -> float | None:
+    """What the config tells the servers to take of a GPU, if anything."""
+    found = {name: value for name, value in config.rollout.server_args.items() if name.replace("_", "-") == "mem-fraction-static"}
+    for name, value in found.items():
+        try:
+            share = float(value)
+        except (TypeError, ValueError):
+            share = math.nan
+        if not 0 < share < 1:
+            raise ValueError(f"rollout.server_args.{name}={value!r} is no share of a GPU; give a number between 0 and 1, or leave it out")
+        return share
+    return None
 
 
 def _learners(
@@ -273,27 +320,32 @@ def _changes(config: RunConfig, cluster: Cluster) -> list[list[tuple[str, RunCon
 
 def _would_fit(architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work) -> bool:
     changed = work_of(config, work.device, work.critic)
-    return next(_plans(architecture, config, cluster, changed, {}), None) is not None
+    return next(_plans(architecture, config, cluster, changed, NO_TABLE), None) is not None
 
 
 def read_measured(path: Path) -> Measured:
     """The table that ``tandem mismatch`` writes: ``pairs``, each with ``learner`` and ``rollout`` (such as ``tp=2,sp`` and ``tp=1``) and
-    ``max_mean``, the mean over responses of the greatest mismatch. Of pairs that differ in nothing but pp, ep or dp the greatest counts.
+    ``max_mean``, the mean over responses of the greatest mismatch, and ``max_mean_se``, its standard error (or null, or left out). Of
+    pairs that differ in nothing but pp, ep or dp the greatest counts.
 
     Raises ValueError naming the file and what is wrong with it.
     """
-    found: dict[tuple[int, bool, int], float] = {}
+    found: dict[Pair, float] = {}
+    errors = [0.0]
     try:
         pairs = json.loads(Path(path).read_text(encoding="utf-8"))["pairs"]
         for pair in pairs:
-            learner, rollout = _parts(pair["learner"]), _parts(pair["rollout"])
-            key, value = (int(learner.get("tp", 1)), "sp" in learner, int(rollout.get("tp", 1))), float(pair["max_mean"])
+            learner, rollout = parse_layout(pair["learner"]), _parts(pair["rollout"])
+            key, value, error = (learner.tp, learner.sp, int(rollout.get("tp", 1))), float(pair["max_mean"]), pair.get("max_mean_se")
+            errors.append(0.0 if error is None else float(error))
+            if not (0 <= value < math.inf and 0 <= errors[-1] < math.inf):
+                raise ValueError(f"max_mean={value} or max_mean_se={error} is no size of a mismatch")
             found[key] = max(value, found.get(key, 0.0))
     except OSError as error:
         raise ValueError(f"--measured {path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"--measured {path} is no table of `tandem mismatch` (pairs of learner, rollout, max_mean): {error!r}") from error
-    return found
+    return Measured(values=found, step=2 * max(errors))
 
 
 def _parts(text: str) -> dict[str, str]:
@@ -312,18 +364,26 @@ def _merits(plan: Plan) -> str:
 
 
 def _mismatch_text(plan: Plan) -> str:
-    if plan.measured is not None:
-        return f"measured mismatch {plan.measured:.3g}"
-    sizes = sorted((plan.learner.tp, plan.rollout_tp))
-    same = f"same TP {sizes[0]} on both sides" if sizes[0] == sizes[1] else f"TP sizes {sizes[1] / sizes[0]:g} times apart"
-    return f"{same}, {'with' if plan.learner.sp else 'no'} SP"
+    ratio, has_sp = by_rule(plan.pair)
+    same = f"same TP {plan.rollout_tp} on both sides" if ratio == 1 else f"TP sizes {ratio:g} times apart"
+    text = f"{same}, {'with' if has_sp else 'no'} SP"
+    return text if plan.measured is None else f"measured mismatch {plan.measured:.3g} ({text})"
 
 
 def _difference(better: Plan, worse: Plan) -> str:
     if better.mismatch_key != worse.mismatch_key:
-        what = " (not in the measured table)" if better.measured is not None and worse.measured is None else ""
-        return f"more mismatch expected{what}: {_mismatch_text(worse)}"
+        return f"more mismatch expected{_by_what(better, worse)}: {_mismatch_text(worse)}"
     if better.free_tenths != worse.free_tenths:
         side = "learner" if worse.learner_free < worse.rollout_free else "rollout"
         return f"less memory free: {worse.free:.0%} of a GPU ({side})"
+    if better.traffic.total == worse.traffic.total:
+        return "equal in all of this; ordered by name"
     return f"more sent: {size_text(worse.traffic.total)} per rank and step"
+
+
+def _by_what(better: Plan, worse: Plan) -> str:
+    """What of table and rule puts one before the other."""
+    if better.expected == worse.expected:
+        both = better.measured is not None and worse.measured is not None
+        return " by rule, measured the same within the errors" if both else "" if worse.expected == math.inf else " by rule"
+    return "" if worse.measured is not None else " by rule (this is not in the measured table)"

@@ -6,6 +6,7 @@ server that dies can never hang the training collectives. Non-goals: choosing wh
 does both.
 """
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -125,6 +126,16 @@ class _Filling:
 
     def bucket(self, *, is_last: bool) -> Bucket:
         return Bucket(names=self.names, dtype=self._dtype, shapes=self._shapes, bytes=self.buffer[: self.size], is_last=is_last)
+
+
+def require_one_node() -> None:
+    """Raise ValueError where torchrun's environment tells of ranks on other nodes, which the address of a sender does not reach."""
+    everywhere, here = (int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if here and everywhere != here:
+        raise ValueError(
+            f"the run has WORLD_SIZE={everywhere} ranks, LOCAL_WORLD_SIZE={here} of them on this node: the weight transfer is on one node "
+            "so far; start all ranks on one node"
+        )
 
 
 class WeightBroadcaster:

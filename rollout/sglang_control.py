@@ -19,7 +19,7 @@ Not its concern: the caller's end of the broadcast, and what the weights are.
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass
@@ -32,9 +32,6 @@ from torch import Tensor
 
 from rollout.records import Completion
 from rollout.sglang_client import neutral_sampling_params, parse_completion, server_message
-
-VOCAB_PADDING = 64
-"""SGLang pads the vocabulary rows of embedding and output head to a multiple of this, with zeros."""
 
 
 class ControlError(RuntimeError):
@@ -158,7 +155,7 @@ class SGLangControl:
         pending; it should look at ``raise_if_failed`` if its broadcast does not get through, since a server that refused never joins in.
 
         Args:
-            names: Hugging Face names. dtype: ``float32`` or ``bfloat16``. shapes: of the whole (unsharded) tensors.
+            names: Hugging Face names. dtype: ``float32``, ``bfloat16`` or ``float16``. shapes: of the whole (unsharded) tensors.
             version: what the weights are called from here on: None for every bucket but the last of an update, so that an update
                 that breaks off is never reported under its new version. The bucket that names it also flushes the cache.
 
@@ -284,6 +281,13 @@ SPLIT_BY_COLUMNS = (".o_proj.weight", ".down_proj.weight")
 VOCABULARIES = ("embed_tokens.weight", "lm_head.weight")
 
 
+def vocabulary_padding(rows: int, size: int) -> int:
+    """Rows of zeros that SGLang adds to embedding and output head on ``size`` ranks: up to a multiple of 64, or of 64 * size where the
+    former does not divide by size (its VocabParallelEmbedding)."""
+    padding = -rows % 64
+    return padding if (rows + padding) % size == 0 else -rows % (64 * size)
+
+
 class ExpectedChecksums:
     """What ``checksums`` says of a server on CPU that holds the weights that were ``add``ed, for dense Qwen2, Qwen3 and Llama.
 
@@ -315,7 +319,7 @@ class ExpectedChecksums:
     def _shards(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         """Of each of SGLang's ranks."""
         if name.endswith(VOCABULARIES):
-            padding = tensor.new_zeros(-tensor.shape[0] % VOCAB_PADDING, tensor.shape[1])
+            padding = tensor.new_zeros(vocabulary_padding(tensor.shape[0], self._size), tensor.shape[1])
             return torch.cat([tensor, padding]).chunk(self._size) if len(padding) else tensor.chunk(self._size)
         if ".k_proj." in name or ".v_proj." in name:
             heads = min(self._kv_heads, self._size)
@@ -331,14 +335,6 @@ class ExpectedChecksums:
             for name, hashers in self._hashers.items()
             for rank, hasher in enumerate(hashers)
         }
-
-
-def expected_checksums(weights: Iterable[tuple[str, Tensor]], *, tensor_parallel: int = 1, kv_heads: int = 1) -> dict[str, str]:
-    """``ExpectedChecksums`` of all of ``weights``. kv_heads matters only for several ranks."""
-    expected = ExpectedChecksums(tensor_parallel=tensor_parallel, kv_heads=kv_heads)
-    for name, tensor in weights:
-        expected.add(name, tensor)
-    return expected.by_name()
 
 
 def _fused_name(name: str) -> tuple[str, int]:

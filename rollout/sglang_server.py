@@ -2,8 +2,7 @@
 
 Each replica is a session and process group of its own under ``sglang_watchdog``. ServerFleet is used by one thread.
 Not its concern: requests (``sglang_client``), weights (``sglang_control``), and which GPUs this machine may use: CUDA_VISIBLE_DEVICES
-is inherited, and of those GPUs replica i takes ``tensor_parallel`` from first_gpu + i * tensor_parallel on; the ones below first_gpu
-are the learner's.
+is inherited, and of those GPUs replica i takes ``tp`` from first_gpu + i * tp on; the ones below first_gpu are the learner's.
 """
 
 import http.client
@@ -54,6 +53,7 @@ OWNED_FLAGS = frozenset(
         "random-seed",
         "weight-version",
         "skip-tokenizer-init",
+        "enable-fp32-lm-head",
     }
 )
 """Flags that the schema's own fields or the design decide; ``server_args`` may not override them."""
@@ -398,7 +398,7 @@ def check_gpus(config: RolloutConfig, *, first_gpu: int, available: int) -> None
     needed = first_gpu + config.replicas * config.tp
     if available < needed:
         raise ValueError(
-            f"{needed} GPUs are needed, {first_gpu} of the learner and rollout.replicas={config.replicas} times "
+            f"{needed} GPUs are needed, {first_gpu} of the learner or other servers and rollout.replicas={config.replicas} times "
             f"rollout.tp={config.tp} of the servers, but {available} are visible here; use fewer learner ranks "
             "(layout) or fewer or smaller replicas (rollout), or make more visible (CUDA_VISIBLE_DEVICES)"
         )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from megatron.core import parallel_state
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from configs.schema.correction import CorrectionConfig
@@ -430,7 +431,8 @@ def _learner_step(
 def work_group_deadlines(folder: Path, timeout_s: float) -> dict[str, Any]:
     """The deadline of each of the engine's groups in seconds, of the default group, and what CPU tensors and objects become in it."""
     engine = make_engine(folder, layout=LayoutConfig(tp=2), timeout_s=timeout_s)
-    groups = {"dp": engine.groups.dp_group, "tp": engine.groups.tp_group, "default": dist.group.WORLD}
+    tensor_parallel = parallel_state.get_tensor_model_parallel_group()
+    groups = {"dp": engine.groups.dp_group, "tp": tensor_parallel, "default": dist.group.WORLD}
     place = torch.device("cuda" if platform.has_cuda() else "cpu")
     seconds = {name: group._get_backend(place).options._timeout.total_seconds() for name, group in groups.items()}
     total, objects = torch.tensor([dist.get_rank() + 1]), [None] * dist.get_world_size()

@@ -182,7 +182,7 @@ def trajectory(token_ids, **change):
 def test_pack_trajectories():
     samples = [trajectory([5, 6, 7]), trajectory([8, 9])]
     batch = pack_trajectories(samples, [12, 3])
-    assert batch.lengths == [packed_length(t) for t in samples] == [2, 1]
+    assert batch.lengths == [packed_length(t.token_ids) for t in samples] == [2, 1]
     assert batch.tokens_T.tolist() == [5, 6, 8] and batch.targets_T.tolist() == [6, 7, 9]
     assert batch.rollout_logprobs_T.tolist() == [-0.5, -1.0, -0.5]
     assert batch.sequence_ids_S.tolist() == [12, 3]

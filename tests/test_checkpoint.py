@@ -2,10 +2,13 @@
 
 import json
 import resource
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from configs.schema.layout import LayoutConfig
 from parallel import checkpoint
 from parallel.checkpoint import CheckpointError
 from tests.megatron_workers import make_batch, make_engine, make_hf_model, run_ranks, weighted_loss, weights_of, work_checkpoint
@@ -160,3 +163,36 @@ def test_two_ranks_resume_bitwise_and_under_another_layout(tmp_path, distributed
         assert_equal(saved[0]["at"], rank["at"])
         for name, tensor in saved[0]["after"].items():
             torch.testing.assert_close(rank["after"][name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def _fail(*arguments):
+    raise OSError("no such disk")
+
+
+def work_faults_on_rank_1(folder: Path, root: Path) -> list[str]:
+    """What each of three actions raises here, of which each fails on rank 1 alone."""
+    engine = make_engine(folder, layout=LayoutConfig(dp=2))
+    engine.save(root / "step_000001", {})
+    faults = [
+        ("_random_state", _fail, lambda: engine.save(root / "step_000002", {})),
+        ("is_valid", lambda path: False, lambda: engine.load(root / "step_000001")),
+        ("_set_random_state", _fail, lambda: engine.load(root / "step_000001")),
+    ]
+    said = []
+    for name, fault, action in faults:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as raised:
+            if dist.get_rank() == 1:
+                patch.setattr(checkpoint, name, fault)
+            action()
+        said.append(str(raised.value))
+    return said
+
+
+@pytest.mark.engines
+def test_a_failure_of_one_rank_is_raised_on_all(folder, tmp_path):
+    ranks = run_ranks(work_faults_on_rank_1, 2, tmp_path / "ranks", folder, tmp_path / "checkpoints")
+    for said in ranks:
+        assert "could not write" in said[0] and "rank 1: OSError: no such disk" in said[0]
+        assert "rank 1:" in said[1] and "no complete checkpoint" in said[1]
+        assert "does not fit this run: rank 1: OSError: no such disk" in said[2]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]

@@ -14,6 +14,7 @@ import yaml
 
 from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
+from launch import checks, commands
 from launch.run_folder import RunFolder
 from launch.summary import write_summary
 from rollout.tiny_model import make_tiny_countdown_model
@@ -57,7 +58,7 @@ def refused(tmp_path: Path, *arguments: str) -> str:
     took = cpu_seconds_of_children() - began
     assert done.returncode == 2, done.stdout + done.stderr
     assert took < SECONDS_TO_ANSWER, f"answered after {took:.1f} s"
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr and "pydantic" not in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == before, "something was written"
     return done.stderr
 
@@ -70,6 +71,7 @@ def refused(tmp_path: Path, *arguments: str) -> str:
         ("rollout.prompts_per_step=10 learner.minibatches=4", ["prompts_per_step=10", "minibatches=4", "use 8 or 12"]),
         ("rollout.top_p=0.9", ["top_p", "full one", "set top_p: 1.0"]),
         ("layout.tp=3", ["layout.tp", "3"]),
+        ("layout.ep=2", ["layout.ep=2", "experts"]),
         ("model.path=no-such-folder", ["model.path", "no-such-folder"]),
         ("reward.type=function reward.function=no_such_module:f", ["no_such_module"]),
         ("task.type=gsm8k task.train_path=missing.jsonl", ["missing.jsonl"]),
@@ -102,6 +104,47 @@ def test_a_port_that_is_taken_is_refused(tmp_path, model):
         port = taken.getsockname()[1]
         said = refused(tmp_path, str(config_file(tmp_path, model)), f"rollout.first_port={port}")
     assert str(port) in said
+
+
+def test_auto_is_as_many_copies_as_ep_allows_and_gpus_hold(tmp_path, model, monkeypatch):
+    def world_size(gpus: int, *overrides: str) -> int:
+        monkeypatch.setattr(checks, "gpus_here", lambda: gpus)
+        config = load_config(file, overrides)
+        return load_config(file, [*overrides, checks._data_parallel_size(config)]).layout.world_size
+
+    file = config_file(tmp_path, model)
+    assert [world_size(0), world_size(0, "layout.ep=2"), world_size(0, "layout={tp: 2, sp: true, ep: 4}")] == [1, 2, 4]
+    assert [world_size(gpus) for gpus in (1, 2, 5)] == [1, 1, 4], "one GPU is the server's"
+    assert [world_size(gpus, "layout.ep=2") for gpus in (1, 4, 5, 6)] == [2, 2, 4, 4]
+
+
+def test_too_few_gpus_are_refused_before_a_start(tmp_path, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checks, "gpus_here", lambda: 2)
+    file = config_file(tmp_path, model)
+    with pytest.raises(checks.BadInput, match=r"run.yaml: 3 GPUs are needed, 2 of the learner .* but 2 are visible"):
+        commands.train(file, ["layout.dp=2"])
+    with pytest.raises(checks.BadInput, match=r"3 GPUs are needed.*rollout\.replicas=3"):
+        commands.evaluate(file, ["rollout.replicas=3"])
+    with pytest.raises(checks.BadInput, match="--rollout: 4 GPUs are needed, 2 of the learner or other servers"):
+        commands.verify_sync(file, [], ["tp=1"], ["tp=1", "tp=2"])
+    with pytest.raises(checks.BadInput, match="the layout takes 4 GPUs, but 2 are visible"):
+        checks.check_gpus(file, learner=4)
+    checks.check_gpus(file, learner=2)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.parametrize("size", ["nan", "inf"])
+def test_gpus_of_no_size_are_refused(tmp_path, model, size):
+    done = tandem("plan", str(config_file(tmp_path, model)), "--gpus", "8", "--gpu-memory", size, cwd=tmp_path)
+    assert done.returncode == 2 and "'--gpu-memory'" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_model_is_not_made_over_a_folder(tmp_path):
+    (tmp_path / "mine").mkdir()
+    done = tandem("make-tiny-model", "mine", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "mine exists already" in done.stderr
 
 
 def test_a_missing_config_is_refused(tmp_path):

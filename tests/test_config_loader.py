@@ -486,7 +486,8 @@ def test_malformed_overrides(folder, override, field, value, error, fix):
 
 def make_model(path: str) -> None:
     Path(path).mkdir()
-    Path(path, "config.json").write_text("{}", encoding="utf-8")
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        Path(path, name).write_text("{}", encoding="utf-8")
 
 
 def test_files_that_are_there(folder):
@@ -517,6 +518,33 @@ def test_model_folder_without_config_json(folder):
     assert "has no config.json" in problem.error and "tokenizer" in problem.fix
     assert "this is a file" in the_problem("base.yaml", ["model.path=base.yaml"], files=True).error
     assert "not expanded" in the_problem("base.yaml", ["model.path=~/m"], files=True).fix
+
+
+@pytest.mark.parametrize(
+    ("missing", "error"),
+    [
+        ("model.safetensors", "the folder has no model.safetensors or model.safetensors.index.json"),
+        ("tokenizer.json", "the folder has no tokenizer.json or tokenizer_config.json"),
+    ],
+)
+def test_model_folder_without_weights_or_tokenizer(folder, missing, error):
+    make_model("model")
+    Path("model", missing).unlink()
+    problem = the_problem("base.yaml", files=True)
+    assert (problem.field, problem.error) == ("model.path", f"{error}: {folder / 'model'}")
+    assert "download what is missing" in problem.fix
+    assert load_config("base.yaml").model.path == Path("model"), "a plan needs config.json alone"
+
+
+def test_a_sharded_model_is_complete_and_a_critic_needs_no_tokenizer(folder):
+    make_model("model")
+    Path("model", "model.safetensors").rename("model/model.safetensors.index.json")
+    make_model("critic")
+    Path("critic", "tokenizer.json").unlink()
+    critic = ["advantage.type=gae", "critic.model.path=critic"]
+    load_config("base.yaml", critic, files=True)
+    Path("critic", "model.safetensors").unlink()
+    assert the_problem("base.yaml", critic, files=True).field == "critic.model.path"
 
 
 def test_sft_data_file(folder):

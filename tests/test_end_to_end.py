@@ -169,6 +169,26 @@ def test_every_term_at_once_on_two_tensor_parallel_ranks(folder):
     assert_nothing_left(folder)
 
 
+def test_a_run_goes_on_in_another_layout(folder):
+    """Interleaved pipeline stages send to servers of two tensor-parallel ranks; their checkpoint goes on with sequence parallelism."""
+    settings = [*SMALL, "rollout.tp=2", "evaluation.at_ends=false", "checkpoint.every=1", "learner.token_budget=64"]
+    (folder / "my_reward.py").write_text("def score(prompt, response, reference):\n    return len(response) / 14\n")
+    settings += ["reward.type=function", "reward.function=my_reward:score", "learner.old_logprobs=always"]
+    first = ["layout.dp=1", "layout.pp=2", "layout.vpp=2", "steps=2"]
+    second = ["layout.dp=1", "layout.tp=2", "layout.sp=true", "steps=3", "resume=runs/latest"]
+    for layout in (first, second):
+        process = start("train", RECIPE, *settings, *layout, cwd=folder)
+        said = finish(process)
+        assert process.returncode == 0, said
+        assert_nothing_left(folder)
+    steps = steps_of(folder)
+    assert [s["step"] for s in steps] == [1, 2, 3]
+    for step in steps:
+        assert step["policy/ppo_kl"] == 0.0 and step["policy/ratio_max"] == 1.0
+        assert step["mismatch/logprob_gap_max"] <= 1e-4
+        assert step["optim/grad_norm"] > 0
+
+
 PHASES = {"while the engines start": 0, "in the middle of training": 2}
 
 

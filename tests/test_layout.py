@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.schema.layout import LayoutConfig
-from parallel.layout import layout_text, layout_yaml, read_architecture, read_hf_config, validate_layout, validate_rollout_layout
+from parallel.layout import layout_yaml, read_architecture, read_hf_config, validate_layout, validate_rollout_layout
 from tests.megatron_workers import make_hf_model, relative_difference, run_ranks, work_many_updates, work_updates
 
 CONFIG = {
@@ -108,15 +108,18 @@ MOE = CONFIG | {"model_type": "qwen3_moe", "num_hidden_layers": 6, "num_experts"
         (CONFIG, dict(tp=8), None, "layout.tp=8 does not divide the model's num_attention_heads=4; use tp=4"),
         (CONFIG | {"intermediate_size": 49}, dict(tp=2), None, "intermediate_size=49; use tp=1"),
         (CONFIG, dict(pp=3), None, "layout.pp=3 does not divide the model's num_hidden_layers=2; use pp=2"),
-        (MOE, dict(pp=2, vpp=2), None, r"layout.pp=2 times layout.vpp=2 does not divide .*=6; use pp=1 or pp=3 or vpp=1 or vpp=3"),
+        (MOE, dict(pp=2, vpp=2), None, r"layout.pp=2 times layout.vpp=2 does not divide .*=6; use pp=3 or vpp=1 or vpp=3$"),
         (CONFIG, dict(ep=2, dp=2), None, "layout.ep=2 splits experts, of which this qwen3 model has none; use ep=1"),
-        (MOE, dict(ep=4, dp=4), None, "layout.ep=4 does not divide the model's num_experts=6; use ep=3 or ep=6"),
+        (MOE, dict(ep=4, dp=4), None, "layout.ep=4 does not divide the model's num_experts=6; use ep=2$"),
+        (MOE, dict(ep=4), None, "layout.ep=4 does not divide the model's num_experts=6; use ep=3 or ep=6$"),
         (MOE, dict(ep=6), 4, r"layout.ep=6 does not divide the tp\*cp\*dp=4 ranks of a pipeline stage; use ep=2"),
         (MOE, dict(tp=2), None, "layout.tp=2 without sp: .*; use sp=true or tp=1"),
         (CONFIG, dict(cp=2), None, "layout.cp=2 needs .* Transformer Engine, which exists on CUDA alone.*not do on CUDA either; use cp=1"),
-        (CONFIG, dict(dp=2), 3, r"3 processes do not fit a layout of tp=1, cp=1, pp=1, dp=2; use dp=3, or start 2 processes\n.*\{dp: 3\}"),
-        (CONFIG, dict(tp=2), 5, "5 processes do not fit .*dp=auto; start 4 processes"),
-        (CONFIG, dict(tp=2, pp=2), 3, "3 processes do not fit .*; start 4 processes"),
+        (CONFIG, dict(dp=2), 3, r"3 processes do not fit a layout of tp=1, cp=1, pp=1, dp=2; use dp=3, or 2 processes\n.*\{dp: 3\}"),
+        (CONFIG, dict(tp=2), 5, "5 processes do not fit .*dp=auto; use 4 processes"),
+        (CONFIG, dict(tp=2, pp=2), 3, "3 processes do not fit .*; use 4 processes"),
+        (MOE, dict(tp=2, sp=True, ep=6), 3, "3 processes do not fit .*; use 6 processes"),
+        (CONFIG | {"intermediate_size": 49}, dict(tp=2, sp=True), None, r"=49; no tp alone mends it\n.*that work: \{tp: 1\}"),
     ],
 )
 def test_what_does_not_fit_is_named_with_the_nearest_that_does(config, layout, processes, message):
@@ -130,7 +133,7 @@ def test_all_that_is_wrong_is_said_at_once():
     lines = str(caught.value).split("\n  ")
     assert [line.split(";")[0].split(" ")[0] for line in lines[:-1]] == ["layout.tp=3", "layout.pp=4", "layout.tp=3"]
     # with experts tp needs sp; tp 3 -> 4 and pp 4 -> 3 are log2(4 / 3) = 0.415 each, tp 3 -> 2 and pp 4 -> 6 0.585 each, ep 1 -> 2 1
-    wanted = ["{tp: 4, sp: true, pp: 3, dp: 2}", "{tp: 2, sp: true, pp: 6, dp: 2}", "{tp: 4, sp: true, pp: 3, ep: 2, dp: 2}"]
+    wanted = ["{tp: 4, pp: 3, sp: true, dp: 2}", "{tp: 2, pp: 6, sp: true, dp: 2}", "{tp: 4, pp: 3, sp: true, ep: 2, dp: 2}"]
     assert lines[-1] == f"the nearest layouts that work: {' or '.join(wanted)}"
 
 
@@ -156,21 +159,28 @@ def test_refused_is_what_cannot_be_split_and_what_is_named_works(
     heads = kv_heads * siblings
     # each rank has whole query heads, and with each the key/value head it needs; whole layers, equally many; whole experts
     groups = [{query // siblings for query in range(rank * heads // tp, (rank + 1) * heads // tp)} for rank in range(tp)]
-    fits = heads % tp == 0 and len({len(group) for group in groups}) == 1 and (tp % kv_heads == 0 or kv_heads % tp == 0)
+    # where there are fewer key/value heads than ranks, Megatron splits their rows evenly, each 16 of a key and 16 of a value
+    shares_heads = kv_heads % tp == 0 or (tp % kv_heads == 0 and 32 * kv_heads % tp == 0)
+    fits = heads % tp == 0 and len({len(group) for group in groups}) == 1 and shares_heads
     fits = fits and (experts is not None or intermediate % tp == 0) and layers % (pp * vpp) == 0
     fits = fits and (ep == 1 if experts is None else experts % ep == 0 and (tp == 1 or sp))
     if fits:
         validate_layout(config, layout, num_processes=tp * pp * dp)
         return
-    with pytest.raises(ValueError, match=r"layout.*use ") as caught:
+    with pytest.raises(ValueError, match=r"layout.*(use |mends it)") as caught:
         validate_layout(config, layout, num_processes=tp * pp * dp)
     for named in re.findall(r"\{([^}]*)\}", str(caught.value)):
         validate_layout(config, LayoutConfig(**yaml.safe_load("{" + named + "}")), num_processes=tp * pp * dp)
+    with pytest.raises(ValueError, match=r"layout") as caught:
+        validate_layout(config, layout)
+    misfits = [line for line in str(caught.value).split("\n  ") if not line.startswith("the nearest layouts")]
+    for name, value in re.findall(r"(\w+)=(\w+)", misfits[0].rpartition("; ")[2]) if len(misfits) == 1 else ():
+        validate_layout(config, LayoutConfig(**(layout.model_dump() | {name: yaml.safe_load(value)})))
 
 
-def test_text_and_yaml_of_a_layout():
+def test_a_layout_as_yaml():
     layout = LayoutConfig(tp=2, sp=True, pp=4, ep=2, dp=8)
-    assert layout_text(layout) == "tp=2,sp,pp=4,ep=2,dp=8" and layout_text(LayoutConfig()) == "tp=1"
+    assert layout_yaml(layout) == "tp: 2, pp: 4, sp: true, ep: 2, dp: 8" and layout_yaml(LayoutConfig()) == "tp: 1"
     assert LayoutConfig(**yaml.safe_load("{" + layout_yaml(layout) + "}")) == layout
 
 

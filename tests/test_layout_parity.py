@@ -10,7 +10,7 @@ import torch
 from configs.schema.layout import LayoutConfig
 from configs.schema.objective import AggregationConfig
 from configs.schema.run import RunConfig
-from parallel.megatron_engine import _join_groups
+from parallel.megatron_groups import join_groups
 from tests.layout_workers import OPTIMIZER, build, work_layout
 from tests.megatron_workers import VOCAB, learner_config, make_hf_model, run_ranks
 from tests.test_step_batch import make_groups
@@ -193,4 +193,4 @@ def test_a_bad_loss_on_the_last_stage_stops_all(runs):
 def test_a_second_engine_must_have_the_same_sizes(runs):
     build(layout=LayoutConfig(), **runs.jobs[UNTIED])
     with pytest.raises(ValueError, match="already runs a layout of tp=1, pp=1, vpp=1, cp=1, ep=1; a second engine cannot have tp=1, pp=2"):
-        _join_groups(LayoutConfig(pp=2), 0, 60.0)
+        join_groups(LayoutConfig(pp=2), 0, 60.0)

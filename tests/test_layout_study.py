@@ -1,5 +1,6 @@
 """Statistics of the gap between two engines: cases by hand, a slow reference in plain loops, and what must hold for any numbers."""
 
+import argparse
 import json
 import math
 import statistics
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.layout_mismatch import ROOT, SAME_SP, command, publish
 from configs.schema.layout import LayoutConfig
 from trainer.layout_study import (
     LENGTH_EDGES,
@@ -93,7 +95,8 @@ def test_equal_tokens_by_hand():
     short = sampled([0, 0, 1, 1], [[0.5] * 2, [0.5] * 2, [0.5], [0.5] * 2])
     short_gap = torch.tensor([0.1, 0.0, 0.3, 0.1, 0.2, 0.05, 0.1], dtype=torch.float64)
     found = equal_tokens(long, long_gap, short, short_gap, first=2)
-    assert (found["prompts"], found["short_per_prompt"], found["long_tokens"], found["short_tokens"]) == (2, 2, 3.5, 3.5)
+    counts = ("prompts", "short_per_prompt", "tokens", "long_tokens", "short_tokens")
+    assert [found[name] for name in counts] == [2, 2, 3.5, 3.5, 3.5]
     assert found["long_max"] == pytest.approx((0.4 + 0.3) / 2)
     assert found["long_first_max"] == pytest.approx((0.2 + 0.3) / 2)
     assert found["short_max"] == pytest.approx(((0.1 + 0.3) / 2 + (0.2 + 0.1) / 2) / 2)
@@ -101,6 +104,21 @@ def test_equal_tokens_by_hand():
     assert found["long_over_short"] == pytest.approx(0.1) and found["long_over_short_se"] == pytest.approx(0.0, abs=1e-12)
     assert found["long_mean"] == pytest.approx((0.7 / 4 + 0.6 / 3) / 2)
     assert found["short_mean"] == pytest.approx((0.5 / 4 + 0.35 / 3) / 2)
+
+
+def test_unequal_counts_are_cut_to_the_smaller_of_each_prompt():
+    """Prompt 0: 3 tokens against 2 + 2, of which 2 + 1 count; prompt 1: 3 against 1 + 1, of which the first 2. Greatest gaps lie beyond."""
+    long = sampled([0, 1], [[0.5] * 3, [0.5] * 3])
+    long_gap = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.0, 0.9], dtype=torch.float64)
+    short = sampled([0, 0, 1, 1], [[0.5] * 2, [0.5] * 2, [0.5], [0.5]])
+    short_gap = torch.tensor([0.1, 0.0, 0.2, 0.8, 0.3, 0.1], dtype=torch.float64)
+    found = equal_tokens(long, long_gap, short, short_gap, first=3)
+    assert (found["tokens"], found["long_tokens"], found["short_tokens"]) == (2.5, 3, 3)
+    assert found["long_max"] == pytest.approx((0.3 + 0.1) / 2) and found["short_together_max"] == pytest.approx((0.2 + 0.3) / 2)
+    assert found["long_over_short"] == pytest.approx((0.1 - 0.2) / 2)
+    assert found["long_mean"] == pytest.approx((0.6 / 3 + 0.1 / 2) / 2) and found["short_mean"] == pytest.approx((0.3 / 3 + 0.4 / 2) / 2)
+    # whole responses, cut by nothing
+    assert found["long_first_max"] == pytest.approx((0.3 + 0.9) / 2) and found["short_max"] == pytest.approx((0.1 + 0.8 + 0.3 + 0.1) / 4)
 
 
 def test_equal_tokens_need_the_same_prompts():
@@ -306,7 +324,7 @@ def test_findings_say_what_the_numbers_show(result):
     assert first.startswith("The rollout's own TP against another TP: of 2 comparisons, the first had the smaller max gap in 2")
     assert "rollout tp=1: learner tp=2 instead of tp=1" in details[0] and "(larger)" in details[0]
     assert "rollout tp=2: learner tp=1 instead of tp=2" in details[1]
-    assert any(line.startswith("Length, at about equal tokens") for line in result["findings"])
+    assert any(line.startswith("Length, at equal tokens (") for line in result["findings"])
     (why,) = (line for line in result["findings"] if line.startswith("Why"))
     assert "a | b (learner)" in why and why.endswith("to the last bit: none.")
 
@@ -323,6 +341,22 @@ def test_the_result_survives_json_and_is_drawn_and_written_from_it(result, tmp_p
     for block in page.split("\n\n"):
         rows = [line for line in block.splitlines() if line.startswith("|")]
         assert len({line.replace("\\|", "").count("|") for line in rows}) <= 1
+
+
+def test_the_benchmarks_page_says_how_it_was_made(result, tmp_path):
+    """What was used, not what would be by default; and why SP cannot differ, where it does not."""
+    given = argparse.Namespace(
+        model=None, config=ROOT / "configs/recipes/countdown_tiny.yaml", learner=None, rollout=None, prompts=256, override=[]
+    )
+    assert command(given, 16) == "python benchmarks/layout_mismatch.py --prompts 16"
+    row = {"about": "sp", "first": "tp=2", "second": "tp=2,sp", "bitwise": True}
+    for number, (rows, is_said) in enumerate([([row], True), ([row, row | {"bitwise": False}], False), ([], False)]):
+        study = tmp_path / str(number)
+        study.mkdir()
+        (study / "mismatch.json").write_text(json.dumps(result | {"comparisons": rows}))
+        publish(study, study / "page", {"weights": "of nobody"})
+        page = (study / "page.md").read_text()
+        assert (f"- {SAME_SP}" in page) == is_said and "- weights: of nobody\n" in page
 
 
 def test_edges_ascend():

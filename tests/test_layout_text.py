@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from configs.schema.layout import LayoutConfig, layout_text, parse_layout
+from configs.schema.layout import LayoutConfig, as_overrides, layout_text, parse_layout
 
 
 @pytest.mark.parametrize(
@@ -61,4 +61,44 @@ def layouts() -> st.SearchStrategy:
 
 @given(layouts())
 def test_what_is_written_is_read_again(layout):
-    assert parse_layout(layout_text(layout)) == layout
+    """One copy of the model is what is meant where nothing is said, wherever ep allows it."""
+    assert parse_layout(layout_text(layout)).smallest() == layout.smallest()
+
+
+@given(layouts(), layouts())
+def test_one_layout_has_one_text(one, other):
+    one, other = one.smallest(), other.smallest()
+    assert (layout_text(one) == layout_text(other)) == (one == other)
+
+
+def test_the_fields_stand_in_their_order():
+    assert layout_text(LayoutConfig(tp=2, sp=True, pp=4, vpp=2, ep=2, dp=8)) == "tp=2,pp=4,vpp=2,sp,ep=2,dp=8"
+    assert layout_text(LayoutConfig(dp=1)) == layout_text(LayoutConfig()) == "tp=1"
+
+
+@given(layouts())
+def test_the_smallest_has_as_few_copies_as_ep_allows(layout):
+    smallest = layout.smallest()
+    if layout.dp != "auto":
+        assert smallest == layout
+    else:
+        counts = [dp for dp in range(1, 5) if (layout.tp * layout.cp * dp) % layout.ep == 0]
+        assert smallest == layout.model_copy(update={"dp": counts[0]})
+
+
+@given(layouts(), st.integers(1, 64))
+def test_auto_is_all_processes_or_one_plain_sentence(layout, processes):
+    try:
+        resolved = layout.resolved(processes)
+    except ValueError as error:
+        assert processes % layout.smallest().world_size
+        assert not isinstance(error, ValidationError) and str(error).startswith("layout.dp=auto: ") and "\n" not in str(error)
+    else:
+        assert resolved.world_size == processes if layout.dp == "auto" else resolved == layout
+
+
+def test_overrides_of_a_layout():
+    overrides = as_overrides(LayoutConfig(tp=2, sp=True))
+    assert overrides == [
+        "layout.tp=2", "layout.pp=1", "layout.vpp=1", "layout.sp=true", "layout.cp=1", "layout.ep=1", 'layout.dp="auto"'
+    ]  # fmt: skip

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
+from parallel import hf_conversion
 from parallel.checkpoint import optimizer_parts
 from parallel.megatron_engine import MegatronEngine, NonFiniteError
 from tests.megatron_workers import (
@@ -225,6 +226,26 @@ def test_float16_steps_by_the_unscaled_gradient_and_skips_one_that_overflows(fol
     with pytest.raises(NonFiniteError, match=r"not finite at a loss scale of 1.0"):
         engine.update([batch], mean_loss(float(2**60)), temperature=0.7)
     assert all(torch.equal(weights[n], t) for n, t in weights_of(engine).items())
+
+
+def test_the_gradient_of_float16_is_without_its_scale(folder):
+    batch = make_batch(LENGTHS)
+    engine, exact = (make_engine(folder, dtype=dtype) for dtype in ("float16", "float32"))
+    found, wanted = (e.gradient([batch], mean_loss(0.1), temperature=0.7)[0] for e in (engine, exact))
+    assert (found - wanted).norm() < 1e-2 * wanted.norm()
+    with pytest.raises(NonFiniteError, match=r"gradient is not finite at a loss scale of 65536.0 \(not finite on rank 0: "):
+        engine.gradient([batch], mean_loss(1e6), temperature=0.7)
+
+
+def test_a_failed_export_leaves_nothing_behind(folder, tmp_path, monkeypatch):
+    def broken(models):
+        yield "model.norm.weight", torch.zeros(32)
+        raise RuntimeError("a gather failed")
+
+    monkeypatch.setattr(hf_conversion, "export_hf", broken)
+    with pytest.raises(RuntimeError, match="a gather failed"):
+        make_engine(folder).save_hf(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_float32_output_projection_leaves_the_rest_in_bfloat16(folder):

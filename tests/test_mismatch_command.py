@@ -2,14 +2,19 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from launch.mismatch_plan import Request, make_plan
+from configs.schema import RunConfig
+from launch import checks
+from launch.mismatch import run
+from launch.mismatch_plan import Plan, Request, make_plan
 from launch.mismatch_result import evaluate, write
+from launch.supervisor import Role, RoleFailed, StartRole
 from rollout.client import GenerationError
 from rollout.fixed_samples import _last_logprobs, _requests, fixed_prompts, shortened
 from rollout.records import Prompt
@@ -33,10 +38,11 @@ def model(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--learner", "tp=3"], ["layout.tp=3", "num_attention_heads=4", "use one of"]),
+        (["--learner", "tp=3"], ["layout.tp=3", "num_attention_heads=4", "use tp="]),
         (["--learner", "tq=2"], ["--learner", "unknown field 'tq'", "fields: tp"]),
         (["--learner", "sp"], ["--learner", "sp=true", "tp=1"]),
         (["--learner", "tp=2", "--learner", "tp=2"], ["--learner tp=2 is given twice"]),
+        (["--learner", "tp=1", "--learner", "dp=1"], ["--learner tp=1 is given twice"]),
         (["--rollout", "tp=1", "--rollout", ""], ["--rollout tp=1 is given twice"]),
         (["--rollout", "tp=3"], ["rollout.tp=3", "use one of"]),
         (["--rollout", "tp=two"], ["--rollout tp=two", "cannot be read", "tp=N"]),
@@ -70,15 +76,12 @@ def request(**changes) -> Request:
 
 
 def loaded(tmp_path, model):
-    from configs.schema import RunConfig
-    from launch.commands import _load
-
     file = config_file(tmp_path, model)
-    return lambda more: _load(file, list(more), RunConfig)
+    return lambda more: checks.load(file, more, RunConfig)
 
 
 def test_each_layout_is_a_part_with_its_own_config(tmp_path, model):
-    plan = make_plan(request(learners=("tp=2, sp", "pp=2"), rollouts=("tp=2",)), loaded(tmp_path, model), cuda=False)
+    plan = make_plan(request(learners=("tp=2, sp", "pp=2"), rollouts=("tp=2",)), loaded(tmp_path, model), gpus=0)
     assert [(p.kind, p.text) for p in plan.parts] == [("rollout", "tp=2"), ("learner", "tp=2,sp"), ("learner", "pp=2")]
     rollout, sequence_parallel, pipeline = plan.parts
     assert (rollout.config.rollout.tp, rollout.config.layout.world_size) == (2, 1)
@@ -89,7 +92,7 @@ def test_each_layout_is_a_part_with_its_own_config(tmp_path, model):
 
 
 def test_why_adds_what_it_compares_with_once(tmp_path, model):
-    plan = make_plan(request(learners=("tp=1", "tp=2"), why=True), loaded(tmp_path, model), cuda=False)
+    plan = make_plan(request(learners=("tp=1", "tp=2"), why=True), loaded(tmp_path, model), gpus=0)
     assert [p.text for p in plan.of("learner")] == ["tp=1", "tp=2"]
     assert [p.text for p in plan.of("why")] == ["tp=2,sp", "pp=2"]
     assert [p.text for p in plan.of("dtype")] == ["tp=1,dtype=float32"]
@@ -98,14 +101,41 @@ def test_why_adds_what_it_compares_with_once(tmp_path, model):
 
 def test_modes_of_the_server_are_for_cuda(tmp_path, model):
     with pytest.raises(ValueError, match=r"not on CPU.*leave 'deterministic' out"):
-        make_plan(request(rollouts=("tp=1", "tp=1,deterministic")), loaded(tmp_path, model), cuda=False)
+        make_plan(request(rollouts=("tp=1", "tp=1,deterministic")), loaded(tmp_path, model), gpus=0)
     with pytest.raises(ValueError, match="the first one must be a layout alone"):
-        make_plan(request(rollouts=("tp=1,deterministic",)), loaded(tmp_path, model), cuda=True)
-    plan = make_plan(request(rollouts=("tp=1", "tp=1,deterministic"), why=True), loaded(tmp_path, model), cuda=True)
+        make_plan(request(rollouts=("tp=1,deterministic",)), loaded(tmp_path, model), gpus=8)
+    plan = make_plan(request(rollouts=("tp=1", "tp=1,deterministic"), why=True), loaded(tmp_path, model), gpus=8)
     assert [p.text for p in plan.of("rollout")] == ["tp=1"], "the planner reads pairs of layouts alone"
     named, *backends = plan.of("mode")
     assert named.config.rollout.server_args == {"enable_deterministic_inference": True}
     assert [p.config.rollout.server_args for p in backends] == [{"attention_backend": name} for name in ("fa3", "flashinfer", "triton")]
+
+
+def test_learners_are_as_small_as_they_can_be_and_fit(tmp_path, model, monkeypatch):
+    """With as many copies as GPUs beside a server, seven, nothing would divide; and one GPU is enough: each part has it for itself."""
+    monkeypatch.setattr(checks, "gpus_here", lambda: 8)
+    plan = make_plan(request(learners=("tp=1", "dp=2"), rollouts=("tp=4",)), loaded(tmp_path, model), gpus=8)
+    assert [part.config.layout.world_size for part in plan.parts] == [1, 1, 2]
+    make_plan(request(), loaded(tmp_path, model), gpus=1)
+    with pytest.raises(ValueError, match="--learner tp=2: the layout takes 2 GPUs, but 1 are visible"):
+        make_plan(request(learners=("tp=2",)), loaded(tmp_path, model), gpus=1)
+    with pytest.raises(ValueError, match="--rollout tp=2: 2 GPUs are needed, 0 of the learner"):
+        make_plan(request(rollouts=("tp=2",)), loaded(tmp_path, model), gpus=1)
+    why = make_plan(request(why=True), loaded(tmp_path, model), gpus=1)
+    assert why.of("why") == [] and sum("as a cause" in what for what in why.skipped) == 3
+
+
+def test_more_prompts_than_a_file_holds_are_refused(tmp_path, model):
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?", "answer": "1"}) + "\n" for i in range(8)))
+    task = {"type": "jsonl", "train_path": str(tmp_path / "train.jsonl")}
+    file = config_file(tmp_path, model, task=task, reward={"type": "gsm8k"})
+
+    def load(more):
+        return checks.load(file, more, RunConfig)
+
+    make_plan(request(prompts=8), load, gpus=0)
+    with pytest.raises(ValueError, match=r"--prompts 9: .*train\.jsonl holds 8 training prompts; ask for at most so many"):
+        make_plan(request(prompts=9), load, gpus=0)
 
 
 # ------------------------------------------------------------------------------------------------------- prompts and prefill
@@ -176,7 +206,7 @@ def pretend(plan, out: Path) -> None:
 
 def test_the_files_of_the_parts_become_pairs_and_ranked_causes(tmp_path, model, capsys):
     load = loaded(tmp_path, model)
-    plan = make_plan(request(learners=("tp=1", "tp=2"), rollouts=("tp=1", "tp=2"), why=True), load, cuda=False)
+    plan = make_plan(request(learners=("tp=1", "tp=2"), rollouts=("tp=1", "tp=2"), why=True), load, gpus=0)
     pretend(plan, tmp_path)
     sampled = plan.of("rollout")
     result = evaluate(plan, load([]), tmp_path, sampled, plan.skipped)
@@ -203,7 +233,7 @@ def test_the_files_of_the_parts_become_pairs_and_ranked_causes(tmp_path, model, 
 
 def test_a_server_that_could_not_score_is_left_out_by_name(tmp_path, model):
     load = loaded(tmp_path, model)
-    plan = make_plan(request(learners=("tp=1",), rollouts=("tp=1", "tp=2"), why=True), load, cuda=False)
+    plan = make_plan(request(learners=("tp=1",), rollouts=("tp=1", "tp=2"), why=True), load, gpus=0)
     pretend(plan, tmp_path)
     folder = plan.of("rollout")[1].folder(tmp_path).path
     (folder / "prefill.safetensors").unlink()
@@ -211,6 +241,52 @@ def test_a_server_that_could_not_score_is_left_out_by_name(tmp_path, model):
     result = evaluate(plan, load([]), tmp_path, plan.of("rollout"), plan.skipped)
     assert "prefill by rollout tp=2: no such tokens" in result["skipped"]
     assert "prefill by tp=1,dtype=float32 instead of tp=1" in {row["cause"] for row in result["causes"]["ranked"]}
+
+
+def pretending(plan: Plan, there: Path, *, fails: str, leaves: tuple[str, ...] = ()) -> StartRole:
+    """Starts processes that do nothing, with the files of the parts; the one of the folder ``fails`` ends in error and ``leaves`` some."""
+    pretend(plan, there)
+    (there / fails).mkdir(exist_ok=True, parents=True)
+
+    def start(name: str, folder, config, **_) -> Role:
+        broken = folder.path.name == fails and name != "serve"
+        if name != "serve":
+            for file in (there / folder.path.name).iterdir():
+                if not broken or file.name in leaves:
+                    shutil.copy(file, folder.path)
+        command = ["sleep", "60"] if name == "serve" else ["false" if broken else "true"]
+        return Role(name=name, command=command, log=folder.logs / f"{name}.log")
+
+    return start
+
+
+def study(tmp_path, model, **failing) -> dict:
+    asked = request(learners=("tp=1", "tp=2"), rollouts=("tp=1", "tp=2"), why=True, out=tmp_path / "out")
+    plan = make_plan(asked, loaded(tmp_path, model), gpus=0)
+    run(plan, pretending(plan, tmp_path / "pretended", **failing))
+    return json.loads((tmp_path / "out" / "mismatch.json").read_text())
+
+
+def test_a_learner_that_nobody_named_may_fail(tmp_path, model):
+    result = study(tmp_path, model, fails="learner-pp2")
+    assert len(result["pairs"]) == 4
+    assert any(what.startswith("learner pp=2 as a cause: ") for what in result["skipped"])
+    causes = {row["cause"] for row in result["causes"]["ranked"]}
+    assert "SP: tp=2,sp instead of tp=2" in causes and not any("pp=2" in cause for cause in causes)
+    request_of_servers = json.loads((tmp_path / "out" / "rollout-tp1" / "request.json").read_text())
+    assert request_of_servers["first_gpu"] == 0, "no learner runs beside these servers"
+
+
+def test_a_switch_may_fail_after_the_scores(tmp_path, model):
+    result = study(tmp_path, model, fails="learner-tp1", leaves=("scores.safetensors",))
+    assert len(result["pairs"]) == 4
+    assert any(what.startswith("causes switched in learner tp=1: ") for what in result["skipped"])
+    assert "TP: tp=2 instead of tp=1" in {row["cause"] for row in result["causes"]["ranked"]}
+
+
+def test_a_learner_that_was_asked_for_may_not_fail(tmp_path, model):
+    with pytest.raises(RoleFailed):
+        study(tmp_path, model, fails="learner-tp2", leaves=("scores.safetensors",))
 
 
 # ------------------------------------------------------------------------------------------------------------- both engines

@@ -155,6 +155,11 @@ def test_score_and_train_are_bitwise_equal(tmp_path, dtype, recompute):
         assert all(torch.equal(old, new["logprobs_T"]) for (old, _), new in zip(scored, trained, strict=True))
 
 
+def test_float16_is_refused_for_training(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.dtype=float16 cannot train a model with experts.*use bfloat16"):
+        make_engine(make_moe_model(tmp_path / "m", "mixtral"), dtype="float16")
+
+
 @pytest.mark.parametrize("kind, changes", [("qwen3_moe", MIXED), ("mixtral", dict(tied=True))])
 def test_round_trip_is_bit_identical(tmp_path, kind, changes):
     folder = make_moe_model(tmp_path / "m", kind, **changes)
@@ -297,14 +302,26 @@ def test_a_checkpoint_loads_with_and_without_expert_parallelism(on_two_ranks, al
 
 @pytest.mark.engines
 def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
-    """The first stage of the mixed model has none."""
+    """The first stage of the mixed model has none. Its checkpoints: one to one process, one of one process, one of a plain optimizer."""
     names = ["mixed", "tied"]
     saves = {models[name]: tmp_path / name for name in names}
-    cases = {"pp2": (dict(ep=2, dp=2, pp=2), step_jobs(models, names), saves)}
+    job = dict(kind="policy", folder=models["mixed"])
+    plain = job | {"distributed": False, "checkpoint": tmp_path / "plain" / "step_000001"}
+    jobs = step_jobs(models, names) | {
+        "saved": ("save", job | {"checkpoint": tmp_path / "step_000001"}),
+        "loaded": ("load", job | {"checkpoint": alone["folder"]}),
+        "saved plain": ("save", plain),
+        "loaded plain": ("load", plain),
+    }
+    cases = {"pp2": (dict(ep=2, dp=2, pp=2), jobs, saves)}
     ranks = run_ranks(work_layouts, 4, tmp_path / "ranks", cases, deadline_s=300.0)
     for name in names:
         assert_same_step([found["pp2"][name] for found in ranks], alone[name])
         assert_same_weights(models[name], tmp_path / name)
+    for name in ("saved", "loaded", "saved plain", "loaded plain"):
+        assert_same_step([found["pp2"][name] for found in ranks], alone["saved"])
+    loaded = work_layout(LayoutConfig(), {"loaded": ("load", job | {"checkpoint": tmp_path / "step_000001"})})["loaded"]
+    assert_same_step([loaded], alone["saved"])
 
 
 # --- real SGLang servers -------------------------------------------------------------------------------------------------------------

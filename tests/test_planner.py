@@ -16,11 +16,23 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.schema.layout import LayoutConfig
+from configs.schema.layout import LayoutConfig, layout_text
 from configs.schema.run import RunConfig
-from parallel.layout import fitting_layouts, layout_text, read_architecture, validate_layout, validate_rollout_layout
+from parallel.layout import fitting_layouts, read_architecture, validate_layout, validate_rollout_layout
 from parallel.memory import GIB, USABLE_SHARE, work_of, worst_stage
-from parallel.planner import AMPLE, Cluster, NothingFits, Plan, plan, read_measured, reasons, traffic
+from parallel.planner import (
+    AMPLE,
+    NO_TABLE,
+    Cluster,
+    Measured,
+    NothingFits,
+    Plan,
+    by_rule,
+    plan,
+    read_measured,
+    reasons,
+    traffic,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False}
@@ -154,7 +166,7 @@ def test_qwen_235b_on_128_gpus():
     """
     plans = plan(QWEN_235B, run_config(), cluster(128))
     best = plans[0]
-    assert pair(best) == "tp=8,sp,pp=2,ep=32,dp=4 | tp=8 x 8"
+    assert pair(best) == "tp=8,pp=2,sp,ep=32,dp=4 | tp=8 x 8"
     assert {each.rollout_tp for each in plans} == {8}
     memory = best.learner_memory
     assert (memory.parameters + memory.gradients, memory.optimizer) == (gigabytes(24.4), gigabytes(44.1))
@@ -252,25 +264,68 @@ def test_alike_beats_apart_and_no_sp_beats_sp(model, num_gpus, gib):
         assert with_sp == sorted(with_sp)
 
 
-def test_a_measured_table_decides_first(tmp_path):
-    """tp=2 with sp on both sides measured least, tp=1 with tp=1 most, and nothing else measured."""
-    rows = [("tp=2,sp", "tp=2", 0.01), ("tp=2,sp,pp=2", "tp=2", 0.02), ("tp=1", "tp=1", 0.4), ("tp=2", "tp=1", 0.03)]
-    file = tmp_path / "measured.json"
-    file.write_text(json.dumps({"pairs": [{"learner": a, "rollout": b, "max_mean": x, "max_abs": 1} for a, b, x in rows]}))
-    measured = read_measured(file)
-    assert measured == {(2, True, 2): 0.02, (1, False, 1): 0.4, (2, False, 1): 0.03}
+def read_table(folder: Path, *rows: tuple) -> Measured:
+    """Of (learner, rollout, max_mean) and, where there is a fourth, max_mean_se."""
+    names = ("learner", "rollout", "max_mean", "max_mean_se")
+    (folder / "measured.json").write_text(json.dumps({"pairs": [dict(zip(names, row, strict=False)) for row in rows]}))
+    return read_measured(folder / "measured.json")
+
+
+def pairs_in_order(measured: Measured) -> list[tuple[int, bool, int]]:
+    return list(dict.fromkeys(each.pair for each in plan(QWEN_7B, run_config(), cluster(8), measured=measured)))
+
+
+def test_measured_numbers_decide_between_measured_pairs(tmp_path):
+    """tp=2 with sp on both sides measured least, tp=1 with tp=1 most: against the rule."""
+    measured = read_table(
+        tmp_path, ("tp=2,sp", "tp=2", 0.01), ("tp=2,sp,pp=2", "tp=2", 0.02), ("tp=1", "tp=1", 0.4), ("tp=2", "tp=1", 0.03)
+    )
+    assert measured.values == {(2, True, 2): 0.02, (1, False, 1): 0.4, (2, False, 1): 0.03} and measured.step == 0
+    order = pairs_in_order(measured)
+    assert [pair for pair in order if pair in measured.values] == [(2, True, 2), (2, False, 1), (1, False, 1)]
+    # what was not measured: same tp without sp is no worse than (2, True, 2) by rule, tp=1 | tp=2 the like of tp=2 | tp=1
+    places = [order.index(pair) for pair in [(2, False, 2), (2, True, 2), (2, False, 1), (1, False, 1), (2, True, 1)]]
+    assert places == sorted(places)
     plans = plan(QWEN_7B, run_config(), cluster(8), measured=measured)
-    order = list(dict.fromkeys((each.learner.tp, each.learner.sp, each.rollout_tp) for each in plans))
-    assert order[:3] == [(2, True, 2), (2, False, 1), (1, False, 1)]
-    assert order[3] == (2, False, 2), "then by the rule: same tp, no sp"
-    said = dict(zip([pair(each) for each in plans], reasons(plans), strict=True))
-    assert "measured mismatch 0.02" in reasons(plans)[0]
-    assert any("not in the measured table" in text for text in said.values())
+    assert any("measured mismatch 0.4" in text for text in reasons(plans))
+    assert any("by rule (this is not in the measured table): TP sizes" in text for text in reasons(plans))
+
+
+def test_a_measured_pair_comes_not_before_one_that_the_rule_prefers(tmp_path):
+    """Only tp=1 | tp=2 measured: same tp stays first, and the table changes nothing."""
+    assert pairs_in_order(read_table(tmp_path, ("tp=1", "tp=2", 0.4)))[0][::2] == (1, 1)
+    assert [by_rule(pair) for pair in pairs_in_order(read_table(tmp_path, ("tp=1", "tp=2", 0.4)))] == [
+        by_rule(pair) for pair in pairs_in_order(NO_TABLE)
+    ]
+
+
+def test_values_within_two_standard_errors_are_equal(tmp_path):
+    """0.24 and 0.26 with errors of at most 0.05 are both 0.2, two steps of 0.1 that is; then the rule decides: no sp first."""
+    rows = [("tp=2", "tp=2", 0.24, 0.01), ("tp=2,sp", "tp=2", 0.16, 0.05), ("tp=1", "tp=1", 0.36, None)]
+    order = pairs_in_order(read_table(tmp_path, *rows))
+    assert [pair for pair in order if pair[0] == pair[2] <= 2] == [(2, False, 2), (2, True, 2), (1, False, 1)]
+    exact = pairs_in_order(read_table(tmp_path, *(row[:3] for row in rows)))
+    assert [pair for pair in exact if pair in [(2, False, 2), (2, True, 2)]] == [(2, True, 2), (2, False, 2)]
+
+
+some_pairs = st.tuples(st.sampled_from([1, 2, 4]), st.booleans(), st.sampled_from([1, 2, 4]))
+
+
+@given(values=st.dictionaries(some_pairs, st.floats(0, 1)), step=st.sampled_from([0.0, 0.1]), first=some_pairs, second=some_pairs)
+def test_table_and_rule_never_contradict_an_order_that_one_of_them_gives_alone(values, step, first, second):
+    measured = Measured(values=values, step=step)
+    keys = [(measured.expected(pair), *by_rule(pair)) for pair in (first, second)]
+    if first in values and second in values and values[first] < values[second]:
+        assert keys[0][0] <= keys[1][0]
+    if first not in values and by_rule(first) < by_rule(second):
+        assert keys[0] < keys[1]
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"pairs": [{"learner": "tp=2"}]}', '{"pairs": [{"learner": "tp=x", "rollout": "", "max_mean": 1}]}']
-)
+    "content",
+    ["{", "[]", '{"pairs": [{"learner": "tp=2"}]}', '{"pairs": [{"learner": "tp=x", "rollout": "", "max_mean": 1}]}',
+     '{"pairs": [{"learner": "tp=1", "rollout": "tp=1", "max_mean": NaN}]}'],
+)  # fmt: skip
 def test_a_table_that_is_none_is_named(tmp_path, content):
     (tmp_path / "m.json").write_text(content)
     with pytest.raises(ValueError, match=r"m\.json is no table of `tandem mismatch`"):
@@ -340,7 +395,11 @@ def test_the_command_prints_a_table_and_yaml_to_paste(tmp_path):
     [
         (["--gpus", "2", "--gpu-memory", "24"], ["nothing fits on 2 GPUs of 24.0 GiB", "use "]),
         (["--gpus", "12", "--gpu-memory", "80"], ["--gpus 12", "multiple"]),
-        (["--gpus", "8", "--gpu-memory", "80", "--measured", "none.json"], ["none.json", "cannot be read"]),
+        (["--gpus", "8", "--gpu-memory", "80", "--measured", "none.json"], ["tandem: --measured none.json: cannot be read"]),
+        (
+            ["--gpus", "8", "--gpu-memory", "80", "rollout.server_args.mem-fraction-static=much"],
+            ["run.yaml: rollout.server_args.mem-fraction-static='much' is no share of a GPU; give a number between 0 and 1"],
+        ),
         (["--gpus", "8", "--gpu-memory", "80", "model.path=nowhere"], ["nowhere", "config.json"]),
         (["--gpus", "1", "--gpu-memory", "80"], ["--gpus"]),
     ],
@@ -354,6 +413,18 @@ def test_what_cannot_be_planned_is_refused(tmp_path, arguments, said):
         assert part in done.stderr, done.stderr
 
 
+def test_the_configs_own_layout_does_not_matter(tmp_path):
+    """A dp that no minibatch of the config divides by."""
+    write_config(tmp_path, QWEN_7B)
+    done = tandem("plan", "run.yaml", "--gpus", "8", "--gpu-memory", "80", "layout.dp=7", cwd=tmp_path)
+    assert done.returncode == 0 and "same TP 1 on both sides" in done.stdout, done.stderr
+
+
+def test_equal_plans_are_said_to_be_equal():
+    first, *_ = plan(QWEN_7B, run_config(), cluster(8))
+    assert reasons([first, first])[1] == "equal in all of this; ordered by name"
+
+
 def test_a_config_without_a_rollout_is_refused(tmp_path):
     done = tandem("plan", str(ROOT / "configs/recipes/countdown_tiny_sft.yaml"), "--gpus", "8", "--gpu-memory", "80", cwd=tmp_path)
     assert done.returncode == 2 and "kind: sft has no rollout to plan for" in done.stderr
@@ -361,6 +432,10 @@ def test_a_config_without_a_rollout_is_refused(tmp_path):
 
 def test_dry_run_says_what_a_rank_holds(tmp_path):
     write_config(tmp_path, SMALL)
+    for name in ("model.safetensors", "tokenizer.json"):  # what a run needs beside config.json, unlike a plan
+        (tmp_path / "model" / name).touch()
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / "model" / name).touch()
     done = tandem("train", "run.yaml", "--dry-run", "task.type=countdown", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "# memory of a learner rank: " in done.stdout and "# memory of a server rank: " in done.stdout

@@ -29,7 +29,7 @@ from rollout import sglang_watchdog
 from rollout.client import GenerationError
 from rollout.records import Completion, FinishReason
 from rollout.sglang_client import SGLangClient
-from rollout.sglang_control import ControlError, SGLangControl, expected_checksums
+from rollout.sglang_control import ControlError, SGLangControl
 from rollout.sglang_server import (
     ServerDied,
     ServerFleet,
@@ -42,6 +42,7 @@ from rollout.sglang_server import (
     visible_gpus,
 )
 from rollout.tiny_model import make_tiny_countdown_model
+from tests.weight_checksums import expected_checksums
 
 ROOT = Path(__file__).resolve().parent.parent
 EXACT = 1e-4

@@ -20,8 +20,9 @@ from configs.schema.objective import AggregationConfig
 from parallel import platform
 from parallel.weight_transfer import make_buckets
 from rollout.records import Completion, FinishReason
-from rollout.sglang_control import ControlError, Pending, expected_checksums
+from rollout.sglang_control import ControlError, Pending
 from tests.megatron_workers import learner_config, make_batch, make_hf_model, weighted_loss, weights_of
+from tests.weight_checksums import expected_checksums
 from trainer import weight_sync
 from trainer.learner import Learner
 from trainer.weight_sync import WeightSync, WeightSyncError

@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.weight_transfer import UnderWay, make_buckets
-from rollout.sglang_control import ExpectedChecksums, expected_checksums
+from parallel.weight_transfer import UnderWay, make_buckets, require_one_node
+from rollout.sglang_control import ExpectedChecksums, vocabulary_padding
+from tests.weight_checksums import expected_checksums
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=2), min_size=1, max_size=12)
 
@@ -125,7 +126,37 @@ def test_expected_checksums_of_several_ranks_by_slices(size, kv_heads):
     assert found == wanted
 
 
+@pytest.mark.parametrize(
+    "rows, size, wanted",
+    [(64, 1, 0), (65, 2, 63), (10, 3, 182), (192, 3, 0), (129, 3, 63), (151_936, 8, 0), (151_936, 6, 128), (65, 3, 127), (32_000, 7, 256)],
+)
+def test_vocabulary_padding(rows, size, wanted):
+    """By hand. 10 on 3 ranks: 64 does not divide by 3, so up to 192; 151936 = 64 * 2374 on 6 up to 384 * 396; 32000 on 7 up to 448 * 72."""
+    assert vocabulary_padding(rows, size) == wanted
+
+
+def test_a_vocabulary_on_three_ranks():
+    embedding = torch.randn(10, 8)
+    found = expected_checksums({"model.embed_tokens.weight": embedding}.items(), tensor_parallel=3, kv_heads=3)
+    parts = [torch.cat([embedding, torch.zeros(54, 8)]), torch.zeros(64, 8), torch.zeros(64, 8)]
+    assert found == {f"rank{rank}/model.embed_tokens.weight": digest(part) for rank, part in enumerate(parts)}
+
+
 def test_parts_of_a_fused_matrix_out_of_their_order_are_refused():
     expected = ExpectedChecksums(tensor_parallel=1, kv_heads=1)
     with pytest.raises(ValueError, match=r"k_proj\.weight is part 1 of .*qkv_proj\.weight, of which 0 parts"):
         expected.add("model.layers.0.self_attn.k_proj.weight", torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("here", [None, "2"])
+def test_one_node_is_enough(monkeypatch, here):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False) if here is None else monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    require_one_node()
+
+
+def test_several_nodes_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE=4 ranks, LOCAL_WORLD_SIZE=2 of them .* transfer is on one node so far"):
+        require_one_node()

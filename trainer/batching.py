@@ -73,9 +73,9 @@ def plan_batches(
     return BatchPlan(microbatches=tuple(_split(part, lengths_S, dp_size, token_budget, microbatch_multiple) for part in parts))
 
 
-def packed_length(trajectory: Trajectory) -> int:
-    """Places that a trajectory takes in a packed batch."""
-    return len(trajectory.token_ids) - 1
+def packed_length(token_ids: Sequence[int]) -> int:
+    """Places that a sequence takes in a packed batch."""
+    return len(token_ids) - 1
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory], sequence_ids: Sequence[int]) -> PackedBatch:

@@ -2,7 +2,8 @@
 
 Legend: R responses, N their tokens end to end, Q prompts. Log-probs are nats of the sampled tokens; p = exp of them.
 dp = |p_rollout - p_learner| of a token; a response has a max and a mean of it. d = log p_learner - log p_rollout, rho = exp(d).
-Definitions are those of ``trainer/mismatch.py`` (k1 = mean of -d, k3 = mean of rho - 1 - d, d bounded to +-20), in float64.
+Definitions are those of ``trainer/mismatch.py``, in float64: k1 = mean of -d, k3 = mean of rho - 1 - d; d is bounded to +-20 in rho and
+in k3, not in k1 nor in the greatest |d|.
 
 Standard errors are plain ones, not bootstrapped: s / sqrt(n) of the n responses (or prompts) that are averaged; for means over tokens the
 linearised error of a ratio, with responses as clusters, since the tokens of one response are not independent. What is compared on the
@@ -235,29 +236,30 @@ def by_position(gap_N: Tensor, lengths_R: Tensor) -> list[Row]:
 
 
 def equal_tokens(long: Sampled, long_gap_N: Tensor, short: Sampled, short_gap_N: Tensor, *, first: int) -> Row:
-    """One long response to each prompt against several short ones to the same prompt, about as many tokens together.
+    """One long response to each prompt against several short ones to the same prompt, end to end.
 
-    Means over the Q prompts, with standard errors:
-    long_max            max dp of the long response                     long_mean, short_mean   its mean dp; that of the short ones, pooled
-    long_first_max      of its first ``first`` tokens alone             long_tokens, short_tokens   tokens per prompt
-    short_max           of a short response (mean over a prompt's)
-    short_together_max  over all short responses to the prompt
-    long_over_short     long_max - short_together_max, prompt by prompt
+    A maximum grows with the count of tokens, and one side often has more. So both are cut, prompt by prompt, to the ``tokens`` that the
+    smaller side has. Means over the Q prompts, with standard errors:
+    long_max            max dp of the long response, cut                long_mean, short_mean   mean dp of the same tokens
+    short_together_max  over the short responses to the prompt, cut     tokens                  per prompt and side, cut
+    long_over_short     long_max - short_together_max, prompt by prompt long_tokens, short_tokens   per prompt, whole
+    long_first_max      of the first ``first`` tokens of the long one
+    short_max           of a whole short response (mean over a prompt's)
 
     Raises ValueError where the two are not of the same prompts, or there is not one long response to each.
     """
     prompts, counts_Q = short.prompts_R.unique_consecutive(return_counts=True)
     if not torch.equal(prompts, long.prompts_R):
         raise ValueError("long and short responses are not of the same prompts, with one long response to each")
-    long_max_Q, long_mean_Q = response_gaps(long_gap_N, long.response_lengths_R)
-    starts_Q = bounds_of(long.response_lengths_R)[:-1]
-    position_N = torch.arange(long.num_tokens) - starts_Q.repeat_interleave(long.response_lengths_R)
-    first_max_Q, _ = response_gaps(torch.where(position_N < first, long_gap_N, 0.0), long.response_lengths_R)
-    short_max_R, _ = response_gaps(short_gap_N, short.response_lengths_R)
     of_prompts = bounds_of(counts_Q)
-    together_Q = max_per_sequence(short_max_R, of_prompts)
-    short_tokens_Q = sum_per_sequence(short.response_lengths_R.double(), of_prompts)
-    pooled_Q = sum_per_sequence(short_gap_N, bounds_of(short_tokens_Q.long())) / short_tokens_Q
+    long_tokens_Q = long.response_lengths_R
+    short_tokens_Q = sum_per_sequence(short.response_lengths_R.double(), of_prompts).long()
+    tokens_Q = torch.minimum(long_tokens_Q, short_tokens_Q)
+    long_max_Q, long_mean_Q = response_gaps(_first_of_each(long_gap_N, long_tokens_Q, tokens_Q), tokens_Q)
+    together_Q, short_mean_Q = response_gaps(_first_of_each(short_gap_N, short_tokens_Q, tokens_Q), tokens_Q)
+    at_first_Q = long_tokens_Q.clamp(max=first)
+    first_max_Q, _ = response_gaps(_first_of_each(long_gap_N, long_tokens_Q, at_first_Q), at_first_Q)
+    short_max_R, _ = response_gaps(short_gap_N, short.response_lengths_R)
     columns = {
         "long_max": long_max_Q,
         "long_first_max": first_max_Q,
@@ -265,18 +267,25 @@ def equal_tokens(long: Sampled, long_gap_N: Tensor, short: Sampled, short_gap_N:
         "short_together_max": together_Q,
         "long_over_short": long_max_Q - together_Q,
         "long_mean": long_mean_Q,
-        "short_mean": pooled_Q,
+        "short_mean": short_mean_Q,
     }
     row: Row = {
         "prompts": prompts.numel(),
         "short_per_prompt": counts_Q.double().mean().item(),
         "first": first,
-        "long_tokens": long.response_lengths_R.double().mean().item(),
-        "short_tokens": short_tokens_Q.mean().item(),
+        "tokens": tokens_Q.double().mean().item(),
+        "long_tokens": long_tokens_Q.double().mean().item(),
+        "short_tokens": short_tokens_Q.double().mean().item(),
     }
     for name, values_Q in columns.items():
         row |= _estimate(name, mean_and_error(values_Q))
     return row
+
+
+def _first_of_each(values_N: Tensor, lengths_Q: Tensor, kept_Q: Tensor) -> Tensor:
+    """Of sequences of ``lengths_Q``, end to end, the first ``kept_Q`` values of each."""
+    position_N = torch.arange(values_N.numel()) - bounds_of(lengths_Q)[:-1].repeat_interleave(lengths_Q)
+    return values_N[position_N < kept_Q.repeat_interleave(lengths_Q)]
 
 
 # ------------------------------------------------------------------------------------------------------------ two learners

@@ -99,7 +99,7 @@ def _equal_tokens(axes: "Axes", pairs: Sequence[Row]) -> None:
         axes.bar(places, [row[name] for row in found], width, yerr=[row[f"{name}_se"] or 0 for row in found], label=label, capsize=2)
     one = pairs[0]["equal_tokens"]
     axes.set_xticks(range(len(pairs)), [f"{pair['learner']} |\n{pair['rollout']}" for pair in pairs], fontsize=7)
-    title = f"{one['long_tokens']:.0f} tokens in one response, {one['short_tokens']:.0f} in several"
+    title = f"{one['tokens']:.1f} tokens of one response, and of several"
     axes.set(title=title, ylabel="mean over prompts of max dp")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=8)

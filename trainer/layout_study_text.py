@@ -99,9 +99,9 @@ def _of_length(pairs: Sequence[Row]) -> str:
     told = [verdict(p["equal_tokens"]["long_over_short"], p["equal_tokens"]["long_over_short_se"]) for p in pairs]
     one = pairs[0]["equal_tokens"]
     return (
-        f"Length, at about equal tokens ({one['long_tokens']:.0f} in one long response, {one['short_tokens']:.0f} in "
-        f"{one['short_per_prompt']:.0f} short ones): the long response had the larger max gap in {told.count('higher')} of {len(told)} "
-        f"pairs, the smaller in {told.count('lower')}, undecided in {told.count('undecided')}."
+        f"Length, at equal tokens ({one['tokens']:.1f} to a prompt, of {one['long_tokens']:.1f} in one long response and "
+        f"{one['short_tokens']:.1f} in {one['short_per_prompt']:.0f} short ones): the long response had the larger max gap in "
+        f"{told.count('higher')} of {len(told)} pairs, the smaller in {told.count('lower')}, undecided in {told.count('undecided')}."
     )
 
 
@@ -158,9 +158,10 @@ def _length_table(pairs: Sequence[Row]) -> str:
     rows = [[p["learner"], p["rollout"], *(with_error(p["equal_tokens"], name) for name in columns)] for p in pairs]
     one = pairs[0]["equal_tokens"]
     about = (
-        f"Max dp of: one short response; all {one['short_per_prompt']:.0f} short responses to a prompt together "
-        f"({one['short_tokens']:.1f} tokens); one long response ({one['long_tokens']:.1f} tokens); the first {one['first']} tokens of the "
-        f"long one. Means over {one['prompts']} prompts."
+        f"Max dp of: one short response; all {one['short_per_prompt']:.0f} short responses to a prompt together (of "
+        f"{one['short_tokens']:.1f} tokens); one long response (of {one['long_tokens']:.1f}); the first {one['first']} tokens of the long "
+        f"one. A maximum grows with the count of tokens, so *short together*, *long* and the means take of each prompt the first tokens of "
+        f"either side, as many as the smaller has: {one['tokens']:.1f}. Means over {one['prompts']} prompts."
     )
     return f"{about}\n\n{_table(titles, rows)}"
 

@@ -17,7 +17,7 @@ from parallel.megatron_engine import MegatronEngine
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.tasks import generate_sft_examples, read_pairs
 from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
-from trainer.batching import plan_batches
+from trainer.batching import packed_length, plan_batches
 from trainer.metrics import Metric, merge_metrics, merge_over_ranks
 
 REPORT_EVERY_S = 5.0
@@ -106,7 +106,7 @@ def batches(count: int, config: SftConfig) -> Iterator[list[int]]:
 def local_batch(examples: list[Example], config: SftConfig, *, dp_rank: int) -> tuple[list[PackedBatch], int]:
     """This rank's micro-batches of a batch, and the number of answer tokens of the whole batch."""
     plan = plan_batches(
-        [len(e.token_ids) - 1 for e in examples],
+        [packed_length(e.token_ids) for e in examples],
         num_minibatches=1,
         sequences_per_group=1,
         dp_size=config.layout.dp,

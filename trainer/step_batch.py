@@ -16,7 +16,7 @@ from parallel.packing import PackedBatch
 from rollout.records import Group, Trajectory
 from trainer.advantages import Advantages
 from trainer.aggregation import aggregation_weights, count_valid
-from trainer.batching import BatchPlan, pack_trajectories, plan_batches
+from trainer.batching import BatchPlan, pack_trajectories, packed_length, plan_batches
 from trainer.correction import Correction
 from trainer.ranks import Total
 
@@ -103,7 +103,7 @@ def split_groups(
     """One Share per data-parallel rank, by the balanced plan of ``plan_batches``."""
     trajectories = [t for group in groups for t in group.trajectories]
     plan: BatchPlan = plan_batches(
-        [len(t.token_ids) - 1 for t in trajectories],
+        [packed_length(t.token_ids) for t in trajectories],
         num_minibatches=num_minibatches,
         sequences_per_group=len(groups[0].trajectories),
         dp_size=dp_size,

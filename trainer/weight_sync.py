@@ -30,8 +30,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from parallel.megatron_engine import Groups
-from parallel.weight_transfer import Bucket, Buffers, WeightBroadcaster, make_buckets
+from parallel.megatron_groups import Groups
+from parallel.weight_transfer import Bucket, Buffers, WeightBroadcaster, make_buckets, require_one_node
 from rollout.records import Completion
 from rollout.sglang_control import ExpectedChecksums, SGLangControl
 from trainer.learner import Learner
@@ -72,7 +72,11 @@ class WeightSync:
         timeout_s: float,
         samples_are_probes: bool = False,
     ):
-        """samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it."""
+        """samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it.
+
+        Raises ValueError where the run is on several nodes.
+        """
+        require_one_node()
         self._learner, self._control = learner, control
         self._dtype = getattr(torch, rollout_dtype)
         self._exact = rollout_dtype == "float32" and learner.engine.dtype == torch.float32

@@ -1,5 +1,7 @@
 """How the learner's processes are laid out."""
 
+import json
+import math
 from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
@@ -24,7 +26,7 @@ class LayoutConfig(Schema):
     ep: PositiveInt = 1
     """Expert parallel: the experts of a mixture-of-experts model are split over this many ranks of a stage (of its tp * cp * dp ranks)."""
     dp: PositiveInt | Literal["auto"] = "auto"
-    """Data parallel. auto: as many copies as the learner's processes are enough for; without a GPU, one."""
+    """Data parallel. auto: as many copies as the GPUs beside the servers are enough for; without a GPU, as few as ep allows, mostly one."""
 
     @model_validator(mode="after")
     def _combinations(self):
@@ -57,7 +59,8 @@ class LayoutConfig(Schema):
         return self.model_size * self.dp
 
     def resolved(self, num_processes: int) -> "LayoutConfig":
-        """This layout on ``num_processes`` processes, dp no longer auto. Raises ValueError where they hold no whole number of copies."""
+        """This layout on ``num_processes`` processes, dp no longer auto. Raises ValueError where they hold no whole number of copies, or
+        one that ep does not allow."""
         if self.dp != "auto":
             return self
         if num_processes < self.model_size or num_processes % self.model_size:
@@ -65,7 +68,25 @@ class LayoutConfig(Schema):
                 f"layout.dp=auto: {num_processes} processes are no multiple of the {self.model_size} that one copy of the model takes "
                 f"(tp={self.tp} * cp={self.cp} * pp={self.pp}); change these, or the number of processes"
             )
-        sizes: dict[str, Any] = self.model_dump() | {"dp": num_processes // self.model_size}
+        dp = num_processes // self.model_size
+        if dp % self._dp_multiple:
+            raise ValueError(
+                f"layout.dp=auto: {num_processes} processes make dp={dp}, but ep={self.ep} with tp={self.tp} and cp={self.cp} needs a "
+                f"multiple of {self._dp_multiple}; use another number of processes, or a smaller ep"
+            )
+        return self._with_dp(dp)
+
+    def smallest(self) -> "LayoutConfig":
+        """This layout, dp=auto taken as the least number of copies that ep allows: one, where there are no experts to split."""
+        return self if self.dp != "auto" else self._with_dp(self._dp_multiple)
+
+    @property
+    def _dp_multiple(self) -> int:
+        """ep divides tp * cp * dp just where dp is a multiple of this."""
+        return self.ep // math.gcd(self.ep, self.tp * self.cp)
+
+    def _with_dp(self, dp: int) -> "LayoutConfig":
+        sizes: dict[str, Any] = self.model_dump() | {"dp": dp}
         return LayoutConfig(**sizes)
 
 
@@ -106,7 +127,12 @@ def _layout_value(text: str, name: str, value: str | None) -> Any:
 
 
 def layout_text(layout: LayoutConfig) -> str:
-    """What ``parse_layout`` reads: the fields that are not at their defaults; ``tp=1`` where all are."""
-    fields = LayoutConfig.model_fields
-    given = {name: value for name, value in layout.model_dump().items() if value != fields[name].default}
+    """What ``parse_layout`` reads, of one text per layout: the fields in their order, without those that are 1, false or auto; ``tp=1``
+    where all are."""
+    given = {name: value for name, value in layout.model_dump().items() if value is True or value not in (1, False, "auto")}
     return ",".join(name if value is True else f"{name}={value}" for name, value in given.items()) or "tp=1"
+
+
+def as_overrides(layout: LayoutConfig) -> list[str]:
+    """Dotted overrides that make ``layout`` that of a config."""
+    return [f"layout.{name}={json.dumps(value)}" for name, value in layout.model_dump().items()]
