@@ -321,12 +321,12 @@ def _weight_spreads(prefix: str, ess: str, weights_N: Tensor, bounds_R: Tensor) 
 def _spread_of(name: str, weights: Tensor, total: float) -> Metrics:
     """Of weights and their sum. Overwrites ``weights``."""
     low, high = (x.item() for x in torch.aminmax(weights))
-    count, less_one = weights.numel(), weights.sub_(1)
     return {
-        f"{name}_mean": Metric.quotient(total, count),
+        f"{name}_mean": Metric.quotient(total, weights.numel()),
         f"{name}_min": Metric(reduction=Reduction.MIN, parts=(low,)),
         f"{name}_max": Metric(reduction=Reduction.MAX, parts=(high,)),
-        f"{name}_std": Metric(reduction=Reduction.STD, parts=(float(count), total - count, (less_one @ less_one).item())),
+        # Its own sum: the total less the count would keep the rounding of a sum of numbers near 1.
+        f"{name}_std": Metric.std(weights.sub_(1)),
     }
 
 
