@@ -49,7 +49,7 @@ def main() -> None:
     result = supervise(given.config, given.model, given.override, rounds)
     print(json.dumps({"hardware": result["hardware"], "config": result["config"]}, indent=2))
     for name, seconds in result["seconds"].items():
-        print(line(name, seconds))
+        print(f"{name}: median {spread(seconds)['median']:.0f}" if name.startswith("tokens") else line(name, seconds))
     print(f"ratio {result['ratio']:.3f}   target: at most {TARGET}   (against forced lengths {result['ratio_to_forced_lengths']:.3f})")
     write(result | {"spread": {name: spread(s) for name, s in result["seconds"].items()}}, given.json)
 
@@ -114,7 +114,8 @@ def measure_rank(path: Path, rounds: int) -> None:
         train(replace(run, config=one_step, first_step=number, tracker=tracker))
         step = time.perf_counter() - began
         generation = {}
-        for name, forced in (("bare generation", False), (FORCED, True)):
+        # In turn first, which is the slower place: right after the step.
+        for name, forced in (("bare generation", False), (FORCED, True))[:: 1 if number % 2 else -1]:
             start_together()
             if run.learner.is_first_rank:
                 generation[name] = asyncio.run(bare_generation(folder, run.config, watch.groups, forced=forced))
@@ -125,8 +126,9 @@ def measure_rank(path: Path, rounds: int) -> None:
         run.weight_sync.restore()  # the bare update moved the weights: the servers must hold what the learner does
         if number > 1 and run.learner.is_first_rank:
             note("step", step)
-            for name, taken in generation.items():
+            for name, (taken, tokens) in generation.items():
                 note(name, taken)
+                note(f"tokens of {name}", tokens)
             note("bare update", update)
             for part in PARTS:
                 note(f"  of the step: {part}", watch.metrics[f"time/{part}"])
@@ -166,8 +168,8 @@ def bare_update(learner, batch, temperature: float) -> None:
         learner.engine.update(minibatch, loss_fn, temperature=temperature)
 
 
-async def bare_generation(folder, config, groups, *, forced: bool) -> float:
-    """Seconds of one batched /generate per server for the step's prompts; ``forced``: each response to its length in the step."""
+async def bare_generation(folder, config, groups, *, forced: bool) -> tuple[float, int]:
+    """(seconds, tokens) of one batched /generate per server for the step's prompts; ``forced``: each response to its length in the step."""
     import aiohttp
 
     from rollout.tokenization import end_token_ids, load_tokenizer
@@ -191,12 +193,13 @@ async def bare_generation(folder, config, groups, *, forced: bool) -> float:
     async def post(session, url, part):
         async with session.post(f"{url}/generate", json=body(part)) as answer:
             answer.raise_for_status()
-            await answer.read()
+            return await answer.json()
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
         began = time.perf_counter()
-        await asyncio.gather(*(post(session, url, samples[i :: len(urls)]) for i, url in enumerate(urls)))
-        return time.perf_counter() - began
+        answers = await asyncio.gather(*(post(session, url, samples[i :: len(urls)]) for i, url in enumerate(urls)))
+        seconds = time.perf_counter() - began
+    return seconds, sum(one["meta_info"]["completion_tokens"] for answer in answers for one in answer)
 
 
 if __name__ == "__main__":
