@@ -40,7 +40,8 @@ def root(tmp_path_factory) -> Path:
 def lives(root) -> dict[str, list[list[dict]]]:
     """Of each job, by rank: its life and the one after."""
     make_tiny_countdown_model(root / "model", seed=0)
-    jobs = {"undisturbed": (root / "undisturbed", Script(), []), OWN_ERROR: (root / OWN_ERROR, Script("update", 4, "die"), ["checkpoint.every=2"])}
+    jobs = {"undisturbed": (root / "undisturbed", Script(), [])}
+    jobs |= {OWN_ERROR: (root / OWN_ERROR, Script("update", 4, "die"), ["checkpoint.every=2"])}
     jobs |= {name: (root / name, script, []) for name, (script, _, _) in JOBS.items()}
     ranks = run_ranks(work_lives, 2, root / "ranks", root / "model", ["layout.dp=2"], jobs, deadline_s=300)
     return {name: [of_rank[name] for of_rank in ranks] for name in jobs}
