@@ -3,15 +3,21 @@ of the rollout is ``FakeEngine``, so that what is sampled depends on prompt, see
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from configs.loader import load_config
 from configs.schema import RunConfig
+from configs.schema.layout import parse_layout
+from parallel.weight_transfer import make_buckets
 from rollout.client import GenerationError
 from rollout.records import FinishReason, Prompt, Score
 from rollout.remote_sampler import RemoteSampler
@@ -20,7 +26,8 @@ from rollout.sglang_control import ControlError
 from rollout.tasks import Task
 from rollout.tokenization import load_tokenizer
 from tests.fake_engine import FakeEngine
-from trainer import mlflow_store
+from tests.megatron_workers import make_engine
+from trainer import mlflow_store, weight_sync
 from trainer.interruption import INTERRUPTIONS, on_first_rank
 from trainer.learner import Learner
 from trainer.loop import Run, evaluate_before, saved_where_interrupted, train
@@ -28,7 +35,7 @@ from trainer.recording import Recorder
 from trainer.resume import Checkpointer
 from trainer.sampling import SharedSampler
 from trainer.tracking import Tracker
-from trainer.weight_sync import SyncResult
+from trainer.weight_sync import SyncResult, WeightSync
 
 RECIPE = Path(__file__).resolve().parent.parent / "configs/recipes/countdown_tiny.yaml"
 STEPS = 4
@@ -187,6 +194,74 @@ def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
         "asked": [call for call in engine.calls if call[2] == config.rollout.temperature],
         "weights": {name: tensor.clone() for name, tensor in learner.engine.export_hf()},
     }
+
+
+class FakeServers:
+    """Of the control and of every stage's sender; ``fails`` is where."""
+
+    def __init__(self):
+        self.urls, self.fails, self.version = ["server"], "", None
+
+    def at(self, place: str) -> None:
+        if place == self.fails:
+            raise ControlError(f"{place} failed")
+
+    def pause(self) -> None:
+        self.at("pause")
+
+    def begin_update(self) -> None:
+        self.at("begin")
+
+    def end_update(self) -> None:
+        self.at("end")
+
+    def resume(self) -> None:
+        self.at("resume")
+
+    def versions(self) -> list[int]:
+        return [int(self.version)]
+
+
+class FakeSender:
+    """In the place of StageSender: takes every bucket and sends none."""
+
+    def __init__(self, servers: FakeServers, stage: int):
+        self._servers, self._stage = servers, stage
+
+    def send(self, first, further, version, expected):
+        sent = 0
+        for number, bucket in enumerate(itertools.chain([first], further)):
+            self._servers.at(f"stage {self._stage}, bucket {number}")
+            sent += bucket.bytes.numel()
+        return {}, sent
+
+
+def work_failing_publishes(folder: Path, failures: dict[str, list[str]]) -> dict[str, dict[str, tuple]]:
+    """Publishes that fail, by layout and place, each followed by one that does not: what was raised, the versions, and the bytes sent."""
+    weight_sync.make_buckets = partial(make_buckets, max_bytes=8192)
+    found: dict[str, dict[str, tuple]] = {}
+    for layout, places in failures.items():
+        engine = make_engine(folder, layout=parse_layout(layout))
+        learner = SimpleNamespace(engine=engine, groups=engine.groups, version=0)
+        servers = FakeServers()
+        weight_sync.StageSender = lambda *unused, servers=servers, stage=engine.groups.pp_rank: FakeSender(servers, stage)
+        sync = WeightSync(
+            learner, servers if dist.get_rank() == 0 else None, rollout_dtype="float32", tensor_parallel=1, backend="gloo",
+            temperature=1.0, probe_prompt=[1], probe_tokens=1, timeout_s=60.0,
+        )  # fmt: skip
+        sync._checks_bytes, sync._samples_are_probes = False, True  # these servers hold nothing
+        for place in places:
+            servers.fails, servers.version, error = place, learner.version + 1, None
+            try:
+                sync.publish()
+            except ControlError as failure:
+                error = f"{type(failure).__name__}: {failure}"
+            failed_version = learner.version
+            servers.fails, servers.version = "", learner.version + 1
+            result = sync.publish()
+            found.setdefault(layout, {})[place] = (error, failed_version, result.version, result.bytes)
+        parallel_state.destroy_model_parallel()
+    return found
 
 
 def work_lives(model: Path, overrides: list[str], jobs: dict[str, tuple[Path, Script, list[str]]]) -> dict[str, list[dict[str, Any]]]:

@@ -154,12 +154,12 @@ class WeightSync:
 
     def _send_as_sender(self, exported: Iterator[tuple[str, Tensor]], version: int) -> SentByRank:
         groups = self._learner.groups
-        if self._control is not None:
-            self._control.pause()
-            self._control.begin_update()
         buckets = make_buckets(exported, dtype=self._dtype, buffers=self._buffers)
         first = next(buckets)
         with in_turn(groups):
+            if self._control is not None:  # the first in turn
+                self._control.pause()
+                self._control.begin_update()
             # Only the very last bucket names the version (and flushes): an update that breaks off is never reported under its new one.
             last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
             checksums, size = self._sender.send(first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None)
