@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from configs.loader import load_config
 from configs.schema import RunConfig
 from configs.schema.layout import parse_layout
+from launch.run_folder import RunFolder
 from parallel.weight_transfer import make_buckets
 from rollout.client import GenerationError
 from rollout.records import FinishReason, Prompt, Score
@@ -151,7 +152,10 @@ def start_sample_role(config: RunConfig, engine: FakeEngine, script: Script) -> 
 
 def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
     """One life of the run in ``folder``, resumed where it holds a checkpoint: how it ended, and what it had then."""
-    learner, engine = Learner(config), FakeEngine()
+    learner, engine, run_folder = Learner(config), FakeEngine(), RunFolder(folder)
+    if learner.is_first_rank:
+        run_folder.claim()
+    dist.barrier()
     remote = start_sample_role(config, engine, script) if learner.is_first_rank else None
     sampler = SharedSampler(remote, lambda: script.stop)
     checkpointer = Checkpointer(folder / "checkpoints", config.checkpoint)
@@ -182,6 +186,8 @@ def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
             train(run)
     except (*INTERRUPTIONS, ArithmeticError) as error:
         ended = f"{type(error).__name__}: {error}"
+    if learner.is_first_rank:
+        run_folder._held.pop().close()  # the lock goes with the process, which here lives on
     dist.barrier()
     return {
         "ended": ended,
