@@ -63,6 +63,29 @@ def report(run: RunPath) -> None:
 
 
 @app.command()
+def status(run: RunPath) -> None:
+    """What a run is doing: step, rate, time left, results, checkpoint, Slurm job, roles."""
+    from launch import commands
+    from launch.status import status as look
+
+    print(look(commands.existing_run(run)))
+
+
+@app.command()
+def logs(
+    run: RunPath,
+    role: Annotated[str | None, typer.Option(help="learn, sample, serve, sglang-0, slurm, ...; all if left out.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of the end of each log.")] = 20,
+) -> None:
+    """The ends of a run's logs, per role and node."""
+    from launch import commands
+    from launch.status import log_files, show_logs
+
+    show_logs(log_files(commands.existing_run(run), role), lines=lines, follow=follow)
+
+
+@app.command()
 def replay(
     run: RunPath,
     step: Annotated[int, typer.Option(help="A recorded step (record_batches in the config).")],
