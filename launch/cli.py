@@ -85,6 +85,22 @@ def logs(
     show_logs(log_files(commands.existing_run(run), role), lines=lines, follow=follow)
 
 
+@app.command("check-cluster")
+def check_cluster(
+    config: Annotated[Path | None, typer.Argument(help="The config that is to run.", metavar="[CONFIG]")] = None,
+    overrides: Overrides = None,
+    folder: Annotated[Path | None, typer.Option(help="Shared by the nodes; launch.runs_dir if left out.", metavar="FOLDER")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="How many run this command; in a Slurm step they are known.")] = None,
+    node: Annotated[int | None, typer.Option(min=0, help="Which of them this is, from 0.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the others, and for a collective.")] = 60.0,
+) -> None:
+    """What keeps a first job on a cluster from running: drivers, limits, shared folder, ports, interfaces. One call per node:
+    srun --nodes 4 --ntasks-per-node 1 tandem check-cluster CONFIG"""
+    from launch.check_cluster import check_cluster as check
+
+    check(config, overrides or [], folder=folder, num_nodes=nodes, node=node, timeout_s=timeout)
+
+
 @app.command()
 def replay(
     run: RunPath,
