@@ -7,12 +7,14 @@ import asyncio
 import contextlib
 import gc
 import json
+import math
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 import psutil
@@ -305,10 +307,40 @@ def _exit_now(code: int) -> NoReturn:
         os._exit(code)
 
 
-def command(role: str, folder: RunFolder, *, ranks: int = 1) -> list[str]:
-    """The command line that starts ``role``; Megatron roles run under torchrun."""
-    arguments = ["launch", role, str(folder.path)]
-    if role in MEGATRON_ROLES:
-        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-        return [sys.executable, "-m", *torchrun, *arguments]
-    return [sys.executable, "-m", *arguments]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the torchrun agents of the learner's nodes, one on each, find one another."""
+
+    nodes: int
+    endpoint: str
+    """HOST:PORT of the learner's first node, whose agent listens there."""
+    id: str
+    """The same for all agents of one start of one run."""
+    timeout_s: float
+    """For all of them to have come."""
+
+
+def command(role: str, folder: RunFolder, *, ranks: int = 1, node: int | None = None, rendezvous: Rendezvous | None = None) -> list[str]:
+    """The command line that starts ``role``; Megatron roles run under torchrun.
+
+    Args:
+        ranks: of a Megatron role, on each node. node: of the servers, where there are several. rendezvous: of a Megatron role on several
+            nodes, each of which runs this same line; None: all ranks are here.
+    """
+    arguments = ["launch", role, str(folder.path), *([] if node is None else ["--node", str(node)])]
+    if role not in MEGATRON_ROLES:
+        return [sys.executable, "-m", *arguments]
+    return [sys.executable, "-m", "torch.distributed.run", *_meeting(rendezvous), f"--nproc-per-node={ranks}", "-m", *arguments]
+
+
+def _meeting(rendezvous: Rendezvous | None) -> list[str]:
+    if rendezvous is None:
+        return ["--standalone"]
+    # No --node-rank: c10d has no use for it. It numbers nodes by their names, and the ranks of one node one after another.
+    return [
+        f"--nnodes={rendezvous.nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={rendezvous.endpoint}",
+        f"--rdzv-id={rendezvous.id}",
+        f"--rdzv-conf=join_timeout={math.ceil(rendezvous.timeout_s)}",
+    ]
