@@ -23,7 +23,7 @@ from rollout.client import GenerationError
 from rollout.records import FinishReason, Prompt, Score
 from rollout.remote_sampler import RemoteSampler
 from rollout.sampler import GroupSampler, serve
-from rollout.sglang_control import ControlError
+from rollout.sglang_control import ControlError, Served
 from rollout.tasks import Task
 from rollout.tokenization import load_tokenizer
 from tests.fake_engine import FakeEngine
@@ -212,20 +212,15 @@ class FakeServers:
         if place == self.fails:
             raise ControlError(f"{place} failed")
 
-    def pause(self) -> None:
-        self.at("pause")
+    def open_update(self) -> None:
+        """What the sender of the first stage waits for comes by itself."""
 
-    def begin_update(self) -> None:
-        self.at("begin")
-
-    def end_update(self) -> None:
-        self.at("end")
+    def close_update(self, *, with_checksums: bool) -> Served:
+        self.at("close")
+        return Served(versions=[self.version], checksums=None)
 
     def resume(self) -> None:
         self.at("resume")
-
-    def versions(self) -> list[int]:
-        return [int(self.version)]
 
 
 class FakeSender:
@@ -234,7 +229,7 @@ class FakeSender:
     def __init__(self, servers: FakeServers, stage: int):
         self._servers, self._stage = servers, stage
 
-    def send(self, first, further, version, expected):
+    def send(self, first, further, version, expected, opening):
         sent = 0
         for number, bucket in enumerate(itertools.chain([first], further)):
             self._servers.at(f"stage {self._stage}, bucket {number}")

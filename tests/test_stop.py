@@ -102,7 +102,7 @@ def test_an_error_of_the_learner_leaves_no_checkpoint_of_half_a_step(root, lives
 def test_all_ranks_hear_of_a_failed_publish_and_can_go_on_together(tmp_path):
     """Wherever the servers fail the sender of a pipeline stage: the others are not left in a gathering, nor waiting for their turn."""
     folder = make_hf_model(tmp_path / "model", "qwen3")
-    failures = {"tp=2": ["pause", "stage 0, bucket 0", "stage 0, bucket 2", "end", "resume"]}
+    failures = {"tp=2": ["stage 0, bucket 0", "stage 0, bucket 2", "close", "resume"]}
     failures["pp=2"] = [*failures["tp=2"], "stage 1, bucket 0", "stage 1, bucket 1"]
     ranks = run_ranks(work_failing_publishes, 2, tmp_path / "ranks", folder, failures)
     for found in ranks:
