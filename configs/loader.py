@@ -169,7 +169,8 @@ def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -
         raise ConfigError([_unreadable(path, where, field, error, relative)]) from error
     own = read_yaml(text, str(path))
     if own is None or own.data is None:
-        fix = "fill it, or remove it from extends" if field == "extends" else "write at least `model:` and `task:`, or `extends:` another file"
+        write = "write at least `model:` and `task:`, or `extends:` another file"
+        fix = "fill it, or remove it from extends" if field == "extends" else write
         raise ConfigError([Problem(where=str(path), field="(the whole file)", value="(empty)", error="the file is empty", fix=fix)])
     if not isinstance(own.data, dict):
         holds = "a list" if isinstance(own.data, list) else f"only the value {show(own.data)}"

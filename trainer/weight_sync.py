@@ -30,6 +30,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from configs.schema.rollout import Quantization
+from parallel.fake_quantization import with_int8_matrices
 from parallel.megatron_groups import Groups
 from parallel.weight_transfer import Bucket, Buffers, WeightBroadcaster, make_buckets, require_one_node
 from rollout.records import Completion
@@ -71,15 +73,18 @@ class WeightSync:
         probe_tokens: int,
         timeout_s: float,
         samples_are_probes: bool = False,
+        quantization: Quantization = "none",
     ):
-        """samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it.
+        """quantization: ``fake_int8`` rounds what is sent; see ``RolloutConfig``.
+        samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it.
 
         Raises ValueError where the run is on several nodes.
         """
         require_one_node()
         self._learner, self._control = learner, control
         self._dtype = getattr(torch, rollout_dtype)
-        self._exact = rollout_dtype == "float32" and learner.engine.dtype == torch.float32
+        self._exact = rollout_dtype == "float32" and learner.engine.dtype == torch.float32 and quantization == "none"
+        self._rounds = quantization == "fake_int8"
         self._temperature, self._probe_prompt, self._probe_tokens = temperature, probe_prompt, probe_tokens
         # SGLang's checksum is SHA-256 of its tensors only on CPU, and experts it arranges in its own way; there the probe stands alone.
         self._checks_bytes = backend == "gloo" and learner.engine.architecture.experts is None
@@ -124,6 +129,8 @@ class WeightSync:
         """This rank's part of the transfer of its pipeline stage; what a sender gives: the checksums to expect, and the bytes sent."""
         groups = self._learner.groups
         exported = self._learner.engine.export_hf()
+        if self._rounds:
+            exported = with_int8_matrices(exported)
         if self._sender is None:
             for _ in exported:  # the gathering needs every rank of the stage
                 pass
