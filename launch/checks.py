@@ -58,11 +58,16 @@ def gpus_here() -> int:
 
 
 def check_gpus(where: Path | str, *, learner: int, servers: RolloutConfig | None = None) -> None:
-    """Whether each of ``learner`` ranks and each rank of the servers has a GPU of its own, where there are any. Raises BadInput."""
+    """Whether each of ``learner`` ranks and each rank of the servers has a GPU of its own, where there are any, and the servers have the
+    kernels that they need. Raises BadInput."""
     available = gpus_here()
-    if not available:
-        return
     try:
+        if servers is not None:
+            from rollout.sglang_server import check_has_kernels
+
+            check_has_kernels(servers, cuda=available > 0)
+        if not available:
+            return
         if servers is None:
             check_learner_gpus(learner, available)
         else:
@@ -79,6 +84,15 @@ def check_learner_gpus(needed: int, available: int) -> None:
         raise ValueError(
             f"the layout takes {needed} GPUs, but {available} are visible here; use a smaller one, or make more visible "
             "(CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def check_served_as_saved(config: RunConfig, command: str) -> None:
+    """For commands whose servers load the model from disk and are sent nothing. Raises BadInput."""
+    if config.rollout.quantization == "fake_int8":
+        raise BadInput(
+            f"rollout.quantization=fake_int8: `tandem {command}` serves model.path as it stands, and only a learner that sends weights "
+            "rounds them; set rollout.quantization=none"
         )
 
 
@@ -101,10 +115,11 @@ def _check_critic(config: RunConfig, hf_config: dict) -> None:
 
 def _check_rollout(config: RunConfig, hf_config: dict) -> None:
     """Imports only what the config uses: the answer must come within seconds."""
-    from rollout.sglang_command import check_server_args, choose_ports
+    from rollout.sglang_command import check_quantization, check_server_args, choose_ports
 
     validate_rollout_layout(hf_config, config.rollout.tp)
     check_server_args(config.rollout)
+    check_quantization(config.rollout, hf_config["model_type"])
     if config.rollout.first_port is not None and config.launch.nodes is None:
         choose_ports(range(config.rollout.replicas), config.rollout.first_port)
     if not isinstance(config.task, CountdownTask):

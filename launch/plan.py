@@ -89,7 +89,9 @@ def memory_lines(config: RunConfig | SftConfig) -> list[str]:
     work = memory.work_of(config, device, _critic_architecture(config, architecture))
     lines = [f"memory of a learner rank: {memory.describe(memory.worst_stage(architecture, config.layout, work))}"]
     if isinstance(config, RunConfig):
-        server = memory.rollout_memory(architecture, config.rollout.tp, config.rollout.dtype, 0)
+        server = memory.rollout_memory(
+            architecture, config.rollout.tp, config.rollout.dtype, 0, quantization=config.rollout.quantization
+        )
         weights, each = memory.size_text(server.weights), memory.size_text(server.kv_bytes_per_token)
         lines.append(f"memory of a server rank: {weights} of weights, {each} of cache for each token in flight")
     return lines
