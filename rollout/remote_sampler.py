@@ -3,6 +3,7 @@
 import msgspec
 import zmq
 
+from rollout.connections import PEER_TIMEOUT_S, PeerLost, Requester
 from rollout.records import Group
 from rollout.sampler import (
     Done,
@@ -27,13 +28,14 @@ from rollout.sampler import (
 class RemoteSampler:
     """Asks the sample role at ``address`` (``tcp://host:port``); used by one thread.
 
-    Every method raises SamplingError when the sample role answers that it failed (with its reason), or does not answer in ``timeout_s``.
+    Every method raises SamplingError when the sample role answers that it failed (with its reason), or does not answer in ``timeout_s``,
+    or is gone: its process has ended, or its host has said nothing for ``peer_timeout_s``.
     """
 
-    def __init__(self, address: str, *, timeout_s: float) -> None:
-        self._address, self._timeout_s = address, timeout_s
+    def __init__(self, address: str, *, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S) -> None:
+        self._address, self._timeout_s, self._peer_timeout_s = address, timeout_s, peer_timeout_s
         self._context = zmq.Context()
-        self._channel: zmq.Socket | None = None
+        self._channel: Requester | None = None
 
     def __enter__(self) -> "RemoteSampler":
         return self
@@ -73,7 +75,12 @@ class RemoteSampler:
     def _ask(self, request: Request, expected: type) -> Reply:
         channel = self._open_channel()
         channel.send(msgspec.msgpack.encode(request))
-        if not channel.poll(self._timeout_s * 1000):
+        try:
+            is_answered = channel.poll(self._timeout_s * 1000)
+        except PeerLost as error:
+            self._drop_channel()
+            raise SamplingError(f"the sample role is gone: {error}") from error
+        if not is_answered:
             self._drop_channel()  # a REQ socket with an answer outstanding can ask nothing else
             raise SamplingError(
                 f"the sample role at {self._address} did not answer {type(request).__name__} in {self._timeout_s:g} s; see its log"
@@ -85,11 +92,9 @@ class RemoteSampler:
             raise SamplingError(f"the sample role answered {type(request).__name__} with {type(reply).__name__}; are both of one version?")
         return reply
 
-    def _open_channel(self) -> zmq.Socket:
+    def _open_channel(self) -> Requester:
         if self._channel is None:
-            self._channel = self._context.socket(zmq.REQ)
-            self._channel.setsockopt(zmq.LINGER, 0)
-            self._channel.connect(self._address)
+            self._channel = Requester(self._context, self._address, peer_timeout_s=self._peer_timeout_s)
         return self._channel
 
     def _drop_channel(self) -> None:

@@ -36,6 +36,7 @@ import torch.distributed as dist
 
 from parallel.megatron_groups import Groups
 from parallel.weight_transfer import Bucket, Buffers, WeightBroadcaster, make_buckets
+from rollout.connections import PEER_TIMEOUT_S
 from rollout.records import Completion
 from rollout.sglang_control import ExpectedChecksums, Pending, Served, SGLangControl
 from trainer.learner import Learner
@@ -76,6 +77,7 @@ class WeightSync:
         timeout_s: float,
         samples_are_probes: bool = False,
         address: str = "127.0.0.1",
+        peer_timeout_s: float = PEER_TIMEOUT_S,
     ):
         """samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it. address: of this rank's host, where
         the servers reach it if it is a sender."""
@@ -93,7 +95,9 @@ class WeightSync:
         dist.broadcast_object_list(urls, src=0)
         if learner.groups.is_stage_first:
             # The control of rank 0 serves its own stage too.
-            of_stage = control or SGLangControl(urls[0], tensor_parallel=tensor_parallel, timeout_s=timeout_s)
+            of_stage = control or SGLangControl(
+                urls[0], tensor_parallel=tensor_parallel, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s
+            )
             with in_turn(learner.groups):
                 self._sender = StageSender(of_stage, tensor_parallel, backend, timeout_s, address)
 
