@@ -14,11 +14,12 @@ from urllib.parse import urlsplit
 
 import orjson
 
+from rollout.client import RolloutError
 from rollout.connections import PEER_TIMEOUT_S, connect
 from rollout.sglang_client import REUSE_S, server_message
 
 
-class ControlError(RuntimeError):
+class ControlError(RolloutError):
     """A server refused or failed a control request; the message holds its own words."""
 
 

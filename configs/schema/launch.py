@@ -65,6 +65,8 @@ class LaunchConfig(Schema):
     are survived. What a busy host does may take its own, longer time (collective_timeout_s, rollout.request_timeout_s)."""
     stop_grace_s: PositiveFloat = 10.0
     """Between SIGTERM and SIGKILL to a role's process group."""
+    stop_timeout_s: PositiveFloat = 600.0
+    """From a request to stop (SIGTERM or SIGUSR1 to ``tandem train``) to the learner's end, its checkpoint written; then all are ended."""
 
     @model_validator(mode="after")
     def _colocated_on_the_same_nodes(self):
