@@ -519,12 +519,13 @@ TREE = "sleep 600 & sleep 600 & echo started; wait"
 """A 'server' with two children."""
 
 
-def start_tree(command: str) -> subprocess.Popen:
+def start_tree(command: str, before: Callable[[], object] | None = None) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-I", sglang_watchdog.__file__, "sh", "-c", command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=before,
     )
 
 
@@ -569,6 +570,33 @@ def test_a_killed_watchdog_takes_the_server_with_it():
     with start_tree("echo $$; exec sleep 600") as watchdog:
         server = psutil.Process(int(watchdog.stdout.readline()))
         watchdog.kill()
+        assert_all_end([server])
+
+
+HANDLER = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+signal.signal(signal.SIGWINCH, lambda *_: print("going on", flush=True))
+print("started", flush=True)
+while True:
+    signal.pause()
+"""
+"""A 'server' with a handler of its own for SIGTERM, as SGLang has."""
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_server_outlasts_sigterm_exactly_where_its_owner_ignores_it(ignored):
+    command = f"exec {sys.executable} -c '{HANDLER}'"
+    with start_tree(command, (lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)) if ignored else None) as watchdog:
+        assert watchdog.stdout.readline() == b"started\n"
+        (server,) = psutil.Process(watchdog.pid).children()
+        os.killpg(watchdog.pid, signal.SIGTERM)
+        if ignored:
+            server.send_signal(signal.SIGWINCH)  # of two that can be delivered SIGTERM would come first, by its number
+            assert watchdog.stdout.readline() == b"going on\n"
+            watchdog.stdin.close()
+        else:
+            assert watchdog.wait(20) == 3
         assert_all_end([server])
 
 
