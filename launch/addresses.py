@@ -7,6 +7,7 @@ from contextlib import closing
 import psutil
 
 from configs.schema.launch import NodesConfig
+from rollout.sglang_command import choose_ports
 
 LOOPBACK = "127.0.0.1"
 SOMEWHERE = ("203.0.113.1", 9)
@@ -50,10 +51,8 @@ def role_environment(nodes: NodesConfig | None) -> dict[str, str]:
 
 
 def free_port(address: str) -> int:
-    """One that is free on this host now."""
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
+    """One that is free on this host now, and that no outgoing connection takes before it is used."""
+    return choose_ports([0], None, address)[0].http
 
 
 def _addresses() -> dict[str, list[str]]:

@@ -201,6 +201,7 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
         samples_are_probes=config.compares_samples,
         address=own_address(config.launch.nodes),
         quantization=config.rollout.quantization,
+        peer_timeout_s=config.launch.peer_timeout_s,
     )
     return Run(
         config=config,
@@ -243,8 +244,9 @@ def _connect(folder: RunFolder, config: RunConfig):
     timeout_s = config.launch.start_timeout_s
     urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s)
     address = folder.wait_for_address("sample", timeout_s=timeout_s)["address"]
-    remote = RemoteSampler(address, timeout_s=config.launch.collective_timeout_s)
-    control = SGLangControl(urls, tensor_parallel=config.rollout.tp, timeout_s=config.launch.collective_timeout_s)
+    limits = {"timeout_s": config.launch.collective_timeout_s, "peer_timeout_s": config.launch.peer_timeout_s}
+    remote = RemoteSampler(address, **limits)
+    control = SGLangControl(urls, tensor_parallel=config.rollout.tp, **limits)
     return remote, control
 
 

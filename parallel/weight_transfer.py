@@ -131,10 +131,10 @@ class WeightBroadcaster:
     """Rank 0 of a transfer group: make it, tell the receivers its ``port`` over HTTP, ``join``, ``start`` bucket after bucket, ``close``.
 
     ``join``, and ``wait`` of what ``start`` gives, block until the receivers have done their part. A receiver that has refused never
-    will, and says so only in its HTTP answer: ``check`` is called again and again meanwhile and ends the wait by raising.
+    will, and says so only in its HTTP answer: ``check`` is called again and again meanwhile and ends the wait by raising. ``address`` is
+    this host's, as the receivers reach it.
     """
 
-    # ``address``: of this host, as the receivers reach it.
     def __init__(self, *, world_size: int, backend: str, timeout_s: float, address: str = "127.0.0.1"):
         self._timeout = timedelta(seconds=timeout_s)
         # Port 0: the store takes a free port itself, so nothing can take it in between.

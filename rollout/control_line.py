@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import orjson
 
 from rollout.client import RolloutError
+from rollout.connections import PEER_TIMEOUT_S, connect
 from rollout.sglang_client import REUSE_S, server_message
 
 
@@ -23,10 +24,11 @@ class ControlError(RolloutError):
 
 
 class ControlLine:
-    """Used by one thread; answers are read in another. Whatever takes longer than ``timeout_s`` on the wire fails."""
+    """Used by one thread; answers are read in another. Whatever takes longer than ``timeout_s`` on the wire fails, and so does all that is
+    under way when the server's host has answered nothing, not even its kernel's probes, for ``peer_timeout_s``."""
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
-        self._url, self._timeout_s = url, timeout_s
+    def __init__(self, url: str, *, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S) -> None:
+        self._url, self._timeout_s, self._peer_timeout_s = url, timeout_s, peer_timeout_s
         self._address = (urlsplit(url).hostname, urlsplit(url).port)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="control-line")
         self._socket: socket.socket | None = None
@@ -65,7 +67,8 @@ class ControlLine:
         if self._is_over or (not waiting and time.monotonic() - self._answered_at > REUSE_S):
             self._drop()
         if self._socket is None:
-            self._socket = socket.create_connection(self._address, timeout=self._timeout_s)
+            self._socket = connect(self._address, peer_timeout_s=self._peer_timeout_s)
+            self._socket.settimeout(self._timeout_s)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or a second small request waits for the first's receipt
             self._answers, self._is_over, self._answered_at = self._socket.makefile("rb"), False, time.monotonic()
         return self._answers

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
+from rollout.connections import PEER_TIMEOUT_S, PeerLost, Requester
 from rollout.records import Group
 from rollout.sampler import (
     Done,
@@ -37,15 +38,16 @@ def _nothing() -> None:
 class RemoteSampler:
     """Asks the sample role at ``address`` (``tcp://host:port``); used by one thread.
 
-    Every method raises SamplingError when the sample role answers that it failed (with its reason), or does not answer in ``timeout_s``.
+    Every method raises SamplingError when the sample role answers that it failed (with its reason), or does not answer in ``timeout_s``,
+    or is gone: its process has ended, or its host has said nothing for ``peer_timeout_s``.
     ``meanwhile`` is called again and again while an answer that can take minutes is waited for; what it raises ends the waiting, and
     nobody takes that answer any more.
     """
 
-    def __init__(self, address: str, *, timeout_s: float) -> None:
-        self._address, self._timeout_s = address, timeout_s
+    def __init__(self, address: str, *, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S) -> None:
+        self._address, self._timeout_s, self._peer_timeout_s = address, timeout_s, peer_timeout_s
         self._context = zmq.Context()
-        self._channel: zmq.Socket | None = None
+        self._channel: Requester | None = None
 
     def __enter__(self) -> "RemoteSampler":
         return self
@@ -99,21 +101,22 @@ class RemoteSampler:
             raise SamplingError(f"the sample role answered {type(request).__name__} with {type(reply).__name__}; are both of one version?")
         return reply
 
-    def _wait_for_answer(self, channel: zmq.Socket, request: Request, meanwhile: Callable[[], None]) -> None:
+    def _wait_for_answer(self, channel: Requester, request: Request, meanwhile: Callable[[], None]) -> None:
         deadline = time.monotonic() + self._timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
-            if channel.poll(min(left_s, LOOK_UP_EVERY_S) * 1000):
-                return
+            try:
+                if channel.poll(min(left_s, LOOK_UP_EVERY_S) * 1000):
+                    return
+            except PeerLost as error:
+                raise SamplingError(f"the sample role is gone: {error}") from error
             meanwhile()
         raise SamplingError(
             f"the sample role at {self._address} did not answer {type(request).__name__} in {self._timeout_s:g} s; see its log"
         )
 
-    def _open_channel(self) -> zmq.Socket:
+    def _open_channel(self) -> Requester:
         if self._channel is None:
-            self._channel = self._context.socket(zmq.REQ)
-            self._channel.setsockopt(zmq.LINGER, 0)
-            self._channel.connect(self._address)
+            self._channel = Requester(self._context, self._address, peer_timeout_s=self._peer_timeout_s)
         return self._channel
 
     def _drop_channel(self) -> None:

@@ -21,6 +21,9 @@ INITIAL_WEIGHT_VERSION = 0
 REUSED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20)}
 """For glibc on CPU: blocks of up to 32 MiB (its maximum), such as received weights, get the memory of the last ones again. By default
 each is new pages, which takes half as long as receiving into them."""
+KEEP_IDLE_S = 120
+"""Servers keep idle connections much longer than clients use them again (``REUSE_S``): one that a server closed during a cut of the network
+would take the next request with it."""
 STAND_INS = Path(__file__).parent / "cpu_stand_ins"
 
 OWNED_FLAGS = frozenset(
@@ -126,6 +129,7 @@ def server_environment(*, num_ranks: int, place: int, threads: int, cuda: bool) 
     """
     environment = dict(os.environ)
     environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = str(KEEP_IDLE_S)
     if cuda:
         return environment
     paths = [str(STAND_INS), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]

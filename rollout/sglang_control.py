@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rollout.connections import PEER_TIMEOUT_S
 from rollout.control_line import ControlError, ControlLine
 from rollout.records import Completion
 from rollout.sglang_client import neutral_sampling_params, parse_completion
@@ -88,14 +89,14 @@ class Pending:
 class SGLangControl:
     """Control of every replica at once; used by one thread. Each call waits at most ``timeout_s`` and then raises ControlError."""
 
-    def __init__(self, urls: Sequence[str], *, tensor_parallel: int, timeout_s: float) -> None:
+    def __init__(self, urls: Sequence[str], *, tensor_parallel: int, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
         self.urls = [url.rstrip("/") for url in urls]
         self.group_name: str | None = None
         self._tensor_parallel = tensor_parallel
         self._timeout_s = timeout_s
-        self._lines = [ControlLine(url, timeout_s=timeout_s) for url in self.urls]
+        self._lines = [ControlLine(url, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s) for url in self.urls]
 
     def __enter__(self) -> "SGLangControl":
         return self

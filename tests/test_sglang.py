@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -552,12 +552,13 @@ TREE = "sleep 600 & sleep 600 & echo started; wait"
 """A 'server' with two children."""
 
 
-def start_tree(command: str) -> subprocess.Popen:
+def start_tree(command: str, before: Callable[[], object] | None = None) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-I", sglang_watchdog.__file__, "sh", "-c", command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=before,
     )
 
 
@@ -602,6 +603,33 @@ def test_a_killed_watchdog_takes_the_server_with_it():
     with start_tree("echo $$; exec sleep 600") as watchdog:
         server = psutil.Process(int(watchdog.stdout.readline()))
         watchdog.kill()
+        assert_all_end([server])
+
+
+HANDLER = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+signal.signal(signal.SIGWINCH, lambda *_: print("going on", flush=True))
+print("started", flush=True)
+while True:
+    signal.pause()
+"""
+"""A 'server' with a handler of its own for SIGTERM, as SGLang has."""
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_server_outlasts_sigterm_exactly_where_its_owner_ignores_it(ignored):
+    command = f"exec {sys.executable} -c '{HANDLER}'"
+    with start_tree(command, (lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)) if ignored else None) as watchdog:
+        assert watchdog.stdout.readline() == b"started\n"
+        (server,) = psutil.Process(watchdog.pid).children()
+        os.killpg(watchdog.pid, signal.SIGTERM)
+        if ignored:
+            server.send_signal(signal.SIGWINCH)  # of two that can be delivered SIGTERM would come first, by its number
+            assert watchdog.stdout.readline() == b"going on\n"
+            watchdog.stdin.close()
+        else:
+            assert watchdog.wait(20) == 3
         assert_all_end([server])
 
 
@@ -805,23 +833,44 @@ def test_a_probe_after_an_update_agrees_with_the_sent_model_and_not_with_the_old
     assert completion.rollout_logprobs != pytest.approx(reference_logprobs(old, [3, 4, 5, 6], completion.token_ids, 0.7), abs=0.1)
 
 
+def fleets_of_one_replica(model_dir: Path, log_dir: Path, num_nodes: int) -> list[ServerFleet]:
+    """Two tensor-parallel ranks, on one node or each on a node of its own."""
+    config = RolloutConfig(dtype="float32", max_total_tokens=4096, tp=2)
+    (ports,) = choose_ports([0], None)
+    fleets = []
+    for node in range(num_nodes):
+        share = ServerShare(replica=0, node=node, node_rank=node, num_nodes=num_nodes, first_gpu=0, num_ranks=2 // num_nodes)
+        meeting = {0: f"127.0.0.1:{ports.nccl}"} if num_nodes > 1 else {}
+        options = {"threads": 1, "cuda": False, "seed": 0, "shares": [share], "meeting_points": meeting}
+        fleets.append(ServerFleet(config, model_path=model_dir, log_dir=log_dir, **options))
+    return fleets
+
+
 @pytest.mark.engines
-def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path):
-    fleet = make_fleet(model_dirs[0], tmp_path, tp=2)
-    fleet.start()
-    try:
-        fleet.wait_healthy(300)
-        with SGLangControl(fleet.urls, tensor_parallel=2, timeout_s=60) as control:
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, num_nodes):
+    fleets = fleets_of_one_replica(model_dirs[0], tmp_path, num_nodes)
+    with ExitStack() as ending:
+        for fleet in fleets:
+            ending.callback(fleet.stop)
+            fleet.start()
+        for fleet in fleets:
+            fleet.wait_healthy(300)
+        urls = [url for fleet in fleets for url in fleet.urls]
+        assert len(urls) == 1, "a replica answers on its first node alone"
+        with SGLangControl(urls, tensor_parallel=2, timeout_s=60) as control:
             before = control.checksums()[0]
-            (after,) = send(control, models[1], version=1, tensor_parallel=2).checksums
+            control.pause()
+            send(control, models[1], version=1, tensor_parallel=2)
+            after = control.checksums()[0]
             control.resume()
             assert {name.split("/")[0] for name in after} == {"rank0", "rank1"}
             assert all(after[name] != before[name] for name in after if "proj" in name)
             (completion,) = control.probe([3, 4, 5, 6], max_new_tokens=12, temperature=0.7)
         expected = reference_logprobs(models[1], [3, 4, 5, 6], completion.token_ids, 0.7)
         assert completion.rollout_logprobs == pytest.approx(expected, abs=EXACT)
-    finally:
-        fleet.stop()
+        for fleet in fleets:
+            fleet.poll()
 
 
 @pytest.mark.engines

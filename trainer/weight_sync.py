@@ -42,6 +42,7 @@ from parallel.fake_quantization import with_int8_matrices
 from parallel.megatron_groups import Groups
 from parallel.weight_transfer import Bucket, Buffers, UnderWay, WeightBroadcaster, make_buckets
 from rollout.client import RolloutError
+from rollout.connections import PEER_TIMEOUT_S
 from rollout.records import Completion
 from rollout.sglang_control import ExpectedChecksums, Pending, Served, SGLangControl
 from trainer.interruption import on_first_rank
@@ -98,6 +99,7 @@ class WeightSync:
         samples_are_probes: bool = False,
         address: str = "127.0.0.1",
         quantization: Quantization = "none",
+        peer_timeout_s: float = PEER_TIMEOUT_S,
     ):
         """quantization: ``fake_int8`` rounds what is sent; see ``RolloutConfig``.
         samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it. address: of this rank's host, where
@@ -117,7 +119,9 @@ class WeightSync:
         dist.broadcast_object_list(urls, src=0)
         if learner.groups.is_stage_first:
             # The control of rank 0 serves its own stage too.
-            of_stage = control or SGLangControl(urls[0], tensor_parallel=tensor_parallel, timeout_s=timeout_s)
+            of_stage = control or SGLangControl(
+                urls[0], tensor_parallel=tensor_parallel, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s
+            )
             with in_turn(learner.groups):
                 self._sender = StageSender(of_stage, tensor_parallel, backend, timeout_s, address)
 

@@ -60,6 +60,9 @@ class LaunchConfig(Schema):
     """For all roles to report that they are ready."""
     collective_timeout_s: PositiveFloat = 1800.0
     """Of torch.distributed and of the weight broadcast; ranks wait in a collective while rank 0 waits for samples."""
+    peer_timeout_s: PositiveFloat = 60.0
+    """After which a host that one waits for is given up if it answers nothing, not even its kernel's probes. Shorter cuts of the network
+    are survived. What a busy host does may take its own, longer time (collective_timeout_s, rollout.request_timeout_s)."""
     stop_grace_s: PositiveFloat = 10.0
     """Between SIGTERM and SIGKILL to a role's process group."""
     stop_timeout_s: PositiveFloat = 600.0
