@@ -197,7 +197,7 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
         temperature=config.rollout.temperature,
         probe_prompt=PROBE_PROMPT,
         probe_tokens=PROBE_TOKENS,
-        timeout_s=config.launch.collective_timeout_s,
+        timeout_s=_patience_s(config),
         samples_are_probes=config.compares_samples,
         address=own_address(config.launch.nodes),
     )
@@ -242,9 +242,14 @@ def _connect(folder: RunFolder, config: RunConfig):
     timeout_s = config.launch.start_timeout_s
     urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s)
     address = folder.wait_for_address("sample", timeout_s=timeout_s)["address"]
-    remote = RemoteSampler(address, timeout_s=config.launch.collective_timeout_s)
-    control = SGLangControl(urls, tensor_parallel=config.rollout.tp, timeout_s=config.launch.collective_timeout_s)
+    remote = RemoteSampler(address, timeout_s=_patience_s(config))
+    control = SGLangControl(urls, tensor_parallel=config.rollout.tp, timeout_s=_patience_s(config))
     return remote, control
+
+
+def _patience_s(config: RunConfig) -> float:
+    """With the rollout side: less than that of the ranks which wait in a collective meanwhile, so that they hear what has failed."""
+    return 0.9 * config.launch.collective_timeout_s
 
 
 def supervised(folder: RunFolder) -> None:
