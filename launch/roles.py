@@ -197,7 +197,7 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
         temperature=config.rollout.temperature,
         probe_prompt=PROBE_PROMPT,
         probe_tokens=PROBE_TOKENS,
-        timeout_s=config.launch.collective_timeout_s,
+        timeout_s=_patience_s(config),
         samples_are_probes=config.compares_samples,
         address=own_address(config.launch.nodes),
         quantization=config.rollout.quantization,
@@ -244,10 +244,15 @@ def _connect(folder: RunFolder, config: RunConfig):
     timeout_s = config.launch.start_timeout_s
     urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s)
     address = folder.wait_for_address("sample", timeout_s=timeout_s)["address"]
-    limits = {"timeout_s": config.launch.collective_timeout_s, "peer_timeout_s": config.launch.peer_timeout_s}
+    limits = {"timeout_s": _patience_s(config), "peer_timeout_s": config.launch.peer_timeout_s}
     remote = RemoteSampler(address, **limits)
     control = SGLangControl(urls, tensor_parallel=config.rollout.tp, **limits)
     return remote, control
+
+
+def _patience_s(config: RunConfig) -> float:
+    """With the rollout side: less than that of the ranks which wait in a collective meanwhile, so that they hear what has failed."""
+    return 0.9 * config.launch.collective_timeout_s
 
 
 def supervised(folder: RunFolder) -> None:

@@ -197,7 +197,6 @@ def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
         "version": learner.version,
         "kl_coefficient": learner.kl_in_reward.state,
         "position": sampler.state(),
-        "asked": [call for call in engine.calls if call[2] == config.rollout.temperature],
         "weights": {name: tensor.clone() for name, tensor in learner.engine.export_hf()},
     }
 

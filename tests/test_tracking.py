@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from configs.loader import load_config
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
+from rollout.client import RolloutError
 from trainer import mlflow_store, tracking
 from trainer.alarms import check_alarms
+from trainer.interruption import StopRequested
 from trainer.tracking import HEADER_EVERY, Tracker, flatten, header, read_metrics, row
 
 FULL = {
@@ -92,7 +94,15 @@ def test_sqlite_store_holds_params_metrics_artifacts_and_status(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(None, "FINISHED"), (ValueError("x"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(1), "KILLED")]
+    ("error", "status"),
+    [
+        (None, "FINISHED"),
+        (ValueError("x"), "FAILED"),
+        (RolloutError("x"), "FAILED"),
+        (StopRequested("x"), "KILLED"),
+        (KeyboardInterrupt(), "KILLED"),
+        (SystemExit(1), "KILLED"),
+    ],
 )
 def test_status_follows_the_way_out(tmp_path, error, status):
     tracker = Tracker(make_config(launch={"stop_grace_s": 120.0}), tmp_path)
@@ -101,7 +111,7 @@ def test_status_follows_the_way_out(tmp_path, error, status):
             tracker.log(1, {"reward/mean": 1.0})
             if error is not None:
                 raise error
-    except (ValueError, KeyboardInterrupt, SystemExit) as raised:
+    except (Exception, KeyboardInterrupt, SystemExit) as raised:
         assert raised is error
     tracker.close("FAILED")  # a second close changes nothing
     assert only_run(tmp_path)[1].info.status == status
@@ -182,6 +192,24 @@ def test_resume_ends_the_interrupted_mlflow_run_and_names_it(tmp_path):
     after = next(r for r in runs if r.info.run_id != before.info.run_id)
     assert after.data.tags["tandem.continues_run"] == before.info.run_id
     assert len(client.get_metric_history(after.info.run_id, "reward/mean")) == 2
+
+
+def test_a_later_evaluation_of_a_step_joins_its_line(tmp_path):
+    """Also of the step that a resumed run goes on from: its evaluation may have been interrupted."""
+    path = tmp_path / "metrics.jsonl"
+    with Tracker(make_config(), tmp_path) as tracker:
+        tracker.log(1, {"reward/mean": 0.1, "mismatch/k3": math.nan})
+        tracker.log(2, {"reward/mean": 0.2})
+    with Tracker(make_config(), tmp_path, resumed_from_step=2) as tracker:
+        tracker.log(2, {"eval/accuracy": 0.5})
+        tracker.log(2, {"eval/count": 4})
+        tracker.log(3, {"reward/mean": 0.3})
+    rows = [{k: v for k, v in row.items() if k != "elapsed_s"} for row in read_metrics(path)]
+    assert rows == [
+        {"step": 1, "reward/mean": 0.1, "mismatch/k3": None},
+        {"step": 2, "reward/mean": 0.2, "eval/accuracy": 0.5, "eval/count": 4.0},
+        {"step": 3, "reward/mean": 0.3},
+    ]
 
 
 def test_a_folder_with_metrics_is_refused_unless_resumed(tmp_path):
