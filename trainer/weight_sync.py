@@ -109,9 +109,10 @@ class WeightSync:
 
     def _send(self, version: int) -> SyncResult:
         started = time.perf_counter()
+        groups = self._learner.groups
         opening = self._control.open_update() if self._control is not None else None
-        of_stages: list = [None] * self._learner.groups.world_size
-        dist.all_gather_object(of_stages, self._send_stage(version, opening))
+        of_stages: list = [None] * groups.pp_size
+        dist.all_gather_object(of_stages, self._send_stage(version, opening), group=groups.pp_group)  # rank 0's pipeline: all senders
         expected = {name: digest for checksums, _ in of_stages for name, digest in checksums.items()}
         if self._control is not None:
             self._check_served(version, expected, self._control.close_update(with_checksums=self._checks_bytes))
