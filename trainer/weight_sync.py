@@ -28,7 +28,7 @@ the samples themselves are the probe (``check_samples``), and ``publish`` asks f
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -139,16 +139,13 @@ class WeightSync:
 
     def _send(self, version: int) -> SyncResult:
         started = time.perf_counter()
+        groups = self._learner.groups
         opening = self._control.open_update() if self._control is not None else None
-        by_rank: list = [None] * self._learner.groups.world_size
-        dist.all_gather_object(by_rank, self._send_stage(version, opening))
-        for sent in by_rank:
-            if sent.failure is not None:
-                raise sent.failure
-        expected = {name: digest for sent in by_rank for name, digest in sent.checksums.items()}
-        on_first_rank(self._control and (lambda: self._finish(version, expected)))
+        of_stages: list[SentByRank] = [SentByRank()] * groups.pp_size
+        dist.all_gather_object(of_stages, self._send_stage(version, opening), group=groups.pp_group)  # rank 0's pipeline: all senders
+        on_first_rank(self._control and (lambda: self._finish(version, of_stages)))
         gap = None if self._samples_are_probes else self.probe(self._temperature)
-        total = sum(sent.bytes for sent in by_rank)
+        total = sum(sent.bytes for sent in of_stages)
         return SyncResult(version=version, bytes=total, seconds=time.perf_counter() - started, max_logprob_gap=gap)
 
     def _send_stage(self, version: int, opening: Pending | None) -> SentByRank:
@@ -179,7 +176,11 @@ class WeightSync:
         self._buffers.release()
         return SentByRank(checksums=checksums, bytes=size)
 
-    def _finish(self, version: int, expected: Mapping[str, str]) -> None:
+    def _finish(self, version: int, of_stages: Sequence[SentByRank]) -> None:
+        for sent in of_stages:
+            if sent.failure is not None:
+                raise sent.failure
+        expected = {name: digest for sent in of_stages for name, digest in sent.checksums.items()}
         self._check_served(version, expected, self._control.close_update(with_checksums=self._checks_bytes))
         self._control.resume()
 
@@ -331,19 +332,18 @@ def _wait_for(broadcast: UnderWay[None], answers: Answers) -> None:
 def in_turn(groups: Groups) -> Iterator[None]:
     """The senders of the pipeline stages, one after another: inside after the stage before has left.
 
-    Where the rollout side failed the stage before, RolloutError instead; a failure inside is passed on to the stage after.
+    Raises RolloutError where an earlier stage failed inside: nobody waits for a turn that never comes.
     """
     failed = torch.zeros(1)
     if groups.pp_rank > 0:
         dist.recv(failed, src=dist.get_global_rank(groups.pp_group, groups.pp_rank - 1), group=groups.pp_group)
-    failure = None
     try:
         if failed.item():
-            raise RolloutError("a pipeline stage before this one could not send its weights")
+            raise WeightSyncError("an earlier pipeline stage has failed to send its weights")
         yield
-    except RolloutError as error:
-        failure, failed = error, torch.ones(1)
-    if groups.pp_rank < groups.pp_size - 1:
-        dist.send(failed, dst=dist.get_global_rank(groups.pp_group, groups.pp_rank + 1), group=groups.pp_group)
-    if failure is not None:
-        raise failure
+    except BaseException:
+        failed.fill_(1)
+        raise
+    finally:
+        if groups.pp_rank < groups.pp_size - 1:
+            dist.send(failed, dst=dist.get_global_rank(groups.pp_group, groups.pp_rank + 1), group=groups.pp_group)
