@@ -151,12 +151,25 @@ def _all_paths(shape: Shape, prefix: tuple) -> Iterator[tuple]:
 # ------------------------------------------------------------------------------------------- fields that contradict each other
 
 
+def problem_of(said: str, field: str, tree: Value, root: Shape) -> Problem:
+    """What a check beyond the schema found, "what is wrong; fix": of the fields that the text names, such as ``layout.tp``, or else of
+    ``field``."""
+    named = [tuple(name.split(".")) for name in dict.fromkeys(re.findall(r"[a-z_]\w*(?:\.[a-z_]\w*)+", said))]
+    paths = [path for path in named if _is_leaf(root, path, tree)] or [tuple(field.split("."))]
+    return _of_fields(said, paths, (), root, tree)
+
+
 def _contradiction(details: ErrorDetails, block: tuple, shape: Shape, tree: Value) -> Problem:
     """An error raised by a validator of ours, "what is wrong; fix": the fields that its text names, each with its value and place."""
     said = str(details.get("ctx", {}).get("error", details["msg"]))
     shape = shape.variant(tree.at(block))
     named = [tuple(name.split(".")) for name in dict.fromkeys(re.findall(r"[a-z_]\w*(?:\.[a-z_]\w*)*", said))]
     paths = [(*block, *path) for path in named if _is_leaf(shape, path, tree.at(block))] or [block]
+    return _of_fields(said, paths, block, shape, tree)
+
+
+def _of_fields(said: str, paths: Sequence[tuple], block: tuple, shape: Shape, tree: Value) -> Problem:
+    """``paths`` are of the whole config; ``shape`` is that of ``block``, in which they are."""
     values, places = [], []
     for path in paths:
         found = tree.at(path)

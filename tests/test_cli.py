@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.loader import load_config
+from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig, SftConfig
 from launch import checks, commands
 from launch.run_folder import RunFolder
@@ -109,28 +109,32 @@ def test_a_port_that_is_taken_is_refused(tmp_path, model):
 def test_auto_is_as_many_copies_as_ep_allows_and_gpus_hold(tmp_path, model, monkeypatch):
     def world_size(gpus: int, *overrides: str) -> int:
         monkeypatch.setattr(checks, "gpus_here", lambda: gpus)
-        config = load_config(file, overrides)
-        return load_config(file, [*overrides, checks._data_parallel_size(config)]).layout.world_size
+        resolved, problems = checks._with_data_parallel_size(load_config(file, overrides), overrides)
+        assert problems == []
+        return load_config(file, resolved).layout.world_size
 
     file = config_file(tmp_path, model)
     assert [world_size(0), world_size(0, "layout.ep=2"), world_size(0, "layout={tp: 2, sp: true, ep: 4}")] == [1, 2, 4]
     assert [world_size(gpus) for gpus in (1, 2, 5)] == [1, 1, 4], "one GPU is the server's"
     assert [world_size(gpus, "layout.ep=2") for gpus in (1, 4, 5, 6)] == [2, 2, 4, 4]
+    assert [world_size(gpus, "launch.placement=colocated") for gpus in (1, 2, 4)] == [1, 2, 4], "the servers have the learner's"
+    assert world_size(2, "launch.nodes={learner: 2, gpus_per_node: 4}", "layout.tp=2") == 8, "what is here is no matter"
+    assert world_size(0, "launch.nodes={learner: 2, gpus_per_node: 0}") == 1
 
 
 def test_too_few_gpus_are_refused_before_a_start(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "gpus_here", lambda: 2)
     file = config_file(tmp_path, model)
-    with pytest.raises(checks.BadInput, match=r"run.yaml: 3 GPUs are needed, 2 of the learner .* but 2 are visible"):
+    with pytest.raises(ConfigError, match="3 GPUs are needed, 2 of the learner .* but 2 are visible"):
         commands.train(file, ["layout.dp=2"])
-    with pytest.raises(checks.BadInput, match=r"3 GPUs are needed.*rollout\.replicas=3"):
+    with pytest.raises(ConfigError, match=r"3 GPUs are needed.*rollout\.replicas=3"):
         commands.evaluate(file, ["rollout.replicas=3"])
     with pytest.raises(checks.BadInput, match="--rollout: 4 GPUs are needed, 2 of the learner or other servers"):
         commands.verify_sync(file, [], ["tp=1"], ["tp=1", "tp=2"])
-    with pytest.raises(checks.BadInput, match="the layout takes 4 GPUs, but 2 are visible"):
-        checks.check_gpus(file, learner=4)
-    checks.check_gpus(file, learner=2)
+    with pytest.raises(ValueError, match="the layout takes 4 GPUs, but 2 are visible"):
+        checks.check_learner_gpus(4, 2)
+    checks.check_learner_gpus(2, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
@@ -161,7 +165,7 @@ def test_dry_run_prints_the_resolved_config_and_the_processes_and_starts_nothing
     (tmp_path / "printed.yaml").write_text(done.stdout)
     printed = load_config(tmp_path / "printed.yaml", [])
     assert printed == load_config(tmp_path / "run.yaml", ["layout.dp=2"])
-    assert "--nproc-per-node=2" in done.stdout and "1 SGLang server(s)" in done.stdout
+    assert "--nproc-per-node=2" in done.stdout and "serve: SGLang 0" in done.stdout
     assert not (tmp_path / "runs").exists()
 
 
