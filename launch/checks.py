@@ -63,7 +63,7 @@ def load(
             yield from _of_ports(config, is_here=gpu_memory is None and config.launch.nodes is None)
             if not of_layout:
                 yield from (("launch.nodes", said) for said in check_placement(config))
-        if runs:
+        if runs and not of_layout:
             yield from _of_devices(config, runs, gpu_memory, fits_model=not against_model)
 
     notes: list[str] = []
@@ -77,16 +77,15 @@ def load(
 
 
 def _with_data_parallel_size(config: RunConfig | SftConfig, overrides: Sequence[str]) -> tuple[Sequence[str], list[Finding]]:
-    """``overrides`` with a number in the place of ``layout.dp=auto``; where there is none, the least, and why."""
+    """``overrides`` with a number in the place of ``layout.dp=auto``; without one where there is none, and why."""
     if config.layout.dp != "auto":
         return overrides, []
-    layout, problems = config.layout.smallest(), []
     nodes = config.launch.nodes if isinstance(config, RunConfig) else None
     try:
-        layout = config.layout.resolved(_learner_gpus(config, nodes) or layout.world_size)
+        layout = config.layout.resolved(_learner_gpus(config, nodes) or config.layout.smallest().world_size)
     except ValueError as error:
-        problems = [("layout.dp", str(error))]
-    return [*overrides, f"layout.dp={layout.dp}"], problems
+        return overrides, [("layout.dp", str(error))]
+    return [*overrides, f"layout.dp={layout.dp}"], []
 
 
 def _learner_gpus(config: RunConfig | SftConfig, nodes: NodesConfig | None) -> int:
