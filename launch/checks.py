@@ -58,7 +58,7 @@ def load(
             yield "launch.nodes", f"this machine alone cannot run launch.nodes; {instead_of_nodes}"
         against_model = [*of_layout, *_of_models(config)]
         yield from against_model
-        yield from _of_run(config, runs) if isinstance(config, RunConfig) else _of_sft(config)
+        yield from _of_run(config) if isinstance(config, RunConfig) else _of_sft(config)
         if isinstance(config, RunConfig):
             yield from _of_ports(config, is_here=gpu_memory is None and config.launch.nodes is None)
             if not of_layout:
@@ -156,9 +156,9 @@ def _of_sft(config: SftConfig) -> Iterator[Finding]:
         yield from _unless("data.path", read_pairs, config.data.path, config.data.prompt_field, config.data.response_field)
 
 
-def _of_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
+def _of_run(config: RunConfig) -> Iterator[Finding]:
     """Imports only what the config uses: the answer must come within seconds."""
-    from rollout.sglang_server import check_server_args
+    from rollout.sglang_command import check_server_args
 
     yield from _unless("rollout.server_args", check_server_args, config.rollout)
     yield from _of_task(config)
@@ -166,7 +166,7 @@ def _of_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
         from rollout.rewards import check_reward
 
         yield from _unless("reward.function" if config.reward_type.type == "function" else "reward", check_reward, config.reward_type)
-    if "learn" in runs and config.resume is not None and config.resume.is_dir():
+    if config.resume is not None and config.resume.is_dir():
         yield from (("resume", said) for said in _of_resume(config, config.resume))
 
 
@@ -213,9 +213,9 @@ def _of_ports(config: RunConfig, *, is_here: bool) -> Iterator[Finding]:
     if first is None:
         return
     if is_here:
-        from rollout.sglang_server import choose_ports
+        from rollout.sglang_command import choose_ports
 
-        yield from _unless("rollout.first_port", choose_ports, replicas, first)
+        yield from _unless("rollout.first_port", choose_ports, range(replicas), first)
     elif first + 2 * replicas - 1 > LAST_PORT:
         said = f"rollout.first_port={first} and rollout.replicas={replicas} need ports above {LAST_PORT}; choose a lower one"
         yield "rollout.first_port", said

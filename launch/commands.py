@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import LayoutConfig, as_overrides, layout_text
-from launch import checks, roles, run_folder
+from launch import checks, roles, run_folder, stopping
 from launch.checks import EVALUATION, TRAINING, WARM_START, BadInput
 from launch.dry_run import print_dry_run
+from launch.placement import serve_roles
 from launch.run_folder import RunFolder
 from launch.supervisor import Role, RoleFailed, Supervisor
 from parallel.layout import read_hf_config, validate_rollout_layout
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 WITHOUT_NODES = "set launch.nodes=null"
-HERE = "launch.nodes=null"
-"""For a study of layouts, which starts one layout after another on this machine, whatever nodes the run will have."""
 T = TypeVar("T")
+HERE = "launch.nodes=null"
+"""An override, for studies of layouts, which run on this machine whatever nodes the config trains on."""
 
 
 def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> RunFolder | None:
@@ -38,15 +39,23 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu
     _refuse_other_machines(gpu_memory)
     instead = "use `tandem slurm`, `tandem prepare`, or remove it"
     config = checks.load(config_path, overrides, RunConfig, runs=TRAINING, instead_of_nodes=instead)
-    folder = _folder_of(config)
+    folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
-    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
+    with Supervisor(grace_s=config.launch.stop_grace_s, ending=stopping.ending(folder)) as supervisor:
         start_sampling(supervisor, folder, config)
         supervisor.start(role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True))
         _wait_ready(supervisor, folder, config)
-        supervisor.wait_until_done("learn")
+        outcome = stopping.wait_for_learner(supervisor, folder, timeout_s=config.launch.stop_timeout_s)
+    if isinstance(outcome, stopping.Stopped):
+        raise stopping.RunStopped(_how_to_go_on(folder, outcome))
     _print_result(folder)
     return folder
+
+
+def _how_to_go_on(folder: RunFolder, outcome: stopping.Stopped) -> str:
+    if outcome.step == 0:
+        return f"stopped before the first step was complete, on request; start again with `tandem train {folder.config}`"
+    return f"stopped after step {outcome.step} on request; go on with `tandem train {folder.config} resume={folder.path}`"
 
 
 def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> Path | None:
@@ -188,10 +197,9 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
         tps = verification.rollout_sizes(rollouts)
     except ValueError as error:
         raise BadInput(str(error)) from error
-    overrides = [*overrides, HERE]
-    configs = {text: checks.load(config_path, [*overrides, *as_overrides(layout)], RunConfig) for text, layout in asked.items()}
+    configs = {text: checks.load(config_path, [*overrides, *as_overrides(layout), HERE], RunConfig) for text, layout in asked.items()}
     if not configs:
-        of_config = checks.load(config_path, overrides, RunConfig)
+        of_config = checks.load(config_path, [*overrides, HERE], RunConfig)
         configs = {layout_text(of_config.layout): of_config}
     first = next(iter(configs.values()))
     try:
@@ -218,7 +226,7 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
 
     def load(more: Sequence[str]) -> RunConfig:
         try:
-            return checks.load(config_path, [*overrides, HERE, *more], RunConfig)
+            return checks.load(config_path, [*overrides, *more, HERE], RunConfig)
         except (ConfigError, BadInput) as error:
             raise ValueError(str(error)) from error
 
@@ -229,13 +237,20 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
     return study.run(plan, role)
 
 
+def run_role(name: str, run: Path, node: int | None = None) -> None:
+    try:
+        roles.run_role(name, existing_run(run), node)
+    except ValueError as error:  # before the role began
+        raise BadInput(str(error)) from error
+
+
 def existing_run(run: Path) -> RunFolder:
     if not (run / "config.yaml").is_file():
         raise BadInput(f"RUN: {run} is not a run folder (it has no config.yaml); runs/latest is the newest run")
     return RunFolder(run.resolve())
 
 
-def _folder_of(config: RunConfig) -> RunFolder:
+def folder_of(config: RunConfig) -> RunFolder:
     if config.resume is None:
         folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
     else:
@@ -251,8 +266,15 @@ def _folder_of(config: RunConfig) -> RunFolder:
 
 
 def role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: int = 1, show_stdout: bool = False) -> Role:
+    command = roles.command(name, folder, ranks=ranks)
+    log, error = folder.logs / f"{name}.log", folder.error(name)
+    return Role(name=name, command=command, log=log, error=error, env=environment(config), show_stdout=show_stdout)
+
+
+def environment(config: RunConfig | SftConfig) -> dict[str, str]:
+    """Of every role, beside what it inherits."""
     threads = str(config.launch.threads_per_process)
-    env = {
+    return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
@@ -261,10 +283,6 @@ def role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: 
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    command = roles.command(name, folder, ranks=ranks)
-    return Role(
-        name=name, command=command, log=folder.logs / f"{name}.log", error=folder.error(name), env=env, show_stdout=show_stdout
-    )
 
 
 def start_sampling(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> None:
@@ -277,7 +295,7 @@ def _wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) ->
     what = f"{count} SGLang server{'s' if count > 1 else ''}"
     started = time.monotonic()
     supervisor.wait_for(
-        lambda: all(folder.read_address(name) is not None for name in ("serve", "sample")),
+        lambda: run_folder.read_servers(folder, serve_roles(config)) is not None and folder.read_address("sample") is not None,
         what=f"{what} and the sampler to be ready",
         timeout_s=config.launch.start_timeout_s,
         while_waiting=_progress(f"starting {what}"),

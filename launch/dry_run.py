@@ -12,6 +12,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.task import CountdownTask, Gsm8kTask
 from launch import placement, roles
 from launch.device_memory import Device, device_of, memory_lines
+from launch.roles import Rendezvous
 from launch.run_folder import RunFolder
 from parallel.layout import read_architecture, read_hf_config
 from parallel.memory import size_text
@@ -111,10 +112,18 @@ def _devices(first: int, count: int, device: Device) -> str:
 
 
 def _commands(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[str]:
+    """On each node that the table has the role on; what is only known at the start is in capitals."""
     folder = RunFolder(config.launch.runs_dir / f"{config.name}-DATE-TIME")
+    nodes = config.launch.nodes
+    meeting = None
+    if nodes is not None and nodes.learner > 1:
+        meeting = Rendezvous(nodes=nodes.learner, endpoint="HOST:PORT", id=folder.path.name, timeout_s=config.launch.start_timeout_s)
     for name in runs:
-        ranks = placement.learner_ranks_per_node(config) if name in roles.MEGATRON_ROLES else 1
-        yield f"{name}: {' '.join(roles.command(name, folder, ranks=ranks))}"
+        if name in roles.MEGATRON_ROLES:
+            command = roles.command(name, folder, ranks=placement.learner_ranks_per_node(config), rendezvous=meeting)
+        else:
+            command = [*roles.command(name, folder), *(["--node", "NODE"] if name == "serve" and nodes is not None else [])]
+        yield f"{name}: {' '.join(command)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------- batch

@@ -100,7 +100,8 @@ TABLE = {
         options="task.type=countdwn", field="task.type", value="countdwn", error="unknown variant", fix="did you mean `countdown`?"
     ),
     "unknown preset": Broken(
-        options="correction=decoupled_token_iss", field="correction.preset", value="decoupled_token_iss", error="no such preset", fix="decoupled_token_is"
+        options="correction=decoupled_token_iss", field="correction.preset", value="decoupled_token_iss", error="no such preset",
+        fix="did you mean `decoupled_token_is`?",
     ),
     "key of another system": Broken(
         options="correction={verl: {rollout_is: token, rollout_token_veto_threshold: 1.0}}",
@@ -138,7 +139,8 @@ TABLE = {
     ),
     # ---- layouts
     "heads": Broken(
-        options="layout.tp=3 layout.dp=1", field="layout.tp", value="3 (command line)", error="num_attention_heads=4", fix="use tp=2 or tp=4"
+        options="layout.tp=3 layout.dp=1", field="layout.tp", value="3 (command line)", error="num_attention_heads=4",
+        fix="use tp=2 or tp=4",
     ),
     "layers": Broken(
         options="layout.pp=3 layout.dp=1", field="layout.pp", value="3 (command line)", error="num_hidden_layers=4", fix="use pp=2 or pp=4"
@@ -209,8 +211,8 @@ TABLE = {
         fix="choose a lower one",
     ),
     "flag that a field decides": Broken(
-        options="rollout.server_args={tp_size: 2}", field="rollout.server_args", value="{tp_size: 2}", error="'tp_size' cannot be set there",
-        fix="by their own config fields",
+        options="rollout.server_args={tp_size: 2}", field="rollout.server_args", value="{tp_size: 2}",
+        error="'tp_size' cannot be set there", fix="by their own config fields",
     ),
     "static share": Broken(
         options="rollout.server_args={mem-fraction-static: 8}", field="rollout.server_args", value="{mem-fraction-static: 8}",
@@ -227,8 +229,8 @@ TABLE = {
         value="rollout.replicas: 3", error="cannot be spread evenly", fix="use a multiple of 2",
     ),
     "learner over nodes": Broken(
-        options=f"--dry-run layout.dp=1 rollout.replicas=2 {NODES}", field="launch.nodes.learner", value="2", error="the learner's processes",
-        fix="use a multiple of 2",
+        options=f"--dry-run layout.dp=1 rollout.replicas=2 {NODES}", field="launch.nodes.learner", value="2",
+        error="the learner's processes", fix="use a multiple of 2",
     ),
     "tp over nodes": Broken(
         options=f"--dry-run layout.tp=4 layout.dp=3 rollout.prompts_per_step=3 rollout.replicas=2 {NODES}", field="layout.tp",
@@ -258,7 +260,8 @@ TABLE = {
     ),
     "server too large": Broken(
         options="--dry-run --gpu-memory 16 model.path=7b model.dtype=bfloat16 layout.tp=4 layout.dp=16 layout.pp=4",
-        field="rollout.tp, rollout.max_new_tokens", value="rollout.tp: 1 (default)", error="have room for 0 tokens", fix="use a larger rollout.tp",
+        field="rollout.tp, rollout.max_new_tokens", value="rollout.tp: 1 (default)", error="have room for 0 tokens",
+        fix="use a larger rollout.tp",
     ),
     "too large for both on one GPU": Broken(
         options="--dry-run --gpu-memory 80 model.path=7b model.dtype=bfloat16 layout.tp=4 layout.dp=2 rollout.tp=4 "
@@ -354,10 +357,11 @@ def test_everything_that_is_wrong_is_said_at_once(folder, port, monkeypatch, cap
     Path("broken.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
     said = refused(["train", "broken.yaml"], folder, monkeypatch, capsys)
     fields = [block["field"] for block in problems(said)]
-    assert "broken.yaml:15\n  field: layout.tp" in said and said.startswith(f"tandem: {len(fields)} problems in the configuration")
+    line = 1 + Path("broken.yaml").read_text().splitlines().index("layout:") + 1
+    assert f"broken.yaml:{line}\n  field: layout.tp" in said and said.startswith(f"tandem: {len(fields)} problems in the configuration")
     assert fields == [
-        "task.heldout_path", "layout.tp", "layout.pp", "layout.cp", "rollout.tp", "rollout.server_args", "task.train_path", "reward.function",
-        "resume", "resume", "rollout.first_port",
+        "task.heldout_path", "layout.tp", "layout.pp", "layout.cp", "rollout.tp", "rollout.server_args", "task.train_path",
+        "reward.function", "resume", "resume", "rollout.first_port",
     ]  # fmt: skip
 
 

@@ -126,7 +126,7 @@ def test_too_few_gpus_are_refused_before_a_start(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "gpus_here", lambda: 2)
     file = config_file(tmp_path, model)
-    with pytest.raises(ConfigError, match="3 GPUs are needed, 2 of the learner .* but 2 are visible"):
+    with pytest.raises(ConfigError, match=r"3 GPUs are needed, 2 of the learner .* but 2 are visible"):
         commands.train(file, ["layout.dp=2"])
     with pytest.raises(ConfigError, match=r"3 GPUs are needed.*rollout\.replicas=3"):
         commands.evaluate(file, ["rollout.replicas=3"])
