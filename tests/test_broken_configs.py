@@ -365,6 +365,15 @@ def test_everything_that_is_wrong_is_said_at_once(folder, port, monkeypatch, cap
     ]  # fmt: skip
 
 
+def test_all_contradictions_are_said_at_once(folder, monkeypatch, capsys):
+    """They are in the way of everything else, since there is no config to compare with anything."""
+    options = ["rollout.prompts_per_step=10", "learner.minibatches=4", "rollout.max_new_tokens=512", "learner.token_budget=256"]
+    said = refused(["train", "run.yaml", "critic={}", "model.path=none", *options], folder, monkeypatch, capsys)
+    assert [block["field"] for block in problems(said)] == [
+        "advantage.type", "rollout.prompts_per_step, learner.minibatches", "rollout.max_new_tokens, learner.token_budget",
+    ]  # fmt: skip
+
+
 def test_what_is_wrong_does_not_hide_what_fits(folder, monkeypatch, capsys):
     """The same command without the mistake is accepted."""
     monkeypatch.setattr(sys, "argv", ["tandem", "train", "run.yaml", "--dry-run", "layout.tp=2", "layout.pp=2", "layout.dp=1"])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.loader import load_config
@@ -163,6 +163,7 @@ def test_what_is_known_of_prompts_from_a_file(folder):
     assert "at most 128 prompts, in 4 rounds" in text
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 6))
 def test_no_plan_of_a_batch_takes_more_micro_batches_nor_fewer(data, dp, multiple, rounds):
     """Against the packing that a run does, for any lengths within the bounds."""
