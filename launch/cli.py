@@ -19,16 +19,25 @@ app = typer.Typer(
 OUR_PACKAGES = ("configs", "rollout", "parallel", "trainer", "launch")
 ConfigPath = Annotated[Path, typer.Argument(help="A YAML config, e.g. configs/recipes/countdown_tiny.yaml", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: learner.optimizer.lr=3e-5 seed=1", metavar="[KEY=VALUE]...")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the processes, start nothing.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Print the resolved config, the processes, the batch, memory per rank and what is sent; start nothing."
+    ),
+]
+GpuMemory = Annotated[
+    float | None,
+    typer.Option(min=1, max=1_000_000, help="With --dry-run: GiB of each GPU, for a run on other machines than this one."),
+]
 RunPath = Annotated[Path, typer.Argument(help="A run folder, e.g. runs/latest", metavar="RUN")]
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
     """Train by RL: SGLang servers, the sample role and the Megatron learner, from start to report."""
     from launch import commands
 
-    commands.train(config, overrides or [], dry_run=dry_run)
+    commands.train(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command()
@@ -46,19 +55,19 @@ def prepare(
 
 
 @app.command()
-def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
     """Warm-start a model by supervised training."""
     from launch import commands
 
-    commands.sft(config, overrides or [], dry_run=dry_run)
+    commands.sft(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command("eval")
-def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
     """Accuracy of model.path on the task's held-out problems."""
     from launch import commands
 
-    commands.evaluate(config, overrides or [], dry_run=dry_run)
+    commands.evaluate(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command()

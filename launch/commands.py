@@ -15,7 +15,8 @@ from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import LayoutConfig, as_overrides, layout_text
 from launch import checks, roles, run_folder, stopping
-from launch.checks import BadInput
+from launch.checks import EVALUATION, TRAINING, WARM_START, BadInput
+from launch.dry_run import print_dry_run
 from launch.placement import serve_roles
 from launch.run_folder import RunFolder
 from launch.supervisor import Role, RoleFailed, Supervisor
@@ -25,22 +26,20 @@ if TYPE_CHECKING:
     from launch.mismatch_plan import Request
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
-T = TypeVar("T")
 HERE = "launch.nodes=null"
-"""An override, for commands that run on this machine whatever nodes the config trains on."""
+"""An override, for studies of layouts, which run on this machine whatever nodes the config trains on."""
+WITHOUT_NODES = f"set {HERE}"
+T = TypeVar("T")
 
 
-def train(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> RunFolder | None:
-    config = checks.load(config_path, overrides, RunConfig)
+def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> RunFolder | None:
     if dry_run:
-        _print_plan(config, ("serve", "sample", "learn"))
+        print_dry_run(checks.load(config_path, overrides, RunConfig, runs=TRAINING, gpu_memory=gpu_memory), TRAINING, gpu_memory)
         return None
-    if config.launch.nodes is not None:
-        raise BadInput(
-            f"{config_path}: launch.nodes: `tandem train` runs on this machine alone; start a run on several nodes with `tandem slurm`, or "
-            "without Slurm with `tandem prepare`, or give launch.nodes=null to run here"
-        )
-    checks.check_gpus(config_path, learner=config.layout.world_size, servers=config.rollout)
+    _refuse_other_machines(gpu_memory)
+    instead = "use `tandem slurm`, `tandem prepare`, or remove it"
+    config = checks.load(config_path, overrides, RunConfig, runs=TRAINING, instead_of_nodes=instead)
+    checks.check_kernels(config_path, config)
     folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
     with Supervisor(grace_s=config.launch.stop_grace_s, ending=stopping.ending(folder)) as supervisor:
@@ -60,12 +59,12 @@ def _how_to_go_on(folder: RunFolder, outcome: stopping.Stopped) -> str:
     return f"stopped after step {outcome.step} on request; go on with `tandem train {folder.config} resume={folder.path}`"
 
 
-def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> Path | None:
-    config = checks.load(config_path, overrides, SftConfig)
+def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> Path | None:
+    config = checks.load(config_path, overrides, SftConfig, runs=WARM_START, gpu_memory=gpu_memory, instead_of_nodes=WITHOUT_NODES)
     if dry_run:
-        _print_plan(config, ("sft-rank",))
+        print_dry_run(config, WARM_START, gpu_memory)
         return None
-    checks.check_gpus(config_path, learner=config.layout.world_size)
+    _refuse_other_machines(gpu_memory)
     folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
         supervisor.start(role("sft-rank", folder, config, ranks=config.layout.world_size, show_stdout=True))
@@ -74,12 +73,13 @@ def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> Pa
     return config.output
 
 
-def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> float | None:
-    config = checks.load(config_path, [*overrides, HERE], RunConfig)
+def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> float | None:
+    config = checks.load(config_path, overrides, RunConfig, runs=EVALUATION, gpu_memory=gpu_memory, instead_of_nodes=WITHOUT_NODES)
     if dry_run:
-        _print_plan(config, ("serve", "sample"))
+        print_dry_run(config, EVALUATION, gpu_memory)
         return None
-    checks.check_gpus(config_path, learner=0, servers=config.rollout)
+    _refuse_other_machines(gpu_memory)
+    checks.check_kernels(config_path, config)
     checks.check_served_as_saved(config, "eval")
     if getattr(config.task, "heldout_path", "generated") is None:
         raise BadInput(f"{config_path}: the task has no held-out problems to evaluate on; give task.heldout_path")
@@ -98,6 +98,11 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False) 
     run_folder.write_json(folder.summary, {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)})
     print(f"accuracy {result.accuracy:.4f} on {result.count} held-out samples; {folder.summary}", flush=True)
     return result.accuracy
+
+
+def _refuse_other_machines(gpu_memory: float | None) -> None:
+    if gpu_memory is not None:
+        raise BadInput(f"--gpu-memory {gpu_memory:g} is of GPUs of other machines than this one; use it with --dry-run, or leave it out")
 
 
 def _while_watching(supervisor: Supervisor, ask: Callable[[], T]) -> T:
@@ -212,9 +217,13 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
         raise BadInput(f"--rollout: {error}") from error
     tps = tps or [first.rollout.tp]
     largest = max(config.layout.world_size for config in configs.values())
-    for number, tp in enumerate(tps):  # all fleets at the same time, one after another on the GPUs
+    available = checks.gpus_here()
+    for number, tp in enumerate(tps if available else ()):  # all fleets at the same time, one after another on the GPUs
         before = largest + first.rollout.replicas * sum(tps[:number])
-        checks.check_gpus("--rollout", learner=before, servers=first.rollout.model_copy(update={"tp": tp}))
+        try:
+            checks.check_server_gpus(first.rollout.model_copy(update={"tp": tp}), before, available)
+        except ValueError as error:
+            raise BadInput(f"--rollout: {error}") from error
     return verification.run(configs, tps, role)
 
 
@@ -256,7 +265,6 @@ def folder_of(config: RunConfig) -> RunFolder:
         folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
     else:
         folder = existing_run(config.resume)
-        _check_resume(config, folder)
     try:
         folder.claim()
     except BlockingIOError:
@@ -265,24 +273,6 @@ def folder_of(config: RunConfig) -> RunFolder:
     folder.config.write_text(resolved_yaml(config.model_copy(update={"resume": None})))
     run_folder.point_latest(folder)
     return folder
-
-
-def _check_resume(config: RunConfig, folder: RunFolder) -> None:
-    """Before anything is overwritten: the run can go on, and it is the same run."""
-    if folder.newest_checkpoint() is None:
-        raise BadInput(f"resume: {config.resume} holds no complete checkpoint to go on from; start anew without `resume`")
-    if config.critic is not None and not folder.has_critic_checkpoint():
-        raise BadInput(
-            f"resume: {config.resume} was trained without a critic, which advantage.type=gae needs; keep the run's own advantage, or start "
-            "a new run from its exported model"
-        )
-    before = load_config(folder.config, [])
-    for part in ("seed", "model", "task"):
-        if getattr(before, part) != getattr(config, part):
-            raise BadInput(
-                f"resume: `{part}` of {config.resume} is {getattr(before, part)!r}, but {getattr(config, part)!r} was given; "
-                f"resume with `tandem train {config.resume}/config.yaml resume={config.resume}`, or start a new run"
-            )
 
 
 def role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: int = 1, show_stdout: bool = False) -> Role:
@@ -335,23 +325,6 @@ def _progress(text: str) -> Callable[[float], None]:
             print(f"{text} … {waited:.0f} s", end="\r" if interactive else "\n", flush=True)
 
     return tell
-
-
-def _print_plan(config: RunConfig | SftConfig, names: tuple[str, ...]) -> None:
-    print(resolved_yaml(config))
-    print("# processes that would be started:")
-    placeholder = RunFolder(config.launch.runs_dir / f"{config.name}-DATE-TIME")
-    for name in names:
-        ranks = config.layout.world_size if name in roles.MEGATRON_ROLES else 1
-        print(f"#   {name}: {' '.join(roles.command(name, placeholder, ranks=ranks))}")
-    if "serve" in names:
-        rollout = config.rollout
-        print(f"#   serve starts {rollout.replicas} SGLang server(s) of tensor-parallel size {rollout.tp}, on localhost")
-    if any(name in roles.MEGATRON_ROLES for name in names):
-        from launch.plan import memory_lines
-
-        for line in memory_lines(config):
-            print(f"# {line}")
 
 
 def _print_result(folder: RunFolder) -> None:

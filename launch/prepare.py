@@ -20,7 +20,7 @@ def prepare(config_path: Path, overrides: list[str], *, endpoint: str | None = N
     Args:
         endpoint: HOST:PORT at which the learner's first node can be reached by its others; None: this host, and a port that is free now.
     """
-    config = checks.load(config_path, overrides, RunConfig)
+    config = checks.load(config_path, overrides, RunConfig, runs=checks.TRAINING)
     nodes = config.launch.nodes
     if nodes is None:
         raise BadInput(
