@@ -24,22 +24,27 @@ class NodesConfig(Schema):
         return self.learner + self.rollout
 
 
+Directive = Annotated[str, Field(pattern=r"^[A-Za-z0-9._,:@+/-]+$")]
+"""Text of a ``#SBATCH`` line: no space, quote, comment or line end, which would make it another line."""
+Option = Annotated[str, Field(pattern=r"^--[a-z][a-z-]*(=[A-Za-z0-9._,:@+/=*\[\]()&|-]+)?$")]
+
+
 class SlurmConfig(Schema):
     """What ``tandem slurm`` asks of Slurm. None: Slurm's own default."""
 
     time: str = Field(default="24:00:00", pattern=r"^(\d+-)?\d{1,3}(:\d{2}){1,2}$|^\d+-\d{1,2}$")
-    """Limit of one start; the job is requeued before it and goes on."""
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
+    """Limit of one start, as ``hours:minutes:seconds`` or ``days-hours``; the job is requeued before it and goes on."""
+    partition: Directive | None = None
+    account: Directive | None = None
+    qos: Directive | None = None
     cpus_per_node: PositiveInt | None = None
     memory_per_node: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$")
-    container: str | None = None
+    container: str | None = Field(default=None, pattern=r"^\S+$")
     """Image of every job step (``srun --container-image``, of the pyxis plugin)."""
-    container_mounts: str | None = None
+    container_mounts: str | None = Field(default=None, pattern=r"^\S+$")
     setup: tuple[str, ...] = ()
     """Shell lines that the batch script runs first, such as ``module load cuda``."""
-    options: tuple[str, ...] = ()
+    options: tuple[Option, ...] = ()
     """Further ``#SBATCH`` options, such as ``--exclusive``."""
     notice_s: PositiveInt = 180
     """Seconds before the time limit at which the run is told to stop: to finish or drop its step, write a checkpoint and be requeued."""

@@ -1,0 +1,231 @@
+"""The supervisor inside a Slurm job: the batch script of ``tandem slurm`` becomes ``python -m launch job RUN``.
+
+    nodes of the job           steps, each with its log in RUN/logs
+    the first of the learner   learn-0: a torchrun, where those of the others meet; and beside it sample
+    the others of the learner  learn-1, ...
+    those of the servers       serve-0, serve-1, ...
+
+    what ends it                                     what follows
+    the run has done all its steps                   exit code 0
+    SIGUSR1: the time limit or a pre-emption nears   stopped with a checkpoint, then `scontrol requeue`
+    SIGTERM: pre-emption, requeue or scancel         stopped with a checkpoint, exit code 75; Slurm starts it again where it means to
+    a role fails                                     `scontrol requeue`, launch.slurm.max_restarts times without a newer checkpoint
+                                                     in between; then exit code 1
+    bad input                                        exit code 2: it would fail again
+
+SIGTERM to an ``srun`` kills its step at once, which is how servers are ended. Where Slurm itself ends a job, it sends SIGTERM to every
+process of every step, and SIGKILL after its KillWait (30 s by default): the roles hold out so long (``IN_JOB``), and the learner writes
+its checkpoint.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from configs.loader import load_config
+from configs.schema import RunConfig
+from launch import commands, jobs, roles, stopping
+from launch.addresses import free_port, own_address
+from launch.checks import BadInput
+from launch.jobs import Job
+from launch.placement import learner_ranks_per_node, serve_roles
+from launch.run_folder import RunFolder
+from launch.supervisor import Interrupted, Role, RoleFailed, Supervisor
+
+IN_JOB = {"TANDEM_JOB": "1"}
+"""In the environment of every role of a job: SIGTERM is for the learner to heed; serve and sample wait to be ended."""
+ECHO_EVERY_S = 0.5
+END_MARGIN_S = 30.0
+"""Of the notice: for ending every process and asking for the requeue."""
+
+
+def run_job(run: Path) -> int:
+    """Do what the run folder says, on the nodes of this job; returns the exit code.
+
+    Raises BadInput and ConfigError where there is no use in trying again.
+    """
+    folder = commands.existing_run(run)
+    config = load_config(folder.config, [])
+    job = Job.of_environment()
+    if jobs.is_finished(folder, config):
+        print(f"{folder.path} is finished; nothing is left to do", flush=True)
+        return 0
+    _check(job, folder, config)
+    signals = Signals()
+    with contextlib.ExitStack() as way_out:
+        way_out.callback(signals.close)
+        job.record(folder)
+        print(f"run {folder.path}, job {job.id} (start {job.restart + 1}) on {' '.join(job.nodes)}", flush=True)
+        try:
+            outcome = _supervise(folder, config, job)
+        except (Interrupted, RoleFailed) as error:
+            return _after(folder, config, job, error, signals.received())
+        if isinstance(outcome, stopping.Stopped):
+            return _after(folder, config, job, outcome, signals.received())
+        commands.print_result(folder)
+        return 0
+
+
+def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
+    nodes = config.launch.nodes
+    if nodes is None:
+        raise BadInput(f"RUN: {folder.config} has no launch.nodes; make the run folder with `tandem slurm`")
+    if len(job.nodes) != nodes.total:
+        raise BadInput(
+            f"launch.nodes: the run takes {nodes.learner} + {nodes.rollout} nodes, but job {job.id} has {len(job.nodes)} "
+            f"({' '.join(job.nodes)}); make the script anew with `tandem slurm {folder.config} resume={folder.path}`"
+        )
+    other = jobs.running_elsewhere(folder, job)
+    if other is not None:
+        raise BadInput(f"RUN: {folder.path} is being run by job {other}; wait for it, or end it with `scancel {other}`")
+    try:
+        folder.claim()
+    except BlockingIOError:
+        raise BadInput(f"RUN: {folder.path} is being run by another process; wait for it, or stop it first") from None
+
+
+def _supervise(folder: RunFolder, config: RunConfig, job: Job) -> stopping.Outcome:
+    steps = job_steps(folder, config, job)
+    notice_s = config.launch.slurm.notice_s
+    with Supervisor(grace_s=config.launch.stop_grace_s, ending=stopping.ending(folder)) as supervisor:
+        for role in steps:
+            supervisor.start(role)
+        with echoed(folder.path / "console.log"):
+            return stopping.wait_for_learner(
+                supervisor,
+                folder,
+                names=[role.name for role in steps if role.name.startswith("learn")],
+                timeout_s=min(config.launch.stop_timeout_s, max(notice_s - END_MARGIN_S, notice_s / 2)),
+            )
+
+
+def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
+    """Every role of the run as a step of the job."""
+    nodes = config.launch.nodes
+    learners, servers = job.nodes[: nodes.learner], job.nodes[nodes.learner :]
+    serve = [
+        _step(commands.role(name, folder, config, node=i), host, config, gpus=nodes.gpus_per_node)
+        for i, (name, host) in enumerate(zip(serve_roles(config), servers, strict=True))
+    ]
+    endpoint = f"{(address := own_address(nodes))}:{free_port(address)}"  # of this host, which is the first
+    learn = []
+    for i, host in enumerate(learners):
+        meeting = roles.Rendezvous(
+            nodes=len(learners), endpoint=endpoint, id=f"{job.id}-{job.restart}", timeout_s=config.launch.start_timeout_s, is_host=i == 0
+        )
+        role = commands.role("learn", folder, config, ranks=learner_ranks_per_node(config), rendezvous=meeting)
+        role = replace(role, name=f"learn-{i}", log=folder.logs / f"learn-{i}.log")
+        learn.append(_step(role, host, config, gpus=nodes.gpus_per_node))
+    return [*serve, _step(commands.role("sample", folder, config), learners[0], config, gpus=0), *learn]
+
+
+def _step(role: Role, host: str, config: RunConfig, *, gpus: int) -> Role:
+    """``role`` as a job step on one node. ``--overlap``, and all CPUs: by default a step has one, and waits until others leave it some."""
+    slurm = config.launch.slurm
+    options = {
+        "nodes": "1",
+        "ntasks": "1",
+        "nodelist": host,
+        "job-name": role.name,
+        "export": "ALL",
+        "cpu-bind": "none",
+        "mem": "0",
+        "kill-on-bad-exit": "1",
+        "container-image": slurm.container,
+        "container-mounts": slurm.container_mounts,
+    }
+    if config.launch.nodes.gpus_per_node:
+        options["gres"] = f"gpu:{gpus}" if gpus else "none"
+    flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    return replace(role, command=["srun", "--overlap", *flags, *role.command], env=role.env | IN_JOB)
+
+
+# --------------------------------------------------------------------------------------------------------------- what comes after
+
+
+def _after(
+    folder: RunFolder, config: RunConfig, job: Job, what: stopping.Stopped | Interrupted | RoleFailed, signals: frozenset[signal.Signals]
+) -> int:
+    """Of a start that did not finish the run: the exit code, once the job is requeued where it is to go on."""
+    failed = isinstance(what, RoleFailed)
+    print(f"tandem: {_words(what)}", file=sys.stderr, flush=True)
+    if signal.SIGTERM in signals:
+        print("tandem: Slurm ends this job; where it was requeued, the run goes on from its newest checkpoint", file=sys.stderr, flush=True)
+        return os.EX_TEMPFAIL
+    if failed and not jobs.may_restart(folder, config.launch.slurm.max_restarts):
+        print(
+            f"tandem: launch.slurm.max_restarts={config.launch.slurm.max_restarts} starts have failed without a newer checkpoint; "
+            f"go on with `sbatch {folder.path / 'train.sbatch'}` when the cause is mended",
+            file=sys.stderr,
+            flush=True,
+        )
+        return 1
+    if failed or signal.SIGUSR1 in signals:
+        _requeue(folder, job)
+    return 1 if failed else os.EX_TEMPFAIL
+
+
+def _words(what: stopping.Stopped | Interrupted | RoleFailed) -> str:
+    if isinstance(what, stopping.Stopped):
+        return f"stopped after step {what.step} on request ({what.reason})"
+    return str(what) or "stopped before a checkpoint could be written; every process of the run has ended"
+
+
+def _requeue(folder: RunFolder, job: Job) -> None:
+    try:
+        job.requeue()
+    except RuntimeError as error:
+        print(
+            f"tandem: {error}; go on with `sbatch {folder.path / 'train.sbatch'}`", file=sys.stderr, flush=True
+        )
+    else:
+        print(f"tandem: job {job.id} is requeued, and goes on from the newest checkpoint", file=sys.stderr, flush=True)
+
+
+class Signals:
+    """Which signals this process has got, whoever handles them: the supervisor's handlers come and go."""
+
+    def __init__(self) -> None:
+        self._received: set[signal.Signals] = set()
+        self._out, self._in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._before = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
+
+    def received(self) -> frozenset[signal.Signals]:
+        with contextlib.suppress(BlockingIOError):
+            self._received |= {signal.Signals(number) for number in os.read(self._out, 4096)}
+        return frozenset(self._received)
+
+    def close(self) -> None:
+        signal.set_wakeup_fd(self._before)
+        os.close(self._out)
+        os.close(self._in)
+
+
+@contextlib.contextmanager
+def echoed(path: Path) -> Iterator[None]:
+    """Meanwhile print what is added to a file that another host writes."""
+    over = threading.Event()
+
+    def follow(position: int) -> None:
+        last = False
+        while not last:
+            last = over.wait(ECHO_EVERY_S)  # once more then: the last lines
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                file.seek(position)
+                text = file.read()
+                position += len(text)
+                print(text.decode(errors="replace"), end="", flush=True)
+
+    thread = threading.Thread(target=follow, args=(path.stat().st_size if path.exists() else 0,), name="echo", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=10 * ECHO_EVERY_S)
