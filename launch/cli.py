@@ -1,9 +1,10 @@
 """The ``tandem`` command: arguments in, one exit code out. What the commands do is in ``launch/commands.py``.
 
-Exit codes: 0 done; 1 a role failed; 2 bad input, nothing was started; 130 interrupted.
+Exit codes: 0 done; 1 a role failed; 2 bad input, nothing was started; 75 stopped on request, can go on; 130 interrupted.
 """
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -195,6 +196,7 @@ def main() -> None:
     check_packages()
     from configs.loader import ConfigError
     from launch.checks import BadInput
+    from launch.stopping import RunStopped
     from launch.supervisor import Interrupted, RoleFailed
 
     try:
@@ -205,6 +207,9 @@ def main() -> None:
     except RoleFailed as error:
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(1)
+    except RunStopped as stop:
+        print(f"tandem: {stop}", file=sys.stderr)
+        sys.exit(os.EX_TEMPFAIL)
     except Interrupted:
         print("tandem: interrupted; every process of the run has ended", file=sys.stderr)
         sys.exit(130)

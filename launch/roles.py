@@ -9,10 +9,12 @@ import gc
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 import psutil
@@ -22,6 +24,7 @@ from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import ONE_PROCESS
 from configs.schema.objective import KLConfig
 from launch.run_folder import RunFolder
+from launch.stopping import StopListener, Stopped, report_stopped
 from launch.supervisor import end_with_parent, kill
 
 if TYPE_CHECKING:
@@ -91,30 +94,38 @@ def learn(folder: RunFolder) -> None:
     """One Megatron rank (torchrun sets RANK, WORLD_SIZE, MASTER_ADDR): build everything, train, export."""
     began = time.perf_counter()
     from launch.summary import write_summary
-    from trainer.loop import evaluate_before, train
+    from trainer.interruption import StopRequested
+    from trainer.loop import evaluate_before, saved_where_interrupted, train
     from trainer.report import write_report
 
-    # The supervisor ends ranks with SIGTERM; as an exception it lets the tracker say that the run was killed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run = build_run(folder)
+    listener = StopListener(folder, is_first_rank=os.environ.get("RANK", "0") == "0")
+    run = build_run(folder, listener.reason)
+    if run.learner.is_first_rank:
+        folder.announce("learn", {"pid": os.getpid(), "host": socket.gethostname()})
     gc.freeze()  # what start-up made lives as long as the run: walking through it again and again would cost a tenth of a second each time
-    # As a context manager the tracker closes with FINISHED, FAILED or KILLED, by the way out.
-    with run.tracker or contextlib.nullcontext():
-        compare_engines(run)
-        started = time.perf_counter()
-        evaluate_before(run)
-        train(run)
-        run.weight_sync.probe(run.config.rollout.temperature)  # of the last update, which nothing was sampled from
-        trained = time.perf_counter()
-        run.learner.save_hf(folder.hf)
-        if run.tracker is not None:
-            write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
-            for artifact in (write_report(folder.path), folder.figures, folder.summary):
-                run.tracker.artifact(artifact)
+    try:
+        # As a context manager the tracker closes with FINISHED, FAILED or KILLED, by the way out.
+        with run.tracker or contextlib.nullcontext():
+            with saved_where_interrupted(run):
+                compare_engines(run)
+                started = time.perf_counter()
+                evaluate_before(run)
+                train(run)
+                run.weight_sync.probe(run.config.rollout.temperature)  # of the last update, which nothing was sampled from
+            trained = time.perf_counter()
+            run.learner.save_hf(folder.hf)
+            if run.tracker is not None:
+                write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
+                for artifact in (write_report(folder.path), folder.figures, folder.summary):
+                    run.tracker.artifact(artifact)
+    except StopRequested as request:
+        if run.learner.is_first_rank:
+            report_stopped(folder, Stopped(step=run.checkpointer.complete, reason=str(request)))
+        _exit_now(0)  # the sample role may be busy for long with what nobody takes any more: the supervisor ends it
     end_run(run)
 
 
-def build_run(folder: RunFolder) -> "Run":
+def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lambda: None) -> "Run":
     """Everything that ``train`` needs on this rank, resumed where the run folder holds a checkpoint."""
     from parallel.platform import collective_backend, init_distributed
     from trainer.learner import Learner
@@ -131,7 +142,7 @@ def build_run(folder: RunFolder) -> "Run":
     remote, control = None, None
     if learner.is_first_rank:
         remote, control = _connect(folder, config)
-    sampler = SharedSampler(remote)
+    sampler = SharedSampler(remote, stop_requested)
     checkpointer = Checkpointer(folder.checkpoints, config.checkpoint)
     progress = checkpointer.restore(learner, sampler)
     resumed_from = progress.step if progress else None
@@ -160,6 +171,7 @@ def build_run(folder: RunFolder) -> "Run":
         # Last: once it is open, whoever fails has to close it.
         tracker=Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None,
         first_step=1 if resumed_from is None else resumed_from + 1,
+        evaluation_owed=progress is not None and progress.evaluation_owed,
     )
 
 

@@ -30,11 +30,12 @@ import requests
 import torch
 from torch import Tensor
 
+from rollout.client import RolloutError
 from rollout.records import Completion
 from rollout.sglang_client import neutral_sampling_params, parse_completion, server_message
 
 
-class ControlError(RuntimeError):
+class ControlError(RolloutError):
     """A server refused or failed a control request; the message holds its own words."""
 
 

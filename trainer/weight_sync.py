@@ -15,7 +15,8 @@ it; rank 0 waits for all stages (they tell it what they sent) before it ends the
 sender asks the servers itself to receive its buckets: a server that refuses never joins the broadcast, and only its answer says so.
 
 Nothing samples between pause and the end of the probe: the learner asks for groups only after ``publish`` has returned.
-Any failure raises, which ends the run: a partial update never serves a training sample.
+Any failure of the rollout side raises on all ranks together, which ends the run: a partial update never serves a training sample. A sender
+whose servers failed therefore goes on with the gathering, which its stage needs, and passes its turn on, marked.
 
 Where checksums have shown every byte to be served, and the learner scores each step's samples by the very weights that sampled them,
 the samples themselves are the probe (``check_samples``), and ``publish`` asks for none of its own.
@@ -25,15 +26,19 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parallel.megatron_groups import Groups
-from parallel.weight_transfer import Bucket, Buffers, WeightBroadcaster, make_buckets, require_one_node
+from parallel.weight_transfer import Bucket, Buffers, UnderWay, WeightBroadcaster, make_buckets, require_one_node
+from rollout.client import RolloutError
 from rollout.records import Completion
-from rollout.sglang_control import ExpectedChecksums, SGLangControl
+from rollout.sglang_control import ExpectedChecksums, Pending, SGLangControl
+from trainer.interruption import on_first_rank
 from trainer.learner import Learner
 
 EXACT_TOLERANCE = 1e-4
@@ -42,8 +47,18 @@ UNLIKELY_TOLERANCE = 1e-3
 """Nats on any sampled token, of which some are so unlikely that the rounding of their logits shows."""
 
 
-class WeightSyncError(RuntimeError):
+class WeightSyncError(RolloutError):
     """The servers do not serve what the learner sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentByRank:
+    """One rank's part of a transfer; of a sender, what its whole stage sent."""
+
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    """To expect of the servers."""
+    bytes: int = 0
+    failure: RolloutError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +111,12 @@ class WeightSync:
                 self._sender = StageSender(of_stage, tensor_parallel, backend, timeout_s)
 
     def publish(self) -> SyncResult:
-        """Send the current weights under the next version and prove that they are what the servers serve."""
-        return self._send(self._learner.version + 1)
+        """Send the current weights under the next version, which is theirs from now on, and prove that they are what the servers serve.
+
+        Raises RolloutError on all ranks together where a server or the transfer fails.
+        """
+        self._learner.version += 1
+        return self._send(self._learner.version)
 
     def restore(self) -> SyncResult:
         """Send the current weights under their own version: after a resume, when the servers hold the model of the start."""
@@ -105,42 +124,53 @@ class WeightSync:
 
     def _send(self, version: int) -> SyncResult:
         started = time.perf_counter()
+        by_rank: list = [None] * self._learner.groups.world_size
+        dist.all_gather_object(by_rank, self._send_stage(version))
+        for sent in by_rank:
+            if sent.failure is not None:
+                raise sent.failure
+        expected = {name: digest for sent in by_rank for name, digest in sent.checksums.items()}
+        on_first_rank(self._control and (lambda: self._finish(version, expected)))
+        gap = None if self._samples_are_probes else self.probe(self._temperature)
+        total = sum(sent.bytes for sent in by_rank)
+        return SyncResult(version=version, bytes=total, seconds=time.perf_counter() - started, max_logprob_gap=gap)
+
+    def _send_stage(self, version: int) -> SentByRank:
+        """This rank's part of the transfer of its pipeline stage."""
+        exported = self._learner.engine.export_hf()
+        sent = SentByRank()
+        if self._sender is not None:
+            try:
+                sent = self._send_as_sender(exported, version)
+            except RolloutError as failure:
+                sent = SentByRank(failure=failure)
+        for _ in exported:  # the gathering needs every rank of the stage, to its end
+            pass
+        return sent
+
+    def _send_as_sender(self, exported: Iterator[tuple[str, Tensor]], version: int) -> SentByRank:
+        groups = self._learner.groups
         if self._control is not None:
             self._control.pause()
             self._control.begin_update()
-        of_stages: list = [None] * self._learner.groups.world_size
-        dist.all_gather_object(of_stages, self._send_stage(version))
-        expected = {name: digest for checksums, _ in of_stages for name, digest in checksums.items()}
-        if self._control is not None:
-            self._control.end_update()
-            self._check_served(version, expected)
-            self._control.resume()
-        self._learner.version = version
-        gap = None if self._samples_are_probes else self.probe(self._temperature)
-        sent = sum(size for _, size in of_stages)
-        return SyncResult(version=version, bytes=sent, seconds=time.perf_counter() - started, max_logprob_gap=gap)
-
-    def _send_stage(self, version: int) -> tuple[dict[str, str], int]:
-        """This rank's part of the transfer of its pipeline stage; what a sender gives: the checksums to expect, and the bytes sent."""
-        groups = self._learner.groups
-        exported = self._learner.engine.export_hf()
-        if self._sender is None:
-            for _ in exported:  # the gathering needs every rank of the stage
-                pass
-            return {}, 0
         buckets = make_buckets(exported, dtype=self._dtype, buffers=self._buffers)
         first = next(buckets)
         with in_turn(groups):
             # Only the very last bucket names the version (and flushes): an update that breaks off is never reported under its new one.
             last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
-            sent = self._sender.send(first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None)
+            checksums, size = self._sender.send(first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None)
         self._buffers.release()
-        return sent
+        return SentByRank(checksums=checksums, bytes=size)
+
+    def _finish(self, version: int, expected: Mapping[str, str]) -> None:
+        self._control.end_update()
+        self._check_served(version, expected)
+        self._control.resume()
 
     def _new_checksums(self) -> ExpectedChecksums:
         return ExpectedChecksums(tensor_parallel=self._tensor_parallel, kv_heads=self._learner.engine.architecture.num_kv_heads)
 
-    def _check_served(self, version: int, expected: dict[str, str]) -> None:
+    def _check_served(self, version: int, expected: Mapping[str, str]) -> None:
         served = self._control.versions()
         if set(served) != {version}:
             raise WeightSyncError(f"sent weight version {version}, but the servers report {served}")
@@ -156,9 +186,9 @@ class WeightSync:
 
         Raises WeightSyncError above 1e-4 when both engines hold float32: then only rounding order may differ.
         """
-        answers: list[list[Completion] | None] = [None]
-        if self._control is not None:
-            answers = [self._control.probe(self._probe_prompt, max_new_tokens=self._probe_tokens, temperature=temperature)]
+        control = self._control
+        ask = control and partial(control.probe, self._probe_prompt, max_new_tokens=self._probe_tokens, temperature=temperature)
+        answers: list[list[Completion] | None] = [on_first_rank(ask)]
         dist.broadcast_object_list(answers, src=0)
         completions = answers[0]
         mine = self._learner.logprobs_of(self._probe_prompt, completions, temperature=temperature)
@@ -228,7 +258,7 @@ class StageSender:
                 for name, tensor in bucket.tensors():
                     expected.add(name, tensor)
             following = next(further, None)
-            broadcast.wait(check=receiving.raise_if_failed)
+            _wait_for(broadcast, receiving)
             receiving.wait()
             sent += bucket.bytes.numel()
             bucket = following
@@ -240,12 +270,32 @@ class StageSender:
         self._broadcaster.close()
 
 
+def _wait_for(broadcast: UnderWay[None], receiving: Pending) -> None:
+    try:
+        broadcast.wait(check=receiving.raise_if_failed)
+    except RolloutError:
+        raise
+    except RuntimeError as error:  # of torch: all the others in this group are servers
+        raise WeightSyncError(f"the broadcast of a bucket to the servers failed: {error}") from error
+
+
 @contextmanager
 def in_turn(groups: Groups) -> Iterator[None]:
-    """The senders of the pipeline stages, one after another: inside after the stage before has left. A failure inside passes no turn on."""
-    token = torch.zeros(1)
+    """The senders of the pipeline stages, one after another: inside after the stage before has left.
+
+    Where the rollout side failed the stage before, RolloutError instead; a failure inside is passed on to the stage after.
+    """
+    failed = torch.zeros(1)
     if groups.pp_rank > 0:
-        dist.recv(token, src=dist.get_global_rank(groups.pp_group, groups.pp_rank - 1), group=groups.pp_group)
-    yield
+        dist.recv(failed, src=dist.get_global_rank(groups.pp_group, groups.pp_rank - 1), group=groups.pp_group)
+    failure = None
+    try:
+        if failed.item():
+            raise RolloutError("a pipeline stage before this one could not send its weights")
+        yield
+    except RolloutError as error:
+        failure, failed = error, torch.ones(1)
     if groups.pp_rank < groups.pp_size - 1:
-        dist.send(token, dst=dist.get_global_rank(groups.pp_group, groups.pp_rank + 1), group=groups.pp_group)
+        dist.send(failed, dst=dist.get_global_rank(groups.pp_group, groups.pp_rank + 1), group=groups.pp_group)
+    if failure is not None:
+        raise failure
