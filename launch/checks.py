@@ -42,9 +42,9 @@ def load(path: Path, overrides: Sequence[str], kind: type) -> RunConfig | SftCon
 
 def _data_parallel_size(config: RunConfig | SftConfig) -> str:
     """An override for ``layout.dp=auto``: as few copies of the model as ep allows without GPUs, else as many as fit beside the servers."""
-    size = config.layout.smallest().world_size
+    size, nodes = config.layout.smallest().world_size, config.launch.nodes
     of_servers = config.rollout.replicas * config.rollout.tp if isinstance(config, RunConfig) else 0
-    free = gpus_here() - of_servers
+    free = gpus_here() - of_servers if nodes is None else nodes.learner * nodes.gpus_per_node
     return f"layout.dp={config.layout.resolved(max(free - free % size, size)).dp}"
 
 

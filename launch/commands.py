@@ -33,7 +33,7 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> 
         _print_plan(config, ("serve", "sample", "learn"))
         return None
     checks.check_gpus(config_path, learner=config.layout.world_size, servers=config.rollout)
-    folder = _folder_of(config)
+    folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
     with Supervisor(grace_s=config.launch.stop_grace_s, ending=stopping.ending(folder)) as supervisor:
         start_sampling(supervisor, folder, config)
@@ -42,7 +42,7 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> 
         outcome = stopping.wait_for_learner(supervisor, folder, timeout_s=config.launch.stop_timeout_s)
     if isinstance(outcome, stopping.Stopped):
         raise stopping.RunStopped(_how_to_go_on(folder, outcome))
-    _print_result(folder)
+    print_result(folder)
     return folder
 
 
@@ -228,7 +228,7 @@ def existing_run(run: Path) -> RunFolder:
     return RunFolder(run.resolve())
 
 
-def _folder_of(config: RunConfig) -> RunFolder:
+def folder_of(config: RunConfig) -> RunFolder:
     if config.resume is None:
         folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
     else:
@@ -328,7 +328,7 @@ def _print_plan(config: RunConfig | SftConfig, names: tuple[str, ...]) -> None:
             print(f"# {line}")
 
 
-def _print_result(folder: RunFolder) -> None:
+def print_result(folder: RunFolder) -> None:
     summary = json.loads(folder.summary.read_text())
     print()
     if summary["accuracy_after"] is not None:

@@ -21,11 +21,9 @@ its checkpoint.
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from configs.loader import load_config
@@ -52,7 +50,10 @@ def run_job(run: Path) -> int:
     """
     folder = commands.existing_run(run)
     config = load_config(folder.config, [])
-    job = Job.of_environment()
+    try:
+        job = Job.of_environment()
+    except RuntimeError as error:
+        raise RoleFailed(str(error)) from error
     if jobs.is_finished(folder, config):
         print(f"{folder.path} is finished; nothing is left to do", flush=True)
         return 0
@@ -107,32 +108,48 @@ def _supervise(folder: RunFolder, config: RunConfig, job: Job) -> stopping.Outco
 
 def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
     """Every role of the run as a step of the job."""
-    nodes = config.launch.nodes
+    nodes, env = config.launch.nodes, commands.environment(config) | IN_JOB
     learners, servers = job.nodes[: nodes.learner], job.nodes[nodes.learner :]
+
+    def step(name: str, host: str, command: Sequence[str], *, gpus: int, error: str) -> Role:
+        command = [*_srun(name, host, config, gpus=gpus), *command]
+        return Role(name=name, command=command, log=folder.logs / f"{name}.log", error=folder.error(error), env=env)
+
     serve = [
-        _step(commands.role(name, folder, config, node=i), host, config, gpus=nodes.gpus_per_node)
+        step(name, host, roles.command("serve", folder, node=i), gpus=nodes.gpus_per_node, error=name)
         for i, (name, host) in enumerate(zip(serve_roles(config), servers, strict=True))
     ]
-    endpoint = f"{(address := own_address(nodes))}:{free_port(address)}"  # of this host, which is the first
-    learn = []
-    for i, host in enumerate(learners):
-        meeting = roles.Rendezvous(
-            nodes=len(learners), endpoint=endpoint, id=f"{job.id}-{job.restart}", timeout_s=config.launch.start_timeout_s, is_host=i == 0
-        )
-        role = commands.role("learn", folder, config, ranks=learner_ranks_per_node(config), rendezvous=meeting)
-        role = replace(role, name=f"learn-{i}", log=folder.logs / f"learn-{i}.log")
-        learn.append(_step(role, host, config, gpus=nodes.gpus_per_node))
-    return [*serve, _step(commands.role("sample", folder, config), learners[0], config, gpus=0), *learn]
+    sample = step("sample", learners[0], roles.command("sample", folder), gpus=0, error="sample")
+    learn = [
+        step(f"learn-{i}", host, command, gpus=nodes.gpus_per_node, error="learn")
+        for i, (host, command) in enumerate(zip(learners, _torchruns(folder, config, job), strict=True))
+    ]
+    return [*serve, sample, *learn]
 
 
-def _step(role: Role, host: str, config: RunConfig, *, gpus: int) -> Role:
-    """``role`` as a job step on one node. ``--overlap``, and all CPUs: by default a step has one, and waits until others leave it some."""
+def _torchruns(folder: RunFolder, config: RunConfig, job: Job) -> list[list[str]]:
+    """For each node of the learner. The first, which this process is on, is where the others meet it."""
+    nodes, ranks = config.launch.nodes, learner_ranks_per_node(config)
+    if nodes.learner == 1:
+        return [roles.command("learn", folder, ranks=ranks)]
+    address = own_address(nodes)
+    endpoint, label = f"{address}:{free_port(address)}", f"{job.id}-{job.restart}"
+    timeout_s = config.launch.start_timeout_s
+    meetings = [
+        roles.Rendezvous(nodes=nodes.learner, endpoint=endpoint, id=label, timeout_s=timeout_s, is_host=i == 0)
+        for i in range(nodes.learner)
+    ]
+    return [roles.command("learn", folder, ranks=ranks, rendezvous=meeting) for meeting in meetings]
+
+
+def _srun(name: str, host: str, config: RunConfig, *, gpus: int) -> list[str]:
+    """Of a step on one node. ``--overlap``, and all CPUs: by default a step has one, and waits until others leave it some."""
     slurm = config.launch.slurm
     options = {
         "nodes": "1",
         "ntasks": "1",
         "nodelist": host,
-        "job-name": role.name,
+        "job-name": name,
         "export": "ALL",
         "cpu-bind": "none",
         "mem": "0",
@@ -142,8 +159,7 @@ def _step(role: Role, host: str, config: RunConfig, *, gpus: int) -> Role:
     }
     if config.launch.nodes.gpus_per_node:
         options["gres"] = f"gpu:{gpus}" if gpus else "none"
-    flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    return replace(role, command=["srun", "--overlap", *flags, *role.command], env=role.env | IN_JOB)
+    return ["srun", "--overlap", *(f"--{option}={value}" for option, value in options.items() if value is not None)]
 
 
 # --------------------------------------------------------------------------------------------------------------- what comes after

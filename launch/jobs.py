@@ -58,7 +58,7 @@ def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
     """
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
         other = json.loads(folder.job.read_text())["job_id"]
-        if job is not None and other in job.names or shutil.which("squeue") is None:
+        if (job is not None and other in job.names) or shutil.which("squeue") is None:
             return None
         with contextlib.suppress(RuntimeError):  # Slurm has forgotten it
             states = _ask("squeue", "--noheader", "--jobs", other, "--format=%T", "--states=all").split()

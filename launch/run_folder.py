@@ -3,6 +3,7 @@
     config.yaml        the resolved config, which every role reads       metrics.jsonl, console.log   one line per step
     logs/ROLE.log      all that a role and its engine print              mlflow.db, mlartifacts/      unless a tracking URI is given
     roles/ROLE.json    a role's address, once it is ready                checkpoints/step_000010/     resumable
+    job.json           the Slurm job, where one runs it                    restarts.json, train.sbatch    of Slurm, too
     hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
 """
 
@@ -55,6 +56,16 @@ class RunFolder:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    @property
+    def job(self) -> Path:
+        """Of the Slurm job that runs it, or ran it last: {job_id, nodes, restart}."""
+        return self.path / "job.json"
+
+    @property
+    def restarts(self) -> Path:
+        """Failed starts without a newer checkpoint in between."""
+        return self.path / "restarts.json"
+
     def address(self, role: str) -> Path:
         return self.path / "roles" / f"{role}.json"
 
@@ -103,6 +114,12 @@ class RunFolder:
         for file in (self.path / "roles").glob("*.*"):
             file.unlink()
 
+    def release(self) -> Path:
+        """Let another process claim the folder; returns its path."""
+        while self._held:
+            self._held.pop().close()
+        return self.path
+
     def announce(self, role: str, address: dict) -> None:
         """Tell the other roles where ``role`` listens; the file appears whole or not at all."""
         write_json(self.address(role), address)
@@ -133,18 +150,23 @@ def _is_whole(manifest: Path) -> bool:
 
 def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
     """A new folder ``runs_dir/name-DATE-TIME`` with the resolved config."""
+    folder = RunFolder(new_path(runs_dir, name))
+    folder.config.write_text(config_yaml)
+    return folder
+
+
+def new_path(runs_dir: Path, name: str) -> Path:
+    """A new, empty folder ``runs_dir/name-DATE-TIME``."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     runs_dir.mkdir(parents=True, exist_ok=True)
     for attempt in range(100):
         path = runs_dir / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
         try:
             path.mkdir()
-            break
+            return path
         except FileExistsError:
             continue
-    folder = RunFolder(path)
-    folder.config.write_text(config_yaml)
-    return folder
+    raise FileExistsError(f"{path} and 99 more of this name exist already")
 
 
 def point_latest(folder: RunFolder) -> None:

@@ -111,10 +111,6 @@ def check(config: RunConfig) -> list[str]:
             f"launch.slurm.notice_s={slurm.notice_s} and the {SIGNAL_SLACK_S} s by which Slurm may be early leave nothing of "
             f"launch.slurm.time={slurm.time} ({limit} s); use a longer time, or a shorter notice"
         )
-    if config.checkpoint.every == 0:
-        problems.append(
-            "checkpoint.every=0 writes no checkpoint while the run goes well, so that a lost node would cost all of it; use such as 10"
-        )
     return problems
 
 
@@ -182,7 +178,7 @@ def check_script(text: str, *, by_slurm: bool) -> None:
 
 def require_sbatch() -> None:
     if shutil.which("sbatch") is None:
-        raise ValueError("--submit: there is no `sbatch` here; run it where Slurm's commands are, or leave --submit out and take the script there")
+        raise ValueError("--submit: there is no `sbatch` here; run it where Slurm is, or leave --submit out and take the script there")
 
 
 def submit(script: Path) -> str:

@@ -19,7 +19,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,9 +81,14 @@ def read_stopped(folder: RunFolder) -> Stopped | None:
 
 
 def wait_for_learner(
-    supervisor: Supervisor, folder: RunFolder, *, timeout_s: float, name: str = "learn", say: Callable[[str], None] = partial(print, flush=True)
+    supervisor: Supervisor,
+    folder: RunFolder,
+    *,
+    timeout_s: float,
+    names: Sequence[str] = ("learn",),
+    say: Callable[[str], None] = partial(print, flush=True),
 ) -> Outcome:
-    """Wait until role ``name`` has ended, and pass requests to stop on to it.
+    """Wait until the learner's roles, one for each of its nodes, have ended, and pass requests to stop on to it.
 
     SIGUSR1 and the first SIGTERM ask for a stop; until the learner can heed one (it is still starting), and on the second SIGTERM, they
     are KeyboardInterrupt, as Ctrl-C is. Where a role of the rollout side has failed the learner, which is well, is asked to stop too, so
@@ -95,9 +100,10 @@ def wait_for_learner(
     failure: RoleFailed | None = None
     asked_at: float | None = None
     with _StopSignals(folder) as signals:
-        while supervisor.is_running(name):
+        while any(supervisor.is_running(name) for name in names):
             if asked_at is None:
-                failure = _failure_of_others(supervisor, folder, name)
+                _check_learner(supervisor, folder, names)
+                failure = _failure_of_others(supervisor, folder, names)
                 reason = signals.reason or (failure and str(failure).splitlines()[0]) or signals.look()
                 if reason is not None:
                     asked_at = time.monotonic()
@@ -114,13 +120,22 @@ def wait_for_learner(
         raise RoleFailed(f"{failure}{kept}")
     if stopped is not None:  # whatever the exit code: torchrun's own is 1 when it got SIGTERM too
         return stopped
-    supervisor.check(may_end=(name, "sample"))
+    supervisor.check(may_end=(*names, "sample"))
     return Finished()
 
 
-def _failure_of_others(supervisor: Supervisor, folder: RunFolder, name: str) -> RoleFailed | None:
+def _check_learner(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]) -> None:
+    """Raise RoleFailed where one of several nodes has failed: the others would wait for it."""
     try:
-        supervisor.check(may_end=("sample",), but_not=name)
+        supervisor.check(may_end=names, among=names)
+    except RoleFailed:
+        if stop_reason(folder) is None:  # else torchrun's own code, after SIGTERM
+            raise
+
+
+def _failure_of_others(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]) -> RoleFailed | None:
+    try:
+        supervisor.check(may_end=("sample",), but_not=names)
     except RoleFailed as failure:
         if not _heeds(folder):
             raise

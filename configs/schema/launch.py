@@ -53,7 +53,7 @@ class SlurmConfig(Schema):
 
 
 class LaunchConfig(Schema):
-    runs_dir: Path = Path("runs")
+    runs_dir: Path = Field(default=Path("runs"), validate_default=False)  # a Path is not what JSON has, so that pydantic would refuse it
     nodes: NodesConfig | None = None
     """None: every role on this machine, on its loopback address."""
     placement: Literal["separate", "colocated"] = "separate"
