@@ -93,8 +93,10 @@ def sample(folder: RunFolder) -> None:
 def learn(folder: RunFolder) -> None:
     """One Megatron rank (torchrun sets RANK, WORLD_SIZE, MASTER_ADDR): build everything, train, export."""
     began = time.perf_counter()
+    import torch.distributed as dist
+
     from launch.summary import write_summary
-    from trainer.interruption import StopRequested
+    from trainer.interruption import INTERRUPTIONS, StopRequested
     from trainer.loop import evaluate_before, saved_where_interrupted, train
     from trainer.report import write_report
 
@@ -118,10 +120,14 @@ def learn(folder: RunFolder) -> None:
                 write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
                 for artifact in (write_report(folder.path), folder.figures, folder.summary):
                     run.tracker.artifact(artifact)
-    except StopRequested as request:
-        if run.learner.is_first_rank:
-            report_stopped(folder, Stopped(step=run.checkpointer.complete, reason=str(request)))
-        _exit_now(0)  # the sample role may be busy for long with what nobody takes any more: the supervisor ends it
+    except INTERRUPTIONS as interruption:
+        is_stop = isinstance(interruption, StopRequested)
+        if is_stop and run.learner.is_first_rank:
+            report_stopped(folder, Stopped(step=run.checkpointer.complete, reason=str(interruption)))
+        dist.barrier()  # the first rank has closed its tracker: torchrun ends the others as soon as one of them has failed
+        if is_stop:
+            _exit_now(0)  # the sample role may be busy for long with what nobody takes any more: the supervisor ends it
+        raise
     end_run(run)
 
 

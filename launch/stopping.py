@@ -1,4 +1,4 @@
-"""How a run is asked to stop, and what comes of it. The run folder carries the words between supervisor and learner, wherever each of them is.
+"""How a run is asked to stop, and what comes of it. The run folder carries the words between supervisor and learner, wherever they are.
 
     roles/stop.json      {"reason"}          a stop is asked for: by the supervisor, or by a learner rank that got SIGTERM itself
     roles/stopped.json   {"step", "reason"}  what the learner says as its last word: the newest step, of which there is a checkpoint
@@ -13,15 +13,13 @@ A rank gets SIGTERM twice where Slurm sends it to everything (torchrun, which go
 """
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from launch.run_folder import RunFolder, write_json
@@ -81,14 +79,9 @@ def read_stopped(folder: RunFolder) -> Stopped | None:
 
 
 def wait_for_learner(
-    supervisor: Supervisor,
-    folder: RunFolder,
-    *,
-    timeout_s: float,
-    names: Sequence[str] = ("learn",),
-    say: Callable[[str], None] = partial(print, flush=True),
+    supervisor: Supervisor, folder: RunFolder, *, timeout_s: float, names: Sequence[str] = ("learn",)
 ) -> Outcome:
-    """Wait until the learner's roles, one for each of its nodes, have ended, and pass requests to stop on to it.
+    """Wait until the learner's roles, one for each of its nodes, have ended, and pass requests to stop on to them.
 
     SIGUSR1 and the first SIGTERM ask for a stop; until the learner can heed one (it is still starting), and on the second SIGTERM, they
     are KeyboardInterrupt, as Ctrl-C is. Where a role of the rollout side has failed the learner, which is well, is asked to stop too, so
@@ -104,11 +97,12 @@ def wait_for_learner(
             if asked_at is None:
                 _check_learner(supervisor, folder, names)
                 failure = _failure_of_others(supervisor, folder, names)
-                reason = signals.reason or (failure and str(failure).splitlines()[0]) or signals.look()
-                if reason is not None:
+                reason = signals.reason or (failure and str(failure).splitlines()[0].rstrip(".")) or signals.look()
+                if reason:
                     asked_at = time.monotonic()
                     request_stop(folder, reason)
-                    say(f"asked to stop ({reason}): the step is finished or dropped, then a checkpoint; at most {timeout_s:.0f} s")
+                    how = f"the step is finished or dropped, then a checkpoint is written; at most {timeout_s:.0f} s"
+                    print(f"stopping ({reason}): {how}", flush=True)
             elif time.monotonic() - asked_at > timeout_s:
                 if failure is not None:
                     raise failure
@@ -187,7 +181,7 @@ class StopListener:
     """A learner rank's ear for requests to stop. For the main thread to make, once, before anything else of the rank.
 
     SIGTERM becomes stop.json by a thread of its own, at once, even while the main thread waits in a collective, as all ranks but the first
-    do while samples are made. Where the supervisor ends everything, SIGTERM is KeyboardInterrupt.
+    do while samples are made. Where the supervisor ends everything, or torchrun the peers of a rank that failed, it is KeyboardInterrupt.
     """
 
     def __init__(self, folder: RunFolder, *, is_first_rank: bool):
@@ -195,7 +189,7 @@ class StopListener:
         self._reason: str | None = None
         self._looked_at = -LOOK_EVERY_S
         if is_first_rank:  # of an earlier life, where no supervisor has cleared the folder
-            for file in (*map(folder.address, ("stop", "stopped", "learn")), ending(folder)):
+            for file in (*map(folder.address, ("stop", "stopped", "learn")), folder.error("learn"), ending(folder)):
                 file.unlink(missing_ok=True)
         self._awake, wake = socket.socketpair()
         wake.setblocking(False)
@@ -212,12 +206,15 @@ class StopListener:
         return self._reason
 
     def _on_term(self, number: int, frame: object) -> None:
-        if ending(self._folder).exists():
+        if self._is_end():
             raise KeyboardInterrupt
+
+    def _is_end(self) -> bool:
+        return ending(self._folder).exists() or self._folder.error("learn").exists()
 
     def _pass_on(self) -> None:
         while numbers := self._awake.recv(64):
-            if signal.SIGTERM in numbers and not ending(self._folder).exists():
+            if signal.SIGTERM in numbers and not self._is_end():
                 self._reason = self._reason or f"SIGTERM to learner rank {os.environ.get('RANK', '0')}"
                 with contextlib.suppress(OSError):  # a full disk: rank 0 has got the signal too, or torchrun ends this rank
                     request_stop(self._folder, self._reason)

@@ -1,9 +1,9 @@
 """Starts roles as process groups of their own, watches them, and ends every process of every group, whatever happens.
 
 Who ends whom: the supervisor ends a role's whole group (SIGTERM, grace, SIGKILL) when it finishes itself, when any role
-fails, or on Ctrl-C (how SIGTERM becomes a request to stop instead: launch/stopping.py); if the supervisor dies, the kernel sends each role SIGTERM (PR_SET_PDEATHSIG). What a dead process of a role
+fails, or on Ctrl-C; if the supervisor dies, the kernel sends each role SIGTERM (PR_SET_PDEATHSIG). What a dead process of a role
 leaves behind in a session of its own (a torchrun rank's checkpoint writer) becomes a child of the supervisor, which is the
-"subreaper" of its descendants, and is ended with the rest.
+"subreaper" of its descendants, and is ended with the rest. How SIGTERM can be a request to stop instead: launch/stopping.py.
 """
 
 import contextlib

@@ -26,7 +26,6 @@ from rollout.sampler import (
     Stop,
 )
 
-
 LOOK_UP_EVERY_S = 0.2
 """From waiting for an answer."""
 

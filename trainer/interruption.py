@@ -23,7 +23,7 @@ INTERRUPTIONS = (StopRequested, RolloutError)
 
 
 def on_first_rank(ask: Callable[[], T] | None) -> T | None:
-    """What ``ask`` gives on rank 0; None on the others, whose ``ask`` is None. A collective: an interruption there is raised on every rank."""
+    """What ``ask`` gives on rank 0; None on the others, whose ``ask`` is None. A collective: all ranks raise what interrupted rank 0."""
     answer, interruption = None, None
     if ask is not None:
         try:

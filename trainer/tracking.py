@@ -202,12 +202,14 @@ class Tracker:
         line = {"step": step, "elapsed_s": round(self._elapsed_before + now - self._started, 3), **values}
         if step == self._last_line.get("step"):
             self._file.close()
-            _keep_until(self._path, step - 1, then=[self._last_line | line])
+            whole = self._last_line | line
+            _keep_until(self._path, step - 1, then=[whole])
             self._file = self._path.open("a", encoding="utf-8")
         else:
+            whole = line
             self._file.write(f"{json.dumps(line, allow_nan=False)}\n")
             self._file.flush()
-        self._last_line = line
+        self._last_line = whole
         self._mlflow.put(_row_of(line))
         self._console.step(step, values, self._eta(step, now, values.get("time/step")))
         for alarm in alarms:

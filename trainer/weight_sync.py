@@ -51,6 +51,10 @@ class WeightSyncError(RolloutError):
     """The servers do not serve what the learner sent."""
 
 
+class ForeignSamplesError(RuntimeError):
+    """A step was trained on what other weights, or another softmax, have sampled. No interruption: its weights are not worth keeping."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentByRank:
     """One rank's part of a transfer; of a sender, what its whole stage sent."""
@@ -206,13 +210,13 @@ class WeightSync:
         return gap
 
     def check_samples(self, metrics: Mapping[str, float]) -> None:
-        """Raise WeightSyncError where a sampled token shows that the servers' policy was not the learner's (float32 on both sides)."""
+        """Raise ForeignSamplesError where a sampled token shows that the servers' policy was not the learner's (float32 on both sides)."""
         if not (self._exact and self._samples_are_probes):
             return
         for name, tolerance, unit in (("abs_prob_max", EXACT_TOLERANCE, ""), ("logprob_gap_max", UNLIKELY_TOLERANCE, " nats")):
             gap = metrics.get(f"mismatch/{name}", 0.0)
             if not gap <= tolerance:
-                raise WeightSyncError(
+                raise ForeignSamplesError(
                     f"learner and server differ by {gap:.2e}{unit} on a token sampled with version {self._learner.version - 1} "
                     f"(mismatch/{name}; float32 on both sides allows {tolerance:g}): the server did not serve these weights or this softmax"
                 )
