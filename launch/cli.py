@@ -32,6 +32,20 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
 
 
 @app.command()
+def prepare(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="Where the learner's nodes meet: its first one, by default this host.", metavar="HOST:PORT")
+    ] = None,
+) -> None:
+    """Make the run folder of a run on several nodes (launch.nodes) and print what to start on each, for hosts without Slurm."""
+    from launch import prepare as preparation
+
+    preparation.prepare(config, overrides or [], endpoint=endpoint)
+
+
+@app.command()
 def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Warm-start a model by supervised training."""
     from launch import commands
@@ -61,6 +75,45 @@ def report(run: RunPath) -> None:
     from launch import commands
 
     commands.report(run)
+
+
+@app.command()
+def status(run: RunPath) -> None:
+    """What a run is doing: step, rate, time left, results, checkpoint, Slurm job, roles."""
+    from launch import commands
+    from launch.status import status as look
+
+    print(look(commands.existing_run(run)))
+
+
+@app.command()
+def logs(
+    run: RunPath,
+    role: Annotated[str | None, typer.Option(help="learn, sample, serve, sglang-0, slurm, ...; all if left out.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of the end of each log.")] = 20,
+) -> None:
+    """The ends of a run's logs, per role and node."""
+    from launch import commands
+    from launch.status import log_files, show_logs
+
+    show_logs(log_files(commands.existing_run(run), role), lines=lines, follow=follow)
+
+
+@app.command("check-cluster")
+def check_cluster(
+    config: Annotated[Path | None, typer.Argument(help="The config that is to run.", metavar="[CONFIG]")] = None,
+    overrides: Overrides = None,
+    folder: Annotated[Path | None, typer.Option(help="Shared by the nodes; launch.runs_dir if left out.", metavar="FOLDER")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="How many run this command; in a Slurm step they are known.")] = None,
+    node: Annotated[int | None, typer.Option(min=0, help="Which of them this is, from 0.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the others, and for a collective.")] = 60.0,
+) -> None:
+    """What keeps a first job on a cluster from running: drivers, limits, shared folder, ports, interfaces. One call per node:
+    srun --nodes 4 --ntasks-per-node 1 tandem check-cluster CONFIG"""
+    from launch.check_cluster import check_cluster as check
+
+    check(config, overrides or [], folder=folder, num_nodes=nodes, node=node, timeout_s=timeout)
 
 
 @app.command()
@@ -185,14 +238,24 @@ def job(run: RunPath) -> None:
 
 def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
     def run(run_folder: RunPath) -> None:
-        from launch import commands, roles
+        from launch import commands
 
-        roles.run_role(name, commands.existing_run(run_folder))
+        commands.run_role(name, run_folder)
 
     app.command(name, help=help_text, hidden=hidden)(run)
 
 
-_role_command("serve", "One role alone: the SGLang servers of a run.")
+@app.command()
+def serve(
+    run_folder: RunPath,
+    node: Annotated[int | None, typer.Option(help="Of the servers' nodes, from 0; in a Slurm step SLURM_NODEID if left out.")] = None,
+) -> None:
+    """One role alone: the SGLang servers of a run, or those of one node."""
+    from launch import commands
+
+    commands.run_role("serve", run_folder, node)
+
+
 _role_command("sample", "One role alone: the sampling driver of a run.")
 _role_command("learn", "One role alone, under torchrun: a Megatron rank of a run.")
 _role_command("sft-rank", "Under torchrun: a Megatron rank of a warm start.", hidden=True)

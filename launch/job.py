@@ -14,7 +14,7 @@
     bad input                                        exit code 2: it would fail again
 
 SIGTERM to an ``srun`` kills its step at once, which is how servers are ended. Where Slurm itself ends a job, it sends SIGTERM to every
-process of every step, and SIGKILL after its KillWait (30 s by default): the roles hold out so long (``IN_JOB``), and the learner writes
+process of every step, and SIGKILL after its KillWait (30 s by default): the roles hold out so long (``roles.IN_JOB``), and the learner writes
 its checkpoint.
 """
 
@@ -36,8 +36,6 @@ from launch.placement import learner_ranks_per_node, serve_roles
 from launch.run_folder import RunFolder
 from launch.supervisor import Interrupted, Role, RoleFailed, Supervisor
 
-IN_JOB = {"TANDEM_JOB": "1"}
-"""In the environment of every role of a job: SIGTERM is for the learner to heed; serve and sample wait to be ended."""
 ECHO_EVERY_S = 0.5
 END_MARGIN_S = 30.0
 """Of the notice: for ending every process and asking for the requeue."""
@@ -108,7 +106,7 @@ def _supervise(folder: RunFolder, config: RunConfig, job: Job) -> stopping.Outco
 
 def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
     """Every role of the run as a step of the job."""
-    nodes, env = config.launch.nodes, commands.environment(config) | IN_JOB
+    nodes, env = config.launch.nodes, commands.environment(config) | {roles.IN_JOB: "1"}
     learners, servers = job.nodes[: nodes.learner], job.nodes[nodes.learner :]
 
     def step(name: str, host: str, command: Sequence[str], *, gpus: int, error: str) -> Role:

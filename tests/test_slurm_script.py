@@ -144,10 +144,7 @@ AWKWARD = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12) | st.sa
 def test_no_value_becomes_another_line_or_another_option(value, field):
     expected = asked_of_slurm(text_of(config_with()))
     try:
-        if field == "name":
-            config = config_with(name=value)
-        else:
-            config = config_with(**{field: [value] if field == "options" else value})
+        config = config_with(**{field: [value] if field == "options" else value})
     except ValueError:
         return
     text = text_of(config)

@@ -70,7 +70,7 @@ def _seconds(value: float) -> str:
     return f"{value:.1f}s" if value < 1000 else f"{value:.0f}s"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
@@ -107,7 +107,7 @@ def row(step: int, num_steps: int, metrics: Mapping[str, float | None], eta_s: f
     """One step as a line under ``header``; a metric that was not measured, or is not finite, is a dash."""
     values = [(metrics.get(metric), width, show) for _, width, metric, show in _COLUMNS]
     cells = [f" {'-' if value is None else show(value):>{width - 1}}" for value, width, show in values]
-    return _step_cell(f"{step}/{num_steps}", num_steps) + "".join(cells) + f"{'-' if eta_s is None else _duration(eta_s):>8}"
+    return _step_cell(f"{step}/{num_steps}", num_steps) + "".join(cells) + f"{'-' if eta_s is None else duration(eta_s):>8}"
 
 
 def _step_cell(text: str, num_steps: int) -> str:
