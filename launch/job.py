@@ -14,8 +14,11 @@
     bad input                                        exit code 2: it would fail again
 
 SIGTERM to an ``srun`` kills its step at once, which is how servers are ended. Where Slurm itself ends a job, it sends SIGTERM to every
-process of every step, and SIGKILL after its KillWait (30 s by default): the roles hold out so long (``roles.IN_JOB``), and the learner writes
-its checkpoint.
+process of every step, and SIGKILL after its KillWait (30 s by default): until then the roles hold out (``roles.IN_JOB``), and the
+learner writes its checkpoint.
+
+By hand: ``scancel --batch --signal=USR1 JOB`` stops and requeues, ``scancel JOB`` stops for good. (Without ``--batch`` a signal goes to
+the steps, past this supervisor.)
 """
 
 import contextlib
@@ -56,16 +59,18 @@ def run_job(run: Path) -> int:
         print(f"{folder.path} is finished; nothing is left to do", flush=True)
         return 0
     _check(job, folder, config)
-    signals = Signals()
-    with contextlib.ExitStack() as way_out:
-        way_out.callback(signals.close)
+    try:
+        steps = job_steps(folder, config, job)
+    except ValueError as error:
+        raise BadInput(f"RUN: {folder.path}: {error}") from error
+    with Signals() as signals:
         job.record(folder)
         print(f"run {folder.path}, job {job.id} (start {job.restart + 1}) on {' '.join(job.nodes)}", flush=True)
         try:
-            outcome = _supervise(folder, config, job)
+            outcome = _supervise(folder, config, steps)
         except (Interrupted, RoleFailed) as error:
-            return _after(folder, config, job, error, signals.received())
-        if isinstance(outcome, stopping.Stopped):
+            outcome = error
+        if not isinstance(outcome, stopping.Finished):
             return _after(folder, config, job, outcome, signals.received())
         commands.print_result(folder)
         return 0
@@ -89,8 +94,7 @@ def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
         raise BadInput(f"RUN: {folder.path} is being run by another process; wait for it, or stop it first") from None
 
 
-def _supervise(folder: RunFolder, config: RunConfig, job: Job) -> stopping.Outcome:
-    steps = job_steps(folder, config, job)
+def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role]) -> stopping.Outcome:
     notice_s = config.launch.slurm.notice_s
     with Supervisor(grace_s=config.launch.stop_grace_s, ending=stopping.ending(folder)) as supervisor:
         for role in steps:
@@ -167,21 +171,18 @@ def _after(
     folder: RunFolder, config: RunConfig, job: Job, what: stopping.Stopped | Interrupted | RoleFailed, signals: frozenset[signal.Signals]
 ) -> int:
     """Of a start that did not finish the run: the exit code, once the job is requeued where it is to go on."""
-    failed = isinstance(what, RoleFailed)
-    print(f"tandem: {_words(what)}", file=sys.stderr, flush=True)
+    failed, limit = isinstance(what, RoleFailed), config.launch.slurm.max_restarts
+    _say(_words(what))
     if signal.SIGTERM in signals:
-        print("tandem: Slurm ends this job; where it was requeued, the run goes on from its newest checkpoint", file=sys.stderr, flush=True)
+        _say(f"Slurm ends this job; unless it has requeued it, go on with `{_by_hand(folder)}`")
         return os.EX_TEMPFAIL
-    if failed and not jobs.may_restart(folder, config.launch.slurm.max_restarts):
-        print(
-            f"tandem: launch.slurm.max_restarts={config.launch.slurm.max_restarts} starts have failed without a newer checkpoint; "
-            f"go on with `sbatch {folder.path / 'train.sbatch'}` when the cause is mended",
-            file=sys.stderr,
-            flush=True,
-        )
-        return 1
-    if failed or signal.SIGUSR1 in signals:
+    if failed and not jobs.may_restart(folder, limit):
+        _say(f"{limit + 1} starts have failed without a newer checkpoint (launch.slurm.max_restarts={limit}): this job is not requeued; "
+             f"mend the cause, then go on with `{_by_hand(folder)}`")  # fmt: skip
+    elif failed or signal.SIGUSR1 in signals:
         _requeue(folder, job)
+    else:
+        _say(f"go on with `{_by_hand(folder)}`")
     return 1 if failed else os.EX_TEMPFAIL
 
 
@@ -191,31 +192,38 @@ def _words(what: stopping.Stopped | Interrupted | RoleFailed) -> str:
     return str(what) or "stopped before a checkpoint could be written; every process of the run has ended"
 
 
+def _by_hand(folder: RunFolder) -> str:
+    return f"tandem slurm {folder.config} resume={folder.path} --submit"
+
+
 def _requeue(folder: RunFolder, job: Job) -> None:
     try:
         job.requeue()
     except RuntimeError as error:
-        print(
-            f"tandem: {error}; go on with `sbatch {folder.path / 'train.sbatch'}`", file=sys.stderr, flush=True
-        )
+        _say(f"{error}; go on with `{_by_hand(folder)}`")
     else:
-        print(f"tandem: job {job.id} is requeued, and goes on from the newest checkpoint", file=sys.stderr, flush=True)
+        _say(f"job {job.id} is requeued, and goes on from the newest checkpoint")
+
+
+def _say(text: str) -> None:
+    print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 
 class Signals:
-    """Which signals this process has got, whoever handles them: the supervisor's handlers come and go."""
+    """Which signals this process has got, whoever handles them: the supervisor's handlers come and go. A context manager."""
 
-    def __init__(self) -> None:
+    def __enter__(self) -> "Signals":
         self._received: set[signal.Signals] = set()
         self._out, self._in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._before = signal.set_wakeup_fd(self._in, warn_on_full_buffer=False)
+        return self
 
     def received(self) -> frozenset[signal.Signals]:
         with contextlib.suppress(BlockingIOError):
             self._received |= {signal.Signals(number) for number in os.read(self._out, 4096)}
         return frozenset(self._received)
 
-    def close(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         signal.set_wakeup_fd(self._before)
         os.close(self._out)
         os.close(self._in)

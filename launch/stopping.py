@@ -78,9 +78,7 @@ def read_stopped(folder: RunFolder) -> Stopped | None:
 # --------------------------------------------------------------------------------------------------------------- the supervisor
 
 
-def wait_for_learner(
-    supervisor: Supervisor, folder: RunFolder, *, timeout_s: float, names: Sequence[str] = ("learn",)
-) -> Outcome:
+def wait_for_learner(supervisor: Supervisor, folder: RunFolder, *, timeout_s: float, names: Sequence[str] = ("learn",)) -> Outcome:
     """Wait until the learner's roles, one for each of its nodes, have ended, and pass requests to stop on to them.
 
     SIGUSR1 and the first SIGTERM ask for a stop; until the learner can heed one (it is still starting), and on the second SIGTERM, they

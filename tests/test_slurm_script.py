@@ -1,4 +1,4 @@
-"""What `tandem slurm` writes: the script says what the config says, no config makes it say anything else, and nothing is written in vain."""
+"""What `tandem slurm` writes: the script says what the config says, no config makes it say more, and nothing is written in vain."""
 
 import itertools
 import json
