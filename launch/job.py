@@ -193,6 +193,9 @@ def _words(what: stopping.Stopped | Interrupted | RoleFailed) -> str:
 
 
 def _by_hand(folder: RunFolder) -> str:
+    script = folder.path / "train.sbatch"
+    if script.exists():  # an element of an array has none of its own
+        return f"sbatch {script}"
     return f"tandem slurm {folder.config} resume={folder.path} --submit"
 
 
