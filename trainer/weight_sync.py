@@ -9,8 +9,11 @@ expert-parallel ranks), and the first rank of the stage, its sender, broadcasts 
 
     [ stage ]  for each bucket: tell the servers, broadcast; meanwhile the stage gathers the next one into a second buffer
 
+A sender goes on when its own part of a broadcast is done, while the servers still load that bucket: they find the request for the next one
+waiting when they have. Only the request that names the version waits for the answers to all buckets before it.
+
 Stages take turns: servers load one bucket at a time anyway, and only so is the very last bucket of all, which names the version and
-flushes the cache, known to be the last. A sender waits for the servers' answer to its own bucket, and at its turn for the stage before
+flushes the cache, known to be the last. A sender waits for the servers' answers to its own buckets, and at its turn for the stage before
 it; rank 0 waits for all stages (they tell it what they sent) before it ends the update. Rank 0 alone opens and closes an update. Each
 sender asks the servers itself to receive its buckets: a server that refuses never joins the broadcast, and only its answer says so.
 
@@ -24,7 +27,8 @@ the samples themselves are the probe (``check_samples``), and ``publish`` asks f
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +41,7 @@ from parallel.megatron_groups import Groups
 from parallel.weight_transfer import Bucket, Buffers, UnderWay, WeightBroadcaster, make_buckets
 from rollout.client import RolloutError
 from rollout.records import Completion
-from rollout.sglang_control import ExpectedChecksums, Pending, SGLangControl
+from rollout.sglang_control import ExpectedChecksums, Pending, Served, SGLangControl
 from trainer.interruption import on_first_rank
 from trainer.learner import Learner
 
@@ -126,8 +130,9 @@ class WeightSync:
 
     def _send(self, version: int) -> SyncResult:
         started = time.perf_counter()
+        opening = self._control.open_update() if self._control is not None else None
         by_rank: list = [None] * self._learner.groups.world_size
-        dist.all_gather_object(by_rank, self._send_stage(version))
+        dist.all_gather_object(by_rank, self._send_stage(version, opening))
         for sent in by_rank:
             if sent.failure is not None:
                 raise sent.failure
@@ -137,48 +142,45 @@ class WeightSync:
         total = sum(sent.bytes for sent in by_rank)
         return SyncResult(version=version, bytes=total, seconds=time.perf_counter() - started, max_logprob_gap=gap)
 
-    def _send_stage(self, version: int) -> SentByRank:
+    def _send_stage(self, version: int, opening: Pending | None) -> SentByRank:
         """This rank's part of the transfer of its pipeline stage."""
         exported = self._learner.engine.export_hf()
         sent = SentByRank()
         if self._sender is not None:
             try:
-                sent = self._send_as_sender(exported, version)
+                sent = self._send_as_sender(exported, version, opening)
             except RolloutError as failure:
                 sent = SentByRank(failure=failure)
         for _ in exported:  # the gathering needs every rank of the stage, to its end
             pass
         return sent
 
-    def _send_as_sender(self, exported: Iterator[tuple[str, Tensor]], version: int) -> SentByRank:
+    def _send_as_sender(self, exported: Iterator[tuple[str, Tensor]], version: int, opening: Pending | None) -> SentByRank:
         groups = self._learner.groups
-        if self._control is not None:
-            self._control.pause()
-            self._control.begin_update()
         buckets = make_buckets(exported, dtype=self._dtype, buffers=self._buffers)
         first = next(buckets)
         with in_turn(groups):
             # Only the very last bucket names the version (and flushes): an update that breaks off is never reported under its new one.
             last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
-            checksums, size = self._sender.send(first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None)
+            checksums, size = self._sender.send(
+                first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None, opening
+            )
         self._buffers.release()
         return SentByRank(checksums=checksums, bytes=size)
 
     def _finish(self, version: int, expected: Mapping[str, str]) -> None:
-        self._control.end_update()
-        self._check_served(version, expected)
+        self._check_served(version, expected, self._control.close_update(with_checksums=self._checks_bytes))
         self._control.resume()
 
     def _new_checksums(self) -> ExpectedChecksums:
         return ExpectedChecksums(tensor_parallel=self._tensor_parallel, kv_heads=self._learner.engine.architecture.num_kv_heads)
 
-    def _check_served(self, version: int, expected: Mapping[str, str]) -> None:
-        served = self._control.versions()
-        if set(served) != {version}:
-            raise WeightSyncError(f"sent weight version {version}, but the servers report {served}")
+    def _check_served(self, version: int, expected: Mapping[str, str], served: Served) -> None:
+        if set(served.versions) != {version}:
+            raise WeightSyncError(f"sent weight version {version}, but the servers report {served.versions}")
         if not self._checks_bytes:
             return
-        for url, found in zip(self._control.urls, self._control.checksums(), strict=True):
+        for url, found in zip(self._control.urls, served.checksums, strict=True):
             wrong = sorted(name for name in expected.keys() | found.keys() if found.get(name) != expected.get(name))
             if wrong or not expected:
                 raise WeightSyncError(f"{url} holds other bytes than were sent as version {version}, in {len(wrong)} tensors: {wrong[:5]}")
@@ -243,27 +245,41 @@ class StageSender:
         joining.wait()
 
     def send(
-        self, first: Bucket, further: Iterator[Bucket], version: int | None, expected: ExpectedChecksums | None
+        self,
+        first: Bucket,
+        further: Iterator[Bucket],
+        version: int | None,
+        expected: ExpectedChecksums | None,
+        opening: Pending | None = None,
     ) -> tuple[dict[str, str], int]:
-        """All buckets, the next one filled (by ``further``) while one is in flight; the last names ``version``."""
+        """All buckets, the next one filled (by ``further``) while one is in flight; the last names ``version``.
+
+        opening: of the update, where that is still under way. The first failure of any answer that is due ends the transfer.
+        """
+        answers = Answers([] if opening is None else [opening])
         bucket: Bucket | None = first
         sent = 0
         while bucket is not None:
+            names_version = version is not None and bucket.is_last
+            if names_version and sent:
+                answers.wait_for_all_but(0)  # or servers that failed to load one bucket would call the rest the new version
             receiving = self._control.receive_bucket(
                 names=bucket.names,
                 dtype=str(bucket.dtype).removeprefix("torch."),
                 shapes=bucket.shapes,
-                version=version if bucket.is_last else None,
+                version=version if names_version else None,
             )
+            answers.add(receiving)
             broadcast = self._broadcaster.start(bucket)
             if expected is not None:
                 for name, tensor in bucket.tensors():
                     expected.add(name, tensor)
             following = next(further, None)
-            _wait_for(broadcast, receiving)
-            receiving.wait()
+            _wait_for(broadcast, answers)
+            answers.wait_for_all_but(1)
             sent += bucket.bytes.numel()
             bucket = following
+        answers.wait_for_all_but(0)
         return expected.by_name() if expected is not None else {}, sent
 
     def close(self) -> None:
@@ -272,9 +288,28 @@ class StageSender:
         self._broadcaster.close()
 
 
-def _wait_for(broadcast: UnderWay[None], receiving: Pending) -> None:
+class Answers:
+    """What is still due, oldest first."""
+
+    def __init__(self, pending: Iterable[Pending]):
+        self._pending = deque(pending)
+
+    def add(self, pending: Pending) -> None:
+        self._pending.append(pending)
+
+    def raise_if_failed(self) -> None:
+        for pending in self._pending:
+            pending.raise_if_failed()
+
+    def wait_for_all_but(self, newest: int) -> None:
+        """Raises ControlError where one has failed."""
+        while len(self._pending) > newest:
+            self._pending.popleft().wait()
+
+
+def _wait_for(broadcast: UnderWay[None], answers: Answers) -> None:
     try:
-        broadcast.wait(check=receiving.raise_if_failed)
+        broadcast.wait(check=answers.raise_if_failed)
     except RolloutError:
         raise
     except RuntimeError as error:  # of torch: all the others in this group are servers
