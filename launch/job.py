@@ -66,6 +66,7 @@ def run_job(run: Path) -> int:
     with Signals() as signals:
         job.record(folder)
         print(f"run {folder.path}, job {job.id} (start {job.restart + 1}) on {' '.join(job.nodes)}", flush=True)
+        print(f"logs of its steps: {' '.join(str(role.log) for role in steps)}", flush=True)
         try:
             outcome = _supervise(folder, config, steps)
         except (Interrupted, RoleFailed) as error:
