@@ -307,7 +307,7 @@ def nothing_written(config_file: Path) -> bool:
     ("arguments", "says"),
     [
         (["launch.nodes=null"], "set launch.nodes.learner and .rollout, or use `tandem train`"),
-        (["launch.slurm.time=3h"], "launch.slurm.time"),
+        (["launch.slurm.time=3h"], "write hours:minutes:seconds"),
         (["launch.slurm.partition='a b'"], "launch.slurm.partition"),
         (["--array", "seed=0,x"], "seed"),
         (["--array", "steps=5,0"], "steps"),
@@ -324,6 +324,15 @@ def test_bad_input_is_one_clear_error_and_nothing_is_written(config_file, argume
     assert says in done.stderr
     assert "Traceback" not in done.stderr
     assert nothing_written(config_file)
+
+
+def test_a_warm_start_is_no_job(config_file, model):
+    content = {"kind": "sft", "model": {"path": str(model)}, "output": "out", "data": {"type": "countdown"}}
+    (config_file.parent / "run.yaml").write_text(yaml.safe_dump(content))
+    done = tandem_slurm(config_file)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and nothing_written(config_file)
+    assert "this command takes kind: train" in done.stderr
 
 
 def test_what_slurm_refuses_is_said_before_anything_is_written(config_file, fake_slurm):
