@@ -1,6 +1,5 @@
 """What is known of a Slurm job, by itself and from outside: ``RUN/job.json`` {job_id, nodes, restart}, and ``RUN/restarts.json``."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -52,18 +51,21 @@ class Job:
 
 
 def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
-    """The id of another job that runs this folder or waits to, as far as Slurm knows; None where there is none.
+    """The id of another job than ``job`` that runs this folder or waits to, as far as Slurm knows; None where there is none.
 
     Beside the lock of ``RunFolder.claim``, which on some shared file systems only one host sees.
     """
-    with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+    try:
         other = json.loads(folder.job.read_text())["job_id"]
-        if (job is not None and other in job.names) or shutil.which("squeue") is None:
-            return None
-        with contextlib.suppress(RuntimeError):  # Slurm has forgotten it
-            states = _ask("squeue", "--noheader", "--jobs", other, "--format=%T", "--states=all").split()
-            return other if set(states) - OVER else None
-    return None
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
+    if (job is not None and other in job.names) or shutil.which("squeue") is None:
+        return None
+    try:
+        states = _ask("squeue", "--noheader", f"--jobs={other}", "--format=%T", "--states=all").split()
+    except RuntimeError:  # Slurm has forgotten it
+        return None
+    return other if set(states) - OVER else None
 
 
 def is_finished(folder: RunFolder, config: RunConfig) -> bool:
