@@ -377,3 +377,24 @@ def test_a_folder_that_another_job_runs_is_left_alone(stage, other, state, code)
     found, output = stage.run()
     assert found == code, output
     assert ("is being run by job 9" in output) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("role", "env", "code"),
+    [("sample", {"TANDEM_JOB": "1"}, 0), ("serve", {"TANDEM_JOB": "1"}, 0), ("sample", {}, -signal.SIGTERM)],
+)
+def test_the_rollout_side_of_a_job_outlasts_the_sigterm_that_slurm_sends_to_all(stage, role, env, code):
+    program = f"""
+        import os, signal
+        from pathlib import Path
+        from launch import roles
+        from launch.run_folder import RunFolder
+        def body(folder, **place):
+            os.kill(os.getpid(), signal.SIGTERM)
+        roles.serve = roles.ROLES["sample"] = body
+        roles.run_role({role!r}, RunFolder(Path({str(stage.folder.path)!r})))
+    """
+    (stage.folder.path / "roles").mkdir()
+    env = {k: v for k, v in os.environ.items() if k != "TANDEM_JOB"} | {"PYTHONPATH": str(ROOT)} | env
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == code, done.stderr
