@@ -40,6 +40,8 @@ from launch.run_folder import RunFolder
 from launch.supervisor import Interrupted, Role, RoleFailed, Supervisor
 
 ECHO_EVERY_S = 0.5
+STEP_TIMEOUT_S = 120
+"""For Slurm to begin a step; by default an ``srun`` asks for ever."""
 END_MARGIN_S = 30.0
 """Of the notice: for ending every process and asking for the requeue."""
 
@@ -157,6 +159,7 @@ def _srun(name: str, host: str, config: RunConfig, *, gpus: int) -> list[str]:
         "cpu-bind": "none",
         "mem": "0",
         "kill-on-bad-exit": "1",
+        "immediate": str(STEP_TIMEOUT_S),
         "container-image": slurm.container,
         "container-mounts": slurm.container_mounts,
     }
