@@ -221,6 +221,30 @@ def plan(
     print_plans(config, overrides or [], cluster, measured=measured, count=top)
 
 
+@app.command()
+def slurm(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Also submit it, by sbatch.")] = False,
+    array: Annotated[
+        list[str] | None, typer.Option(help="Values of a key, e.g. seed=0,1,2: a run for each. Several times: for each combination.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the script, write nothing.")] = False,
+) -> None:
+    """The batch script of this config for Slurm (launch.nodes, launch.slurm), in a new run folder."""
+    from launch.slurm_submit import slurm
+
+    slurm(config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run)
+
+
+@app.command(hidden=True)
+def job(run: RunPath) -> None:
+    """The supervisor inside a Slurm job, which the batch script of `tandem slurm` becomes."""
+    from launch.job import run_job
+
+    raise typer.Exit(run_job(run))
+
+
 def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
     def run(run_folder: RunPath) -> None:
         from launch import commands

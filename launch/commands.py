@@ -49,7 +49,7 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu
         outcome = stopping.wait_for_learner(supervisor, folder, timeout_s=config.launch.stop_timeout_s)
     if isinstance(outcome, stopping.Stopped):
         raise stopping.RunStopped(_how_to_go_on(folder, outcome))
-    _print_result(folder)
+    print_result(folder)
     return folder
 
 
@@ -327,7 +327,7 @@ def _progress(text: str) -> Callable[[float], None]:
     return tell
 
 
-def _print_result(folder: RunFolder) -> None:
+def print_result(folder: RunFolder) -> None:
     summary = json.loads(folder.summary.read_text())
     print()
     if summary["accuracy_after"] is not None:

@@ -42,6 +42,8 @@ PROBE_PROMPT = [2 + i % 8 for i in range(12)]
 """Any tokens will do for comparing two engines; ids this small exist in every vocabulary."""
 PROBE_TOKENS = 4
 INTERRUPTED = 130
+IN_JOB = "TANDEM_JOB"
+"""In the environment of every role of a Slurm job, set by ``launch/job.py``."""
 
 
 def serve(folder: RunFolder, node: int = 0) -> None:
@@ -53,7 +55,8 @@ def serve(folder: RunFolder, node: int = 0) -> None:
     config: RunConfig = load_config(folder.config, [])
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: stop.set())
     name, host, shares = serve_roles(config)[node], own_address(config.launch.nodes), _shares_of(folder, config, node)
     fleet = ServerFleet(
         config.rollout,
@@ -355,6 +358,9 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
         end_with_parent(signal.SIGKILL)
     else:
         folder.forget(label)
+        if IN_JOB in os.environ:
+            # Slurm sends it to everything at once, while the learner still finishes its step with us. The job's supervisor ends us.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         run(folder)
     except BaseException as error:
@@ -399,6 +405,8 @@ class Rendezvous:
     nodes: int
     endpoint: str
     """HOST:PORT of the learner's first node, whose agent listens there."""
+    is_host: bool | None = None
+    """Whether the agent is that one. None: it finds out, which it cannot where the name of its host stands for another address."""
     id: str
     """The same for all agents of one start of one run."""
     timeout_s: float
@@ -421,11 +429,14 @@ def command(role: str, folder: RunFolder, *, ranks: int = 1, node: int | None = 
 def _meeting(rendezvous: Rendezvous | None) -> list[str]:
     if rendezvous is None:
         return ["--standalone"]
+    options = {"join_timeout": str(math.ceil(rendezvous.timeout_s))}
+    if rendezvous.is_host is not None:
+        options["is_host"] = str(rendezvous.is_host).lower()
     # No --node-rank: c10d has no use for it. It numbers nodes by their names, and the ranks of one node one after another.
     return [
         f"--nnodes={rendezvous.nodes}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={rendezvous.endpoint}",
         f"--rdzv-id={rendezvous.id}",
-        f"--rdzv-conf=join_timeout={math.ceil(rendezvous.timeout_s)}",
+        f"--rdzv-conf={','.join(f'{key}={value}' for key, value in options.items())}",
     ]

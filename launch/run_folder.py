@@ -4,6 +4,7 @@
     logs/ROLE.log      all that a role and its engine print              mlflow.db, mlartifacts/      unless a tracking URI is given
     roles/ROLE.json    a role's address, once it is ready                checkpoints/step_000010/     resumable
                        (serve-0, serve-1, ... where servers are on several nodes)
+    job.json           the Slurm job that runs it, or ran it last         restarts.json, train.sbatch   of Slurm, too
     hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
 """
 
@@ -55,6 +56,16 @@ class RunFolder:
     @property
     def summary(self) -> Path:
         return self.path / "summary.json"
+
+    @property
+    def job(self) -> Path:
+        """Of the Slurm job that runs it, or ran it last: {job_id, nodes, restart}."""
+        return self.path / "job.json"
+
+    @property
+    def restarts(self) -> Path:
+        """Failed starts without a newer checkpoint in between."""
+        return self.path / "restarts.json"
 
     def address(self, role: str) -> Path:
         return self.path / "roles" / f"{role}.json"
@@ -112,6 +123,12 @@ class RunFolder:
         metrics = self.path / "metrics.jsonl"
         if metrics.exists() and self.newest_checkpoint() is None:
             metrics.replace(self.path / "metrics.lost.jsonl")
+
+    def release(self) -> Path:
+        """Let another process claim the folder; returns its path."""
+        while self._held:
+            self._held.pop().close()
+        return self.path
 
     def announce(self, role: str, address: dict) -> None:
         """Tell the other roles where ``role`` listens; the file appears whole or not at all."""
@@ -177,18 +194,23 @@ def _is_whole(manifest: Path) -> bool:
 
 def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
     """A new folder ``runs_dir/name-DATE-TIME`` with the resolved config."""
+    folder = RunFolder(new_path(runs_dir, name))
+    folder.config.write_text(config_yaml)
+    return folder
+
+
+def new_path(runs_dir: Path, name: str) -> Path:
+    """A new, empty folder ``runs_dir/name-DATE-TIME``."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     runs_dir.mkdir(parents=True, exist_ok=True)
     for attempt in range(100):
         path = runs_dir / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
         try:
             path.mkdir()
-            break
+            return path
         except FileExistsError:
             continue
-    folder = RunFolder(path)
-    folder.config.write_text(config_yaml)
-    return folder
+    raise FileExistsError(f"{path} and 99 more of this name exist already")
 
 
 def point_latest(folder: RunFolder) -> None:

@@ -18,6 +18,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,8 +78,8 @@ def read_stopped(folder: RunFolder) -> Stopped | None:
 # --------------------------------------------------------------------------------------------------------------- the supervisor
 
 
-def wait_for_learner(supervisor: Supervisor, folder: RunFolder, *, timeout_s: float, name: str = "learn") -> Outcome:
-    """Wait until role ``name`` has ended, and pass requests to stop on to it.
+def wait_for_learner(supervisor: Supervisor, folder: RunFolder, *, timeout_s: float, names: Sequence[str] = ("learn",)) -> Outcome:
+    """Wait until the learner's roles, one for each of its nodes, have ended, and pass requests to stop on to them.
 
     SIGUSR1 and the first SIGTERM ask for a stop; until the learner can heed one (it is still starting), and on the second SIGTERM, they
     are KeyboardInterrupt, as Ctrl-C is. Where a role of the rollout side has failed the learner, which is well, is asked to stop too, so
@@ -90,9 +91,10 @@ def wait_for_learner(supervisor: Supervisor, folder: RunFolder, *, timeout_s: fl
     failure: RoleFailed | None = None
     asked_at: float | None = None
     with _StopSignals(folder) as signals:
-        while supervisor.is_running(name):
+        while any(supervisor.is_running(name) for name in names):
             if asked_at is None:
-                failure = _failure_of_others(supervisor, folder, name)
+                _check_learner(supervisor, folder, names)
+                failure = _failure_of_others(supervisor, folder, names)
                 reason = signals.reason or (failure and str(failure).splitlines()[0].rstrip(".")) or signals.look()
                 if reason:
                     asked_at = time.monotonic()
@@ -110,13 +112,22 @@ def wait_for_learner(supervisor: Supervisor, folder: RunFolder, *, timeout_s: fl
         raise RoleFailed(f"{failure}{kept}")
     if stopped is not None:  # whatever the exit code: torchrun's own is 1 when it got SIGTERM too
         return stopped
-    supervisor.check(may_end=(name, "sample"))
+    supervisor.check(may_end=(*names, "sample"))
     return Finished()
 
 
-def _failure_of_others(supervisor: Supervisor, folder: RunFolder, name: str) -> RoleFailed | None:
+def _check_learner(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]) -> None:
+    """Raise RoleFailed where one of several nodes has failed: the others would wait for it."""
     try:
-        supervisor.check(may_end=("sample",), but_not=name)
+        supervisor.check(may_end=names, among=names)
+    except RoleFailed:
+        if stop_reason(folder) is None:  # else torchrun's own code, after SIGTERM
+            raise
+
+
+def _failure_of_others(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]) -> RoleFailed | None:
+    try:
+        supervisor.check(may_end=("sample",), but_not=names)
     except RoleFailed as failure:
         if not _heeds(folder):
             raise

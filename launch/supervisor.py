@@ -118,14 +118,14 @@ class Supervisor:
     def is_running(self, name: str) -> bool:
         return self._running[name][1].poll() is None
 
-    def check(self, may_end: Sequence[str], *, but_not: str | None = None) -> None:
+    def check(self, may_end: Sequence[str], *, among: Sequence[str] | None = None, but_not: Sequence[str] = ()) -> None:
         """Raise RoleFailed for the first role that has ended; those of ``may_end`` (sample is told to stop) may have, with code 0.
 
-        ``but_not``: a role that is not looked at.
+        Looks ``among`` these roles (None: all), but not at those of ``but_not``.
         """
         for name, (role, process) in self._running.items():
             code = process.poll()
-            if code is None or (code == 0 and name in may_end) or name == but_not:
+            if code is None or (code == 0 and name in may_end) or name in but_not or (among is not None and name not in among):
                 continue
             raise RoleFailed(f"the {name} role ended with {_describe(code)}.\n{_cause(role)}\nIts whole log: {role.log}")
 

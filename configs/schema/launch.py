@@ -1,9 +1,10 @@
 """Where a run writes, what it tracks, and the limits of its processes."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Schema
 
@@ -24,22 +25,45 @@ class NodesConfig(Schema):
         return self.learner + self.rollout
 
 
+def _slurm_time(value: str) -> str:
+    if not re.fullmatch(r"(\d+-)?\d{1,3}(:\d\d){1,2}|\d+-\d{1,2}", value, re.ASCII):
+        raise ValueError("write hours:minutes:seconds, such as 12:00:00, or days-hours, such as 2-12")
+    return value
+
+
+def _one_word(value: str) -> str:
+    """Nothing that would end an ``#SBATCH`` line or make it another: no space, quote, comment or line end."""
+    if not re.fullmatch(r"[A-Za-z0-9._,:@+/-]+", value, re.ASCII):
+        raise ValueError("write a name, or several with commas between, of letters, digits and ._:@+/- only")
+    return value
+
+
+def _option(value: str) -> str:
+    if not re.fullmatch(r"--[a-z][a-z-]*(=[A-Za-z0-9._,:@+/=*\[\]()&|-]+)?", value, re.ASCII):
+        raise ValueError("write --name or --name=value, as sbatch reads it, without spaces and quotes")
+    return value
+
+
+OneWord = Annotated[str, AfterValidator(_one_word)]
+Option = Annotated[str, AfterValidator(_option)]
+
+
 class SlurmConfig(Schema):
     """What ``tandem slurm`` asks of Slurm. None: Slurm's own default."""
 
-    time: str = Field(default="24:00:00", pattern=r"^(\d+-)?\d{1,3}(:\d{2}){1,2}$|^\d+-\d{1,2}$")
-    """Limit of one start; the job is requeued before it and goes on."""
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
+    time: Annotated[str, AfterValidator(_slurm_time)] = "24:00:00"
+    """Limit of one start, as ``hours:minutes:seconds`` or ``days-hours``; the job is requeued before it and goes on."""
+    partition: OneWord | None = None
+    account: OneWord | None = None
+    qos: OneWord | None = None
     cpus_per_node: PositiveInt | None = None
     memory_per_node: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$")
-    container: str | None = None
+    container: str | None = Field(default=None, pattern=r"^\S+$")
     """Image of every job step (``srun --container-image``, of the pyxis plugin)."""
-    container_mounts: str | None = None
+    container_mounts: str | None = Field(default=None, pattern=r"^\S+$")
     setup: tuple[str, ...] = ()
     """Shell lines that the batch script runs first, such as ``module load cuda``."""
-    options: tuple[str, ...] = ()
+    options: tuple[Option, ...] = ()
     """Further ``#SBATCH`` options, such as ``--exclusive``."""
     notice_s: PositiveInt = 180
     """Seconds before the time limit at which the run is told to stop: to finish or drop its step, write a checkpoint and be requeued."""
