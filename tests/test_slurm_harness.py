@@ -62,7 +62,8 @@ def test_slurm_on_two_hosts_that_can_be_cut_apart(tmp_path):
         reach = f"exec 3<>/dev/tcp/{ADDRESSES['hostb']}/22"  # nobody listens there: refused at once by a host that is reached
 
         def answer(host: str) -> str:
-            return subprocess.run(cluster.command("timeout", "2", "bash", "-c", reach, on=host), capture_output=True, text=True).stderr
+            line = cluster.command("timeout", "2", "bash", "-c", reach, on=host)
+            return subprocess.run(line, env=cluster.env, capture_output=True, text=True).stderr
 
         assert "refused" in answer("hosta") and "refused" in answer("hostb")
         cluster.cut()

@@ -83,14 +83,14 @@ class Cluster:
             time.sleep(0.25)
 
     def cut(self) -> None:
-        """The link between the hosts carries nothing any more, and neither side is told."""
+        """The link between the hosts carries nothing any more; to hosta, where learner and sampler are, all just goes unanswered."""
         self._link("down")
 
     def mend(self) -> None:
         self._link("up")
 
     def _link(self, state: str) -> None:
-        subprocess.run(["ip", "-n", f"{self.base.name}-hosta", "link", "set", "link0", state], check=True, timeout=20)
+        subprocess.run(["ip", "-n", f"{self.base.name}-hostb", "link", "set", "link0", state], check=True, timeout=20)
 
     def ends_of_logs(self, lines: int = 40) -> str:
         """For the message of a failure."""

@@ -19,12 +19,18 @@ if alive "$BASE/run/slurmctld.pid"; then
     sleep 0.5
   done
 fi
-for file in "$BASE"/run/slurmd.*.pid "$BASE/run/slurmctld.pid" "$BASE/run/munged.pid"; do
-  alive "$file" || continue
-  pid=$(cat "$file")
-  kill "$pid"
-  for ((t = 0; t < 40; t++)); do kill -0 "$pid" 2>/dev/null || break; sleep 0.25; done
-  kill -KILL "$pid" 2>/dev/null
+daemons=("$BASE"/run/slurmd.*.pid "$BASE/run/slurmctld.pid" "$BASE/run/munged.pid")
+for signal in TERM KILL; do
+  for ((t = 0; t < 40; t++)); do
+    left=0
+    for file in "${daemons[@]}"; do
+      alive "$file" || continue
+      left=1
+      [ "$t" = 0 ] && kill -$signal "$(cat "$file")"
+    done
+    [ "$left" = 1 ] || break 2
+    sleep 0.25
+  done
 done
 for ((t = 0; t < 20; t++)); do
   left=$(of_cluster)
