@@ -172,10 +172,12 @@ async def bare_generation(folder, config, groups, *, forced: bool) -> tuple[floa
     """(seconds, tokens) of one batched /generate per server for the step's prompts; ``forced``: each response to its length in the step."""
     import aiohttp
 
+    from launch.placement import serve_roles
+    from launch.run_folder import read_servers
     from rollout.tokenization import end_token_ids, load_tokenizer
 
     stop_token_ids = end_token_ids(load_tokenizer(config.model.path), config.model.path)
-    urls = folder.read_address("serve")["urls"]
+    urls = read_servers(folder, serve_roles(config))
     samples = [t for g in groups for t in g.trajectories]
 
     def parameters(sample) -> dict:

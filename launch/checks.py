@@ -101,12 +101,12 @@ def _check_critic(config: RunConfig, hf_config: dict) -> None:
 
 def _check_rollout(config: RunConfig, hf_config: dict) -> None:
     """Imports only what the config uses: the answer must come within seconds."""
-    from rollout.sglang_server import check_server_args, choose_ports
+    from rollout.sglang_command import check_server_args, choose_ports
 
     validate_rollout_layout(hf_config, config.rollout.tp)
     check_server_args(config.rollout)
-    if config.rollout.first_port is not None:
-        choose_ports(config.rollout.replicas, config.rollout.first_port)
+    if config.rollout.first_port is not None and config.launch.nodes is None:
+        choose_ports(range(config.rollout.replicas), config.rollout.first_port)
     if not isinstance(config.task, CountdownTask):
         from rollout.tasks import check_task_files
 

@@ -31,6 +31,20 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
 
 
 @app.command()
+def prepare(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="Where the learner's nodes meet: its first one, by default this host.", metavar="HOST:PORT")
+    ] = None,
+) -> None:
+    """Make the run folder of a run on several nodes (launch.nodes) and print what to start on each, for hosts without Slurm."""
+    from launch import prepare as preparation
+
+    preparation.prepare(config, overrides or [], endpoint=endpoint)
+
+
+@app.command()
 def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
     """Warm-start a model by supervised training."""
     from launch import commands
@@ -160,14 +174,24 @@ def plan(
 
 def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
     def run(run_folder: RunPath) -> None:
-        from launch import commands, roles
+        from launch import commands
 
-        roles.run_role(name, commands.existing_run(run_folder))
+        commands.run_role(name, run_folder)
 
     app.command(name, help=help_text, hidden=hidden)(run)
 
 
-_role_command("serve", "One role alone: the SGLang servers of a run.")
+@app.command()
+def serve(
+    run_folder: RunPath,
+    node: Annotated[int | None, typer.Option(help="Of the servers' nodes, from 0; in a Slurm step SLURM_NODEID if left out.")] = None,
+) -> None:
+    """One role alone: the SGLang servers of a run, or those of one node."""
+    from launch import commands
+
+    commands.run_role("serve", run_folder, node)
+
+
 _role_command("sample", "One role alone: the sampling driver of a run.")
 _role_command("learn", "One role alone, under torchrun: a Megatron rank of a run.")
 _role_command("sft-rank", "Under torchrun: a Megatron rank of a warm start.", hidden=True)

@@ -16,6 +16,7 @@ from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import LayoutConfig, as_overrides, layout_text
 from launch import checks, roles, run_folder
 from launch.checks import BadInput
+from launch.placement import serve_roles
 from launch.run_folder import RunFolder
 from launch.supervisor import Role, RoleFailed, Supervisor
 from parallel.layout import read_hf_config, validate_rollout_layout
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 T = TypeVar("T")
+HERE = "launch.nodes=null"
+"""An override, for commands that run on this machine whatever nodes the config trains on."""
 
 
 def train(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> RunFolder | None:
@@ -32,8 +35,13 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> 
     if dry_run:
         _print_plan(config, ("serve", "sample", "learn"))
         return None
+    if config.launch.nodes is not None:
+        raise BadInput(
+            f"{config_path}: launch.nodes: `tandem train` runs on this machine alone; start a run on several nodes with `tandem slurm`, or "
+            "without Slurm with `tandem prepare`, or give launch.nodes=null to run here"
+        )
     checks.check_gpus(config_path, learner=config.layout.world_size, servers=config.rollout)
-    folder = _folder_of(config)
+    folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
         start_sampling(supervisor, folder, config)
@@ -59,7 +67,7 @@ def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> Pa
 
 
 def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> float | None:
-    config = checks.load(config_path, overrides, RunConfig)
+    config = checks.load(config_path, [*overrides, HERE], RunConfig)
     if dry_run:
         _print_plan(config, ("serve", "sample"))
         return None
@@ -178,9 +186,9 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
         tps = verification.rollout_sizes(rollouts)
     except ValueError as error:
         raise BadInput(str(error)) from error
-    configs = {text: checks.load(config_path, [*overrides, *as_overrides(layout)], RunConfig) for text, layout in asked.items()}
+    configs = {text: checks.load(config_path, [*overrides, *as_overrides(layout), HERE], RunConfig) for text, layout in asked.items()}
     if not configs:
-        of_config = checks.load(config_path, overrides, RunConfig)
+        of_config = checks.load(config_path, [*overrides, HERE], RunConfig)
         configs = {layout_text(of_config.layout): of_config}
     first = next(iter(configs.values()))
     try:
@@ -203,7 +211,7 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
 
     def load(more: Sequence[str]) -> RunConfig:
         try:
-            return checks.load(config_path, [*overrides, *more], RunConfig)
+            return checks.load(config_path, [*overrides, *more, HERE], RunConfig)
         except (ConfigError, BadInput) as error:
             raise ValueError(str(error)) from error
 
@@ -214,13 +222,20 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
     return study.run(plan, role)
 
 
+def run_role(name: str, run: Path, node: int | None = None) -> None:
+    try:
+        roles.run_role(name, existing_run(run), node)
+    except ValueError as error:  # before the role began
+        raise BadInput(str(error)) from error
+
+
 def existing_run(run: Path) -> RunFolder:
     if not (run / "config.yaml").is_file():
         raise BadInput(f"RUN: {run} is not a run folder (it has no config.yaml); runs/latest is the newest run")
     return RunFolder(run.resolve())
 
 
-def _folder_of(config: RunConfig) -> RunFolder:
+def folder_of(config: RunConfig) -> RunFolder:
     if config.resume is None:
         folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
     else:
@@ -255,8 +270,15 @@ def _check_resume(config: RunConfig, folder: RunFolder) -> None:
 
 
 def role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: int = 1, show_stdout: bool = False) -> Role:
+    command = roles.command(name, folder, ranks=ranks)
+    log, error = folder.logs / f"{name}.log", folder.error(name)
+    return Role(name=name, command=command, log=log, error=error, env=environment(config), show_stdout=show_stdout)
+
+
+def environment(config: RunConfig | SftConfig) -> dict[str, str]:
+    """Of every role, beside what it inherits."""
     threads = str(config.launch.threads_per_process)
-    env = {
+    return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
@@ -265,10 +287,6 @@ def role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: 
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    command = roles.command(name, folder, ranks=ranks)
-    return Role(
-        name=name, command=command, log=folder.logs / f"{name}.log", error=folder.error(name), env=env, show_stdout=show_stdout
-    )
 
 
 def start_sampling(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> None:
@@ -281,7 +299,7 @@ def _wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) ->
     what = f"{count} SGLang server{'s' if count > 1 else ''}"
     started = time.monotonic()
     supervisor.wait_for(
-        lambda: all(folder.read_address(name) is not None for name in ("serve", "sample")),
+        lambda: run_folder.read_servers(folder, serve_roles(config)) is not None and folder.read_address("sample") is not None,
         what=f"{what} and the sampler to be ready",
         timeout_s=config.launch.start_timeout_s,
         while_waiting=_progress(f"starting {what}"),

@@ -4,29 +4,11 @@ Nodes are counted within a side: the learner's from 0, and the servers' from 0. 
 fill the servers' nodes in order; one that is larger than a node takes several, each with an equal share of its tensor-parallel ranks.
 """
 
-from dataclasses import dataclass
-
 from configs.schema import RunConfig
 from configs.schema.launch import NodesConfig
+from rollout.server_share import ServerShare
 
 ONE_MACHINE = "serve"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerShare:
-    """The part of one replica that one node runs."""
-
-    replica: int
-    node: int
-    """Of the servers' nodes."""
-    node_rank: int
-    """Among the nodes of this replica; 0 answers HTTP."""
-    num_nodes: int
-    """Of this replica."""
-    first_gpu: int
-    """Of ``num_ranks`` consecutive ones on this node."""
-    num_ranks: int
-    """Tensor-parallel ranks here."""
 
 
 def serve_roles(config: RunConfig) -> list[str]:

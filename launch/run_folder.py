@@ -3,6 +3,7 @@
     config.yaml        the resolved config, which every role reads       metrics.jsonl, console.log   one line per step
     logs/ROLE.log      all that a role and its engine print              mlflow.db, mlartifacts/      unless a tracking URI is given
     roles/ROLE.json    a role's address, once it is ready                checkpoints/step_000010/     resumable
+                       (serve-0, serve-1, ... where servers are on several nodes)
     hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
 """
 
@@ -11,7 +12,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -74,6 +75,10 @@ class RunFolder:
         self.address(role).unlink(missing_ok=True)
         self.error(role).unlink(missing_ok=True)
 
+    def withdraw(self, role: str) -> None:
+        """For a role to call as it ends: nobody is to look for it any more."""
+        self.address(role).unlink(missing_ok=True)
+
     def newest_checkpoint(self) -> Path | None:
         """The newest whose files are all there in full, as its manifest lists them; without torch, so for checks before a start."""
         complete = [manifest.parent for manifest in self.checkpoints.glob("step_*/complete.json") if _is_whole(manifest)]
@@ -121,6 +126,40 @@ class RunFolder:
                 raise TimeoutError(f"the {role} role did not report its address in {self.path} within {timeout_s:.0f} s")
             time.sleep(0.1)
         return address
+
+
+def read_servers(folder: RunFolder, names: Sequence[str]) -> list[str] | None:
+    """The addresses of all replicas, in order, as the serve roles of those names report them; None until all have."""
+    reported = [folder.read_address(name) for name in names]
+    return None if None in reported else [url for address in reported for url in address["urls"]]
+
+
+def wait_for_servers(
+    folder: RunFolder, names: Sequence[str], *, timeout_s: float, alive: Callable[[], None] = lambda: None
+) -> list[str]:
+    """``read_servers`` once all of them are there; ``alive`` is called again and again until then, and ends the wait by raising.
+
+    Raises:
+        TimeoutError: it names the roles that are missing, with what they left behind.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (urls := read_servers(folder, names)) is None:
+        alive()
+        if time.monotonic() > deadline:
+            missing = [_trace(folder, name) for name in names if folder.read_address(name) is None]
+            raise TimeoutError(
+                f"{len(missing)} of {len(names)} serve roles did not report servers in {folder.path} within {timeout_s:.0f} s; "
+                "raise launch.start_timeout_s if they only need longer. Missing: " + "; ".join(missing)
+            )
+        time.sleep(0.1)
+    return urls
+
+
+def _trace(folder: RunFolder, name: str) -> str:
+    log, error = folder.logs / f"{name}.log", folder.error(name)
+    if error.exists():
+        return f"{name} (ended by {error.read_text()})"
+    return f"{name} (its log: {log})" if log.exists() else f"{name} (no log here: was it started?)"
 
 
 def _is_whole(manifest: Path) -> bool:

@@ -412,9 +412,13 @@ def _summarise(samples: Sequence[_Sample], stats: SamplingStats) -> EvaluationRe
 
 
 async def run_sample_role(
-    config: RunConfig, *, server_urls: Sequence[str] | Callable[[], Sequence[str]], announce: Callable[[str], None]
+    config: RunConfig,
+    *,
+    server_urls: Sequence[str] | Callable[[], Sequence[str]],
+    announce: Callable[[str], None],
+    host: str = "127.0.0.1",
 ) -> None:
-    """Serve the learner until it says stop. ``announce`` is called once with the address to ask, when requests can come.
+    """Serve the learner until it says stop. ``announce`` is called once with the address to ask, of ``host``, when requests can come.
 
     ``server_urls`` may be a function that waits for the servers: it is called once the data is loaded and checked and every reward
     model answers, so that this takes place while the servers start.
@@ -448,7 +452,7 @@ async def run_sample_role(
                 seed=config.seed,
             )
             gc.freeze()  # tokenizer, prompts and libraries live as long as the run; no collection needs to walk through them
-            await serve(sampler, announce=announce)
+            await serve(sampler, announce=announce, host=host)
 
 
 def check_prompt_lengths(task: Task, config: RunConfig, *, max_positions: int | None) -> None:

@@ -28,19 +28,11 @@ from parallel.weight_transfer import WeightBroadcaster, make_buckets
 from rollout import sglang_watchdog
 from rollout.client import GenerationError
 from rollout.records import Completion, FinishReason
+from rollout.server_share import ServerShare, on_one_machine
 from rollout.sglang_client import SGLangClient
+from rollout.sglang_command import check_server_args, choose_ports, cpu_binding, server_command, server_environment
 from rollout.sglang_control import ControlError, SGLangControl
-from rollout.sglang_server import (
-    ServerDied,
-    ServerFleet,
-    check_gpus,
-    check_server_args,
-    choose_ports,
-    cpu_binding,
-    server_command,
-    server_environment,
-    visible_gpus,
-)
+from rollout.sglang_server import ServerDied, ServerFleet, check_gpus, check_gpus_of, visible_gpus
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.weight_checksums import expected_checksums
 
@@ -399,7 +391,7 @@ def test_an_answer_that_does_not_fit_together_is_refused(reply, message):
 def test_a_taken_port_is_named_with_the_fix_and_nothing_is_started(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with closing(socket.socket()) as other:
-        first = choose_ports(2, None)[0].http
+        first = choose_ports(range(2), None)[0].http
         other.bind(("127.0.0.1", first + 2))
         other.listen()
         fleet = ServerFleet(
@@ -412,27 +404,26 @@ def test_a_taken_port_is_named_with_the_fix_and_nothing_is_started(tmp_path):
 
 
 def test_given_ports_are_two_apart_and_free_ones_are_distinct():
-    first = choose_ports(1, None)[0].http
-    assert [(p.http, p.nccl) for p in choose_ports(3, first)] in (
-        [(first, first + 1), (first + 2, first + 3), (first + 4, first + 5)],
-    )
-    free = choose_ports(20, None)
+    first = choose_ports([0], None)[0].http
+    assert [(p.http, p.nccl) for p in choose_ports(range(3), first)] == [(first + i, first + i + 1) for i in (0, 2, 4)]
+    assert [p.http for p in choose_ports([2, 3], first)] == [first + 4, first + 6], "by the replica, also on a node that has not the first"
+    free = choose_ports(range(20), None)
     assert len({port for p in free for port in (p.http, p.nccl)}) == 40
     with pytest.raises(ValueError, match=r"first_port=65000 with 300 replicas needs ports up to 65599"):
-        choose_ports(300, 65000)
+        choose_ports(range(300), 65000)
 
 
 def test_the_users_flags_come_last_and_cannot_take_over_the_designs(tmp_path):
-    ports = choose_ports(1, None)[0]
+    ports, share = choose_ports([0], None)[0], on_one_machine(3, 1)[2]
     config = RolloutConfig(dtype="float32", server_args={"chunked_prefill_size": 512, "disable-radix-cache": True, "enable-metrics": False})
-    command = server_command(config, replica=2, model_path=tmp_path, ports=ports, cuda=False, seed=5)
+    command = server_command(config, share=share, model_path=tmp_path, ports=ports, cuda=False, seed=5)
     pairs = dict(pairwise(command))
     assert pairs["--chunked-prefill-size"] == "512"
     assert "--disable-radix-cache" in command
     assert "--enable-metrics" not in command
     assert (pairs["--device"], pairs["--dtype"], pairs["--random-seed"], pairs["--weight-version"]) == ("cpu", "float32", "7", "0")
-    assert "--device" not in server_command(config, replica=2, model_path=tmp_path, ports=ports, cuda=True, seed=5)
-    for name in ("port", "tp_size", "--dtype", "base_gpu_id"):
+    assert "--device" not in server_command(config, share=share, model_path=tmp_path, ports=ports, cuda=True, seed=5)
+    for name in ("port", "tp_size", "--dtype", "base_gpu_id", "nnodes", "dist_init_addr"):
         with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
             check_server_args(RolloutConfig(server_args={name: 1}))
         with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
@@ -442,8 +433,9 @@ def test_the_users_flags_come_last_and_cannot_take_over_the_designs(tmp_path):
 def gpus_of(config: RolloutConfig, *, first_gpu: int, cuda: bool) -> list[range | None]:
     """Of each replica, by its command line; None where it says nothing about GPUs."""
     found = []
-    for replica, ports in enumerate(choose_ports(config.replicas, None)):
-        command = server_command(config, replica=replica, model_path=ROOT, ports=ports, cuda=cuda, seed=0, first_gpu=first_gpu)
+    shares = on_one_machine(config.replicas, config.tp, first_gpu=first_gpu)
+    for share, ports in zip(shares, choose_ports(range(config.replicas), None), strict=True):
+        command = server_command(config, share=share, model_path=ROOT, ports=ports, cuda=cuda, seed=0)
         pairs = dict(pairwise(command))
         base = pairs.get("--base-gpu-id")
         found.append(None if base is None else range(int(base), int(base) + int(pairs["--tp-size"])))
@@ -465,21 +457,48 @@ def test_learner_ranks_and_replicas_each_have_gpus_of_their_own(first_gpu, repli
 def test_a_fleet_with_too_few_gpus_starts_nothing(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     first_gpu = visible_gpus()
+    shares = on_one_machine(1, 2, first_gpu=first_gpu)
     fleet = ServerFleet(
-        RolloutConfig(), model_path=tmp_path, log_dir=tmp_path / "logs", threads=1, cuda=True, seed=0, first_gpu=first_gpu
+        RolloutConfig(tp=2), model_path=tmp_path, log_dir=tmp_path / "logs", threads=1, cuda=True, seed=0, shares=shares
     )
-    with pytest.raises(ValueError, match=rf"{first_gpu + 1} GPUs are needed.*{first_gpu} are visible.*fewer learner ranks"):
+    with pytest.raises(ValueError, match=rf"take GPUs {first_gpu} to {first_gpu + 1}, but {first_gpu} are visible.*fewer learner ranks"):
         fleet.start()
     assert fleet.urls == []
     assert not (tmp_path / "logs").exists()
-    with pytest.raises(ValueError, match="first_gpu=-1"):
-        ServerFleet(RolloutConfig(), model_path=tmp_path, log_dir=tmp_path, threads=1, cuda=True, seed=0, first_gpu=-1)
+    check_gpus_of(shares, available=first_gpu + 2)
+    check_gpus_of([], available=0)
+
+
+def test_each_node_of_a_replica_starts_its_own_part():
+    config = RolloutConfig(tp=16, server_args={"mem-fraction-static": 0.8})
+    lines = []
+    for node in range(2):
+        share = ServerShare(replica=1, node=2 + node, node_rank=node, num_nodes=2, first_gpu=0, num_ranks=8)
+        (ports,) = choose_ports([1], None)
+        lines.append(
+            server_command(
+                config,
+                share=share,
+                model_path=ROOT,
+                ports=ports,
+                cuda=True,
+                seed=5,
+                host=f"10.0.0.{3 + node}",
+                meeting_point="10.0.0.3:20001",
+            )
+        )
+    first, second = (dict(pairwise(line)) for line in lines)
+    differing = {name for name in first if name.startswith("--") and first[name] != second[name]}
+    assert differing == {"--host", "--port", "--nccl-port", "--node-rank"}
+    assert (first["--node-rank"], second["--node-rank"], first["--nnodes"], first["--tp-size"]) == ("0", "1", "2", "16")
+    assert first["--dist-init-addr"] == "10.0.0.3:20001"
+    assert (first["--random-seed"], first["--base-gpu-id"]) == ("6", "0")  # one engine: its ranks must draw the same
 
 
 def test_stand_ins_are_on_the_path_of_cpu_servers_alone(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    on_cpu = server_environment(RolloutConfig(tp=2), replica=0, threads=1, cuda=False)
-    on_cuda = server_environment(RolloutConfig(tp=2), replica=0, threads=1, cuda=True)
+    on_cpu = server_environment(num_ranks=2, place=0, threads=1, cuda=False)
+    on_cuda = server_environment(num_ranks=2, place=0, threads=1, cuda=True)
     assert on_cpu["PYTHONPATH"] == f"{ROOT / 'rollout' / 'cpu_stand_ins'}:/mine"
     assert on_cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     assert on_cuda["PYTHONPATH"] == "/mine"
@@ -487,11 +506,11 @@ def test_stand_ins_are_on_the_path_of_cpu_servers_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cpus", "replica", "tp", "threads", "expected"),
+    ("cpus", "place", "num_ranks", "threads", "expected"),
     [([0, 1], 0, 2, 1, "0|1"), (list(range(8)), 1, 2, 2, "4,5|6,7"), ([3, 5], 1, 2, 1, "3|5"), ([0], 0, 2, 4, "0|0")],
 )
-def test_cpu_binding_by_hand(cpus, replica, tp, threads, expected):
-    assert cpu_binding(cpus, replica=replica, tensor_parallel=tp, threads=threads) == expected
+def test_cpu_binding_by_hand(cpus, place, num_ranks, threads, expected):
+    assert cpu_binding(cpus, place=place, num_ranks=num_ranks, threads=threads) == expected
 
 
 # --- the watchdog, with small processes in a server's place -----------------------------------------------------------------------------

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.megatron_groups import Groups
-from parallel.weight_transfer import Bucket, Buffers, WeightBroadcaster, make_buckets, require_one_node
+from parallel.weight_transfer import Bucket, Buffers, WeightBroadcaster, make_buckets
 from rollout.records import Completion
 from rollout.sglang_control import ExpectedChecksums, SGLangControl
 from trainer.learner import Learner
@@ -71,12 +71,10 @@ class WeightSync:
         probe_tokens: int,
         timeout_s: float,
         samples_are_probes: bool = False,
+        address: str = "127.0.0.1",
     ):
-        """samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it.
-
-        Raises ValueError where the run is on several nodes.
-        """
-        require_one_node()
+        """samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it. address: of this rank's host, where
+        the servers reach it if it is a sender."""
         self._learner, self._control = learner, control
         self._dtype = getattr(torch, rollout_dtype)
         self._exact = rollout_dtype == "float32" and learner.engine.dtype == torch.float32
@@ -93,7 +91,7 @@ class WeightSync:
             # The control of rank 0 serves its own stage too.
             of_stage = control or SGLangControl(urls[0], tensor_parallel=tensor_parallel, timeout_s=timeout_s)
             with in_turn(learner.groups):
-                self._sender = StageSender(of_stage, tensor_parallel, backend, timeout_s)
+                self._sender = StageSender(of_stage, tensor_parallel, backend, timeout_s, address)
 
     def publish(self) -> SyncResult:
         """Send the current weights under the next version and prove that they are what the servers serve."""
@@ -195,11 +193,11 @@ class WeightSync:
 class StageSender:
     """One pipeline stage's line to all servers: a transfer group, and the requests that belong to it."""
 
-    def __init__(self, control: SGLangControl, tensor_parallel: int, backend: str, timeout_s: float):
+    def __init__(self, control: SGLangControl, tensor_parallel: int, backend: str, timeout_s: float, address: str = "127.0.0.1"):
         """Make the transfer group: the servers join (told over HTTP) while this process does."""
         self._control = control
         world_size = 1 + len(control.urls) * tensor_parallel
-        self._broadcaster = WeightBroadcaster(world_size=world_size, backend=backend, timeout_s=timeout_s)
+        self._broadcaster = WeightBroadcaster(world_size=world_size, backend=backend, timeout_s=timeout_s, address=address)
         joining = control.join_group(
             master_address=self._broadcaster.address,
             master_port=self._broadcaster.port,
