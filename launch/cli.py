@@ -1,9 +1,10 @@
 """The ``tandem`` command: arguments in, one exit code out. What the commands do is in ``launch/commands.py``.
 
-Exit codes: 0 done; 1 a role failed; 2 bad input, nothing was started; 130 interrupted.
+Exit codes: 0 done; 1 a role failed; 2 bad input, nothing was started; 75 stopped on request, can go on; 130 interrupted.
 """
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -74,6 +75,45 @@ def report(run: RunPath) -> None:
     from launch import commands
 
     commands.report(run)
+
+
+@app.command()
+def status(run: RunPath) -> None:
+    """What a run is doing: step, rate, time left, results, checkpoint, Slurm job, roles."""
+    from launch import commands
+    from launch.status import status as look
+
+    print(look(commands.existing_run(run)))
+
+
+@app.command()
+def logs(
+    run: RunPath,
+    role: Annotated[str | None, typer.Option(help="learn, sample, serve, sglang-0, slurm, ...; all if left out.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of the end of each log.")] = 20,
+) -> None:
+    """The ends of a run's logs, per role and node."""
+    from launch import commands
+    from launch.status import log_files, show_logs
+
+    show_logs(log_files(commands.existing_run(run), role), lines=lines, follow=follow)
+
+
+@app.command("check-cluster")
+def check_cluster(
+    config: Annotated[Path | None, typer.Argument(help="The config that is to run.", metavar="[CONFIG]")] = None,
+    overrides: Overrides = None,
+    folder: Annotated[Path | None, typer.Option(help="Shared by the nodes; launch.runs_dir if left out.", metavar="FOLDER")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="How many run this command; in a Slurm step they are known.")] = None,
+    node: Annotated[int | None, typer.Option(min=0, help="Which of them this is, from 0.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the others, and for a collective.")] = 60.0,
+) -> None:
+    """What keeps a first job on a cluster from running: drivers, limits, shared folder, ports, interfaces. One call per node:
+    srun --nodes 4 --ntasks-per-node 1 tandem check-cluster CONFIG"""
+    from launch.check_cluster import check_cluster as check
+
+    check(config, overrides or [], folder=folder, num_nodes=nodes, node=node, timeout_s=timeout)
 
 
 @app.command()
@@ -219,6 +259,7 @@ def main() -> None:
     check_packages()
     from configs.loader import ConfigError
     from launch.checks import BadInput
+    from launch.stopping import RunStopped
     from launch.supervisor import Interrupted, RoleFailed
 
     try:
@@ -229,6 +270,9 @@ def main() -> None:
     except RoleFailed as error:
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(1)
+    except RunStopped as stop:
+        print(f"tandem: {stop}", file=sys.stderr)
+        sys.exit(os.EX_TEMPFAIL)
     except Interrupted:
         print("tandem: interrupted; every process of the run has ended", file=sys.stderr)
         sys.exit(130)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import LayoutConfig, as_overrides, layout_text
-from launch import checks, roles, run_folder
+from launch import checks, roles, run_folder, stopping
 from launch.checks import BadInput
 from launch.placement import serve_roles
 from launch.run_folder import RunFolder
@@ -43,13 +43,21 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> 
     checks.check_gpus(config_path, learner=config.layout.world_size, servers=config.rollout)
     folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
-    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
+    with Supervisor(grace_s=config.launch.stop_grace_s, ending=stopping.ending(folder)) as supervisor:
         start_sampling(supervisor, folder, config)
         supervisor.start(role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True))
         _wait_ready(supervisor, folder, config)
-        supervisor.wait_until_done("learn")
+        outcome = stopping.wait_for_learner(supervisor, folder, timeout_s=config.launch.stop_timeout_s)
+    if isinstance(outcome, stopping.Stopped):
+        raise stopping.RunStopped(_how_to_go_on(folder, outcome))
     _print_result(folder)
     return folder
+
+
+def _how_to_go_on(folder: RunFolder, outcome: stopping.Stopped) -> str:
+    if outcome.step == 0:
+        return f"stopped before the first step was complete, on request; start again with `tandem train {folder.config}`"
+    return f"stopped after step {outcome.step} on request; go on with `tandem train {folder.config} resume={folder.path}`"
 
 
 def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> Path | None:

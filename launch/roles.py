@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -29,6 +29,7 @@ from configs.schema.objective import KLConfig
 from launch.addresses import own_address, role_environment
 from launch.placement import serve_roles, servers_on
 from launch.run_folder import RunFolder, wait_for_servers
+from launch.stopping import StopListener, Stopped, report_stopped
 from launch.supervisor import end_with_parent, kill
 from rollout.server_share import ServerShare
 
@@ -125,31 +126,45 @@ def sample(folder: RunFolder) -> None:
 def learn(folder: RunFolder) -> None:
     """One Megatron rank (torchrun sets RANK, WORLD_SIZE, MASTER_ADDR): build everything, train, export."""
     began = time.perf_counter()
+    import torch.distributed as dist
+
     from launch.summary import write_summary
-    from trainer.loop import evaluate_before, train
+    from trainer.interruption import INTERRUPTIONS, StopRequested
+    from trainer.loop import evaluate_before, saved_where_interrupted, train
     from trainer.report import write_report
 
-    # The supervisor ends ranks with SIGTERM; as an exception it lets the tracker say that the run was killed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run = build_run(folder)
+    listener = StopListener(folder, is_first_rank=os.environ.get("RANK", "0") == "0")
+    run = build_run(folder, listener.reason)
+    if run.learner.is_first_rank:
+        folder.announce("learn", {"pid": os.getpid(), "host": socket.gethostname()})
     gc.freeze()  # what start-up made lives as long as the run: walking through it again and again would cost a tenth of a second each time
-    # As a context manager the tracker closes with FINISHED, FAILED or KILLED, by the way out.
-    with run.tracker or contextlib.nullcontext():
-        compare_engines(run)
-        started = time.perf_counter()
-        evaluate_before(run)
-        train(run)
-        run.weight_sync.probe(run.config.rollout.temperature)  # of the last update, which nothing was sampled from
-        trained = time.perf_counter()
-        run.learner.save_hf(folder.hf)
-        if run.tracker is not None:
-            write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
-            for artifact in (write_report(folder.path), folder.figures, folder.summary):
-                run.tracker.artifact(artifact)
+    try:
+        # As a context manager the tracker closes with FINISHED, FAILED or KILLED, by the way out.
+        with run.tracker or contextlib.nullcontext():
+            with saved_where_interrupted(run):
+                compare_engines(run)
+                started = time.perf_counter()
+                evaluate_before(run)
+                train(run)
+                run.weight_sync.probe(run.config.rollout.temperature)  # of the last update, which nothing was sampled from
+            trained = time.perf_counter()
+            run.learner.save_hf(folder.hf)
+            if run.tracker is not None:
+                write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
+                for artifact in (write_report(folder.path), folder.figures, folder.summary):
+                    run.tracker.artifact(artifact)
+    except INTERRUPTIONS as interruption:
+        is_stop = isinstance(interruption, StopRequested)
+        if is_stop and run.learner.is_first_rank:
+            report_stopped(folder, Stopped(step=run.checkpointer.complete, reason=str(interruption)))
+        dist.barrier()  # the first rank has closed its tracker: torchrun ends the others as soon as one of them has failed
+        if is_stop:
+            _exit_now(0)  # the sample role may be busy for long with what nobody takes any more: the supervisor ends it
+        raise
     end_run(run)
 
 
-def build_run(folder: RunFolder) -> "Run":
+def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lambda: None) -> "Run":
     """Everything that ``train`` needs on this rank, resumed where the run folder holds a checkpoint."""
     from parallel.platform import collective_backend, init_distributed
     from trainer.learner import Learner
@@ -166,7 +181,7 @@ def build_run(folder: RunFolder) -> "Run":
     remote, control = None, None
     if learner.is_first_rank:
         remote, control = _connect(folder, config)
-    sampler = SharedSampler(remote)
+    sampler = SharedSampler(remote, stop_requested)
     checkpointer = Checkpointer(folder.checkpoints, config.checkpoint)
     progress = checkpointer.restore(learner, sampler)
     resumed_from = progress.step if progress else None
@@ -196,6 +211,7 @@ def build_run(folder: RunFolder) -> "Run":
         # Last: once it is open, whoever fails has to close it.
         tracker=Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None,
         first_step=1 if resumed_from is None else resumed_from + 1,
+        evaluation_owed=progress is not None and progress.evaluation_owed,
     )
 
 

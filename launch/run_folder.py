@@ -99,6 +99,8 @@ class RunFolder:
     def claim(self) -> None:
         """Make this process the one that runs the folder; the lock goes with the process.
 
+        Where an earlier attempt ended before its first checkpoint, the run begins anew, and what that attempt logged is put aside.
+
         Raises:
             BlockingIOError: another process is running it.
         """
@@ -107,6 +109,9 @@ class RunFolder:
         fcntl.flock(self._held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         for file in (self.path / "roles").glob("*.*"):
             file.unlink()
+        metrics = self.path / "metrics.jsonl"
+        if metrics.exists() and self.newest_checkpoint() is None:
+            metrics.replace(self.path / "metrics.lost.jsonl")
 
     def announce(self, role: str, address: dict) -> None:
         """Tell the other roles where ``role`` listens; the file appears whole or not at all."""

@@ -30,7 +30,7 @@ import zmq.asyncio
 from configs.schema import RunConfig
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
-from rollout.client import ClientStats, GenerationClient, GenerationError
+from rollout.client import ClientStats, GenerationClient, GenerationError, RolloutError
 from rollout.records import Completion, FinishReason, Group, Prompt, Score, Trajectory, TrajectoryStatus
 from rollout.rewards import RewardModelError, Scorer, WorkerStartError
 from rollout.sglang_client import SGLangClient
@@ -47,7 +47,7 @@ MAX_LOGGED_FAILURES = 8
 LAST_REPLY_LINGER_MS = 1000
 
 
-class SamplingError(RuntimeError):
+class SamplingError(RolloutError):
     """Groups or an evaluation could not be produced; the message says why."""
 
 

@@ -31,7 +31,7 @@ from rollout.records import Completion, FinishReason
 from rollout.server_share import ServerShare, on_one_machine
 from rollout.sglang_client import SGLangClient
 from rollout.sglang_command import check_server_args, choose_ports, cpu_binding, server_command, server_environment
-from rollout.sglang_control import ControlError, SGLangControl
+from rollout.sglang_control import ControlError, Served, SGLangControl
 from rollout.sglang_server import ServerDied, ServerFleet, check_gpus, check_gpus_of, visible_gpus
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.weight_checksums import expected_checksums
@@ -632,8 +632,11 @@ def reference_logprobs(model, prompt_ids: list[int], token_ids: list[int], tempe
     return torch.log_softmax(logits / temperature, -1)[torch.arange(len(token_ids)), token_ids].tolist()
 
 
-def send(control: SGLangControl, model, *, version: int, tensor_parallel: int = 1) -> None:
-    """The whole update as ``sglang_control`` describes it, with this process as rank 0 of a gloo group of its own."""
+def send(control: SGLangControl, model, *, version: int, tensor_parallel: int = 1) -> Served:
+    """The whole update as ``sglang_control`` describes it up to ``resume``, with this process as rank 0 of a gloo group of its own.
+
+    No answer is waited for before the last request is sent: the server takes them one after the other.
+    """
     broadcaster = WeightBroadcaster(world_size=1 + tensor_parallel * len(control.urls), backend="gloo", timeout_s=60)
     try:
         joining = control.join_group(
@@ -645,18 +648,19 @@ def send(control: SGLangControl, model, *, version: int, tensor_parallel: int = 
         )
         broadcaster.join(check=joining.raise_if_failed)
         joining.wait()
-        control.begin_update()
-        count = 0
+        pending = [control.open_update()]
         for bucket in make_buckets(model.named_parameters(), dtype=torch.float32, max_bytes=2**20):
             receiving = control.receive_bucket(
                 names=bucket.names, dtype="float32", shapes=bucket.shapes, version=version if bucket.is_last else None
             )
-            broadcaster.start(bucket).wait(check=receiving.raise_if_failed)
-            receiving.wait()
-            count += 1
-        assert count > 1
-        control.end_update()
+            pending.append(receiving)
+            broadcaster.start(bucket).wait(check=lambda: [answer.raise_if_failed() for answer in pending])
+        assert len(pending) > 2
+        served = control.close_update(with_checksums=True)
+        for answer in pending:
+            answer.wait()
         control.leave_group()
+        return served
     finally:
         broadcaster.close()
 
@@ -730,10 +734,9 @@ def test_an_update_in_the_middle_of_a_response_is_exact_token_by_token(fleet, co
             sent = models[(old + 1) % 2]
             response = thread.submit(asking.probe, prompt, max_new_tokens=240, temperature=1.3)
             wait_until_running(control.urls[0], response)
-            control.pause()
-            send(control, sent, version=old + 1)
-            assert control.versions() == [old + 1]
-            assert control.checksums() == [expected_checksums(sent.named_parameters())]
+            served = send(control, sent, version=old + 1)
+            assert served.versions == control.versions() == [old + 1]
+            assert served.checksums == control.checksums() == [expected_checksums(sent.named_parameters())]
             control.resume()
             (completion,) = response.result()
             if len(set(completion.token_versions)) == 2:
@@ -760,7 +763,6 @@ def wait_until_running(url: str, response: Future, timeout_s: float = 60.0) -> N
 def test_a_probe_after_an_update_agrees_with_the_sent_model_and_not_with_the_old_one(control, models):
     version = control.versions()[0] + 1
     sent, old = models[version % 2], models[(version + 1) % 2]
-    control.pause()
     send(control, sent, version=version)
     control.resume()
     (completion,) = control.probe([3, 4, 5, 6], max_new_tokens=12, temperature=0.7)
@@ -778,9 +780,7 @@ def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path):
         fleet.wait_healthy(300)
         with SGLangControl(fleet.urls, tensor_parallel=2, timeout_s=60) as control:
             before = control.checksums()[0]
-            control.pause()
-            send(control, models[1], version=1, tensor_parallel=2)
-            after = control.checksums()[0]
+            (after,) = send(control, models[1], version=1, tensor_parallel=2).checksums
             control.resume()
             assert {name.split("/")[0] for name in after} == {"rank0", "rank1"}
             assert all(after[name] != before[name] for name in after if "proj" in name)

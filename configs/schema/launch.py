@@ -62,6 +62,8 @@ class LaunchConfig(Schema):
     """Of torch.distributed and of the weight broadcast; ranks wait in a collective while rank 0 waits for samples."""
     stop_grace_s: PositiveFloat = 10.0
     """Between SIGTERM and SIGKILL to a role's process group."""
+    stop_timeout_s: PositiveFloat = 600.0
+    """From a request to stop (SIGTERM or SIGUSR1 to ``tandem train``) to the learner's end, its checkpoint written; then all are ended."""
 
     @model_validator(mode="after")
     def _colocated_on_the_same_nodes(self):
