@@ -7,12 +7,13 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.slurm.cluster import ADDRESSES, Cluster, slurm_on_two_hosts, two_hosts
+from tests.slurm.cluster import ADDRESSES, HOSTS, Cluster, slurm_on_two_hosts, two_hosts
 from tests.slurm.runs import RECIPE, SETTINGS, assert_whole, checkpoints_of, steps_of, submit, wait_for_steps
 
 STEPS = 9
@@ -92,6 +93,10 @@ def test_by_the_commands_of_prepare(tmp_path):
 def test_through_slurm(tmp_path):
     with slurm_on_two_hosts() as cluster:
         cluster.tandem("make-tiny-model", "model", cwd=tmp_path)
+        check = [sys.executable, "-m", "launch", "check-cluster", RECIPE, *SETTINGS]
+        said = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *check, cwd=tmp_path, timeout_s=120)
+        assert all(f"{host}: nothing found that would keep a run from working" in said for host in HOSTS), said
+
         job, run = submit(cluster, tmp_path, *SLOW)
         wait_for_steps(cluster, job, run, 3)
         assert cluster.steps(job).items() >= {"learn-0": "hosta", "sample": "hosta", "serve-0": "hostb"}.items()
