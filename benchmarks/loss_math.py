@@ -5,8 +5,8 @@
 
 Targets: a speedup of at least 3, a memory ratio of at most 1/3. Before anything is timed, loss, gradient, weights, mask and every metric of
 both are compared (relative 1e-6). Times: CPU seconds of the one thread, since others may share the machine, and the wall clock beside them;
-all sides in one process, in turn. Memory: each side in a process of its own; the sum of what torch's allocator handed out and has not got
-back, from the events of its profiler, and beside it the growth of the peak resident memory.
+all sides in one process, in turn, which keeps the memory that it frees. Memory: each side in a process of its own; the sum of what torch's
+allocator handed out and has not got back, from the events of its profiler, and beside it the growth of the peak resident memory.
 
 Packed sequences hold their prompt, off the mask, as the trainer's do; padded tensors hold responses alone, as is usual. Both sides
 replace what is off the mask, even NaN; a third side, padded too, trusts that its padding is zero already.
@@ -42,7 +42,7 @@ from configs.schema.objective import ClippedObjective, EntropyConfig, KLConfig  
 from parallel.packing import PackedBatch  # noqa: E402
 from tests.reference import padded  # noqa: E402
 from trainer import correction as packed_correction  # noqa: E402
-from trainer.aggregation import aggregation_weights, count_valid  # noqa: E402
+from trainer.aggregation import GlobalCounts, aggregation_weights  # noqa: E402
 from trainer.correction import correct  # noqa: E402
 from trainer.metrics import values  # noqa: E402
 from trainer.policy_loss import policy_loss  # noqa: E402
@@ -67,6 +67,7 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=41)
     options.add_argument("--median-length", type=int, default=CONFIG["median_length"], help="of the lognormal, in tokens")
+    options.add_argument("--return-memory", action="store_true", help="leave it to malloc when freed memory goes back to the system")
     options.add_argument("--memory-of",  help="(internal) measure one side's memory in this process")
     given = options.parse_args()
     torch.set_num_threads(1)
@@ -74,8 +75,11 @@ def main() -> None:
     if given.memory_of:
         print(json.dumps(peak_memory(sides[given.memory_of])))
         return
+    if not given.return_memory:
+        keep_freed_memory()
     check_agreement(given.median_length)
     config = CONFIG | {"median_length": given.median_length, **describe(lengths(given.median_length))}
+    config["freed_memory"] = "returned as malloc does" if given.return_memory else "kept"
     seconds, wall = alternate(sides, rounds=5 if given.quick else given.rounds)
     shares = {name: statistics.median(column) for name, column in parts_of_packed(given.median_length, rounds=11).items()}
     memory = {side: memory_of(side, given.median_length) for side in sides}
@@ -199,7 +203,7 @@ def run_packed(batch: PackedBatch, current_T: Tensor, entropy_T: Tensor):
 
 
 def with_loss_weights(batch: PackedBatch, correction: packed_correction.Correction) -> PackedBatch:
-    counts = count_valid(correction.keep_T, batch.cu_seqlens)
+    counts = GlobalCounts.of(correction.kept_S)
     aggregation_T = aggregation_weights(correction.keep_T, batch.cu_seqlens, mode="token_mean", constant=None, counts=counts)
     return batch.with_fields(importance_weights_T=correction.weights_T, aggregation_T=aggregation_T)
 
@@ -278,6 +282,14 @@ def check_agreement(median: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------------ measurements
+
+
+def keep_freed_memory() -> None:
+    """Else glibc gives what is free at the end of its heap back to the system and fetches it anew, page by page, in the next run: that
+    costs the padded side alone, whose tensors are larger, and as much as other load on the machine has it."""
+    trim_threshold, mmap_threshold = -1, -3  # names of mallopt(3)
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(mmap_threshold, 2**25) and libc.mallopt(trim_threshold, 2**31 - 1)
 
 
 def alternate(sides: dict[str, Callable[[], None]], *, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

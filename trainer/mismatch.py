@@ -13,14 +13,14 @@ Sources: formulas of rollout correction (Y. Li, 2025), section 4; F. Yao et al.,
 off-policy RL training" (2025) for dp per response, the sign of k1 and the reward under the learner's policy.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from trainer.kl import LOG_RATIO_BOUND, bounded
 from trainer.metrics import Metric, Metrics, Reduction
-from trainer.segments import max_per_sequence, sum_per_sequence, valid_tokens
+from trainer.segments import max_per_sequence, owners, sum_per_sequence, valid_tokens
 
 LENGTH_EDGES = (64, 256, 1024, 4096)
 """Upper edges, in tokens, of the buckets of response length and of position in the response (from 1); the last bucket is open."""
@@ -83,7 +83,8 @@ def mismatch_metrics(
     bounds_P = _boundaries(counts_RB.flatten())
     gap_RB, k3_RB = (sum_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N))
     sums_XRB = torch.stack([counts_RB.to(torch.float64), gap_RB, k3_RB])
-    maxima_XRB = torch.stack([max_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)])
+    owners_N = owners(bounds_P, gap_N.device)
+    maxima_XRB = torch.stack([max_per_sequence(x_N, bounds_P, owners_N).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)])
     sums_XB, maxima_XR = sums_XRB.sum(1), maxima_XRB.amax(2)
     count, gap_sum, k3_sum = sums_XB.sum(1).tolist()
     metrics |= {
@@ -132,28 +133,28 @@ def weight_metrics(
     return metrics | _weight_spreads("", "ess_bounded", _float64_copy(weights_N), bounds_R)
 
 
-def rejection_metrics(name: str, passed_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
-    """What one rule (or ``total``, all of them together) rejected, from each sequence's response tokens: those that passed, and all.
+def rejection_metrics(passed_S: Mapping[str, Tensor], kept_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
+    """What each rule rejected, and all of them together (``total``), from each sequence's numbers of response tokens: those that passed
+    the rule of that name, those that are kept, and all.
 
     mismatch/rejected/NAME/tokens              share of the response tokens that did not pass
     mismatch/rejected/NAME/sequences           share of the responses of which no token passed
     mismatch/rejected/NAME/touched_sequences   share of the responses of which some token did not pass
+    mismatch/kept_fraction                     share of the response tokens that are kept
     """
-    touched_S = passed_S < valid_S
-    counts = torch.stack([valid_S, passed_S, valid_S > 0, touched_S & (passed_S == 0), touched_S])
-    tokens, passed, responses, rejected, touched = counts.sum(1).tolist()
-    return {
-        f"mismatch/rejected/{name}/tokens": Metric.quotient(tokens - passed, tokens),
-        f"mismatch/rejected/{name}/sequences": Metric.quotient(rejected, responses),
-        f"mismatch/rejected/{name}/touched_sequences": Metric.quotient(touched, responses),
-    }
-
-
-def kept_metrics(kept_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
-    """All rules and the veto together: ``rejection_metrics`` under the name ``total``, and mismatch/kept_fraction of the tokens."""
-    metrics = rejection_metrics("total", kept_S, valid_S)
-    rejected, tokens = metrics["mismatch/rejected/total/tokens"].parts
-    return metrics | {"mismatch/kept_fraction": Metric.quotient(tokens - rejected, tokens)}
+    passed_XS = torch.stack([*passed_S.values(), kept_S])
+    touched_XS = passed_XS < valid_S
+    rejected_XS = touched_XS & (passed_XS == 0)
+    counts_X = torch.stack([passed_XS, rejected_XS, touched_XS]).sum(2).T.tolist()
+    tokens, responses = valid_S.sum().item(), torch.count_nonzero(valid_S).item()
+    metrics = {"mismatch/kept_fraction": Metric.quotient(counts_X[-1][0], tokens)}
+    for name, (passed, rejected, touched) in zip([*passed_S, "total"], counts_X, strict=True):
+        metrics |= {
+            f"mismatch/rejected/{name}/tokens": Metric.quotient(tokens - passed, tokens),
+            f"mismatch/rejected/{name}/sequences": Metric.quotient(rejected, responses),
+            f"mismatch/rejected/{name}/touched_sequences": Metric.quotient(touched, responses),
+        }
+    return metrics
 
 
 def veto_metrics(below_S: Tensor) -> dict[str, Metric]:
@@ -244,16 +245,15 @@ def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
 def _perplexities(train_N: Tensor, rollout_N: Tensor, bounds_R: Tensor) -> dict[str, Metric]:
     lengths_R = bounds_R.diff().to(train_N.device)
     train_R, rollout_R = (sum_per_sequence(x_N, bounds_R) for x_N in (train_N, rollout_N))
-    log_ratio_R = train_R - rollout_R
-    diff_R = -log_ratio_R / lengths_R
-    log_ppl_R = torch.stack([-train_R / lengths_R, -rollout_R / lengths_R, diff_R])
-    low, high = (x.item() for x in torch.aminmax(diff_R))
+    sums_XR = torch.stack([train_R, rollout_R, train_R - rollout_R])
+    log_ppl_XR = sums_XR.neg() / lengths_R
+    diff_R = log_ppl_XR[2]
+    names = ("ppl_train", "ppl_rollout", "ppl_ratio", "log_ppl_diff_mean", "log_ppl_diff_abs", "chi2_sequence")
+    chi2_R = torch.expm1(2 * bounded(sums_XR[2]))
     return {
-        **_means(("ppl_train", "ppl_rollout", "ppl_ratio"), bounded(log_ppl_R).exp()),
-        **_means(("log_ppl_diff_mean", "log_ppl_diff_abs"), torch.stack([diff_R, diff_R.abs()])),
-        "log_ppl_diff_max": Metric(reduction=Reduction.MAX, parts=(high,)),
-        "log_ppl_diff_min": Metric(reduction=Reduction.MIN, parts=(low,)),
-        "chi2_sequence": Metric.mean(torch.expm1(2 * bounded(log_ratio_R))),
+        **_means(names, torch.stack([*bounded(log_ppl_XR).exp(), diff_R, diff_R.abs(), chi2_R])),
+        "log_ppl_diff_max": Metric.max(diff_R),
+        "log_ppl_diff_min": Metric.min(diff_R),
     }
 
 
