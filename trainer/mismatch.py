@@ -14,6 +14,7 @@ off-policy RL training" (2025) for dp per response, the sign of k1 and the rewar
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ def mismatch_metrics(
         return {}
     train_N, rollout_N = _float64_copy(train_N), _float64_copy(rollout_N)
     log_ratio_N = train_N - rollout_N
-    metrics = _perplexities(train_N, rollout_N, bounds_R)
+    metrics = _perplexities(train_N, rollout_N, bounds_R, lengths_R.to(train_N.device))
     gap_N, of_probabilities = _probability_gaps(train_N, rollout_N)
     k3_N, of_ratio = _ratios(log_ratio_N)
     del train_N, rollout_N, log_ratio_N
@@ -205,7 +206,7 @@ def _boundaries(lengths: Tensor) -> Tensor:
 
 def _lengths_by_position(lengths_R: Tensor) -> Tensor:
     """How many tokens of each response lie in each bucket of positions. [R] -> [R, B], rows add up to the lengths."""
-    edges = torch.tensor([0, *LENGTH_EDGES, torch.iinfo(torch.int64).max])
+    edges = _edges((0, *LENGTH_EDGES, torch.iinfo(torch.int64).max), torch.int64)
     return torch.minimum(lengths_R[:, None], edges).diff(dim=1)
 
 
@@ -242,8 +243,7 @@ def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
     }
 
 
-def _perplexities(train_N: Tensor, rollout_N: Tensor, bounds_R: Tensor) -> dict[str, Metric]:
-    lengths_R = bounds_R.diff().to(train_N.device)
+def _perplexities(train_N: Tensor, rollout_N: Tensor, bounds_R: Tensor, lengths_R: Tensor) -> dict[str, Metric]:
     train_R, rollout_R = (sum_per_sequence(x_N, bounds_R) for x_N in (train_N, rollout_N))
     sums_XR = torch.stack([train_R, rollout_R, train_R - rollout_R])
     log_ppl_XR = sums_XR.neg() / lengths_R
@@ -272,15 +272,15 @@ def _means(names: Sequence[str], rows: Tensor) -> dict[str, Metric]:
     return {name: Metric.quotient(total, rows.shape[1]) for name, total in zip(names, rows.sum(1).tolist(), strict=True)}
 
 
-def _shares(name: str, values_R: Tensor, edges: Sequence[float]) -> Metrics:
-    bins_R = torch.bucketize(values_R.cpu(), torch.tensor(edges, dtype=torch.float64))
+def _shares(name: str, values_R: Tensor, edges: tuple[float, ...]) -> Metrics:
+    bins_R = torch.bucketize(values_R.cpu(), _edges(edges, torch.float64))
     counts = torch.bincount(bins_R, minlength=len(edges) + 1).tolist()
     return {f"{name}/{label}": Metric.quotient(count, values_R.numel()) for label, count in zip(_labels(edges), counts, strict=True)}
 
 
 def _by_length(sums_XR: Tensor, maxima_XR: Tensor, lengths_R: Tensor) -> tuple[Tensor, Tensor]:
     """Sums and maxima of responses to those of the buckets of their lengths. [X, R] -> [X, B], each"""
-    bucket_R, buckets = torch.bucketize(lengths_R, torch.tensor(LENGTH_EDGES)), len(LENGTH_EDGES) + 1
+    bucket_R, buckets = torch.bucketize(lengths_R, _edges(LENGTH_EDGES, torch.int64)), len(LENGTH_EDGES) + 1
     sums_XB = sums_XR.new_zeros(len(sums_XR), buckets).index_add(1, bucket_R, sums_XR)
     lowest_XB = maxima_XR.new_full((len(maxima_XR), buckets), -torch.inf)
     return sums_XB, lowest_XB.scatter_reduce(1, bucket_R.expand_as(maxima_XR), maxima_XR, "amax")
@@ -301,7 +301,14 @@ def _by_bucket(name: str, sums_XB: Tensor, maxima_XB: Tensor) -> dict[str, Metri
     return metrics
 
 
-def _labels(edges: Sequence[float]) -> list[str]:
+@cache
+def _edges(edges: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+    """On the CPU; not to be written to."""
+    return torch.tensor(edges, dtype=dtype)
+
+
+@cache
+def _labels(edges: tuple[float, ...]) -> list[str]:
     return [f"le_{edge:g}" for edge in edges] + [f"over_{edges[-1]:g}"]
 
 
