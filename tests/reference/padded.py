@@ -199,6 +199,7 @@ def policy_loss(
     held_BL = torch.where(dual_BL, dual_clip, fixed_BL.clamp(1 - clip_low, 1 + clip_high))
     loss_BL = -advantages_BL * torch.where(clipped_BL | dual_BL, held_BL, ratio_BL)
     loss = (loss_BL * torch.where(keep_BL, correction.weights_BL, 0.0)).sum() / max(kept, 1)
+    del held_BL, loss_BL
     kept_ratio_BL = torch.where(keep_BL, fixed_BL, 0.0)
     with torch.no_grad():
         metrics = {
