@@ -18,7 +18,7 @@ setup(
         "trainer",
     ],
     package_data={
-        "configs": ["recipes/*.yaml", "debug/*.yaml"],
+        "configs": ["recipes/*.yaml", "recipes/*/*.yaml", "debug/*.yaml"],
         "rollout": ["cpu_stand_ins/**/*.py"],
         "trainer": ["*.html"],
         "launch": ["*.sh"],

@@ -1,13 +1,14 @@
 """YAML files and command-line overrides into one validated config, with errors that say where and how to fix them.
 
-    layers          file named by `extends` (left to right, depth first)  <  the file itself  <  `key.sub=value` overrides
+    layers          file named by `extends` (left to right, depth first)  <  the file itself  <  files of an override
+                    `extends=other.yaml`  <  the other `key.sub=value` overrides
     merge           mappings merge deeply, everything else (lists, null, scalars) replaces
     validation      pydantic, strict: "8" is not 8, 8.0 is not 8, true is not 1.0
 
 Rules that are not obvious:
 - YAML is read by the core schema of YAML 1.2: `1e-4` is a number, `on`, `yes` and `2024-01-01` are text, a repeated key is an error;
   `90_000` is read as 90000.
-- `extends` is relative to the file that holds it. Paths *inside* a config are relative to the current working directory.
+- `extends` is relative to the file that holds it; as an override, to the current working directory, like every path *inside* a config.
 - A block of several variants (`task`, `correction.weight`, `data`) whose `type` (or `level`) is changed by a later layer starts
   afresh: keys that earlier layers gave the other variant are dropped. All overrides together are one layer, so their order does not
   matter. A block without its `type` has that of the default. The root's `kind` cannot be changed by a later layer.
@@ -55,18 +56,20 @@ def load_config(
     """The config of a YAML file (with what it extends) and dotted overrides.
 
     path: relative to the current folder, like every path inside the config.
-    overrides: ``key.sub=value``, the value read as YAML.
+    overrides: ``key.sub=value``, the value read as YAML; ``extends=FILE`` lays a further file (or a list of them) over the first.
     files: also check that the files the config names exist (``check_files``), with the line that names them.
     check: what more is wrong with a valid config; each finding becomes a problem, with the lines that set its fields.
     notes: a list to which is added how the block of another system (``correction.verl``) was understood, one line per key.
     Raises ConfigError with every problem found.
     """
+    unreadable: list[Problem] = []
     problems: list[Problem] = []
-    layers = _read_file(Path(path), (), COMMAND_LINE, problems)
-    unreadable = bool(problems)
     override_layer = _read_overrides(overrides, problems)
+    layers = _read_file(Path(path), (), COMMAND_LINE, unreadable, field="CONFIG")
+    for name, at in _extended_names(override_layer.data.pop("extends", Value([], COMMAND_LINE)), unreadable):
+        layers += _read_file(Path(name), (), at, unreadable)
     if unreadable:
-        raise ConfigError(problems)
+        raise ConfigError([*unreadable, *problems])
     layers, understood = expand([*layers, override_layer] if override_layer.data else layers, problems)
     if notes is not None:
         notes += understood
@@ -148,13 +151,13 @@ def _merge(lower: Value, upper: Value, shape: Shape) -> Value:
 # --------------------------------------------------------------------------------------------------------------------- files
 
 
-def _read_file(path: Path, named_by: tuple[Path, ...], where: str, problems: list[Problem]) -> list[Value]:
+def _read_file(path: Path, named_by: tuple[Path, ...], where: str, problems: list[Problem], field: str = "extends") -> list[Value]:
     """The layers of a file, lowest first: those that it extends, then its own. Problems are added to the list.
 
-    named_by: the files that led here by their ``extends``; where: the line that names this one.
+    named_by: the files that led here by their ``extends``; where, field: what names this one.
     """
     try:
-        own = _own_layer(path, named_by, where)
+        own = _own_layer(path, named_by, where, field)
     except ConfigError as error:
         problems += error.problems
         return []
@@ -165,19 +168,20 @@ def _read_file(path: Path, named_by: tuple[Path, ...], where: str, problems: lis
     return [layer for name, at in bases for layer in _read_file(path.parent / name, chain, at, problems)] + [own]
 
 
-def _own_layer(path: Path, named_by: tuple[Path, ...], where: str) -> Value:
+def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -> Value:
     """What the file itself holds, ``extends`` included. Raises ConfigError."""
-    field = "extends" if named_by else "CONFIG"
     if path.resolve() in [p.resolve() for p in named_by]:
         error = f"files extend each other: {' -> '.join(str(p) for p in (*named_by, path))}"
         raise ConfigError([Problem(where=where, field=field, value=str(path), error=error, fix="remove one of these extends")])
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([_unreadable(path, where, field, error)]) from error
+        relative = "the file that names it" if named_by else f"the current folder, {Path.cwd()}"
+        raise ConfigError([_unreadable(path, where, field, error, relative)]) from error
     own = read_yaml(text, str(path))
     if own is None or own.data is None:
-        fix = "fill it, or remove it from extends" if named_by else "write at least `model:` and `task:`, or `extends:` another file"
+        write = "write at least `model:` and `task:`, or `extends:` another file"
+        fix = "fill it, or remove it from extends" if field == "extends" else write
         raise ConfigError([Problem(where=str(path), field="(the whole file)", value="(empty)", error="the file is empty", fix=fix)])
     if not isinstance(own.data, dict):
         holds = "a list" if isinstance(own.data, list) else f"only the value {show(own.data)}"
@@ -198,11 +202,10 @@ def _extended_names(extends: Value, problems: list[Problem]) -> list[tuple[str, 
     return names
 
 
-def _unreadable(path: Path, where: str, field: str, error: OSError | UnicodeDecodeError) -> Problem:
+def _unreadable(path: Path, where: str, field: str, error: OSError | UnicodeDecodeError, relative: str) -> Problem:
     if isinstance(error, UnicodeDecodeError):
         wrong, fix = f"the file is not UTF-8 text (byte {error.start})", "save it as UTF-8"
     elif isinstance(error, FileNotFoundError):
-        relative = "the file that names it" if field == "extends" else f"the current folder, {Path.cwd()}"
         wrong, fix = f"no such file; names are relative to {relative}", close_file(path) or "correct the name"
     elif isinstance(error, IsADirectoryError):
         wrong, fix = "this is a folder, not a file", "name a YAML file in it"

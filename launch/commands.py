@@ -202,6 +202,11 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
         of_config = checks.load(config_path, [*overrides, HERE], RunConfig)
         configs = {layout_text(of_config.layout): of_config}
     first = next(iter(configs.values()))
+    if first.rollout.quantization != "none":
+        raise BadInput(
+            f"rollout.quantization={first.rollout.quantization}: what quantised servers hold is not what was sent, which is all that this "
+            "command compares; set rollout.quantization=none"
+        )
     try:
         for tp in tps:
             validate_rollout_layout(read_hf_config(first.model.path), tp)
@@ -226,7 +231,9 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
 
     def load(more: Sequence[str]) -> RunConfig:
         try:
-            return checks.load(config_path, [*overrides, *more, HERE], RunConfig)
+            config = checks.load(config_path, [*overrides, *more, HERE], RunConfig)
+            checks.check_served_as_saved(config, "mismatch")
+            return config
         except (ConfigError, BadInput) as error:
             raise ValueError(str(error)) from error
 

@@ -200,6 +200,7 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
         timeout_s=config.launch.collective_timeout_s,
         samples_are_probes=config.compares_samples,
         address=own_address(config.launch.nodes),
+        quantization=config.rollout.quantization,
     )
     return Run(
         config=config,
@@ -216,8 +217,8 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
 
 
 def compare_engines(run: "Run") -> None:
-    """Before the first step: the servers get a resumed run's weights, and must then give the learner's log-probs."""
-    if run.first_step > 1:
+    """Before the first step: the servers get the weights of a resumed run, or rounded ones, and must then give the learner's log-probs."""
+    if run.first_step > 1 or run.config.rollout.quantization == "fake_int8":
         run.weight_sync.restore()
     gap = run.weight_sync.probe(START_PROBE_TEMPERATURE)
     if run.tracker is not None:

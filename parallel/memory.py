@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from configs.schema.layout import LayoutConfig
+from configs.schema.rollout import Quantization
 from configs.schema.run import RunConfig, SftConfig
 from parallel.layout import Architecture, padded_vocab_size
 
@@ -306,7 +307,13 @@ class RolloutMemory:
 
 
 def rollout_memory(
-    architecture: Architecture, tensor_parallel: int, dtype: str, gpu_bytes: int, *, static_share: float | None = None
+    architecture: Architecture,
+    tensor_parallel: int,
+    dtype: str,
+    gpu_bytes: int,
+    *,
+    static_share: float | None = None,
+    quantization: Quantization = "none",
 ) -> RolloutMemory:
     """Memory of a server's rank: weights and cache share ``static_share`` of the GPU, SGLang's --mem-fraction-static.
 
@@ -314,26 +321,32 @@ def rollout_memory(
     t / 8 GiB for communication: 12.5 GiB + t / 8 GiB. Its tables for smaller GPUs and its CUDA graphs are simplified to: no more than 15 %
     of the GPU, beside the t / 8 GiB.
     Weights: all matrices over t, norms and router whole, key/value heads copied where there are fewer than ranks. A token of the cache:
-    a key and a value per layer, 2 L max(1, K / t) D numbers of the server's dtype.
+    a key and a value per layer, 2 L max(1, K / t) D numbers of the server's dtype. FP8 (of dense models): the layers' matrices have 1 byte
+    a number and 4 an output channel; while it starts, a server holds them in its dtype, before there is a cache.
     """
     a, t, b = architecture, tensor_parallel, BYTES[dtype]
     kv_heads = max(1, a.num_kv_heads // t)
     heads = (a.num_heads // t + 2 * kv_heads) * a.head_dim
-    attention = a.hidden_size * heads + (heads if a.qkv_bias else 0) + a.num_heads * a.head_dim * a.hidden_size // t
-    numbers = a.num_layers * (attention + 2 * a.hidden_size + (2 * a.head_dim if a.qk_norm else 0)) + a.hidden_size
+    matrices = a.num_layers * (a.hidden_size * heads + a.num_heads * a.head_dim * a.hidden_size // t)
+    others = (heads if a.qkv_bias else 0) + 2 * a.hidden_size + (2 * a.head_dim if a.qk_norm else 0)
+    others = a.num_layers * others + a.hidden_size
     for layer in range(a.num_layers):
         if a.experts and a.experts.is_sparse[layer]:
-            numbers += a.hidden_size * a.experts.num_experts
-            numbers += a.experts.num_experts * 3 * a.hidden_size * a.experts.intermediate_size // t
+            others += a.hidden_size * a.experts.num_experts
+            matrices += a.experts.num_experts * 3 * a.hidden_size * a.experts.intermediate_size // t
         else:
-            numbers += 3 * a.hidden_size * a.intermediate_size // t
-    numbers += padded_vocab_size(a.vocab_size, t) // t * a.hidden_size * (1 if a.tied else 2)
+            matrices += 3 * a.hidden_size * a.intermediate_size // t
+    others += padded_vocab_size(a.vocab_size, t) // t * a.hidden_size * (1 if a.tied else 2)
+    weights = (matrices + others) * b
+    if quantization == "fp8":
+        channels = a.num_layers * (heads + 2 * a.hidden_size + 2 * a.intermediate_size // t)
+        weights = matrices + 4 * channels + others * b
     by_default = min(12.5 * GIB, 0.15 * gpu_bytes) + t / 8 * GIB
     reserved = int(by_default if static_share is None else (1 - static_share) * gpu_bytes)
     return RolloutMemory(
-        weights=numbers * b,
+        weights=weights,
         reserved=reserved,
-        kv_cache=max(0, gpu_bytes - reserved - numbers * b),
+        kv_cache=max(0, gpu_bytes - reserved - weights),
         kv_bytes_per_token=2 * a.num_layers * kv_heads * a.head_dim * b,
     )
 

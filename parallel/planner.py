@@ -212,7 +212,8 @@ def _plans(architecture: Architecture, config: RunConfig, cluster: Cluster, work
 def _servers(architecture: Architecture, config: RunConfig, cluster: Cluster) -> list[tuple[int, RolloutMemory]]:
     share = static_share(config)
     sizes = [tp for tp in rollout_sizes(architecture) if _within_node(tp, cluster)]
-    return [(tp, rollout_memory(architecture, tp, config.rollout.dtype, cluster.gpu_bytes, static_share=share)) for tp in sizes]
+    of_config = {"static_share": share, "quantization": config.rollout.quantization}
+    return [(tp, rollout_memory(architecture, tp, config.rollout.dtype, cluster.gpu_bytes, **of_config)) for tp in sizes]
 
 
 def static_share(config: RunConfig) -> float | None:

@@ -43,9 +43,14 @@ OWNED_FLAGS = frozenset(
         "weight-version",
         "skip-tokenizer-init",
         "enable-fp32-lm-head",
+        "quantization",
+        "load-format",
+        "rl-quant-profile",
     }
 )
 """Flags that the schema's own fields or the design decide; ``server_args`` may not override them."""
+FP8_MODELS = ("qwen2", "qwen3")
+"""Model types whose loader SGLang 0.5.23 lets load new weights into FP8 ones (its ``supports_quantized_rl_reload``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +95,9 @@ def server_command(
         flags |= {"nnodes": share.num_nodes, "node-rank": share.node_rank, "dist-init-addr": meeting_point}
     if fp32_lm_head:
         flags["enable-fp32-lm-head"] = True
+    if config.quantization == "fp8":
+        # Without this loader SGLang quantises once, at start, and refuses what the learner sends.
+        flags |= {"quantization": "fp8", "load-format": "flash_rl"}
     if config.max_total_tokens is not None:
         flags["max-total-tokens"] = config.max_total_tokens
     if cuda:
@@ -192,5 +200,31 @@ def check_server_args(config: RolloutConfig) -> None:
         if name.startswith("-") or name.replace("_", "-") in OWNED_FLAGS:
             raise ValueError(
                 f"rollout.server_args: {name!r} cannot be set there; write names without dashes in front, and set the model, ports, "
-                "dtype, sizes and seed by their own config fields"
+                "dtype, quantization, sizes and seed by their own config fields"
             )
+
+
+def check_quantization(config: RolloutConfig, model_type: str) -> None:
+    """Whether SGLang can serve this kind of model so and take new weights for it.
+
+    Raises:
+        ValueError: FP8 of a model whose loader cannot.
+    """
+    if config.quantization == "fp8" and model_type not in FP8_MODELS:
+        raise ValueError(
+            f"rollout.quantization=fp8: SGLang cannot update a {model_type} model while it serves it in FP8, only models of type "
+            f"{' and '.join(FP8_MODELS)}; set rollout.quantization=none"
+        )
+
+
+def check_has_kernels(config: RolloutConfig, *, cuda: bool) -> None:
+    """Whether this machine's servers have the kernels that the config asks for.
+
+    Raises:
+        ValueError: they are on CPU, where SGLang has none for FP8.
+    """
+    if config.quantization == "fp8" and not cuda:
+        raise ValueError(
+            "rollout.quantization=fp8 needs NVIDIA GPUs, which SGLang has its FP8 kernels for; set rollout.quantization=none, or fake_int8 "
+            "for a quantised rollout without them"
+        )

@@ -21,7 +21,7 @@ import psutil
 
 from configs.schema.rollout import RolloutConfig
 from rollout.server_share import ServerShare, on_one_machine
-from rollout.sglang_command import LOOPBACK, Ports, check_server_args, choose_ports, server_command, server_environment
+from rollout.sglang_command import LOOPBACK, Ports, check_has_kernels, check_server_args, choose_ports, server_command, server_environment
 
 LOG_TAIL_LINES = 40
 HEALTH_POLL_S = 0.25
@@ -78,9 +78,10 @@ class ServerFleet:
             fp32_lm_head: the output projection runs in float32.
 
         Raises:
-            ValueError: ``server_args`` holds a flag that another field decides.
+            ValueError: ``server_args`` holds a flag that another field decides, or the config needs kernels that CPU lacks.
         """
         check_server_args(config)
+        check_has_kernels(config, cuda=cuda)
         self._config = config
         self._shares = on_one_machine(config.replicas, config.tp) if shares is None else list(shares)
         self._host, self._meeting_points = host, dict(meeting_points or {})

@@ -91,6 +91,20 @@ def test_two_files_may_extend_the_same_base(folder):
     assert (config.steps, config.seed) == (5, 6)
 
 
+def test_a_file_is_laid_over_another_on_the_command_line(folder):
+    write("a.yaml", "seed: 1\nsteps: 1\nname: a\n")
+    write("sub/c.yaml", "name: c\n")
+    write("sub/b.yaml", "extends: c.yaml\nsteps: 2\n")
+    top = write("sub/top.yaml", "extends: ../base.yaml\nseed: 9\nsteps: 9\n")
+    config = load_config(top, ["steps=3", "extends=[a.yaml, sub/b.yaml]"])  # relative to the current folder, whatever the order
+    assert (config.seed, config.steps, config.name, config.rollout.group_size) == (1, 3, "c", 4)
+    assert load_config(top, ["extends=a.yaml"]).steps == 1
+    problem = the_problem(top, ["extends=c.yaml"])
+    assert (problem.where, problem.field, problem.value) == ("command line", "extends", "c.yaml") and str(Path.cwd()) in problem.error
+    assert "must be the name of a file" in the_problem(top, ["extends=3"]).error
+    assert {p.field for p in problems_of(top, ["extends=gone.yaml", "nonsense"])} == {"extends", "(override)"}
+
+
 def test_overrides_are_one_layer(folder):
     flat = ["task.type=gsm8k", "task.train_path=x.jsonl"]
     expected = load_config("base.yaml", flat)

@@ -218,6 +218,18 @@ def test_a_server_by_hand():
     assert rollout_memory(architecture, 1, "bfloat16", 10 * GIB).tokens == 0
 
 
+def test_an_fp8_server_by_hand():
+    """Of Qwen2.5-7B, on one GPU: a byte for each number of the layers' matrices and 4 for each of their rows; the rest in 2 bytes."""
+    matrices, rows = 3584 * 36 * 128 + 3584 * 3584 + 3 * 3584 * 18944, 36 * 128 + 3584 + 2 * 18944 + 3584
+    others = 28 * (36 * 128 + 2 * 3584) + 3584 + 2 * 152064 * 3584
+    memory = rollout_memory(read_architecture(QWEN2), 1, "bfloat16", 80 * GIB, quantization="fp8")
+    assert memory.weights == 28 * (matrices + 4 * rows) + 2 * others
+    whole = rollout_memory(read_architecture(QWEN2), 1, "bfloat16", 80 * GIB)
+    assert whole.weights == 2 * (28 * matrices + others) and memory.kv_bytes_per_token == whole.kv_bytes_per_token
+    assert memory.kv_cache - whole.kv_cache == whole.weights - memory.weights
+    assert rollout_memory(read_architecture(QWEN2), 1, "bfloat16", 80 * GIB, quantization="fake_int8") == whole, "they are sent as bfloat16"
+
+
 def test_sizes_in_words():
     assert [size_text(size) for size in (0, 1023, 1536, 5 * GIB // 2, 100 * GIB, 2048 * GIB)] == [
         "0 B", "1023 B", "1.50 KiB", "2.50 GiB", "100 GiB", "2.00 TiB",

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from configs.schema.layout import LayoutConfig, layout_text
 from configs.schema.run import RunConfig
-from parallel.layout import fitting_layouts, read_architecture, validate_layout, validate_rollout_layout
+from parallel.layout import fitting_layouts, read_architecture, read_hf_config, validate_layout, validate_rollout_layout
 from parallel.memory import GIB, USABLE_SHARE, work_of, worst_stage
 from parallel.planner import (
     AMPLE,
@@ -36,23 +36,10 @@ from parallel.planner import (
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False}
-QWEN_7B = COMMON | {
-    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
-    "num_key_value_heads": 4, "intermediate_size": 18944,
-}  # fmt: skip
-QWEN_32B = COMMON | {
-    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 40,
-    "num_key_value_heads": 8, "intermediate_size": 27648,
-}  # fmt: skip
-QWEN_72B = COMMON | {
-    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
-    "num_key_value_heads": 8, "intermediate_size": 29568,
-}  # fmt: skip
-QWEN_235B = COMMON | {
-    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64,
-    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288, "num_experts": 128, "num_experts_per_tok": 8,
-    "moe_intermediate_size": 1536, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-}  # fmt: skip
+QWEN_7B, QWEN_32B, QWEN_72B, QWEN_235B = (
+    read_hf_config(ROOT / "tests" / "model_configs" / name)
+    for name in ("Qwen2.5-7B-Instruct", "Qwen2.5-32B", "Qwen2.5-72B-Instruct", "Qwen3-235B-A22B")
+)
 USABLE = 77.3e9
 
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -30,7 +31,16 @@ from rollout.client import GenerationError
 from rollout.records import Completion, FinishReason
 from rollout.server_share import ServerShare, on_one_machine
 from rollout.sglang_client import SGLangClient
-from rollout.sglang_command import check_server_args, choose_ports, cpu_binding, server_command, server_environment
+from rollout.sglang_command import (
+    FP8_MODELS,
+    Ports,
+    check_quantization,
+    check_server_args,
+    choose_ports,
+    cpu_binding,
+    server_command,
+    server_environment,
+)
 from rollout.sglang_control import ControlError, Served, SGLangControl
 from rollout.sglang_server import ServerDied, ServerFleet, check_gpus, check_gpus_of, visible_gpus
 from rollout.tiny_model import make_tiny_countdown_model
@@ -423,11 +433,34 @@ def test_the_users_flags_come_last_and_cannot_take_over_the_designs(tmp_path):
     assert "--enable-metrics" not in command
     assert (pairs["--device"], pairs["--dtype"], pairs["--random-seed"], pairs["--weight-version"]) == ("cpu", "float32", "7", "0")
     assert "--device" not in server_command(config, share=share, model_path=tmp_path, ports=ports, cuda=True, seed=5)
-    for name in ("port", "tp_size", "--dtype", "base_gpu_id", "nnodes", "dist_init_addr"):
+    for name in ("port", "tp_size", "--dtype", "base_gpu_id", "nnodes", "dist_init_addr", "quantization", "load-format"):
         with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
             check_server_args(RolloutConfig(server_args={name: 1}))
         with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
             ServerFleet(RolloutConfig(server_args={name: 1}), model_path=tmp_path, log_dir=tmp_path, threads=1, cuda=False, seed=0)
+
+
+def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
+    """The models are those of SGLang's own sources: whose file marks its loader so."""
+    models = Path(find_spec("sglang").submodule_search_locations[0]) / "srt" / "models"
+    assert {file.stem for file in models.glob("*.py") if "@supports_quantized_rl_reload" in file.read_text()} == set(FP8_MODELS)
+    fp8 = RolloutConfig(quantization="fp8")
+    plain, quantised, fake = (
+        server_command(config, share=on_one_machine(1, 1)[0], model_path=tmp_path, ports=Ports(http=1, nccl=2), cuda=True, seed=0)
+        for config in (RolloutConfig(), fp8, RolloutConfig(quantization="fake_int8"))
+    )
+    assert fake == plain
+    assert [x for x in quantised if x not in plain] == ["--quantization", "fp8", "--load-format", "flash_rl"]
+    for model_type in FP8_MODELS:
+        check_quantization(fp8, model_type)
+    for model_type in ("llama", "qwen3_moe", "mixtral"):
+        check_quantization(RolloutConfig(), model_type)
+        with pytest.raises(ValueError, match=f"cannot update a {model_type} model .* set rollout.quantization=none"):
+            check_quantization(fp8, model_type)
+    with pytest.raises(ValueError, match=r"rollout\.quantization=fp8 needs NVIDIA GPUs"):
+        ServerFleet(fp8, model_path=tmp_path, log_dir=tmp_path, threads=1, cuda=False, seed=0)
+    with pytest.raises(ValueError, match="quantization=fp8 computes with activations of 2 bytes, but dtype=float32"):
+        RolloutConfig(quantization="fp8", dtype="float32")
 
 
 def gpus_of(config: RolloutConfig, *, first_gpu: int, cuda: bool) -> list[range | None]:

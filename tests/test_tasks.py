@@ -14,8 +14,8 @@ import pytest
 from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask
 from rollout.rewards import countdown_reward
 from rollout.rewards.arithmetic import evaluate
+from rollout.tasks import check_task_files, generate_sft_examples, load_task, read_pairs
 from rollout.tasks import countdown as cd
-from rollout.tasks import generate_sft_examples, load_task, read_pairs
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
 
@@ -251,6 +251,53 @@ def test_jsonl_with_own_fields_numbers_and_heldout(tmp_path, tokenizer):
     assert [p.reference for p in task.train] == ["7", "7", "0.5"] and [p.reference for p in task.heldout] == ["x"]
     ids = [p.prompt_id for p in task.train]
     assert len(set(ids)) == 3 and ids[1] == f"{ids[0]}#2"
+
+
+def dapo_row(prompt=({"content": "30 + 4?", "role": "user"},), **changes) -> dict:
+    """As DAPO-Math-17k and AIME-2024 have it."""
+    return {
+        "data_source": "math_dapo", "prompt": list(prompt), "ability": "MATH", "reward_model": {"ground_truth": "34", "style": "rule"},
+        "extra_info": {"index": "9a9b"},
+    } | changes  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_the_public_dapo_files_are_read_as_they_are(tmp_path, tokenizer, suffix):
+    rows, path = [dapo_row(), dapo_row(reward_model={"ground_truth": "35", "style": "rule"})], tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        write_lines(path, *rows)
+    task = load_task(jsonl(path, answer_field="reward_model.ground_truth"), tokenizer=tokenizer)
+    assert [(p.text, p.reference) for p in task.train] == [("30 + 4?", "34"), ("30 + 4?", "35")]
+    check_task_files(jsonl(path, answer_field="reward_model.ground_truth"))
+
+
+def test_a_field_whose_own_name_has_a_dot_comes_first(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "1", "a.b": "whole", "a": {"b": "inner"}})
+    assert load_task(jsonl(path, answer_field="a.b"), tokenizer=tokenizer).train[0].reference == "whole"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (dapo_row(reward_model={"style": "rule"}), r"`reward_model.ground_truth` is missing; this record has `data_source`, `prompt`"),
+        (dapo_row(reward_model="34"), r"`reward_model.ground_truth` is missing"),
+        (dapo_row(reward_model={"ground_truth": ["34"]}), r"`reward_model.ground_truth` is a list"),
+        (
+            dapo_row([{"role": "system", "content": "x"}, {"role": "user", "content": "1"}]),
+            r"`prompt` is a conversation of system, user; .*task\.system_prompt",
+        ),
+        (dapo_row([{"role": "assistant", "content": "x"}]), r"`prompt` is a conversation of assistant"),
+        (dapo_row([{"role": "user"}]), r"`prompt` is null"),
+        (dapo_row([]), r"`prompt` is a list"),
+        (dapo_row(["30 + 4?"]), r"`prompt` is a list"),
+    ],
+)
+def test_other_conversations_and_lost_answers_are_named(tmp_path, tokenizer, row, message):
+    path = write_lines(tmp_path / "a.jsonl", dapo_row(), row)
+    with pytest.raises(ValueError, match=rf"a\.jsonl:line 2: .*{message}"):
+        load_task(jsonl(path, answer_field="reward_model.ground_truth"), tokenizer=tokenizer)
 
 
 def test_prompt_ids_do_not_depend_on_the_place(tmp_path, tokenizer):

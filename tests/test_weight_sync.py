@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from configs.schema.objective import AggregationConfig
 from parallel import platform
+from parallel.fake_quantization import rounded_to_int8
 from parallel.weight_transfer import make_buckets
 from rollout.records import Completion, FinishReason
 from rollout.sglang_control import ControlError, Pending, Served
@@ -172,13 +173,18 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
     monkeypatch.setattr(weight_sync, "make_buckets", partial(make_buckets, max_bytes=8192))
     controls = []
 
-    def make(num_replicas: int = 1, dtype: str = "float32", prepare: Callable[[Replica], None] = lambda replica: None):
+    def make(
+        num_replicas: int = 1,
+        dtype: str = "float32",
+        prepare: Callable[[Replica], None] = lambda replica: None,
+        quantization: str = "none",
+    ):
         control = FakeControl(folder, num_replicas)
         controls.append(control)
         prepare(control.replicas[-1])
         sync = WeightSync(
             learner, control, rollout_dtype=dtype, tensor_parallel=1, backend="gloo",
-            temperature=TEMPERATURE, probe_prompt=PROMPT, probe_tokens=6, timeout_s=TIMEOUT_S,
+            temperature=TEMPERATURE, probe_prompt=PROMPT, probe_tokens=6, timeout_s=TIMEOUT_S, quantization=quantization,
         )  # fmt: skip
         return sync, control
 
@@ -230,6 +236,17 @@ def test_a_served_dtype_of_fewer_bits_is_checked_by_its_own_bytes(make_sync, lea
     held = control.replicas[0].tensors
     assert all(torch.equal(held[name], tensor.to(torch.bfloat16)) for name, tensor in weights_of(learner.engine).items())
     assert 1e-4 < result.max_logprob_gap < 1.0, "the probe compares, but rounding of the weights is no error"
+
+
+def test_rounded_weights_are_checked_by_their_bytes_and_not_by_exact_logprobs(make_sync, learner):
+    sync, control = make_sync(quantization="fake_int8")
+    result = sync.publish()
+    held, own = control.replicas[0].tensors, weights_of(learner.engine)
+    changed = {name for name, tensor in own.items() if not torch.equal(held[name], tensor)}
+    assert changed == {name for name in own if name.endswith("_proj.weight")}
+    assert all(torch.equal(held[name], rounded_to_int8(own[name])) for name in changed)
+    assert 1e-4 < result.max_logprob_gap < 1.0, "in float32 this would end the run, were it not for the rounding"
+    sync.check_samples({"mismatch/abs_prob_max": 0.5, "mismatch/logprob_gap_max": 0.5})
 
 
 def keep_old_version(replica: Replica) -> None:

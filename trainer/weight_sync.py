@@ -37,6 +37,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from configs.schema.rollout import Quantization
+from parallel.fake_quantization import with_int8_matrices
 from parallel.megatron_groups import Groups
 from parallel.weight_transfer import Bucket, Buffers, UnderWay, WeightBroadcaster, make_buckets
 from rollout.client import RolloutError
@@ -95,12 +97,15 @@ class WeightSync:
         timeout_s: float,
         samples_are_probes: bool = False,
         address: str = "127.0.0.1",
+        quantization: Quantization = "none",
     ):
-        """samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it. address: of this rank's host, where
+        """quantization: ``fake_int8`` rounds what is sent; see ``RolloutConfig``.
+        samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it. address: of this rank's host, where
         the servers reach it if it is a sender."""
         self._learner, self._control = learner, control
         self._dtype = getattr(torch, rollout_dtype)
-        self._exact = rollout_dtype == "float32" and learner.engine.dtype == torch.float32
+        self._exact = rollout_dtype == "float32" and learner.engine.dtype == torch.float32 and quantization == "none"
+        self._rounds = quantization == "fake_int8"
         self._temperature, self._probe_prompt, self._probe_tokens = temperature, probe_prompt, probe_tokens
         # SGLang's checksum is SHA-256 of its tensors only on CPU, and experts it arranges in its own way; there the probe stands alone.
         self._checks_bytes = backend == "gloo" and learner.engine.architecture.experts is None
@@ -145,6 +150,8 @@ class WeightSync:
     def _send_stage(self, version: int, opening: Pending | None) -> SentByRank:
         """This rank's part of the transfer of its pipeline stage."""
         exported = self._learner.engine.export_hf()
+        if self._rounds:
+            exported = with_int8_matrices(exported)
         sent = SentByRank()
         if self._sender is not None:
             try:

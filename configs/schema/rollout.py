@@ -28,12 +28,23 @@ class ResampleGroups(Schema):
     response counts as right, as in the paper; a group that differs only in a model's score or in a penalty then carries no signal."""
 
 
+Quantization = Literal["none", "fp8", "fake_int8"]
+
 DynamicSampling = Annotated[NoDynamicSampling | ResampleGroups, Field(discriminator="type")]
 
 
 class RolloutConfig(Schema):
     dtype: Dtype = "bfloat16"
     """Of the served weights; equal to ``model.dtype`` the gap between the engines is smallest."""
+    quantization: Quantization = "none"
+    """Of the layers' matrices in the servers; embeddings, output head and norms stay as they are.
+
+    fp8: SGLang rounds weights as they arrive, and activations as they come, to FP8 (e4m3), with a scale for each output channel and each
+    token. On CUDA, of compute capability 8.9 or newer, and for dense Qwen2 and Qwen3: the models that SGLang can update while it serves
+    them in FP8. Its own INT8 cannot be updated at all.
+    fake_int8: the learner rounds what it sends to the 255 values of INT8, with a scale for each output channel, and the servers compute
+    with the rounded numbers in ``dtype``, on any device: the error of INT8 weights, without INT8's speed and without that of rounded
+    activations."""
     prompts_per_step: PositiveInt = 32
     group_size: PositiveInt = 8
     """G, siblings sampled per prompt."""
@@ -65,6 +76,12 @@ class RolloutConfig(Schema):
     def _siblings_can_differ(self):
         if self.dynamic_sampling.type == "resample" and self.group_size == 1:
             raise ValueError("dynamic_sampling.type=resample needs siblings that can differ, but group_size=1; raise it, or use type: none")
+        return self
+
+    @model_validator(mode="after")
+    def _quantization_has_kernels(self):
+        if self.quantization == "fp8" and self.dtype == "float32":
+            raise ValueError("quantization=fp8 computes with activations of 2 bytes, but dtype=float32; set dtype=bfloat16")
         return self
 
     @model_validator(mode="after")

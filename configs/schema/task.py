@@ -40,10 +40,11 @@ class Gsm8kTask(FileTask):
 
 
 class JsonlTask(FileTask):
-    """Any JSONL or parquet file with a prompt field and an answer field."""
+    """Any JSONL or parquet file with a prompt field and an answer field. A field inside others is named with dots."""
 
     type: Literal["jsonl"]
     prompt_field: str = "prompt"
+    """Text, or a conversation of a single user's message: ``[{role: user, content: ...}]``."""
     answer_field: str = "answer"
 
 

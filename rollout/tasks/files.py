@@ -5,7 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from configs.schema.task import Gsm8kTask, JsonlTask
 from rollout.rewards.math_answers import gsm8k_reference
@@ -33,8 +33,11 @@ def load_gsm8k(config: Gsm8kTask, *, tokenizer: "PreTrainedTokenizerBase") -> Ta
 def load_jsonl(config: JsonlTask, *, tokenizer: "PreTrainedTokenizerBase") -> Task:
     """Any file of prompts and answers; the answer is the reference as it stands.
 
+    A field inside others is named with dots (``reward_model.ground_truth``). A prompt is text, or a conversation of a single user's
+    message, ``[{"role": "user", "content": ...}]``, as data sets in verl's format have it.
+
     Raises:
-        ValueError: see ``read_records``.
+        ValueError: see ``read_records``; also a conversation of anything else.
     """
     return _load(config, tokenizer, name="jsonl", fields=(config.prompt_field, config.answer_field), to_reference=str)
 
@@ -88,7 +91,7 @@ def check_task_files(config: Gsm8kTask | JsonlTask) -> None:
 
 
 def read_pairs(path: Path, first_field: str, second_field: str) -> list[tuple[str, str]]:
-    """Two text fields of each record of a JSONL or parquet file.
+    """Two text fields of each record of a JSONL or parquet file; see ``load_jsonl`` for their names and the first one's form.
 
     Raises:
         ValueError: see ``read_records``; also a field that is missing, empty or neither text nor a number, naming the line.
@@ -98,16 +101,37 @@ def read_pairs(path: Path, first_field: str, second_field: str) -> list[tuple[st
 
 def _read_fields(path: Path, first_field: str, second_field: str) -> Iterator[tuple[str, str, str]]:
     for where, record in read_records(path):
-        yield where, _text(record, first_field, where), _text(record, second_field, where)
+        first = _only_message(_value(record, first_field, where), first_field, where)
+        yield where, _text(first, first_field, where), _text(_value(record, second_field, where), second_field, where)
 
 
-def _text(record: dict, field: str, where: str) -> str:
-    if field not in record:
+def _value(record: dict, field: str, where: str) -> Any:
+    """What stands under the field's whole name or, where there is none, at the end of its dotted path."""
+    found: Any = record
+    for name in [field] if field in record else field.split("."):
+        if not isinstance(found, dict) or name not in found:
+            raise ValueError(
+                f"{where}: field `{field}` is missing; this record has {', '.join(f'`{name}`' for name in record) or 'none'}. "
+                "Rename the field, or name it in the config"
+            )
+        found = found[name]
+    return found
+
+
+def _only_message(value: Any, field: str, where: str) -> Any:
+    """The user's text of a conversation that is nothing else; any other value as it is."""
+    if not (isinstance(value, list) and value and all(isinstance(message, dict) for message in value)):
+        return value
+    roles = [message.get("role") for message in value]
+    if roles != ["user"]:
         raise ValueError(
-            f"{where}: field `{field}` is missing; this record has {', '.join(f'`{name}`' for name in record) or 'none'}. "
-            "Rename the field, or name it in the config"
+            f"{where}: field `{field}` is a conversation of {', '.join(map(str, roles))}; only a single message of the user is read: write "
+            "what a system message says as task.system_prompt, and other turns into the text"
         )
-    value = record[field]
+    return value[0].get("content")
+
+
+def _text(value: Any, field: str, where: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str):
