@@ -233,5 +233,5 @@ def row_of(file: str) -> str:
 
 def test_the_readme_s_table_is_what_the_recipes_say():
     readme = (RECIPES / "README.md").read_text(encoding="utf-8")
-    rows = [line for line in readme.splitlines() if line.startswith("| [`")]
+    rows = [line for line in readme.splitlines() if line.startswith("| [`") and line.count("|") > 10]
     assert sorted(rows) == sorted(row_of(f"{name}.yaml") for name in [*OF_MODELS, *STUDIES])
