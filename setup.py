@@ -21,7 +21,7 @@ setup(
         "configs": ["recipes/*.yaml", "recipes/*/*.yaml", "debug/*.yaml"],
         "rollout": ["cpu_stand_ins/**/*.py"],
         "trainer": ["*.html"],
-        "launch": ["*.sh"],
+        "launch": ["*.sh", "slurm/*.sbatch"],
     },
     entry_points={"console_scripts": ["tandem = launch.cli:main"]},
 )

@@ -5,9 +5,10 @@
 - step: ``trainer.loop.train`` for one step: sampling, rewards, packing, old log-probs, correction, update, weight broadcast, checks.
 - bare generation: the prompts of that step straight to SGLang's /generate, one request with all of them per server and the step's sampling
   parameters, no log-probs, no rewards. Responses end by themselves, as in the step: its samples are others of the same weights, and
-  about as long in all.
+  about as long in all. The servers are as the step finds them: they have just taken an update, so they hold no prompt's keys and values.
 - the same with lengths forced: every response exactly as long as it was in the step, without a look for its end, which spares the server
   work that no real generation is spared. Shown beside.
+- each of the two at once again, when the servers still hold the prompts' keys and values: no step finds them so. Shown beside.
 - bare update: Megatron forward, backward and optimizer step of the same packed micro-batches with a plain negative log-likelihood.
 
 The step does more than the sum: the old log-prob pass, the server's log-probs, the weight broadcast and its probe. The three alternate
@@ -30,7 +31,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.common import hardware, line, parser, spread, write  # noqa: E402
 
 TARGET = 1.15
-FORCED = "bare generation, lengths forced"
+NATURAL, FORCED, CACHED = "bare generation", "bare generation, lengths forced", ", prompts cached"
+RATIOS = {"ratio": NATURAL, "to forced lengths": FORCED, "to cached prompts": NATURAL + CACHED, "to both": FORCED + CACHED}
+"""Of the step to which generation (and the update)."""
 PARTS = ("sampling", "logprobs", "update", "sync")
 
 
@@ -50,7 +53,7 @@ def main() -> None:
     print(json.dumps({"hardware": result["hardware"], "config": result["config"]}, indent=2))
     for name, seconds in result["seconds"].items():
         print(f"{name}: median {spread(seconds)['median']:.0f}" if name.startswith("tokens") else line(name, seconds))
-    print(f"ratio {result['ratio']:.3f}   target: at most {TARGET}   (against forced lengths {result['ratio_to_forced_lengths']:.3f})")
+    print("   ".join(f"{name} {ratio:.3f}" for name, ratio in result["ratios"].items()) + f"   target of the first: at most {TARGET}")
     write(result | {"spread": {name: spread(s) for name, s in result["seconds"].items()}}, given.json)
 
 
@@ -83,8 +86,7 @@ def supervise(config_path: Path, model: Path | None, overrides: list[str], round
         "hardware": hardware(),
         "config": {name: getattr(config.rollout, name) for name in told} | {"layout": config.layout.model_dump(), "overrides": overrides},
         "seconds": seconds,
-        "ratio": medians["step"] / (medians["bare generation"] + medians["bare update"]),
-        "ratio_to_forced_lengths": medians["step"] / (medians[FORCED] + medians["bare update"]),
+        "ratios": {name: medians["step"] / (medians[generation] + medians["bare update"]) for name, generation in RATIOS.items()},
         "target": TARGET,
     }
 
@@ -114,11 +116,12 @@ def measure_rank(path: Path, rounds: int) -> None:
         train(replace(run, config=one_step, first_step=number, tracker=tracker))
         step = time.perf_counter() - began
         generation = {}
-        # In turn first, which is the slower place: right after the step.
-        for name, forced in (("bare generation", False), (FORCED, True))[:: 1 if number % 2 else -1]:
+        for name, forced in ((NATURAL, False), (FORCED, True))[:: 1 if number % 2 else -1]:
+            run.weight_sync.restore()  # as before the step's own generation
             start_together()
             if run.learner.is_first_rank:
-                generation[name] = asyncio.run(bare_generation(folder, run.config, watch.groups, forced=forced))
+                for state in ("", CACHED):
+                    generation[name + state] = asyncio.run(bare_generation(folder, run.config, watch.groups, forced=forced))
         began = start_together()
         bare_update(run.learner, watch.batch, run.config.rollout.temperature)
         start_together()
@@ -172,10 +175,12 @@ async def bare_generation(folder, config, groups, *, forced: bool) -> tuple[floa
     """(seconds, tokens) of one batched /generate per server for the step's prompts; ``forced``: each response to its length in the step."""
     import aiohttp
 
+    from launch.placement import serve_roles
+    from launch.run_folder import read_servers
     from rollout.tokenization import end_token_ids, load_tokenizer
 
     stop_token_ids = end_token_ids(load_tokenizer(config.model.path), config.model.path)
-    urls = folder.read_address("serve")["urls"]
+    urls = read_servers(folder, serve_roles(config))
     samples = [t for g in groups for t in g.trajectories]
 
     def parameters(sample) -> dict:

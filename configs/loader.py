@@ -24,7 +24,7 @@ that span several fields run once the fields themselves are valid.
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -34,22 +34,31 @@ from configs.named_files import check_files, close_file
 from configs.schema import AnyConfig, RunConfig, SftConfig
 from configs.schema_shape import Shape
 from configs.shorthands import expand, with_named_preset
-from configs.wording import problems_of
+from configs.wording import problem_of, problems_of
 from configs.yaml_values import Value, dump, read_yaml, show
 
-__all__ = ["ConfigError", "Problem", "check_files", "load_config", "resolved_yaml"]
+__all__ = ["ConfigError", "Finding", "Problem", "check_files", "load_config", "resolved_yaml"]
+
+Finding = tuple[str, str]
+"""(the field that it is about, "what is wrong; fix"); see ``wording.problem_of``."""
 
 _ROOT = Shape.of(AnyConfig)
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, files: bool = False, notes: list[str] | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    files: bool = False,
+    check: Callable[[RunConfig | SftConfig], Iterable[Finding]] | None = None,
+    notes: list[str] | None = None,
 ) -> RunConfig | SftConfig:
     """The config of a YAML file (with what it extends) and dotted overrides.
 
     path: relative to the current folder, like every path inside the config.
     overrides: ``key.sub=value``, the value read as YAML; ``extends=FILE`` lays a further file (or a list of them) over the first.
     files: also check that the files the config names exist (``check_files``), with the line that names them.
+    check: what more is wrong with a valid config; each finding becomes a problem, with the lines that set its fields.
     notes: a list to which is added how the block of another system (``correction.verl``) was understood, one line per key.
     Raises ConfigError with every problem found.
     """
@@ -69,6 +78,8 @@ def load_config(
     config = _validate(tree, problems)
     if files and config is not None:
         problems += check_files(config, tree)
+    if check is not None and config is not None:
+        problems += [problem_of(said, field, tree, Shape.of(type(config))) for field, said in check(config)]
     if problems or config is None:
         raise ConfigError(problems)
     return config

@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from configs.compat import fix_for_foreign_key
 from configs.errors import NOT_SET, Problem, did_you_mean, dotted
-from configs.schema.base import Schema
+from configs.schema.base import Contradictions, Schema
 from configs.schema_shape import Shape
 from configs.shorthands import SHORTHANDS
 from configs.yaml_values import Value, is_number_or_bool, show
@@ -39,7 +39,9 @@ def problems_of(error: ValidationError, tree: Value, root: Shape) -> Iterator[Pr
             continue
         path, shape, parent = _locate(root, details["loc"])
         if details["type"] == "value_error":
-            yield _contradiction(details, path, shape, tree)
+            error = details["ctx"]["error"]
+            for said in error.said if isinstance(error, Contradictions) else [str(error)]:
+                yield _contradiction(said, path, shape, tree)
         elif path not in seen or details["type"].startswith("union"):  # a plain union gives one error per member
             seen.add(path)
             yield _translate(details, path, shape, parent, tree, root)
@@ -151,12 +153,24 @@ def _all_paths(shape: Shape, prefix: tuple) -> Iterator[tuple]:
 # ------------------------------------------------------------------------------------------- fields that contradict each other
 
 
-def _contradiction(details: ErrorDetails, block: tuple, shape: Shape, tree: Value) -> Problem:
-    """An error raised by a validator of ours, "what is wrong; fix": the fields that its text names, each with its value and place."""
-    said = str(details.get("ctx", {}).get("error", details["msg"]))
+def problem_of(said: str, field: str, tree: Value, root: Shape) -> Problem:
+    """What a check beyond the schema found, "what is wrong; fix": of the fields that the text names, such as ``layout.tp``, or else of
+    ``field``."""
+    named = [tuple(name.split(".")) for name in dict.fromkeys(re.findall(r"[a-z_]\w*(?:\.[a-z_]\w*)+", said))]
+    paths = [path for path in named if _is_leaf(root, path, tree)] or [tuple(field.split("."))]
+    return _of_fields(said, paths, (), root, tree)
+
+
+def _contradiction(said: str, block: tuple, shape: Shape, tree: Value) -> Problem:
+    """What a validator of ours found, "what is wrong; fix": the fields that its text names, each with its value and place."""
     shape = shape.variant(tree.at(block))
     named = [tuple(name.split(".")) for name in dict.fromkeys(re.findall(r"[a-z_]\w*(?:\.[a-z_]\w*)*", said))]
     paths = [(*block, *path) for path in named if _is_leaf(shape, path, tree.at(block))] or [block]
+    return _of_fields(said, paths, block, shape, tree)
+
+
+def _of_fields(said: str, paths: Sequence[tuple], block: tuple, shape: Shape, tree: Value) -> Problem:
+    """``paths`` are of the whole config; ``shape`` is that of ``block``, in which they are."""
     values, places = [], []
     for path in paths:
         found = tree.at(path)

@@ -1,81 +1,258 @@
-"""What is checked before anything starts: the config against its model, its files and this machine."""
+"""What is checked before anything starts: the config against its models, its files, its nodes and this machine.
 
-from collections.abc import Sequence
+Every problem that is found is reported at once, with the line that set its field. What is wrong with the config by itself comes first:
+only a valid one can be compared with anything.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from configs.loader import load_config
+from configs.loader import Finding, load_config
 from configs.schema import RunConfig, SftConfig
+from configs.schema.launch import NodesConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.run import JsonlSftData
-from configs.schema.task import CountdownTask
-from parallel.layout import check_critic_vocabulary, read_hf_config, validate_layout, validate_rollout_layout
+from configs.schema.task import CountdownTask, FileTask
+from launch.device_memory import device_of, gpus_here, memory_problems
+from launch.placement import check_placement
+from launch.run_folder import RunFolder
+from parallel.layout import check_critic_vocabulary, layout_problems, read_architecture, read_hf_config, validate_rollout_layout
+from parallel.planner import static_share
+from rollout.sglang_command import check_has_kernels, check_quantization, check_server_args, choose_ports
+
+TRAINING = ("serve", "sample", "learn")
+EVALUATION = ("serve", "sample")
+WARM_START = ("sft-rank",)
+"""The roles that a command starts."""
+LAST_PORT = 65535
 
 
 class BadInput(Exception):
     """An argument that cannot be honoured; nothing was started. (What is wrong inside a config is a ConfigError.)"""
 
 
-def load(path: Path, overrides: Sequence[str], kind: type) -> RunConfig | SftConfig:
-    """Everything that can be known before a process is started is checked here."""
-    notes: list[str] = []
-    config = load_config(path, overrides, files=True, notes=notes)
-    if config.layout.dp == "auto":
-        notes.clear()  # the same again
-        config = load_config(path, [*overrides, _data_parallel_size(config)], files=True, notes=notes)
-    for note in notes:
-        print(f"# {note}", flush=True)
+def load(
+    path: Path,
+    overrides: Sequence[str],
+    kind: type,
+    *,
+    runs: Sequence[str] = (),
+    gpu_memory: float | None = None,
+    instead_of_nodes: str | None = None,
+) -> RunConfig | SftConfig:
+    """The config, with everything checked that can be known before a process is started.
+
+    runs: the roles to be started with it, whose devices are checked too; with none, the caller sees to devices.
+    gpu_memory: GiB of each GPU, for planning what is to run on other machines: what this one has is then no matter.
+    instead_of_nodes: of a command that starts its processes on this machine alone, what to do where the config has ``launch.nodes``.
+    Raises ConfigError with every problem; BadInput for a config of another kind.
+    """
+    config = load_config(path, overrides)
     if not isinstance(config, kind):
         wanted = kind.model_fields["kind"].default or "sft"
         raise BadInput(f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}")
-    try:
-        hf_config = read_hf_config(config.model.path)
-        validate_layout(hf_config, config.layout)
+    overrides, of_layout = _with_data_parallel_size(config, overrides)
+
+    def check(config: RunConfig | SftConfig) -> Iterator[Finding]:
+        if instead_of_nodes is not None and config.launch.nodes is not None:
+            yield "launch.nodes", f"this machine alone cannot run launch.nodes; {instead_of_nodes}"
+        against_model = [*of_layout, *_of_models(config)]
+        yield from against_model
+        yield from _of_run(config) if isinstance(config, RunConfig) else _of_sft(config)
         if isinstance(config, RunConfig):
-            _check_critic(config, hf_config)
-            _check_rollout(config, hf_config)
-        else:
-            _check_sft(config)
-    except ValueError as error:
-        raise BadInput(f"{path}: {error}") from error
+            yield from _of_ports(config, is_here=gpu_memory is None and config.launch.nodes is None)
+            if not of_layout:
+                yield from (("launch.nodes", said) for said in check_placement(config))
+        if runs and not of_layout:
+            yield from _of_devices(config, runs, gpu_memory, fits_model=not against_model)
+
+    notes: list[str] = []
+    config = load_config(path, overrides, files=True, check=check, notes=notes)
+    for note in notes:
+        print(f"# {note}", flush=True)
     return config
 
 
-def _data_parallel_size(config: RunConfig | SftConfig) -> str:
-    """An override for ``layout.dp=auto``: as few copies of the model as ep allows without GPUs, else as many as fit beside the servers."""
-    size = config.layout.smallest().world_size
-    of_servers = config.rollout.replicas * config.rollout.tp if isinstance(config, RunConfig) else 0
-    free = gpus_here() - of_servers
-    return f"layout.dp={config.layout.resolved(max(free - free % size, size)).dp}"
+# ---------------------------------------------------------------------------------------------------------- layout.dp = auto
 
 
-def gpus_here() -> int:
-    """GPUs that this process may use; 0 means that everything runs on CPU."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        return 0  # without the seconds that importing torch takes
-    from rollout.sglang_server import visible_gpus
-
-    return visible_gpus()
-
-
-def check_gpus(where: Path | str, *, learner: int, servers: RolloutConfig | None = None) -> None:
-    """Whether each of ``learner`` ranks and each rank of the servers has a GPU of its own, where there are any, and the servers have the
-    kernels that they need. Raises BadInput."""
-    available = gpus_here()
+def _with_data_parallel_size(config: RunConfig | SftConfig, overrides: Sequence[str]) -> tuple[Sequence[str], list[Finding]]:
+    """``overrides`` with a number in the place of ``layout.dp=auto``; without one where there is none, and why."""
+    if config.layout.dp != "auto":
+        return overrides, []
+    nodes = config.launch.nodes if isinstance(config, RunConfig) else None
     try:
-        if servers is not None:
-            from rollout.sglang_server import check_has_kernels
-
-            check_has_kernels(servers, cuda=available > 0)
-        if not available:
-            return
-        if servers is None:
-            check_learner_gpus(learner, available)
-        else:
-            from rollout import sglang_server
-
-            sglang_server.check_gpus(servers, first_gpu=learner, available=available)
+        layout = config.layout.resolved(_learner_gpus(config, nodes) or config.layout.smallest().world_size)
     except ValueError as error:
-        raise BadInput(f"{where}: {error}") from error
+        return overrides, [("layout.dp", str(error))]
+    return [*overrides, f"layout.dp={layout.dp}"], []
+
+
+def _learner_gpus(config: RunConfig | SftConfig, nodes: NodesConfig | None) -> int:
+    """0 where everything runs on CPU."""
+    if nodes is not None:
+        return nodes.learner * nodes.gpus_per_node
+    available, size = gpus_here(), config.layout.smallest().world_size
+    beside = config.rollout.replicas * config.rollout.tp if isinstance(config, RunConfig) and not _shares_gpus(config) else 0
+    free = available - beside
+    return max(free - free % size, size) if available else 0
+
+
+def _shares_gpus(config: RunConfig) -> bool:
+    return config.launch.placement == "colocated"
+
+
+# --------------------------------------------------------------------------------------------------------- models and layouts
+
+
+def _of_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
+    """A model that is not there is among the missing files already."""
+
+    if not (config.model.path / "config.json").is_file():
+        return
+    try:
+        hf_config = read_hf_config(config.model.path)
+        architecture = read_architecture(hf_config)
+    except ValueError as error:
+        yield "model.path", str(error)
+        return
+    wrong = layout_problems(architecture, config.layout)
+    yield from (("layout", said) for said in wrong)
+    if isinstance(config, RunConfig):
+        yield from _unless("rollout.tp", validate_rollout_layout, hf_config, config.rollout.tp)
+        yield from _unless("rollout.server_args", static_share, config)
+        yield from _unless("rollout.quantization", check_quantization, config.rollout, architecture.model_type)
+        yield from _of_critic(config, hf_config, known=wrong)
+
+
+def _of_critic(config: RunConfig, hf_config: dict[str, Any], known: Sequence[str]) -> Iterator[Finding]:
+    if config.critic is None or config.critic.model is None or not (config.critic.model.path / "config.json").is_file():
+        return
+    try:
+        of_critic = read_hf_config(config.critic.model.path)
+        wrong = layout_problems(read_architecture(of_critic), config.layout)
+    except ValueError as error:
+        yield "critic.model.path", str(error)
+        return
+    yield from (("layout", f"of critic.model: {said}") for said in wrong if said not in known)
+    yield from _unless("critic.model.path", check_critic_vocabulary, of_critic, hf_config)
+
+
+def _unless(field: str, check: Callable[..., object], *arguments: object) -> Iterator[Finding]:
+    """What a check that raises ValueError says."""
+    try:
+        check(*arguments)
+    except ValueError as error:
+        yield field, str(error)
+
+
+# ----------------------------------------------------------------------------------------------------- files, rewards, servers
+
+
+def _of_sft(config: SftConfig) -> Iterator[Finding]:
+    if config.output.exists():
+        yield "output", f"output: {config.output} exists already; name a new folder, or remove it first"
+    if isinstance(config.data, JsonlSftData) and config.data.path.is_file():
+        from rollout.tasks import read_pairs
+
+        yield from _unless("data.path", read_pairs, config.data.path, config.data.prompt_field, config.data.response_field)
+
+
+def _of_run(config: RunConfig) -> Iterator[Finding]:
+    """Imports only what the config uses: the answer must come within seconds."""
+    yield from _unless("rollout.server_args", check_server_args, config.rollout)
+    yield from _of_task(config)
+    if config.reward_type.type not in ("countdown", "gsm8k"):
+        from rollout.rewards import check_reward
+
+        yield from _unless("reward.function" if config.reward_type.type == "function" else "reward", check_reward, config.reward_type)
+    if config.resume is not None and config.resume.is_dir():
+        yield from (("resume", said) for said in _of_resume(config, config.resume))
+
+
+def _of_task(config: RunConfig) -> Iterator[Finding]:
+    if isinstance(config.task, CountdownTask):
+        return
+    from rollout.tasks import check_task_files
+
+    for field in ("train_path", "heldout_path"):
+        path = getattr(config.task, field)
+        if path is not None and path.is_file():
+            alone: FileTask = config.task.model_copy(update={"train_path": path, "heldout_path": None})
+            yield from _unless(f"task.{field}", check_task_files, alone)
+
+
+def _of_resume(config: RunConfig, resume: Path) -> Iterator[str]:
+    """Whether the run can go on, and is the same run."""
+    folder = RunFolder(resume)
+    if not folder.config.is_file():
+        yield f"resume: {resume} is not a run folder (it has no config.yaml); runs/latest is the newest run"
+        return
+    if folder.newest_checkpoint() is None:
+        yield f"resume: {resume} holds no complete checkpoint to go on from; start anew without `resume`"
+    elif config.critic is not None and not folder.has_critic_checkpoint():
+        yield (
+            f"resume: {resume} was trained without a critic, which advantage.type=gae needs; keep the run's own advantage, or start "
+            "a new run from its exported model"
+        )
+    before = load_config(folder.config, [])
+    for part in ("seed", "model", "task"):
+        if getattr(before, part) != getattr(config, part):
+            yield (
+                f"resume: `{part}` of {resume} is {getattr(before, part)!r}, but {getattr(config, part)!r} was given; "
+                f"resume with `tandem train {resume}/config.yaml resume={resume}`, or start a new run"
+            )
+
+
+# ------------------------------------------------------------------------------------------------------- ports and devices
+
+
+def _of_ports(config: RunConfig, *, is_here: bool) -> Iterator[Finding]:
+    """What is out of range shows anywhere; what is taken, on the machine that is to have it."""
+    first, replicas = config.rollout.first_port, config.rollout.replicas
+    if first is None:
+        return
+    if is_here:
+        yield from _unless("rollout.first_port", choose_ports, range(replicas), first)
+    elif first + 2 * replicas - 1 > LAST_PORT:
+        said = f"rollout.first_port={first} and rollout.replicas={replicas} need ports above {LAST_PORT}; choose a lower one"
+        yield "rollout.first_port", said
+
+
+def _of_devices(config: RunConfig | SftConfig, runs: Sequence[str], gpu_memory: float | None, *, fits_model: bool) -> Iterator[Finding]:
+    device = device_of(config, gpu_memory)
+    if gpu_memory is None and config.launch.nodes is None:
+        yield from _of_gpus(config, runs)
+    if "serve" in runs:
+        yield from _unless("rollout.quantization", partial(check_has_kernels, config.rollout, cuda=device.kind == "cuda"))
+        if "learn" not in runs:
+            yield from _unless("rollout.quantization", check_served_as_saved, config, "eval")
+    if fits_model and (config.model.path / "config.json").is_file():
+        yield from memory_problems(config, device, runs)
+
+
+def _of_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[Finding]:
+    """Whether there are enough, where there are any."""
+    available, ranks = gpus_here(), config.layout.world_size
+    if not available:
+        return
+    if "serve" not in runs:
+        yield from _unless("layout", check_learner_gpus, ranks, available)
+        return
+    beside = ranks if "learn" in runs else 0
+    if _shares_gpus(config) and beside:
+        yield from _unless("layout", check_learner_gpus, ranks, available)
+        beside = 0
+    yield from _unless("rollout.replicas", check_server_gpus, config.rollout, beside, available)
+
+
+def check_server_gpus(servers: RolloutConfig, first_gpu: int, available: int) -> None:
+    """Of servers on the GPUs from ``first_gpu`` on. Raises ValueError."""
+    from rollout import sglang_server
+
+    sglang_server.check_gpus(servers, first_gpu=first_gpu, available=available)
 
 
 def check_learner_gpus(needed: int, available: int) -> None:
@@ -88,45 +265,9 @@ def check_learner_gpus(needed: int, available: int) -> None:
 
 
 def check_served_as_saved(config: RunConfig, command: str) -> None:
-    """For commands whose servers load the model from disk and are sent nothing. Raises BadInput."""
+    """For commands whose servers load the model from disk and are sent nothing. Raises ValueError."""
     if config.rollout.quantization == "fake_int8":
-        raise BadInput(
+        raise ValueError(
             f"rollout.quantization=fake_int8: `tandem {command}` serves model.path as it stands, and only a learner that sends weights "
             "rounds them; set rollout.quantization=none"
         )
-
-
-def _check_sft(config: SftConfig) -> None:
-    if config.output.exists():
-        raise ValueError(f"output: {config.output} exists already; name a new folder, or remove it first")
-    if isinstance(config.data, JsonlSftData):
-        from rollout.tasks import read_pairs
-
-        read_pairs(config.data.path, config.data.prompt_field, config.data.response_field)
-
-
-def _check_critic(config: RunConfig, hf_config: dict) -> None:
-    if config.critic is None or config.critic.model is None:
-        return
-    of_critic = read_hf_config(config.critic.model.path)
-    validate_layout(of_critic, config.layout)
-    check_critic_vocabulary(of_critic, hf_config)
-
-
-def _check_rollout(config: RunConfig, hf_config: dict) -> None:
-    """Imports only what the config uses: the answer must come within seconds."""
-    from rollout.sglang_server import check_quantization, check_server_args, choose_ports
-
-    validate_rollout_layout(hf_config, config.rollout.tp)
-    check_server_args(config.rollout)
-    check_quantization(config.rollout, hf_config["model_type"])
-    if config.rollout.first_port is not None:
-        choose_ports(config.rollout.replicas, config.rollout.first_port)
-    if not isinstance(config.task, CountdownTask):
-        from rollout.tasks import check_task_files
-
-        check_task_files(config.task)
-    if config.reward_type.type not in ("countdown", "gsm8k"):
-        from rollout.rewards import check_reward
-
-        check_reward(config.reward_type)

@@ -1,9 +1,10 @@
 """The ``tandem`` command: arguments in, one exit code out. What the commands do is in ``launch/commands.py``.
 
-Exit codes: 0 done; 1 a role failed; 2 bad input, nothing was started; 130 interrupted.
+Exit codes: 0 done; 1 a role failed; 2 bad input, nothing was started; 75 stopped on request, can go on; 130 interrupted.
 """
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,32 +19,55 @@ app = typer.Typer(
 OUR_PACKAGES = ("configs", "rollout", "parallel", "trainer", "launch")
 ConfigPath = Annotated[Path, typer.Argument(help="A YAML config, e.g. configs/recipes/countdown_tiny.yaml", metavar="CONFIG")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: learner.optimizer.lr=3e-5 seed=1", metavar="[KEY=VALUE]...")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the processes, start nothing.")]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run", help="Print the resolved config, the processes, the batch, memory per rank and what is sent; start nothing."
+    ),
+]
+GpuMemory = Annotated[
+    float | None,
+    typer.Option(min=1, max=1_000_000, help="With --dry-run: GiB of each GPU, for a run on other machines than this one."),
+]
 RunPath = Annotated[Path, typer.Argument(help="A run folder, e.g. runs/latest", metavar="RUN")]
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
     """Train by RL: SGLang servers, the sample role and the Megatron learner, from start to report."""
     from launch import commands
 
-    commands.train(config, overrides or [], dry_run=dry_run)
+    commands.train(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command()
-def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def prepare(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    endpoint: Annotated[
+        str | None, typer.Option(help="Where the learner's nodes meet: its first one, by default this host.", metavar="HOST:PORT")
+    ] = None,
+) -> None:
+    """Make the run folder of a run on several nodes (launch.nodes) and print what to start on each, for hosts without Slurm."""
+    from launch import prepare as preparation
+
+    preparation.prepare(config, overrides or [], endpoint=endpoint)
+
+
+@app.command()
+def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
     """Warm-start a model by supervised training."""
     from launch import commands
 
-    commands.sft(config, overrides or [], dry_run=dry_run)
+    commands.sft(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command("eval")
-def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
     """Accuracy of model.path on the task's held-out problems."""
     from launch import commands
 
-    commands.evaluate(config, overrides or [], dry_run=dry_run)
+    commands.evaluate(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command()
@@ -60,6 +84,45 @@ def report(run: RunPath) -> None:
     from launch import commands
 
     commands.report(run)
+
+
+@app.command()
+def status(run: RunPath) -> None:
+    """What a run is doing: step, rate, time left, results, checkpoint, Slurm job, roles."""
+    from launch import commands
+    from launch.status import status as look
+
+    print(look(commands.existing_run(run)))
+
+
+@app.command()
+def logs(
+    run: RunPath,
+    role: Annotated[str | None, typer.Option(help="learn, sample, serve, sglang-0, slurm, ...; all if left out.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of the end of each log.")] = 20,
+) -> None:
+    """The ends of a run's logs, per role and node."""
+    from launch import commands
+    from launch.status import log_files, show_logs
+
+    show_logs(log_files(commands.existing_run(run), role), lines=lines, follow=follow)
+
+
+@app.command("check-cluster")
+def check_cluster(
+    config: Annotated[Path | None, typer.Argument(help="The config that is to run.", metavar="[CONFIG]")] = None,
+    overrides: Overrides = None,
+    folder: Annotated[Path | None, typer.Option(help="Shared by the nodes; launch.runs_dir if left out.", metavar="FOLDER")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="How many run this command; in a Slurm step they are known.")] = None,
+    node: Annotated[int | None, typer.Option(min=0, help="Which of them this is, from 0.")] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the others, and for a collective.")] = 60.0,
+) -> None:
+    """What keeps a first job on a cluster from running: drivers, limits, shared folder, ports, interfaces. One call per node:
+    srun --nodes 4 --ntasks-per-node 1 tandem check-cluster CONFIG"""
+    from launch.check_cluster import check_cluster as check
+
+    check(config, overrides or [], folder=folder, num_nodes=nodes, node=node, timeout_s=timeout)
 
 
 @app.command()
@@ -158,16 +221,50 @@ def plan(
     print_plans(config, overrides or [], cluster, measured=measured, count=top)
 
 
+@app.command()
+def slurm(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    submit: Annotated[bool, typer.Option("--submit", help="Also submit it, by sbatch.")] = False,
+    array: Annotated[
+        list[str] | None, typer.Option(help="Values of a key, e.g. seed=0,1,2: a run for each. Several times: for each combination.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the script, write nothing.")] = False,
+) -> None:
+    """The batch script of this config for Slurm (launch.nodes, launch.slurm), in a new run folder."""
+    from launch.slurm_submit import slurm
+
+    slurm(config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run)
+
+
+@app.command(hidden=True)
+def job(run: RunPath) -> None:
+    """The supervisor inside a Slurm job, which the batch script of `tandem slurm` becomes."""
+    from launch.job import run_job
+
+    raise typer.Exit(run_job(run))
+
+
 def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
     def run(run_folder: RunPath) -> None:
-        from launch import commands, roles
+        from launch import commands
 
-        roles.run_role(name, commands.existing_run(run_folder))
+        commands.run_role(name, run_folder)
 
     app.command(name, help=help_text, hidden=hidden)(run)
 
 
-_role_command("serve", "One role alone: the SGLang servers of a run.")
+@app.command()
+def serve(
+    run_folder: RunPath,
+    node: Annotated[int | None, typer.Option(help="Of the servers' nodes, from 0; in a Slurm step SLURM_NODEID if left out.")] = None,
+) -> None:
+    """One role alone: the SGLang servers of a run, or those of one node."""
+    from launch import commands
+
+    commands.run_role("serve", run_folder, node)
+
+
 _role_command("sample", "One role alone: the sampling driver of a run.")
 _role_command("learn", "One role alone, under torchrun: a Megatron rank of a run.")
 _role_command("sft-rank", "Under torchrun: a Megatron rank of a warm start.", hidden=True)
@@ -195,6 +292,7 @@ def main() -> None:
     check_packages()
     from configs.loader import ConfigError
     from launch.checks import BadInput
+    from launch.stopping import RunStopped
     from launch.supervisor import Interrupted, RoleFailed
 
     try:
@@ -205,6 +303,9 @@ def main() -> None:
     except RoleFailed as error:
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(1)
+    except RunStopped as stop:
+        print(f"tandem: {stop}", file=sys.stderr)
+        sys.exit(os.EX_TEMPFAIL)
     except Interrupted:
         print("tandem: interrupted; every process of the run has ended", file=sys.stderr)
         sys.exit(130)

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, TypeVar
 from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import LayoutConfig, as_overrides, layout_text
-from launch import checks, roles, run_folder
-from launch.checks import BadInput
+from launch import checks, roles, run_folder, stopping
+from launch.checks import EVALUATION, TRAINING, WARM_START, BadInput
+from launch.dry_run import print_dry_run
+from launch.placement import serve_roles
 from launch.run_folder import RunFolder
 from launch.supervisor import Role, RoleFailed, Supervisor
 from parallel.layout import read_hf_config, validate_rollout_layout
@@ -24,32 +26,44 @@ if TYPE_CHECKING:
     from launch.mismatch_plan import Request
 
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
+HERE = "launch.nodes=null"
+"""An override, for studies of layouts, which run on this machine whatever nodes the config trains on."""
+WITHOUT_NODES = f"set {HERE}"
 T = TypeVar("T")
 
 
-def train(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> RunFolder | None:
-    config = checks.load(config_path, overrides, RunConfig)
+def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> RunFolder | None:
     if dry_run:
-        _print_plan(config, ("serve", "sample", "learn"))
+        print_dry_run(checks.load(config_path, overrides, RunConfig, runs=TRAINING, gpu_memory=gpu_memory), TRAINING, gpu_memory)
         return None
-    checks.check_gpus(config_path, learner=config.layout.world_size, servers=config.rollout)
-    folder = _folder_of(config)
+    _refuse_other_machines(gpu_memory)
+    instead = "use `tandem slurm`, `tandem prepare`, or remove it"
+    config = checks.load(config_path, overrides, RunConfig, runs=TRAINING, instead_of_nodes=instead)
+    folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
-    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
+    with Supervisor(grace_s=config.launch.stop_grace_s, ending=stopping.ending(folder)) as supervisor:
         start_sampling(supervisor, folder, config)
         supervisor.start(role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True))
         _wait_ready(supervisor, folder, config)
-        supervisor.wait_until_done("learn")
-    _print_result(folder)
+        outcome = stopping.wait_for_learner(supervisor, folder, timeout_s=config.launch.stop_timeout_s)
+    if isinstance(outcome, stopping.Stopped):
+        raise stopping.RunStopped(_how_to_go_on(folder, outcome))
+    print_result(folder)
     return folder
 
 
-def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> Path | None:
-    config = checks.load(config_path, overrides, SftConfig)
+def _how_to_go_on(folder: RunFolder, outcome: stopping.Stopped) -> str:
+    if outcome.step == 0:
+        return f"stopped before the first step was complete, on request; start again with `tandem train {folder.config}`"
+    return f"stopped after step {outcome.step} on request; go on with `tandem train {folder.config} resume={folder.path}`"
+
+
+def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> Path | None:
+    config = checks.load(config_path, overrides, SftConfig, runs=WARM_START, gpu_memory=gpu_memory, instead_of_nodes=WITHOUT_NODES)
     if dry_run:
-        _print_plan(config, ("sft-rank",))
+        print_dry_run(config, WARM_START, gpu_memory)
         return None
-    checks.check_gpus(config_path, learner=config.layout.world_size)
+    _refuse_other_machines(gpu_memory)
     folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
         supervisor.start(role("sft-rank", folder, config, ranks=config.layout.world_size, show_stdout=True))
@@ -58,13 +72,12 @@ def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> Pa
     return config.output
 
 
-def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False) -> float | None:
-    config = checks.load(config_path, overrides, RunConfig)
+def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> float | None:
+    config = checks.load(config_path, overrides, RunConfig, runs=EVALUATION, gpu_memory=gpu_memory, instead_of_nodes=WITHOUT_NODES)
     if dry_run:
-        _print_plan(config, ("serve", "sample"))
+        print_dry_run(config, EVALUATION, gpu_memory)
         return None
-    checks.check_gpus(config_path, learner=0, servers=config.rollout)
-    checks.check_served_as_saved(config, "eval")
+    _refuse_other_machines(gpu_memory)
     if getattr(config.task, "heldout_path", "generated") is None:
         raise BadInput(f"{config_path}: the task has no held-out problems to evaluate on; give task.heldout_path")
     from rollout.remote_sampler import RemoteSampler
@@ -82,6 +95,11 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False) 
     run_folder.write_json(folder.summary, {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)})
     print(f"accuracy {result.accuracy:.4f} on {result.count} held-out samples; {folder.summary}", flush=True)
     return result.accuracy
+
+
+def _refuse_other_machines(gpu_memory: float | None) -> None:
+    if gpu_memory is not None:
+        raise BadInput(f"--gpu-memory {gpu_memory:g} is of GPUs of other machines than this one; use it with --dry-run, or leave it out")
 
 
 def _while_watching(supervisor: Supervisor, ask: Callable[[], T]) -> T:
@@ -179,9 +197,9 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
         tps = verification.rollout_sizes(rollouts)
     except ValueError as error:
         raise BadInput(str(error)) from error
-    configs = {text: checks.load(config_path, [*overrides, *as_overrides(layout)], RunConfig) for text, layout in asked.items()}
+    configs = {text: checks.load(config_path, [*overrides, *as_overrides(layout), HERE], RunConfig) for text, layout in asked.items()}
     if not configs:
-        of_config = checks.load(config_path, overrides, RunConfig)
+        of_config = checks.load(config_path, [*overrides, HERE], RunConfig)
         configs = {layout_text(of_config.layout): of_config}
     first = next(iter(configs.values()))
     if first.rollout.quantization != "none":
@@ -196,9 +214,13 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
         raise BadInput(f"--rollout: {error}") from error
     tps = tps or [first.rollout.tp]
     largest = max(config.layout.world_size for config in configs.values())
-    for number, tp in enumerate(tps):  # all fleets at the same time, one after another on the GPUs
+    available = checks.gpus_here()
+    for number, tp in enumerate(tps if available else ()):  # all fleets at the same time, one after another on the GPUs
         before = largest + first.rollout.replicas * sum(tps[:number])
-        checks.check_gpus("--rollout", learner=before, servers=first.rollout.model_copy(update={"tp": tp}))
+        try:
+            checks.check_server_gpus(first.rollout.model_copy(update={"tp": tp}), before, available)
+        except ValueError as error:
+            raise BadInput(f"--rollout: {error}") from error
     return verification.run(configs, tps, role)
 
 
@@ -209,7 +231,7 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
 
     def load(more: Sequence[str]) -> RunConfig:
         try:
-            config = checks.load(config_path, [*overrides, *more], RunConfig)
+            config = checks.load(config_path, [*overrides, *more, HERE], RunConfig)
             checks.check_served_as_saved(config, "mismatch")
             return config
         except (ConfigError, BadInput) as error:
@@ -222,18 +244,24 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
     return study.run(plan, role)
 
 
+def run_role(name: str, run: Path, node: int | None = None) -> None:
+    try:
+        roles.run_role(name, existing_run(run), node)
+    except ValueError as error:  # before the role began
+        raise BadInput(str(error)) from error
+
+
 def existing_run(run: Path) -> RunFolder:
     if not (run / "config.yaml").is_file():
         raise BadInput(f"RUN: {run} is not a run folder (it has no config.yaml); runs/latest is the newest run")
     return RunFolder(run.resolve())
 
 
-def _folder_of(config: RunConfig) -> RunFolder:
+def folder_of(config: RunConfig) -> RunFolder:
     if config.resume is None:
         folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
     else:
         folder = existing_run(config.resume)
-        _check_resume(config, folder)
     try:
         folder.claim()
     except BlockingIOError:
@@ -244,27 +272,16 @@ def _folder_of(config: RunConfig) -> RunFolder:
     return folder
 
 
-def _check_resume(config: RunConfig, folder: RunFolder) -> None:
-    """Before anything is overwritten: the run can go on, and it is the same run."""
-    if folder.newest_checkpoint() is None:
-        raise BadInput(f"resume: {config.resume} holds no complete checkpoint to go on from; start anew without `resume`")
-    if config.critic is not None and not folder.has_critic_checkpoint():
-        raise BadInput(
-            f"resume: {config.resume} was trained without a critic, which advantage.type=gae needs; keep the run's own advantage, or start "
-            "a new run from its exported model"
-        )
-    before = load_config(folder.config, [])
-    for part in ("seed", "model", "task"):
-        if getattr(before, part) != getattr(config, part):
-            raise BadInput(
-                f"resume: `{part}` of {config.resume} is {getattr(before, part)!r}, but {getattr(config, part)!r} was given; "
-                f"resume with `tandem train {config.resume}/config.yaml resume={config.resume}`, or start a new run"
-            )
-
-
 def role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: int = 1, show_stdout: bool = False) -> Role:
+    command = roles.command(name, folder, ranks=ranks)
+    log, error = folder.logs / f"{name}.log", folder.error(name)
+    return Role(name=name, command=command, log=log, error=error, env=environment(config), show_stdout=show_stdout)
+
+
+def environment(config: RunConfig | SftConfig) -> dict[str, str]:
+    """Of every role, beside what it inherits."""
     threads = str(config.launch.threads_per_process)
-    env = {
+    return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
@@ -273,10 +290,6 @@ def role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: 
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    command = roles.command(name, folder, ranks=ranks)
-    return Role(
-        name=name, command=command, log=folder.logs / f"{name}.log", error=folder.error(name), env=env, show_stdout=show_stdout
-    )
 
 
 def start_sampling(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> None:
@@ -289,7 +302,7 @@ def _wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) ->
     what = f"{count} SGLang server{'s' if count > 1 else ''}"
     started = time.monotonic()
     supervisor.wait_for(
-        lambda: all(folder.read_address(name) is not None for name in ("serve", "sample")),
+        lambda: run_folder.read_servers(folder, serve_roles(config)) is not None and folder.read_address("sample") is not None,
         what=f"{what} and the sampler to be ready",
         timeout_s=config.launch.start_timeout_s,
         while_waiting=_progress(f"starting {what}"),
@@ -311,24 +324,7 @@ def _progress(text: str) -> Callable[[float], None]:
     return tell
 
 
-def _print_plan(config: RunConfig | SftConfig, names: tuple[str, ...]) -> None:
-    print(resolved_yaml(config))
-    print("# processes that would be started:")
-    placeholder = RunFolder(config.launch.runs_dir / f"{config.name}-DATE-TIME")
-    for name in names:
-        ranks = config.layout.world_size if name in roles.MEGATRON_ROLES else 1
-        print(f"#   {name}: {' '.join(roles.command(name, placeholder, ranks=ranks))}")
-    if "serve" in names:
-        rollout = config.rollout
-        print(f"#   serve starts {rollout.replicas} SGLang server(s) of tensor-parallel size {rollout.tp}, on localhost")
-    if any(name in roles.MEGATRON_ROLES for name in names):
-        from launch.plan import memory_lines
-
-        for line in memory_lines(config):
-            print(f"# {line}")
-
-
-def _print_result(folder: RunFolder) -> None:
+def print_result(folder: RunFolder) -> None:
     summary = json.loads(folder.summary.read_text())
     print()
     if summary["accuracy_after"] is not None:

@@ -20,7 +20,8 @@ from configs.schema import RunConfig
 from launch import run_folder
 from launch.mismatch_plan import SHORT_PER_PROMPT, Part, Plan
 from launch.mismatch_result import evaluate, write
-from launch.run_folder import RunFolder, write_json
+from launch.placement import serve_roles
+from launch.run_folder import RunFolder, wait_for_servers, write_json
 from launch.supervisor import RoleFailed, StartRole, Supervisor
 
 
@@ -124,7 +125,8 @@ def draw(folder: RunFolder) -> None:
     positions = json.loads((config.model.path / "config.json").read_text()).get("max_position_embeddings")
     check_prompt_lengths(task, config, max_positions=positions)
     prompts = fixed_prompts(task, request["prompts"], seed=config.seed)
-    urls = folder.wait_for_address("serve", timeout_s=config.launch.start_timeout_s, alive=_every(15.0, "  waiting for SGLang"))["urls"]
+    timeout_s = config.launch.start_timeout_s
+    urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s, alive=_every(15.0, "  waiting for SGLang"))
     stops = end_token_ids(tokenizer, config.model.path)
     if request["sample"]:
         asyncio.run(_sample(folder, config, prompts, urls, stops))

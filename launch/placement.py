@@ -4,29 +4,11 @@ Nodes are counted within a side: the learner's from 0, and the servers' from 0. 
 fill the servers' nodes in order; one that is larger than a node takes several, each with an equal share of its tensor-parallel ranks.
 """
 
-from dataclasses import dataclass
-
-from configs.schema import RunConfig
+from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import NodesConfig
+from rollout.server_share import ServerShare
 
 ONE_MACHINE = "serve"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerShare:
-    """The part of one replica that one node runs."""
-
-    replica: int
-    node: int
-    """Of the servers' nodes."""
-    node_rank: int
-    """Among the nodes of this replica; 0 answers HTTP."""
-    num_nodes: int
-    """Of this replica."""
-    first_gpu: int
-    """Of ``num_ranks`` consecutive ones on this node."""
-    num_ranks: int
-    """Tensor-parallel ranks here."""
 
 
 def serve_roles(config: RunConfig) -> list[str]:
@@ -60,7 +42,7 @@ def servers_on(config: RunConfig, node: int) -> list[ServerShare]:
     return [share for share in servers(config) if share.node == node]
 
 
-def learner_ranks_per_node(config: RunConfig) -> int:
+def learner_ranks_per_node(config: RunConfig | SftConfig) -> int:
     """Raises ValueError where the ranks do not fill the nodes evenly."""
     nodes = 1 if config.launch.nodes is None else config.launch.nodes.learner
     return _whole(config.layout.world_size, nodes, "the learner's processes (layout)", "launch.nodes.learner")
@@ -68,7 +50,7 @@ def learner_ranks_per_node(config: RunConfig) -> int:
 
 def check_placement(config: RunConfig) -> list[str]:
     """What does not fit, each in a sentence with field, value and fix; empty where all does. Of several nodes only: one machine's GPUs are
-    counted when they are taken (``checks.check_gpus``)."""
+    counted when they are taken (``checks``)."""
     nodes = config.launch.nodes
     if nodes is None:
         return []

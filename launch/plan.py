@@ -1,15 +1,15 @@
-"""``tandem plan``: pairs of layouts as a table, and the best as YAML; and the memory of a run for ``--dry-run``."""
+"""``tandem plan``: pairs of layouts as a table, and the best as YAML."""
 
 from pathlib import Path
 
 import yaml
 
 from configs.loader import load_config
-from configs.schema import RunConfig, SftConfig
+from configs.schema import RunConfig
 from configs.schema.layout import ONE_PROCESS, LayoutConfig, layout_text
-from launch.checks import BadInput, gpus_here
+from launch.checks import BadInput
 from parallel import memory
-from parallel.layout import Architecture, read_architecture, read_hf_config
+from parallel.layout import read_hf_config
 from parallel.planner import NO_TABLE, Cluster, Plan, plan, read_measured, reasons
 
 WIDTH = 170
@@ -80,24 +80,3 @@ def server_text(found: memory.RolloutMemory) -> str:
     """A server rank's memory in words."""
     cache = f"{memory.size_text(found.kv_cache)} of cache for {found.tokens:,} tokens"
     return f"{memory.size_text(found.weights)} of weights, {cache}, {memory.size_text(found.reserved)} left to SGLang's activations"
-
-
-def memory_lines(config: RunConfig | SftConfig) -> list[str]:
-    """What the fullest learner rank of this config holds, and the part of a server rank that does not depend on its GPU."""
-    device = "cuda" if gpus_here() else "cpu"
-    architecture = read_architecture(read_hf_config(config.model.path))
-    work = memory.work_of(config, device, _critic_architecture(config, architecture))
-    lines = [f"memory of a learner rank: {memory.describe(memory.worst_stage(architecture, config.layout, work))}"]
-    if isinstance(config, RunConfig):
-        server = memory.rollout_memory(
-            architecture, config.rollout.tp, config.rollout.dtype, 0, quantization=config.rollout.quantization
-        )
-        weights, each = memory.size_text(server.weights), memory.size_text(server.kv_bytes_per_token)
-        lines.append(f"memory of a server rank: {weights} of weights, {each} of cache for each token in flight")
-    return lines
-
-
-def _critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> Architecture | None:
-    if not isinstance(config, RunConfig) or config.critic is None:
-        return None
-    return policy if config.critic.model is None else read_architecture(read_hf_config(config.critic.model.path))

@@ -1,18 +1,23 @@
 """What each role runs, given a run folder: serve (SGLang), sample (groups), learn (Megatron ranks, under torchrun).
 
-Roles find each other through ``RUN/roles/*.json``, so each can be started by itself; all on one machine, since addresses are of localhost.
+Roles find each other through ``RUN/roles/*.json``, so each can be started by itself, on any node that sees the run folder.
 """
 
 import asyncio
 import contextlib
 import gc
 import json
+import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import psutil
@@ -21,8 +26,12 @@ from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import ONE_PROCESS
 from configs.schema.objective import KLConfig
-from launch.run_folder import RunFolder
+from launch.addresses import own_address, role_environment
+from launch.placement import serve_roles, servers_on
+from launch.run_folder import RunFolder, wait_for_servers
+from launch.stopping import StopListener, Stopped, report_stopped
 from launch.supervisor import end_with_parent, kill
+from rollout.server_share import ServerShare
 
 if TYPE_CHECKING:
     from trainer.loop import Run
@@ -33,10 +42,12 @@ PROBE_PROMPT = [2 + i % 8 for i in range(12)]
 """Any tokens will do for comparing two engines; ids this small exist in every vocabulary."""
 PROBE_TOKENS = 4
 INTERRUPTED = 130
+IN_JOB = "TANDEM_JOB"
+"""In the environment of every role of a Slurm job, set by ``launch/job.py``."""
 
 
-def serve(folder: RunFolder) -> None:
-    """Start the SGLang servers, announce them when they are healthy, watch them until SIGTERM; all are gone at return."""
+def serve(folder: RunFolder, node: int = 0) -> None:
+    """Start the SGLang servers of one node, announce them when they are healthy, watch them until SIGTERM; all are gone at return."""
     import torch
 
     from rollout.sglang_server import ServerFleet
@@ -44,33 +55,57 @@ def serve(folder: RunFolder) -> None:
     config: RunConfig = load_config(folder.config, [])
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: stop.set())
+    name, host, shares = serve_roles(config)[node], own_address(config.launch.nodes), _shares_of(folder, config, node)
     fleet = ServerFleet(
         config.rollout,
         model_path=config.model.path,
         log_dir=folder.logs,
         threads=config.launch.threads_per_process,
         cuda=torch.cuda.is_available(),
-        first_gpu=_first_gpu(folder, config),
         seed=config.seed,
+        shares=shares,
+        host=host,
+        meeting_points=_meeting_points(folder, config, shares, host),
         fp32_lm_head=config.model.fp32_lm_head,
     )
     try:
         fleet.start()
         fleet.wait_healthy(config.rollout.server_start_timeout_s, print, should_stop=stop.is_set)
         if not stop.is_set():
-            folder.announce("serve", {"urls": fleet.urls, "pid": os.getpid()})
+            folder.announce(name, {"urls": fleet.urls, "pid": os.getpid(), "host": socket.gethostname()})
         while not stop.wait(0.5):
             fleet.poll()
     finally:
         fleet.stop()
+        for announced in (name, *(f"replica-{share.replica}" for share in shares if share.node_rank == 0)):
+            folder.withdraw(announced)
 
 
-def _first_gpu(folder: RunFolder, config: RunConfig) -> int:
-    """Of this fleet: after the learner's, unless a request (of several fleets on one machine) says where."""
+def _shares_of(folder: RunFolder, config: RunConfig, node: int) -> list[ServerShare]:
+    """Their GPUs come after the learner's where those are here too, unless a request (of several fleets on one machine) says where."""
+    shares = servers_on(config, node)
     request = folder.path / "request.json"
     asked = json.loads(request.read_text()) if request.exists() else {}
-    return asked.get("first_gpu", config.layout.world_size)
+    moved_by = asked.get("first_gpu", shares[0].first_gpu) - shares[0].first_gpu
+    return [replace(share, first_gpu=share.first_gpu + moved_by) for share in shares]
+
+
+def _meeting_points(folder: RunFolder, config: RunConfig, shares: Sequence[ServerShare], host: str) -> dict[int, str]:
+    """Of each replica that takes several nodes: its first node says where in the run folder, and the others wait for that."""
+    from rollout.sglang_command import choose_ports
+
+    for share in shares:
+        if share.num_nodes > 1 and share.node_rank == 0:
+            (ports,) = choose_ports([share.replica], None, host)
+            folder.announce(f"replica-{share.replica}", {"address": f"{host}:{ports.nccl}"})
+    timeout_s = config.launch.start_timeout_s
+    return {
+        share.replica: folder.wait_for_address(f"replica-{share.replica}", timeout_s=timeout_s)["address"]
+        for share in shares
+        if share.num_nodes > 1
+    }
 
 
 def sample(folder: RunFolder) -> None:
@@ -80,41 +115,59 @@ def sample(folder: RunFolder) -> None:
     config: RunConfig = load_config(folder.config, [])
 
     def server_urls() -> list[str]:
-        return folder.wait_for_address("serve", timeout_s=config.launch.start_timeout_s)["urls"]
+        return wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)
 
-    asyncio.run(
-        run_sample_role(config, server_urls=server_urls, announce=lambda address: folder.announce("sample", {"address": address}))
-    )
+    def announce(address: str) -> None:
+        folder.announce("sample", {"address": address, "pid": os.getpid(), "host": socket.gethostname()})
+
+    try:
+        asyncio.run(run_sample_role(config, server_urls=server_urls, announce=announce, host=own_address(config.launch.nodes)))
+    finally:
+        folder.withdraw("sample")
 
 
 def learn(folder: RunFolder) -> None:
     """One Megatron rank (torchrun sets RANK, WORLD_SIZE, MASTER_ADDR): build everything, train, export."""
     began = time.perf_counter()
+    import torch.distributed as dist
+
     from launch.summary import write_summary
-    from trainer.loop import evaluate_before, train
+    from trainer.interruption import INTERRUPTIONS, StopRequested
+    from trainer.loop import evaluate_before, saved_where_interrupted, train
     from trainer.report import write_report
 
-    # The supervisor ends ranks with SIGTERM; as an exception it lets the tracker say that the run was killed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run = build_run(folder)
+    listener = StopListener(folder, is_first_rank=os.environ.get("RANK", "0") == "0")
+    run = build_run(folder, listener.reason)
+    if run.learner.is_first_rank:
+        folder.announce("learn", {"pid": os.getpid(), "host": socket.gethostname()})
     gc.freeze()  # what start-up made lives as long as the run: walking through it again and again would cost a tenth of a second each time
-    # As a context manager the tracker closes with FINISHED, FAILED or KILLED, by the way out.
-    with run.tracker or contextlib.nullcontext():
-        compare_engines(run)
-        started = time.perf_counter()
-        evaluate_before(run)
-        train(run)
-        run.weight_sync.probe(run.config.rollout.temperature)  # of the last update, which nothing was sampled from
-        trained = time.perf_counter()
-        run.learner.save_hf(folder.hf)
-        if run.tracker is not None:
-            write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
-            for artifact in (write_report(folder.path), folder.figures, folder.summary):
-                run.tracker.artifact(artifact)
+    try:
+        # As a context manager the tracker closes with FINISHED, FAILED or KILLED, by the way out.
+        with run.tracker or contextlib.nullcontext():
+            with saved_where_interrupted(run):
+                compare_engines(run)
+                started = time.perf_counter()
+                evaluate_before(run)
+                train(run)
+                run.weight_sync.probe(run.config.rollout.temperature)  # of the last update, which nothing was sampled from
+            trained = time.perf_counter()
+            run.learner.save_hf(folder.hf)
+            if run.tracker is not None:
+                write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
+                for artifact in (write_report(folder.path), folder.figures, folder.summary):
+                    run.tracker.artifact(artifact)
+    except INTERRUPTIONS as interruption:
+        is_stop = isinstance(interruption, StopRequested)
+        if is_stop and run.learner.is_first_rank:
+            report_stopped(folder, Stopped(step=run.checkpointer.complete, reason=str(interruption)))
+        dist.barrier()  # the first rank has closed its tracker: torchrun ends the others as soon as one of them has failed
+        if is_stop:
+            _exit_now(0)  # the sample role may be busy for long with what nobody takes any more: the supervisor ends it
+        raise
     end_run(run)
 
 
-def build_run(folder: RunFolder) -> "Run":
+def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lambda: None) -> "Run":
     """Everything that ``train`` needs on this rank, resumed where the run folder holds a checkpoint."""
     from parallel.platform import collective_backend, init_distributed
     from trainer.learner import Learner
@@ -131,7 +184,7 @@ def build_run(folder: RunFolder) -> "Run":
     remote, control = None, None
     if learner.is_first_rank:
         remote, control = _connect(folder, config)
-    sampler = SharedSampler(remote)
+    sampler = SharedSampler(remote, stop_requested)
     checkpointer = Checkpointer(folder.checkpoints, config.checkpoint)
     progress = checkpointer.restore(learner, sampler)
     resumed_from = progress.step if progress else None
@@ -147,9 +200,11 @@ def build_run(folder: RunFolder) -> "Run":
         temperature=config.rollout.temperature,
         probe_prompt=PROBE_PROMPT,
         probe_tokens=PROBE_TOKENS,
-        timeout_s=config.launch.collective_timeout_s,
+        timeout_s=_patience_s(config),
         samples_are_probes=config.compares_samples,
+        address=own_address(config.launch.nodes),
         quantization=config.rollout.quantization,
+        peer_timeout_s=config.launch.peer_timeout_s,
     )
     return Run(
         config=config,
@@ -161,6 +216,7 @@ def build_run(folder: RunFolder) -> "Run":
         # Last: once it is open, whoever fails has to close it.
         tracker=Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None,
         first_step=1 if resumed_from is None else resumed_from + 1,
+        evaluation_owed=progress is not None and progress.evaluation_owed,
     )
 
 
@@ -189,11 +245,17 @@ def _connect(folder: RunFolder, config: RunConfig):
     from rollout.sglang_control import SGLangControl
 
     timeout_s = config.launch.start_timeout_s
-    urls = folder.wait_for_address("serve", timeout_s=timeout_s)["urls"]
+    urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s)
     address = folder.wait_for_address("sample", timeout_s=timeout_s)["address"]
-    remote = RemoteSampler(address, timeout_s=config.launch.collective_timeout_s)
-    control = SGLangControl(urls, tensor_parallel=config.rollout.tp, timeout_s=config.launch.collective_timeout_s)
+    limits = {"timeout_s": _patience_s(config), "peer_timeout_s": config.launch.peer_timeout_s}
+    remote = RemoteSampler(address, **limits)
+    control = SGLangControl(urls, tensor_parallel=config.rollout.tp, **limits)
     return remote, control
+
+
+def _patience_s(config: RunConfig) -> float:
+    """With the rollout side: less than that of the ranks which wait in a collective meanwhile, so that they hear what has failed."""
+    return 0.9 * config.launch.collective_timeout_s
 
 
 def supervised(folder: RunFolder) -> None:
@@ -260,6 +322,8 @@ def score_for_mismatch(folder: RunFolder) -> None:
 
 
 MEGATRON_ROLES = ("learn", "sft-rank", "export-rank", "replay-rank", "verify-rank", "score-rank")
+SIDES = ("serve", "sample", "learn")
+"""The roles of a training run, which may be on different nodes."""
 ROLES = {
     "serve": serve,
     "sample": sample,
@@ -273,24 +337,52 @@ ROLES = {
 }
 
 
-def run_role(name: str, folder: RunFolder) -> None:
-    """Run one role in this process; its end, good or bad, is the end of the process."""
+def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
+    """Run one role in this process; its end, good or bad, is the end of the process.
+
+    Args:
+        node: of the servers' nodes, for the serve role.
+
+    Raises:
+        ValueError: there is no such node, or this host has no address that the others could reach. Nothing was started.
+    """
+    run, label = ROLES[name], name
+    if name in SIDES:
+        config: RunConfig = load_config(folder.config, [])
+        os.environ.update(role_environment(config.launch.nodes))
+        if name == "serve":
+            node = serving_node(config, node)
+            run, label = partial(serve, node=node), serve_roles(config)[node]
     if name in MEGATRON_ROLES:
         # torchrun puts ranks into sessions of their own: nothing else would end them if it were killed.
         end_with_parent(signal.SIGKILL)
     else:
-        folder.forget(name)
+        folder.forget(label)
+        if IN_JOB in os.environ:
+            # Slurm sends it to everything at once, while the learner still finishes its step with us. The job's supervisor ends us.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        ROLES[name](folder)
+        run(folder)
     except BaseException as error:
         # Nothing may interrupt or stop the way out, whatever fails on it (a full disk, the SIGTERM of a peer's failure).
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             if isinstance(error, Exception):
-                folder.report_error(name, error)
+                folder.report_error(label, error)
                 traceback.print_exc()
         finally:
             _exit_now(1 if isinstance(error, Exception) else INTERRUPTED)
+
+
+def serving_node(config: RunConfig, asked: int | None) -> int:
+    """Which of the servers' nodes this is: the one asked for, or by the place of this process in its Slurm step. Raises ValueError."""
+    names = serve_roles(config)
+    by_slurm = os.environ.get("SLURM_NODEID", "0") if config.launch.nodes is not None else "0"
+    node = int(by_slurm) if asked is None else asked
+    if not 0 <= node < len(names):
+        how = f"--node {node}" if asked is not None else f"SLURM_NODEID={node}"
+        raise ValueError(f"{how}: the servers of this run are on {len(names)} node{'s' * (len(names) > 1)}, counted from 0")
+    return node
 
 
 def _exit_now(code: int) -> NoReturn:
@@ -306,10 +398,48 @@ def _exit_now(code: int) -> NoReturn:
         os._exit(code)
 
 
-def command(role: str, folder: RunFolder, *, ranks: int = 1) -> list[str]:
-    """The command line that starts ``role``; Megatron roles run under torchrun."""
-    arguments = ["launch", role, str(folder.path)]
-    if role in MEGATRON_ROLES:
-        torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
-        return [sys.executable, "-m", *torchrun, *arguments]
-    return [sys.executable, "-m", *arguments]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the torchrun agents of the learner's nodes, one on each, find one another."""
+
+    nodes: int
+    endpoint: str
+    """HOST:PORT of the learner's first node, whose agent listens there."""
+    is_host: bool | None = None
+    """Whether the agent is that one. None: it finds out, which it cannot where the name of its host stands for another address."""
+    address: str | None = None
+    """Of this agent's node, where its ranks are met if they are the first. None: what the host calls itself, which may be localhost."""
+    id: str
+    """The same for all agents of one start of one run."""
+    timeout_s: float
+    """For all of them to have come."""
+
+
+def command(role: str, folder: RunFolder, *, ranks: int = 1, node: int | None = None, rendezvous: Rendezvous | None = None) -> list[str]:
+    """The command line that starts ``role``; Megatron roles run under torchrun.
+
+    Args:
+        ranks: of a Megatron role, on each node. node: of the servers, where there are several. rendezvous: of a Megatron role on several
+            nodes, each of which runs this same line; None: all ranks are here.
+    """
+    arguments = ["launch", role, str(folder.path), *([] if node is None else ["--node", str(node)])]
+    if role not in MEGATRON_ROLES:
+        return [sys.executable, "-m", *arguments]
+    return [sys.executable, "-m", "torch.distributed.run", *_meeting(rendezvous), f"--nproc-per-node={ranks}", "-m", *arguments]
+
+
+def _meeting(rendezvous: Rendezvous | None) -> list[str]:
+    if rendezvous is None:
+        return ["--standalone"]
+    options = {"join_timeout": str(math.ceil(rendezvous.timeout_s))}
+    if rendezvous.is_host is not None:
+        options["is_host"] = str(rendezvous.is_host).lower()
+    # No --node-rank: c10d has no use for it. It numbers nodes by their names, and the ranks of one node one after another.
+    return [
+        f"--nnodes={rendezvous.nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={rendezvous.endpoint}",
+        f"--rdzv-id={rendezvous.id}",
+        f"--rdzv-conf={','.join(f'{key}={value}' for key, value in options.items())}",
+        *([] if rendezvous.address is None else [f"--local-addr={rendezvous.address}"]),
+    ]

@@ -3,6 +3,8 @@
     config.yaml        the resolved config, which every role reads       metrics.jsonl, console.log   one line per step
     logs/ROLE.log      all that a role and its engine print              mlflow.db, mlartifacts/      unless a tracking URI is given
     roles/ROLE.json    a role's address, once it is ready                checkpoints/step_000010/     resumable
+                       (serve-0, serve-1, ... where servers are on several nodes)
+    job.json           the Slurm job that runs it, or ran it last         restarts.json, train.sbatch   of Slurm, too
     hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
 """
 
@@ -11,7 +13,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -55,6 +57,16 @@ class RunFolder:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
+    @property
+    def job(self) -> Path:
+        """Of the Slurm job that runs it, or ran it last: {job_id, nodes, restart}."""
+        return self.path / "job.json"
+
+    @property
+    def restarts(self) -> Path:
+        """Failed starts without a newer checkpoint in between."""
+        return self.path / "restarts.json"
+
     def address(self, role: str) -> Path:
         return self.path / "roles" / f"{role}.json"
 
@@ -73,6 +85,10 @@ class RunFolder:
         """For a role to call as it starts: nobody may talk to the servers of its last life, nor read its last error."""
         self.address(role).unlink(missing_ok=True)
         self.error(role).unlink(missing_ok=True)
+
+    def withdraw(self, role: str) -> None:
+        """For a role to call as it ends: nobody is to look for it any more."""
+        self.address(role).unlink(missing_ok=True)
 
     def newest_checkpoint(self) -> Path | None:
         """The newest whose files are all there in full, as its manifest lists them; without torch, so for checks before a start."""
@@ -94,6 +110,8 @@ class RunFolder:
     def claim(self) -> None:
         """Make this process the one that runs the folder; the lock goes with the process.
 
+        Where an earlier attempt ended before its first checkpoint, the run begins anew, and what that attempt logged is put aside.
+
         Raises:
             BlockingIOError: another process is running it.
         """
@@ -102,6 +120,15 @@ class RunFolder:
         fcntl.flock(self._held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         for file in (self.path / "roles").glob("*.*"):
             file.unlink()
+        metrics = self.path / "metrics.jsonl"
+        if metrics.exists() and self.newest_checkpoint() is None:
+            metrics.replace(self.path / "metrics.lost.jsonl")
+
+    def release(self) -> Path:
+        """Let another process claim the folder; returns its path."""
+        while self._held:
+            self._held.pop().close()
+        return self.path
 
     def announce(self, role: str, address: dict) -> None:
         """Tell the other roles where ``role`` listens; the file appears whole or not at all."""
@@ -123,6 +150,40 @@ class RunFolder:
         return address
 
 
+def read_servers(folder: RunFolder, names: Sequence[str]) -> list[str] | None:
+    """The addresses of all replicas, in order, as the serve roles of those names report them; None until all have."""
+    reported = [folder.read_address(name) for name in names]
+    return None if None in reported else [url for address in reported for url in address["urls"]]
+
+
+def wait_for_servers(
+    folder: RunFolder, names: Sequence[str], *, timeout_s: float, alive: Callable[[], None] = lambda: None
+) -> list[str]:
+    """``read_servers`` once all of them are there; ``alive`` is called again and again until then, and ends the wait by raising.
+
+    Raises:
+        TimeoutError: it names the roles that are missing, with what they left behind.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (urls := read_servers(folder, names)) is None:
+        alive()
+        if time.monotonic() > deadline:
+            missing = [_trace(folder, name) for name in names if folder.read_address(name) is None]
+            raise TimeoutError(
+                f"{len(missing)} of {len(names)} serve roles did not report servers in {folder.path} within {timeout_s:.0f} s; "
+                "raise launch.start_timeout_s if they only need longer. Missing: " + "; ".join(missing)
+            )
+        time.sleep(0.1)
+    return urls
+
+
+def _trace(folder: RunFolder, name: str) -> str:
+    log, error = folder.logs / f"{name}.log", folder.error(name)
+    if error.exists():
+        return f"{name} (ended by {error.read_text()})"
+    return f"{name} (its log: {log})" if log.exists() else f"{name} (no log here: was it started?)"
+
+
 def _is_whole(manifest: Path) -> bool:
     try:
         files = json.loads(manifest.read_text())["files"]
@@ -133,18 +194,23 @@ def _is_whole(manifest: Path) -> bool:
 
 def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
     """A new folder ``runs_dir/name-DATE-TIME`` with the resolved config."""
+    folder = RunFolder(new_path(runs_dir, name))
+    folder.config.write_text(config_yaml)
+    return folder
+
+
+def new_path(runs_dir: Path, name: str) -> Path:
+    """A new, empty folder ``runs_dir/name-DATE-TIME``."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     runs_dir.mkdir(parents=True, exist_ok=True)
     for attempt in range(100):
         path = runs_dir / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
         try:
             path.mkdir()
-            break
+            return path
         except FileExistsError:
             continue
-    folder = RunFolder(path)
-    folder.config.write_text(config_yaml)
-    return folder
+    raise FileExistsError(f"{path} and 99 more of this name exist already")
 
 
 def point_latest(folder: RunFolder) -> None:

@@ -3,7 +3,7 @@
 Who ends whom: the supervisor ends a role's whole group (SIGTERM, grace, SIGKILL) when it finishes itself, when any role
 fails, or on Ctrl-C; if the supervisor dies, the kernel sends each role SIGTERM (PR_SET_PDEATHSIG). What a dead process of a role
 leaves behind in a session of its own (a torchrun rank's checkpoint writer) becomes a child of the supervisor, which is the
-"subreaper" of its descendants, and is ended with the rest.
+"subreaper" of its descendants, and is ended with the rest. How SIGTERM can be a request to stop instead: launch/stopping.py.
 """
 
 import contextlib
@@ -53,13 +53,14 @@ class Role:
 class Supervisor:
     """A context manager: leaving it, on any path, leaves no process behind."""
 
-    def __init__(self, *, grace_s: float):
-        self._grace_s = grace_s
+    def __init__(self, *, grace_s: float, ending: Path | None = None):
+        """ending: a file to make before the roles are ended; to a learner SIGTERM is a request to stop until it is there."""
+        self._grace_s, self._ending = grace_s, ending
         self._running: dict[str, tuple[Role, subprocess.Popen]] = {}
 
     def __enter__(self) -> "Supervisor":
         # A closed terminal (SIGHUP) ends a run like Ctrl-C, unless nohup had it ignored.
-        stops = [signal.SIGTERM] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)
+        stops = [signal.SIGTERM, signal.SIGUSR1] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)
         self._previous = {number: signal.signal(number, _raise_interrupt) for number in stops}
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._not_ours = set(psutil.Process().children())
@@ -114,16 +115,25 @@ class Supervisor:
                 process.wait(timeout=POLL_S)
         self.check(may_end=(name, "sample"))
 
-    def check(self, may_end: Sequence[str]) -> None:
-        """Raise RoleFailed for the first role that has ended; those of ``may_end`` (sample is told to stop) may have, with code 0."""
+    def is_running(self, name: str) -> bool:
+        return self._running[name][1].poll() is None
+
+    def check(self, may_end: Sequence[str], *, among: Sequence[str] | None = None, but_not: Sequence[str] = ()) -> None:
+        """Raise RoleFailed for the first role that has ended; those of ``may_end`` (sample is told to stop) may have, with code 0.
+
+        Looks ``among`` these roles (None: all), but not at those of ``but_not``.
+        """
         for name, (role, process) in self._running.items():
             code = process.poll()
-            if code is None or (code == 0 and name in may_end):
+            if code is None or (code == 0 and name in may_end) or name in but_not or (among is not None and name not in among):
                 continue
             raise RoleFailed(f"the {name} role ended with {_describe(code)}.\n{_cause(role)}\nIts whole log: {role.log}")
 
     def stop_all(self) -> None:
         """SIGTERM to every group, newest role first, then SIGKILL to what is left after the grace period."""
+        if self._ending is not None:
+            with contextlib.suppress(OSError):  # on a full disk the learner ends with SIGKILL
+                self._ending.touch()
         roles = list(reversed(self._running.values()))
         for _, process in roles:
             _signal_group(process.pid, signal.SIGTERM)

@@ -3,6 +3,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/install.sh
+bash launch/install_test_tools.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
 .venv/bin/ruff check .
 exec .venv/bin/python -m pytest "$@"

@@ -24,7 +24,8 @@ from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig, layout_text, parse_layout
 from configs.schema.objective import KLConfig
 from launch import run_folder
-from launch.run_folder import RunFolder, write_json
+from launch.placement import ONE_MACHINE
+from launch.run_folder import RunFolder, read_servers, write_json
 from launch.supervisor import RoleFailed, StartRole, Supervisor
 
 if TYPE_CHECKING:
@@ -140,12 +141,12 @@ class Serving:
             self._start_fleet(supervisor, folder, tp, model, replicas, first_gpu)
             first_gpu += tp * replicas
         supervisor.wait_for(
-            lambda: all(folder.read_address("serve") is not None for folder in folders.values()),
+            lambda: all(read_servers(folder, [ONE_MACHINE]) is not None for folder in folders.values()),
             what="the SGLang servers to be ready",
             timeout_s=self.base.launch.start_timeout_s,
         )
         timeout_s = self.base.launch.collective_timeout_s
-        urls = {tp: folder.read_address("serve")["urls"] for tp, folder in folders.items()}
+        urls = {tp: read_servers(folder, [ONE_MACHINE]) for tp, folder in folders.items()}
         return {tp: lines.enter_context(SGLangControl(urls[tp], tensor_parallel=tp, timeout_s=timeout_s)) for tp in urls}
 
     def _start_fleet(self, supervisor: Supervisor, folder: RunFolder, tp: int, model: Path, replicas: int, first_gpu: int) -> None:

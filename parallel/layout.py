@@ -206,19 +206,24 @@ def validate_layout(hf_config: Mapping[str, Any], layout: LayoutConfig, *, num_p
       ranks, which this learner does not do.
     - ``num_processes``, where given, must be the layout's product of sizes.
 
-    Raises ValueError for what ``read_architecture`` refuses, and for everything of the above that does not hold, all at once: each with
-    the nearest values of its field, several also with the nearest layouts that work.
+    Raises ValueError for what ``read_architecture`` refuses, and for everything of the above that does not hold, all at once: see
+    ``layout_problems``.
     """
-    architecture = read_architecture(hf_config)
+    problems = layout_problems(read_architecture(hf_config), layout, num_processes)
+    if problems:
+        raise ValueError("\n  ".join(problems))
+
+
+def layout_problems(architecture: Architecture, layout: LayoutConfig, num_processes: int | None = None) -> list[str]:
+    """What keeps the learner from this layout, each with the nearest values of its field. Where these do not help, or there are several
+    problems, the last one is followed by a line with the nearest layouts that work."""
     misfits = _misfits(architecture, layout, num_processes)
-    if not misfits:
-        return
     values = {field: _nearest_values(architecture, layout, field, num_processes) for field in misfits}
     texts = [f"{reason}; {f'use {values[field]}' if values[field] else f'no {field} alone mends it'}" for field, reason in misfits.items()]
     if len(misfits) > 1 or "dp" in misfits or not all(values.values()):
         found = " or ".join(f"{{{layout_yaml(fitting)}}}" for fitting in _nearest_layouts(architecture, layout, num_processes))
-        texts.append(f"the nearest layouts that work: {found}")
-    raise ValueError("\n  ".join(texts))
+        texts[-1] += f"\n  the nearest layouts that work: {found}"
+    return texts
 
 
 def _misfits(a: Architecture, layout: LayoutConfig, num_processes: int | None) -> dict[str, str]:

@@ -210,13 +210,13 @@ def _plans(architecture: Architecture, config: RunConfig, cluster: Cluster, work
 
 
 def _servers(architecture: Architecture, config: RunConfig, cluster: Cluster) -> list[tuple[int, RolloutMemory]]:
-    share = _static_share(config)
+    share = static_share(config)
     sizes = [tp for tp in rollout_sizes(architecture) if _within_node(tp, cluster)]
     of_config = {"static_share": share, "quantization": config.rollout.quantization}
     return [(tp, rollout_memory(architecture, tp, config.rollout.dtype, cluster.gpu_bytes, **of_config)) for tp in sizes]
 
 
-def _static_share(config: RunConfig) -> float | None:
+def static_share(config: RunConfig) -> float | None:
     """What the config tells the servers to take of a GPU, if anything."""
     found = {name: value for name, value in config.rollout.server_args.items() if name.replace("_", "-") == "mem-fraction-static"}
     for name, value in found.items():
@@ -277,6 +277,16 @@ def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig)
         expert=int(sparse * 2 * chosen * of_rank * (layout.ep - 1) / layout.ep * (forwards + again + 1)),
         transfer=BYTES[config.rollout.dtype] * (shared * t + expert * layout.ep),
     )
+
+
+def bytes_to_send(architecture: Architecture, dtype: str, layout: LayoutConfig) -> list[int]:
+    """What the sender of each pipeline stage broadcasts to the servers: every tensor of the stage's layers, whole and without padding; of
+    a tied model the last stage's copy of the embedding is not sent."""
+    whole = LayoutConfig(pp=layout.pp, vpp=layout.vpp)
+    numbers = [sum(stage_parameters(architecture, whole, stage)) for stage in range(layout.pp)]
+    if architecture.tied and layout.pp > 1:
+        numbers[-1] -= architecture.vocab_size * architecture.hidden_size
+    return [BYTES[dtype] * count for count in numbers]
 
 
 def _what_would_fit(architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work) -> str:

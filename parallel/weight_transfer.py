@@ -6,7 +6,6 @@ server that dies can never hang the training collectives. Non-goals: choosing wh
 does both.
 """
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -128,21 +127,12 @@ class _Filling:
         return Bucket(names=self.names, dtype=self._dtype, shapes=self._shapes, bytes=self.buffer[: self.size], is_last=is_last)
 
 
-def require_one_node() -> None:
-    """Raise ValueError where torchrun's environment tells of ranks on other nodes, which the address of a sender does not reach."""
-    everywhere, here = (int(os.environ.get(name, "0")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if here and everywhere != here:
-        raise ValueError(
-            f"the run has WORLD_SIZE={everywhere} ranks, LOCAL_WORLD_SIZE={here} of them on this node: the weight transfer is on one node "
-            "so far; start all ranks on one node"
-        )
-
-
 class WeightBroadcaster:
     """Rank 0 of a transfer group: make it, tell the receivers its ``port`` over HTTP, ``join``, ``start`` bucket after bucket, ``close``.
 
     ``join``, and ``wait`` of what ``start`` gives, block until the receivers have done their part. A receiver that has refused never
-    will, and says so only in its HTTP answer: ``check`` is called again and again meanwhile and ends the wait by raising.
+    will, and says so only in its HTTP answer: ``check`` is called again and again meanwhile and ends the wait by raising. ``address`` is
+    this host's, as the receivers reach it.
     """
 
     def __init__(self, *, world_size: int, backend: str, timeout_s: float, address: str = "127.0.0.1"):

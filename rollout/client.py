@@ -7,6 +7,10 @@ from typing import Protocol
 from rollout.records import Completion
 
 
+class RolloutError(RuntimeError):
+    """The rollout side failed, as the learner sees it: its own weights and optimizer are well."""
+
+
 class GenerationError(RuntimeError):
     """Completions could not be obtained: retries used up, deadline passed, or the server refused the request."""
 

@@ -1,8 +1,12 @@
 """The learner's synchronous side of the sample role."""
 
+import time
+from collections.abc import Callable
+
 import msgspec
 import zmq
 
+from rollout.connections import PEER_TIMEOUT_S, PeerLost, Requester
 from rollout.records import Group
 from rollout.sampler import (
     Done,
@@ -23,17 +27,27 @@ from rollout.sampler import (
     Stop,
 )
 
+LOOK_UP_EVERY_S = 0.2
+"""From waiting for an answer."""
+
+
+def _nothing() -> None:
+    return None
+
 
 class RemoteSampler:
     """Asks the sample role at ``address`` (``tcp://host:port``); used by one thread.
 
-    Every method raises SamplingError when the sample role answers that it failed (with its reason), or does not answer in ``timeout_s``.
+    Every method raises SamplingError when the sample role answers that it failed (with its reason), or does not answer in ``timeout_s``,
+    or is gone: its process has ended, or its host has said nothing for ``peer_timeout_s``.
+    ``meanwhile`` is called again and again while an answer that can take minutes is waited for; what it raises ends the waiting, and
+    nobody takes that answer any more.
     """
 
-    def __init__(self, address: str, *, timeout_s: float) -> None:
-        self._address, self._timeout_s = address, timeout_s
+    def __init__(self, address: str, *, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S) -> None:
+        self._address, self._timeout_s, self._peer_timeout_s = address, timeout_s, peer_timeout_s
         self._context = zmq.Context()
-        self._channel: zmq.Socket | None = None
+        self._channel: Requester | None = None
 
     def __enter__(self) -> "RemoteSampler":
         return self
@@ -45,14 +59,16 @@ class RemoteSampler:
         self._drop_channel()
         self._context.term()
 
-    def next_groups(self, count: int, *, newest: int, max_staleness: int) -> tuple[list[Group], SamplingStats]:
+    def next_groups(
+        self, count: int, *, newest: int, max_staleness: int, meanwhile: Callable[[], None] = _nothing
+    ) -> tuple[list[Group], SamplingStats]:
         """The next ``count`` prompts with their scored siblings, no token older than ``newest - max_staleness``."""
-        reply = self._ask(NextGroups(count, newest, max_staleness), Groups)
+        reply = self._ask(NextGroups(count, newest, max_staleness), Groups, meanwhile)
         return reply.groups, reply.stats
 
-    def evaluate(self) -> EvaluationResult | None:
+    def evaluate(self, meanwhile: Callable[[], None] = _nothing) -> EvaluationResult | None:
         """Of held-out problems; None where the task has none."""
-        return self._ask(Evaluate(), Evaluated).result
+        return self._ask(Evaluate(), Evaluated, meanwhile).result
 
     def state(self) -> dict[str, int]:
         """For a checkpoint: plain JSON values."""
@@ -70,14 +86,14 @@ class RemoteSampler:
         """Have the sample role end."""
         self._ask(Stop(), Done)
 
-    def _ask(self, request: Request, expected: type) -> Reply:
+    def _ask(self, request: Request, expected: type, meanwhile: Callable[[], None] = _nothing) -> Reply:
         channel = self._open_channel()
         channel.send(msgspec.msgpack.encode(request))
-        if not channel.poll(self._timeout_s * 1000):
+        try:
+            self._wait_for_answer(channel, request, meanwhile)
+        except BaseException:
             self._drop_channel()  # a REQ socket with an answer outstanding can ask nothing else
-            raise SamplingError(
-                f"the sample role at {self._address} did not answer {type(request).__name__} in {self._timeout_s:g} s; see its log"
-            )
+            raise
         reply = msgspec.msgpack.decode(channel.recv(), type=Reply)
         if isinstance(reply, Failure):
             raise SamplingError(f"the sample role failed: {reply.message}")
@@ -85,11 +101,22 @@ class RemoteSampler:
             raise SamplingError(f"the sample role answered {type(request).__name__} with {type(reply).__name__}; are both of one version?")
         return reply
 
-    def _open_channel(self) -> zmq.Socket:
+    def _wait_for_answer(self, channel: Requester, request: Request, meanwhile: Callable[[], None]) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                if channel.poll(min(left_s, LOOK_UP_EVERY_S) * 1000):
+                    return
+            except PeerLost as error:
+                raise SamplingError(f"the sample role is gone: {error}") from error
+            meanwhile()
+        raise SamplingError(
+            f"the sample role at {self._address} did not answer {type(request).__name__} in {self._timeout_s:g} s; see its log"
+        )
+
+    def _open_channel(self) -> Requester:
         if self._channel is None:
-            self._channel = self._context.socket(zmq.REQ)
-            self._channel.setsockopt(zmq.LINGER, 0)
-            self._channel.connect(self._address)
+            self._channel = Requester(self._context, self._address, peer_timeout_s=self._peer_timeout_s)
         return self._channel
 
     def _drop_channel(self) -> None:

@@ -30,7 +30,8 @@ import zmq.asyncio
 from configs.schema import RunConfig
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
-from rollout.client import ClientStats, GenerationClient, GenerationError
+from rollout.client import ClientStats, GenerationClient, GenerationError, RolloutError
+from rollout.connections import PEER_TIMEOUT_S, heartbeats
 from rollout.records import Completion, FinishReason, Group, Prompt, Score, Trajectory, TrajectoryStatus
 from rollout.rewards import RewardModelError, Scorer, WorkerStartError
 from rollout.sglang_client import SGLangClient
@@ -47,7 +48,7 @@ MAX_LOGGED_FAILURES = 8
 LAST_REPLY_LINGER_MS = 1000
 
 
-class SamplingError(RuntimeError):
+class SamplingError(RolloutError):
     """Groups or an evaluation could not be produced; the message says why."""
 
 
@@ -412,9 +413,13 @@ def _summarise(samples: Sequence[_Sample], stats: SamplingStats) -> EvaluationRe
 
 
 async def run_sample_role(
-    config: RunConfig, *, server_urls: Sequence[str] | Callable[[], Sequence[str]], announce: Callable[[str], None]
+    config: RunConfig,
+    *,
+    server_urls: Sequence[str] | Callable[[], Sequence[str]],
+    announce: Callable[[str], None],
+    host: str = "127.0.0.1",
 ) -> None:
-    """Serve the learner until it says stop. ``announce`` is called once with the address to ask, when requests can come.
+    """Serve the learner until it says stop. ``announce`` is called once with the address to ask, of ``host``, when requests can come.
 
     ``server_urls`` may be a function that waits for the servers: it is called once the data is loaded and checked and every reward
     model answers, so that this takes place while the servers start.
@@ -436,6 +441,7 @@ async def run_sample_role(
             max_concurrency=config.rollout.max_concurrency,
             timeout_s=config.rollout.request_timeout_s,
             max_retries=config.rollout.max_retries,
+            peer_timeout_s=config.launch.peer_timeout_s,
         ) as client:
             sampler = GroupSampler(
                 client=client,
@@ -448,7 +454,7 @@ async def run_sample_role(
                 seed=config.seed,
             )
             gc.freeze()  # tokenizer, prompts and libraries live as long as the run; no collection needs to walk through them
-            await serve(sampler, announce=announce)
+            await serve(sampler, announce=announce, host=host, peer_timeout_s=config.launch.peer_timeout_s)
 
 
 def check_prompt_lengths(task: Task, config: RunConfig, *, max_positions: int | None) -> None:
@@ -500,12 +506,16 @@ def _read_json(path: Path) -> dict:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-async def serve(sampler: GroupSampler, *, announce: Callable[[str], None], host: str = "127.0.0.1") -> None:
+async def serve(
+    sampler: GroupSampler, *, announce: Callable[[str], None], host: str = "127.0.0.1", peer_timeout_s: float = PEER_TIMEOUT_S
+) -> None:
     """Answer requests on a free port, one at a time, until Stop. A request that fails is answered with a Failure."""
     context = zmq.asyncio.Context()
     try:
         with context.socket(zmq.REP) as channel:
             channel.setsockopt(zmq.LINGER, LAST_REPLY_LINGER_MS)
+            for option, value in heartbeats(peer_timeout_s).items():
+                channel.setsockopt(option, value)
             port = channel.bind_to_random_port(f"tcp://{host}")
             announce(f"tcp://{host}:{port}")
             while True:

@@ -1,21 +1,21 @@
 """Asynchronous generation over HTTP from any number of SGLang replicas."""
 
 import asyncio
-import socket
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import aiohttp
 import orjson
 
 from rollout.client import ClientStats, GenerationError
+from rollout.connections import CONNECT_TIMEOUT_S, PEER_TIMEOUT_S, is_unreachable, watched_socket
 from rollout.records import Completion, FinishReason
 
-CONNECT_TIMEOUT_S = 10.0
-KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
 REUSE_S = 4.0
-"""Idle connections are dropped before SGLang does so (after 5 s), which would be found out only by a failed attempt."""
+"""Idle connections are dropped before SGLang does so, which would be found out only by a failed attempt."""
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 2.0
 
 
@@ -37,10 +37,14 @@ class SGLangClient:
     samples in flight. At most ``max_concurrency`` samples are in flight over all replicas: the others wait here in order of arrival,
     and a larger group is several requests, one after another. An attempt that fails in transport (connection refused or reset, 5xx,
     any sample aborted by the server) is repeated as a whole up to ``max_retries`` times, on a replica that has not failed this
-    request if there is one. ``timeout_s`` bounds all attempts of a request together, without its wait for places.
+    request if there is one. Attempts that did not reach a host are repeated for ``peer_timeout_s`` before they count: the network may
+    come back. After that time a host that answers nothing at all, not even its kernel's probes, is given up in the middle of a request.
+    ``timeout_s`` bounds all attempts of a request together, without its wait for places.
     """
 
-    def __init__(self, urls: Sequence[str], *, max_concurrency: int, timeout_s: float, max_retries: int) -> None:
+    def __init__(
+        self, urls: Sequence[str], *, max_concurrency: int, timeout_s: float, max_retries: int, peer_timeout_s: float = PEER_TIMEOUT_S
+    ) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
         self._replicas = [_Replica(url.rstrip("/")) for url in urls]
@@ -49,9 +53,12 @@ class SGLangClient:
         self._turn = asyncio.Lock()
         self._timeout_s = timeout_s
         self._max_retries = max_retries
+        self._peer_timeout_s = peer_timeout_s
         self._stats = ClientStats()
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=REUSE_S, socket_factory=_keepalive_socket),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=REUSE_S, socket_factory=partial(watched_socket, peer_timeout_s=peer_timeout_s)
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # the deadline is our own
         )
 
@@ -115,6 +122,7 @@ class SGLangClient:
     async def _attempts(self, body: bytes, count: int) -> list[Completion]:
         failures: list[str] = []
         failed: set[int] = set()
+        num_counted, patience = 0, _Patience(self._peer_timeout_s)
         while True:
             index = self._least_loaded(avoiding=failed)
             replica = self._replicas[index]
@@ -124,10 +132,12 @@ class SGLangClient:
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _AttemptFailed) as error:
                 failures.append(f"{replica.url}: {type(error).__name__ if not str(error) else error}")
                 failed.add(index)
+                num_counted += not patience.covers(error)
             finally:
                 replica.in_flight -= count
-            if len(failures) > self._max_retries:
-                raise GenerationError(f"{len(failures)} attempts at {count} samples failed (max_retries={self._max_retries}): {failures}")
+            if num_counted > self._max_retries:
+                last = failures[-1 - self._max_retries :]
+                raise GenerationError(f"{len(failures)} attempts at {count} samples failed (max_retries={self._max_retries}): {last}")
             self._stats = replace(self._stats, retries=self._stats.retries + 1)
             if len(failed) == len(self._replicas):  # nobody left to ask at once
                 failed.clear()
@@ -153,6 +163,24 @@ class SGLangClient:
             if finish["type"] == "abort":
                 raise _AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
         return [parse_completion(reply) for reply in replies]
+
+
+class _Patience:
+    """With a network that is cut: ``seconds`` from the first attempt that did not reach a host, or lost it, on."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until: float | None = None
+
+    def covers(self, error: Exception) -> bool:
+        """Whether a failure is one that the network's return will mend, and there is time left for it."""
+        of_connecting = isinstance(error, aiohttp.ConnectionTimeoutError)
+        if isinstance(error, aiohttp.ClientConnectorError):
+            of_connecting = is_unreachable(error.os_error)
+        if self._until is None:
+            # A connection that the kernel gave up has used that time already.
+            self._until = time.monotonic() + (self._seconds if of_connecting else 0.0)
+        return of_connecting and time.monotonic() < self._until
 
 
 def neutral_sampling_params(*, max_new_tokens: int, temperature: float) -> dict[str, object]:
@@ -219,14 +247,3 @@ def server_message(content: bytes) -> str:
         inner = reply.get("error", reply.get("message", reply.get("detail", reply)))
         return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
     return str(reply)
-
-
-def _keepalive_socket(address_info: tuple) -> socket.socket:
-    """A socket that notices a vanished peer: a long generation sends nothing for minutes."""
-    family, kind, protocol, *_ = address_info
-    connection = socket.socket(family, kind, protocol)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_PROBES)
-    return connection

@@ -5,37 +5,35 @@ The learner's rank 0 does all of it, but for ``join_group``, ``receive_bucket`` 
 
 One update, in order; what is indented runs in the servers and in the caller at the same time:
 
-    pause()                                   no token is sampled any more; running requests go back to the queue
-    begin_update()
+    open_update()     pause                   no token is sampled any more; running requests go back to the queue
+                      begin
         receive_bucket(...)  ||  broadcast    once per bucket; the last one carries the version
         (the last bucket flushes the cache)   no key or value of the old weights is reused
-    end_update()
-    versions(), checksums()                   verified while nothing is sampled
+    close_update()    end
+                      versions, checksums     to be verified while nothing is sampled
     resume()
     probe(...)                                after resume: a paused server does not generate
+
+Every server serves its requests in the order of the calls, and one after the other (``ControlLine``): what is not waited for is done first.
 
 Not its concern: the caller's end of the broadcast, and what the weights are.
 """
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
-import requests
 import torch
 from torch import Tensor
 
+from rollout.connections import PEER_TIMEOUT_S
+from rollout.control_line import ControlError, ControlLine
 from rollout.records import Completion
-from rollout.sglang_client import neutral_sampling_params, parse_completion, server_message
-
-
-class ControlError(RuntimeError):
-    """A server refused or failed a control request; the message holds its own words."""
+from rollout.sglang_client import neutral_sampling_params, parse_completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +44,15 @@ class Continuation:
     prompt_logprobs: list[float]
     """Of the prompt's tokens from the second on."""
     logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What the replicas hold after an update, in their order."""
+
+    versions: list[int]
+    checksums: list[dict[str, str]] | None
+    """None where they were not asked for."""
 
 
 class Pending:
@@ -65,7 +72,7 @@ class Pending:
                 future.result()
 
     def wait(self) -> list[dict]:
-        """The replies in order of the replicas.
+        """The replies in order of the requests and of the replicas.
 
         Raises:
             ControlError: the first failure, with the server's message, or the deadline passed.
@@ -75,22 +82,21 @@ class Pending:
             if future in done:
                 future.result()
         if missing:
-            raise ControlError(f"{self._what}: {len(missing)} of {len(self._futures)} servers did not answer in {self._timeout_s:g} s")
+            raise ControlError(f"{self._what}: {len(missing)} of {len(self._futures)} answers did not come in {self._timeout_s:g} s")
         return [future.result() for future in self._futures]
 
 
 class SGLangControl:
     """Control of every replica at once; used by one thread. Each call waits at most ``timeout_s`` and then raises ControlError."""
 
-    def __init__(self, urls: Sequence[str], *, tensor_parallel: int, timeout_s: float) -> None:
+    def __init__(self, urls: Sequence[str], *, tensor_parallel: int, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
         self.urls = [url.rstrip("/") for url in urls]
         self.group_name: str | None = None
         self._tensor_parallel = tensor_parallel
         self._timeout_s = timeout_s
-        self._pool = ThreadPoolExecutor(max_workers=len(self.urls), thread_name_prefix="sglang-control")
-        self._sessions = [requests.Session() for _ in self.urls]
+        self._lines = [ControlLine(url, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s) for url in self.urls]
 
     def __enter__(self) -> "SGLangControl":
         return self
@@ -99,9 +105,8 @@ class SGLangControl:
         self.close()
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for session in self._sessions:
-            session.close()
+        for line in self._lines:
+            line.close()
 
     @property
     def num_receivers(self) -> int:
@@ -124,10 +129,13 @@ class SGLangControl:
             "group_name": group_name,
             "backend": backend,
         }
-        return self._post(
+        offsets = [1 + replica * self._tensor_parallel for replica in range(len(self._lines))]
+        return self._pending(
             f"join group {group_name}",
-            "/init_weights_update_group",
-            lambda replica: common | {"rank_offset": 1 + replica * self._tensor_parallel},
+            [
+                line.ask("POST", "/init_weights_update_group", common | {"rank_offset": offset})
+                for line, offset in zip(self._lines, offsets, strict=True)
+            ],
         )
 
     def leave_group(self) -> None:
@@ -147,6 +155,12 @@ class SGLangControl:
 
     def begin_update(self) -> None:
         self._post_all("begin weight update", "/begin_weight_update", {})
+
+    def open_update(self) -> Pending:
+        """``pause`` and ``begin_update``, under way."""
+        pausing = self._ask("POST", "/pause_generation", {"mode": "retract"})
+        beginning = self._ask("POST", "/begin_weight_update", {})
+        return self._pending("pause and begin weight update", [*pausing, *beginning])
 
     def receive_bucket(self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None) -> Pending:
         """Have every server receive one uint8 broadcast from rank 0 of the joined group and load the tensors in it.
@@ -178,10 +192,18 @@ class SGLangControl:
         }
         if version is not None:
             body["weight_version"] = str(version)
-        return self._post(f"receive a bucket of {len(names)} tensors", "/update_weights_from_distributed", lambda replica: body)
+        return self._post(f"receive a bucket of {len(names)} tensors", "/update_weights_from_distributed", body)
 
     def end_update(self) -> None:
         self._post_all("end weight update", "/end_weight_update", {})
+
+    def close_update(self, *, with_checksums: bool) -> Served:
+        """End the update and say what is served now; ``with_checksums``: every parameter too."""
+        ending = self._post("end weight update", "/end_weight_update", {})
+        versions = self._asked_versions()
+        checksums = self._asked_checksums() if with_checksums else None
+        ending.wait()
+        return Served(versions=_versions(versions.wait()), checksums=None if checksums is None else _checksums(checksums.wait()))
 
     def resume(self) -> None:
         self._post_all("resume", "/continue_generation", {})
@@ -192,17 +214,16 @@ class SGLangControl:
         Raises:
             ControlError: one of them is not a decimal number.
         """
-        replies = self._submit("read versions", lambda replica: self._request(replica, "GET", "/model_info", None)).wait()
-        reported = [reply["weight_version"] for reply in replies]
-        if not all(re.fullmatch(r"\d+", version) for version in reported):
-            raise ControlError(f"servers call their weights {reported}, not decimal numbers; start them with --weight-version 0")
-        return [int(version) for version in reported]
+        return _versions(self._asked_versions().wait())
+
+    def _asked_versions(self) -> Pending:
+        return self._pending("read versions", self._ask("GET", "/model_info", None))
 
     def probe(self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float) -> list[Completion]:
         """One sampled response of each replica, of exactly ``max_new_tokens`` tokens (no token ends it)."""
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature) | {"ignore_eos": True}
         body = {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
-        replies = self._post("probe", "/generate", lambda replica: body).wait()
+        replies = self._post_all("probe", "/generate", body)
         return [parse_completion(reply) for reply in replies]
 
     def checksums(self) -> list[dict[str, str]]:
@@ -212,8 +233,10 @@ class SGLangControl:
         computes the same. With TP > 1 each rank hashes its shard and the names carry ``rank<r>/``; on CUDA SGLang hashes with a kernel
         of its own, which still compares replicas with one another and one update with the next.
         """
-        replies = self._post("checksums", "/weights_checker", lambda replica: {"action": "checksum"}).wait()
-        return [_by_name(reply["ranks"]) for reply in replies]
+        return _checksums(self._asked_checksums().wait())
+
+    def _asked_checksums(self) -> Pending:
+        return self._post("checksums", "/weights_checker", {"action": "checksum"})
 
     def load_from_disk(self, folder: Path, *, version: int) -> None:
         """Replace the weights by those of a Hugging Face folder of the same model; nothing of the old ones stays cached."""
@@ -229,29 +252,33 @@ class SGLangControl:
         of_prompts = []
         for prompt in prompts:
             body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
-            replies = self._post("greedy continuation", "/generate", lambda replica, body=body: body).wait()
+            replies = self._post_all("greedy continuation", "/generate", body)
             of_prompts.append([_continuation(reply) for reply in replies])
         return [list(of_replica) for of_replica in zip(*of_prompts, strict=True)]
 
-    def _post_all(self, what: str, path: str, body: dict | None) -> list[dict]:
-        return self._post(what, path, lambda replica: body).wait()
+    def _post_all(self, what: str, path: str, body: dict) -> list[dict]:
+        return self._post(what, path, body).wait()
 
-    def _post(self, what: str, path: str, body_of: Callable[[int], dict | None]) -> Pending:
-        return self._submit(what, lambda replica: self._request(replica, "POST", path, body_of(replica)))
+    def _post(self, what: str, path: str, body: dict) -> Pending:
+        return self._pending(what, self._ask("POST", path, body))
 
-    def _submit(self, what: str, request: Callable[[int], dict]) -> Pending:
+    def _ask(self, method: str, path: str, body: dict | None) -> list[Future]:
+        return [line.ask(method, path, body) for line in self._lines]
+
+    def _pending(self, what: str, futures: Sequence[Future]) -> Pending:
         # The socket's own deadline comes first; the margin lets its message through.
-        return Pending(what, [self._pool.submit(request, replica) for replica in range(len(self.urls))], self._timeout_s + 5.0)
+        return Pending(what, futures, self._timeout_s + 5.0)
 
-    def _request(self, replica: int, method: str, path: str, body: dict | None) -> dict:
-        url = self.urls[replica] + path
-        try:
-            response = self._sessions[replica].request(method, url, json=body, timeout=self._timeout_s)
-        except requests.RequestException as error:
-            raise ControlError(f"{method} {url} failed: {error}") from error
-        if response.status_code != 200:
-            raise ControlError(f"{method} {url} answered HTTP {response.status_code}: {server_message(response.content)}")
-        return orjson.loads(response.content) if "json" in response.headers.get("Content-Type", "") else {}
+
+def _versions(replies: Sequence[dict]) -> list[int]:
+    reported = [reply["weight_version"] for reply in replies]
+    if not all(re.fullmatch(r"\d+", version) for version in reported):
+        raise ControlError(f"servers call their weights {reported}, not decimal numbers; start them with --weight-version 0")
+    return [int(version) for version in reported]
+
+
+def _checksums(replies: Sequence[dict]) -> list[dict[str, str]]:
+    return [_by_name(reply["ranks"]) for reply in replies]
 
 
 def _continuation(reply: dict) -> Continuation:

@@ -1,20 +1,18 @@
-"""The SGLang servers of a run: ports, command lines, start, health, watch, and an end that leaves no process behind.
+"""The SGLang servers of one node: start, health, watch, and an end that leaves no process behind.
 
-Each replica is a session and process group of its own under ``sglang_watchdog``. ServerFleet is used by one thread.
-Not its concern: requests (``sglang_client``), weights (``sglang_control``), and which GPUs this machine may use: CUDA_VISIBLE_DEVICES
-is inherited, and of those GPUs replica i takes ``tp`` from first_gpu + i * tp on; the ones below first_gpu are the learner's.
+Each replica, or this node's share of one that takes several nodes, is a session and process group of its own under ``sglang_watchdog``.
+ServerFleet is used by one thread. Not its concern: requests (``sglang_client``), weights (``sglang_control``), command lines
+(``sglang_command``), and which share is on which node and GPUs: it is given them.
 """
 
 import http.client
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,46 +20,15 @@ from pathlib import Path
 import psutil
 
 from configs.schema.rollout import RolloutConfig
+from rollout.server_share import ServerShare, on_one_machine
+from rollout.sglang_command import LOOPBACK, Ports, check_has_kernels, check_server_args, choose_ports, server_command, server_environment
 
-HOST = "127.0.0.1"
-INITIAL_WEIGHT_VERSION = 0
-"""What the servers call the weights that they loaded from disk."""
 LOG_TAIL_LINES = 40
 HEALTH_POLL_S = 0.25
 STOP_GRACE_S = 3.0
 """Between SIGTERM and SIGKILL. SGLang looks at SIGTERM every 5 s only, and a server has nothing to save."""
 HEALTH_REQUEST_TIMEOUT_S = 60.0
-REUSED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20)}
-"""For glibc on CPU: blocks of up to 32 MiB (its maximum), such as received weights, get the memory of the last ones again. By default
-each is new pages, which takes half as long as receiving into them."""
-STAND_INS = Path(__file__).parent / "cpu_stand_ins"
 WATCHDOG = Path(__file__).parent / "sglang_watchdog.py"
-
-OWNED_FLAGS = frozenset(
-    {
-        "model-path",
-        "device",
-        "base-gpu-id",
-        "gpu-id-step",
-        "host",
-        "port",
-        "nccl-port",
-        "tp-size",
-        "tensor-parallel-size",
-        "dtype",
-        "max-total-tokens",
-        "random-seed",
-        "weight-version",
-        "skip-tokenizer-init",
-        "enable-fp32-lm-head",
-        "quantization",
-        "load-format",
-        "rl-quant-profile",
-    }
-)
-"""Flags that the schema's own fields or the design decide; ``server_args`` may not override them."""
-FP8_MODELS = ("qwen2", "qwen3")
-"""Model types whose loader SGLang 0.5.23 lets load new weights into FP8 ones (its ``supports_quantized_rl_reload``)."""
 
 
 class ServerDied(RuntimeError):
@@ -74,23 +41,20 @@ class ServerDied(RuntimeError):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
-    """Of one replica, both on 127.0.0.1. ``nccl`` is where its TP ranks meet; the other channels are unix sockets."""
-
-    http: int
-    nccl: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Replica:
+    """This node's share of one."""
+
+    number: int
     process: subprocess.Popen
     ports: Ports
     log_file: Path
+    answers: bool
+    """HTTP; where a replica takes several nodes, only its first one does."""
 
 
 class ServerFleet:
-    """The replicas of a run. ``start``, ``wait_healthy``, then ``poll`` now and then, and always ``stop``."""
+    """The replicas of one node. ``start``, ``wait_healthy``, then ``poll`` now and then, and always ``stop``."""
 
     def __init__(
         self,
@@ -101,39 +65,45 @@ class ServerFleet:
         threads: int,
         cuda: bool,
         seed: int,
-        first_gpu: int = 0,
+        shares: Sequence[ServerShare] | None = None,
+        host: str = LOOPBACK,
+        meeting_points: Mapping[int, str] | None = None,
         fp32_lm_head: bool = False,
         stop_grace_s: float = STOP_GRACE_S,
     ) -> None:
         """
-        ``first_gpu`` is how many GPUs of this machine belong to the learner, one per rank. On CPU it says nothing.
-        ``fp32_lm_head``: the output projection runs in float32.
+        Args:
+            shares: what runs on this node; None: every replica, from the first GPU on. host: this node's address, where they listen.
+            meeting_points: of each replica that takes several nodes, where its ranks meet, HOST:PORT on its first node.
+            fp32_lm_head: the output projection runs in float32.
 
         Raises:
             ValueError: ``server_args`` holds a flag that another field decides, or the config needs kernels that CPU lacks.
         """
         check_server_args(config)
         check_has_kernels(config, cuda=cuda)
-        if first_gpu < 0:
-            raise ValueError(f"first_gpu={first_gpu} must be at least 0")
         self._config = config
+        self._shares = on_one_machine(config.replicas, config.tp) if shares is None else list(shares)
+        self._host, self._meeting_points = host, dict(meeting_points or {})
         self._model_path = Path(model_path).resolve()
         self._log_dir = Path(log_dir)
         self._threads = threads
         self._cuda = cuda
         self._seed = seed
-        self._first_gpu = first_gpu
         self._fp32_lm_head = fp32_lm_head
         self._stop_grace_s = stop_grace_s
         self._replicas: list[_Replica] = []
 
     @property
     def urls(self) -> list[str]:
-        """One per replica, in order; empty before ``start``."""
-        return [f"http://{HOST}:{replica.ports.http}" for replica in self._replicas]
+        """One per replica that answers from this node, in order; empty before ``start``."""
+        return [self._url(replica) for replica in self._replicas if replica.answers]
+
+    def _url(self, replica: _Replica) -> str:
+        return f"http://{self._host}:{replica.ports.http}"
 
     def start(self) -> None:
-        """Start every replica and return at once.
+        """Start every share and return at once.
 
         Raises:
             ValueError: there are too few GPUs, a port is taken, or the model folder is missing; then nothing was started.
@@ -143,28 +113,30 @@ class ServerFleet:
         if not (self._model_path / "config.json").is_file():
             raise ValueError(f"{self._model_path} has no config.json; give the folder of a Hugging Face model")
         if self._cuda:
-            check_gpus(self._config, first_gpu=self._first_gpu, available=visible_gpus())
-        all_ports = choose_ports(self._config.replicas, self._config.first_port)
+            check_gpus_of(self._shares, available=visible_gpus())
+        all_ports = choose_ports([share.replica for share in self._shares], self._config.first_port, self._host)
         self._log_dir.mkdir(parents=True, exist_ok=True)
         try:
-            for index, ports in enumerate(all_ports):
-                self._replicas.append(self._start_replica(index, ports))
+            for place, (share, ports) in enumerate(zip(self._shares, all_ports, strict=True)):
+                self._replicas.append(self._start_share(place, share, ports))
         except OSError:
             self.stop()
             raise
 
-    def _start_replica(self, index: int, ports: Ports) -> _Replica:
+    def _start_share(self, place: int, share: ServerShare, ports: Ports) -> _Replica:
         command = server_command(
             self._config,
-            replica=index,
+            share=share,
             model_path=self._model_path,
             ports=ports,
             cuda=self._cuda,
             seed=self._seed,
-            first_gpu=self._first_gpu,
+            host=self._host,
+            meeting_point=self._meeting_points.get(share.replica),
             fp32_lm_head=self._fp32_lm_head,
         )
-        log_file = self._log_dir / f"sglang-{index}.log"
+        part = f".{share.node_rank}" if share.node_rank else ""
+        log_file = self._log_dir / f"sglang-{share.replica}{part}.log"
         with log_file.open("wb") as log:
             process = subprocess.Popen(
                 # The pipe is the lifeline: nobody writes to it, and its end of file tells the watchdog that this process is gone.
@@ -172,10 +144,10 @@ class ServerFleet:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(self._config, replica=index, threads=self._threads, cuda=self._cuda),
+                env=server_environment(num_ranks=share.num_ranks, place=place, threads=self._threads, cuda=self._cuda),
                 start_new_session=True,
             )
-        return _Replica(process, ports, log_file)
+        return _Replica(share.replica, process, ports, log_file, answers=share.node_rank == 0)
 
     def wait_healthy(
         self,
@@ -184,32 +156,26 @@ class ServerFleet:
         *,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Return when every replica has generated a token, or as soon as ``should_stop`` says so.
+        """Return when every replica that answers from here has generated a token, or as soon as ``should_stop`` says so.
 
         Raises:
             ServerDied: one ended meanwhile.
             TimeoutError: ``timeout_s`` passed; it names who is late and the end of the log.
         """
         started = time.monotonic()
-        waiting = dict(enumerate(self._replicas))
+        waiting = [replica for replica in self._replicas if replica.answers]
         while waiting and not should_stop():
             self.poll()
             left_s = started + timeout_s - time.monotonic()
-            for index, replica in list(waiting.items()):
-                if _is_healthy(replica.ports.http, min(HEALTH_REQUEST_TIMEOUT_S, max(left_s, 0.1))):
-                    del waiting[index]
-                    on_progress(f"SGLang replica {index} is ready on port {replica.ports.http} after {time.monotonic() - started:.0f} s")
+            for replica in list(waiting):
+                if _is_healthy(self._host, replica.ports.http, min(HEALTH_REQUEST_TIMEOUT_S, max(left_s, 0.1))):
+                    waiting.remove(replica)
+                    took_s = time.monotonic() - started
+                    on_progress(f"SGLang replica {replica.number} is ready at {self._url(replica)} after {took_s:.0f} s")
             if waiting and left_s <= 0:
-                raise TimeoutError(self._late(waiting, timeout_s))
+                raise TimeoutError(_late(waiting, timeout_s))
             if waiting:
                 time.sleep(HEALTH_POLL_S)  # between looks at the condition above
-
-    def _late(self, waiting: dict[int, _Replica], timeout_s: float) -> str:
-        log_file = next(iter(waiting.values())).log_file
-        return (
-            f"SGLang replicas {sorted(waiting)} were not ready after {timeout_s:g} s; raise rollout.server_start_timeout_s if they "
-            f"only need longer. Last lines of {log_file}:\n{log_tail(log_file)}"
-        )
 
     def poll(self) -> None:
         """Look at every process once.
@@ -217,10 +183,10 @@ class ServerFleet:
         Raises:
             ServerDied: a replica ended.
         """
-        for index, replica in enumerate(self._replicas):
+        for replica in self._replicas:
             code = replica.process.poll()
             if code is not None:
-                raise ServerDied(index, code, replica.log_file)
+                raise ServerDied(replica.number, code, replica.log_file)
 
     def stop(self) -> None:
         """End every replica: SIGTERM to its group, the grace, SIGKILL to the group. May be called twice.
@@ -254,123 +220,12 @@ class ServerFleet:
             raise RuntimeError(f"processes of the SGLang server on port {replica.ports.http} survived SIGKILL: {alive}")
 
 
-def server_command(
-    config: RolloutConfig,
-    *,
-    replica: int,
-    model_path: Path,
-    ports: Ports,
-    cuda: bool,
-    seed: int,
-    first_gpu: int = 0,
-    fp32_lm_head: bool = False,
-) -> list[str]:
-    """The command line of one replica."""
-    flags: dict[str, str | int | float | bool] = {
-        "model-path": str(model_path),
-        "host": HOST,
-        "port": ports.http,
-        "nccl-port": ports.nccl,
-        "dtype": config.dtype,
-        "tp-size": config.tp,
-        "random-seed": (seed + replica) % 2**31,  # replicas must not draw the same samples
-        "weight-version": str(INITIAL_WEIGHT_VERSION),
-        "skip-tokenizer-init": True,  # ids in, ids out
-        "sleep-on-idle": True,  # otherwise an idle server keeps a core busy
-        "log-level-http": "warning",
-    }
-    if fp32_lm_head:
-        flags["enable-fp32-lm-head"] = True
-    if config.quantization == "fp8":
-        # Without this loader SGLang quantises once, at start, and refuses what the learner sends.
-        flags |= {"quantization": "fp8", "load-format": "flash_rl"}
-    if config.max_total_tokens is not None:
-        flags["max-total-tokens"] = config.max_total_tokens
-    if cuda:
-        flags["base-gpu-id"] = first_gpu + replica * config.tp
-    else:
-        flags |= {"device": "cpu", "skip-server-warmup": True}  # nothing is compiled on first use, and wait_healthy generates a token
-    flags |= {name.replace("_", "-"): value for name, value in config.server_args.items()}
-    return [sys.executable, "-m", "sglang.launch_server", *_as_arguments(flags)]
-
-
-def _as_arguments(flags: dict[str, str | int | float | bool]) -> list[str]:
-    arguments: list[str] = []
-    for name, value in flags.items():
-        if value is True:
-            arguments.append(f"--{name}")
-        elif value is not False:
-            arguments += [f"--{name}", str(value)]
-    return arguments
-
-
-def server_environment(config: RolloutConfig, *, replica: int, threads: int, cuda: bool) -> dict[str, str]:
-    """The environment of one replica: this process's, nothing looked up on the network, and the CPU engine where there is no CUDA."""
-    environment = dict(os.environ)
-    environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
-    if cuda:
-        return environment
-    paths = [str(STAND_INS), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
-    environment |= REUSED_MEMORY
-    if config.tp > 1:
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(
-            sorted(os.sched_getaffinity(0)), replica=replica, tensor_parallel=config.tp, threads=threads
-        )
-    return environment
-
-
-def cpu_binding(cpus: list[int], *, replica: int, tensor_parallel: int, threads: int) -> str:
-    """Cores of each TP rank of a replica as SGLang reads them, ``0,1|2,3``; ranks share cores where there are too few."""
-    first = replica * tensor_parallel
-    ranks = range(first, first + tensor_parallel)
-    return "|".join(",".join(str(cpus[(rank * threads + i) % len(cpus)]) for i in range(min(threads, len(cpus)))) for rank in ranks)
-
-
-def choose_ports(replicas: int, first_port: int | None) -> list[Ports]:
-    """Ports first_port + 2 i (HTTP) and the next (rank meeting point) of replica i, or free ones.
-
-    Raises:
-        ValueError: one of the given ports is taken or out of range, or too few are free.
-    """
-    if first_port is None:
-        return _free_ports(replicas)
-    last = first_port + 2 * replicas - 1
-    if last > 65535:
-        raise ValueError(f"rollout.first_port={first_port} with {replicas} replicas needs ports up to {last}; choose a lower one")
-    for port in range(first_port, last + 1):
-        if not _is_free(port):
-            raise ValueError(
-                f"port {port} on {HOST} is taken by another process (rollout.first_port={first_port} needs {first_port} to {last}); "
-                "choose another rollout.first_port, leave it out to take free ports, or end that process"
-            )
-    return [Ports(http=first_port + 2 * i, nccl=first_port + 2 * i + 1) for i in range(replicas)]
-
-
-def _free_ports(replicas: int) -> list[Ports]:
-    """Below the kernel's range for outgoing connections, one of which could otherwise take a port while its server still loads."""
-    try:
-        lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except OSError:
-        lowest_outgoing = 32768
-    top = lowest_outgoing if lowest_outgoing > 4096 else 65536
-    candidates = list(range(max(2048, top - 16384), top - 1, 2))
-    random.SystemRandom().shuffle(candidates)
-    free = (Ports(http=port, nccl=port + 1) for port in candidates if _is_free(port) and _is_free(port + 1))
-    chosen = [ports for ports, _ in zip(free, range(replicas), strict=False)]
-    if len(chosen) < replicas:
-        raise ValueError(f"fewer than {2 * replicas} free ports between {candidates[0]} and {top} on {HOST}; set rollout.first_port")
-    return chosen
-
-
-def _is_free(port: int) -> bool:
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one in TIME_WAIT is free for a server
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True
+def _late(waiting: Sequence[_Replica], timeout_s: float) -> str:
+    log_file = waiting[0].log_file
+    return (
+        f"SGLang replicas {[replica.number for replica in waiting]} were not ready after {timeout_s:g} s; raise "
+        f"rollout.server_start_timeout_s if they only need longer. Last lines of {log_file}:\n{log_tail(log_file)}"
+    )
 
 
 def log_tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
@@ -382,46 +237,6 @@ def log_tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
     except FileNotFoundError:
         return "(no log)"
     return "\n".join(line.rsplit("\r", 1)[-1] for line in text.splitlines()[-lines:])
-
-
-def check_server_args(config: RolloutConfig) -> None:
-    """Whether ``server_args`` holds further flags only.
-
-    Raises:
-        ValueError: one has dashes in front, or another field or the design decides it.
-    """
-    for name in config.server_args:
-        if name.startswith("-") or name.replace("_", "-") in OWNED_FLAGS:
-            raise ValueError(
-                f"rollout.server_args: {name!r} cannot be set there; write names without dashes in front, and set the model, ports, "
-                "dtype, quantization, sizes and seed by their own config fields"
-            )
-
-
-def check_quantization(config: RolloutConfig, model_type: str) -> None:
-    """Whether SGLang can serve this kind of model so and take new weights for it.
-
-    Raises:
-        ValueError: FP8 of a model whose loader cannot.
-    """
-    if config.quantization == "fp8" and model_type not in FP8_MODELS:
-        raise ValueError(
-            f"rollout.quantization=fp8: SGLang cannot update a {model_type} model while it serves it in FP8, only models of type "
-            f"{' and '.join(FP8_MODELS)}; set rollout.quantization=none"
-        )
-
-
-def check_has_kernels(config: RolloutConfig, *, cuda: bool) -> None:
-    """Whether this machine's servers have the kernels that the config asks for.
-
-    Raises:
-        ValueError: they are on CPU, where SGLang has none for FP8.
-    """
-    if config.quantization == "fp8" and not cuda:
-        raise ValueError(
-            "rollout.quantization=fp8 needs NVIDIA GPUs, which SGLang has its FP8 kernels for; set rollout.quantization=none, or fake_int8 "
-            "for a quantised rollout without them"
-        )
 
 
 def check_gpus(config: RolloutConfig, *, first_gpu: int, available: int) -> None:
@@ -439,6 +254,16 @@ def check_gpus(config: RolloutConfig, *, first_gpu: int, available: int) -> None
         )
 
 
+def check_gpus_of(shares: Sequence[ServerShare], *, available: int) -> None:
+    """Whether this node has the GPUs that its shares take. Raises ValueError."""
+    needed = max((share.first_gpu + share.num_ranks for share in shares), default=0)
+    if available < needed:
+        raise ValueError(
+            f"the servers of this node take GPUs {min(share.first_gpu for share in shares)} to {needed - 1}, but {available} are visible "
+            "here; use fewer learner ranks (layout) or fewer or smaller replicas (rollout), or make more visible (CUDA_VISIBLE_DEVICES)"
+        )
+
+
 def visible_gpus() -> int:
     """GPUs that this process and its children may use; takes none of them."""
     import torch  # seconds; whoever only checks a config never comes here
@@ -446,9 +271,9 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _is_healthy(port: int, timeout_s: float) -> bool:
+def _is_healthy(host: str, port: int, timeout_s: float) -> bool:
     """Whether the server generates; while it still loads, the connection is refused or the answer is 503."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=timeout_s)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     with closing(connection):
         try:
             connection.request("GET", "/model_info")

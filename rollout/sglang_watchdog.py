@@ -7,8 +7,9 @@ Three ways to end, and each ends the whole group:
   * the owner dies in whatever way, SIGKILL included: the kernel closes its end of the pipe, the watchdog reads the end of file;
   * the server exits by itself: the watchdog kills what it left behind and exits with the server's code;
   * the watchdog itself is killed: the kernel sends the server SIGKILL (PR_SET_PDEATHSIG), whose workers ask for the same.
-SIGTERM to the group reaches the server directly; the watchdog only waits for it. Standard library only: it starts before
-anything heavy, under ``-I``, whatever the working directory and PYTHONPATH are.
+SIGTERM to the group reaches the server directly; the watchdog only waits for it. Where the owner ignores SIGTERM (in a Slurm job, where
+it comes to everything at once) the server must outlast it too, though it has a handler of its own: it never gets the signal then.
+Standard library only: it starts before anything heavy, under ``-I``, whatever the working directory and PYTHONPATH are.
 """
 
 import ctypes
@@ -23,13 +24,15 @@ OWNER_GONE_EXIT_CODE = 75
 
 
 def main(command: list[str]) -> int:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    outlasts_sigterm = signal.signal(signal.SIGTERM, signal.SIG_IGN) is signal.SIG_IGN
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     libc = ctypes.CDLL(None, use_errno=True)
     watchdog = os.getpid()
 
     def in_child() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if outlasts_sigterm:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != watchdog:  # it died between fork and prctl

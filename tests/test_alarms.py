@@ -13,7 +13,7 @@ from configs.schema.alarms import AlarmsConfig
 from tests.packed_batches import random_batch
 from trainer.alarms import check_alarms
 from trainer.metrics import values
-from trainer.mismatch import kept_metrics, mismatch_metrics, weight_metrics
+from trainer.mismatch import mismatch_metrics, rejection_metrics, weight_metrics
 from trainer.segments import count_per_sequence
 
 HEALTHY = {
@@ -89,7 +89,7 @@ def test_the_metrics_that_alarms_read_are_the_ones_that_are_written():
     written = values(
         mismatch_metrics(batch.old_logprobs_T, batch.rollout_logprobs_T, mask_T, cu_seqlens)
         | weight_metrics(ratio_T, ratio_T.clamp(max=2), mask_T, cu_seqlens, upper=2)
-        | kept_metrics(*[count_per_sequence(mask_T, cu_seqlens)] * 2)
+        | rejection_metrics({}, *[count_per_sequence(mask_T, cu_seqlens)] * 2)
     )
     elsewhere = {"policy/first_ratio_max", "policy/first_ratio_min", "mismatch/weight_normaliser"}
     assert HEALTHY.keys() - written.keys() == elsewhere

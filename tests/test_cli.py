@@ -1,10 +1,8 @@
-"""The command as a user meets it: every bad input is one clear error, exit code 2, within seconds, with nothing started or written."""
+"""The command as a user meets it: bad input is one clear error, exit code 2, with nothing written. Configs: test_broken_configs.py."""
 
 import json
 import os
-import resource
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.loader import load_config
+from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig, SftConfig
 from launch import checks, commands
 from launch.run_folder import RunFolder
@@ -22,7 +20,6 @@ from rollout.tiny_model import make_tiny_countdown_model
 ROOT = Path(__file__).resolve().parent.parent
 FRAGMENTS = {"grpo.yaml", "dapo.yaml", "fp8_rollout.yaml"}  # what other recipes extend: without a model, so checked through them
 SHIPPED = [f for f in sorted((ROOT / "configs").glob("*/*.yaml")) if f.name not in FRAGMENTS]
-SECONDS_TO_ANSWER = 5
 
 
 @pytest.fixture(scope="module")
@@ -44,93 +41,45 @@ def config_file(folder: Path, model: Path, **changes) -> Path:
     return file
 
 
-def cpu_seconds_of_children() -> float:
-    """Of those that have ended: on a quiet machine the time until the answer, on a busy one still the command's own."""
-    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return spent.ru_utime + spent.ru_stime
-
-
 def refused(tmp_path: Path, *arguments: str) -> str:
     """Run ``tandem train``, check that it was refused properly, and return what it said."""
     before = sorted(p.name for p in tmp_path.iterdir())
-    began = cpu_seconds_of_children()
     done = tandem("train", *arguments, cwd=tmp_path)
-    took = cpu_seconds_of_children() - began
     assert done.returncode == 2, done.stdout + done.stderr
-    assert took < SECONDS_TO_ANSWER, f"answered after {took:.1f} s"
     assert "Traceback" not in done.stderr and "pydantic" not in done.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == before, "something was written"
     return done.stderr
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("learner.optimiser.lr=1", ["learner.optimiser", "did you mean", "optimizer", "command line"]),
-        ("steps=many", ["steps", "many", "command line"]),
-        ("rollout.prompts_per_step=10 learner.minibatches=4", ["prompts_per_step=10", "minibatches=4", "use 8 or 12"]),
-        ("rollout.top_p=0.9", ["top_p", "full one", "set top_p: 1.0"]),
-        ("layout.tp=3", ["layout.tp", "3"]),
-        ("layout.ep=2", ["layout.ep=2", "experts"]),
-        ("model.path=no-such-folder", ["model.path", "no-such-folder"]),
-        ("reward.type=function reward.function=no_such_module:f", ["no_such_module"]),
-        ("task.type=gsm8k task.train_path=missing.jsonl", ["missing.jsonl"]),
-        ("nonsense", ["nonsense", "key.sub=value"]),
-    ],
-)
-def test_a_bad_override_is_refused_with_field_value_and_fix(tmp_path, model, override, expected):
-    said = refused(tmp_path, str(config_file(tmp_path, model)), *override.split())
-    for part in expected:
-        assert part in said, f"{part!r} is not in:\n{said}"
-
-
-def test_malformed_yaml_names_file_and_line(tmp_path):
-    (tmp_path / "run.yaml").write_text("model:\n  path: x\n task: [")
-    said = refused(tmp_path, "run.yaml")
-    assert "run.yaml" in said and "line 3" in said
-
-
-def test_a_broken_line_of_a_task_file_is_named(tmp_path, model):
-    good = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
-    (tmp_path / "train.jsonl").write_text(f"{good}\n{good[:-5]}\n")
-    said = refused(tmp_path, str(config_file(tmp_path, model, task={"type": "gsm8k", "train_path": "train.jsonl"})))
-    assert "train.jsonl:line 2" in said and "JSON" in said
-
-
-def test_a_port_that_is_taken_is_refused(tmp_path, model):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        said = refused(tmp_path, str(config_file(tmp_path, model)), f"rollout.first_port={port}")
-    assert str(port) in said
-
-
 def test_auto_is_as_many_copies_as_ep_allows_and_gpus_hold(tmp_path, model, monkeypatch):
     def world_size(gpus: int, *overrides: str) -> int:
         monkeypatch.setattr(checks, "gpus_here", lambda: gpus)
-        config = load_config(file, overrides)
-        return load_config(file, [*overrides, checks._data_parallel_size(config)]).layout.world_size
+        resolved, problems = checks._with_data_parallel_size(load_config(file, overrides), overrides)
+        assert problems == []
+        return load_config(file, resolved).layout.world_size
 
     file = config_file(tmp_path, model)
     assert [world_size(0), world_size(0, "layout.ep=2"), world_size(0, "layout={tp: 2, sp: true, ep: 4}")] == [1, 2, 4]
     assert [world_size(gpus) for gpus in (1, 2, 5)] == [1, 1, 4], "one GPU is the server's"
     assert [world_size(gpus, "layout.ep=2") for gpus in (1, 4, 5, 6)] == [2, 2, 4, 4]
+    assert [world_size(gpus, "launch.placement=colocated") for gpus in (1, 2, 4)] == [1, 2, 4], "the servers have the learner's"
+    assert world_size(2, "launch.nodes={learner: 2, gpus_per_node: 4}", "layout.tp=2") == 8, "what is here is no matter"
+    assert world_size(0, "launch.nodes={learner: 2, gpus_per_node: 0}") == 1
 
 
 def test_too_few_gpus_are_refused_before_a_start(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(checks, "gpus_here", lambda: 2)
     file = config_file(tmp_path, model)
-    with pytest.raises(checks.BadInput, match=r"run.yaml: 3 GPUs are needed, 2 of the learner .* but 2 are visible"):
+    with pytest.raises(ConfigError, match=r"3 GPUs are needed, 2 of the learner .* but 2 are visible"):
         commands.train(file, ["layout.dp=2"])
-    with pytest.raises(checks.BadInput, match=r"3 GPUs are needed.*rollout\.replicas=3"):
+    with pytest.raises(ConfigError, match=r"3 GPUs are needed.*rollout\.replicas=3"):
         commands.evaluate(file, ["rollout.replicas=3"])
     with pytest.raises(checks.BadInput, match="--rollout: 4 GPUs are needed, 2 of the learner or other servers"):
         commands.verify_sync(file, [], ["tp=1"], ["tp=1", "tp=2"])
-    with pytest.raises(checks.BadInput, match="the layout takes 4 GPUs, but 2 are visible"):
-        checks.check_gpus(file, learner=4)
-    checks.check_gpus(file, learner=2)
+    with pytest.raises(ValueError, match="the layout takes 4 GPUs, but 2 are visible"):
+        checks.check_learner_gpus(4, 2)
+    checks.check_learner_gpus(2, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
 
 
@@ -153,16 +102,6 @@ def test_a_missing_config_is_refused(tmp_path):
 
 def test_an_unknown_flag_is_refused(tmp_path, model):
     assert "--wrong" in refused(tmp_path, str(config_file(tmp_path, model)), "--wrong")
-
-
-def test_dry_run_prints_the_resolved_config_and_the_processes_and_starts_nothing(tmp_path, model):
-    done = tandem("train", str(config_file(tmp_path, model)), "layout.dp=2", "--dry-run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (tmp_path / "printed.yaml").write_text(done.stdout)
-    printed = load_config(tmp_path / "printed.yaml", [])
-    assert printed == load_config(tmp_path / "run.yaml", ["layout.dp=2"])
-    assert "--nproc-per-node=2" in done.stdout and "1 SGLang server(s)" in done.stdout
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("shipped", SHIPPED, ids=lambda f: f.name)

@@ -3,10 +3,13 @@
 Slow (a start of the engines takes half a minute), so few runs, each looked at from many sides.
 """
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -19,7 +22,11 @@ import torch
 from safetensors.torch import load_file
 
 from configs.loader import load_config
+from rollout.sampler import epoch_order
+from rollout.tasks import load_task
 from rollout.tiny_model import make_tiny_countdown_model
+from rollout.tokenization import load_tokenizer
+from trainer.recording import batch_file, read_batch, recorded_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 300
@@ -189,6 +196,78 @@ def test_a_run_goes_on_in_another_layout(folder):
         assert step["optim/grad_norm"] > 0
 
 
+HOLDING_REWARD = """
+import pathlib, time
+
+def score(prompt, response, reference):
+    while (pathlib.Path({folder!r}) / "hold").exists():
+        (pathlib.Path({folder!r}) / "holding").touch()
+        time.sleep(0.02)
+    return len(response) / 14
+"""
+
+
+def test_a_pre_empted_run_goes_on_with_the_step_that_was_being_sampled(folder):
+    """SIGTERM while the third step's samples are scored: it is dropped, and the second step saved, though the run keeps no checkpoints."""
+    (folder / "my_reward.py").write_text(HOLDING_REWARD.format(folder=str(folder)))
+    settings = ["model.path=model", "steps=5", "checkpoint.every=0", "record_batches=all", "launch.stop_timeout_s=120"]
+    settings += ["reward.type=function", "reward.function=my_reward:score", "reward.timeout_s=300"]
+    process = start("train", str(ROOT / "configs/debug/countdown_smoke.yaml"), *settings, cwd=folder)
+    wait_for_steps(folder, 3, process)  # step 0 is the evaluation before the first
+    (folder / "hold").touch()
+    wait_for(lambda: (folder / "holding").exists(), process, "samples to be scored")
+    process.send_signal(signal.SIGTERM)
+    said = finish(process)
+    assert process.returncode == 75, said
+    run = (folder / "runs" / "latest").resolve()
+    last = steps_of(folder)[-1]["step"]
+    go_on = rf"stopped after step {last} on request; go on with `tandem train \S*{run.name}/config.yaml resume=\S*{run.name}`"
+    assert "stopping (SIGTERM)" in said and re.search(go_on, said), said
+    assert 2 <= last < 5 and [path.name for path in (run / "checkpoints").glob("step_*")] == [f"step_{last:06d}"]
+    assert not (run / "hf").exists() and not (run / "summary.json").exists()
+    assert mlflow_statuses(run) == ["KILLED"]
+    assert_nothing_left(folder)
+
+    (folder / "hold").unlink()
+    process = start("train", str(run / "config.yaml"), f"resume={run}", cwd=folder)
+    said = finish(process)
+    assert process.returncode == 0, said
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    logged = [line.split()[0] for line in (run / "console.log").read_text().splitlines() if "/5 " in line]
+    assert logged == ["0/5", "1/5", "2/5", "3/5", "4/5", "5/5"]
+    assert mlflow_statuses(run) == ["FINISHED"], "one run, continued"
+    assert recorded_prompts(run) == prompts_in_order(run, count=5 * 4)
+    assert json.loads((run / "summary.json").read_text())["accuracy_after"] is not None
+    assert_nothing_left(folder)
+
+
+def mlflow_statuses(run: Path) -> list[str]:
+    with contextlib.closing(sqlite3.connect(run / "mlflow.db")) as store:
+        return [status for (status,) in store.execute("select status from runs order by start_time")]
+
+
+def recorded_prompts(run: Path) -> list[list[int]]:
+    """Of each group that was trained on, in the order of steps and groups: its prompt's tokens."""
+    found = []
+    for step in recorded_steps(run / "batches"):
+        batch = read_batch(batch_file(run / "batches", step))
+        ends = batch.packed.cu_seqlens.tolist()
+        first_of_group = [i for i, group in enumerate(batch.group_ids_S.tolist()) if group not in batch.group_ids_S[:i].tolist()]
+        for i in first_of_group:
+            first_response = batch.packed.response_mask_T[ends[i] : ends[i + 1]].tolist().index(True)
+            found.append(batch.packed.tokens_T[ends[i] : ends[i] + first_response + 1].tolist())
+    return found
+
+
+def prompts_in_order(run: Path, count: int) -> list[list[int]]:
+    """What a run of this config draws when nothing disturbs it."""
+    config = load_config(run / "config.yaml", [])
+    train = load_task(config.task, tokenizer=load_tokenizer(config.model.path)).train
+    order = epoch_order(len(train), seed=config.seed, epoch=0)
+    return [list(train[i].token_ids) for i in order[:count]]
+
+
 PHASES = {"while the engines start": 0, "in the middle of training": 2}
 
 
@@ -229,4 +308,7 @@ def test_any_process_that_dies_ends_the_run_with_an_error_and_no_process(folder,
     said = finish(process)
     assert process.returncode == 1, said
     assert "role ended with" in said
+    if victim == "sglang":  # the learner is well, and loses nothing
+        newest = (folder / "runs" / "latest" / "checkpoints" / f"step_{steps_of(folder)[-1]['step']:06d}" / "complete.json")
+        assert newest.exists(), said
     assert_nothing_left(folder)

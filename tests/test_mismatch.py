@@ -11,7 +11,6 @@ from tests.golden_cases import load
 from tests.packed_batches import random_batch
 from trainer.metrics import merge_metrics, values
 from trainer.mismatch import (
-    kept_metrics,
     mismatch_metrics,
     negative_fraction,
     rejection_metrics,
@@ -331,7 +330,7 @@ def test_weights_by_hand():
 
 @pytest.mark.parametrize("case", [c for c in GOLDEN if "rollout_rs_masked_fraction" in c.scalars], ids=lambda c: c.name)
 def test_golden_rejection(case):
-    found = values(kept_metrics(*counted(case.output_T("mask").bool(), case.mask_T, case.cu_seqlens)))
+    found = values(rejection_metrics({}, *counted(case.output_T("mask").bool(), case.mask_T, case.cu_seqlens)))
     assert found["mismatch/rejected/total/tokens"] == pytest.approx(case.scalars["rollout_rs_masked_fraction"], rel=1e-6, abs=1e-8)
     assert found["mismatch/kept_fraction"] == pytest.approx(1 - case.scalars["rollout_rs_masked_fraction"], rel=1e-6, abs=1e-8)
     touched = case.scalars["rollout_rs_seq_masked_fraction"]
@@ -342,15 +341,20 @@ def test_rejection_and_veto_by_hand():
     mask_T = torch.tensor([True, True, False, True, True, False, True])
     passed_T = torch.tensor([True, False, False, False, False, True, True])
     cu_seqlens = torch.tensor([0, 3, 5, 6, 7])  # partly, wholly, without valid tokens, not rejected
-    assert values(rejection_metrics("k3_mean", *counted(passed_T, mask_T, cu_seqlens))) == pytest.approx({
+    passed_S, valid_S = counted(passed_T, mask_T, cu_seqlens)
+    kept_S = passed_S * torch.tensor([1, 1, 1, 0])  # another rule's doing
+    assert values(rejection_metrics({"k3_mean": passed_S}, kept_S, valid_S)) == pytest.approx({
         "mismatch/rejected/k3_mean/tokens": 3 / 5,
         "mismatch/rejected/k3_mean/sequences": 1 / 3,
         "mismatch/rejected/k3_mean/touched_sequences": 2 / 3,
+        "mismatch/rejected/total/tokens": 4 / 5,
+        "mismatch/rejected/total/sequences": 2 / 3,
+        "mismatch/rejected/total/touched_sequences": 1.0,
+        "mismatch/kept_fraction": 1 / 5,
     })  # fmt: skip
-    assert values(kept_metrics(*counted(passed_T, mask_T, cu_seqlens)))["mismatch/kept_fraction"] == pytest.approx(2 / 5)
     assert values(veto_metrics(counted(~passed_T, mask_T, cu_seqlens)[0])) == {"mismatch/veto/tokens": 3.0, "mismatch/veto/sequences": 2.0}
     nothing_T = torch.zeros(7, dtype=torch.bool)
-    assert values(kept_metrics(*counted(passed_T, nothing_T, cu_seqlens))) == {}
+    assert values(rejection_metrics({}, *counted(passed_T, nothing_T, cu_seqlens))) == {}
     below_S, _ = counted(~passed_T, nothing_T, cu_seqlens)
     assert values(veto_metrics(below_S)) == {"mismatch/veto/tokens": 0.0, "mismatch/veto/sequences": 0.0}
 
@@ -365,7 +369,7 @@ def test_rejection_merges_over_any_split(lengths, seed, data):
     def describe(b):
         keep_T = b.advantages_T & b.response_mask_T
         kept, below = (counted(x_T, b.response_mask_T, b.cu_seqlens) for x_T in (keep_T, ~keep_T))
-        return kept_metrics(*kept) | veto_metrics(below[0])
+        return rejection_metrics({}, *kept) | veto_metrics(below[0])
 
     merged = merge_metrics(describe(batch.select([row for row, o in enumerate(owner) if o == rank])) for rank in range(3))
     assert merged == describe(batch)

@@ -36,7 +36,9 @@ from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import RewardModelError, Scorer, check_reward
 from rollout.rewards import model as model_module
 from rollout.rewards.model import MAX_FAILED_IN_A_ROW, RewardModel
-from rollout.sglang_server import WATCHDOG, choose_ports, log_tail, server_command, server_environment
+from rollout.server_share import on_one_machine
+from rollout.sglang_command import choose_ports, server_command, server_environment
+from rollout.sglang_server import WATCHDOG, log_tail
 from rollout.tiny_model import make_tiny_countdown_model
 
 
@@ -583,8 +585,8 @@ def sglang(tmp_path_factory):
         return model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits.item()
 
     config = RolloutConfig(dtype="float32", max_total_tokens=4096, server_args={"is-embedding": True})
-    (ports,) = choose_ports(1, None)
-    command = server_command(config, replica=0, model_path=model_dir, ports=ports, cuda=False, seed=0)
+    (ports,), (share,) = choose_ports([0], None), on_one_machine(1, 1)
+    command = server_command(config, share=share, model_path=model_dir, ports=ports, cuda=False, seed=0)
     command.remove("--skip-tokenizer-init")  # here the server turns text into tokens
     url = f"http://127.0.0.1:{ports.http}"
     with log_file.open("wb") as log:
@@ -593,7 +595,7 @@ def sglang(tmp_path_factory):
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=server_environment(config, replica=0, threads=1, cuda=False),
+            env=server_environment(num_ranks=1, place=0, threads=1, cuda=False),
             start_new_session=True,
         )
     with process:

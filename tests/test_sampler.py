@@ -616,6 +616,30 @@ def test_a_reward_model_that_is_gone_reaches_the_learner_as_a_failure(tokenizer,
         served(make_sampler(tokenizer, scorer=Gone())).next_groups(1, newest=0, max_staleness=0)
 
 
+def test_whoever_waits_may_give_up_and_ask_anew(tokenizer, served):
+    """The role still makes what nobody waits for, and its position moves; the learner's state is that of what it took."""
+    gate, enough = threading.Event(), ValueError("enough")
+
+    class Slow(FakeEngine):
+        async def generate_group(self, *prompt, **sampling):
+            while not gate.is_set():
+                await asyncio.sleep(0.01)
+            return await super().generate_group(*prompt, **sampling)
+
+    def give_up():
+        raise enough
+
+    remote = served(make_sampler(tokenizer, engine=Slow()))
+    start = remote.state()
+    for ask in (lambda: remote.next_groups(2, newest=0, max_staleness=0, meanwhile=give_up), lambda: remote.evaluate(meanwhile=give_up)):
+        with pytest.raises(ValueError, match="enough"):
+            ask()
+    gate.set()
+    assert remote.state()["position"] == 2
+    remote.load_state(start)
+    assert remote.next_groups(2, newest=0, max_staleness=0)[0] == next_groups(make_sampler(tokenizer), 2)[0]
+
+
 def test_a_silent_sample_role_is_an_error_naming_address_and_deadline():
     with RemoteSampler("tcp://127.0.0.1:9", timeout_s=0.2) as remote:
         with pytest.raises(SamplingError, match=r"tcp://127.0.0.1:9 did not answer GetState in 0.2 s"):

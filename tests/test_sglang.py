@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -29,22 +29,20 @@ from parallel.weight_transfer import WeightBroadcaster, make_buckets
 from rollout import sglang_watchdog
 from rollout.client import GenerationError
 from rollout.records import Completion, FinishReason
+from rollout.server_share import ServerShare, on_one_machine
 from rollout.sglang_client import SGLangClient
-from rollout.sglang_control import ControlError, SGLangControl
-from rollout.sglang_server import (
+from rollout.sglang_command import (
     FP8_MODELS,
     Ports,
-    ServerDied,
-    ServerFleet,
-    check_gpus,
     check_quantization,
     check_server_args,
     choose_ports,
     cpu_binding,
     server_command,
     server_environment,
-    visible_gpus,
 )
+from rollout.sglang_control import ControlError, Served, SGLangControl
+from rollout.sglang_server import ServerDied, ServerFleet, check_gpus, check_gpus_of, visible_gpus
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.weight_checksums import expected_checksums
 
@@ -403,7 +401,7 @@ def test_an_answer_that_does_not_fit_together_is_refused(reply, message):
 def test_a_taken_port_is_named_with_the_fix_and_nothing_is_started(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with closing(socket.socket()) as other:
-        first = choose_ports(2, None)[0].http
+        first = choose_ports(range(2), None)[0].http
         other.bind(("127.0.0.1", first + 2))
         other.listen()
         fleet = ServerFleet(
@@ -416,27 +414,26 @@ def test_a_taken_port_is_named_with_the_fix_and_nothing_is_started(tmp_path):
 
 
 def test_given_ports_are_two_apart_and_free_ones_are_distinct():
-    first = choose_ports(1, None)[0].http
-    assert [(p.http, p.nccl) for p in choose_ports(3, first)] in (
-        [(first, first + 1), (first + 2, first + 3), (first + 4, first + 5)],
-    )
-    free = choose_ports(20, None)
+    first = choose_ports([0], None)[0].http
+    assert [(p.http, p.nccl) for p in choose_ports(range(3), first)] == [(first + i, first + i + 1) for i in (0, 2, 4)]
+    assert [p.http for p in choose_ports([2, 3], first)] == [first + 4, first + 6], "by the replica, also on a node that has not the first"
+    free = choose_ports(range(20), None)
     assert len({port for p in free for port in (p.http, p.nccl)}) == 40
     with pytest.raises(ValueError, match=r"first_port=65000 with 300 replicas needs ports up to 65599"):
-        choose_ports(300, 65000)
+        choose_ports(range(300), 65000)
 
 
 def test_the_users_flags_come_last_and_cannot_take_over_the_designs(tmp_path):
-    ports = choose_ports(1, None)[0]
+    ports, share = choose_ports([0], None)[0], on_one_machine(3, 1)[2]
     config = RolloutConfig(dtype="float32", server_args={"chunked_prefill_size": 512, "disable-radix-cache": True, "enable-metrics": False})
-    command = server_command(config, replica=2, model_path=tmp_path, ports=ports, cuda=False, seed=5)
+    command = server_command(config, share=share, model_path=tmp_path, ports=ports, cuda=False, seed=5)
     pairs = dict(pairwise(command))
     assert pairs["--chunked-prefill-size"] == "512"
     assert "--disable-radix-cache" in command
     assert "--enable-metrics" not in command
     assert (pairs["--device"], pairs["--dtype"], pairs["--random-seed"], pairs["--weight-version"]) == ("cpu", "float32", "7", "0")
-    assert "--device" not in server_command(config, replica=2, model_path=tmp_path, ports=ports, cuda=True, seed=5)
-    for name in ("port", "tp_size", "--dtype", "base_gpu_id", "quantization", "load-format"):
+    assert "--device" not in server_command(config, share=share, model_path=tmp_path, ports=ports, cuda=True, seed=5)
+    for name in ("port", "tp_size", "--dtype", "base_gpu_id", "nnodes", "dist_init_addr", "quantization", "load-format"):
         with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
             check_server_args(RolloutConfig(server_args={name: 1}))
         with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
@@ -449,7 +446,7 @@ def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
     assert {file.stem for file in models.glob("*.py") if "@supports_quantized_rl_reload" in file.read_text()} == set(FP8_MODELS)
     fp8 = RolloutConfig(quantization="fp8")
     plain, quantised, fake = (
-        server_command(config, replica=0, model_path=tmp_path, ports=Ports(http=1, nccl=2), cuda=True, seed=0)
+        server_command(config, share=on_one_machine(1, 1)[0], model_path=tmp_path, ports=Ports(http=1, nccl=2), cuda=True, seed=0)
         for config in (RolloutConfig(), fp8, RolloutConfig(quantization="fake_int8"))
     )
     assert fake == plain
@@ -469,8 +466,9 @@ def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
 def gpus_of(config: RolloutConfig, *, first_gpu: int, cuda: bool) -> list[range | None]:
     """Of each replica, by its command line; None where it says nothing about GPUs."""
     found = []
-    for replica, ports in enumerate(choose_ports(config.replicas, None)):
-        command = server_command(config, replica=replica, model_path=ROOT, ports=ports, cuda=cuda, seed=0, first_gpu=first_gpu)
+    shares = on_one_machine(config.replicas, config.tp, first_gpu=first_gpu)
+    for share, ports in zip(shares, choose_ports(range(config.replicas), None), strict=True):
+        command = server_command(config, share=share, model_path=ROOT, ports=ports, cuda=cuda, seed=0)
         pairs = dict(pairwise(command))
         base = pairs.get("--base-gpu-id")
         found.append(None if base is None else range(int(base), int(base) + int(pairs["--tp-size"])))
@@ -492,21 +490,48 @@ def test_learner_ranks_and_replicas_each_have_gpus_of_their_own(first_gpu, repli
 def test_a_fleet_with_too_few_gpus_starts_nothing(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     first_gpu = visible_gpus()
+    shares = on_one_machine(1, 2, first_gpu=first_gpu)
     fleet = ServerFleet(
-        RolloutConfig(), model_path=tmp_path, log_dir=tmp_path / "logs", threads=1, cuda=True, seed=0, first_gpu=first_gpu
+        RolloutConfig(tp=2), model_path=tmp_path, log_dir=tmp_path / "logs", threads=1, cuda=True, seed=0, shares=shares
     )
-    with pytest.raises(ValueError, match=rf"{first_gpu + 1} GPUs are needed.*{first_gpu} are visible.*fewer learner ranks"):
+    with pytest.raises(ValueError, match=rf"take GPUs {first_gpu} to {first_gpu + 1}, but {first_gpu} are visible.*fewer learner ranks"):
         fleet.start()
     assert fleet.urls == []
     assert not (tmp_path / "logs").exists()
-    with pytest.raises(ValueError, match="first_gpu=-1"):
-        ServerFleet(RolloutConfig(), model_path=tmp_path, log_dir=tmp_path, threads=1, cuda=True, seed=0, first_gpu=-1)
+    check_gpus_of(shares, available=first_gpu + 2)
+    check_gpus_of([], available=0)
+
+
+def test_each_node_of_a_replica_starts_its_own_part():
+    config = RolloutConfig(tp=16, server_args={"mem-fraction-static": 0.8})
+    lines = []
+    for node in range(2):
+        share = ServerShare(replica=1, node=2 + node, node_rank=node, num_nodes=2, first_gpu=0, num_ranks=8)
+        (ports,) = choose_ports([1], None)
+        lines.append(
+            server_command(
+                config,
+                share=share,
+                model_path=ROOT,
+                ports=ports,
+                cuda=True,
+                seed=5,
+                host=f"10.0.0.{3 + node}",
+                meeting_point="10.0.0.3:20001",
+            )
+        )
+    first, second = (dict(pairwise(line)) for line in lines)
+    differing = {name for name in first if name.startswith("--") and first[name] != second[name]}
+    assert differing == {"--host", "--port", "--nccl-port", "--node-rank"}
+    assert (first["--node-rank"], second["--node-rank"], first["--nnodes"], first["--tp-size"]) == ("0", "1", "2", "16")
+    assert first["--dist-init-addr"] == "10.0.0.3:20001"
+    assert (first["--random-seed"], first["--base-gpu-id"]) == ("6", "0")  # one engine: its ranks must draw the same
 
 
 def test_stand_ins_are_on_the_path_of_cpu_servers_alone(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    on_cpu = server_environment(RolloutConfig(tp=2), replica=0, threads=1, cuda=False)
-    on_cuda = server_environment(RolloutConfig(tp=2), replica=0, threads=1, cuda=True)
+    on_cpu = server_environment(num_ranks=2, place=0, threads=1, cuda=False)
+    on_cuda = server_environment(num_ranks=2, place=0, threads=1, cuda=True)
     assert on_cpu["PYTHONPATH"] == f"{ROOT / 'rollout' / 'cpu_stand_ins'}:/mine"
     assert on_cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     assert on_cuda["PYTHONPATH"] == "/mine"
@@ -514,11 +539,11 @@ def test_stand_ins_are_on_the_path_of_cpu_servers_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cpus", "replica", "tp", "threads", "expected"),
+    ("cpus", "place", "num_ranks", "threads", "expected"),
     [([0, 1], 0, 2, 1, "0|1"), (list(range(8)), 1, 2, 2, "4,5|6,7"), ([3, 5], 1, 2, 1, "3|5"), ([0], 0, 2, 4, "0|0")],
 )
-def test_cpu_binding_by_hand(cpus, replica, tp, threads, expected):
-    assert cpu_binding(cpus, replica=replica, tensor_parallel=tp, threads=threads) == expected
+def test_cpu_binding_by_hand(cpus, place, num_ranks, threads, expected):
+    assert cpu_binding(cpus, place=place, num_ranks=num_ranks, threads=threads) == expected
 
 
 # --- the watchdog, with small processes in a server's place -----------------------------------------------------------------------------
@@ -527,12 +552,13 @@ TREE = "sleep 600 & sleep 600 & echo started; wait"
 """A 'server' with two children."""
 
 
-def start_tree(command: str) -> subprocess.Popen:
+def start_tree(command: str, before: Callable[[], object] | None = None) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-I", sglang_watchdog.__file__, "sh", "-c", command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
+        preexec_fn=before,
     )
 
 
@@ -577,6 +603,33 @@ def test_a_killed_watchdog_takes_the_server_with_it():
     with start_tree("echo $$; exec sleep 600") as watchdog:
         server = psutil.Process(int(watchdog.stdout.readline()))
         watchdog.kill()
+        assert_all_end([server])
+
+
+HANDLER = """
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+signal.signal(signal.SIGWINCH, lambda *_: print("going on", flush=True))
+print("started", flush=True)
+while True:
+    signal.pause()
+"""
+"""A 'server' with a handler of its own for SIGTERM, as SGLang has."""
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_server_outlasts_sigterm_exactly_where_its_owner_ignores_it(ignored):
+    command = f"exec {sys.executable} -c '{HANDLER}'"
+    with start_tree(command, (lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)) if ignored else None) as watchdog:
+        assert watchdog.stdout.readline() == b"started\n"
+        (server,) = psutil.Process(watchdog.pid).children()
+        os.killpg(watchdog.pid, signal.SIGTERM)
+        if ignored:
+            server.send_signal(signal.SIGWINCH)  # of two that can be delivered SIGTERM would come first, by its number
+            assert watchdog.stdout.readline() == b"going on\n"
+            watchdog.stdin.close()
+        else:
+            assert watchdog.wait(20) == 3
         assert_all_end([server])
 
 
@@ -640,8 +693,11 @@ def reference_logprobs(model, prompt_ids: list[int], token_ids: list[int], tempe
     return torch.log_softmax(logits / temperature, -1)[torch.arange(len(token_ids)), token_ids].tolist()
 
 
-def send(control: SGLangControl, model, *, version: int, tensor_parallel: int = 1) -> None:
-    """The whole update as ``sglang_control`` describes it, with this process as rank 0 of a gloo group of its own."""
+def send(control: SGLangControl, model, *, version: int, tensor_parallel: int = 1) -> Served:
+    """The whole update as ``sglang_control`` describes it up to ``resume``, with this process as rank 0 of a gloo group of its own.
+
+    No answer is waited for before the last request is sent: the server takes them one after the other.
+    """
     broadcaster = WeightBroadcaster(world_size=1 + tensor_parallel * len(control.urls), backend="gloo", timeout_s=60)
     try:
         joining = control.join_group(
@@ -653,18 +709,19 @@ def send(control: SGLangControl, model, *, version: int, tensor_parallel: int = 
         )
         broadcaster.join(check=joining.raise_if_failed)
         joining.wait()
-        control.begin_update()
-        count = 0
+        pending = [control.open_update()]
         for bucket in make_buckets(model.named_parameters(), dtype=torch.float32, max_bytes=2**20):
             receiving = control.receive_bucket(
                 names=bucket.names, dtype="float32", shapes=bucket.shapes, version=version if bucket.is_last else None
             )
-            broadcaster.start(bucket).wait(check=receiving.raise_if_failed)
-            receiving.wait()
-            count += 1
-        assert count > 1
-        control.end_update()
+            pending.append(receiving)
+            broadcaster.start(bucket).wait(check=lambda: [answer.raise_if_failed() for answer in pending])
+        assert len(pending) > 2
+        served = control.close_update(with_checksums=True)
+        for answer in pending:
+            answer.wait()
         control.leave_group()
+        return served
     finally:
         broadcaster.close()
 
@@ -738,10 +795,9 @@ def test_an_update_in_the_middle_of_a_response_is_exact_token_by_token(fleet, co
             sent = models[(old + 1) % 2]
             response = thread.submit(asking.probe, prompt, max_new_tokens=240, temperature=1.3)
             wait_until_running(control.urls[0], response)
-            control.pause()
-            send(control, sent, version=old + 1)
-            assert control.versions() == [old + 1]
-            assert control.checksums() == [expected_checksums(sent.named_parameters())]
+            served = send(control, sent, version=old + 1)
+            assert served.versions == control.versions() == [old + 1]
+            assert served.checksums == control.checksums() == [expected_checksums(sent.named_parameters())]
             control.resume()
             (completion,) = response.result()
             if len(set(completion.token_versions)) == 2:
@@ -768,7 +824,6 @@ def wait_until_running(url: str, response: Future, timeout_s: float = 60.0) -> N
 def test_a_probe_after_an_update_agrees_with_the_sent_model_and_not_with_the_old_one(control, models):
     version = control.versions()[0] + 1
     sent, old = models[version % 2], models[(version + 1) % 2]
-    control.pause()
     send(control, sent, version=version)
     control.resume()
     (completion,) = control.probe([3, 4, 5, 6], max_new_tokens=12, temperature=0.7)
@@ -778,13 +833,32 @@ def test_a_probe_after_an_update_agrees_with_the_sent_model_and_not_with_the_old
     assert completion.rollout_logprobs != pytest.approx(reference_logprobs(old, [3, 4, 5, 6], completion.token_ids, 0.7), abs=0.1)
 
 
+def fleets_of_one_replica(model_dir: Path, log_dir: Path, num_nodes: int) -> list[ServerFleet]:
+    """Two tensor-parallel ranks, on one node or each on a node of its own."""
+    config = RolloutConfig(dtype="float32", max_total_tokens=4096, tp=2)
+    (ports,) = choose_ports([0], None)
+    fleets = []
+    for node in range(num_nodes):
+        share = ServerShare(replica=0, node=node, node_rank=node, num_nodes=num_nodes, first_gpu=0, num_ranks=2 // num_nodes)
+        meeting = {0: f"127.0.0.1:{ports.nccl}"} if num_nodes > 1 else {}
+        options = {"threads": 1, "cuda": False, "seed": 0, "shares": [share], "meeting_points": meeting}
+        fleets.append(ServerFleet(config, model_path=model_dir, log_dir=log_dir, **options))
+    return fleets
+
+
 @pytest.mark.engines
-def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path):
-    fleet = make_fleet(model_dirs[0], tmp_path, tp=2)
-    fleet.start()
-    try:
-        fleet.wait_healthy(300)
-        with SGLangControl(fleet.urls, tensor_parallel=2, timeout_s=60) as control:
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, num_nodes):
+    fleets = fleets_of_one_replica(model_dirs[0], tmp_path, num_nodes)
+    with ExitStack() as ending:
+        for fleet in fleets:
+            ending.callback(fleet.stop)
+            fleet.start()
+        for fleet in fleets:
+            fleet.wait_healthy(300)
+        urls = [url for fleet in fleets for url in fleet.urls]
+        assert len(urls) == 1, "a replica answers on its first node alone"
+        with SGLangControl(urls, tensor_parallel=2, timeout_s=60) as control:
             before = control.checksums()[0]
             control.pause()
             send(control, models[1], version=1, tensor_parallel=2)
@@ -795,8 +869,8 @@ def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path):
             (completion,) = control.probe([3, 4, 5, 6], max_new_tokens=12, temperature=0.7)
         expected = reference_logprobs(models[1], [3, 4, 5, 6], completion.token_ids, 0.7)
         assert completion.rollout_logprobs == pytest.approx(expected, abs=EXACT)
-    finally:
-        fleet.stop()
+        for fleet in fleets:
+            fleet.poll()
 
 
 @pytest.mark.engines

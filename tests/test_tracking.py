@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from configs.loader import load_config
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
+from rollout.client import RolloutError
 from trainer import mlflow_store, tracking
 from trainer.alarms import check_alarms
+from trainer.interruption import StopRequested
 from trainer.tracking import HEADER_EVERY, Tracker, flatten, header, read_metrics, row
 
 FULL = {
@@ -92,7 +94,15 @@ def test_sqlite_store_holds_params_metrics_artifacts_and_status(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(None, "FINISHED"), (ValueError("x"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(1), "KILLED")]
+    ("error", "status"),
+    [
+        (None, "FINISHED"),
+        (ValueError("x"), "FAILED"),
+        (RolloutError("x"), "FAILED"),
+        (StopRequested("x"), "KILLED"),
+        (KeyboardInterrupt(), "KILLED"),
+        (SystemExit(1), "KILLED"),
+    ],
 )
 def test_status_follows_the_way_out(tmp_path, error, status):
     tracker = Tracker(make_config(launch={"stop_grace_s": 120.0}), tmp_path)
@@ -101,7 +111,7 @@ def test_status_follows_the_way_out(tmp_path, error, status):
             tracker.log(1, {"reward/mean": 1.0})
             if error is not None:
                 raise error
-    except (ValueError, KeyboardInterrupt, SystemExit) as raised:
+    except (Exception, KeyboardInterrupt, SystemExit) as raised:
         assert raised is error
     tracker.close("FAILED")  # a second close changes nothing
     assert only_run(tmp_path)[1].info.status == status
@@ -175,6 +185,7 @@ def test_resume_ends_the_interrupted_mlflow_run_and_names_it(tmp_path):
         tracker.log(1, {"reward/mean": 0.1})
     client, before = only_run(tmp_path)
     client.update_run(before.info.run_id, status="RUNNING")  # as a crash leaves it
+    client.delete_tag(before.info.run_id, mlflow_store.COMPLETE_UNTIL)
     with Tracker(make_config(), tmp_path, resumed_from_step=1) as tracker:
         tracker.log(2, {"reward/mean": 0.2})
     runs = client.search_runs([before.info.experiment_id])
@@ -182,6 +193,44 @@ def test_resume_ends_the_interrupted_mlflow_run_and_names_it(tmp_path):
     after = next(r for r in runs if r.info.run_id != before.info.run_id)
     assert after.data.tags["tandem.continues_run"] == before.info.run_id
     assert len(client.get_metric_history(after.info.run_id, "reward/mean")) == 2
+
+
+@pytest.mark.parametrize(
+    ("resumed_from", "changed", "runs"), [(2, {}, 1), (1, {}, 2), (2, {"steps": 77}, 2)], ids=["stopped", "a step redone", "other config"]
+)
+def test_a_stopped_run_is_one_run_for_mlflow_where_nothing_has_to_be_taken_back(tmp_path, resumed_from, changed, runs):
+    with Tracker(make_config(), tmp_path) as tracker:
+        for step in (1, 2):
+            tracker.log(step, {"reward/mean": step / 10})
+    client, before = only_run(tmp_path)
+    with Tracker(make_config(**changed), tmp_path, resumed_from_step=resumed_from) as tracker:
+        tracker.log(resumed_from + 1, {"reward/mean": 0.9})
+    found = client.search_runs([before.info.experiment_id])
+    newest = (tmp_path / "mlflow_run_id").read_text(encoding="utf-8")
+    assert len(found) == runs and (newest == before.info.run_id) == (runs == 1)
+    history = client.get_metric_history(newest, "reward/mean")
+    assert sorted((m.step, m.value) for m in history) == [*((s, s / 10) for s in range(1, resumed_from + 1)), (resumed_from + 1, 0.9)]
+    run = client.get_run(newest)
+    assert (run.info.status, run.data.tags["tandem.resumed_from_step"]) == ("FINISHED", str(resumed_from))
+    assert run.data.tags[mlflow_store.COMPLETE_UNTIL] == str(resumed_from + 1)
+
+
+def test_a_later_evaluation_of_a_step_joins_its_line(tmp_path):
+    """Also of the step that a resumed run goes on from: its evaluation may have been interrupted."""
+    path = tmp_path / "metrics.jsonl"
+    with Tracker(make_config(), tmp_path) as tracker:
+        tracker.log(1, {"reward/mean": 0.1, "mismatch/k3": math.nan})
+        tracker.log(2, {"reward/mean": 0.2})
+    with Tracker(make_config(), tmp_path, resumed_from_step=2) as tracker:
+        tracker.log(2, {"eval/accuracy": 0.5})
+        tracker.log(2, {"eval/count": 4})
+        tracker.log(3, {"reward/mean": 0.3})
+    rows = [{k: v for k, v in row.items() if k != "elapsed_s"} for row in read_metrics(path)]
+    assert rows == [
+        {"step": 1, "reward/mean": 0.1, "mismatch/k3": None},
+        {"step": 2, "reward/mean": 0.2, "eval/accuracy": 0.5, "eval/count": 4.0},
+        {"step": 3, "reward/mean": 0.3},
+    ]
 
 
 def test_a_folder_with_metrics_is_refused_unless_resumed(tmp_path):

@@ -4,6 +4,7 @@ The learner, its weights and the gloo broadcast are real; of the servers only th
 answers the probe from the bytes that it was sent, with transformers' own model.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from parallel import platform
 from parallel.fake_quantization import rounded_to_int8
 from parallel.weight_transfer import make_buckets
 from rollout.records import Completion, FinishReason
-from rollout.sglang_control import ControlError, Pending
+from rollout.sglang_control import ControlError, Pending, Served
 from tests.megatron_workers import learner_config, make_batch, make_hf_model, weighted_loss, weights_of
 from tests.weight_checksums import expected_checksums
 from trainer import weight_sync
@@ -42,7 +43,10 @@ class Replica:
         self.tensors: dict[str, Tensor] = {}
         self.version = 0
         self.refuses_to_join = False
+        self.refuses_to_open = False
         self.refuses_bucket: int | None = None
+        self.fails_to_load: int | None = None
+        self.before_answer: Callable[[int], None] = lambda bucket: None
         self.break_after_update: Callable[[Replica], None] = lambda replica: None
         self.break_answer: Callable[[list[float]], list[float]] = lambda logprobs: logprobs
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -60,6 +64,11 @@ class Replica:
         self._group = dist.ProcessGroupGloo(store, rank, world_size, timeout)
         return {}
 
+    def open(self) -> dict:
+        if self.refuses_to_open:
+            raise ControlError("answered HTTP 400: a session is open already")
+        return {}
+
     def receive(self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None) -> dict:
         self._received += 1
         if self._received - 1 == self.refuses_bucket:
@@ -70,6 +79,9 @@ class Replica:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._group.broadcast([flat], options).wait()
+        self.before_answer(self._received - 1)
+        if self._received - 1 == self.fails_to_load:
+            raise ControlError("answered HTTP 400: wrong shape")
         for name, part, shape in zip(names, flat.split(sizes), shapes, strict=True):
             self.tensors[name] = part.clone().view(dtype).view(shape)
         if version is not None:
@@ -103,10 +115,10 @@ class FakeControl:
         self.urls = [f"replica {i}" for i in range(num_replicas)]
         self.replicas = [Replica(folder) for _ in self.urls]
         self.calls: list[str] = []
-        self._pool = ThreadPoolExecutor(max_workers=num_replicas)
+        self._pools = [ThreadPoolExecutor(max_workers=1) for _ in self.urls]  # a replica serves one request after the other
 
     def _everywhere(self, what: str, work: Callable[[int], dict]) -> Pending:
-        return Pending(what, [self._pool.submit(work, i) for i in range(len(self.replicas))], TIMEOUT_S)
+        return Pending(what, [pool.submit(work, i) for i, pool in enumerate(self._pools)], TIMEOUT_S)
 
     def join_group(self, **meeting) -> Pending:
         return self._everywhere("join", lambda i: self.replicas[i].join(1 + i, **meeting))
@@ -115,28 +127,20 @@ class FakeControl:
         self.calls.append(f"receive_bucket version={version}")
         return self._everywhere("receive", lambda i: self.replicas[i].receive(version=version, **bucket))
 
-    def end_update(self) -> None:
-        self.calls.append("end_update")
+    def close_update(self, *, with_checksums: bool) -> Served:
+        self.calls.append("close_update")
         for replica in self.replicas:
             replica.break_after_update(replica)
-
-    def versions(self) -> list[int]:
-        self.calls.append("versions")
-        return [replica.version for replica in self.replicas]
-
-    def checksums(self) -> list[dict[str, str]]:
-        self.calls.append("checksums")
-        return [expected_checksums(replica.tensors.items()) for replica in self.replicas]
+        checksums = [expected_checksums(replica.tensors.items()) for replica in self.replicas]
+        return Served(versions=[r.version for r in self.replicas], checksums=checksums if with_checksums else None)
 
     def probe(self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float) -> list[Completion]:
         self.calls.append("probe")
         return [replica.answer(prompt_ids, max_new_tokens, temperature) for replica in self.replicas]
 
-    def pause(self) -> None:
-        self.calls.append("pause")
-
-    def begin_update(self) -> None:
-        self.calls.append("begin_update")
+    def open_update(self) -> Pending:
+        self.calls.append("open_update")
+        return self._everywhere("open", lambda i: self.replicas[i].open())
 
     def resume(self) -> None:
         self.calls.append("resume")
@@ -148,7 +152,8 @@ class FakeControl:
     def close(self) -> None:
         # A replica that left ends whatever the sender may still be waiting for.
         self.leave_group()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +209,8 @@ def test_publish_serves_the_learners_bytes_under_the_next_version(make_sync, lea
         num_buckets = len(list(make_buckets(weights.items(), dtype=torch.float32, max_bytes=8192)))
         assert num_buckets > 2
         assert control.calls == [
-            "pause", "begin_update", *["receive_bucket version=None"] * (num_buckets - 1), f"receive_bucket version={version}",
-            "end_update", "versions", "checksums", "resume", "probe",
+            "open_update", *["receive_bucket version=None"] * (num_buckets - 1), f"receive_bucket version={version}",
+            "close_update", "resume", "probe",
         ]  # fmt: skip
         for replica in control.replicas:
             assert replica.tensors.keys() == weights.keys()
@@ -283,7 +288,7 @@ def test_a_server_that_holds_something_else_is_never_resumed(make_sync, learner,
     with pytest.raises(WeightSyncError, match=FAULTS[fault]):
         sync.publish()
     assert "resume" not in control.calls and "probe" not in control.calls
-    assert learner.version == 0, "the learner takes a version for published that is not"
+    assert learner.version == 1, "the weights have moved, whether or not the servers took them"
 
 
 def test_every_tensor_is_compared(make_sync, learner):
@@ -315,7 +320,7 @@ def test_a_wrong_probe_logprob_ends_the_run(make_sync, num_replicas):
     control.replicas[-1].break_answer = off_by_a_little
     with pytest.raises(WeightSyncError, match=r"differ by 1\.0\de-03 nats|differ by 9\.\d\de-04 nats"):
         sync.publish()
-    assert control.calls.index("checksums") < control.calls.index("resume") < control.calls.index("probe")
+    assert control.calls.index("close_update") < control.calls.index("resume") < control.calls.index("probe")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -348,8 +353,59 @@ def test_a_refused_bucket_ends_the_wait_for_the_broadcast(make_sync, learner, bu
     with pytest.raises(ControlError, match="unknown tensor"):
         sync.publish()
     assert time.monotonic() - started < PROMPTLY_S
-    assert control.calls == ["pause", "begin_update", *["receive_bucket version=None"] * (bucket + 1)]
-    assert learner.version == 0
+    assert control.calls == ["open_update", *["receive_bucket version=None"] * (bucket + 1)]
+    assert learner.version == 1
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("from_end", [1, 2, 3])
+def test_a_bucket_that_fails_to_load_ends_the_transfer_and_no_server_takes_the_version(make_sync, learner, from_end, num_replicas):
+    """Its broadcast succeeds, and its answer comes while the next bucket is under way; but not while the one that names the version is."""
+    sync, control = make_sync(num_replicas)
+    buckets = len(list(make_buckets(weights_of(learner.engine).items(), dtype=torch.float32, max_bytes=8192)))
+    control.replicas[-1].fails_to_load = buckets - from_end
+    control.calls.clear()
+    started = time.monotonic()
+    with pytest.raises(ControlError, match="wrong shape"):
+        sync.publish()
+    assert time.monotonic() - started < PROMPTLY_S
+    assert "close_update" not in control.calls and "resume" not in control.calls
+    assert ("receive_bucket version=1" in control.calls) == (from_end == 1)
+    assert (control.replicas[-1].version, learner.version) == (0, 1)
+
+
+def test_an_update_that_a_server_refuses_to_open_is_never_resumed(make_sync, learner):
+    sync, control = make_sync(2)
+    control.replicas[-1].refuses_to_open = True
+    with pytest.raises(ControlError, match="a session is open already"):
+        sync.publish()
+    assert "resume" not in control.calls and learner.version == 1
+
+
+def test_the_next_bucket_is_asked_for_while_the_last_one_is_being_loaded(make_sync, learner):
+    """The first answer comes only when the second request is there; the one that names the version waits for all answers."""
+    sync, control = make_sync()
+    second_is_asked, answered = threading.Event(), []
+    receive_bucket = control.receive_bucket
+
+    def ask(**bucket) -> Pending:
+        if control.calls.count("receive_bucket version=None") == 1:
+            second_is_asked.set()
+        if bucket["version"] is not None:
+            assert len(answered) == control.calls.count("receive_bucket version=None")
+        return receive_bucket(**bucket)
+
+    def load(bucket: int) -> None:
+        assert second_is_asked.wait(PROMPTLY_S), "nothing was asked before the first answer"
+        answered.append(bucket)
+
+    control.receive_bucket = ask
+    control.replicas[0].before_answer = load
+    assert sync.publish().version == 1
+    assert answered == list(range(control.calls.count("receive_bucket version=None") + 1))
+    assert {name: tensor.shape for name, tensor in control.replicas[0].tensors.items()} == {
+        name: tensor.shape for name, tensor in weights_of(learner.engine).items()
+    }
 
 
 def test_a_server_that_refuses_to_join_ends_the_wait_for_it(make_sync):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.weight_transfer import UnderWay, make_buckets, require_one_node
+from parallel.weight_transfer import UnderWay, make_buckets
 from rollout.sglang_control import ExpectedChecksums, vocabulary_padding
 from tests.weight_checksums import expected_checksums
 
@@ -146,17 +146,3 @@ def test_parts_of_a_fused_matrix_out_of_their_order_are_refused():
     expected = ExpectedChecksums(tensor_parallel=1, kv_heads=1)
     with pytest.raises(ValueError, match=r"k_proj\.weight is part 1 of .*qkv_proj\.weight, of which 0 parts"):
         expected.add("model.layers.0.self_attn.k_proj.weight", torch.zeros(2, 2))
-
-
-@pytest.mark.parametrize("here", [None, "2"])
-def test_one_node_is_enough(monkeypatch, here):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False) if here is None else monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
-    require_one_node()
-
-
-def test_several_nodes_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"WORLD_SIZE=4 ranks, LOCAL_WORLD_SIZE=2 of them .* transfer is on one node so far"):
-        require_one_node()

@@ -26,6 +26,11 @@ class GlobalCounts:
     sequences: int
     """Sequences with at least one valid token."""
 
+    @classmethod
+    def of(cls, tokens_S: Tensor) -> "GlobalCounts":
+        """From each sequence's number of valid tokens."""
+        return cls(tokens=int(tokens_S.sum()), sequences=int(torch.count_nonzero(tokens_S)))
+
     def summed(self, total: Total) -> "GlobalCounts":
         """Over all ranks. float64 holds integers up to 2^53 exactly."""
         tokens, sequences = total(torch.tensor([self.tokens, self.sequences], dtype=torch.float64)).tolist()
@@ -34,8 +39,7 @@ class GlobalCounts:
 
 def count_valid(response_mask_T: Tensor, cu_seqlens: Tensor) -> GlobalCounts:
     """Counts of the sequences at hand; summed over ranks they are the counts that ``aggregation_weights`` asks for."""
-    tokens_S = count_per_sequence(response_mask_T, cu_seqlens)
-    return GlobalCounts(tokens=int(tokens_S.sum()), sequences=int((tokens_S > 0).sum()))
+    return GlobalCounts.of(count_per_sequence(response_mask_T, cu_seqlens))
 
 
 def aggregation_weights(

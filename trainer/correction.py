@@ -31,7 +31,7 @@ from configs.schema.correction import (
 from parallel.packing import PackedBatch
 from trainer.kl import bounded, excess
 from trainer.metrics import Metric
-from trainer.mismatch import kept_metrics, mismatch_metrics, rejection_metrics, veto_metrics, weight_metrics
+from trainer.mismatch import mismatch_metrics, rejection_metrics, veto_metrics, weight_metrics
 from trainer.ranks import Total, alone
 from trainer.segments import ValidTokens, count_per_sequence, max_per_sequence, spread, sum_per_sequence, valid_tokens
 
@@ -44,6 +44,8 @@ class Correction:
     """float, detached; zero off the response mask."""
     keep_T: Tensor
     """bool; the response mask less what was rejected."""
+    kept_S: Tensor
+    """int64; how many tokens of a sequence ``keep_T`` holds."""
     metrics: dict[str, Metric]
 
 
@@ -71,13 +73,14 @@ def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) 
     left_to_loss = config.mode == "bypass" or batch.old_logprobs_T is None
     tokens = None if left_to_loss else _tokens(batch, batch.old_logprobs_T)
     # A sum is finite only where all of its terms are, and a difference only where both sides are: one pass instead of two searches.
-    if tokens is None or not tokens.log_ratio_N.sum().isfinite():
+    if tokens is None or not math.isfinite(tokens.log_ratio_N.sum().item()):
         _require_finite(batch, "rollout_logprobs_T", "the server returned it: check the served weights and dtype")
         _require_finite(batch, "old_logprobs_T", "the learner's forward pass produced it: check its weights and dtype")
     _require_finite(batch, "ref_logprobs_T", "the reference's forward pass produced it: check its weights and dtype")
     if tokens is None:
         mask_T = batch.response_mask_T
-        return Correction(weights_T=mask_T.to(batch.rollout_logprobs_T.dtype), keep_T=mask_T, metrics={})
+        kept_S = count_per_sequence(mask_T, batch.cu_seqlens)
+        return Correction(weights_T=mask_T.to(batch.rollout_logprobs_T.dtype), keep_T=mask_T, kept_S=kept_S, metrics={})
     return _corrected(tokens, batch.cu_seqlens, config, total)
 
 
@@ -98,26 +101,26 @@ def _corrected(tokens: _Tokens, cu_seqlens: Tensor, config: CorrectionConfig, to
     metrics |= weighed
     valid_S = bounds_S.diff()
     # What takes or leaves whole sequences is decided and counted by sequence, and brought to the tokens once.
-    keep_N, keep_S = None, torch.ones_like(valid_S, dtype=torch.bool)
+    keep_N, keep_S, passed_S = None, torch.ones_like(valid_S, dtype=torch.bool), {}
     for name, rule in zip(rule_names(config.reject), config.reject, strict=True):
         passed, bounds = _passed(log_ratio_N, valid, rule)
         if bounds is bounds_S:
-            metrics |= rejection_metrics(name, valid_S * passed, valid_S)
-            keep_S = keep_S & passed
+            passed_S[name], keep_S = valid_S * passed, keep_S & passed
         else:
             passed_N = passed if bounds is None else spread(passed, bounds)
-            metrics |= rejection_metrics(name, count_per_sequence(passed_N, bounds_S), valid_S)
+            passed_S[name] = count_per_sequence(passed_N, bounds_S)
             keep_N = passed_N if keep_N is None else keep_N & passed_N
     if config.veto is not None:
         below_S = count_per_sequence(log_ratio_N < math.log(config.veto), bounds_S)
-        metrics |= rejection_metrics("veto", valid_S * (below_S == 0), valid_S) | veto_metrics(below_S)
-        keep_S = keep_S & (below_S == 0)
+        spared_S = below_S == 0
+        passed_S["veto"], keep_S = valid_S * spared_S, keep_S & spared_S
+        metrics |= veto_metrics(below_S)
     kept_S = (valid_S if keep_N is None else count_per_sequence(keep_N, bounds_S)) * keep_S
-    metrics |= kept_metrics(kept_S, valid_S)
+    metrics |= rejection_metrics(passed_S, kept_S, valid_S)
     keep_T = valid.mask_T if keep_N is None else valid.put_back(keep_N)
     if not keep_S.all():
         keep_T = keep_T & spread(keep_S, cu_seqlens)
-    return Correction(weights_T=valid.put_back(weights_N), keep_T=keep_T, metrics=metrics)
+    return Correction(weights_T=valid.put_back(weights_N), keep_T=keep_T, kept_S=kept_S, metrics=metrics)
 
 
 def _weigh(

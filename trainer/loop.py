@@ -11,9 +11,14 @@
 
 Synchronous: every token of a step is sampled by the weights that the step starts from. All ranks run this page; what is
 only for one of them (asking, tracking, writing) does nothing on the others.
+
+A run is interrupted (a request to stop, a failure of the rollout side) on all ranks together, and between two steps. While groups
+are waited for, nothing has moved: the step is dropped. Once its weights have moved, the step is done, whether or not the servers took
+them: it is recorded, without its evaluation where that did not come about (a resumed run makes up for it), and only then the run ends.
 """
 
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,6 +26,7 @@ from configs.schema import RunConfig
 from trainer.advantages import compute_advantages
 from trainer.alarms import check_alarms
 from trainer.correction import correct
+from trainer.interruption import INTERRUPTIONS, Postponed
 from trainer.learner import Learner
 from trainer.recording import Recorder
 from trainer.resume import Checkpointer
@@ -56,13 +62,16 @@ class Run:
     tracker: Tracker | None
     """None on all ranks but the first."""
     first_step: int = 1
+    evaluation_owed: bool = False
+    """Of the step before the first."""
 
 
 def train(run: Run) -> None:
+    """Raises StopRequested or RolloutError, after the last complete step."""
     config, learner, sampler = run.config, run.learner, run.sampler
     rollout = config.rollout
     for step in range(run.first_step, config.steps + 1):
-        clock, trains_policy = Clock(), step > config.critic_warmup_steps
+        clock, rest, trains_policy = Clock(), Postponed(), step > config.critic_warmup_steps
         with clock.time("step"):
             with clock.time("sampling"):
                 sampled = sampler.next_groups(rollout.prompts_per_step, newest=learner.version, max_staleness=rollout.max_staleness)
@@ -80,10 +89,10 @@ def train(run: Run) -> None:
             with clock.time("update"):
                 updates = [learner.update(minibatch, policy=trains_policy) for minibatch in batch.minibatches()]
             with clock.time("sync"):
-                sync = run.weight_sync.publish()
+                sync = rest.attempt(run.weight_sync.publish)
 
         with clock.time("evaluation"):
-            evaluation = sampler.evaluate() if is_evaluation_step(step, config) else None
+            evaluation = rest.attempt(sampler.evaluate) if is_evaluation_step(step, config) else None
         metrics = step_metrics(
             sampled=sampled, batch=batch, measured=[kl_metrics, advantages.metrics, correction.metrics], updates=updates, sync=sync,
             evaluation=evaluation, seconds=clock.seconds, mode=config.correction.mode, group=learner.groups.dp_group,
@@ -91,18 +100,31 @@ def train(run: Run) -> None:
         if run.tracker is not None:
             run.tracker.log(step, metrics, check_alarms(metrics, config.alarms))
         run.weight_sync.check_samples(metrics)
-        run.checkpointer.after_step(step, learner, sampler)
+        evaluation_owed = rest.interruption is not None and is_evaluation_step(step, config)
+        run.checkpointer.after_step(step, learner, sampler, evaluation_owed=evaluation_owed)
+        rest.release()
 
 
 def evaluate_before(run: Run) -> None:
-    """Step 0: held-out accuracy of the model that a fresh run starts from."""
-    if run.first_step > 1 or not run.config.evaluation.at_ends:
+    """Held-out accuracy of what the run starts from: a fresh one's model (step 0), or a step that was interrupted before its evaluation."""
+    is_due = run.evaluation_owed or (run.first_step == 1 and run.config.evaluation.at_ends)
+    if not is_due:
         return
     clock = Clock()
     with clock.time("evaluation"):
         evaluation = run.sampler.evaluate()
     if run.tracker is not None and evaluation is not None:
-        run.tracker.log(0, evaluation_metrics(evaluation) | {"time/evaluation": clock.seconds["evaluation"]})
+        run.tracker.log(run.first_step - 1, evaluation_metrics(evaluation) | {"time/evaluation": clock.seconds["evaluation"]})
+
+
+@contextmanager
+def saved_where_interrupted(run: Run) -> Iterator[None]:
+    """An interruption inside leaves a checkpoint of the last complete step behind, before it goes on its way."""
+    try:
+        yield
+    except INTERRUPTIONS:
+        run.checkpointer.save_last(run.learner, run.sampler)
+        raise
 
 
 def is_evaluation_step(step: int, config: RunConfig) -> bool:

@@ -13,14 +13,15 @@ Sources: formulas of rollout correction (Y. Li, 2025), section 4; F. Yao et al.,
 off-policy RL training" (2025) for dp per response, the sign of k1 and the reward under the learner's policy.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from trainer.kl import LOG_RATIO_BOUND, bounded
 from trainer.metrics import Metric, Metrics, Reduction
-from trainer.segments import max_per_sequence, sum_per_sequence, valid_tokens
+from trainer.segments import max_per_sequence, owners, sum_per_sequence, valid_tokens
 
 LENGTH_EDGES = (64, 256, 1024, 4096)
 """Upper edges, in tokens, of the buckets of response length and of position in the response (from 1); the last bucket is open."""
@@ -72,7 +73,7 @@ def mismatch_metrics(
         return {}
     train_N, rollout_N = _float64_copy(train_N), _float64_copy(rollout_N)
     log_ratio_N = train_N - rollout_N
-    metrics = _perplexities(train_N, rollout_N, bounds_R)
+    metrics = _perplexities(train_N, rollout_N, bounds_R, lengths_R.to(train_N.device))
     gap_N, of_probabilities = _probability_gaps(train_N, rollout_N)
     k3_N, of_ratio = _ratios(log_ratio_N)
     del train_N, rollout_N, log_ratio_N
@@ -83,7 +84,8 @@ def mismatch_metrics(
     bounds_P = _boundaries(counts_RB.flatten())
     gap_RB, k3_RB = (sum_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N))
     sums_XRB = torch.stack([counts_RB.to(torch.float64), gap_RB, k3_RB])
-    maxima_XRB = torch.stack([max_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)])
+    owners_N = owners(bounds_P, gap_N.device)
+    maxima_XRB = torch.stack([max_per_sequence(x_N, bounds_P, owners_N).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)])
     sums_XB, maxima_XR = sums_XRB.sum(1), maxima_XRB.amax(2)
     count, gap_sum, k3_sum = sums_XB.sum(1).tolist()
     metrics |= {
@@ -132,28 +134,28 @@ def weight_metrics(
     return metrics | _weight_spreads("", "ess_bounded", _float64_copy(weights_N), bounds_R)
 
 
-def rejection_metrics(name: str, passed_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
-    """What one rule (or ``total``, all of them together) rejected, from each sequence's response tokens: those that passed, and all.
+def rejection_metrics(passed_S: Mapping[str, Tensor], kept_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
+    """What each rule rejected, and all of them together (``total``), from each sequence's numbers of response tokens: those that passed
+    the rule of that name, those that are kept, and all.
 
     mismatch/rejected/NAME/tokens              share of the response tokens that did not pass
     mismatch/rejected/NAME/sequences           share of the responses of which no token passed
     mismatch/rejected/NAME/touched_sequences   share of the responses of which some token did not pass
+    mismatch/kept_fraction                     share of the response tokens that are kept
     """
-    touched_S = passed_S < valid_S
-    counts = torch.stack([valid_S, passed_S, valid_S > 0, touched_S & (passed_S == 0), touched_S])
-    tokens, passed, responses, rejected, touched = counts.sum(1).tolist()
-    return {
-        f"mismatch/rejected/{name}/tokens": Metric.quotient(tokens - passed, tokens),
-        f"mismatch/rejected/{name}/sequences": Metric.quotient(rejected, responses),
-        f"mismatch/rejected/{name}/touched_sequences": Metric.quotient(touched, responses),
-    }
-
-
-def kept_metrics(kept_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
-    """All rules and the veto together: ``rejection_metrics`` under the name ``total``, and mismatch/kept_fraction of the tokens."""
-    metrics = rejection_metrics("total", kept_S, valid_S)
-    rejected, tokens = metrics["mismatch/rejected/total/tokens"].parts
-    return metrics | {"mismatch/kept_fraction": Metric.quotient(tokens - rejected, tokens)}
+    passed_XS = torch.stack([*passed_S.values(), kept_S])
+    touched_XS = passed_XS < valid_S
+    rejected_XS = touched_XS & (passed_XS == 0)
+    counts_X = torch.stack([passed_XS, rejected_XS, touched_XS]).sum(2).T.tolist()
+    tokens, responses = valid_S.sum().item(), torch.count_nonzero(valid_S).item()
+    metrics = {"mismatch/kept_fraction": Metric.quotient(counts_X[-1][0], tokens)}
+    for name, (passed, rejected, touched) in zip([*passed_S, "total"], counts_X, strict=True):
+        metrics |= {
+            f"mismatch/rejected/{name}/tokens": Metric.quotient(tokens - passed, tokens),
+            f"mismatch/rejected/{name}/sequences": Metric.quotient(rejected, responses),
+            f"mismatch/rejected/{name}/touched_sequences": Metric.quotient(touched, responses),
+        }
+    return metrics
 
 
 def veto_metrics(below_S: Tensor) -> dict[str, Metric]:
@@ -204,7 +206,7 @@ def _boundaries(lengths: Tensor) -> Tensor:
 
 def _lengths_by_position(lengths_R: Tensor) -> Tensor:
     """How many tokens of each response lie in each bucket of positions. [R] -> [R, B], rows add up to the lengths."""
-    edges = torch.tensor([0, *LENGTH_EDGES, torch.iinfo(torch.int64).max])
+    edges = _edges((0, *LENGTH_EDGES, torch.iinfo(torch.int64).max), torch.int64)
     return torch.minimum(lengths_R[:, None], edges).diff(dim=1)
 
 
@@ -241,19 +243,17 @@ def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
     }
 
 
-def _perplexities(train_N: Tensor, rollout_N: Tensor, bounds_R: Tensor) -> dict[str, Metric]:
-    lengths_R = bounds_R.diff().to(train_N.device)
+def _perplexities(train_N: Tensor, rollout_N: Tensor, bounds_R: Tensor, lengths_R: Tensor) -> dict[str, Metric]:
     train_R, rollout_R = (sum_per_sequence(x_N, bounds_R) for x_N in (train_N, rollout_N))
-    log_ratio_R = train_R - rollout_R
-    diff_R = -log_ratio_R / lengths_R
-    log_ppl_R = torch.stack([-train_R / lengths_R, -rollout_R / lengths_R, diff_R])
-    low, high = (x.item() for x in torch.aminmax(diff_R))
+    sums_XR = torch.stack([train_R, rollout_R, train_R - rollout_R])
+    log_ppl_XR = sums_XR.neg() / lengths_R
+    diff_R = log_ppl_XR[2]
+    names = ("ppl_train", "ppl_rollout", "ppl_ratio", "log_ppl_diff_mean", "log_ppl_diff_abs", "chi2_sequence")
+    chi2_R = torch.expm1(2 * bounded(sums_XR[2]))
     return {
-        **_means(("ppl_train", "ppl_rollout", "ppl_ratio"), bounded(log_ppl_R).exp()),
-        **_means(("log_ppl_diff_mean", "log_ppl_diff_abs"), torch.stack([diff_R, diff_R.abs()])),
-        "log_ppl_diff_max": Metric(reduction=Reduction.MAX, parts=(high,)),
-        "log_ppl_diff_min": Metric(reduction=Reduction.MIN, parts=(low,)),
-        "chi2_sequence": Metric.mean(torch.expm1(2 * bounded(log_ratio_R))),
+        **_means(names, torch.stack([*bounded(log_ppl_XR).exp(), diff_R, diff_R.abs(), chi2_R])),
+        "log_ppl_diff_max": Metric.max(diff_R),
+        "log_ppl_diff_min": Metric.min(diff_R),
     }
 
 
@@ -272,15 +272,15 @@ def _means(names: Sequence[str], rows: Tensor) -> dict[str, Metric]:
     return {name: Metric.quotient(total, rows.shape[1]) for name, total in zip(names, rows.sum(1).tolist(), strict=True)}
 
 
-def _shares(name: str, values_R: Tensor, edges: Sequence[float]) -> Metrics:
-    bins_R = torch.bucketize(values_R.cpu(), torch.tensor(edges, dtype=torch.float64))
+def _shares(name: str, values_R: Tensor, edges: tuple[float, ...]) -> Metrics:
+    bins_R = torch.bucketize(values_R.cpu(), _edges(edges, torch.float64))
     counts = torch.bincount(bins_R, minlength=len(edges) + 1).tolist()
     return {f"{name}/{label}": Metric.quotient(count, values_R.numel()) for label, count in zip(_labels(edges), counts, strict=True)}
 
 
 def _by_length(sums_XR: Tensor, maxima_XR: Tensor, lengths_R: Tensor) -> tuple[Tensor, Tensor]:
     """Sums and maxima of responses to those of the buckets of their lengths. [X, R] -> [X, B], each"""
-    bucket_R, buckets = torch.bucketize(lengths_R, torch.tensor(LENGTH_EDGES)), len(LENGTH_EDGES) + 1
+    bucket_R, buckets = torch.bucketize(lengths_R, _edges(LENGTH_EDGES, torch.int64)), len(LENGTH_EDGES) + 1
     sums_XB = sums_XR.new_zeros(len(sums_XR), buckets).index_add(1, bucket_R, sums_XR)
     lowest_XB = maxima_XR.new_full((len(maxima_XR), buckets), -torch.inf)
     return sums_XB, lowest_XB.scatter_reduce(1, bucket_R.expand_as(maxima_XR), maxima_XR, "amax")
@@ -301,7 +301,14 @@ def _by_bucket(name: str, sums_XB: Tensor, maxima_XB: Tensor) -> dict[str, Metri
     return metrics
 
 
-def _labels(edges: Sequence[float]) -> list[str]:
+@cache
+def _edges(edges: tuple[float, ...], dtype: torch.dtype) -> Tensor:
+    """On the CPU; not to be written to."""
+    return torch.tensor(edges, dtype=dtype)
+
+
+@cache
+def _labels(edges: tuple[float, ...]) -> list[str]:
     return [f"le_{edge:g}" for edge in edges] + [f"over_{edges[-1]:g}"]
 
 

@@ -24,6 +24,8 @@ from configs.schema import RunConfig
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 log = logging.getLogger(__name__)
 
+COMPLETE_UNTIL = "tandem.complete_until"
+"""Tag of a run that was closed in order: the step up to which it has every metric, and none of a later one."""
 QUEUE_SIZE = 2000
 RETRY_S = 30.0
 
@@ -79,7 +81,7 @@ Item = Row | Params | Artifact
 class MlflowThread(threading.Thread):
     """Sends items to MLflow in order. ``put`` never waits; ``finish`` waits up to its deadline.
 
-    first: items that are sent before any other, whatever the queue's size. tags: of the MLflow run.
+    first: items that are sent before any other, whatever the queue's size: what the run folder holds already. tags: of the MLflow run.
     """
 
     METRICS_PER_BATCH = 1000
@@ -93,7 +95,9 @@ class MlflowThread(threading.Thread):
         self._uri, self._config, self._run_dir, self._tags = tracking_uri(config, run_dir), config, run_dir, dict(tags)
         self._changed = threading.Condition()
         self._items: deque[Item] = deque(first)  # guarded by _changed; only this thread takes from it
+        self._first = list(first)
         self._most_items = len(first) + QUEUE_SIZE
+        self._last_step: int | None = None
         self._status: Status | None = None
         self._client: Any = None
         self._run_id: str | None = None
@@ -138,6 +142,8 @@ class MlflowThread(threading.Thread):
             try:
                 self._send_all(MlflowException)
                 if closing:
+                    if not self._warned & {"full", "rejected"}:
+                        self._client.set_tag(self._run_id, COMPLETE_UNTIL, str(self._last_step))
                     self._client.set_terminated(self._run_id, self._status)
                 self._warned.discard("unreachable")
             except (MlflowException, SQLAlchemyError, OSError) as error:
@@ -193,20 +199,25 @@ class MlflowThread(threading.Thread):
             else:
                 self._warn_once(str(first.path), "artifact %s does not exist", first.path)
         elif isinstance(first, Params):
-            params = [Param(mlflow_name(k), v[: self.PARAM_LENGTH]) for k, v in first.params.items()]
+            params = [Param(name, value) for name, value in self._as_stored(first).items()]
             for chunk in _chunks(params, self.PARAMS_PER_BATCH):
                 self._client.log_batch(self._run_id, params=chunk)
         else:
+            self._last_step = batch[-1].step
             metrics = [Metric(mlflow_name(k), v, row.timestamp_ms, row.step) for row in batch for k, v in row.metrics.items()]
             for chunk in _chunks(metrics, self.METRICS_PER_BATCH):
                 self._client.log_batch(self._run_id, metrics=chunk)
+
+    def _as_stored(self, config: Params) -> dict[str, str]:
+        return {mlflow_name(name): value[: self.PARAM_LENGTH] for name, value in config.params.items()}
 
     def _open_run(self) -> None:
         from mlflow.tracking import MlflowClient
 
         self._client = self._client or MlflowClient(tracking_uri=self._uri)
         id_file = self._run_dir / "mlflow_run_id"
-        self._end_previous(id_file)
+        if self._continue_previous(id_file):
+            return
         run = self._client.create_run(self._experiment_id(), run_name=self._config.name, tags=self._tags)
         self._run_id = run.info.run_id
         id_file.write_text(self._run_id, encoding="utf-8")
@@ -229,19 +240,40 @@ class MlflowThread(threading.Thread):
                 raise
             return found.experiment_id
 
-    def _end_previous(self, id_file: Path) -> None:
-        """A resumed run is a new one for MLflow, with the whole history, as MLflow cannot take back the steps that are redone."""
+    def _continue_previous(self, id_file: Path) -> bool:
+        """Whether this goes on with the MLflow run of the run's last life: one that was stopped in order and has just what was done.
+
+        Else a resumed run is a new one for MLflow, with the whole history, as MLflow cannot take back the steps that are redone, nor change
+        a param.
+        """
         from mlflow.exceptions import MlflowException
 
         if not id_file.exists():
-            return
+            return False
         self._tags["tandem.continues_run"] = previous = id_file.read_text(encoding="utf-8").strip()
         try:
-            if self._client.get_run(previous).info.status == "RUNNING":
-                self._client.set_terminated(previous, "KILLED")
+            found = self._client.get_run(previous)
         except MlflowException as error:
             if not _refused(error):
                 raise  # unreachable: tried again with the rest
+            return False
+        if found.info.status == "RUNNING":
+            self._client.set_terminated(previous, "KILLED")
+        if not self._has_just_the_first(found):
+            return False
+        self._client.delete_tag(previous, COMPLETE_UNTIL)
+        self._client.set_tag(previous, "tandem.resumed_from_step", self._tags["tandem.resumed_from_step"])
+        self._client.update_run(previous, status="RUNNING")
+        with self._changed:
+            for _ in self._first:
+                self._items.popleft()
+        self._run_id, self._last_step = previous, self._first[-1].step
+        return True
+
+    def _has_just_the_first(self, run: Any) -> bool:
+        params = next((self._as_stored(item) for item in self._first if isinstance(item, Params)), None)
+        last = self._first[-1] if self._first else None
+        return isinstance(last, Row) and run.data.tags.get(COMPLETE_UNTIL) == str(last.step) and run.data.params == params
 
     @property
     def _shown_uri(self) -> str:

@@ -61,8 +61,9 @@ def clipped(
     ratio_T = bounded(current_logprobs_T - old_logprobs_T).exp()
     fixed_T = ratio_T.detach()
     clipped_T, held_T = _clip(fixed_T, advantages_T, clip_low=clip_low, clip_high=clip_high)
-    dual_clipped_T = torch.zeros_like(clipped_T)
-    if dual_clip is not None:
+    if dual_clip is None:
+        dual_clipped_T = torch.zeros_like(clipped_T)
+    else:
         dual_clipped_T = (advantages_T < 0) & (fixed_T > dual_clip)
         held_T = torch.where(dual_clipped_T, dual_clip, held_T)
     loss_T = -advantages_T * torch.where(clipped_T | dual_clipped_T, held_T, ratio_T)

@@ -5,6 +5,7 @@ An objective is a pure function in ``objectives`` and a case of ``_objective_los
 """
 
 import logging
+import math
 from collections.abc import Mapping
 from typing import assert_never
 
@@ -88,7 +89,8 @@ def policy_loss(
     terms = {"policy": _weighted_sum(found.loss_T, importance_T * aggregation_T, kept_T)}
     metrics |= _objective_metrics(found, kept_T)
     del found, importance_T
-    metrics |= {"policy/entropy": _mean(entropy_T, num_tokens), "policy/ppo_kl": _mean(old_T - current_T.detach(), num_tokens)}
+    sums = {name: x_T.detach().sum(dtype=torch.float64).item() for name, x_T in (("old", old_T), ("current", current_T))}
+    metrics |= {"policy/entropy": _mean(entropy_T, num_tokens), "policy/ppo_kl": Metric.quotient(sums["old"] - sums["current"], num_tokens)}
     if batch.ref_logprobs_T is not None:
         kl_T = ESTIMATORS[kl.estimator](current_T, torch.where(mask_T, batch.ref_logprobs_T.detach(), 0.0))
         metrics["policy/ref_kl"] = _mean(kl_T, num_tokens)
@@ -98,7 +100,7 @@ def policy_loss(
         terms["entropy"] = -entropy.coefficient * _weighted_sum(entropy_T, aggregation_T, kept_T)
     # Bounds would hide an infinity, and rejection a broken forward pass; a NaN loss is refused before the optimizer's step.
     loss = sum(terms.values())
-    if not (current_T.detach().sum().isfinite() or current_T.detach().isfinite().all()):
+    if not (math.isfinite(sums["current"]) or current_T.detach().isfinite().all()):
         loss = loss * torch.nan
         broken = spread(batch.sequence_ids_S.to(current_T.device), batch.cu_seqlens)[~current_T.detach().isfinite()].unique().tolist()
         logger.error("the learner's log-prob is not finite on response tokens of sequences %s; check its weights and dtype", broken[:10])

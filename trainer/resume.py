@@ -20,6 +20,8 @@ class Progress:
     sampler: dict
     kl_coefficient: float | None = None
     """Of the KL in the reward, where an adaptive controller moves it."""
+    evaluation_owed: bool = False
+    """Of this step; an interruption came before it."""
 
 
 class Checkpointer:
@@ -30,15 +32,30 @@ class Checkpointer:
 
     def __init__(self, folder: Path, config: CheckpointConfig):
         self._folder, self._critic_folder, self._config = folder, folder / "critic", config
+        self.complete, self._saved = 0, 0
+        self._evaluation_owed = False
 
-    def after_step(self, step: int, learner: Learner, sampler: SharedSampler) -> None:
+    def after_step(self, step: int, learner: Learner, sampler: SharedSampler, *, evaluation_owed: bool = False) -> None:
+        """``step`` is complete: weights, metrics and position in the data are of its end."""
+        self.complete, self._evaluation_owed = step, evaluation_owed
         if self._config.every and step % self._config.every == 0:
             self.save(step, learner, sampler)
+
+    def save_last(self, learner: Learner, sampler: SharedSampler) -> None:
+        """A checkpoint of the last complete step, unless there is one or no step is complete. While nothing has moved since that step."""
+        if self._saved < self.complete:
+            self.save(self.complete, learner, sampler)
 
     def save(self, step: int, learner: Learner, sampler: SharedSampler) -> Path:
         state: list = [sampler.state()]
         dist.broadcast_object_list(state, src=0)
-        progress = Progress(step=step, version=learner.version, sampler=state[0], kl_coefficient=learner.kl_in_reward.state)
+        progress = Progress(
+            step=step,
+            version=learner.version,
+            sampler=state[0],
+            kl_coefficient=learner.kl_in_reward.state,
+            evaluation_owed=self._evaluation_owed,
+        )
         target = step_folder(self._folder, step)
         if learner.critic is not None:
             learner.critic.engine.save(step_folder(self._critic_folder, step), {"step": step})
@@ -49,6 +66,7 @@ class Checkpointer:
             for folder in valid_checkpoints(self._critic_folder):
                 if folder.name not in kept:
                     remove(folder)
+        self._saved = step
         return target
 
     def restore(self, learner: Learner, sampler: SharedSampler) -> Progress | None:
@@ -62,4 +80,5 @@ class Checkpointer:
         learner.version = progress.version
         learner.kl_in_reward.restore(progress.kl_coefficient)
         sampler.load_state(progress.sampler)
+        self.complete = self._saved = progress.step
         return progress

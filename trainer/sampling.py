@@ -1,10 +1,12 @@
-"""The sample role as the learner's ranks see it: rank 0 asks, the others wait at the next collective."""
+"""The sample role as the learner's ranks see it: rank 0 asks and looks out for a request to stop; the others wait for how that went."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rollout.records import Group
 from rollout.remote_sampler import RemoteSampler
 from rollout.sampler import EvaluationResult, SamplingStats
+from trainer.interruption import StopRequested, on_first_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,25 +18,47 @@ class Sampled:
 
 
 class SharedSampler:
-    def __init__(self, remote: RemoteSampler | None):
-        self._remote = remote
+    """``next_groups`` and ``evaluate`` are collectives and raise an interruption on all ranks together (see trainer/interruption.py): that
+    the sample role failed, or that a stop was asked for before it answered. What it makes then is nobody's: the data stays where it was.
+
+    remote: None on all ranks but the first. stop_requested: why the run is to stop; None where it is not.
+    """
+
+    def __init__(self, remote: RemoteSampler | None, stop_requested: Callable[[], str | None] = lambda: None):
+        self._remote, self._stop_requested = remote, stop_requested
+        self._state: dict | None = None
 
     def next_groups(self, count: int, *, newest: int, max_staleness: int) -> Sampled:
-        if self._remote is None:
-            return Sampled(groups=None, stats=None)
-        groups, stats = self._remote.next_groups(count, newest=newest, max_staleness=max_staleness)
-        return Sampled(groups=groups, stats=stats)
+        def ask() -> Sampled:
+            self._heed_stop()
+            groups, stats = self._remote.next_groups(count, newest=newest, max_staleness=max_staleness, meanwhile=self._heed_stop)
+            self._state = self._remote.state()  # now: a sample role that is gone, or busy with what nobody waits for, cannot be asked
+            return Sampled(groups=groups, stats=stats)
+
+        return on_first_rank(ask if self._remote is not None else None) or Sampled(groups=None, stats=None)
 
     def evaluate(self) -> EvaluationResult | None:
         """Held-out accuracy; None where the task has no held-out problems, and on all ranks but the first."""
-        return self._remote.evaluate() if self._remote is not None else None
+
+        def ask() -> EvaluationResult | None:
+            self._heed_stop()
+            return self._remote.evaluate(meanwhile=self._heed_stop)
+
+        return on_first_rank(ask if self._remote is not None else None)
+
+    def _heed_stop(self) -> None:
+        reason = self._stop_requested()
+        if reason is not None:
+            raise StopRequested(reason)
 
     def state(self) -> dict | None:
-        return self._remote.state() if self._remote is not None else None
+        """Where in the data the groups handed out last end, or what was loaded; None before that, and on all ranks but the first."""
+        return self._state
 
     def load_state(self, state: dict) -> None:
         if self._remote is not None:
             self._remote.load_state(state)
+            self._state = state
 
     def stop(self) -> None:
         if self._remote is not None:

@@ -25,7 +25,7 @@ class ValidTokens(NamedTuple):
 
     def put_back(self, x_N: Tensor) -> Tensor:
         """[N] -> [T]; zero off the mask."""
-        return x_N.new_zeros(self.mask_T.shape).masked_scatter_(self.mask_T, x_N)
+        return x_N.new_zeros(self.mask_T.shape).scatter_(0, self.places_N, x_N)
 
     def run_bounds(self) -> Tensor:
         """``bounds_S`` and, between them, a boundary wherever tokens off the mask lie between two valid ones: int64, in [N]."""
@@ -45,17 +45,23 @@ def sum_per_sequence(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.segment_reduce(x_T, "sum", offsets=offsets, initial=0.0, unsafe=True)
 
 
-def max_per_sequence(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] -> [S]; -inf for a sequence without tokens."""
+def max_per_sequence(x_T: Tensor, cu_seqlens: Tensor, owners_T: Tensor | None = None) -> Tensor:
+    """[T] -> [S]; -inf for a sequence without tokens. ``owners_T``: those of ``cu_seqlens``, where several maxima share them."""
     # torch's segment_reduce takes twice as long for a maximum, on CPUs.
-    owners_T = torch.repeat_interleave(_lengths(cu_seqlens, x_T.device), output_size=x_T.numel())
+    owners_T = owners(cu_seqlens, x_T.device) if owners_T is None else owners_T
     return x_T.new_full((cu_seqlens.numel() - 1,), -torch.inf).scatter_reduce(0, owners_T, x_T, "amax")
 
 
 def count_per_sequence(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Valid tokens of each sequence, int64 [S]: a difference of running totals, exact since they are integers."""
-    totals = torch.nn.functional.pad(mask_T.cumsum(0, dtype=torch.int32), (1, 0))
-    return totals[cu_seqlens.to(device=mask_T.device, dtype=torch.int64)].diff().to(torch.int64)
+    totals = mask_T.new_zeros(mask_T.numel() + 1, dtype=torch.int64)
+    torch.cumsum(mask_T, 0, out=totals[1:])
+    return totals[cu_seqlens.to(device=mask_T.device, dtype=torch.int64)].diff()
+
+
+def owners(cu_seqlens: Tensor, device: torch.device) -> Tensor:
+    """The sequence that each token is of, int64 [T]."""
+    return torch.repeat_interleave(_lengths(cu_seqlens, device), output_size=int(cu_seqlens[-1]))
 
 
 def spread(x_S: Tensor, cu_seqlens: Tensor) -> Tensor:

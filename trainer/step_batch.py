@@ -15,10 +15,11 @@ from configs.schema.objective import AggregationConfig
 from parallel.packing import PackedBatch
 from rollout.records import Group, Trajectory
 from trainer.advantages import Advantages
-from trainer.aggregation import aggregation_weights, count_valid
+from trainer.aggregation import GlobalCounts, aggregation_weights
 from trainer.batching import BatchPlan, pack_trajectories, packed_length, plan_batches
 from trainer.correction import Correction
 from trainer.ranks import Total
+from trainer.segments import count_per_sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,23 +66,23 @@ class StepBatch:
         aggregation_T is zero on rejected tokens; what the rest weighs follows from the count of kept tokens, or of all of them.
         """
         mask_T, keep_T = self.packed.response_mask_T, correction.keep_T
-        counted_T = keep_T if denominator == "kept" else mask_T
+        valid_S = count_per_sequence(mask_T, self.packed.cu_seqlens)
+        counted_T, counted_S = (keep_T, correction.kept_S) if denominator == "kept" else (mask_T, valid_S)
         fields = {
             "importance_weights_T": correction.weights_T.to(torch.float32),
-            "aggregation_T": self._aggregation(counted_T, aggregation, total) * keep_T,
-            "value_aggregation_T": self._aggregation(mask_T, aggregation, total),
+            "aggregation_T": self._aggregation(counted_T, counted_S, aggregation, total) * keep_T,
+            "value_aggregation_T": self._aggregation(mask_T, valid_S, aggregation, total),
         }
         return self.with_fields(**fields)
 
-    def _aggregation(self, counted_T: Tensor, config: AggregationConfig, total: Total) -> Tensor:
+    def _aggregation(self, counted_T: Tensor, counted_S: Tensor, config: AggregationConfig, total: Total) -> Tensor:
         weights_T = torch.zeros(self.packed.num_tokens, dtype=torch.float32)
         bounds = self.packed.cu_seqlens.tolist()
         for microbatches in self.rows:
             rows = [row for microbatch in microbatches for row in microbatch]
             places = torch.cat([torch.arange(bounds[r], bounds[r + 1]) for r in rows])
             cu_seqlens = torch.tensor([0, *(bounds[r + 1] - bounds[r] for r in rows)]).cumsum(0).to(torch.int32)
-            part_T = counted_T[places]
-            counts = count_valid(part_T, cu_seqlens).summed(total)
+            part_T, counts = counted_T[places], GlobalCounts.of(counted_S[rows]).summed(total)
             weights_T[places] = aggregation_weights(part_T, cu_seqlens, mode=config.type, constant=config.constant, counts=counts)
         return weights_T
 

@@ -24,7 +24,7 @@ def step_metrics(
     batch: StepBatch,
     measured: Sequence[Mapping[str, Metric]],
     updates: Sequence[Update],
-    sync: SyncResult,
+    sync: SyncResult | None,
     evaluation: EvaluationResult | None,
     seconds: Mapping[str, float],
     mode: Literal["decoupled", "bypass"],
@@ -32,14 +32,15 @@ def step_metrics(
 ) -> dict[str, float]:
     """Plain numbers of a whole step; every rank of ``group`` takes part, the result is complete on rank 0.
 
-    measured: of this rank's share, before the update.
+    measured: of this rank's share, before the update. sync: None where it failed.
     """
     found = values(merge_over_ranks(merge_metrics([*measured, reward_metrics_of(batch, updates, mode)]), group))
     found |= values(merge_metrics(u.metrics for u in updates)) | first_and_sign(updates, mode)
     explained = explained_variance(found)
     found |= {} if explained is None else {"critic/explained_variance": explained}
-    found |= {"sync/version": sync.version, "sync/bytes": sync.bytes}
-    found |= {} if sync.max_logprob_gap is None else {"sync/max_logprob_gap": sync.max_logprob_gap}
+    if sync is not None:
+        found |= {"sync/version": sync.version, "sync/bytes": sync.bytes}
+        found |= {} if sync.max_logprob_gap is None else {"sync/max_logprob_gap": sync.max_logprob_gap}
     found |= {f"time/{part}": value for part, value in seconds.items()}
     if sampled.groups is not None:
         found |= sample_metrics(sampled.groups) | sampling_metrics(sampled.stats)

@@ -19,6 +19,7 @@ from typing import Any, Self, TextIO
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from trainer.alarms import Alarm
+from trainer.interruption import StopRequested
 from trainer.mlflow_store import Artifact, Item, MlflowThread, Params, Row, Status
 
 log = logging.getLogger(__name__)
@@ -52,9 +53,10 @@ def read_metrics(path: Path) -> list[dict[str, float | int | None]]:
     return rows
 
 
-def _keep_until(path: Path, step: int) -> list[dict[str, float | int | None]]:
-    """Drop the lines of later steps and torn ones; the new file takes the old one's place at once."""
+def _keep_until(path: Path, step: int, then: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
+    """Drop the lines of later steps and torn ones, and add ``then``; the new file takes the old one's place at once."""
     kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
+    kept += then
     fresh = path.with_suffix(".jsonl.new")
     fresh.write_text("".join(f"{json.dumps(row)}\n" for row in kept), encoding="utf-8")
     os.replace(fresh, path)
@@ -68,7 +70,7 @@ def _seconds(value: float) -> str:
     return f"{value:.1f}s" if value < 1000 else f"{value:.0f}s"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
@@ -105,7 +107,7 @@ def row(step: int, num_steps: int, metrics: Mapping[str, float | None], eta_s: f
     """One step as a line under ``header``; a metric that was not measured, or is not finite, is a dash."""
     values = [(metrics.get(metric), width, show) for _, width, metric, show in _COLUMNS]
     cells = [f" {'-' if value is None else show(value):>{width - 1}}" for value, width, show in values]
-    return _step_cell(f"{step}/{num_steps}", num_steps) + "".join(cells) + f"{'-' if eta_s is None else _duration(eta_s):>8}"
+    return _step_cell(f"{step}/{num_steps}", num_steps) + "".join(cells) + f"{'-' if eta_s is None else duration(eta_s):>8}"
 
 
 def _step_cell(text: str, num_steps: int) -> str:
@@ -166,6 +168,7 @@ class Tracker:
         (run_dir / "config.yaml").write_text(resolved_yaml(config), encoding="utf-8")
         self._num_steps, self._grace_s = config.steps, config.launch.stop_grace_s
         self._last_step = kept[-1]["step"] if kept else 0
+        self._last_line: dict[str, Any] = kept[-1] if kept else {}
         self._elapsed_before = max((row.get("elapsed_s") or 0.0 for row in kept), default=0.0)
         self._started = time.monotonic()
         self._last_change: tuple[int, float] | None = None
@@ -173,7 +176,7 @@ class Tracker:
         self._warned: set[str] = set()
         self._alarming: set[str] = set()
         self._closed = False
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("a", encoding="utf-8")
         self._console = _Console(run_dir / "console.log", config.steps)
         tags = {"tandem.run_dir": str(run_dir.resolve())}
         if resumed_from_step is not None:
@@ -182,7 +185,7 @@ class Tracker:
         self._mlflow.start()
 
     def log(self, step: int, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
-        """Record one step. Steps may repeat (a later evaluation of the same step) but not go back: ValueError.
+        """Record one step. Steps may repeat (a later evaluation of the same step, which joins its line) but not go back: ValueError.
 
         An alarm is told in full on the console when it begins, and again only after it had stopped.
 
@@ -197,8 +200,16 @@ class Tracker:
         now = time.monotonic()
         values = {name: self._finite(name, float(value)) for name, value in metrics.items()}
         line = {"step": step, "elapsed_s": round(self._elapsed_before + now - self._started, 3), **values}
-        self._file.write(f"{json.dumps(line, allow_nan=False)}\n")
-        self._file.flush()
+        if step == self._last_line.get("step"):
+            self._file.close()
+            whole = self._last_line | line
+            _keep_until(self._path, step - 1, then=[whole])
+            self._file = self._path.open("a", encoding="utf-8")
+        else:
+            whole = line
+            self._file.write(f"{json.dumps(line, allow_nan=False)}\n")
+            self._file.flush()
+        self._last_line = whole
         self._mlflow.put(_row_of(line))
         self._console.step(step, values, self._eta(step, now, values.get("time/step")))
         for alarm in alarms:
@@ -228,7 +239,7 @@ class Tracker:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        stopped = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit)
+        stopped = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit | StopRequested)
         self.close("FINISHED" if kind is None else "KILLED" if stopped else "FAILED")
 
     def _finite(self, name: str, value: float) -> float | None:

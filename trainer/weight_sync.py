@@ -9,13 +9,17 @@ expert-parallel ranks), and the first rank of the stage, its sender, broadcasts 
 
     [ stage ]  for each bucket: tell the servers, broadcast; meanwhile the stage gathers the next one into a second buffer
 
+A sender goes on when its own part of a broadcast is done, while the servers still load that bucket: they find the request for the next one
+waiting when they have. Only the request that names the version waits for the answers to all buckets before it.
+
 Stages take turns: servers load one bucket at a time anyway, and only so is the very last bucket of all, which names the version and
-flushes the cache, known to be the last. A sender waits for the servers' answer to its own bucket, and at its turn for the stage before
+flushes the cache, known to be the last. A sender waits for the servers' answers to its own buckets, and at its turn for the stage before
 it; rank 0 waits for all stages (they tell it what they sent) before it ends the update. Rank 0 alone opens and closes an update. Each
 sender asks the servers itself to receive its buckets: a server that refuses never joins the broadcast, and only its answer says so.
 
 Nothing samples between pause and the end of the probe: the learner asks for groups only after ``publish`` has returned.
-Any failure raises, which ends the run: a partial update never serves a training sample.
+Any failure of the rollout side raises on all ranks together, which ends the run: a partial update never serves a training sample. A sender
+whose servers failed therefore goes on with the gathering, which its stage needs, and passes its turn on, marked.
 
 Where checksums have shown every byte to be served, and the learner scores each step's samples by the very weights that sampled them,
 the samples themselves are the probe (``check_samples``), and ``publish`` asks for none of its own.
@@ -23,19 +27,25 @@ the samples themselves are the probe (``check_samples``), and ``publish`` asks f
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from configs.schema.rollout import Quantization
 from parallel.fake_quantization import with_int8_matrices
 from parallel.megatron_groups import Groups
-from parallel.weight_transfer import Bucket, Buffers, WeightBroadcaster, make_buckets, require_one_node
+from parallel.weight_transfer import Bucket, Buffers, UnderWay, WeightBroadcaster, make_buckets
+from rollout.client import RolloutError
+from rollout.connections import PEER_TIMEOUT_S
 from rollout.records import Completion
-from rollout.sglang_control import ExpectedChecksums, SGLangControl
+from rollout.sglang_control import ExpectedChecksums, Pending, Served, SGLangControl
+from trainer.interruption import on_first_rank
 from trainer.learner import Learner
 
 EXACT_TOLERANCE = 1e-4
@@ -44,8 +54,22 @@ UNLIKELY_TOLERANCE = 1e-3
 """Nats on any sampled token, of which some are so unlikely that the rounding of their logits shows."""
 
 
-class WeightSyncError(RuntimeError):
+class WeightSyncError(RolloutError):
     """The servers do not serve what the learner sent."""
+
+
+class ForeignSamplesError(RuntimeError):
+    """A step was trained on what other weights, or another softmax, have sampled. No interruption: its weights are not worth keeping."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentByRank:
+    """One rank's part of a transfer; of a sender, what its whole stage sent."""
+
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    """To expect of the servers."""
+    bytes: int = 0
+    failure: RolloutError | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +97,13 @@ class WeightSync:
         probe_tokens: int,
         timeout_s: float,
         samples_are_probes: bool = False,
+        address: str = "127.0.0.1",
         quantization: Quantization = "none",
+        peer_timeout_s: float = PEER_TIMEOUT_S,
     ):
         """quantization: ``fake_int8`` rounds what is sent; see ``RolloutConfig``.
-        samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it.
-
-        Raises ValueError where the run is on several nodes.
-        """
-        require_one_node()
+        samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it. address: of this rank's host, where
+        the servers reach it if it is a sender."""
         self._learner, self._control = learner, control
         self._dtype = getattr(torch, rollout_dtype)
         self._exact = rollout_dtype == "float32" and learner.engine.dtype == torch.float32 and quantization == "none"
@@ -96,13 +119,19 @@ class WeightSync:
         dist.broadcast_object_list(urls, src=0)
         if learner.groups.is_stage_first:
             # The control of rank 0 serves its own stage too.
-            of_stage = control or SGLangControl(urls[0], tensor_parallel=tensor_parallel, timeout_s=timeout_s)
+            of_stage = control or SGLangControl(
+                urls[0], tensor_parallel=tensor_parallel, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s
+            )
             with in_turn(learner.groups):
-                self._sender = StageSender(of_stage, tensor_parallel, backend, timeout_s)
+                self._sender = StageSender(of_stage, tensor_parallel, backend, timeout_s, address)
 
     def publish(self) -> SyncResult:
-        """Send the current weights under the next version and prove that they are what the servers serve."""
-        return self._send(self._learner.version + 1)
+        """Send the current weights under the next version, which is theirs from now on, and prove that they are what the servers serve.
+
+        Raises RolloutError on all ranks together where a server or the transfer fails.
+        """
+        self._learner.version += 1
+        return self._send(self._learner.version)
 
     def restore(self) -> SyncResult:
         """Send the current weights under their own version: after a resume, when the servers hold the model of the start."""
@@ -110,50 +139,60 @@ class WeightSync:
 
     def _send(self, version: int) -> SyncResult:
         started = time.perf_counter()
-        if self._control is not None:
-            self._control.pause()
-            self._control.begin_update()
-        of_stages: list = [None] * self._learner.groups.world_size
-        dist.all_gather_object(of_stages, self._send_stage(version))
-        expected = {name: digest for checksums, _ in of_stages for name, digest in checksums.items()}
-        if self._control is not None:
-            self._control.end_update()
-            self._check_served(version, expected)
-            self._control.resume()
-        self._learner.version = version
-        gap = None if self._samples_are_probes else self.probe(self._temperature)
-        sent = sum(size for _, size in of_stages)
-        return SyncResult(version=version, bytes=sent, seconds=time.perf_counter() - started, max_logprob_gap=gap)
-
-    def _send_stage(self, version: int) -> tuple[dict[str, str], int]:
-        """This rank's part of the transfer of its pipeline stage; what a sender gives: the checksums to expect, and the bytes sent."""
         groups = self._learner.groups
+        opening = self._control.open_update() if self._control is not None else None
+        of_stages: list[SentByRank] = [SentByRank()] * groups.pp_size
+        dist.all_gather_object(of_stages, self._send_stage(version, opening), group=groups.pp_group)  # rank 0's pipeline: all senders
+        on_first_rank(self._control and (lambda: self._finish(version, of_stages)))
+        gap = None if self._samples_are_probes else self.probe(self._temperature)
+        total = sum(sent.bytes for sent in of_stages)
+        return SyncResult(version=version, bytes=total, seconds=time.perf_counter() - started, max_logprob_gap=gap)
+
+    def _send_stage(self, version: int, opening: Pending | None) -> SentByRank:
+        """This rank's part of the transfer of its pipeline stage."""
         exported = self._learner.engine.export_hf()
         if self._rounds:
             exported = with_int8_matrices(exported)
-        if self._sender is None:
-            for _ in exported:  # the gathering needs every rank of the stage
-                pass
-            return {}, 0
+        sent = SentByRank()
+        if self._sender is not None:
+            try:
+                sent = self._send_as_sender(exported, version, opening)
+            except RolloutError as failure:
+                sent = SentByRank(failure=failure)
+        for _ in exported:  # the gathering needs every rank of the stage, to its end
+            pass
+        return sent
+
+    def _send_as_sender(self, exported: Iterator[tuple[str, Tensor]], version: int, opening: Pending | None) -> SentByRank:
+        groups = self._learner.groups
         buckets = make_buckets(exported, dtype=self._dtype, buffers=self._buffers)
         first = next(buckets)
         with in_turn(groups):
             # Only the very last bucket names the version (and flushes): an update that breaks off is never reported under its new one.
             last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
-            sent = self._sender.send(first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None)
+            checksums, size = self._sender.send(
+                first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None, opening
+            )
         self._buffers.release()
-        return sent
+        return SentByRank(checksums=checksums, bytes=size)
+
+    def _finish(self, version: int, of_stages: Sequence[SentByRank]) -> None:
+        for sent in of_stages:
+            if sent.failure is not None:
+                raise sent.failure
+        expected = {name: digest for sent in of_stages for name, digest in sent.checksums.items()}
+        self._check_served(version, expected, self._control.close_update(with_checksums=self._checks_bytes))
+        self._control.resume()
 
     def _new_checksums(self) -> ExpectedChecksums:
         return ExpectedChecksums(tensor_parallel=self._tensor_parallel, kv_heads=self._learner.engine.architecture.num_kv_heads)
 
-    def _check_served(self, version: int, expected: dict[str, str]) -> None:
-        served = self._control.versions()
-        if set(served) != {version}:
-            raise WeightSyncError(f"sent weight version {version}, but the servers report {served}")
+    def _check_served(self, version: int, expected: Mapping[str, str], served: Served) -> None:
+        if set(served.versions) != {version}:
+            raise WeightSyncError(f"sent weight version {version}, but the servers report {served.versions}")
         if not self._checks_bytes:
             return
-        for url, found in zip(self._control.urls, self._control.checksums(), strict=True):
+        for url, found in zip(self._control.urls, served.checksums, strict=True):
             wrong = sorted(name for name in expected.keys() | found.keys() if found.get(name) != expected.get(name))
             if wrong or not expected:
                 raise WeightSyncError(f"{url} holds other bytes than were sent as version {version}, in {len(wrong)} tensors: {wrong[:5]}")
@@ -163,9 +202,9 @@ class WeightSync:
 
         Raises WeightSyncError above 1e-4 when both engines hold float32: then only rounding order may differ.
         """
-        answers: list[list[Completion] | None] = [None]
-        if self._control is not None:
-            answers = [self._control.probe(self._probe_prompt, max_new_tokens=self._probe_tokens, temperature=temperature)]
+        control = self._control
+        ask = control and partial(control.probe, self._probe_prompt, max_new_tokens=self._probe_tokens, temperature=temperature)
+        answers: list[list[Completion] | None] = [on_first_rank(ask)]
         dist.broadcast_object_list(answers, src=0)
         completions = answers[0]
         mine = self._learner.logprobs_of(self._probe_prompt, completions, temperature=temperature)
@@ -183,13 +222,13 @@ class WeightSync:
         return gap
 
     def check_samples(self, metrics: Mapping[str, float]) -> None:
-        """Raise WeightSyncError where a sampled token shows that the servers' policy was not the learner's (float32 on both sides)."""
+        """Raise ForeignSamplesError where a sampled token shows that the servers' policy was not the learner's (float32 on both sides)."""
         if not (self._exact and self._samples_are_probes):
             return
         for name, tolerance, unit in (("abs_prob_max", EXACT_TOLERANCE, ""), ("logprob_gap_max", UNLIKELY_TOLERANCE, " nats")):
             gap = metrics.get(f"mismatch/{name}", 0.0)
             if not gap <= tolerance:
-                raise WeightSyncError(
+                raise ForeignSamplesError(
                     f"learner and server differ by {gap:.2e}{unit} on a token sampled with version {self._learner.version - 1} "
                     f"(mismatch/{name}; float32 on both sides allows {tolerance:g}): the server did not serve these weights or this softmax"
                 )
@@ -202,11 +241,11 @@ class WeightSync:
 class StageSender:
     """One pipeline stage's line to all servers: a transfer group, and the requests that belong to it."""
 
-    def __init__(self, control: SGLangControl, tensor_parallel: int, backend: str, timeout_s: float):
+    def __init__(self, control: SGLangControl, tensor_parallel: int, backend: str, timeout_s: float, address: str = "127.0.0.1"):
         """Make the transfer group: the servers join (told over HTTP) while this process does."""
         self._control = control
         world_size = 1 + len(control.urls) * tensor_parallel
-        self._broadcaster = WeightBroadcaster(world_size=world_size, backend=backend, timeout_s=timeout_s)
+        self._broadcaster = WeightBroadcaster(world_size=world_size, backend=backend, timeout_s=timeout_s, address=address)
         joining = control.join_group(
             master_address=self._broadcaster.address,
             master_port=self._broadcaster.port,
@@ -218,27 +257,41 @@ class StageSender:
         joining.wait()
 
     def send(
-        self, first: Bucket, further: Iterator[Bucket], version: int | None, expected: ExpectedChecksums | None
+        self,
+        first: Bucket,
+        further: Iterator[Bucket],
+        version: int | None,
+        expected: ExpectedChecksums | None,
+        opening: Pending | None = None,
     ) -> tuple[dict[str, str], int]:
-        """All buckets, the next one filled (by ``further``) while one is in flight; the last names ``version``."""
+        """All buckets, the next one filled (by ``further``) while one is in flight; the last names ``version``.
+
+        opening: of the update, where that is still under way. The first failure of any answer that is due ends the transfer.
+        """
+        answers = Answers([] if opening is None else [opening])
         bucket: Bucket | None = first
         sent = 0
         while bucket is not None:
+            names_version = version is not None and bucket.is_last
+            if names_version and sent:
+                answers.wait_for_all_but(0)  # or servers that failed to load one bucket would call the rest the new version
             receiving = self._control.receive_bucket(
                 names=bucket.names,
                 dtype=str(bucket.dtype).removeprefix("torch."),
                 shapes=bucket.shapes,
-                version=version if bucket.is_last else None,
+                version=version if names_version else None,
             )
+            answers.add(receiving)
             broadcast = self._broadcaster.start(bucket)
             if expected is not None:
                 for name, tensor in bucket.tensors():
                     expected.add(name, tensor)
             following = next(further, None)
-            broadcast.wait(check=receiving.raise_if_failed)
-            receiving.wait()
+            _wait_for(broadcast, answers)
+            answers.wait_for_all_but(1)
             sent += bucket.bytes.numel()
             bucket = following
+        answers.wait_for_all_but(0)
         return expected.by_name() if expected is not None else {}, sent
 
     def close(self) -> None:
@@ -247,12 +300,50 @@ class StageSender:
         self._broadcaster.close()
 
 
+class Answers:
+    """What is still due, oldest first."""
+
+    def __init__(self, pending: Iterable[Pending]):
+        self._pending = deque(pending)
+
+    def add(self, pending: Pending) -> None:
+        self._pending.append(pending)
+
+    def raise_if_failed(self) -> None:
+        for pending in self._pending:
+            pending.raise_if_failed()
+
+    def wait_for_all_but(self, newest: int) -> None:
+        """Raises ControlError where one has failed."""
+        while len(self._pending) > newest:
+            self._pending.popleft().wait()
+
+
+def _wait_for(broadcast: UnderWay[None], answers: Answers) -> None:
+    try:
+        broadcast.wait(check=answers.raise_if_failed)
+    except RolloutError:
+        raise
+    except RuntimeError as error:  # of torch: all the others in this group are servers
+        raise WeightSyncError(f"the broadcast of a bucket to the servers failed: {error}") from error
+
+
 @contextmanager
 def in_turn(groups: Groups) -> Iterator[None]:
-    """The senders of the pipeline stages, one after another: inside after the stage before has left. A failure inside passes no turn on."""
-    token = torch.zeros(1)
+    """The senders of the pipeline stages, one after another: inside after the stage before has left.
+
+    Raises RolloutError where an earlier stage failed inside: nobody waits for a turn that never comes.
+    """
+    failed = torch.zeros(1)
     if groups.pp_rank > 0:
-        dist.recv(token, src=dist.get_global_rank(groups.pp_group, groups.pp_rank - 1), group=groups.pp_group)
-    yield
-    if groups.pp_rank < groups.pp_size - 1:
-        dist.send(token, dst=dist.get_global_rank(groups.pp_group, groups.pp_rank + 1), group=groups.pp_group)
+        dist.recv(failed, src=dist.get_global_rank(groups.pp_group, groups.pp_rank - 1), group=groups.pp_group)
+    try:
+        if failed.item():
+            raise WeightSyncError("an earlier pipeline stage has failed to send its weights")
+        yield
+    except BaseException:
+        failed.fill_(1)
+        raise
+    finally:
+        if groups.pp_rank < groups.pp_size - 1:
+            dist.send(failed, dst=dist.get_global_rank(groups.pp_group, groups.pp_rank + 1), group=groups.pp_group)

@@ -1,5 +1,6 @@
 """The base of every schema class, and the few types that several of them share."""
 
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -9,6 +10,14 @@ class Schema(BaseModel):
     """Frozen, closed (an unknown key is an error) and with every default stated once, here in the schema."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+
+
+class Contradictions(ValueError):
+    """Several things that a validator found at once; each is a problem of its own."""
+
+    def __init__(self, said: Sequence[str]):
+        super().__init__("\n".join(said))
+        self.said = tuple(said)
 
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]

@@ -1,9 +1,10 @@
 """Where a run writes, what it tracks, and the limits of its processes."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Schema
 
@@ -24,22 +25,45 @@ class NodesConfig(Schema):
         return self.learner + self.rollout
 
 
+def _slurm_time(value: str) -> str:
+    if not re.fullmatch(r"(\d+-)?\d{1,3}(:\d\d){1,2}|\d+-\d{1,2}", value, re.ASCII):
+        raise ValueError("write hours:minutes:seconds, such as 12:00:00, or days-hours, such as 2-12")
+    return value
+
+
+def _one_word(value: str) -> str:
+    """Nothing that would end an ``#SBATCH`` line or make it another: no space, quote, comment or line end."""
+    if not re.fullmatch(r"[A-Za-z0-9._,:@+/-]+", value, re.ASCII):
+        raise ValueError("write a name, or several with commas between, of letters, digits and ._:@+/- only")
+    return value
+
+
+def _option(value: str) -> str:
+    if not re.fullmatch(r"--[a-z][a-z-]*(=[A-Za-z0-9._,:@+/=*\[\]()&|-]+)?", value, re.ASCII):
+        raise ValueError("write --name or --name=value, as sbatch reads it, without spaces and quotes")
+    return value
+
+
+OneWord = Annotated[str, AfterValidator(_one_word)]
+Option = Annotated[str, AfterValidator(_option)]
+
+
 class SlurmConfig(Schema):
     """What ``tandem slurm`` asks of Slurm. None: Slurm's own default."""
 
-    time: str = Field(default="24:00:00", pattern=r"^(\d+-)?\d{1,3}(:\d{2}){1,2}$|^\d+-\d{1,2}$")
-    """Limit of one start; the job is requeued before it and goes on."""
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
+    time: Annotated[str, AfterValidator(_slurm_time)] = "24:00:00"
+    """Limit of one start, as ``hours:minutes:seconds`` or ``days-hours``; the job is requeued before it and goes on."""
+    partition: OneWord | None = None
+    account: OneWord | None = None
+    qos: OneWord | None = None
     cpus_per_node: PositiveInt | None = None
     memory_per_node: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$")
-    container: str | None = None
+    container: str | None = Field(default=None, pattern=r"^\S+$")
     """Image of every job step (``srun --container-image``, of the pyxis plugin)."""
-    container_mounts: str | None = None
+    container_mounts: str | None = Field(default=None, pattern=r"^\S+$")
     setup: tuple[str, ...] = ()
     """Shell lines that the batch script runs first, such as ``module load cuda``."""
-    options: tuple[str, ...] = ()
+    options: tuple[Option, ...] = ()
     """Further ``#SBATCH`` options, such as ``--exclusive``."""
     notice_s: PositiveInt = 180
     """Seconds before the time limit at which the run is told to stop: to finish or drop its step, write a checkpoint and be requeued."""
@@ -60,8 +84,13 @@ class LaunchConfig(Schema):
     """For all roles to report that they are ready."""
     collective_timeout_s: PositiveFloat = 1800.0
     """Of torch.distributed and of the weight broadcast; ranks wait in a collective while rank 0 waits for samples."""
+    peer_timeout_s: PositiveFloat = 60.0
+    """After which a host that one waits for is given up if it answers nothing, not even its kernel's probes. Shorter cuts of the network
+    are survived. What a busy host does may take its own, longer time (collective_timeout_s, rollout.request_timeout_s)."""
     stop_grace_s: PositiveFloat = 10.0
     """Between SIGTERM and SIGKILL to a role's process group."""
+    stop_timeout_s: PositiveFloat = 600.0
+    """From a request to stop (SIGTERM or SIGUSR1 to ``tandem train``) to the learner's end, its checkpoint written; then all are ended."""
 
     @model_validator(mode="after")
     def _colocated_on_the_same_nodes(self):

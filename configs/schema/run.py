@@ -1,13 +1,14 @@
 """The roots: ``RunConfig`` (kind: train) and ``SftConfig`` (kind: sft), with the checks that span several parts."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from configs.schema.alarms import AlarmsConfig
-from configs.schema.base import NonNegativeInt, PositiveInt, Schema
+from configs.schema.base import Contradictions, NonNegativeInt, PositiveInt, Schema
 from configs.schema.correction import CorrectionConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.launch import EvaluationConfig, LaunchConfig, RecordBatches, TrackingConfig
@@ -67,81 +68,82 @@ class RunConfig(Schema):
     """A run folder to go on from: its newest valid checkpoint."""
 
     @model_validator(mode="after")
-    def _parts_of_the_loss_fit(self):
+    def _parts_fit(self):
+        """All that contradicts each other at once."""
+        found = [*self._loss_contradictions(), *self._reward_contradictions(), *self._batch_contradictions()]
+        if found:
+            raise Contradictions(found)
+        return self
+
+    def _loss_contradictions(self) -> Iterator[str]:
         objective = self.policy_objective.type
         if objective in PER_SEQUENCE_OBJECTIVES and self.aggregation.type != "sequence_mean_token_mean":
-            raise ValueError(
+            yield (
                 f"objective {objective} is a loss per sequence, which aggregation.type={self.aggregation.type} would weigh by "
                 "its tokens; remove `aggregation`, or set aggregation.type=sequence_mean_token_mean"
             )
         weight = self.correction.weight
         if objective == "gmpo" and weight.level == "token" and weight.bound == "mask":
-            raise ValueError(
+            yield (
                 "objective gmpo takes the geometric mean of a sequence's weights, so that one weight of zero would drop the whole sequence "
                 "(correction.weight.bound=mask); use correction.weight.bound=truncate, or a rule in correction.reject"
             )
         responses = self.rollout.prompts_per_step * self.rollout.group_size
         if self.kl.controller.type == "adaptive" and self.kl.controller.horizon <= responses:
-            raise ValueError(
+            yield (
                 f"kl.controller.horizon={self.kl.controller.horizon} is no more than the {responses} responses of one step, so that "
                 f"the coefficient would jump; use several times as many, such as {10 * responses}"
             )
         if self.rollout.dynamic_sampling.type != "none" and self.advantage.type in ("gae", "reinforce_pp"):
-            raise ValueError(
+            yield (
                 f"rollout.dynamic_sampling drops groups whose rewards are equal, but advantage.type={self.advantage.type} learns from them "
                 "too; set rollout.dynamic_sampling.type=none, or use an advantage within groups"
             )
         if self.learner.old_logprobs == "always" and self.correction.mode == "bypass":
-            raise ValueError("learner.old_logprobs=always has no effect with correction.mode=bypass, where old is the rollout; remove it")
+            yield "learner.old_logprobs=always has no effect with correction.mode=bypass, where old is the rollout; remove it"
         if self.critic is None and self.advantage.type == "gae":
-            raise ValueError("advantage.type=gae needs the values of a critic; remove `critic: null`")
+            yield "advantage.type=gae needs the values of a critic; remove `critic: null`"
         if self.critic is not None and self.advantage.type != "gae":
-            raise ValueError(f"advantage.type={self.advantage.type} asks no critic; remove `critic`, or set advantage.type=gae")
+            yield f"advantage.type={self.advantage.type} asks no critic; remove `critic`, or set advantage.type=gae"
         if self.critic_warmup_steps >= self.steps:
-            raise ValueError(f"critic.warmup_steps={self.critic_warmup_steps} leaves none of the run's steps={self.steps} to the policy")
-        return self
+            yield f"critic.warmup_steps={self.critic_warmup_steps} leaves none of the run's steps={self.steps} to the policy"
 
-    @model_validator(mode="after")
-    def _penalty_fits_the_response(self):
+    def _reward_contradictions(self) -> Iterator[str]:
         parts = self.reward.parts if isinstance(self.reward, WeightedReward) else {}
         for name, part in parts.items():
             if part.type == "overlong" and part.buffer_tokens > self.rollout.max_new_tokens:
-                raise ValueError(
+                yield (
                     f"reward.parts.{name}.buffer_tokens={part.buffer_tokens} is more than rollout.max_new_tokens="
                     f"{self.rollout.max_new_tokens}, so that every response would be punished; use a fraction of it, such as a fifth"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _batches_divide(self):
-        prompts, parts = self.rollout.prompts_per_step, self.learner.minibatches
+    def _batch_contradictions(self) -> Iterator[str]:
+        prompts, parts, stages = self.rollout.prompts_per_step, self.learner.minibatches, self.layout.microbatch_multiple
+        # layout.dp=auto: the command checks again once it knows the number of processes.
+        sequences, ranks = prompts // parts * self.rollout.group_size, 1 if self.layout.dp == "auto" else self.layout.dp
         if prompts % parts:
-            raise ValueError(
+            yield (
                 f"rollout.prompts_per_step={prompts} does not divide into learner.minibatches={parts}; "
                 f"use {prompts - prompts % parts or parts} or {prompts + parts - prompts % parts} prompts"
             )
-        # layout.dp=auto: the command checks again once it knows the number of processes.
-        sequences, ranks = prompts // parts * self.rollout.group_size, 1 if self.layout.dp == "auto" else self.layout.dp
-        if sequences % ranks:
+        elif sequences % ranks:
             unit = parts * (ranks // math.gcd(self.rollout.group_size, ranks))
             fewer, more = prompts - prompts % unit, prompts - prompts % unit + unit
-            raise ValueError(
+            yield (
                 f"a minibatch of {sequences} sequences (rollout.prompts_per_step={prompts} / learner.minibatches={parts} * "
                 f"rollout.group_size={self.rollout.group_size}) does not divide by layout.dp={ranks}, so some ranks would get "
                 f"fewer sequences than others; use {f'{fewer} or ' if fewer else ''}{more} prompts, or other minibatches or ranks"
             )
-        stages = self.layout.microbatch_multiple
-        if (sequences // ranks) % stages:
-            raise ValueError(
+        elif (sequences // ranks) % stages:
+            yield (
                 f"layout.vpp={self.layout.vpp} interleaves layout.pp={stages} stages, which take a multiple of {stages} micro-batches, but "
                 f"each rank has {sequences // ranks} sequences of a minibatch; use a multiple of {stages}, or layout.vpp=1"
             )
         if self.rollout.max_new_tokens >= self.learner.token_budget:
-            raise ValueError(
+            yield (
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt in learner.token_budget="
                 f"{self.learner.token_budget}; raise the budget, since a sequence is never split over micro-batches"
             )
-        return self
 
     @property
     def policy_objective(self) -> ObjectiveConfig:

@@ -34,10 +34,12 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 
 from configs.schema.task import ModelReward
+from rollout.connections import CONNECT_TIMEOUT_S, PEER_TIMEOUT_S, watched_socket
 from rollout.records import Prompt, Score
 from rollout.rewards.function import to_score
 from rollout.tokenization import load_tokenizer
@@ -46,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 LINGER_S = 0.02
 """For a batch to fill up; small against the time of a forward pass."""
-CONNECT_TIMEOUT_S = 10.0
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.2, 5.0
 MAX_FAILED_IN_A_ROW = 64
 REFUSED_ITEMS = frozenset({400, 413, 422})
@@ -116,7 +117,7 @@ class RewardModel:
             RewardModelError: one of them does not.
         """
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, socket_factory=partial(watched_socket, peer_timeout_s=PEER_TIMEOUT_S)),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # the deadline is our own
         )
         probe = self._item(*PROBE, reference="2")

@@ -52,7 +52,7 @@ def correct(
         raise ValueError("a log-prob is not finite")
     metrics = mismatch_metrics(batch, high_gap)
     ratio_BL = log_ratio_BL.clamp(-BOUND, BOUND).exp()
-    weights_BL = ratio_BL.clamp(max=weight_upper) * mask_BL
+    weights_BL = torch.where(mask_BL, ratio_BL.clamp(max=weight_upper), 0.0)
     metrics |= weight_metrics(ratio_BL, weights_BL, mask_BL, lengths_B, weight_upper)
     geometric_B = (log_ratio_BL.sum(1, dtype=torch.float64) / lengths_B).clamp(-BOUND, BOUND)
     passed_B = (geometric_B >= math.log(geometric_lower)) & (geometric_B <= math.log(geometric_upper))
@@ -195,15 +195,16 @@ def policy_loss(
     ratio_BL = log_ratio_BL.clamp(-BOUND, BOUND).exp()
     fixed_BL = ratio_BL.detach()
     clipped_BL = ((advantages_BL > 0) & (fixed_BL > 1 + clip_high)) | ((advantages_BL < 0) & (fixed_BL < 1 - clip_low))
-    loss_BL = -advantages_BL * torch.where(clipped_BL, fixed_BL.clamp(1 - clip_low, 1 + clip_high), ratio_BL)
     dual_BL = (advantages_BL < 0) & (fixed_BL > dual_clip)
-    loss_BL = torch.where(dual_BL, -dual_clip * advantages_BL, loss_BL)
-    loss = (loss_BL * (correction.weights_BL * keep_BL / max(kept, 1))).sum()
-    kept_ratio_BL = fixed_BL * keep_BL
+    held_BL = torch.where(dual_BL, dual_clip, fixed_BL.clamp(1 - clip_low, 1 + clip_high))
+    loss_BL = -advantages_BL * torch.where(clipped_BL | dual_BL, held_BL, ratio_BL)
+    loss = (loss_BL * torch.where(keep_BL, correction.weights_BL, 0.0)).sum() / max(kept, 1)
+    del held_BL, loss_BL
+    kept_ratio_BL = torch.where(keep_BL, fixed_BL, 0.0)
     with torch.no_grad():
         metrics = {
             "policy/ratio_mean": kept_ratio_BL.sum(dtype=torch.float64).item() / kept,
-            "policy/ratio_min": fixed_BL.masked_fill(~keep_BL, math.inf).min().item(),
+            "policy/ratio_min": torch.where(keep_BL, fixed_BL, math.inf).min().item(),
             "policy/ratio_max": kept_ratio_BL.max().item(),
             "policy/clip_fraction": torch.count_nonzero(clipped_BL & keep_BL).item() / kept,
             "policy/dual_clip_fraction": torch.count_nonzero(dual_BL & keep_BL).item() / kept,

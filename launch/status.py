@@ -1,0 +1,178 @@
+"""``tandem status`` and ``tandem logs``: what a run is doing, read from its folder by someone who only watches.
+
+Nothing here talks to a role or takes a lock: a look never disturbs the run, and works from any machine that sees the folder.
+"""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from launch.checks import BadInput
+from launch.run_folder import RunFolder
+from trainer.tracking import duration, read_metrics
+
+PACE_STEPS = 20
+SMOOTHED_STEPS = 10
+SQUEUE_TIMEOUT_S = 10.0
+ERROR_LINES = 3
+"""Of an error that the overview shows."""
+QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
+RESULTS = (("reward", "reward/mean", ".3f"), ("|dp| max", "mismatch/abs_prob_max", ".1e"), ("ESS", "mismatch/ess", ".3f"))
+"""(title, metric, format); dp is p_rollout - p_old."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """A run's state in words, and the lines that say more: (title, text)."""
+
+    state: str
+    lines: list[tuple[str, str]]
+
+    def __str__(self) -> str:
+        rows = [("state", self.state), *self.lines]
+        width = max(len(title) for title, _ in rows)
+        return "\n".join(f"{title:<{width}}  {text}".rstrip() for title, text in rows)
+
+
+def status(folder: RunFolder, *, now: float | None = None) -> Status:
+    """What the folder says at time ``now`` (seconds since the epoch; None: this moment)."""
+    now = time.time() if now is None else now
+    config = yaml.safe_load(folder.config.read_text())
+    job = _read_json(folder.path / "job.json")
+    in_slurm = _slurm_state(job) if job is not None else ""
+    state = _state(folder, in_slurm)
+    running = state.startswith("running")
+    lines = [("run", f"{config['name']} in {folder.path}")]
+    if job is not None:
+        lines.append(("job", f"{job['job_id']} {in_slurm}" + (f", start {job['restart'] + 1}" if job.get("restart") else "")))
+    lines += _progress(folder.path / "metrics.jsonl", config.get("steps", 0), now if running else None)
+    lines += [("checkpoint", _checkpoint(folder, now)), *(_roles(folder) if running else []), ("logs", _logs(folder))]
+    return Status(state=state, lines=lines)
+
+
+def _state(folder: RunFolder, in_slurm: str) -> str:
+    """In the order of certainty: who holds the folder, what Slurm says of its job, what the run left when it ended."""
+    if _is_held(folder.path / "roles" / "lock") or in_slurm.startswith("RUNNING"):
+        asked = _read_json(folder.path / "roles" / "stop.json")
+        return f"running, asked to stop: {asked['reason']}" if asked else "running"
+    if in_slurm.startswith(QUEUED):
+        return f"waiting in the queue ({in_slurm})"
+    if folder.has_final_model():
+        return "finished"
+    if stopped := _read_json(folder.path / "roles" / "stopped.json"):
+        again = f"tandem train {folder.config} resume={folder.path}"
+        return f"stopped after step {stopped['step']}: {stopped['reason']}; it goes on with `{again}`"
+    errors = sorted((folder.path / "roles").glob("*.error"), key=lambda file: file.stat().st_mtime)
+    if errors:
+        said = errors[0].read_text().strip().splitlines()
+        more = [f"({len(said) - ERROR_LINES} more lines in {errors[0]})"] if len(said) > ERROR_LINES else []
+        return f"failed, by the {errors[0].stem} role: " + "\n    ".join(said[:ERROR_LINES] + more)
+    if not (folder.path / "roles").is_dir():
+        return "not started"
+    return "not running: interrupted, killed, or started on another machine"
+
+
+def _progress(metrics_file: Path, steps: int, now: float | None) -> list[tuple[str, str]]:
+    """Step, pace and results so far; of a run that goes on at ``now`` also the time left, and when it was last heard of."""
+    rows = read_metrics(metrics_file) if metrics_file.exists() else []
+    trained = [row for row in rows if row["step"] > 0]
+    if not trained:
+        return [("step", f"none of {steps} yet")]
+    step = trained[-1]["step"]
+    pace = statistics.median(row.get("time/step") or 0.0 for row in trained[-PACE_STEPS:])
+    text = f"{step} of {steps} ({step / max(steps, 1):.0%}), {pace:.1f} s a step"
+    if now is not None and step < steps:
+        text += f", about {duration((steps - step) * pace)} left; the last one {duration(max(now - metrics_file.stat().st_mtime, 0))} ago"
+    heldout = {row["step"]: row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None}
+    accuracies = ", ".join(f"{accuracy:.1%} at step {at}" for at, accuracy in heldout.items())
+    means = [(title, _means([row[metric] for row in trained if row.get(metric) is not None], show)) for title, metric, show in RESULTS]
+    return [("step", text), *((title, text) for title, text in [*means, ("held out", accuracies)] if text)]
+
+
+def _means(values: Sequence[float], show: str) -> str:
+    last, before = values[-SMOOTHED_STEPS:], values[-2 * SMOOTHED_STEPS : -SMOOTHED_STEPS]
+    if not last:
+        return ""
+    text = f"{statistics.mean(last):{show}} (mean of the last {len(last)} steps"
+    return text + (f"; {statistics.mean(before):{show}} before)" if before else ")")
+
+
+def _checkpoint(folder: RunFolder, now: float) -> str:
+    newest = folder.newest_checkpoint()
+    if newest is None:
+        return "none"
+    age = max(now - (newest / "complete.json").stat().st_mtime, 0)
+    return f"step {int(newest.name.removeprefix('step_'))}, written {duration(age)} ago"
+
+
+def _slurm_state(job: dict) -> str:
+    """Of its job as Slurm tells it, with nodes and time left; "" where there is no Slurm here or it has forgotten the job."""
+    if shutil.which("squeue") is None:
+        return ""
+    ask = ["squeue", "--noheader", "--jobs", str(job["job_id"]), "--states=all", "--format=%T on %N, %L left"]
+    try:
+        answer = subprocess.run(ask, capture_output=True, text=True, timeout=SQUEUE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return "(squeue does not answer)"
+    return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else ""
+
+
+def _roles(folder: RunFolder) -> list[tuple[str, str]]:
+    lines = []
+    for file in sorted((folder.path / "roles").glob("s*.json")):
+        address = _read_json(file) or {}
+        where = address.get("address") or ", ".join(address.get("urls", []))
+        if where:
+            lines.append((file.stem, f"listens at {where}"))
+    return lines
+
+
+def _logs(folder: RunFolder) -> str:
+    names = ", ".join(file.stem for file in _log_files(folder))
+    return f"{names} (`tandem logs {folder.path} --role NAME`)" if names else "none yet"
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a process of this machine holds the lock file of a run. Asking for the lock oneself could make the run's own claim fail."""
+    try:
+        inode = lock.stat().st_ino
+        return any(line.split()[5].endswith(f":{inode}") for line in Path("/proc/locks").read_text().splitlines() if "FLOCK" in line)
+    except OSError:
+        return False
+
+
+def _read_json(file: Path) -> dict | None:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _log_files(folder: RunFolder) -> list[Path]:
+    return sorted(folder.logs.glob("*.log")) if folder.logs.is_dir() else []
+
+
+def log_files(folder: RunFolder, role: str | None) -> list[Path]:
+    """The logs of a run, or those of one role: ``serve`` stands for serve-0, serve-1, …. Raises BadInput, naming the roles there are."""
+    files = _log_files(folder)
+    if not files:
+        raise BadInput(f"RUN: {folder.path} has no logs yet; `tandem status {folder.path}` says what it is doing")
+    if role is None:
+        return files
+    chosen = [file for file in files if file.stem == role or file.stem.startswith(f"{role}-")]
+    if not chosen:
+        raise BadInput(f"--role {role}: no such log in {folder.logs}; there are {', '.join(file.stem for file in files)}")
+    return chosen
+
+
+def show_logs(files: Sequence[Path], *, lines: int, follow: bool) -> None:
+    """The ends of ``files`` by coreutils' tail, in place of this process; ``follow``: and what is added, until Ctrl-C."""
+    os.execvp("tail", ["tail", f"--lines={lines}", *(["--follow=name", "--retry"] if follow else []), *map(str, files)])

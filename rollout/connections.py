@@ -1,0 +1,137 @@
+"""Connections between hosts: they outlast a short cut of the network, and none waits for ever for a host that is gone.
+
+A long generation, or the learner's wait for it, sends nothing for minutes: only probes tell a busy peer from one that has vanished.
+"""
+
+import errno
+import socket
+import time
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+PEER_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 10.0
+"""Of one attempt."""
+CONNECT_AGAIN_S = 0.5
+UNREACHABLE = frozenset({errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT})
+"""What a cut of the network looks like; a host that is there and refuses says so."""
+
+
+class PeerLost(ConnectionError):
+    """The other side, or the network to it, is gone."""
+
+
+def watch(connection: socket.socket, peer_timeout_s: float) -> socket.socket:
+    """Have the kernel end ``connection``, idle or with data under way, when the other host has acknowledged nothing for this long."""
+    options = {
+        socket.TCP_KEEPIDLE: max(1, round(peer_timeout_s / 2)),
+        socket.TCP_KEEPINTVL: max(1, round(peer_timeout_s / 6)),
+        socket.TCP_KEEPCNT: 3,
+        socket.TCP_USER_TIMEOUT: round(peer_timeout_s * 1000),
+    }
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in options.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    return connection
+
+
+def watched_socket(address_info: tuple, *, peer_timeout_s: float) -> socket.socket:
+    """Not connected yet, for one of ``socket.getaddrinfo``'s answers: what aiohttp makes its connections of."""
+    family, kind, protocol, *_ = address_info
+    return watch(socket.socket(family, kind, protocol), peer_timeout_s)
+
+
+def connect(address: tuple[str, int], *, peer_timeout_s: float) -> socket.socket:
+    """A watched connection; where the host cannot be reached, one attempt after another for ``peer_timeout_s``.
+
+    Raises:
+        OSError: it was refused, or could not be reached in that time.
+    """
+    deadline = time.monotonic() + peer_timeout_s
+    while True:
+        try:
+            connection = socket.create_connection(address, timeout=min(CONNECT_TIMEOUT_S, peer_timeout_s))
+        except OSError as error:
+            if not is_unreachable(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(CONNECT_AGAIN_S)
+        else:
+            return watch(connection, peer_timeout_s)
+
+
+def is_unreachable(error: OSError) -> bool:
+    """Whether an attempt to connect failed for the network, which may come back."""
+    return isinstance(error, TimeoutError) or error.errno in UNREACHABLE
+
+
+def heartbeats(peer_timeout_s: float) -> dict[int, int]:
+    """Options of a ZeroMQ socket that drops a connection whose other side has said nothing for ``peer_timeout_s``."""
+    milliseconds = round(peer_timeout_s * 1000)
+    return {
+        zmq.HEARTBEAT_IVL: max(1, milliseconds // 4),
+        zmq.HEARTBEAT_TIMEOUT: milliseconds,
+        zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: max(1, round(peer_timeout_s / 2)),
+        zmq.TCP_KEEPALIVE_INTVL: max(1, round(peer_timeout_s / 6)),
+        zmq.TCP_KEEPALIVE_CNT: 3,
+        zmq.TCP_MAXRT: milliseconds,
+    }
+
+
+class Requester:
+    """A ZeroMQ REQ socket that says when the one who is to answer is gone; otherwise it would wait for an answer that is lost."""
+
+    def __init__(self, context: zmq.Context, address: str, *, peer_timeout_s: float) -> None:
+        self._address, self._peer_timeout_s = address, peer_timeout_s
+        self._socket = context.socket(zmq.REQ)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        for option, value in heartbeats(peer_timeout_s).items():
+            self._socket.setsockopt(option, value)
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._events, zmq.POLLIN)
+        self._connect_until = time.monotonic() + peer_timeout_s
+        self._is_connected = False
+        self._socket.connect(address)
+
+    def send(self, message: bytes) -> None:
+        while self._events.poll(0):  # of the time before: a connection that was lost and made anew is as good as any
+            self._is_connected = self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if not self._is_connected:
+            self._connect_until = time.monotonic() + self._peer_timeout_s
+        self._socket.send(message)
+
+    def poll(self, timeout_ms: float) -> bool:
+        """Whether the answer has come within that time.
+
+        Raises:
+            PeerLost: it never will: the connection was lost, or could not be made.
+        """
+        deadline = time.monotonic() + timeout_ms / 1000
+        while True:
+            left_s = deadline - time.monotonic()
+            until_s = left_s if self._is_connected else min(left_s, self._connect_until - time.monotonic())
+            ready = dict(self._poller.poll(max(until_s, 0) * 1000))
+            if self._socket in ready:
+                return True
+            if self._events in ready:
+                self._is_connected = self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                if not self._is_connected:
+                    raise PeerLost(f"lost the connection to {self._address}: its process or its host is gone")
+            elif not self._is_connected and time.monotonic() >= self._connect_until:
+                raise PeerLost(f"no connection to {self._address} in {self._peer_timeout_s:g} s: its process or its host is gone")
+            elif time.monotonic() >= deadline:
+                return False
+
+    def recv(self) -> bytes:
+        return self._socket.recv()
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._events.close()
+        self._socket.close()
+
+    def _next_event(self) -> int:
+        return parse_monitor_message(self._events.recv_multipart())["event"]

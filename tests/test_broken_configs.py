@@ -1,0 +1,401 @@
+"""Configs that cannot work, and what is said of each: the field, its value, what is wrong and what to write instead.
+
+Every one goes through the command's own entry point, which must end with exit code 2, having written and started nothing.
+"""
+
+import json
+import re
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from launch import cli
+from launch.supervisor import Supervisor
+
+ROOT = Path(__file__).resolve().parent.parent
+SECONDS_TO_ANSWER = 5
+
+COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": COMMON | {
+        "model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128,
+    },
+    "small-vocabulary": COMMON | {
+        "model_type": "qwen3", "vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128,
+    },
+    "experts": COMMON | {
+        "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "7b": COMMON | {
+        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18944,
+    },
+    "235b": COMMON | {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536,
+    },
+    "other-kind": {"model_type": "gpt2"},
+}  # fmt: skip
+BASE = {"model": {"path": "dense"}, "task": {"type": "countdown"}, "rollout": {"max_new_tokens": 14}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """``text`` is the config, BASE where it is none; ``options`` what else is on the command line. The rest is what must be said."""
+
+    options: str = ""
+    text: str | None = None
+    command: str = "train"
+    field: str
+    value: str
+    error: str
+    fix: str
+
+
+NODES = "launch.nodes={learner: 2, rollout: 2, gpus_per_node: 8}"
+TABLE = {
+    # ---- the file itself
+    "malformed yaml": Broken(
+        text="model:\n  path: x\n task: [", field="(YAML syntax)", value="task: [", error="(line 3, column 2)", fix="correct the YAML there"
+    ),
+    "empty": Broken(text="", field="(the whole file)", value="(empty)", error="the file is empty", fix="write at least `model:`"),
+    "no such file": Broken(
+        options="CONFIG=runn.yaml", field="CONFIG", value="runn.yaml", error="no such file", fix="did you mean `run.yaml`?"
+    ),
+    "no such base": Broken(
+        text="extends: [grpoo.yaml]", field="extends", value="grpoo.yaml", error="no such file", fix="did you mean `grpo.yaml`?"
+    ),
+    "extends in a circle": Broken(
+        options="CONFIG=circle_a.yaml", field="extends", value="circle_a.yaml", error="circle_a.yaml -> circle_b.yaml -> circle_a.yaml",
+        fix="remove one of these extends",
+    ),
+    "repeated key": Broken(
+        text="steps: 1\nsteps: 2", field="steps", value="steps: 2", error="the key is repeated; it is set first in line 1",
+        fix="keep one of them",
+    ),
+    "no override": Broken(options="nonsense", field="(override)", value="nonsense", error="key.sub=value", fix="rollout.group_size=8"),
+    # ---- fields
+    "unknown key": Broken(
+        options="learner.optimiser.lr=1", field="learner.optimiser", value="{lr: 1}", error="unknown key", fix="did you mean `optimizer`?"
+    ),
+    "wrong type": Broken(
+        options="steps=many", field="steps", value="many", error="must be a whole number", fix="correct the value (default: 100)"
+    ),
+    "no model": Broken(text="task: {type: countdown}", field="model", value="(not set)", error="required, but not set", fix="add `model`"),
+    "unknown task": Broken(
+        options="task.type=countdwn", field="task.type", value="countdwn", error="unknown variant", fix="did you mean `countdown`?"
+    ),
+    "unknown preset": Broken(
+        options="correction=decoupled_token_iss", field="correction.preset", value="decoupled_token_iss", error="no such preset",
+        fix="did you mean `decoupled_token_is`?",
+    ),
+    "key of another system": Broken(
+        options="correction={verl: {rollout_is: token, rollout_token_veto_threshold: 1.0}}",
+        field="correction.verl.rollout_token_veto_threshold", value="1.0", error="would reject what the two policies agree on", fix="1e-4",
+    ),
+    "truncated sampling": Broken(
+        options="rollout.top_p=0.9", field="rollout.top_p", value="0.9", error="log-probs of the full one", fix="set top_p: 1.0"
+    ),
+    "siblings that cannot differ": Broken(
+        options="rollout.group_size=1 rollout.dynamic_sampling={type: resample}", field="rollout.dynamic_sampling.type, rollout.group_size",
+        value="rollout.group_size: 1 (command line)", error="siblings that can differ", fix="raise it, or use type: none",
+    ),
+    "response longer than a micro-batch": Broken(
+        options="rollout.max_new_tokens=512 learner.token_budget=256", field="rollout.max_new_tokens, learner.token_budget",
+        value="512 (command line)", error="leaves no room for a prompt", fix="raise the budget",
+    ),
+    "gae without a critic": Broken(
+        options="advantage={type: gae} critic=null", field="advantage.type", value="gae", error="needs the values of a critic",
+        fix="remove `critic: null`",
+    ),
+    "time limit": Broken(
+        options="launch.slurm.time=tomorrow", field="launch.slurm.time", value="tomorrow",
+        error="write hours:minutes:seconds, such as 12:00:00", fix="correct launch.slurm.time",
+    ),
+    "port out of range": Broken(
+        options="rollout.first_port=80", field="rollout.first_port", value="80", error="greater than or equal to 1024", fix="at least 1024"
+    ),
+    # ---- batches
+    "prompts over minibatches": Broken(
+        options="rollout.prompts_per_step=10 learner.minibatches=4", field="rollout.prompts_per_step, learner.minibatches",
+        value="rollout.prompts_per_step: 10", error="does not divide", fix="use 8 or 12 prompts",
+    ),
+    "sequences over ranks": Broken(
+        options="layout.dp=3", field="layout.dp", value="layout.dp: 3 (command line)", error="a minibatch of 256 sequences",
+        fix="use 30 or 33 prompts",
+    ),
+    # ---- layouts
+    "heads": Broken(
+        options="layout.tp=3 layout.dp=1", field="layout.tp", value="3 (command line)", error="num_attention_heads=4",
+        fix="use tp=2 or tp=4",
+    ),
+    "layers": Broken(
+        options="layout.pp=3 layout.dp=1", field="layout.pp", value="3 (command line)", error="num_hidden_layers=4", fix="use pp=2 or pp=4"
+    ),
+    "chunks without a pipeline": Broken(
+        options="layout.vpp=2", field="layout.vpp, layout.pp", value="layout.vpp: 2", error="of which pp=1 has one", fix="or vpp=1"
+    ),
+    "sp without tp": Broken(
+        options="layout.sp=true", field="layout.sp, layout.tp", value="layout.sp: true", error="of which tp=1 has one",
+        fix="set tp=2 or more, or sp=false",
+    ),
+    "experts": Broken(
+        options="model.path=experts layout.ep=3 layout.dp=3 rollout.prompts_per_step=3", field="layout.ep", value="3 (command line)",
+        error="does not divide the model's num_experts=8", fix="use ep=1",
+    ),
+    "experts of a dense model": Broken(
+        options="layout.ep=2", field="layout.ep", value="2 (command line)", error="of which this qwen3 model has none", fix="use ep=1"
+    ),
+    "context parallel": Broken(
+        options="layout.cp=2", field="layout.cp", value="2 (command line)", error="exists on CUDA alone", fix="use cp=1"
+    ),
+    "heads of a server": Broken(
+        options="rollout.tp=3", field="rollout.tp", value="3 (command line)", error="num_attention_heads=4", fix="use one of [1, 2, 4]"
+    ),
+    # ---- files
+    "no model folder": Broken(
+        options="model.path=densee", field="model.path", value="densee", error="no such folder", fix="did you mean `dense`?"
+    ),
+    "another kind of model": Broken(
+        options="model.path=other-kind", field="model.path", value="other-kind", error="model_type 'gpt2' is not supported", fix="qwen3"
+    ),
+    "no task file": Broken(
+        options="task={type: gsm8k, train_path: trian.jsonl}", field="task.train_path", value="trian.jsonl", error="no such file",
+        fix="did you mean `train.jsonl`?",
+    ),
+    "broken line": Broken(
+        options="task={type: gsm8k, train_path: train.jsonl}", field="task.train_path", value="train.jsonl",
+        error="train.jsonl:line 2: not valid JSON", fix="correct or remove it",
+    ),
+    "no such reward function": Broken(
+        options="reward={type: function, function: my_rewards:scroe}", field="reward.function", value="my_rewards:scroe",
+        error="my_rewards has no 'scroe'", fix="did you mean 'score'?",
+    ),
+    "critic of another vocabulary": Broken(
+        options="advantage={type: gae} critic.model={path: small-vocabulary}", field="critic.model.path", value="small-vocabulary",
+        error="a vocabulary of 32 tokens, the policy's has 64", fix="give a critic of the policy's model family",
+    ),
+    "resume without a checkpoint": Broken(
+        options="resume=stopped_early", field="resume", value="stopped_early", error="holds no complete checkpoint",
+        fix="start anew without `resume`",
+    ),
+    "resume of another run": Broken(
+        options="resume=stopped_early seed=7", field="resume", value="stopped_early", error="`seed` of stopped_early is 0, but 7 was given",
+        fix="or start a new run",
+    ),
+    "existing output": Broken(
+        command="sft", text=yaml.safe_dump({"kind": "sft", "model": {"path": "dense"}, "data": {"type": "countdown"}, "output": "dense"}),
+        field="output", value="dense", error="dense exists already", fix="name a new folder, or remove it first",
+    ),
+    # ---- servers and ports
+    "port taken": Broken(
+        options="rollout.first_port=TAKEN", field="rollout.first_port", value="TAKEN", error="port TAKEN on 127.0.0.1 is taken",
+        fix="choose another rollout.first_port",
+    ),
+    "too many ports": Broken(
+        options=f"--dry-run {NODES} layout.tp=4 layout.dp=4 rollout.first_port=64990 rollout.replicas=400 launch.nodes.gpus_per_node=200",
+        field="rollout.first_port, rollout.replicas", value="rollout.first_port: 64990", error="need ports above 65535",
+        fix="choose a lower one",
+    ),
+    "flag that a field decides": Broken(
+        options="rollout.server_args={tp_size: 2}", field="rollout.server_args", value="{tp_size: 2}",
+        error="'tp_size' cannot be set there", fix="by their own config fields",
+    ),
+    "static share": Broken(
+        options="rollout.server_args={mem-fraction-static: 8}", field="rollout.server_args", value="{mem-fraction-static: 8}",
+        error="is no share of a GPU", fix="give a number between 0 and 1",
+    ),
+    # ---- nodes
+    "server larger than its nodes": Broken(
+        options=f"--dry-run model.path=7b rollout.tp=4 layout.dp=16 {NODES} launch.nodes.gpus_per_node=2 launch.nodes.learner=8 "
+        "launch.nodes.rollout=1", field="rollout.tp", value="rollout.tp: 4", error="put 4 server ranks on a node",
+        fix="use more launch.nodes.rollout",
+    ),
+    "replicas over nodes": Broken(
+        options=f"--dry-run layout.dp=16 rollout.replicas=3 {NODES}", field="rollout.replicas, launch.nodes.rollout",
+        value="rollout.replicas: 3", error="cannot be spread evenly", fix="use a multiple of 2",
+    ),
+    "learner over nodes": Broken(
+        options=f"--dry-run layout.dp=1 rollout.replicas=2 {NODES}", field="launch.nodes.learner", value="2",
+        error="the learner's processes", fix="use a multiple of 2",
+    ),
+    "tp over nodes": Broken(
+        options=f"--dry-run layout.tp=4 layout.dp=3 rollout.prompts_per_step=3 rollout.replicas=2 {NODES}", field="layout.tp",
+        value="4 (command line)", error="would lie on two nodes", fix="use a tp that does",
+    ),
+    "dp=auto over nodes": Broken(
+        options=f"--dry-run model.path=experts layout.ep=32 rollout.replicas=2 {NODES} launch.nodes.learner=3", field="layout.dp",
+        value="auto (default)", error="24 processes make dp=24", fix="use another number of processes, or a smaller ep",
+    ),
+    "nodes on this machine": Broken(
+        options=f"layout.dp=2 rollout.replicas=2 {NODES}", field="launch.nodes", value="learner: 2",
+        error="this machine alone cannot run launch.nodes", fix="use `tandem slurm`, `tandem prepare`, or remove it",
+    ),
+    "evaluation on nodes": Broken(
+        command="eval", options=f"layout.dp=2 rollout.replicas=2 {NODES}", field="launch.nodes", value="learner: 2",
+        error="this machine alone cannot run launch.nodes", fix="set launch.nodes=null",
+    ),
+    "shared GPUs of two sides' nodes": Broken(
+        options=f"launch.placement=colocated {NODES}", field="launch.placement", value="colocated",
+        error="nodes gives learner and servers nodes of their own", fix="remove one",
+    ),
+    # ---- memory
+    "learner too large": Broken(
+        options="--dry-run --gpu-memory 24 model.path=7b model.dtype=bfloat16 layout.tp=4 layout.dp=2 rollout.tp=4",
+        field="layout.tp, layout.pp, layout.dp, learner.token_budget", value="layout.tp: 4 (command line)",
+        error="the fullest learner rank needs", fix="a layout that splits the model further",
+    ),
+    "server too large": Broken(
+        options="--dry-run --gpu-memory 16 model.path=7b model.dtype=bfloat16 layout.tp=4 layout.dp=16 layout.pp=4",
+        field="rollout.tp, rollout.max_new_tokens", value="rollout.tp: 1 (default)", error="have room for 0 tokens",
+        fix="use a larger rollout.tp",
+    ),
+    "too large for both on one GPU": Broken(
+        options="--dry-run --gpu-memory 80 model.path=7b model.dtype=bfloat16 layout.tp=4 layout.dp=2 rollout.tp=4 "
+        "launch.placement=colocated learner.recompute=full", field="launch.placement", value="colocated",
+        error="keeps 2", fix="set rollout.server_args.mem_fraction_static=0.",
+    ),
+    "too large for this machine": Broken(
+        options="--dry-run model.path=235b", field="layout.dp", value="1 (command line)", error="the processes need", fix="--gpu-memory GIB"
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, content in MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(content))
+        for file in ("model.safetensors", "tokenizer.json"):
+            (tmp_path / name / file).touch()
+    good = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
+    (tmp_path / "train.jsonl").write_text(f"{good}\n{good[:-5]}\n")
+    (tmp_path / "my_rewards.py").write_text("def score(prompt, response, reference):\n    return 0.0\n")
+    (tmp_path / "grpo.yaml").write_text("steps: 3\n")
+    (tmp_path / "circle_a.yaml").write_text("extends: circle_b.yaml\n")
+    (tmp_path / "circle_b.yaml").write_text("extends: circle_a.yaml\n")
+    (tmp_path / "stopped_early").mkdir()
+    (tmp_path / "stopped_early" / "config.yaml").write_text(yaml.safe_dump(BASE))
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+@pytest.fixture
+def port() -> Iterator[str]:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield str(taken.getsockname()[1])
+
+
+def refused(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:
+    """What the command says of it, once it is known that it did nothing else."""
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
+    monkeypatch.setattr(Supervisor, "start", lambda *_: pytest.fail("a process would have been started"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2, said.out + said.err
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before, "something was written"
+    assert "pydantic" not in said.err
+    return said.err
+
+
+def problems(said: str) -> list[dict[str, str]]:
+    """The blocks of an error, by their labels."""
+    blocks = said.split("\n\n")[1:]
+    return [dict(re.findall(r"^  (field|value|error|fix): +((?:.|\n(?!  (?:field|value|error|fix):))+)", block, re.M)) for block in blocks]
+
+
+def split(options: str) -> list[str]:
+    """At spaces outside of braces."""
+    return re.findall(r"(?:\{(?:[^{}]|\{[^{}]*\})*\}|\S)+", options)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_broken_config_is_refused(name, folder, port, monkeypatch, capsys):
+    case = TABLE[name]
+    options = split(case.options.replace("TAKEN", port))
+    config = "run.yaml"
+    if case.text is not None:
+        Path("broken.yaml").write_text(case.text)
+        config = "broken.yaml"
+    if options and options[0].startswith("CONFIG="):
+        config = options.pop(0).removeprefix("CONFIG=")
+    found = problems(refused([case.command, config, *options], folder, monkeypatch, capsys))
+    wanted = {label: getattr(case, label).replace("TAKEN", port) for label in ("field", "value", "error", "fix")}
+    assert any(all(words in block[label] for label, words in wanted.items()) for block in found), f"{wanted} is none of\n{found}"
+
+
+def test_everything_that_is_wrong_is_said_at_once(folder, port, monkeypatch, capsys):
+    """Of the model, the layouts of both engines, files, rewards, servers, ports and nodes; each with the line that sets it."""
+    content = {
+        "model": {"path": "dense"},
+        "task": {"type": "gsm8k", "train_path": "train.jsonl", "heldout_path": "none.jsonl"},
+        "reward": {"type": "function", "function": "my_rewards:scroe"},
+        "rollout": {"tp": 3, "replicas": 3, "first_port": int(port), "server_args": {"port": 1}},
+        "layout": {"tp": 3, "pp": 3, "cp": 2, "dp": 1},
+        "resume": "stopped_early",
+    }
+    Path("broken.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    said = refused(["train", "broken.yaml"], folder, monkeypatch, capsys)
+    fields = [block["field"] for block in problems(said)]
+    line = 1 + Path("broken.yaml").read_text().splitlines().index("layout:") + 1
+    assert f"broken.yaml:{line}\n  field: layout.tp" in said and said.startswith(f"tandem: {len(fields)} problems in the configuration")
+    assert fields == [
+        "task.heldout_path", "layout.tp", "layout.pp", "layout.cp", "rollout.tp", "rollout.server_args", "task.train_path",
+        "reward.function", "resume", "resume", "rollout.first_port",
+    ]  # fmt: skip
+
+
+def test_all_contradictions_are_said_at_once(folder, monkeypatch, capsys):
+    """They are in the way of everything else, since there is no config to compare with anything."""
+    options = ["rollout.prompts_per_step=10", "learner.minibatches=4", "rollout.max_new_tokens=512", "learner.token_budget=256"]
+    said = refused(["train", "run.yaml", "critic={}", "model.path=none", *options], folder, monkeypatch, capsys)
+    assert [block["field"] for block in problems(said)] == [
+        "advantage.type", "rollout.prompts_per_step, learner.minibatches", "rollout.max_new_tokens, learner.token_budget",
+    ]  # fmt: skip
+
+
+def test_what_is_wrong_does_not_hide_what_fits(folder, monkeypatch, capsys):
+    """The same command without the mistake is accepted."""
+    monkeypatch.setattr(sys, "argv", ["tandem", "train", "run.yaml", "--dry-run", "layout.tp=2", "layout.pp=2", "layout.dp=1"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code in (0, None), capsys.readouterr().err
+
+
+def cpu_seconds_of_children() -> float:
+    """Of those that have ended: on a quiet machine the time until the answer, on a busy one still the command's own."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
+@pytest.mark.parametrize("name", ["unknown key", "no such reward function", "too large for both on one GPU"])
+def test_the_answer_comes_within_seconds(name, folder):
+    """In a process of its own: most of the time is that of starting Python and importing what the checks need."""
+    began = cpu_seconds_of_children()
+    command = [sys.executable, "-m", "launch", "train", "run.yaml", *split(TABLE[name].options)]
+    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=60)
+    took = cpu_seconds_of_children() - began
+    assert done.returncode == 2 and TABLE[name].fix in done.stderr, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert took < SECONDS_TO_ANSWER, f"answered after {took:.1f} s"
