@@ -5,6 +5,7 @@ only a valid one can be compared with anything.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from launch.placement import check_placement
 from launch.run_folder import RunFolder
 from parallel.layout import check_critic_vocabulary, layout_problems, read_architecture, read_hf_config, validate_rollout_layout
 from parallel.planner import static_share
+from rollout.sglang_command import check_has_kernels, check_quantization, check_server_args, choose_ports
 
 TRAINING = ("serve", "sample", "learn")
 EVALUATION = ("serve", "sample")
@@ -42,7 +44,7 @@ def load(
 ) -> RunConfig | SftConfig:
     """The config, with everything checked that can be known before a process is started.
 
-    runs: the roles to be started with it, whose devices are checked too; with none, the caller sees to devices.
+    runs: the roles to be started with it, whose devices and memory are checked too; with none, the caller sees to them.
     gpu_memory: GiB of each GPU, for planning what is to run on other machines: what this one has is then no matter.
     instead_of_nodes: of a command that starts its processes on this machine alone, what to do where the config has ``launch.nodes``.
     Raises ConfigError with every problem; BadInput for a config of another kind.
@@ -107,8 +109,6 @@ def _shares_gpus(config: RunConfig) -> bool:
 
 def _of_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
     """A model that is not there is among the missing files already."""
-    from rollout.sglang_command import check_quantization
-
     if not (config.model.path / "config.json").is_file():
         return
     try:
@@ -121,8 +121,8 @@ def _of_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
     yield from (("layout", said) for said in wrong)
     if isinstance(config, RunConfig):
         yield from _unless("rollout.tp", validate_rollout_layout, hf_config, config.rollout.tp)
-        yield from _unless("rollout.quantization", check_quantization, config.rollout, hf_config["model_type"])
         yield from _unless("rollout.server_args", static_share, config)
+        yield from _unless("rollout.quantization", check_quantization, config.rollout, architecture.model_type)
         yield from _of_critic(config, hf_config, known=wrong)
 
 
@@ -161,8 +161,6 @@ def _of_sft(config: SftConfig) -> Iterator[Finding]:
 
 def _of_run(config: RunConfig) -> Iterator[Finding]:
     """Imports only what the config uses: the answer must come within seconds."""
-    from rollout.sglang_command import check_server_args
-
     yield from _unless("rollout.server_args", check_server_args, config.rollout)
     yield from _of_task(config)
     if config.reward_type.type not in ("countdown", "gsm8k"):
@@ -216,8 +214,6 @@ def _of_ports(config: RunConfig, *, is_here: bool) -> Iterator[Finding]:
     if first is None:
         return
     if is_here:
-        from rollout.sglang_command import choose_ports
-
         yield from _unless("rollout.first_port", choose_ports, range(replicas), first)
     elif first + 2 * replicas - 1 > LAST_PORT:
         said = f"rollout.first_port={first} and rollout.replicas={replicas} need ports above {LAST_PORT}; choose a lower one"
@@ -225,10 +221,15 @@ def _of_ports(config: RunConfig, *, is_here: bool) -> Iterator[Finding]:
 
 
 def _of_devices(config: RunConfig | SftConfig, runs: Sequence[str], gpu_memory: float | None, *, fits_model: bool) -> Iterator[Finding]:
+    device = device_of(config, gpu_memory)
     if gpu_memory is None and config.launch.nodes is None:
         yield from _of_gpus(config, runs)
+    if "serve" in runs:
+        yield from _unless("rollout.quantization", partial(check_has_kernels, config.rollout, cuda=device.kind == "cuda"))
+        if "learn" not in runs:
+            yield from _unless("rollout.quantization", check_served_as_saved, config, "eval")
     if fits_model and (config.model.path / "config.json").is_file():
-        yield from memory_problems(config, device_of(config, gpu_memory), runs)
+        yield from memory_problems(config, device, runs)
 
 
 def _of_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[Finding]:
@@ -262,20 +263,10 @@ def check_learner_gpus(needed: int, available: int) -> None:
         )
 
 
-def check_kernels(where: Path | str, config: RunConfig) -> None:
-    """Whether servers on this machine have the kernels that the config asks for. Raises BadInput."""
-    from rollout.sglang_command import check_has_kernels
-
-    try:
-        check_has_kernels(config.rollout, cuda=gpus_here() > 0)
-    except ValueError as error:
-        raise BadInput(f"{where}: {error}") from error
-
-
 def check_served_as_saved(config: RunConfig, command: str) -> None:
-    """For commands whose servers load the model from disk and are sent nothing. Raises BadInput."""
+    """For commands whose servers load the model from disk and are sent nothing. Raises ValueError."""
     if config.rollout.quantization == "fake_int8":
-        raise BadInput(
+        raise ValueError(
             f"rollout.quantization=fake_int8: `tandem {command}` serves model.path as it stands, and only a learner that sends weights "
             "rounds them; set rollout.quantization=none"
         )

@@ -39,7 +39,11 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu
     _refuse_other_machines(gpu_memory)
     instead = "use `tandem slurm`, `tandem prepare`, or remove it"
     config = checks.load(config_path, overrides, RunConfig, runs=TRAINING, instead_of_nodes=instead)
-    checks.check_kernels(config_path, config)
+    if config.launch.placement == "colocated":
+        raise BadInput(
+            f"{config_path}: launch.placement=colocated is planned for (--dry-run counts it), but learner and servers cannot take turns on "
+            "a GPU yet; set launch.placement=separate"
+        )
     folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
     with Supervisor(grace_s=config.launch.stop_grace_s, ending=stopping.ending(folder)) as supervisor:
@@ -79,8 +83,6 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False, 
         print_dry_run(config, EVALUATION, gpu_memory)
         return None
     _refuse_other_machines(gpu_memory)
-    checks.check_kernels(config_path, config)
-    checks.check_served_as_saved(config, "eval")
     if getattr(config.task, "heldout_path", "generated") is None:
         raise BadInput(f"{config_path}: the task has no held-out problems to evaluate on; give task.heldout_path")
     from rollout.remote_sampler import RemoteSampler

@@ -95,11 +95,8 @@ def need_of(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) 
     stages = _stages(config, device, architecture) if has_learner else []
     layout, server = config.layout, None
     if has_servers:
-        share = static_share(config)
-        rollout = config.rollout
-        server = memory.rollout_memory(
-            architecture, rollout.tp, rollout.dtype, device.bytes or 0, static_share=share, quantization=rollout.quantization
-        )
+        rollout, of_config = config.rollout, {"static_share": static_share(config), "quantization": config.rollout.quantization}
+        server = memory.rollout_memory(architecture, rollout.tp, rollout.dtype, device.bytes or 0, **of_config)
     return Need(
         learner=max(stages, key=lambda stage: stage.total, default=None),
         learner_total=sum(stage.total for stage in stages) * layout.tp * layout.cp * layout.dp,

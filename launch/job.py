@@ -24,6 +24,7 @@ the steps, past this supervisor.)
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -137,14 +138,22 @@ def _torchruns(folder: RunFolder, config: RunConfig, job: Job) -> list[list[str]
     nodes, ranks = config.launch.nodes, learner_ranks_per_node(config)
     if nodes.learner == 1:
         return [roles.command("learn", folder, ranks=ranks)]
-    address = own_address(nodes)
-    endpoint, label = f"{address}:{free_port(address)}", f"{job.id}-{job.restart}"
+    addresses = [own_address(nodes), *(_address(host) for host in job.nodes[1 : nodes.learner])]
+    endpoint, label = f"{addresses[0]}:{free_port(addresses[0])}", f"{job.id}-{job.restart}"
     timeout_s = config.launch.start_timeout_s
     meetings = [
-        roles.Rendezvous(nodes=nodes.learner, endpoint=endpoint, id=label, timeout_s=timeout_s, is_host=i == 0)
-        for i in range(nodes.learner)
+        roles.Rendezvous(nodes=nodes.learner, endpoint=endpoint, id=label, timeout_s=timeout_s, is_host=i == 0, address=address)
+        for i, address in enumerate(addresses)
     ]
     return [roles.command("learn", folder, ranks=ranks, rendezvous=meeting) for meeting in meetings]
+
+
+def _address(host: str) -> str | None:
+    """Of another node, as this one knows it; None where its name is known to Slurm alone."""
+    try:
+        return socket.gethostbyname(host)
+    except socket.gaierror:
+        return None
 
 
 def _srun(name: str, host: str, config: RunConfig, *, gpus: int) -> list[str]:

@@ -72,6 +72,7 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
         _logged(roles.command("sample", folder), folder, "sample"),
         f"# every node of the learner ({nodes.learner}), {ranks} processes on each:",
         _logged(roles.command("learn", folder, ranks=ranks, rendezvous=meeting), folder, "learn"),
+        "# to stop: SIGTERM to the learner's processes; the servers end with Ctrl-C. The same lines again resume the run.",
     ]
 
 

@@ -407,6 +407,8 @@ class Rendezvous:
     """HOST:PORT of the learner's first node, whose agent listens there."""
     is_host: bool | None = None
     """Whether the agent is that one. None: it finds out, which it cannot where the name of its host stands for another address."""
+    address: str | None = None
+    """Of this agent's node, where its ranks are met if they are the first. None: what the host calls itself, which may be localhost."""
     id: str
     """The same for all agents of one start of one run."""
     timeout_s: float
@@ -439,4 +441,5 @@ def _meeting(rendezvous: Rendezvous | None) -> list[str]:
         f"--rdzv-endpoint={rendezvous.endpoint}",
         f"--rdzv-id={rendezvous.id}",
         f"--rdzv-conf={','.join(f'{key}={value}' for key, value in options.items())}",
+        *([] if rendezvous.address is None else [f"--local-addr={rendezvous.address}"]),
     ]

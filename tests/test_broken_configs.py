@@ -123,7 +123,8 @@ TABLE = {
         fix="remove `critic: null`",
     ),
     "time limit": Broken(
-        options="launch.slurm.time=tomorrow", field="launch.slurm.time", value="tomorrow", error="match", fix="(default: 24:00:00)"
+        options="launch.slurm.time=tomorrow", field="launch.slurm.time", value="tomorrow",
+        error="write hours:minutes:seconds, such as 12:00:00", fix="correct launch.slurm.time",
     ),
     "port out of range": Broken(
         options="rollout.first_port=80", field="rollout.first_port", value="80", error="greater than or equal to 1024", fix="at least 1024"
