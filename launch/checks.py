@@ -44,7 +44,7 @@ def load(
 ) -> RunConfig | SftConfig:
     """The config, with everything checked that can be known before a process is started.
 
-    runs: the roles to be started with it, whose devices are checked too; with none, the caller sees to devices.
+    runs: the roles to be started with it, whose devices and memory are checked too; with none, the caller sees to them.
     gpu_memory: GiB of each GPU, for planning what is to run on other machines: what this one has is then no matter.
     instead_of_nodes: of a command that starts its processes on this machine alone, what to do where the config has ``launch.nodes``.
     Raises ConfigError with every problem; BadInput for a config of another kind.
@@ -109,7 +109,6 @@ def _shares_gpus(config: RunConfig) -> bool:
 
 def _of_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
     """A model that is not there is among the missing files already."""
-
     if not (config.model.path / "config.json").is_file():
         return
     try:
