@@ -187,6 +187,7 @@ def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
     except (*INTERRUPTIONS, ArithmeticError) as error:
         ended = f"{type(error).__name__}: {error}"
     if learner.is_first_rank:
+        remote.close()  # left to the garbage collector, its context may wait for ever for a socket that goes after it
         run_folder._held.pop().close()  # the lock goes with the process, which here lives on
     dist.barrier()
     return {
