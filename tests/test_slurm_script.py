@@ -305,7 +305,8 @@ def nothing_written(config_file: Path) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["launch.nodes=null"], "set launch.nodes.learner and .rollout, or use `tandem train`"),
+        (["launch.slurm.gpus=2"], "launch.slurm.gpus=2 is of a run on one node; with launch.nodes set launch.nodes.gpus_per_node"),
+        (["launch.nodes=null", "launch.slurm.gpus=1"], "launch.slurm.gpus=1, but learner (layout) and servers (rollout) take 2"),
         (["launch.slurm.time=3h"], "write hours:minutes:seconds"),
         (["launch.slurm.partition='a b'"], "launch.slurm.partition"),
         (["--array", "seed=0,x"], "seed"),
