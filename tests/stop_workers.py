@@ -29,9 +29,10 @@ from rollout.tokenization import load_tokenizer
 from tests.fake_engine import FakeEngine
 from tests.megatron_workers import make_engine
 from trainer import mlflow_store, weight_sync
-from trainer.interruption import INTERRUPTIONS, on_first_rank
+from trainer.interruption import INTERRUPTIONS
 from trainer.learner import Learner
 from trainer.loop import Run, evaluate_before, saved_where_interrupted, train
+from trainer.ranks import on_first_rank
 from trainer.recording import Recorder
 from trainer.resume import Checkpointer
 from trainer.sampling import SharedSampler

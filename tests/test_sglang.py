@@ -530,8 +530,8 @@ def test_each_node_of_a_replica_starts_its_own_part():
 
 def test_stand_ins_are_on_the_path_of_cpu_servers_alone(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    on_cpu = server_environment(num_ranks=2, place=0, threads=1, cuda=False)
-    on_cuda = server_environment(num_ranks=2, place=0, threads=1, cuda=True)
+    on_cpu = server_environment(tp=2, num_ranks=2, place=0, threads=1, cuda=False)
+    on_cuda = server_environment(tp=2, num_ranks=2, place=0, threads=1, cuda=True)
     assert on_cpu["PYTHONPATH"] == f"{ROOT / 'rollout' / 'cpu_stand_ins'}:/mine"
     assert on_cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     assert on_cuda["PYTHONPATH"] == "/mine"
