@@ -176,15 +176,8 @@ def _collectives(nodes: NodesConfig | None, meeting: Meeting, head: str) -> Iter
 
 
 def _agreed_port(meeting: Meeting, backend: str, head: str) -> int | None:
-    if meeting.node == 0:
-        write_json(meeting.folder / f"{backend}.json", {"port": free_port(head)})
-    deadline = time.monotonic() + meeting.timeout_s
-    while time.monotonic() < deadline:
-        try:
-            return json.loads((meeting.folder / f"{backend}.json").read_text())["port"]
-        except FileNotFoundError:
-            time.sleep(POLL_S)  # between looks
-    return None
+    offered = _exchange(meeting, backend, {"port": free_port(head)} if meeting.node == 0 else {}).get(0)
+    return offered["port"] if offered is not None else None
 
 
 def _all_reduce(backend: str, meeting: Meeting, head: str, port: int) -> Finding:

@@ -7,7 +7,8 @@
 
     what ends it                                     what follows
     the run has done all its steps                   exit code 0
-    SIGUSR1: the time limit or a pre-emption nears   stopped with a checkpoint, then `scontrol requeue`
+    SIGUSR1: the time limit or a pre-emption nears   stopped with a checkpoint, then `scontrol requeue`; where the notice was too short
+                                                     for a checkpoint, as after a failure
     SIGTERM: pre-emption, requeue or scancel         stopped with a checkpoint, exit code 75; Slurm starts it again where it means to
     a role fails                                     `scontrol requeue`, launch.slurm.max_restarts times without a newer checkpoint
                                                      in between; then exit code 1
@@ -27,6 +28,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -43,6 +45,10 @@ from launch.supervisor import Interrupted, Role, RoleFailed, Supervisor
 ECHO_EVERY_S = 0.5
 STEP_TIMEOUT_S = 120
 """For Slurm to begin a step; by default an ``srun`` asks for ever."""
+LOCK_TIMEOUT_S = 120.0
+"""For the lock of a node that has died."""
+SEEN_TIMEOUT_S = 60.0
+"""For a file of another node to be seen: clients of NFS remember for as long that it did not exist."""
 END_MARGIN_S = 30.0
 """Of the notice: for ending every process and asking for the requeue."""
 
@@ -74,10 +80,24 @@ def run_job(run: Path) -> int:
             outcome = _supervise(folder, config, steps)
         except (Interrupted, RoleFailed) as error:
             outcome = error
+        if isinstance(outcome, stopping.Finished):
+            outcome = _outcome_seen(folder, config)
         if not isinstance(outcome, stopping.Finished):
             return _after(folder, config, job, outcome, signals.received())
         commands.print_result(folder)
         return 0
+
+
+def _outcome_seen(folder: RunFolder, config: RunConfig) -> stopping.Outcome | RoleFailed:
+    """The learner has ended well: finished, or stopped. Its last words may come from another node, and take their time to be seen here."""
+    deadline = time.monotonic() + SEEN_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if (stopped := stopping.read_stopped(folder)) is not None:
+            return stopped
+        if jobs.is_finished(folder, config):
+            return stopping.Finished()
+        time.sleep(ECHO_EVERY_S)
+    return RoleFailed(f"the learner ended without an error, but left no results in {folder.path}; do all nodes share its file system?")
 
 
 def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
@@ -91,10 +111,20 @@ def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
     other = jobs.running_elsewhere(folder, job)
     if other is not None:
         raise BadInput(f"RUN: {folder.path} is being run by job {other}; wait for it, or end it with `scancel {other}`")
-    try:
-        folder.claim()
-    except BlockingIOError:
-        raise BadInput(f"RUN: {folder.path} is being run by another process; wait for it, or stop it first") from None
+    _claim(folder, may_be_our_own=job.restart > 0 and jobs.recorded(folder) in job.names)
+
+
+def _claim(folder: RunFolder, *, may_be_our_own: bool) -> None:
+    """An earlier life of this job, whose node has died, may hold the folder until the shared file system gives its locks up."""
+    deadline = time.monotonic() + (LOCK_TIMEOUT_S if may_be_our_own else 0.0)
+    while True:
+        try:
+            return folder.claim()
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                said = f"RUN: {folder.path} is being run by another process; wait for it, or stop it first"
+                raise (RoleFailed(said) if may_be_our_own else BadInput(said)) from None
+        time.sleep(ECHO_EVERY_S)
 
 
 def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role]) -> stopping.Outcome:
@@ -190,9 +220,11 @@ def _after(
     if signal.SIGTERM in signals:
         _say(f"Slurm ends this job; unless it has requeued it, go on with `{_by_hand(folder)}`")
         return os.EX_TEMPFAIL
-    if failed and not jobs.may_restart(folder, limit):
-        _say(f"{limit + 1} starts have failed without a newer checkpoint (launch.slurm.max_restarts={limit}): this job is not requeued; "
-             f"mend the cause, then go on with `{_by_hand(folder)}`")  # fmt: skip
+    without_checkpoint = failed or isinstance(what, Interrupted)
+    if without_checkpoint and (failed or signal.SIGUSR1 in signals) and not jobs.may_restart(folder, limit):
+        cause = "mend the cause" if failed else "raise launch.slurm.notice_s above the time of an update and a checkpoint"
+        _say(f"{limit + 1} starts have ended without a newer checkpoint (launch.slurm.max_restarts={limit}): this job is not requeued; "
+             f"{cause}, then go on with `{_by_hand(folder)}`")  # fmt: skip
     elif failed or signal.SIGUSR1 in signals:
         _requeue(folder, job)
     else:
@@ -210,7 +242,8 @@ def _by_hand(folder: RunFolder) -> str:
     script = folder.path / "train.sbatch"
     if script.exists():  # an element of an array has none of its own
         return f"sbatch {script}"
-    return f"tandem slurm {folder.config} resume={folder.path} --submit"
+    again = f" resume={folder.path}" if folder.newest_checkpoint() is not None else ""
+    return f"tandem slurm {folder.config}{again} --submit"
 
 
 def _requeue(folder: RunFolder, job: Job) -> None:

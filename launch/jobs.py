@@ -50,16 +50,21 @@ class Job:
         _ask("scontrol", "requeue", self.id)
 
 
+def recorded(folder: RunFolder) -> str | None:
+    """The job that last ran this folder, or was submitted to."""
+    try:
+        return json.loads(folder.job.read_text())["job_id"]
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
+
+
 def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
     """The id of another job than ``job`` that runs this folder or waits to, as far as Slurm knows; None where there is none.
 
     Beside the lock of ``RunFolder.claim``, which on some shared file systems only one host sees.
     """
-    try:
-        other = json.loads(folder.job.read_text())["job_id"]
-    except (FileNotFoundError, ValueError, KeyError):
-        return None
-    if (job is not None and other in job.names) or shutil.which("squeue") is None:
+    other = recorded(folder)
+    if other is None or (job is not None and other in job.names) or shutil.which("squeue") is None:
         return None
     try:
         states = _ask("squeue", "--noheader", f"--jobs={other}", "--format=%T", "--states=all").split()
@@ -74,7 +79,10 @@ def is_finished(folder: RunFolder, config: RunConfig) -> bool:
 
 
 def may_restart(folder: RunFolder, limit: int) -> bool:
-    """Count a failed start; whether there may be another. A newer checkpoint than at the last failure begins the count anew."""
+    """Count a start that left no checkpoint; whether there may be another.
+
+    A newer checkpoint than at the last one begins the count anew.
+    """
     newest = folder.newest_checkpoint()
     checkpoint = newest.name if newest is not None else None
     try:

@@ -50,6 +50,12 @@ DECIDED = {
 """Options of sbatch that the config's own fields or the design decide, and by what."""
 
 
+NOT_COLOCATED = (
+    "launch.placement=colocated is planned for (--dry-run counts it), but learner and servers cannot take turns on a GPU yet; set "
+    "launch.placement=separate"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a script's runs and logs are, as text of the script (``run``) and as Slurm's file pattern (``log``)."""
@@ -98,6 +104,8 @@ def element_name(name: str, overrides: Sequence[str]) -> str:
 def check(config: RunConfig) -> list[str]:
     """What keeps this config, which is sound (``checks.load``), from being a Slurm job, each in a sentence with the fix."""
     slurm, problems = config.launch.slurm, check_gpus_of_job(config)
+    if config.launch.placement == "colocated":
+        problems.append(NOT_COLOCATED)
     for option in slurm.options:
         name = option.removeprefix("--").split("=")[0]
         if name in DECIDED:
@@ -168,7 +176,7 @@ def check_script(text: str, *, by_slurm: bool) -> None:
         (["bash", "-n"], "the shell", "mend launch.slurm.setup"),
         (["sbatch", "--test-only"], "sbatch", "ask for what the cluster has (launch.nodes, launch.slurm)"),
     )[: 2 if by_slurm else 1]:
-        done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S)
+        done = _run(command, input=text)
         if done.returncode:
             raise ValueError(f"{of} refuses the batch script: {' '.join(done.stderr.split())}; {fix}")
 
@@ -180,7 +188,17 @@ def require_sbatch() -> None:
 
 def submit(script: Path) -> str:
     """The number of the new job. Raises ValueError with what ``sbatch`` says where it refuses."""
-    done = subprocess.run(["sbatch", "--parsable", str(script)], capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S)
+    done = _run(["sbatch", "--parsable", str(script)])
     if done.returncode:
         raise ValueError(f"sbatch refuses {script}: {' '.join(done.stderr.split())}; the script is kept, to be submitted later")
     return done.stdout.strip().split(";")[0]
+
+
+def _run(command: Sequence[str], **options: str) -> subprocess.CompletedProcess:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, **options)
+    except subprocess.TimeoutExpired:
+        raise ValueError(
+            f"`{command[0]}` has not answered for {SBATCH_TIMEOUT_S} s; see whether Slurm's controller is up (`scontrol ping`), and "
+            "whether a job was accepted all the same (`squeue --me`)"
+        ) from None

@@ -30,8 +30,12 @@ def _slurm(config_path: Path, overrides: list[str], arrays: list[str], *, submit
     elements = slurm_script.elements(arrays)
     if submit:
         slurm_script.require_sbatch()
+    given = load_config(config_path, overrides)
+    on_gpus = isinstance(given, RunConfig) and given.launch.nodes is None and given.launch.slurm.gpus != 0
+    if on_gpus and given.layout.dp == "auto":
+        raise ValueError("layout.dp=auto takes the GPUs of this machine, not those of the job's node; set layout.dp, or launch.nodes")
     # Of nodes that the config describes; what one other machine has is not known here.
-    runs = checks.TRAINING if load_config(config_path, overrides).launch.nodes is not None else ()
+    runs = checks.TRAINING if given.launch.nodes is not None else ()
     configs = [checks.load(config_path, [*overrides, *element], RunConfig, runs=runs) for element in elements]
     for element, config in zip(elements, configs, strict=True):
         _check(element, config)

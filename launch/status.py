@@ -68,7 +68,8 @@ def _state(folder: RunFolder, in_slurm: str) -> str:
     if folder.has_final_model():
         return "finished"
     if stopped := _read_json(folder.path / "roles" / "stopped.json"):
-        again = f"tandem train {folder.config} resume={folder.path}"
+        script = folder.path / "train.sbatch"
+        again = f"sbatch {script}" if script.exists() else f"tandem train {folder.config} resume={folder.path}"
         return f"stopped after step {stopped['step']}: {stopped['reason']}; it goes on with `{again}`"
     errors = sorted((folder.path / "roles").glob("*.error"), key=lambda file: file.stat().st_mtime)
     if errors:

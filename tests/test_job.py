@@ -292,6 +292,19 @@ def test_the_notice_during_the_start_ends_everything_and_requeues(stage):
     assert stage.asked() == ["requeue 17"]
 
 
+def test_notices_that_are_too_short_for_a_checkpoint_are_not_repeated_for_ever(stage):
+    stage.folder.config.write_text(resolved_yaml(config_with(slurm={"max_restarts": 1})))
+    stage.role("learn", WAITS)
+    for requeued in (["requeue 17"], ["requeue 17"]):
+        stage.start()
+        stage.wait_for(stage.bin / "learn-0.pid")
+        stage.process.send_signal(signal.SIGUSR1)
+        code, output = stage.end()
+        assert (code, stage.asked()) == (os.EX_TEMPFAIL, requeued)
+        (stage.bin / "learn-0.pid").unlink()
+    assert "raise launch.slurm.notice_s" in output
+
+
 def test_a_learner_that_never_stops_is_ended_before_the_time_limit(tmp_path, stage):
     stage.folder.config.write_text(resolved_yaml(config_with(slurm={"notice_s": 1})))
     stage.role("learn", HEEDS.replace("checkpoint(1)", WAITS))
@@ -321,7 +334,7 @@ def test_failures_are_tried_again_until_there_have_been_too_many(stage):
     assert "ValueError: the cause" in output
     code, output = stage.run()
     assert (code, stage.asked()) == (1, ["requeue 17"]), "it was requeued once more"
-    assert "2 starts have failed without a newer checkpoint" in output
+    assert "2 starts have ended without a newer checkpoint" in output
 
 
 def test_a_lost_server_leaves_a_checkpoint_and_a_requeue(stage):
