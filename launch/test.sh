@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Installs what tests need and runs them all. Arguments go to pytest: `bash launch/test.sh -m "not engines"` is the quick part.
+# Installs what tests need and runs them all, two files at a time (TANDEM_TEST_WORKERS). Arguments go to pytest:
+# `bash launch/test.sh -m "not engines"` is the quick part.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/install.sh
 bash launch/install_test_tools.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
 .venv/bin/ruff check .
-exec .venv/bin/python -m pytest "$@"
+exec .venv/bin/python -m pytest --numprocesses "${TANDEM_TEST_WORKERS:-2}" --dist loadfile "$@"
