@@ -110,5 +110,6 @@ def test_through_slurm(tmp_path):
         ended = cluster.wait_for_job(job, "COMPLETED", "FAILED", "CANCELLED")
         said = (run / "logs" / f"slurm-{job}.log").read_text()
         assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
+        assert len(re.findall(r"^tandem: (?:the \S+ role ended|stopped after step)", said, re.MULTILINE)) == 1, said
         assert_whole(run, STEPS, tmp_path)
         cluster.assert_no_process_of(tmp_path)
