@@ -39,11 +39,6 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu
     _refuse_other_machines(gpu_memory)
     instead = "use `tandem slurm`, `tandem prepare`, or remove it"
     config = checks.load(config_path, overrides, RunConfig, runs=TRAINING, instead_of_nodes=instead)
-    if config.launch.placement == "colocated":
-        raise BadInput(
-            f"{config_path}: launch.placement=colocated is planned for (--dry-run counts it), but learner and servers cannot take turns on "
-            "a GPU yet; set launch.placement=separate"
-        )
     folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
     with Supervisor(grace_s=config.launch.stop_grace_s, ending=stopping.ending(folder)) as supervisor:

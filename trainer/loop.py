@@ -19,7 +19,7 @@ them: it is recorded, without its evaluation where that did not come about (a re
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from configs.schema import RunConfig
@@ -33,6 +33,7 @@ from trainer.resume import Checkpointer
 from trainer.sampling import SharedSampler
 from trainer.step_metrics import evaluation_metrics, step_metrics
 from trainer.tracking import Tracker
+from trainer.turns import OwnDevices
 from trainer.weight_sync import WeightSync
 
 
@@ -61,6 +62,7 @@ class Run:
     recorder: Recorder
     tracker: Tracker | None
     """None on all ranks but the first."""
+    turns: OwnDevices = field(default_factory=OwnDevices)
     first_step: int = 1
     evaluation_owed: bool = False
     """Of the step before the first."""
@@ -77,6 +79,7 @@ def train(run: Run) -> None:
                 sampled = sampler.next_groups(rollout.prompts_per_step, newest=learner.version, max_staleness=rollout.max_staleness)
                 batch = learner.receive(sampled.groups)
             with clock.time("logprobs"):
+                run.turns.learners()
                 batch = learner.score(batch, before_update=trains_policy)
             correction = correct(batch.packed, config.correction, learner.total)
             penalty_T, kl_metrics = learner.kl_in_reward.penalty(batch.packed, num_samples=len(batch.rewards_S), total=learner.total)
@@ -123,7 +126,8 @@ def saved_where_interrupted(run: Run) -> Iterator[None]:
     try:
         yield
     except INTERRUPTIONS:
-        run.checkpointer.save_last(run.learner, run.sampler)
+        with suppress(*INTERRUPTIONS):  # of servers which were to make room for it and are gone
+            run.checkpointer.save_last(run.learner, run.sampler)
         raise
 
 
