@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from configs.schema.objective import AggregationConfig, KLConfig
 from configs.schema.rollout import RolloutConfig
@@ -224,8 +226,8 @@ def test_only_servers_on_a_gpu_need_the_flag():
             RolloutConfig(), share=share, model_path=Path("m"), ports=Ports(http=2, nccl=3), cuda=cuda, seed=0, lends_memory=lends_memory
         )
 
-    having = [(cuda, lends) for cuda in (False, True) for lends in (False, True) if "--enable-memory-saver" in command(cuda=cuda, lends_memory=lends)]
-    assert having == [(True, True)]
+    for cuda, lends in ((False, False), (False, True), (True, False), (True, True)):
+        assert ("--enable-memory-saver" in command(cuda=cuda, lends_memory=lends)) == (cuda and lends)
 
 
 # ------------------------------------------------------------------------------------------------------------ the real engines
@@ -281,6 +283,11 @@ def test_a_colocated_run_is_exact_resumes_and_exports(run_folder):
     assert all(s["mismatch/logprob_gap_max"] <= 1e-4 for s in steps)
     assert json.loads((run / "checkpoints" / "step_000004" / "extra.json").read_text())["version"] == 4
 
-    exported = start("export", str(run.resolve() / "checkpoints"), "out", cwd=run_folder)
+    trained = load_file(run / "hf" / "model.safetensors")
+    shutil.rmtree(run / "hf")
+    exported = start("export", "runs/latest", "out", cwd=run_folder)
     output = finish(exported)
+    assert exported.returncode == 0, output
+    found = load_file(run_folder / "out" / "model.safetensors")
+    assert found.keys() == trained.keys() and all(torch.equal(found[name], tensor) for name, tensor in trained.items())
     assert_nothing_left(run_folder)
