@@ -157,7 +157,7 @@ class Receiver:
     urls = ("receiver",)
 
     def __enter__(self) -> "Receiver":
-        from rollout.sglang_server import REUSED_MEMORY
+        from rollout.sglang_command import REUSED_MEMORY
 
         context = mp.get_context("spawn")
         self._ours, theirs = context.Pipe()

@@ -112,12 +112,13 @@ def _devices(first: int, count: int, device: Device) -> str:
 
 
 def _commands(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[str]:
-    """On each node that the table has the role on; what is only known at the start is in capitals."""
+    """On each node that the table has the role on (is_host: on the first); what is only known at the start is in capitals."""
     folder = RunFolder(config.launch.runs_dir / f"{config.name}-DATE-TIME")
     nodes = config.launch.nodes
     meeting = None
     if nodes is not None and nodes.learner > 1:
-        meeting = Rendezvous(nodes=nodes.learner, endpoint="HOST:PORT", id=folder.path.name, timeout_s=config.launch.start_timeout_s)
+        timeout_s = config.launch.start_timeout_s
+        meeting = Rendezvous(nodes=nodes.learner, endpoint="HOST:PORT", id=folder.path.name, timeout_s=timeout_s, is_host=True)
     for name in runs:
         if name in roles.MEGATRON_ROLES:
             command = roles.command(name, folder, ranks=placement.learner_ranks_per_node(config), rendezvous=meeting)

@@ -36,7 +36,7 @@ from launch import commands, jobs, roles, stopping
 from launch.addresses import free_port, own_address
 from launch.checks import BadInput
 from launch.jobs import Job
-from launch.placement import learner_ranks_per_node, serve_roles
+from launch.placement import gpus_of_node, learner_ranks_per_node, num_nodes, serve_roles
 from launch.run_folder import RunFolder
 from launch.supervisor import Interrupted, Role, RoleFailed, Supervisor
 
@@ -82,11 +82,10 @@ def run_job(run: Path) -> int:
 
 def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
     nodes = config.launch.nodes
-    if nodes is None:
-        raise BadInput(f"RUN: {folder.config} has no launch.nodes; make the run folder with `tandem slurm`")
-    if len(job.nodes) != nodes.total:
+    if len(job.nodes) != num_nodes(config):
+        wanted = f"{nodes.learner} + {nodes.rollout} nodes" if nodes is not None else "one node"
         raise BadInput(
-            f"launch.nodes: the run takes {nodes.learner} + {nodes.rollout} nodes, but job {job.id} has {len(job.nodes)} "
+            f"launch.nodes: the run takes {wanted}, but job {job.id} has {len(job.nodes)} "
             f"({' '.join(job.nodes)}); make the script anew with `tandem slurm {folder.config} resume={folder.path}`"
         )
     other = jobs.running_elsewhere(folder, job)
@@ -115,19 +114,21 @@ def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role]) -> s
 def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
     """Every role of the run as a step of the job."""
     nodes, env = config.launch.nodes, commands.environment(config) | {roles.IN_JOB: "1"}
-    learners, servers = job.nodes[: nodes.learner], job.nodes[nodes.learner :]
+    # On one node all three share its GPUs, of which the learner has the first.
+    learners, servers = (job.nodes[: nodes.learner], job.nodes[nodes.learner :]) if nodes is not None else (job.nodes, job.nodes)
+    gpus = gpus_of_node(config)
 
     def step(name: str, host: str, command: Sequence[str], *, gpus: int, error: str) -> Role:
         command = [*_srun(name, host, config, gpus=gpus), *command]
         return Role(name=name, command=command, log=folder.logs / f"{name}.log", error=folder.error(error), env=env)
 
     serve = [
-        step(name, host, roles.command("serve", folder, node=i), gpus=nodes.gpus_per_node, error=name)
+        step(name, host, roles.command("serve", folder, node=i), gpus=gpus, error=name)
         for i, (name, host) in enumerate(zip(serve_roles(config), servers, strict=True))
     ]
     sample = step("sample", learners[0], roles.command("sample", folder), gpus=0, error="sample")
     learn = [
-        step(f"learn-{i}", host, command, gpus=nodes.gpus_per_node, error="learn")
+        step(f"learn-{i}", host, command, gpus=gpus, error="learn")
         for i, (host, command) in enumerate(zip(learners, _torchruns(folder, config, job), strict=True))
     ]
     return [*serve, sample, *learn]
@@ -136,7 +137,7 @@ def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
 def _torchruns(folder: RunFolder, config: RunConfig, job: Job) -> list[list[str]]:
     """For each node of the learner. The first, which this process is on, is where the others meet it."""
     nodes, ranks = config.launch.nodes, learner_ranks_per_node(config)
-    if nodes.learner == 1:
+    if nodes is None or nodes.learner == 1:
         return [roles.command("learn", folder, ranks=ranks)]
     addresses = [own_address(nodes), *(_address(host) for host in job.nodes[1 : nodes.learner])]
     endpoint, label = f"{addresses[0]}:{free_port(addresses[0])}", f"{job.id}-{job.restart}"
@@ -172,7 +173,7 @@ def _srun(name: str, host: str, config: RunConfig, *, gpus: int) -> list[str]:
         "container-image": slurm.container,
         "container-mounts": slurm.container_mounts,
     }
-    if config.launch.nodes.gpus_per_node:
+    if gpus_of_node(config):
         options["gres"] = f"gpu:{gpus}" if gpus else "none"
     return ["srun", "--overlap", *(f"--{option}={value}" for option, value in options.items() if value is not None)]
 

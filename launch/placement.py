@@ -48,6 +48,37 @@ def learner_ranks_per_node(config: RunConfig | SftConfig) -> int:
     return _whole(config.layout.world_size, nodes, "the learner's processes (layout)", "launch.nodes.learner")
 
 
+def num_nodes(config: RunConfig) -> int:
+    """Of a job that runs this config."""
+    return 1 if config.launch.nodes is None else config.launch.nodes.total
+
+
+def gpus_of_node(config: RunConfig) -> int:
+    """Of each node of a job that runs this config."""
+    nodes, asked = config.launch.nodes, config.launch.slurm.gpus
+    if nodes is not None:
+        return nodes.gpus_per_node
+    return asked if asked is not None else _ranks_of_machine(config)
+
+
+def _ranks_of_machine(config: RunConfig) -> int:
+    """GPUs that a run on one machine takes."""
+    return max(config.layout.world_size, *(share.first_gpu + share.num_ranks for share in servers(config)))
+
+
+def check_gpus_of_job(config: RunConfig) -> list[str]:
+    """Problems with ``launch.slurm.gpus``, in the way of ``check_placement``."""
+    asked = config.launch.slurm.gpus
+    if asked is None:
+        return []
+    if config.launch.nodes is not None:
+        return [f"launch.slurm.gpus={asked} is of a run on one node; with launch.nodes set launch.nodes.gpus_per_node, and remove it"]
+    needed = _ranks_of_machine(config)
+    if 0 < asked < needed:
+        return [f"launch.slurm.gpus={asked}, but learner (layout) and servers (rollout) take {needed}; ask for as many, or leave it out"]
+    return []
+
+
 def check_placement(config: RunConfig) -> list[str]:
     """What does not fit, each in a sentence with field, value and fix; empty where all does. Of several nodes only: one machine's GPUs are
     counted when they are taken (``checks``)."""

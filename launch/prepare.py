@@ -55,9 +55,14 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
         ranks: of the learner on each of its nodes. endpoint: where those meet; None: there is one such node.
     """
     nodes = config.launch.nodes
-    meeting = None
+    meetings: dict[str, Rendezvous | None] = {f"# first node of the learner, {ranks} processes:": None}
     if endpoint is not None:
-        meeting = Rendezvous(nodes=nodes.learner, endpoint=endpoint, id=folder.path.name, timeout_s=config.launch.start_timeout_s)
+        others = f"# each other node of the learner ({nodes.learner - 1}), {ranks} processes on each:"
+        timeout_s = config.launch.start_timeout_s
+        meetings = {
+            where: Rendezvous(nodes=nodes.learner, endpoint=endpoint, id=folder.path.name, timeout_s=timeout_s, is_host=where != others)
+            for where in (*meetings, others)
+        }
     return [
         f"# run folder: {folder.path} (every node must see it, and the model, under this path)",
         "# on every node, first:",
@@ -70,8 +75,11 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
         ),
         "# first node of the learner:",
         _logged(roles.command("sample", folder), folder, "sample"),
-        f"# every node of the learner ({nodes.learner}), {ranks} processes on each:",
-        _logged(roles.command("learn", folder, ranks=ranks, rendezvous=meeting), folder, "learn"),
+        *(
+            line
+            for where, meeting in meetings.items()
+            for line in (where, _logged(roles.command("learn", folder, ranks=ranks, rendezvous=meeting), folder, "learn"))
+        ),
         "# to stop: SIGTERM to the learner's processes; the servers end with Ctrl-C. The same lines again resume the run.",
     ]
 

@@ -267,7 +267,7 @@ def _connect_and_make_room(folder: RunFolder, config: RunConfig):
     """The same before there is a learner, which shares the servers' devices: they have given their memory back at return, on all ranks."""
     import torch.distributed as dist
 
-    from trainer.interruption import on_first_rank
+    from trainer.ranks import on_first_rank
     from trainer.turns import CACHE, WEIGHTS, make_room
 
     remote, control = _connect(folder, config) if dist.get_rank() == 0 else (None, None)
@@ -427,8 +427,8 @@ class Rendezvous:
     nodes: int
     endpoint: str
     """HOST:PORT of the learner's first node, whose agent listens there."""
-    is_host: bool | None = None
-    """Whether the agent is that one. None: it finds out, which it cannot where the name of its host stands for another address."""
+    is_host: bool
+    """Whether the agent is that one. It cannot find out by itself where the name of its host stands for another address."""
     address: str | None = None
     """Of this agent's node, where its ranks are met if they are the first. None: what the host calls itself, which may be localhost."""
     id: str
@@ -442,7 +442,7 @@ def command(role: str, folder: RunFolder, *, ranks: int = 1, node: int | None = 
 
     Args:
         ranks: of a Megatron role, on each node. node: of the servers, where there are several. rendezvous: of a Megatron role on several
-            nodes, each of which runs this same line; None: all ranks are here.
+            nodes; None: all ranks are here.
     """
     arguments = ["launch", role, str(folder.path), *([] if node is None else ["--node", str(node)])]
     if role not in MEGATRON_ROLES:
@@ -453,15 +453,12 @@ def command(role: str, folder: RunFolder, *, ranks: int = 1, node: int | None = 
 def _meeting(rendezvous: Rendezvous | None) -> list[str]:
     if rendezvous is None:
         return ["--standalone"]
-    options = {"join_timeout": str(math.ceil(rendezvous.timeout_s))}
-    if rendezvous.is_host is not None:
-        options["is_host"] = str(rendezvous.is_host).lower()
     # No --node-rank: c10d has no use for it. It numbers nodes by their names, and the ranks of one node one after another.
     return [
         f"--nnodes={rendezvous.nodes}",
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={rendezvous.endpoint}",
         f"--rdzv-id={rendezvous.id}",
-        f"--rdzv-conf={','.join(f'{key}={value}' for key, value in options.items())}",
+        f"--rdzv-conf=join_timeout={math.ceil(rendezvous.timeout_s)},is_host={str(rendezvous.is_host).lower()}",
         *([] if rendezvous.address is None else [f"--local-addr={rendezvous.address}"]),
     ]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import RunConfig
-from launch.placement import check_placement
+from launch.placement import check_gpus_of_job, gpus_of_node, num_nodes
 
 TEMPLATE = Path(__file__).parent / "slurm" / "train.sbatch"
 PACKAGE_ROOT = Path(__file__).resolve().parent.parent
@@ -29,9 +29,9 @@ DECIDED = {
     "nodes": "launch.nodes",
     "ntasks": "launch.nodes",
     "ntasks-per-node": "launch.nodes",
-    "gres": "launch.nodes.gpus_per_node",
-    "gpus": "launch.nodes.gpus_per_node",
-    "gpus-per-node": "launch.nodes.gpus_per_node",
+    "gres": "launch.nodes.gpus_per_node or launch.slurm.gpus",
+    "gpus": "launch.nodes.gpus_per_node or launch.slurm.gpus",
+    "gpus-per-node": "launch.nodes.gpus_per_node or launch.slurm.gpus",
     "cpus-per-task": "launch.slurm.cpus_per_node",
     "mem": "launch.slurm.memory_per_node",
     "time": "launch.slurm.time",
@@ -96,11 +96,8 @@ def element_name(name: str, overrides: Sequence[str]) -> str:
 
 
 def check(config: RunConfig) -> list[str]:
-    """What keeps this config from being a Slurm job, each in a sentence with the fix; empty where nothing does."""
-    nodes, slurm = config.launch.nodes, config.launch.slurm
-    if nodes is None:
-        return ["launch.nodes is not set, so that the run is of one machine; set launch.nodes.learner and .rollout, or use `tandem train`"]
-    problems = check_placement(config)
+    """What keeps this config, which is sound (``checks.load``), from being a Slurm job, each in a sentence with the fix."""
+    slurm, problems = config.launch.slurm, check_gpus_of_job(config)
     for option in slurm.options:
         name = option.removeprefix("--").split("=")[0]
         if name in DECIDED:
@@ -126,12 +123,12 @@ def seconds(time: str) -> int:
 
 def directives(config: RunConfig, *, log: str, count: int | None = None) -> list[str]:
     """The ``#SBATCH`` lines of one run, or of an array of ``count`` runs."""
-    nodes, slurm = config.launch.nodes, config.launch.slurm
+    slurm, gpus = config.launch.slurm, gpus_of_node(config)
     asked = {
         "job-name": config.name,
-        "nodes": nodes.total,
+        "nodes": num_nodes(config),
         "ntasks-per-node": 1,
-        "gres": f"gpu:{nodes.gpus_per_node}" if nodes.gpus_per_node else None,
+        "gres": f"gpu:{gpus}" if gpus else None,
         "cpus-per-task": slurm.cpus_per_node,
         "mem": slurm.memory_per_node,
         "time": slurm.time,

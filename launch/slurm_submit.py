@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.loader import resolved_yaml
+from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig
 from launch import checks, commands, jobs, run_folder, slurm_script
 from launch.checks import BadInput
@@ -30,7 +30,9 @@ def _slurm(config_path: Path, overrides: list[str], arrays: list[str], *, submit
     elements = slurm_script.elements(arrays)
     if submit:
         slurm_script.require_sbatch()
-    configs = [checks.load(config_path, [*overrides, *element], RunConfig, runs=checks.TRAINING) for element in elements]
+    # Of nodes that the config describes; what one other machine has is not known here.
+    runs = checks.TRAINING if load_config(config_path, overrides).launch.nodes is not None else ()
+    configs = [checks.load(config_path, [*overrides, *element], RunConfig, runs=runs) for element in elements]
     for element, config in zip(elements, configs, strict=True):
         _check(element, config)
     draft = slurm_script.script_text(configs[0], _draft_place(configs[0], arrays), submitted_from=Path.cwd(), count=_count(configs, arrays))

@@ -126,11 +126,11 @@ def _as_arguments(flags: dict[str, str | int | float | bool]) -> list[str]:
     return arguments
 
 
-def server_environment(*, num_ranks: int, place: int, threads: int, cuda: bool) -> dict[str, str]:
+def server_environment(share: ServerShare, *, place: int, threads: int, cuda: bool) -> dict[str, str]:
     """The environment of one replica: this process's, nothing looked up on the network, and the CPU engine where there is no CUDA.
 
     Args:
-        num_ranks: of the replica on this node. place: of the replica among those on this node, which are all of one size.
+        place: of the share among those on this node, which are all of one size.
     """
     environment = dict(os.environ)
     environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
@@ -140,9 +140,9 @@ def server_environment(*, num_ranks: int, place: int, threads: int, cuda: bool) 
     paths = [str(STAND_INS), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
     environment |= REUSED_MEMORY
-    if num_ranks > 1:
+    if share.num_ranks * share.num_nodes > 1:
         cpus = sorted(os.sched_getaffinity(0))
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(cpus, place=place, num_ranks=num_ranks, threads=threads)
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(cpus, place=place, num_ranks=share.num_ranks, threads=threads)
     return environment
 
 

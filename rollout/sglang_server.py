@@ -146,7 +146,7 @@ class ServerFleet:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=server_environment(num_ranks=share.num_ranks, place=place, threads=self._threads, cuda=self._cuda),
+                env=server_environment(share, place=place, threads=self._threads, cuda=self._cuda),
                 start_new_session=True,
             )
         return _Replica(share.replica, process, ports, log_file, answers=share.node_rank == 0)

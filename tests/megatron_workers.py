@@ -1,7 +1,6 @@
 """Tiny models, batches and multi-process runs for the learner's tests. Functions named ``work_*`` run in every spawned rank."""
 
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from parallel.megatron_engine import MegatronEngine, ValueEngine
 from parallel.packing import PackedBatch, pack_sequences
 from parallel.vocab_parallel import linear_logprobs
 from rollout.records import Group
+from rollout.sglang_command import choose_ports
 from trainer.advantages import compute_advantages
 from trainer.correction import correct
 from trainer.critic import Critic
@@ -157,9 +157,7 @@ def relative_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.
 
 def run_ranks(work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: float = 150.0) -> list[Any]:
     """``work(*arguments)`` in ``num_ranks`` fresh processes of one group; what each returned, by rank. Fails past the deadline."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = choose_ports([0], None)[0].http  # not of those for outgoing connections, one of which could take it meanwhile
     folder.mkdir(parents=True, exist_ok=True)
     context = mp.spawn(_rank_main, (work, num_ranks, port, folder, arguments), nprocs=num_ranks, join=False)
     end = time.monotonic() + deadline_s

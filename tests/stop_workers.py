@@ -29,9 +29,10 @@ from rollout.tokenization import load_tokenizer
 from tests.fake_engine import FakeEngine
 from tests.megatron_workers import make_engine
 from trainer import mlflow_store, weight_sync
-from trainer.interruption import INTERRUPTIONS, on_first_rank
+from trainer.interruption import INTERRUPTIONS
 from trainer.learner import Learner
 from trainer.loop import Run, evaluate_before, saved_where_interrupted, train
+from trainer.ranks import on_first_rank
 from trainer.recording import Recorder
 from trainer.resume import Checkpointer
 from trainer.sampling import SharedSampler
@@ -187,6 +188,7 @@ def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
     except (*INTERRUPTIONS, ArithmeticError) as error:
         ended = f"{type(error).__name__}: {error}"
     if learner.is_first_rank:
+        remote.close()  # left to the garbage collector, its context may wait for ever for a socket that goes after it
         run_folder._held.pop().close()  # the lock goes with the process, which here lives on
     dist.barrier()
     return {

@@ -219,7 +219,9 @@ def test_prepare_makes_the_folder_and_names_each_command_and_its_node(tmp_path, 
     assert found["# node 0 of the servers:"][1:] == ["-m", "launch", "serve", run, "--node", "0"]
     assert found["# node 1 of the servers:"][-1] == "1"
     assert found["# first node of the learner:"][1:] == ["-m", "launch", "sample", run]
-    learn = found["# every node of the learner (2), 2 processes on each:"]
+    learn, other = (found[f"# {where}:"] for where in
+                    ("first node of the learner, 2 processes", "each other node of the learner (1), 2 processes on each"))  # fmt: skip
+    assert [(a[-5:], b[-5:]) for a, b in zip(learn, other, strict=True) if a != b] == [("=true", "false")]  # is_host
     assert learn[1:3] == ["-m", "torch.distributed.run"]
     assert {"--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=first-node:29400"} <= set(learn)
     assert f"--rdzv-id={folder.path.name}" in learn and "--standalone" not in learn

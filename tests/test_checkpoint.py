@@ -2,8 +2,10 @@
 
 import json
 import resource
+import signal
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -117,6 +119,21 @@ def test_a_write_that_fails_leaves_the_previous_checkpoint(folder, tmp_path, lim
     assert make_engine(folder).load(checkpoint.latest_valid(tmp_path)) == {"position": 1}
     engine.save(tmp_path / "step_000002", {"position": 2})  # and it works again once there is room
     assert checkpoint.latest_valid(tmp_path).name == "step_000002"
+
+
+def test_sigterm_to_every_process_leaves_the_next_checkpoint_possible(folder, tmp_path):
+    """As Slurm sends it: a process that Megatron keeps between checkpoints would end, and the last one could not be written."""
+    engine = make_engine(folder)
+    engine.save(tmp_path / "step_000001", {})
+    helpers = psutil.Process().children(recursive=True)
+    assert helpers
+    for helper in helpers:
+        helper.send_signal(signal.SIGTERM)
+    ended, _ = psutil.wait_procs(helpers, timeout=1.0)
+    assert ended == []
+    engine.save(tmp_path / "step_000002", {})
+    assert checkpoint.latest_valid(tmp_path).name == "step_000002"
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_too_little_space_is_seen_before_writing(folder, tmp_path, monkeypatch):

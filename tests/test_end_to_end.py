@@ -263,7 +263,7 @@ def recorded_prompts(run: Path) -> list[list[int]]:
 def prompts_in_order(run: Path, count: int) -> list[list[int]]:
     """What a run of this config draws when nothing disturbs it."""
     config = load_config(run / "config.yaml", [])
-    train = load_task(config.task, tokenizer=load_tokenizer(config.model.path)).train
+    train = load_task(config.task, tokenizer=load_tokenizer(run.parent.parent / config.model.path)).train
     order = epoch_order(len(train), seed=config.seed, epoch=0)
     return [list(train[i].token_ids) for i in order[:count]]
 

@@ -1,5 +1,7 @@
 """Rounding to the INT8 grid against a slow loop, its properties, and which tensors of a model it touches."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from configs.schema.rollout import RolloutConfig
+from launch.roles import compare_engines
 from parallel.fake_quantization import GREATEST, MATRIX, rounded_to_int8, with_int8_matrices
 
 
@@ -67,3 +71,15 @@ def test_just_the_matrices_of_the_layers_are_rounded(kind):
     sent = list(with_int8_matrices(tensors))
     assert [name for name, _ in sent] == [name for name, _ in tensors]
     assert {name for (name, before), (_, after) in zip(tensors, sent, strict=True) if not torch.equal(before, after)} == linear
+
+
+@pytest.mark.parametrize(
+    ("quantization", "first_step", "sent"), [("none", 1, False), ("fp8", 1, False), ("fake_int8", 1, True), ("none", 7, True)]
+)
+def test_servers_get_rounded_weights_before_they_sample_a_first_time(quantization, first_step, sent):
+    """What they loaded from disk is not rounded; SGLang rounds to FP8 by itself."""
+    calls = []
+    sync = SimpleNamespace(restore=lambda: calls.append("restore"), probe=lambda temperature: calls.append("probe") or 0.0)
+    config = SimpleNamespace(rollout=RolloutConfig(quantization=quantization))
+    compare_engines(SimpleNamespace(config=config, first_step=first_step, weight_sync=sync, tracker=None))
+    assert calls == (["restore"] if sent else []) + ["probe"]

@@ -185,6 +185,21 @@ def test_each_side_is_a_step_on_its_node(tmp_path):
     assert "--standalone" in steps["learn-0"][1]
 
 
+@pytest.mark.parametrize(("asked", "gres"), [(None, "gpu:8"), (0, None), (10, "gpu:10")])
+def test_a_run_of_one_machine_has_its_steps_share_the_node(tmp_path, asked, gres):
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "m"}, "task": {"type": "countdown"}, "layout": {"tp": 2, "dp": 2}, "rollout": {"replicas": 2, "tp": 2},
+            "launch": {"slurm": {"gpus": asked}},
+        }
+    )  # fmt: skip
+    steps = steps_of(config, tmp_path, "n1")
+    assert set(steps) == {"learn-0", "sample", "serve"}
+    assert {options["nodelist"] for options, _ in steps.values()} == {"n1"}
+    assert all(steps[name][0].get("gres") == gres for name in ("learn-0", "serve")), "the servers take the GPUs after the learner's"
+    assert "--nproc-per-node=4" in steps["learn-0"][1]
+
+
 def test_the_first_nodes_are_the_learners_and_meet_at_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(supervision.socket, "gethostbyname", {"b": "127.0.0.2"}.get)
     steps = steps_of(config_with(learner=2, rollout=3, gpus=8, slurm={"container": "a#b"}), tmp_path, *"abcde")
@@ -347,12 +362,12 @@ def test_a_job_of_other_nodes_is_refused_for_good(stage):
     assert stage.asked() == [] and stage.steps() == []
 
 
-def test_a_run_without_nodes_is_refused_for_good(stage):
+def test_a_run_of_one_machine_is_refused_on_two_nodes(stage):
     config = config_with()
     stage.folder.config.write_text(resolved_yaml(config.model_copy(update={"launch": config.launch.model_copy(update={"nodes": None})})))
     code, output = stage.run()
     assert (code, stage.asked()) == (2, [])
-    assert "launch.nodes" in output
+    assert "takes one node, but job 17 has 2" in output
 
 
 def test_outside_a_job_it_says_what_it_is_for(monkeypatch):

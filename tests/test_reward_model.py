@@ -595,7 +595,7 @@ def sglang(tmp_path_factory):
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=server_environment(num_ranks=1, place=0, threads=1, cuda=False),
+            env=server_environment(share, place=0, threads=1, cuda=False),
             start_new_session=True,
         )
     with process:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -530,10 +531,13 @@ def test_each_node_of_a_replica_starts_its_own_part():
 
 def test_stand_ins_are_on_the_path_of_cpu_servers_alone(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    on_cpu = server_environment(num_ranks=2, place=0, threads=1, cuda=False)
-    on_cuda = server_environment(num_ranks=2, place=0, threads=1, cuda=True)
+    (share,) = on_one_machine(1, 2)
+    on_cpu = server_environment(share, place=0, threads=1, cuda=False)
+    on_cuda = server_environment(share, place=0, threads=1, cuda=True)
     assert on_cpu["PYTHONPATH"] == f"{ROOT / 'rollout' / 'cpu_stand_ins'}:/mine"
     assert on_cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    first_of_two = replace(share, num_nodes=2, num_ranks=1)
+    assert server_environment(first_of_two, place=0, threads=1, cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 0
     assert on_cuda["PYTHONPATH"] == "/mine"
     assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & on_cuda.keys() - os.environ.keys()
 

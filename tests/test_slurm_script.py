@@ -201,7 +201,6 @@ def test_a_run_folder_of_an_array_has_a_name_that_slurm_and_file_systems_know(va
         (config_with(time="00:04:00", notice_s=180), "use a longer time, or a shorter notice"),
         (config_with(options=["--nodes=3"]), "--nodes is decided by launch.nodes"),
         (config_with(options=["--time=1"]), "--time is decided by launch.slurm.time"),
-        (config_with({"rollout": 2}), "rollout.tp: 1 cannot be spread evenly"),
     ],
 )
 def test_what_cannot_work_is_named_with_a_fix(config, says):
@@ -306,7 +305,8 @@ def nothing_written(config_file: Path) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["launch.nodes=null"], "set launch.nodes.learner and .rollout, or use `tandem train`"),
+        (["launch.slurm.gpus=2"], "launch.slurm.gpus=2 is of a run on one node; with launch.nodes set launch.nodes.gpus_per_node"),
+        (["launch.nodes=null", "launch.slurm.gpus=1"], "launch.slurm.gpus=1, but learner (layout) and servers (rollout) take 2"),
         (["launch.slurm.time=3h"], "write hours:minutes:seconds"),
         (["launch.slurm.partition='a b'"], "launch.slurm.partition"),
         (["--array", "seed=0,x"], "seed"),

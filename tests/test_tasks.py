@@ -10,11 +10,13 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask
 from rollout.rewards import countdown_reward
 from rollout.rewards.arithmetic import evaluate
-from rollout.tasks import check_task_files, generate_sft_examples, load_task, read_pairs
+from rollout.tasks import check_task_files, files, generate_sft_examples, load_task, read_pairs
 from rollout.tasks import countdown as cd
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
@@ -358,6 +360,25 @@ def test_missing_empty_unknown_and_broken_files(tmp_path, tokenizer):
         load_task(gsm8k(write_lines(tmp_path / "c.csv", "a,b")), tokenizer=tokenizer)
     with pytest.raises(ValueError, match="cannot be read as parquet"):
         load_task(gsm8k(write_lines(tmp_path / "d.parquet", "PAR")), tokenizer=tokenizer)
+
+
+nested = st.recursive(
+    st.none() | st.integers(-9, 9) | st.text("ab", max_size=2),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(rows=st.lists(st.dictionaries(st.sampled_from("abc"), nested, max_size=3), max_size=5), start=st.integers(0, 4))
+def test_parquet_values_are_those_of_pyarrow(rows, start):
+    """Also of a slice, whose columns keep the rows before it."""
+    try:
+        array = pyarrow.array(rows, type=None if rows else pyarrow.struct([("a", pyarrow.string())]))
+    except (pyarrow.ArrowException, TypeError):
+        assume(False)  # rows of several types, which no parquet file holds
+    assert files._values(array[start:]) == array[start:].to_pylist()
+    assert files._values(array) == array.to_pylist()
 
 
 def test_parquet_rows_are_named(tmp_path, tokenizer):

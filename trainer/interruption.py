@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch.distributed as dist
-
 from rollout.client import RolloutError
 
 T = TypeVar("T")
@@ -20,21 +18,6 @@ class StopRequested(Exception):
 
 
 INTERRUPTIONS = (StopRequested, RolloutError)
-
-
-def on_first_rank(ask: Callable[[], T] | None) -> T | None:
-    """What ``ask`` gives on rank 0; None on the others, whose ``ask`` is None. A collective: all ranks raise what interrupted rank 0."""
-    answer, interruption = None, None
-    if ask is not None:
-        try:
-            answer = ask()
-        except INTERRUPTIONS as error:
-            interruption = error
-    shared = [interruption]
-    dist.broadcast_object_list(shared, src=0)
-    if shared[0] is not None:
-        raise shared[0]
-    return answer
 
 
 @dataclass(slots=True)

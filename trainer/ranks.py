@@ -1,12 +1,16 @@
-"""Small sums over data-parallel ranks: what the mathematics needs to know of the whole step, as functions that it is handed."""
+"""What ranks tell each other: small sums over data-parallel ranks, as functions that the mathematics is handed, and rank 0's answers."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel import platform
+from trainer.interruption import INTERRUPTIONS
+
+T = TypeVar("T")
 
 Total = Callable[[Tensor], Tensor]
 """Sums a small float64 tensor over all ranks, the same on each of them. ``alone`` where one rank holds everything."""
@@ -29,3 +33,18 @@ def total_over(group: dist.ProcessGroup | None) -> Total:
         return torch.stack(everyone).sum(0).to(sums.device)
 
     return total
+
+
+def on_first_rank(ask: Callable[[], T] | None) -> T | None:
+    """What ``ask`` gives on rank 0; None on the others, whose ``ask`` is None. A collective: all ranks raise what interrupted rank 0."""
+    answer, interruption = None, None
+    if ask is not None:
+        try:
+            answer = ask()
+        except INTERRUPTIONS as error:
+            interruption = error
+    shared = [interruption]
+    dist.broadcast_object_list(shared, src=0)
+    if shared[0] is not None:
+        raise shared[0]
+    return answer

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from rollout.records import Group
 from rollout.remote_sampler import RemoteSampler
 from rollout.sampler import EvaluationResult, SamplingStats
-from trainer.interruption import StopRequested, on_first_rank
+from trainer.interruption import StopRequested
+from trainer.ranks import on_first_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from enum import Enum, auto
 
 from rollout.sglang_control import SGLangControl
-from trainer.interruption import Postponed, on_first_rank
+from trainer.interruption import Postponed
 from trainer.learner import Learner
+from trainer.ranks import on_first_rank
 
 CACHE, WEIGHTS = "kv_cache", "weights"
 

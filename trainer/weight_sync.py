@@ -46,8 +46,8 @@ from rollout.client import RolloutError
 from rollout.connections import PEER_TIMEOUT_S
 from rollout.records import Completion
 from rollout.sglang_control import ExpectedChecksums, Pending, Served, SGLangControl
-from trainer.interruption import on_first_rank
 from trainer.learner import Learner
+from trainer.ranks import on_first_rank
 from trainer.turns import OwnDevices
 
 EXACT_TOLERANCE = 1e-4

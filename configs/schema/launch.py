@@ -56,6 +56,8 @@ class SlurmConfig(Schema):
     partition: OneWord | None = None
     account: OneWord | None = None
     qos: OneWord | None = None
+    gpus: NonNegativeInt | None = None
+    """Of the one node of a run without ``launch.nodes``; 0 for a node without GPUs. None: one for each process of learner and servers."""
     cpus_per_node: PositiveInt | None = None
     memory_per_node: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$")
     container: str | None = Field(default=None, pattern=r"^\S+$")

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from rollout.tasks.task import LazyPrompts, Problem, Task
 from rollout.tokenization import encode_prompt
 
 if TYPE_CHECKING:
+    import pyarrow
     from transformers import PreTrainedTokenizerBase
 
 LINE_SUFFIXES = (".jsonl", ".ndjson")
@@ -64,18 +67,23 @@ def _load(
 
 def _problems(path: Path, task: str, fields: tuple[str, str], to_reference: Callable[[str], str]) -> list[Problem]:
     problems, seen = [], Counter()
+    digests: dict[tuple[str, str], str] = {}  # public files hold the same problem a hundred times: it is hashed, and kept, once
     for where, text, answer in _read_fields(path, *fields):
         try:
             reference = to_reference(answer)
         except ValueError as error:
             raise ValueError(f"{where}: field `{fields[1]}` {error}") from error
-        content = hashlib.md5(json.dumps([text, reference]).encode(), usedforsecurity=False).hexdigest()[:16]
+        content = digests.get((text, reference)) or digests.setdefault((text, reference), _digest(text, reference))
         seen[content] += 1
         repeat = f"#{seen[content]}" if seen[content] > 1 else ""  # the same problem twice in a file is two prompts
-        problems.append(Problem(prompt_id=f"{task}:{content}{repeat}", text=text, reference=reference))
+        problems.append(Problem(prompt_id=f"{task}:{content}{repeat}", text=sys.intern(text), reference=reference))
     if not problems:
         raise ValueError(f"{path} holds no problems; write one per line, with the fields {' and '.join(f'`{f}`' for f in fields)}")
     return problems
+
+
+def _digest(text: str, reference: str) -> str:
+    return hashlib.md5(json.dumps([text, reference]).encode(), usedforsecurity=False).hexdigest()[:16]
 
 
 def check_task_files(config: Gsm8kTask | JsonlTask) -> None:
@@ -185,6 +193,24 @@ def _read_parquet(path: Path) -> Iterator[Record]:
         raise ValueError(f"{path} cannot be read as parquet: {error}; write the file again") from error
     first = 1
     for batch in table.to_batches(max_chunksize=4096):
-        for number, record in enumerate(batch.to_pylist(), start=first):
+        for number, record in enumerate(_values(batch.to_struct_array()), start=first):
             yield f"{path}:row {number}", record
         first += len(batch)
+
+
+def _values(array: "pyarrow.Array") -> list:
+    """``array.to_pylist()``, several times faster for objects and lists of them: column by column, not value by value."""
+    from pyarrow import types
+
+    if types.is_struct(array.type):
+        columns = [_values(column) for column in array.flatten()]
+        names = [field.name for field in array.type]
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)] if columns else [{} for _ in array]
+    elif types.is_list(array.type) and types.is_struct(array.type.value_type):
+        inner, lengths = iter(_values(array.flatten())), array.value_lengths().to_pylist()
+        rows = [list(islice(inner, length or 0)) for length in lengths]
+    else:
+        return array.to_pylist()
+    if array.null_count == 0:
+        return rows
+    return [row if valid else None for row, valid in zip(rows, array.is_valid().to_pylist(), strict=True)]
