@@ -10,7 +10,8 @@
     weight_sync.publish   pause, broadcast, verify, resume
 
 Synchronous: every token of a step is sampled by the weights that the step starts from. All ranks run this page; what is
-only for one of them (asking, tracking, writing) does nothing on the others.
+only for one of them (asking, tracking, writing) does nothing on the others. Where learner and servers share devices they take turns
+(``trainer/turns.py``).
 
 A run is interrupted (a request to stop, a failure of the rollout side) on all ranks together, and between two steps. While groups
 are waited for, nothing has moved: the step is dropped. Once its weights have moved, the step is done, whether or not the servers took

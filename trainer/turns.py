@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 
+import torch.distributed as dist
+
+from parallel import platform
 from rollout.sglang_control import SGLangControl
 from trainer.interruption import Postponed
 from trainer.learner import Learner
@@ -76,6 +79,8 @@ class SharedDevices(OwnDevices):
         if self._turn is _Turn.SERVERS:
             self._bring_learner(CACHE)
         elif self._turn is _Turn.LEARNERS:
+            platform.return_free_memory()  # the update's activations are gone, but torch keeps their place
+            dist.barrier()
             self._ask(lambda control: control.resume_memory([WEIGHTS]))
         self._turn = _Turn.BOTH
 
