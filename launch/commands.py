@@ -19,7 +19,6 @@ from launch.checks import EVALUATION, TRAINING, WARM_START, BadInput
 from launch.dry_run import print_dry_run
 from launch.placement import serve_roles
 from launch.run_folder import RunFolder
-from launch.slurm_script import NOT_COLOCATED
 from launch.supervisor import Role, RoleFailed, Supervisor
 from parallel.layout import read_hf_config, validate_rollout_layout
 
@@ -40,8 +39,6 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu
     _refuse_other_machines(gpu_memory)
     instead = "use `tandem slurm`, `tandem prepare`, or remove it"
     config = checks.load(config_path, overrides, RunConfig, runs=TRAINING, instead_of_nodes=instead)
-    if config.launch.placement == "colocated":
-        raise BadInput(f"{config_path}: {NOT_COLOCATED}")
     folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
     with Supervisor(grace_s=config.launch.stop_grace_s, ending=stopping.ending(folder)) as supervisor:

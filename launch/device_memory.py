@@ -4,7 +4,6 @@ Figures are those of ``parallel/memory.py``, for micro-batches filled up to the 
 than ``USABLE_SHARE`` of a GPU is only called tight, since what is not itemised there is not known.
 """
 
-import math
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -191,19 +190,14 @@ def _of_server(config: RunConfig, device: Device, server: memory.RolloutMemory) 
 
 
 def _of_shared_gpu(config: RunConfig, device: Device, need: Need) -> Iterator[Finding]:
-    """While the servers sample, the learner's weights, gradients and optimizer stay beside what SGLang takes when it starts."""
-    kept, size = need.learner.lasting, memory.size_text
-    static = device.bytes - need.server.reserved
-    if kept + static <= device.bytes:
+    """While weights are sent, both models are there; otherwise the GPU is the learner's or the servers' alone."""
+    learner, size = need.learner.lasting + need.learner.transfer, memory.size_text
+    if learner + need.server.weights <= device.bytes:
         return
-    least = need.server.weights + (config.rollout.max_new_tokens + 1) * need.server.kv_bytes_per_token
-    share = math.floor(100 * (memory.USABLE_SHARE * device.bytes - kept) / device.bytes) / 100
-    can = share * device.bytes >= least
-    fix = f"set rollout.server_args.mem_fraction_static={share}" if can else "set launch.placement=separate, or split both models further"
     yield (
         "launch.placement",
-        f"launch.placement=colocated: a learner rank keeps {size(kept)} while the servers sample, beside the {size(static)} of weights and "
-        f"cache that SGLang takes of each GPU (rollout.server_args: mem_fraction_static), more than the {device.text}; {fix}",
+        f"launch.placement=colocated: while weights are sent a learner rank holds {size(learner)}, beside {size(need.server.weights)} of "
+        f"weights of a server rank, more than the {device.text}; set launch.placement=separate, or split both models further",
     )
 
 

@@ -69,6 +69,7 @@ def serve(folder: RunFolder, node: int = 0) -> None:
         host=host,
         meeting_points=_meeting_points(folder, config, shares, host),
         fp32_lm_head=config.model.fp32_lm_head,
+        lends_memory=config.launch.placement == "colocated",
     )
     try:
         fleet.start()
@@ -150,6 +151,7 @@ def learn(folder: RunFolder) -> None:
                 evaluate_before(run)
                 train(run)
                 run.weight_sync.probe(run.config.rollout.temperature)  # of the last update, which nothing was sampled from
+                run.turns.learners()
             trained = time.perf_counter()
             run.learner.save_hf(folder.hf)
             if run.tracker is not None:
@@ -176,16 +178,20 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
     from trainer.resume import Checkpointer
     from trainer.sampling import SharedSampler
     from trainer.tracking import Tracker
+    from trainer.turns import OwnDevices, SharedDevices
     from trainer.weight_sync import WeightSync
 
     config: RunConfig = load_config(folder.config, [])
     init_distributed(timeout_s=config.launch.collective_timeout_s)
+    colocated = config.launch.placement == "colocated"
+    if colocated:
+        remote, control = _connect_and_make_room(folder, config)
     learner = Learner(config)
-    remote, control = None, None
-    if learner.is_first_rank:
-        remote, control = _connect(folder, config)
+    if not colocated:
+        remote, control = _connect(folder, config) if learner.is_first_rank else (None, None)
+    turns = SharedDevices(learner, control) if colocated else OwnDevices()
     sampler = SharedSampler(remote, stop_requested)
-    checkpointer = Checkpointer(folder.checkpoints, config.checkpoint)
+    checkpointer = Checkpointer(folder.checkpoints, config.checkpoint, turns)
     progress = checkpointer.restore(learner, sampler)
     resumed_from = progress.step if progress else None
     recorder = Recorder(folder.batches, config.record_batches, config.correction)
@@ -196,7 +202,8 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
         control,
         rollout_dtype=config.rollout.dtype,
         tensor_parallel=config.rollout.tp,
-        backend=collective_backend(),
+        # NCCL refuses two ranks of a group on one GPU; gloo takes a GPU's tensors through host memory. Not run on GPUs by this project.
+        backend="gloo" if colocated else collective_backend(),
         temperature=config.rollout.temperature,
         probe_prompt=PROBE_PROMPT,
         probe_tokens=PROBE_TOKENS,
@@ -205,6 +212,7 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
         address=own_address(config.launch.nodes),
         quantization=config.rollout.quantization,
         peer_timeout_s=config.launch.peer_timeout_s,
+        turns=turns,
     )
     return Run(
         config=config,
@@ -215,14 +223,16 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
         recorder=recorder,
         # Last: once it is open, whoever fails has to close it.
         tracker=Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None,
+        turns=turns,
         first_step=1 if resumed_from is None else resumed_from + 1,
         evaluation_owed=progress is not None and progress.evaluation_owed,
     )
 
 
 def compare_engines(run: "Run") -> None:
-    """Before the first step: the servers get the weights of a resumed run, or rounded ones, and must then give the learner's log-probs."""
-    if run.first_step > 1 or run.config.rollout.quantization == "fake_int8":
+    """Before the first step: the servers get the weights of a resumed run, or rounded ones, or where they lent their memory to the learner;
+    then they must give the learner's log-probs."""
+    if run.first_step > 1 or run.config.rollout.quantization == "fake_int8" or run.turns.are_shared:
         run.weight_sync.restore()
     gap = run.weight_sync.probe(START_PROBE_TEMPERATURE)
     if run.tracker is not None:
@@ -250,6 +260,18 @@ def _connect(folder: RunFolder, config: RunConfig):
     limits = {"timeout_s": _patience_s(config), "peer_timeout_s": config.launch.peer_timeout_s}
     remote = RemoteSampler(address, **limits)
     control = SGLangControl(urls, tensor_parallel=config.rollout.tp, **limits)
+    return remote, control
+
+
+def _connect_and_make_room(folder: RunFolder, config: RunConfig):
+    """The same before there is a learner, which shares the servers' devices: they have given their memory back at return, on all ranks."""
+    import torch.distributed as dist
+
+    from trainer.ranks import on_first_rank
+    from trainer.turns import CACHE, WEIGHTS, make_room
+
+    remote, control = _connect(folder, config) if dist.get_rank() == 0 else (None, None)
+    on_first_rank(control and (lambda: make_room(control, CACHE, WEIGHTS)))
     return remote, control
 
 

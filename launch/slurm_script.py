@@ -50,12 +50,6 @@ DECIDED = {
 """Options of sbatch that the config's own fields or the design decide, and by what."""
 
 
-NOT_COLOCATED = (
-    "launch.placement=colocated is planned for (--dry-run counts it), but learner and servers cannot take turns on a GPU yet; set "
-    "launch.placement=separate"
-)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """Where a script's runs and logs are, as text of the script (``run``) and as Slurm's file pattern (``log``)."""
@@ -104,8 +98,6 @@ def element_name(name: str, overrides: Sequence[str]) -> str:
 def check(config: RunConfig) -> list[str]:
     """What keeps this config, which is sound (``checks.load``), from being a Slurm job, each in a sentence with the fix."""
     slurm, problems = config.launch.slurm, check_gpus_of_job(config)
-    if config.launch.placement == "colocated":
-        problems.append(NOT_COLOCATED)
     for option in slurm.options:
         name = option.removeprefix("--").split("=")[0]
         if name in DECIDED:

@@ -30,6 +30,7 @@ from parallel.hf_files import HuggingFaceWeights
 from parallel.layout import Architecture, read_architecture, read_hf_config, validate_layout
 from parallel.megatron_groups import groups_of_this_process, join_groups
 from parallel.megatron_model import LogprobGPTModel, PackedGPTModel, ValueGPTModel, build_model, build_value_model
+from parallel.megatron_offload import Offloaded
 from parallel.megatron_optimizer import LEAST_LOSS_SCALE, build_optimizer, build_scheduler
 from parallel.packing import PackedBatch
 
@@ -108,7 +109,8 @@ class _Engine:
         self.chunks = [build(model.path, hf_config, vp_stage=s) for s in (range(layout.vpp) if layout.vpp > 1 else [None])]
         self._microbatch_multiple = layout.microbatch_multiple
         hf_conversion.load_hf(self.chunks, model.path)
-        self._optimizer_config = optimizer
+        self._optimizer_config, self._optimizer = optimizer, None
+        self._offloaded: Offloaded | None = None
         if optimizer is None:
             self._trained = []
             for chunk in self.chunks:
@@ -138,6 +140,17 @@ class _Engine:
     @property
     def is_frozen(self) -> bool:
         return self._optimizer_config is None
+
+    def offload(self) -> None:
+        """Weights and optimizer state to host memory; until ``restore`` the engine can do nothing else. No collective."""
+        if self._offloaded is None:
+            self._offloaded = Offloaded(self.chunks, self._trained, self._optimizer)
+
+    def restore(self) -> None:
+        """Back on the device, bitwise as they were."""
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
 
     @torch.no_grad()
     def _score(self, microbatches: Sequence[PackedBatch], forward: _Forward, num_results: int) -> list[tuple[Tensor, ...]]:

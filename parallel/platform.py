@@ -55,6 +55,12 @@ def set_threads(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
 
 
+def return_free_memory() -> None:
+    """What torch keeps of the device's memory without using it goes back to the device, for other processes."""
+    if has_cuda():
+        torch.cuda.empty_cache()
+
+
 def synchronize() -> None:
     """Wait until the device has done all it was given; on CPU nothing is outstanding."""
     if has_cuda():

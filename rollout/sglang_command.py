@@ -49,6 +49,7 @@ OWNED_FLAGS = frozenset(
         "quantization",
         "load-format",
         "rl-quant-profile",
+        "enable-memory-saver",
     }
 )
 """Flags that the schema's own fields or the design decide; ``server_args`` may not override them."""
@@ -75,11 +76,13 @@ def server_command(
     host: str = LOOPBACK,
     meeting_point: str | None = None,
     fp32_lm_head: bool = False,
+    lends_memory: bool = False,
 ) -> list[str]:
     """The command line of one replica, or of one node's share of it.
 
     Args:
         host: this node's address. meeting_point: HOST:PORT of the replica's first node, for one that takes several nodes.
+        lends_memory: the replica can be asked to give its GPUs' memory back for a while.
     """
     flags: dict[str, str | int | float | bool] = {
         "model-path": str(model_path),
@@ -105,6 +108,8 @@ def server_command(
         flags["max-total-tokens"] = config.max_total_tokens
     if cuda:
         flags["base-gpu-id"] = share.first_gpu
+        if lends_memory:
+            flags["enable-memory-saver"] = True
     else:
         flags |= {"device": "cpu", "skip-server-warmup": True}  # nothing is compiled on first use, and wait_healthy generates a token
     flags |= {name.replace("_", "-"): value for name, value in config.server_args.items()}

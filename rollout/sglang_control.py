@@ -14,6 +14,8 @@ One update, in order; what is indented runs in the servers and in the caller at 
     resume()
     probe(...)                                after resume: a paused server does not generate
 
+Paused servers also lend their device's memory (``release_memory``), and take it back before they are resumed.
+
 Every server serves its requests in the order of the calls, and one after the other (``ControlLine``): what is not waited for is done first.
 
 Not its concern: the caller's end of the broadcast, and what the weights are.
@@ -207,6 +209,17 @@ class SGLangControl:
 
     def resume(self) -> None:
         self._post_all("resume", "/continue_generation", {})
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """Give the device's memory of ``tags`` back, ``kv_cache`` or ``weights``, and what is in it up. The servers must be paused.
+
+        On CPU, where SGLang has no such memory, it only empties the cache.
+        """
+        self._post_all(f"release the memory of {' and '.join(tags)}", "/release_memory_occupation", {"tags": list(tags)})
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take it again, at the same addresses; it holds anything: weights are to be sent before, and the cache is empty."""
+        self._post_all(f"take the memory of {' and '.join(tags)}", "/resume_memory_occupation", {"tags": list(tags)})
 
     def versions(self) -> list[int]:
         """What each replica calls its weights.

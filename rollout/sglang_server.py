@@ -69,13 +69,14 @@ class ServerFleet:
         host: str = LOOPBACK,
         meeting_points: Mapping[int, str] | None = None,
         fp32_lm_head: bool = False,
+        lends_memory: bool = False,
         stop_grace_s: float = STOP_GRACE_S,
     ) -> None:
         """
         Args:
             shares: what runs on this node; None: every replica, from the first GPU on. host: this node's address, where they listen.
             meeting_points: of each replica that takes several nodes, where its ranks meet, HOST:PORT on its first node.
-            fp32_lm_head: the output projection runs in float32.
+            fp32_lm_head: the output projection runs in float32. lends_memory: see ``server_command``.
 
         Raises:
             ValueError: ``server_args`` holds a flag that another field decides, or the config needs kernels that CPU lacks.
@@ -90,7 +91,7 @@ class ServerFleet:
         self._threads = threads
         self._cuda = cuda
         self._seed = seed
-        self._fp32_lm_head = fp32_lm_head
+        self._fp32_lm_head, self._lends_memory = fp32_lm_head, lends_memory
         self._stop_grace_s = stop_grace_s
         self._replicas: list[_Replica] = []
 
@@ -134,6 +135,7 @@ class ServerFleet:
             host=self._host,
             meeting_point=self._meeting_points.get(share.replica),
             fp32_lm_head=self._fp32_lm_head,
+            lends_memory=self._lends_memory,
         )
         part = f".{share.node_rank}" if share.node_rank else ""
         log_file = self._log_dir / f"sglang-{share.replica}{part}.log"

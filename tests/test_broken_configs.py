@@ -265,9 +265,9 @@ TABLE = {
         fix="use a larger rollout.tp",
     ),
     "too large for both on one GPU": Broken(
-        options="--dry-run --gpu-memory 80 model.path=7b model.dtype=bfloat16 layout.tp=4 layout.dp=2 rollout.tp=4 "
+        options="--dry-run --gpu-memory 44 model.path=7b model.dtype=bfloat16 layout.tp=2 layout.dp=4 rollout.tp=1 "
         "launch.placement=colocated learner.recompute=full", field="launch.placement", value="colocated",
-        error="keeps 2", fix="set rollout.server_args.mem_fraction_static=0.",
+        error="beside 14.2 GiB", fix="set launch.placement=separate",
     ),
     "too large for this machine": Broken(
         options="--dry-run model.path=235b", field="layout.dp", value="1 (command line)", error="the processes need", fix="--gpu-memory GIB"

@@ -224,19 +224,17 @@ def test_the_fix_for_a_learner_that_does_not_fit_fits(folder):
     assert offered >= 2
 
 
-def test_the_share_for_servers_beside_a_learner_leaves_room_for_both(folder):
-    overrides = ["model.path=7b", "model.dtype=bfloat16", "layout.tp=4", "layout.dp=2", "rollout.tp=4", "launch.placement=colocated"]
-    offered = 0
-    for gib in range(40, 201, 20):
-        found = [said for field, said in memory_problems(config(*overrides), gpu(gib), checks.TRAINING) if field == "launch.placement"]
-        for share in re.findall(r"; set rollout\.server_args\.(mem_fraction_static=\S+)", "\n".join(found)):
-            offered += 1
-            fixed = config(*overrides, f"rollout.server_args.{share}")
-            left = [field for field, _ in memory_problems(fixed, gpu(gib), checks.TRAINING)]
-            assert "launch.placement" not in left and "rollout.tp" not in left
-            need = need_of(fixed, gpu(gib), checks.TRAINING)
-            assert need.learner.lasting + need.server.weights + need.server.kv_cache <= gib * GIB
-    assert offered >= 4
+def test_learner_and_servers_take_turns_on_a_gpu_that_has_room_for_both_models(folder):
+    overrides = ["model.path=7b", "model.dtype=bfloat16", "layout.tp=2", "layout.dp=4", "learner.recompute=full"]
+    overrides += ["launch.placement=colocated"]
+    refused = []
+    for gib in range(40, 61, 2):
+        need = need_of(config(*overrides), gpu(gib), checks.TRAINING)
+        both = need.learner.lasting + need.learner.transfer + need.server.weights
+        found = [field for field, _ in memory_problems(config(*overrides), gpu(gib), checks.TRAINING)]
+        assert found == (["launch.placement"] if both > gib * GIB else [])
+        refused.append(bool(found))
+    assert refused == sorted(refused, reverse=True) and set(refused) == {True, False}
 
 
 def test_the_smallest_gpu_counts_and_none_is_no_error(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import RunConfig
-from parallel.megatron_engine import MegatronEngine, UpdateResult
+from parallel.megatron_engine import MegatronEngine, UpdateResult, ValueEngine
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group
 from trainer.critic import Critic, CriticUpdate
@@ -77,6 +77,20 @@ class Learner:
     @property
     def is_first_rank(self) -> bool:
         return self.groups.rank == 0
+
+    def offload(self) -> None:
+        """All models to host memory; until ``restore`` nothing else may be asked. All ranks are done at return."""
+        for engine in self._engines:
+            engine.offload()
+        dist.barrier()
+
+    def restore(self) -> None:
+        for engine in self._engines:
+            engine.restore()
+
+    @property
+    def _engines(self) -> list[MegatronEngine | ValueEngine]:
+        return [engine for engine in (self.engine, self._reference, self.critic and self.critic.engine) if engine is not None]
 
     def receive(self, groups: Sequence[Group] | None) -> StepBatch:
         """Rank 0 has the groups, the others pass None; each gets its balanced share and the scalars of the whole step."""

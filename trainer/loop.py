@@ -10,7 +10,8 @@
     weight_sync.publish   pause, broadcast, verify, resume
 
 Synchronous: every token of a step is sampled by the weights that the step starts from. All ranks run this page; what is
-only for one of them (asking, tracking, writing) does nothing on the others.
+only for one of them (asking, tracking, writing) does nothing on the others. Where learner and servers share devices they take turns
+(``trainer/turns.py``).
 
 A run is interrupted (a request to stop, a failure of the rollout side) on all ranks together, and between two steps. While groups
 are waited for, nothing has moved: the step is dropped. Once its weights have moved, the step is done, whether or not the servers took
@@ -19,7 +20,7 @@ them: it is recorded, without its evaluation where that did not come about (a re
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from configs.schema import RunConfig
@@ -33,6 +34,7 @@ from trainer.resume import Checkpointer
 from trainer.sampling import SharedSampler
 from trainer.step_metrics import evaluation_metrics, step_metrics
 from trainer.tracking import Tracker
+from trainer.turns import OwnDevices
 from trainer.weight_sync import WeightSync
 
 
@@ -61,6 +63,7 @@ class Run:
     recorder: Recorder
     tracker: Tracker | None
     """None on all ranks but the first."""
+    turns: OwnDevices = field(default_factory=OwnDevices)
     first_step: int = 1
     evaluation_owed: bool = False
     """Of the step before the first."""
@@ -77,6 +80,7 @@ def train(run: Run) -> None:
                 sampled = sampler.next_groups(rollout.prompts_per_step, newest=learner.version, max_staleness=rollout.max_staleness)
                 batch = learner.receive(sampled.groups)
             with clock.time("logprobs"):
+                run.turns.learners()
                 batch = learner.score(batch, before_update=trains_policy)
             correction = correct(batch.packed, config.correction, learner.total)
             penalty_T, kl_metrics = learner.kl_in_reward.penalty(batch.packed, num_samples=len(batch.rewards_S), total=learner.total)
@@ -123,7 +127,8 @@ def saved_where_interrupted(run: Run) -> Iterator[None]:
     try:
         yield
     except INTERRUPTIONS:
-        run.checkpointer.save_last(run.learner, run.sampler)
+        with suppress(*INTERRUPTIONS):  # of servers which were to make room for it and are gone
+            run.checkpointer.save_last(run.learner, run.sampler)
         raise
 
 

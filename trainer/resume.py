@@ -9,6 +9,7 @@ from configs.schema.learner import CheckpointConfig
 from parallel.checkpoint import latest_valid, prune, remove, step_folder, valid_checkpoints
 from trainer.learner import Learner
 from trainer.sampling import SharedSampler
+from trainer.turns import OwnDevices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +31,8 @@ class Checkpointer:
     A critic's checkpoints lie in ``folder/critic``, each written before the policy's of the same step: a policy's that is complete has one.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig):
+    def __init__(self, folder: Path, config: CheckpointConfig, turns: OwnDevices | None = None):
+        self._turns = turns or OwnDevices()
         self._folder, self._critic_folder, self._config = folder, folder / "critic", config
         self.complete, self._saved = 0, 0
         self._evaluation_owed = False
@@ -57,17 +59,21 @@ class Checkpointer:
             evaluation_owed=self._evaluation_owed,
         )
         target = step_folder(self._folder, step)
-        if learner.critic is not None:
-            learner.critic.engine.save(step_folder(self._critic_folder, step), {"step": step})
-        learner.engine.save(target, asdict(progress))
-        if learner.is_first_rank:
-            prune(self._folder, keep=self._config.keep)
-            kept = {folder.name for folder in valid_checkpoints(self._folder)}
-            for folder in valid_checkpoints(self._critic_folder):
-                if folder.name not in kept:
-                    remove(folder)
-        self._saved = step
+        with self._turns.learner_there():
+            if learner.critic is not None:
+                learner.critic.engine.save(step_folder(self._critic_folder, step), {"step": step})
+            learner.engine.save(target, asdict(progress))
+            self._saved = step
+            if learner.is_first_rank:
+                self._prune()
         return target
+
+    def _prune(self) -> None:
+        prune(self._folder, keep=self._config.keep)
+        kept = {folder.name for folder in valid_checkpoints(self._folder)}
+        for folder in valid_checkpoints(self._critic_folder):
+            if folder.name not in kept:
+                remove(folder)
 
     def restore(self, learner: Learner, sampler: SharedSampler) -> Progress | None:
         """Load the newest valid checkpoint; None where there is none. Raises CheckpointError where a critic's is missing."""

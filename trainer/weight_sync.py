@@ -40,6 +40,7 @@ from torch import Tensor
 from configs.schema.rollout import Quantization
 from parallel.fake_quantization import with_int8_matrices
 from parallel.megatron_groups import Groups
+from parallel.platform import has_cuda
 from parallel.weight_transfer import Bucket, Buffers, UnderWay, WeightBroadcaster, make_buckets
 from rollout.client import RolloutError
 from rollout.connections import PEER_TIMEOUT_S
@@ -47,6 +48,7 @@ from rollout.records import Completion
 from rollout.sglang_control import ExpectedChecksums, Pending, Served, SGLangControl
 from trainer.learner import Learner
 from trainer.ranks import on_first_rank
+from trainer.turns import OwnDevices
 
 EXACT_TOLERANCE = 1e-4
 """What a float32 learner and a float32 server may differ by: nats on a probe token, probability on any sampled token."""
@@ -100,17 +102,19 @@ class WeightSync:
         address: str = "127.0.0.1",
         quantization: Quantization = "none",
         peer_timeout_s: float = PEER_TIMEOUT_S,
+        turns: OwnDevices | None = None,
     ):
         """quantization: ``fake_int8`` rounds what is sent; see ``RolloutConfig``.
         samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it. address: of this rank's host, where
-        the servers reach it if it is a sender."""
+        the servers reach it if it is a sender. turns: None where the servers have devices of their own."""
         self._learner, self._control = learner, control
+        self._turns = turns or OwnDevices()
         self._dtype = getattr(torch, rollout_dtype)
         self._exact = rollout_dtype == "float32" and learner.engine.dtype == torch.float32 and quantization == "none"
         self._rounds = quantization == "fake_int8"
         self._temperature, self._probe_prompt, self._probe_tokens = temperature, probe_prompt, probe_tokens
         # SGLang's checksum is SHA-256 of its tensors only on CPU, and experts it arranges in its own way; there the probe stands alone.
-        self._checks_bytes = backend == "gloo" and learner.engine.architecture.experts is None
+        self._checks_bytes = not has_cuda() and learner.engine.architecture.experts is None
         self._tensor_parallel = tensor_parallel
         self._samples_are_probes = samples_are_probes and self._checks_bytes
         self._sender: StageSender | None = None
@@ -140,10 +144,12 @@ class WeightSync:
     def _send(self, version: int) -> SyncResult:
         started = time.perf_counter()
         groups = self._learner.groups
+        self._turns.both()
         opening = self._control.open_update() if self._control is not None else None
         of_stages: list[SentByRank] = [SentByRank()] * groups.pp_size
         dist.all_gather_object(of_stages, self._send_stage(version, opening), group=groups.pp_group)  # rank 0's pipeline: all senders
         on_first_rank(self._control and (lambda: self._finish(version, of_stages)))
+        self._turns.servers()
         gap = None if self._samples_are_probes else self.probe(self._temperature)
         total = sum(sent.bytes for sent in of_stages)
         return SyncResult(version=version, bytes=total, seconds=time.perf_counter() - started, max_logprob_gap=gap)
@@ -182,7 +188,8 @@ class WeightSync:
                 raise sent.failure
         expected = {name: digest for sent in of_stages for name, digest in sent.checksums.items()}
         self._check_served(version, expected, self._control.close_update(with_checksums=self._checks_bytes))
-        self._control.resume()
+        if not self._turns.are_shared:  # else it is not the servers' turn yet
+            self._control.resume()
 
     def _new_checksums(self) -> ExpectedChecksums:
         return ExpectedChecksums(tensor_parallel=self._tensor_parallel, kv_heads=self._learner.engine.architecture.num_kv_heads)
@@ -207,7 +214,8 @@ class WeightSync:
         answers: list[list[Completion] | None] = [on_first_rank(ask)]
         dist.broadcast_object_list(answers, src=0)
         completions = answers[0]
-        mine = self._learner.logprobs_of(self._probe_prompt, completions, temperature=temperature)
+        with self._turns.learner_there():
+            mine = self._learner.logprobs_of(self._probe_prompt, completions, temperature=temperature)
         theirs = [x for completion in completions for x in completion.rollout_logprobs]
         ours = [x for row in mine for x in row]
         # torch's maximum, unlike Python's, does not lose a NaN.
