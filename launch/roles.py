@@ -151,6 +151,8 @@ def learn(folder: RunFolder) -> None:
                 train(run)
                 run.weight_sync.probe(run.config.rollout.temperature)  # of the last update, which nothing was sampled from
             trained = time.perf_counter()
+            # From here on a request to stop is not heeded: what is left to do ends the run too.
+            run.checkpointer.save_before_export(run.learner, run.sampler)
             run.learner.save_hf(folder.hf)
             if run.tracker is not None:
                 write_summary(folder, seconds={"start_up": started - began, "training": trained - started})

@@ -46,6 +46,14 @@ class Checkpointer:
         if self._saved < self.complete:
             self.save(self.complete, learner, sampler)
 
+    def save_before_export(self, learner: Learner, sampler: SharedSampler) -> None:
+        """Before the trained model is written: whoever ends the run in the middle of a long export must not cost it its last steps.
+
+        A run that writes no checkpoints gets none, unless it was asked to stop: then its time to finish may run out.
+        """
+        if self._config.every or sampler.stop_requested():
+            self.save_last(learner, sampler)
+
     def save(self, step: int, learner: Learner, sampler: SharedSampler) -> Path:
         state: list = [sampler.state()]
         dist.broadcast_object_list(state, src=0)
