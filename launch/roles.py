@@ -48,16 +48,21 @@ IN_JOB = "TANDEM_JOB"
 
 def serve(folder: RunFolder, node: int = 0) -> None:
     """Start the SGLang servers of one node, announce them when they are healthy, watch them until SIGTERM; all are gone at return."""
+    config: RunConfig = load_config(folder.config, [])
+    shares = _shares_of(folder, config, node)
+    led = [f"replica-{share.replica}" for share in shares if share.node_rank == 0]
+    for replica in led:  # before the imports, which take long: their other nodes may be looking already
+        folder.forget(replica)
+
     import torch
 
     from rollout.sglang_server import ServerFleet
 
-    config: RunConfig = load_config(folder.config, [])
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: stop.set())
-    name, host, shares = serve_roles(config)[node], own_address(config.launch.nodes), _shares_of(folder, config, node)
+    name, host = serve_roles(config)[node], own_address(config.launch.nodes)
     fleet = ServerFleet(
         config.rollout,
         model_path=config.model.path,
@@ -79,7 +84,7 @@ def serve(folder: RunFolder, node: int = 0) -> None:
             fleet.poll()
     finally:
         fleet.stop()
-        for announced in (name, *(f"replica-{share.replica}" for share in shares if share.node_rank == 0)):
+        for announced in (name, *led):
             folder.withdraw(announced)
 
 
