@@ -35,6 +35,7 @@ from rollout.server_share import ServerShare
 
 if TYPE_CHECKING:
     from trainer.loop import Run
+    from trainer.recording import Recorder
 
 START_PROBE_TEMPERATURE = 0.7
 """Not 1: a server whose log-probs ignore the temperature would agree at 1."""
@@ -196,8 +197,8 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
     progress = checkpointer.restore(learner, sampler)
     resumed_from = progress.step if progress else None
     recorder = Recorder(folder.batches, config.record_batches, config.correction)
-    if resumed_from is not None and learner.is_first_rank:
-        recorder.forget_after(resumed_from)
+    if learner.is_first_rank:
+        _forget_lost_steps(folder, recorder, resumed_from)
     weight_sync = WeightSync(
         learner,
         control,
@@ -227,9 +228,18 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
     )
 
 
+def _forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int | None) -> None:
+    """What an earlier attempt has left of steps that are done again. No supervisor may have cleared the folder."""
+    recorder.forget_after(resumed_from or 0)
+    if resumed_from is None:
+        folder.put_metrics_aside()
+
+
 def compare_engines(run: "Run") -> None:
-    """Before the first step: the servers get the weights of a resumed run, or rounded ones, and must then give the learner's log-probs."""
-    if run.first_step > 1 or run.config.rollout.quantization == "fake_int8":
+    """Before the first step: the servers get the weights of a resumed run, or rounded ones, and must then give the learner's log-probs.
+
+    So do servers that have outlived the learner of an earlier attempt."""
+    if run.first_step > 1 or run.config.rollout.quantization == "fake_int8" or run.weight_sync.finds_other_version():
         run.weight_sync.restore()
     gap = run.weight_sync.probe(START_PROBE_TEMPERATURE)
     if run.tracker is not None:

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from configs.schema.launch import RecordEvery
 from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import KLConfig
+from launch import roles
+from launch.run_folder import RunFolder
 from parallel.checkpoint import CheckpointError, is_valid
 from tests.packed_batches import random_batch
 from tests.test_replay import recorded
@@ -49,7 +51,7 @@ class Saves:
 
 class Data:
     def __init__(self, *, stop: bool = False):
-        self.at, self._stop = None, stop
+        self.at, self._stop = "wherever it was left", stop
 
     def state(self):
         return {"position": 7}
@@ -88,6 +90,23 @@ def test_a_run_goes_on_from_policy_critic_data_and_coefficient(tmp_path):
     assert progress == Progress(step=6, version=5, sampler={"position": 7}, kl_coefficient=0.125)
     assert (again.version, data.at, again.kl_in_reward.coefficient) == (5, {"position": 7}, 0.125)
     assert again.critic.engine.loaded == [tmp_path / "critic" / "step_000006"]
+
+
+def test_without_a_checkpoint_the_data_begins_anew_and_what_the_lost_steps_left_is_put_aside(tmp_path):
+    """By the role's own hand: it may be started without a supervisor, beside a sample role that has gone on."""
+    folder, data = RunFolder(tmp_path), Data()
+    folder.batches.mkdir()
+    for step in (1, 2):
+        write_batch(batch_file(folder.batches, step), recorded())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    assert Checkpointer(folder.checkpoints, CheckpointConfig()).restore(learner(critic=False), data) is None
+    assert data.at is None
+    recorder = Recorder(folder.batches, "all", recorded().correction)
+    roles._forget_lost_steps(folder, recorder, 1)
+    assert recorded_steps(folder.batches) == [1] and (tmp_path / "metrics.jsonl").exists()
+    roles._forget_lost_steps(folder, recorder, None)
+    assert recorded_steps(folder.batches) == []
+    assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.lost.jsonl").read_text() == '{"step": 0}\n'
 
 
 @pytest.mark.parametrize(

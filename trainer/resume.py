@@ -78,9 +78,13 @@ class Checkpointer:
         return target
 
     def restore(self, learner: Learner, sampler: SharedSampler) -> Progress | None:
-        """Load the newest valid checkpoint; None where there is none. Raises CheckpointError where a critic's is missing."""
+        """Load the newest valid checkpoint. None where there is none: then the data begins anew, whoever has taken of it before.
+
+        Raises CheckpointError where a critic's is missing.
+        """
         newest = latest_valid(self._folder)
         if newest is None:
+            sampler.load_state(None)
             return None
         if learner.critic is not None:
             learner.critic.engine.load(self._critic_folder / newest.name)

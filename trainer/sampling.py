@@ -64,7 +64,8 @@ class SharedSampler:
         """Where in the data the groups handed out last end, or what was loaded; None before that, and on all ranks but the first."""
         return self._state
 
-    def load_state(self, state: dict) -> None:
+    def load_state(self, state: dict | None) -> None:
+        """None: begin anew."""
         if self._remote is not None:
             self._remote.load_state(state)
             self._state = state
