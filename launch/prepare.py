@@ -80,7 +80,8 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
             for where, meeting in meetings.items()
             for line in (where, _logged(roles.command("learn", folder, ranks=ranks, rendezvous=meeting), folder, "learn"))
         ),
-        "# to stop: SIGTERM to the learner's processes; the servers end with Ctrl-C. The same lines again resume the run.",
+        "# to stop: SIGTERM to the learner's processes; the servers end with Ctrl-C. The same lines again resume the run from its newest",
+        "# checkpoint; where there is none, they begin it anew.",
     ]
 
 

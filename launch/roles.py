@@ -35,6 +35,7 @@ from rollout.server_share import ServerShare
 
 if TYPE_CHECKING:
     from trainer.loop import Run
+    from trainer.recording import Recorder
 
 START_PROBE_TEMPERATURE = 0.7
 """Not 1: a server whose log-probs ignore the temperature would agree at 1."""
@@ -48,16 +49,21 @@ IN_JOB = "TANDEM_JOB"
 
 def serve(folder: RunFolder, node: int = 0) -> None:
     """Start the SGLang servers of one node, announce them when they are healthy, watch them until SIGTERM; all are gone at return."""
+    config: RunConfig = load_config(folder.config, [])
+    shares = _shares_of(folder, config, node)
+    led = [f"replica-{share.replica}" for share in shares if share.node_rank == 0]
+    for replica in led:  # before the imports, which take long: their other nodes may be looking already
+        folder.forget(replica)
+
     import torch
 
     from rollout.sglang_server import ServerFleet
 
-    config: RunConfig = load_config(folder.config, [])
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: stop.set())
-    name, host, shares = serve_roles(config)[node], own_address(config.launch.nodes), _shares_of(folder, config, node)
+    name, host = serve_roles(config)[node], own_address(config.launch.nodes)
     fleet = ServerFleet(
         config.rollout,
         model_path=config.model.path,
@@ -80,7 +86,7 @@ def serve(folder: RunFolder, node: int = 0) -> None:
             fleet.poll()
     finally:
         fleet.stop()
-        for announced in (name, *(f"replica-{share.replica}" for share in shares if share.node_rank == 0)):
+        for announced in (name, *led):
             folder.withdraw(announced)
 
 
@@ -153,6 +159,8 @@ def learn(folder: RunFolder) -> None:
                 run.weight_sync.probe(run.config.rollout.temperature)  # of the last update, which nothing was sampled from
                 run.turns.learners()
             trained = time.perf_counter()
+            # From here on a request to stop is not heeded: what is left to do ends the run too.
+            run.checkpointer.save_before_export(run.learner, run.sampler)
             run.learner.save_hf(folder.hf)
             if run.tracker is not None:
                 write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
@@ -195,8 +203,8 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
     progress = checkpointer.restore(learner, sampler)
     resumed_from = progress.step if progress else None
     recorder = Recorder(folder.batches, config.record_batches, config.correction)
-    if resumed_from is not None and learner.is_first_rank:
-        recorder.forget_after(resumed_from)
+    if learner.is_first_rank:
+        _forget_lost_steps(folder, recorder, resumed_from)
     weight_sync = WeightSync(
         learner,
         control,
@@ -229,10 +237,20 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
     )
 
 
+def _forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int | None) -> None:
+    """What an earlier attempt has left of steps that are done again. No supervisor may have cleared the folder."""
+    recorder.forget_after(resumed_from or 0)
+    if resumed_from is None:
+        folder.put_metrics_aside()
+
+
 def compare_engines(run: "Run") -> None:
     """Before the first step: the servers get the weights of a resumed run, or rounded ones, or where they lent their memory to the learner;
-    then they must give the learner's log-probs."""
-    if run.first_step > 1 or run.config.rollout.quantization == "fake_int8" or run.turns.are_shared:
+    then they must give the learner's log-probs.
+
+    So do servers that have outlived the learner of an earlier attempt."""
+    sends = run.first_step > 1 or run.config.rollout.quantization == "fake_int8" or run.turns.are_shared
+    if sends or run.weight_sync.finds_other_version():
         run.weight_sync.restore()
     gap = run.weight_sync.probe(START_PROBE_TEMPERATURE)
     if run.tracker is not None:

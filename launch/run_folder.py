@@ -120,8 +120,13 @@ class RunFolder:
         fcntl.flock(self._held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
         for file in (self.path / "roles").glob("*.*"):
             file.unlink()
+        if self.newest_checkpoint() is None:
+            self.put_metrics_aside()
+
+    def put_metrics_aside(self) -> None:
+        """Of an attempt that ended before its first checkpoint."""
         metrics = self.path / "metrics.jsonl"
-        if metrics.exists() and self.newest_checkpoint() is None:
+        if metrics.exists():
             metrics.replace(self.path / "metrics.lost.jsonl")
 
     def release(self) -> Path:

@@ -89,7 +89,12 @@ class ControlLine:
         self._answered_at = time.monotonic()
         if status != 200:
             raise ControlError(f"{what} answered HTTP {status}: {server_message(content)}")
-        return orjson.loads(content) if is_json else {}
+        if not is_json:
+            return {}
+        try:
+            return orjson.loads(content)
+        except orjson.JSONDecodeError as error:
+            raise ControlError(f"{what} answered what is no JSON: {error}") from error
 
     def _read_answer(self, answers: BufferedReader) -> tuple[int, bytes, bool]:
         first_line = answers.readline().split()

@@ -74,10 +74,10 @@ class RemoteSampler:
         """For a checkpoint: plain JSON values."""
         return msgspec.to_builtins(self._ask(GetState(), State).state)
 
-    def load_state(self, state: dict[str, int]) -> None:
-        """Go on from a ``state()`` of the same seed and data."""
+    def load_state(self, state: dict[str, int] | None) -> None:
+        """Go on from a ``state()`` of the same seed and data; None: begin anew, wherever an earlier learner has left off."""
         try:
-            known = msgspec.convert(state, SamplerState)
+            known = msgspec.convert(state, SamplerState | None)
         except msgspec.ValidationError as error:
             raise ValueError(f"{state} is not a state of the sampler: {error}") from error
         self._ask(LoadState(known), Done)

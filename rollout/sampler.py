@@ -112,7 +112,8 @@ class GetState(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadState(msgspec.Struct, frozen=True, tag=True):
-    state: SamplerState
+    state: SamplerState | None
+    """None: the start."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -183,12 +184,15 @@ class GroupSampler:
     def state(self) -> SamplerState:
         return SamplerState(position=self._position, next_group_id=self._next_group_id, num_prompts=len(self._task.train))
 
-    def load_state(self, state: SamplerState) -> None:
-        """Go on from where another sampler of the same seed and data stood.
+    def load_state(self, state: SamplerState | None) -> None:
+        """Go on from where another sampler of the same seed and data stood; None: begin anew.
 
         Raises:
             ValueError: the training set has another size than the state's.
         """
+        if state is None:
+            self._position = self._next_group_id = 0
+            return
         if state.num_prompts != len(self._task.train):
             raise ValueError(
                 f"the state to resume was taken with {state.num_prompts} training prompts, but task {self._task.name} now has "

@@ -23,15 +23,17 @@ Not its concern: the caller's end of the broadcast, and what the weights are.
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S
 from rollout.control_line import ControlError, ControlLine
 from rollout.records import Completion
@@ -200,7 +202,11 @@ class SGLangControl:
         self._post_all("end weight update", "/end_weight_update", {})
 
     def close_update(self, *, with_checksums: bool) -> Served:
-        """End the update and say what is served now; ``with_checksums``: every parameter too."""
+        """End the update and say what is served now; ``with_checksums``: every parameter too.
+
+        Raises:
+            ControlError: also where an answer cannot be read.
+        """
         ending = self._post("end weight update", "/end_weight_update", {})
         versions = self._asked_versions()
         checksums = self._asked_checksums() if with_checksums else None
@@ -233,11 +239,16 @@ class SGLangControl:
         return self._pending("read versions", self._ask("GET", "/model_info", None))
 
     def probe(self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float) -> list[Completion]:
-        """One sampled response of each replica, of exactly ``max_new_tokens`` tokens (no token ends it)."""
+        """One sampled response of each replica, of exactly ``max_new_tokens`` tokens (no token ends it).
+
+        Raises:
+            ControlError: also where an answer cannot be read.
+        """
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature) | {"ignore_eos": True}
         body = {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
         replies = self._post_all("probe", "/generate", body)
-        return [parse_completion(reply) for reply in replies]
+        with _as_expected("probe"):
+            return [parse_completion(reply) for reply in replies]
 
     def checksums(self) -> list[dict[str, str]]:
         """Per replica, SGLang's checksum of every parameter: 16 hex digits by SGLang's own (fused) names.
@@ -284,14 +295,26 @@ class SGLangControl:
 
 
 def _versions(replies: Sequence[dict]) -> list[int]:
-    reported = [reply["weight_version"] for reply in replies]
-    if not all(re.fullmatch(r"\d+", version) for version in reported):
+    with _as_expected("read versions"):
+        reported = [reply["weight_version"] for reply in replies]
+        are_numbers = all(re.fullmatch(r"\d+", version) for version in reported)
+    if not are_numbers:
         raise ControlError(f"servers call their weights {reported}, not decimal numbers; start them with --weight-version 0")
     return [int(version) for version in reported]
 
 
 def _checksums(replies: Sequence[dict]) -> list[dict[str, str]]:
-    return [_by_name(reply["ranks"]) for reply in replies]
+    with _as_expected("checksums"):
+        return [_by_name(reply["ranks"]) for reply in replies]
+
+
+@contextmanager
+def _as_expected(what: str) -> Iterator[None]:
+    """An answer that cannot be read is the server's failure, which every rank hears of, and not the reader's own."""
+    try:
+        yield
+    except (GenerationError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ControlError(f"{what}: a server's answer cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _continuation(reply: dict) -> Continuation:

@@ -200,6 +200,28 @@ def test_the_nodes_of_a_replica_meet_at_its_first_one(tmp_path, model):
     assert roles._meeting_points(folder, config, [], "127.0.0.1") == {}
 
 
+def test_servers_forget_where_their_replicas_met_in_an_earlier_life(tmp_path, model, monkeypatch):
+    """A file that a killed first node left behind would send the others to an address at which nobody is."""
+    overridden = load_config(config_file(tmp_path, model), ["rollout.tp=2", "rollout.replicas=1"])
+    folder = RunFolder(tmp_path)
+
+    class Looked(Exception):
+        pass
+
+    def look(*_):
+        raise Looked(folder.read_address("replica-0"))
+
+    monkeypatch.setattr(roles, "load_config", lambda *_: overridden)
+    monkeypatch.setattr(roles, "own_address", lambda _: "127.0.0.1")
+    monkeypatch.setattr(roles, "_meeting_points", look)
+    monkeypatch.setattr(roles.signal, "getsignal", lambda _: roles.signal.SIG_IGN)
+    for node, left in ((1, {"address": "dead:1"}), (0, None)):  # the second node has no say in it
+        folder.announce("replica-0", {"address": "dead:1"})
+        with pytest.raises(Looked) as looked:
+            roles.serve(folder, node)
+        assert looked.value.args == (left,)
+
+
 def parsed(lines: list[str]) -> dict[str, list[str]]:
     """The arguments of the command after each comment."""
     return {

@@ -3,13 +3,14 @@
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 
 from rollout import control_line
 from rollout.control_line import ControlError, ControlLine
+from rollout.sglang_control import SGLangControl
 
 TIMEOUT_S = 10.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n"
@@ -155,3 +156,51 @@ def test_an_idle_connection_is_not_used_again(server, make_line, monkeypatch):
         if other is not connection:
             other.close()
     connection.close()
+
+
+def json_answer(content: str) -> bytes:
+    return f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n{content}".encode()
+
+
+def probe(control: SGLangControl) -> object:
+    return control.probe([3, 4], max_new_tokens=1, temperature=1.0)
+
+
+def close_update(control: SGLangControl) -> object:
+    return control.close_update(with_checksums=True)
+
+
+VERSION, CHECKSUMS = '{"weight_version": "3"}', '{"ranks": [{"checksums": {"w": "00ff"}}]}'
+SAMPLE = (
+    '{"output_ids": [5], "meta_info": {"output_token_logprobs": [[-0.5, %s, null]], "finish_reason": {"type": "length"}, '
+    '"weight_versions": [{"version": "3", "start": 0, "end": 1}]}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("ask", "answers", "message"),
+    [
+        (probe, [SAMPLE % 5], None),
+        (probe, [SAMPLE % 6], "probe: .*GenerationError: the server's log-probs are of other tokens"),
+        (probe, ["{}"], "probe: .*KeyError: 'meta_info'"),
+        (probe, ["[]"], "probe: .*TypeError"),
+        (probe, ["{"], "/generate answered what is no JSON"),
+        (close_update, ["{}", VERSION, CHECKSUMS], None),
+        (close_update, ["{}", "{}", CHECKSUMS], "read versions: .*KeyError: 'weight_version'"),
+        (close_update, ["{}", '{"weight_version": 3}', CHECKSUMS], "read versions: .*TypeError"),
+        (close_update, ["{}", VERSION, "{}"], "checksums: .*KeyError: 'ranks'"),
+        (close_update, ["{}", VERSION, '{"ranks": [{"checksums": null}]}'], "checksums: .*AttributeError"),
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_the_servers_failure(server, ask, answers, message):
+    """Anything but a ControlError would end the first rank alone, in the middle of a collective."""
+    with SGLangControl([server.url], tensor_parallel=1, timeout_s=TIMEOUT_S) as control, ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(ask, control)
+        with closing(server.accept()) as connection:
+            connection.sendall(b"".join(map(json_answer, answers)))
+            error = asked.exception(TIMEOUT_S)
+        if message is None:
+            assert error is None
+        else:
+            with pytest.raises(ControlError, match=message):
+                raise error

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from configs.schema.launch import RecordEvery
 from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import KLConfig
+from launch import roles
+from launch.run_folder import RunFolder
 from parallel.checkpoint import CheckpointError, is_valid
 from tests.packed_batches import random_batch
 from tests.test_replay import recorded
@@ -20,6 +22,7 @@ from trainer.metrics import values
 from trainer.ranks import alone
 from trainer.recording import Recorder, batch_file, read_batch, recorded_steps, write_batch
 from trainer.resume import Checkpointer, Progress
+from trainer.sampling import SharedSampler
 from trainer.shaped_rewards import KLInReward
 from trainer.step_batch import StepBatch
 
@@ -47,11 +50,14 @@ class Saves:
 
 
 class Data:
-    def __init__(self):
-        self.at = None
+    def __init__(self, *, stop: bool = False):
+        self.at, self._stop = "wherever it was left", stop
 
     def state(self):
         return {"position": 7}
+
+    def stop_requested(self):
+        return self._stop
 
     def load_state(self, state):
         self.at = state
@@ -84,6 +90,48 @@ def test_a_run_goes_on_from_policy_critic_data_and_coefficient(tmp_path):
     assert progress == Progress(step=6, version=5, sampler={"position": 7}, kl_coefficient=0.125)
     assert (again.version, data.at, again.kl_in_reward.coefficient) == (5, {"position": 7}, 0.125)
     assert again.critic.engine.loaded == [tmp_path / "critic" / "step_000006"]
+
+
+def test_without_a_checkpoint_the_data_begins_anew_and_what_the_lost_steps_left_is_put_aside(tmp_path):
+    """By the role's own hand: it may be started without a supervisor, beside a sample role that has gone on."""
+    folder, data = RunFolder(tmp_path), Data()
+    folder.batches.mkdir()
+    for step in (1, 2):
+        write_batch(batch_file(folder.batches, step), recorded())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    assert Checkpointer(folder.checkpoints, CheckpointConfig()).restore(learner(critic=False), data) is None
+    assert data.at is None
+    recorder = Recorder(folder.batches, "all", recorded().correction)
+    roles._forget_lost_steps(folder, recorder, 1)
+    assert recorded_steps(folder.batches) == [1] and (tmp_path / "metrics.jsonl").exists()
+    roles._forget_lost_steps(folder, recorder, None)
+    assert recorded_steps(folder.batches) == []
+    assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.lost.jsonl").read_text() == '{"step": 0}\n'
+
+
+@pytest.mark.parametrize(
+    ("every", "stop", "complete", "found"),
+    [
+        (2, False, 3, ["step_000002", "step_000003"]),
+        (2, False, 2, ["step_000002"]),  # there is one already
+        (0, True, 3, ["step_000003"]),
+        (0, False, 3, []),  # nobody asked for checkpoints, nor for a stop
+        (2, True, 0, []),
+    ],
+)
+def test_before_the_export_the_last_step_is_saved_where_it_could_be_lost(tmp_path, every, stop, complete, found):
+    run, data, checkpointer = learner(critic=False), Data(stop=stop), Checkpointer(tmp_path, CheckpointConfig(every=every))
+    for step in range(1, complete + 1):
+        checkpointer.after_step(step, run, data)
+    checkpointer.save_before_export(run, data)
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == found
+
+
+def test_every_rank_hears_of_a_stop_as_the_first_one_sees_it():
+    remote = SimpleNamespace()
+    assert SharedSampler(remote, lambda: "SIGTERM").stop_requested() is True
+    assert SharedSampler(remote, lambda: None).stop_requested() is False
+    assert SharedSampler(None, lambda: "not the first rank's to say").stop_requested() is False
 
 
 def test_a_critic_without_its_policy_is_never_kept_in_the_place_of_one_with_it(tmp_path):

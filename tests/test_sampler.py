@@ -37,6 +37,7 @@ from rollout.tasks.task import LazyPrompts
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
 from tests.fake_engine import FakeEngine, fake_tokens
+from trainer.sampling import SharedSampler
 
 STOP = 0
 
@@ -592,6 +593,14 @@ def test_the_learner_gets_the_same_groups_over_the_wire(tokenizer, served):
     remote.load_state(state)
     assert remote.next_groups(2, newest=0, max_staleness=0)[0] == again == next_groups(local, 2)[0]
     assert remote.evaluate().accuracy == asyncio.run(local.evaluate()).accuracy
+
+
+def test_a_learner_that_begins_anew_gets_the_first_groups_again(tokenizer, served):
+    remote = served(make_sampler(tokenizer))
+    first, _ = remote.next_groups(3, newest=0, max_staleness=0)
+    SharedSampler(remote).load_state(None)
+    assert remote.state() == {"position": 0, "next_group_id": 0, "num_prompts": 5}
+    assert remote.next_groups(3, newest=0, max_staleness=0)[0] == first
 
 
 def test_a_failure_reaches_the_learner_with_its_reason_and_the_role_lives_on(tokenizer, served):

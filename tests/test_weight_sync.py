@@ -138,6 +138,9 @@ class FakeControl:
         self.calls.append("probe")
         return [replica.answer(prompt_ids, max_new_tokens, temperature) for replica in self.replicas]
 
+    def versions(self) -> list[int]:
+        return [replica.version for replica in self.replicas]
+
     def open_update(self) -> Pending:
         self.calls.append("open_update")
         return self._everywhere("open", lambda i: self.replicas[i].open())
@@ -195,6 +198,15 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
 
 def train(learner: Learner) -> None:
     learner.engine.update([make_batch([9, 6])], weighted_loss, temperature=1.0)
+
+
+def test_servers_that_have_outlived_a_learner_are_found_and_get_the_weights_of_the_next(make_sync, learner):
+    sync, control = make_sync(2)
+    assert not sync.finds_other_version()
+    control.replicas[1].version = 3
+    assert sync.finds_other_version()
+    sync.restore()
+    assert not sync.finds_other_version()
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])

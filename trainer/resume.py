@@ -48,6 +48,14 @@ class Checkpointer:
         if self._saved < self.complete:
             self.save(self.complete, learner, sampler)
 
+    def save_before_export(self, learner: Learner, sampler: SharedSampler) -> None:
+        """Before the trained model is written: whoever ends the run in the middle of a long export must not cost it its last steps.
+
+        A run that writes no checkpoints gets none, unless it was asked to stop: then its time to finish may run out.
+        """
+        if self._config.every or sampler.stop_requested():
+            self.save_last(learner, sampler)
+
     def save(self, step: int, learner: Learner, sampler: SharedSampler) -> Path:
         state: list = [sampler.state()]
         dist.broadcast_object_list(state, src=0)
@@ -76,9 +84,13 @@ class Checkpointer:
                 remove(folder)
 
     def restore(self, learner: Learner, sampler: SharedSampler) -> Progress | None:
-        """Load the newest valid checkpoint; None where there is none. Raises CheckpointError where a critic's is missing."""
+        """Load the newest valid checkpoint. None where there is none: then the data begins anew, whoever has taken of it before.
+
+        Raises CheckpointError where a critic's is missing.
+        """
         newest = latest_valid(self._folder)
         if newest is None:
+            sampler.load_state(None)
             return None
         if learner.critic is not None:
             learner.critic.engine.load(self._critic_folder / newest.name)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch.distributed as dist
+
 from rollout.records import Group
 from rollout.remote_sampler import RemoteSampler
 from rollout.sampler import EvaluationResult, SamplingStats
@@ -26,7 +28,7 @@ class SharedSampler:
     """
 
     def __init__(self, remote: RemoteSampler | None, stop_requested: Callable[[], str | None] = lambda: None):
-        self._remote, self._stop_requested = remote, stop_requested
+        self._remote, self._stop_reason = remote, stop_requested
         self._state: dict | None = None
 
     def next_groups(self, count: int, *, newest: int, max_staleness: int) -> Sampled:
@@ -47,8 +49,14 @@ class SharedSampler:
 
         return on_first_rank(ask if self._remote is not None else None)
 
+    def stop_requested(self) -> bool:
+        """Whether a stop was asked for, on all ranks as rank 0 sees it."""
+        requested = [self._remote is not None and self._stop_reason() is not None]
+        dist.broadcast_object_list(requested, src=0)
+        return requested[0]
+
     def _heed_stop(self) -> None:
-        reason = self._stop_requested()
+        reason = self._stop_reason()
         if reason is not None:
             raise StopRequested(reason)
 
@@ -56,7 +64,8 @@ class SharedSampler:
         """Where in the data the groups handed out last end, or what was loaded; None before that, and on all ranks but the first."""
         return self._state
 
-    def load_state(self, state: dict) -> None:
+    def load_state(self, state: dict | None) -> None:
+        """None: begin anew."""
         if self._remote is not None:
             self._remote.load_state(state)
             self._state = state

@@ -141,6 +141,12 @@ class WeightSync:
         """Send the current weights under their own version: after a resume, when the servers hold the model of the start."""
         return self._send(self._learner.version)
 
+    def finds_other_version(self) -> bool:
+        """Whether a server calls its weights otherwise than the learner does its own; all ranks together."""
+        differs = [on_first_rank(self._control and (lambda: set(self._control.versions()) != {self._learner.version}))]
+        dist.broadcast_object_list(differs, src=0)
+        return differs[0]
+
     def _send(self, version: int) -> SyncResult:
         started = time.perf_counter()
         groups = self._learner.groups
