@@ -18,7 +18,8 @@ def test_a_run_that_is_preempted_twice_goes_on_by_itself(tmp_path):
         wait_for_steps(cluster, job, run, STEPS // 3)
         assert cluster.steps(job).items() >= {"learn-0": "n1", "sample": "n1", "serve-0": "n2"}.items()
         said = cluster.tandem("status", str(run), cwd=tmp_path)
-        assert re.search(r"^state +running$", said, re.MULTILINE) and re.search(rf"^job +{job} RUNNING on n\[1-2\]", said, re.MULTILINE), said
+        assert re.search(r"^state +running$", said, re.MULTILINE), said
+        assert re.search(rf"^job +{job} RUNNING on n\[1-2\]", said, re.MULTILINE), said
         cluster.run("scontrol", "requeue", job)  # SIGTERM to every process of the job, as a pre-emption
 
         wait_for_steps(cluster, job, run, 2 * STEPS // 3)
