@@ -29,9 +29,10 @@ def test_a_run_that_is_preempted_twice_goes_on_by_itself(tmp_path):
         ended = cluster.wait_for_job(job, "COMPLETED", "FAILED", "CANCELLED")
         said = (run / "logs" / f"slurm-{job}.log").read_text()
         assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "2"), said
-        stops = [int(step) for step in re.findall(r"stopped after step (\d+) on request", said)]
-        assert len(stops) == 2 and STEPS // 3 <= stops[0] < 2 * STEPS // 3 <= stops[1] < STEPS, said
-        assert set(stops) <= set(checkpoints_of(run))
+        # The servers get SIGTERM too, and last for some seconds: a step that is sent just then ends by their failure, with a checkpoint as well.
+        first, second = checkpoints_of(run)
+        assert STEPS // 3 <= first < 2 * STEPS // 3 <= second < STEPS, said
+        assert f"stopped after step {second} on request (SIGUSR1)" in said, said
         assert_whole(run, STEPS, tmp_path)
         assert re.search(r"^state +finished$", cluster.tandem("status", str(run), cwd=tmp_path), re.MULTILINE)
         assert f"==> {run}/logs/serve-0.log <==" in cluster.tandem("logs", str(run), cwd=tmp_path)
