@@ -29,7 +29,7 @@ def test_a_run_that_is_preempted_twice_goes_on_by_itself(tmp_path):
         ended = cluster.wait_for_job(job, "COMPLETED", "FAILED", "CANCELLED")
         said = (run / "logs" / f"slurm-{job}.log").read_text()
         assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "2"), said
-        # The servers get SIGTERM too, and last for some seconds: a step that is sent just then ends by their failure, with a checkpoint as well.
+        # The servers get SIGTERM too, and last for some seconds: a step that is sent just then ends by their failure, with a checkpoint too.
         first, second = checkpoints_of(run)
         assert STEPS // 3 <= first < 2 * STEPS // 3 <= second < STEPS, said
         assert f"stopped after step {second} on request (SIGUSR1)" in said, said
