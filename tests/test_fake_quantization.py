@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from configs.schema.rollout import RolloutConfig
 from launch.roles import compare_engines
 from parallel.fake_quantization import GREATEST, MATRIX, rounded_to_int8, with_int8_matrices
+from trainer.turns import OwnDevices
 
 
 def by_hand(weight: Tensor) -> Tensor:
@@ -92,5 +93,5 @@ def test_servers_get_rounded_weights_before_they_sample_a_first_time(quantizatio
         finds_other_version=lambda: outlived,
     )
     config = SimpleNamespace(rollout=RolloutConfig(quantization=quantization))
-    compare_engines(SimpleNamespace(config=config, first_step=first_step, weight_sync=sync, tracker=None))
+    compare_engines(SimpleNamespace(config=config, first_step=first_step, weight_sync=sync, tracker=None, turns=OwnDevices()))
     assert calls == (["restore"] if sent else []) + ["probe"]

@@ -355,6 +355,7 @@ def serve(urls, tensor_parallel, engines) -> None:
             exported = SimpleNamespace(named_parameters=engine.export_hf)
             send(control, exported, version=version, tensor_parallel=tensor_parallel)
             (received,) = control.checksums()
+            control.resume()
             assert received.keys() == from_disk.keys()
             same = {name for name in received if received[name] == from_disk[name]}
             # Of the other model, norms are the same (ones), and a rank's part of the vocabulary where it is all padding.
