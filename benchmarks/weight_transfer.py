@@ -93,9 +93,11 @@ def measure(model: Path, rounds: int, bucket_mib: int | None, scratch: Path, *, 
         for _ in range(rounds + 1):
             timed("bare broadcast", lambda: bare(senders["transfer"], receiver, flat))
             for name, line_to in lines.items():
+                line_to.pause()
                 line_to.begin_update()
                 timed(name, lambda name=name: transfer(senders[name], engine, max_bytes, buffers))
                 line_to.end_update()
+                line_to.resume()  # at once: the scheduler of a paused server keeps a core busy, which the others would miss
         for one in senders.values():
             one.close()
     seconds = {name: s[1:] for name, s in seconds.items()}
@@ -142,9 +144,7 @@ class servers:
             return None
         self._fleet.start()
         self._fleet.wait_healthy(900)
-        control = SGLangControl(self._fleet.urls, tensor_parallel=1, timeout_s=TIMEOUT_S)
-        control.pause()
-        return control
+        return SGLangControl(self._fleet.urls, tensor_parallel=1, timeout_s=TIMEOUT_S)
 
     def __exit__(self, *exception) -> None:
         if self._fleet is not None:
@@ -184,9 +184,13 @@ class Receiver:
     def receive_bucket(self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None):
         return self.ask(("bucket", sum(torch.Size(shape).numel() for shape in shapes) * getattr(torch, dtype).itemsize))
 
+    def pause(self) -> None: ...
+
     def begin_update(self) -> None: ...
 
     def end_update(self) -> None: ...
+
+    def resume(self) -> None: ...
 
     def leave_group(self) -> None: ...
 
