@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 import torch
@@ -139,13 +140,13 @@ class WeightBroadcaster:
         self._timeout = timedelta(seconds=timeout_s)
         # Port 0: the store takes a free port itself, so nothing can take it in between.
         self._store = dist.TCPStore(address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False)
-        self._backend, self._group = backend, None
+        self._backend, self._group, self._line = backend, None, Line()
         self.address, self.port, self.world_size = address, self._store.port, world_size
         self.group_name = f"tandem-weights-{self.port}"
 
     def join(self, check: Callable[[], None]) -> None:
         """Return when every rank is in the group."""
-        self._group = UnderWay(self._make_group).wait(check)
+        self._group = self._line.begin(self._make_group).wait(check)
 
     def _make_group(self) -> dist.ProcessGroup:
         # init_process_group would replace the learner's default group; a second, independent world has no public constructor.
@@ -163,34 +164,30 @@ class WeightBroadcaster:
         return group
 
     def start(self, bucket: Bucket) -> "UnderWay[None]":
-        """Begin to send one bucket, whose bytes must stay until it is done: that is, until this side's part of the broadcast is."""
-        return UnderWay(lambda: self._broadcast(bucket.bytes))
+        """Begin to send one bucket, after those that were started before it.
+
+        Its bytes must stay until it is done: that is, until this side's part of the broadcast is.
+        """
+        return self._line.begin(lambda: self._broadcast(bucket.bytes))
 
     def _broadcast(self, flat: Tensor) -> None:
         with platform.side_stream(flat.device):
             dist.broadcast(flat, src=0, group=self._group)
 
     def close(self) -> None:
+        self._line.close()
         if self._group is not None:
             dist.destroy_process_group(self._group)
 
 
 class UnderWay(Generic[T]):
-    """``work()`` in a thread of its own, a daemon."""
+    """The result of work in another thread."""
 
-    def __init__(self, work: Callable[[], T]):
-        self._result: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                self._result.set_result(work())
-            except BaseException as error:  # handed to the caller's thread, whatever it is
-                self._result.set_exception(error)
-
-        threading.Thread(target=run, name="weight-transfer", daemon=True).start()
+    def __init__(self, result: Future[T]):
+        self._result = result
 
     def wait(self, check: Callable[[], None]) -> T:
-        """What the work gives; ``check()`` is called every 50 ms until then. Where check raises, the thread is left behind."""
+        """What the work gives; ``check()`` is called every 50 ms until then. Where check raises, the work is left behind."""
         while True:
             try:
                 return self._result.result(timeout=CHECK_EVERY_S)
@@ -198,3 +195,32 @@ class UnderWay(Generic[T]):
                 if self._result.done():  # between the timeout and here, or with a TimeoutError of its own
                     return self._result.result()
                 check()
+
+
+class Line:
+    """One thing after another, in a thread of its own.
+
+    A daemon, unlike those of an executor: work that never ends (a receiver is gone) does not keep the process from its end.
+    """
+
+    def __init__(self) -> None:
+        self._works: SimpleQueue[tuple[Callable[[], object], Future] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="weight-transfer", daemon=True).start()
+
+    def begin(self, work: Callable[[], T]) -> UnderWay[T]:
+        """``work()``, when all that was begun before has ended, well or not."""
+        result: Future[T] = Future()
+        self._works.put((work, result))
+        return UnderWay(result)
+
+    def close(self) -> None:
+        """The thread ends after what was begun."""
+        self._works.put(None)
+
+    def _run(self) -> None:
+        while (item := self._works.get()) is not None:
+            work, result = item
+            try:
+                result.set_result(work())
+            except BaseException as error:  # handed to the caller's thread, whatever it is
+                result.set_exception(error)

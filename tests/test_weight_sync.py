@@ -365,7 +365,9 @@ def test_a_refused_bucket_ends_the_wait_for_the_broadcast(make_sync, learner, bu
     with pytest.raises(ControlError, match="unknown tensor"):
         sync.publish()
     assert time.monotonic() - started < PROMPTLY_S
-    assert control.calls == ["open_update", *["receive_bucket version=None"] * (bucket + 1)]
+    opening, *asked = control.calls
+    # The next one may be lined up already, and one more where the server takes its bytes for those.
+    assert (opening, set(asked)) == ("open_update", {"receive_bucket version=None"}) and len(asked) - bucket in (1, 2, 3)
     assert learner.version == 1
 
 

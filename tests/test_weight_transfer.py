@@ -2,13 +2,14 @@
 
 import hashlib
 import itertools
+import threading
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.weight_transfer import UnderWay, make_buckets
+from parallel.weight_transfer import Line, make_buckets
 from rollout.sglang_control import ExpectedChecksums, vocabulary_padding
 from tests.weight_checksums import expected_checksums
 
@@ -75,10 +76,21 @@ def test_a_bucket_is_not_filled_before_it_is_asked_for():
     assert len(taken) == 5
 
 
-def test_work_under_way_hands_over_its_result_and_its_error():
-    assert UnderWay(lambda: 3).wait(check=lambda: None) == 3
+def test_work_in_line_is_done_in_order_and_hands_over_its_result_and_its_error():
+    line, gate, done = Line(), threading.Event(), []
+    first = line.begin(lambda: gate.wait(60) and done.append("first"))
+    failing = line.begin(lambda: (_ for _ in ()).throw(TimeoutError("its own")))
+    last = line.begin(lambda: done.append("last") or 3)
+    line.close()
+    checks = []
+    with pytest.raises(RuntimeError, match="looked"):
+        last.wait(check=lambda: checks.append(list(done)) or (_ for _ in ()).throw(RuntimeError("looked")))
+    gate.set()
     with pytest.raises(TimeoutError, match="its own"):
-        UnderWay(lambda: (_ for _ in ()).throw(TimeoutError("its own"))).wait(check=lambda: None)
+        failing.wait(check=lambda: None)
+    assert last.wait(check=lambda: None) == 3
+    first.wait(check=lambda: None)
+    assert (checks, done) == ([[]], ["first", "last"])
 
 
 def digest(*tensors: torch.Tensor) -> str:

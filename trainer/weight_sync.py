@@ -7,10 +7,10 @@ expert-parallel ranks), and the first rank of the stage, its sender, broadcasts 
     sender of stage 1                      first bucket filled, waits for its turn -> [ stage 1 ] --^
     all other ranks                        gather with their sender, then wait for rank 0
 
-    [ stage ]  for each bucket: tell the servers, broadcast; meanwhile the stage gathers the next one into a second buffer
+    [ stage ]  for each bucket: tell the servers, line its broadcast up behind the one in flight; then the stage gathers the next one
 
-A sender goes on when its own part of a broadcast is done, while the servers still load that bucket: they find the request for the next one
-waiting when they have. Only the request that names the version waits for the answers to all buckets before it.
+A sender does not wait for a bucket before it asks the servers to receive the next one: they find that request, and its bytes, waiting when
+they have loaded the one before. Only the request that names the version waits for the answers to all buckets before it.
 
 Stages take turns: servers load one bucket at a time anyway, and only so is the very last bucket of all, which names the version and
 flushes the cache, known to be the last. A sender waits for the servers' answers to its own buckets, and at its turn for the stage before
@@ -182,9 +182,7 @@ class WeightSync:
         with in_turn(groups):
             # Only the very last bucket names the version (and flushes): an update that breaks off is never reported under its new one.
             last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
-            checksums, size = self._sender.send(
-                first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None, opening
-            )
+            checksums, size = self._sender.send(first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None, opening)
         self._buffers.release()
         return SentByRank(checksums=checksums, bytes=size)
 
@@ -278,16 +276,19 @@ class StageSender:
         expected: ExpectedChecksums | None,
         opening: Pending | None = None,
     ) -> tuple[dict[str, str], int]:
-        """All buckets, the next one filled (by ``further``) while one is in flight; the last names ``version``.
+        """All buckets; the last names ``version``. While one is in flight the next is filled (by ``further``), asked for and lined up.
 
         opening: of the update, where that is still under way. The first failure of any answer that is due ends the transfer.
         """
         answers = Answers([] if opening is None else [opening])
+        in_flight: UnderWay[None] | None = None
         bucket: Bucket | None = first
         sent = 0
         while bucket is not None:
+            answers.raise_if_failed()
             names_version = version is not None and bucket.is_last
-            if names_version and sent:
+            if names_version and in_flight is not None:
+                _wait_for(in_flight, answers)
                 answers.wait_for_all_but(0)  # or servers that failed to load one bucket would call the rest the new version
             receiving = self._control.receive_bucket(
                 names=bucket.names,
@@ -296,15 +297,16 @@ class StageSender:
                 version=version if names_version else None,
             )
             answers.add(receiving)
-            broadcast = self._broadcaster.start(bucket)
+            lined_up = self._broadcaster.start(bucket)
             if expected is not None:
                 for name, tensor in bucket.tensors():
                     expected.add(name, tensor)
-            following = next(further, None)
-            _wait_for(broadcast, answers)
-            answers.wait_for_all_but(1)
             sent += bucket.bytes.numel()
-            bucket = following
+            if in_flight is not None:
+                _wait_for(in_flight, answers)  # its buffer is the next one's
+                answers.wait_for_all_but(2)
+            in_flight, bucket = lined_up, next(further, None)
+        _wait_for(in_flight, answers)
         answers.wait_for_all_but(0)
         return expected.by_name() if expected is not None else {}, sent
 
