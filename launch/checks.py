@@ -162,6 +162,10 @@ def _of_sft(config: SftConfig) -> Iterator[Finding]:
 def _of_run(config: RunConfig) -> Iterator[Finding]:
     """Imports only what the config uses: the answer must come within seconds."""
     yield from _unless("rollout.server_args", check_server_args, config.rollout)
+    if config.rollout.router is not None:
+        from rollout.router import check_is_installed
+
+        yield from _unless("rollout.router", check_is_installed)
     yield from _of_task(config)
     if config.reward_type.type not in ("countdown", "gsm8k"):
         from rollout.rewards import check_reward

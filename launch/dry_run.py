@@ -64,6 +64,8 @@ def _processes(config: RunConfig | SftConfig, runs: Sequence[str], device: Devic
     if "sample" in runs:
         where = HERE if config.launch.nodes is None else _node("learner", 0, config.launch.nodes)
         yield "sample", where, "1 process", "CPU", FREE_PORT
+        if config.rollout.router is not None:
+            yield "sample: sglang-router", where, "1 process", "CPU", f"{FREE_PORT}, of this host alone"
     if "learn" in runs or "sft-rank" in runs:
         yield from _learner_rows(config, device)
 

@@ -128,7 +128,8 @@ def sample(folder: RunFolder) -> None:
         folder.announce("sample", {"address": address, "pid": os.getpid(), "host": socket.gethostname()})
 
     try:
-        asyncio.run(run_sample_role(config, server_urls=server_urls, announce=announce, host=own_address(config.launch.nodes)))
+        host = own_address(config.launch.nodes)
+        asyncio.run(run_sample_role(config, server_urls=server_urls, announce=announce, log_dir=folder.logs, host=host))
     finally:
         folder.withdraw("sample")
 

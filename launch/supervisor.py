@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from rollout.sglang_server import log_tail
+from rollout.watched_process import log_tail
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36

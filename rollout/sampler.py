@@ -34,7 +34,7 @@ from rollout.client import ClientStats, GenerationClient, GenerationError, Rollo
 from rollout.connections import PEER_TIMEOUT_S, heartbeats
 from rollout.records import Completion, FinishReason, Group, Prompt, Score, Trajectory, TrajectoryStatus
 from rollout.rewards import RewardModelError, Scorer, WorkerStartError
-from rollout.sglang_client import SGLangClient
+from rollout.router import generation_client
 from rollout.tasks import Task, load_task, longest_above
 from rollout.tokenization import end_token_ids, load_tokenizer
 
@@ -421,9 +421,12 @@ async def run_sample_role(
     *,
     server_urls: Sequence[str] | Callable[[], Sequence[str]],
     announce: Callable[[str], None],
+    log_dir: Path,
     host: str = "127.0.0.1",
 ) -> None:
     """Serve the learner until it says stop. ``announce`` is called once with the address to ask, of ``host``, when requests can come.
+
+    log_dir: of a router, where the config asks for one.
 
     ``server_urls`` may be a function that waits for the servers: it is called once the data is loaded and checked and every reward
     model answers, so that this takes place while the servers start.
@@ -440,13 +443,7 @@ async def run_sample_role(
     check_prompt_lengths(task, config, max_positions=hf_config.get("max_position_embeddings"))
     async with Scorer(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer:
         urls = server_urls() if callable(server_urls) else server_urls
-        async with SGLangClient(
-            urls,
-            max_concurrency=config.rollout.max_concurrency,
-            timeout_s=config.rollout.request_timeout_s,
-            max_retries=config.rollout.max_retries,
-            peer_timeout_s=config.launch.peer_timeout_s,
-        ) as client:
+        async with generation_client(config, urls, log_dir=log_dir) as client:
             sampler = GroupSampler(
                 client=client,
                 task=task,

@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, TypeVar
 
 import aiohttp
 import orjson
@@ -13,6 +14,8 @@ import orjson
 from rollout.client import ClientStats, GenerationError
 from rollout.connections import CONNECT_TIMEOUT_S, PEER_TIMEOUT_S, is_unreachable, watched_socket
 from rollout.records import Completion, FinishReason
+
+T = TypeVar("T")
 
 REUSE_S = 4.0
 """Idle connections are dropped before SGLang does so, which would be found out only by a failed attempt."""
@@ -40,15 +43,25 @@ class SGLangClient:
     request if there is one. Attempts that did not reach a host are repeated for ``peer_timeout_s`` before they count: the network may
     come back. After that time a host that answers nothing at all, not even its kernel's probes, is given up in the middle of a request.
     ``timeout_s`` bounds all attempts of a request together, without its wait for places.
+
+    Args:
+        whole_groups: False: each sample is a request of its own. ``urls`` is then a router's.
     """
 
     def __init__(
-        self, urls: Sequence[str], *, max_concurrency: int, timeout_s: float, max_retries: int, peer_timeout_s: float = PEER_TIMEOUT_S
+        self,
+        urls: Sequence[str],
+        *,
+        max_concurrency: int,
+        timeout_s: float,
+        max_retries: int,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
+        whole_groups: bool = True,
     ) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
         self._replicas = [_Replica(url.rstrip("/")) for url in urls]
-        self._max_concurrency = max_concurrency
+        self._max_concurrency, self._whole_groups = max_concurrency, whole_groups
         self._places = asyncio.Semaphore(max_concurrency)
         self._turn = asyncio.Lock()
         self._timeout_s = timeout_s
@@ -81,17 +94,20 @@ class SGLangClient:
         """See ``GenerationClient``. Seeds have an effect only on servers with ``enable-deterministic-inference``."""
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
         sampling["stop_token_ids"] = list(stop_token_ids)
+        samplings = [sampling | {"sampling_seed": seed} for seed in seeds]
+        if not self._whole_groups:
+            return [only for (only,) in await _all_or_none(self._request(list(prompt_ids), [one]) for one in samplings)]
         completions: list[Completion] = []
-        for start in range(0, len(seeds), self._max_concurrency):
-            chunk = seeds[start : start + self._max_concurrency]
-            completions += await self._request(list(prompt_ids), [sampling | {"sampling_seed": seed} for seed in chunk])
+        for start in range(0, len(samplings), self._max_concurrency):
+            completions += await self._request(list(prompt_ids), samplings[start : start + self._max_concurrency])
         return completions
 
     async def _request(self, prompt_ids: list[int], samplings: list[dict[str, object]]) -> list[Completion]:
         """One completion per item of ``samplings``, at most ``max_concurrency`` of them, by one HTTP request (and its repetitions)."""
         count = len(samplings)
-        # A list even for one sample: SGLang then answers with a list.
-        body = orjson.dumps({"input_ids": [prompt_ids] * count, "sampling_params": samplings, "return_logprob": True})
+        # Ids in a list even for one sample: SGLang then answers with a list. A router takes no list of parameters.
+        sampling = samplings if self._whole_groups else samplings[0]
+        body = orjson.dumps({"input_ids": [prompt_ids] * count, "sampling_params": sampling, "return_logprob": True})
         async with self._take_places(count):
             self._stats = replace(self._stats, requests=self._stats.requests + count)
             try:
@@ -163,6 +179,16 @@ class SGLangClient:
             if finish["type"] == "abort":
                 raise _AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
         return [parse_completion(reply) for reply in replies]
+
+
+async def _all_or_none(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All at once. Where one fails, the others are cancelled and its error is raised, bare."""
+    tasks = [asyncio.ensure_future(request) for request in requests]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 class _Patience:

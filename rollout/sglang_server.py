@@ -1,34 +1,26 @@
 """The SGLang servers of one node: start, health, watch, and an end that leaves no process behind.
 
-Each replica, or this node's share of one that takes several nodes, is a session and process group of its own under ``sglang_watchdog``.
+Each replica, or this node's share of one that takes several nodes, is a watched process (see there).
 ServerFleet is used by one thread. Not its concern: requests (``sglang_client``), weights (``sglang_control``), command lines
 (``sglang_command``), and which share is on which node and GPUs: it is given them.
 """
 
 import http.client
 import json
-import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from configs.schema.rollout import RolloutConfig
 from rollout.server_share import ServerShare, on_one_machine
 from rollout.sglang_command import LOOPBACK, Ports, check_has_kernels, check_server_args, choose_ports, server_command, server_environment
+from rollout.watched_process import STOP_GRACE_S, end_watched, log_tail, start_watched
 
-LOG_TAIL_LINES = 40
 HEALTH_POLL_S = 0.25
-STOP_GRACE_S = 3.0
-"""Between SIGTERM and SIGKILL. SGLang looks at SIGTERM every 5 s only, and a server has nothing to save."""
 HEALTH_REQUEST_TIMEOUT_S = 60.0
-WATCHDOG = Path(__file__).parent / "sglang_watchdog.py"
 
 
 class ServerDied(RuntimeError):
@@ -139,16 +131,8 @@ class ServerFleet:
         )
         part = f".{share.node_rank}" if share.node_rank else ""
         log_file = self._log_dir / f"sglang-{share.replica}{part}.log"
-        with log_file.open("wb") as log:
-            process = subprocess.Popen(
-                # The pipe is the lifeline: nobody writes to it, and its end of file tells the watchdog that this process is gone.
-                [sys.executable, "-I", str(WATCHDOG), *command],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=server_environment(share, place=place, threads=self._threads, cuda=self._cuda),
-                start_new_session=True,
-            )
+        environment = server_environment(share, place=place, threads=self._threads, cuda=self._cuda)
+        process = start_watched(command, log_file=log_file, environment=environment)
         return _Replica(share.replica, process, ports, log_file, answers=share.node_rank == 0)
 
     def wait_healthy(
@@ -191,35 +175,13 @@ class ServerFleet:
                 raise ServerDied(replica.number, code, replica.log_file)
 
     def stop(self) -> None:
-        """End every replica: SIGTERM to its group, the grace, SIGKILL to the group. May be called twice.
+        """End every replica, see ``end_watched``. May be called twice.
 
         Raises:
             RuntimeError: a process survived SIGKILL.
         """
         replicas, self._replicas = self._replicas, []
-        members = [_group_members(replica.process.pid) for replica in replicas]
-        for replica in replicas:
-            _signal_group(replica.process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + self._stop_grace_s
-        for replica in replicas:
-            with suppress(subprocess.TimeoutExpired):
-                replica.process.wait(max(deadline - time.monotonic(), 0.0))
-        for replica, known in zip(replicas, members, strict=True):
-            self._end_for_good(replica, known)
-
-    def _end_for_good(self, replica: _Replica, known: set[psutil.Process]) -> None:
-        known |= _group_members(replica.process.pid)
-        _signal_group(replica.process.pid, signal.SIGKILL)
-        for process in known:  # also one that moved to a group of its own
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        replica.process.wait(self._stop_grace_s)
-        if replica.process.stdin is not None:
-            replica.process.stdin.close()
-        _, alive = psutil.wait_procs(known, timeout=self._stop_grace_s)
-        alive = [process for process in alive if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-        if alive:
-            raise RuntimeError(f"processes of the SGLang server on port {replica.ports.http} survived SIGKILL: {alive}")
+        end_watched([replica.process for replica in replicas], self._stop_grace_s)
 
 
 def _late(waiting: Sequence[_Replica], timeout_s: float) -> str:
@@ -228,17 +190,6 @@ def _late(waiting: Sequence[_Replica], timeout_s: float) -> str:
         f"SGLang replicas {[replica.number for replica in waiting]} were not ready after {timeout_s:g} s; raise "
         f"rollout.server_start_timeout_s if they only need longer. Last lines of {log_file}:\n{log_tail(log_file)}"
     )
-
-
-def log_tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines of a log, without its progress bars."""
-    try:
-        with log_file.open("rb") as log:
-            log.seek(max(log.seek(0, os.SEEK_END) - 65536, 0))
-            text = log.read().decode(errors="replace")
-    except FileNotFoundError:
-        return "(no log)"
-    return "\n".join(line.rsplit("\r", 1)[-1] for line in text.splitlines()[-lines:])
 
 
 def check_gpus(config: RolloutConfig, *, first_gpu: int, available: int) -> None:
@@ -286,21 +237,3 @@ def _is_healthy(host: str, port: int, timeout_s: float) -> bool:
             return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException, json.JSONDecodeError):
             return False
-
-
-def _group_members(group: int) -> set[psutil.Process]:
-    """Every process of the group, and every descendant of its leader."""
-    members: set[psutil.Process] = set()
-    with suppress(psutil.NoSuchProcess):
-        leader = psutil.Process(group)
-        members |= {leader, *leader.children(recursive=True)}
-    for process in psutil.process_iter():
-        with suppress(ProcessLookupError):
-            if os.getpgid(process.pid) == group:
-                members.add(process)
-    return members
-
-
-def _signal_group(group: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(group, number)

@@ -126,6 +126,10 @@ TABLE = {
         options="launch.slurm.time=tomorrow", field="launch.slurm.time", value="tomorrow",
         error="write hours:minutes:seconds, such as 12:00:00", fix="correct launch.slurm.time",
     ),
+    "unknown way to choose a server": Broken(
+        options="rollout.router.policy=least", field="rollout.router.policy", value="least", error="not one of the choices",
+        fix="round_robin",
+    ),
     "port out of range": Broken(
         options="rollout.first_port=80", field="rollout.first_port", value="80", error="greater than or equal to 1024", fix="at least 1024"
     ),

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,8 +37,8 @@ from rollout.rewards import model as model_module
 from rollout.rewards.model import MAX_FAILED_IN_A_ROW, RewardModel
 from rollout.server_share import on_one_machine
 from rollout.sglang_command import choose_ports, server_command, server_environment
-from rollout.sglang_server import WATCHDOG, log_tail
 from rollout.tiny_model import make_tiny_countdown_model
+from rollout.watched_process import end_watched, log_tail, start_watched
 
 
 def prompt(text: str = "2+3=", reference: str = "5") -> Prompt:
@@ -589,22 +588,12 @@ def sglang(tmp_path_factory):
     command = server_command(config, share=share, model_path=model_dir, ports=ports, cuda=False, seed=0)
     command.remove("--skip-tokenizer-init")  # here the server turns text into tokens
     url = f"http://127.0.0.1:{ports.http}"
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-I", str(WATCHDOG), *command],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=server_environment(share, place=0, threads=1, cuda=False),
-            start_new_session=True,
-        )
-    with process:
-        try:
-            wait_until_healthy(url, process, log_file)
-            yield RealServer(url, process, model_dir, expected)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    process = start_watched(command, log_file=log_file, environment=server_environment(share, place=0, threads=1, cuda=False))
+    try:
+        wait_until_healthy(url, process, log_file)
+        yield RealServer(url, process, model_dir, expected)
+    finally:
+        end_watched([process])
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen, log_file: Path, timeout_s: float = 300.0) -> None:

@@ -486,7 +486,7 @@ def test_the_sample_role_refuses_an_overlong_prompt_before_it_asks_for_servers(m
     asked = []
     config = run_config(model_dir, task=task)
     with pytest.raises(ValueError, match=r"training prompt jsonl:\w+ has 62 tokens, but only 60 "):
-        asyncio.run(run_sample_role(config, server_urls=lambda: asked.append(1) or [], announce=asked.append))
+        asyncio.run(run_sample_role(config, server_urls=lambda: asked.append(1) or [], announce=asked.append, log_dir=tmp_path))
     assert asked == []
 
 
@@ -496,7 +496,7 @@ def test_the_sample_role_asks_its_reward_model_before_it_waits_for_servers(model
     config = config.model_copy(update={"reward": ModelReward(urls=("http://127.0.0.1:9",), max_retries=0)})
     asked = []
     with pytest.raises(RewardModelError, match=r"reward: 1 attempts .*http://127\.0\.0\.1:9/classify.*correct reward\.urls"):
-        asyncio.run(run_sample_role(config, server_urls=lambda: asked.append(1) or [], announce=asked.append))
+        asyncio.run(run_sample_role(config, server_urls=lambda: asked.append(1) or [], announce=asked.append, log_dir=tmp_path))
     assert asked == []
 
 
@@ -509,7 +509,7 @@ def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(m
         announced.append(address)
         ready.set()
 
-    role = run_sample_role(config, server_urls=lambda: ["http://127.0.0.1:9"], announce=announce)
+    role = run_sample_role(config, server_urls=lambda: ["http://127.0.0.1:9"], announce=announce, log_dir=tmp_path)
     thread = threading.Thread(target=asyncio.run, args=(role,), daemon=True)
     thread.start()
     assert ready.wait(60)

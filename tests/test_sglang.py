@@ -128,6 +128,37 @@ def seeds_of(body: dict) -> list[int]:
     return [sampling["sampling_seed"] for sampling in body["sampling_params"]]
 
 
+def test_without_whole_groups_each_sample_is_a_request_with_one_set_of_parameters_in_the_order_of_the_seeds():
+    async def scenario():
+        async with LocalServer(lambda n: answer([5, n])) as server, make_client(server, whole_groups=False) as client:
+            completions = await ask_group(client, [11, 12, 13])
+            seed_of = {n: body["sampling_params"]["sampling_seed"] for n, body in enumerate(server.bodies)}
+            assert [seed_of[completion.token_ids[1]] for completion in completions] == [11, 12, 13]
+            assert [body["input_ids"] for body in server.bodies] == [[[1, 2, 3]]] * 3
+            assert client.stats.requests == 3
+
+    asyncio.run(scenario())
+
+
+class RefusesSeed12(LocalServer):
+    async def generate(self, request):
+        if (await request.json())["sampling_params"]["sampling_seed"] == 12:
+            return web.json_response({"error": {"message": "not that one"}}, status=400)
+        return await super().generate(request)
+
+
+def test_without_whole_groups_one_refused_sample_ends_its_siblings():
+    async def scenario():
+        async with RefusesSeed12(lambda n: answer([5]), hold=asyncio.Event()) as server, make_client(server, whole_groups=False) as client:
+            with pytest.raises(GenerationError, match="HTTP 400: not that one"):
+                await ask_group(client, [11, 12, 13])
+            await until(lambda: server.running == 0)
+            server.hold = None
+            await asyncio.gather(*(ask_group(client, [20 + i]) for i in range(64)))  # nobody holds a place any more
+
+    asyncio.run(scenario())
+
+
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():

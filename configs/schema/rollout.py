@@ -28,6 +28,13 @@ class ResampleGroups(Schema):
     response counts as right, as in the paper; a group that differs only in a model's score or in a penalty then carries no signal."""
 
 
+class RouterConfig(Schema):
+    """``sglang-router`` between the sample role and the servers, started by that role on its host."""
+
+    policy: Literal["round_robin", "cache_aware", "power_of_two", "random"] = "round_robin"
+    """How it chooses the server of a request. ``cache_aware`` sends what begins alike to one server, as far as the load allows."""
+
+
 Quantization = Literal["none", "fp8", "fake_int8"]
 
 DynamicSampling = Annotated[NoDynamicSampling | ResampleGroups, Field(discriminator="type")]
@@ -57,6 +64,9 @@ class RolloutConfig(Schema):
     max_staleness: Literal[0] = 0
     """Versions a token may lag behind the learner. Only the synchronous loop exists: 0."""
     replicas: PositiveInt = 1
+    router: RouterConfig | None = None
+    """None: our own client sends each group, as one request, to the replica with the fewest samples in flight. A router gets each sample as
+    a request of its own: it takes one set of sampling parameters, and so one seed, per request."""
     tp: PositiveInt = 1
     """SGLang's TP size of each replica."""
     first_port: int | None = Field(default=None, ge=1024, le=65000)

@@ -1,0 +1,165 @@
+"""An ``sglang-router`` between the sample role and the servers, where ``rollout.router`` asks for one.
+
+    sample role --/generate--> sglang-router (here, on the loopback interface) --/generate--> servers
+
+The learner's control of the servers does not come by here: the router knows nothing of pauses and weights. Tried with sglang-router 0.3.2.
+"""
+
+import http.client
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing
+from pathlib import Path
+
+from configs.schema import RunConfig
+from configs.schema.rollout import RouterConfig
+from rollout.sglang_client import SGLangClient
+from rollout.sglang_command import LOOPBACK, Ports, choose_ports
+from rollout.watched_process import end_watched, log_tail, start_watched
+
+POLL_S = 0.25
+READY_REQUEST_TIMEOUT_S = 5.0
+PACKAGE = "sglang_router"
+
+
+@asynccontextmanager
+async def generation_client(config: RunConfig, urls: Sequence[str], *, log_dir: Path) -> AsyncIterator[SGLangClient]:
+    """What the sample role asks: the servers at ``urls``, or a router before them. Raises as ``Router`` does."""
+    rollout = config.rollout
+    with ExitStack() as stack:
+        if rollout.router is not None:
+            router = Router(
+                rollout.router,
+                urls,
+                log_file=log_dir / "router.log",
+                request_timeout_s=rollout.request_timeout_s,
+                start_timeout_s=config.launch.start_timeout_s,
+            )
+            urls = [stack.enter_context(router).url]
+        async with SGLangClient(
+            urls,
+            max_concurrency=rollout.max_concurrency,
+            timeout_s=rollout.request_timeout_s,
+            max_retries=rollout.max_retries,
+            peer_timeout_s=config.launch.peer_timeout_s,
+            whole_groups=rollout.router is None,
+        ) as client:
+            yield client
+
+
+class Router:
+    """``start``, ``wait_ready``, and always ``stop``; or a context, which does all three.
+
+    Args:
+        urls: of the servers, which are healthy. request_timeout_s: of our client, which gives up first.
+    """
+
+    def __init__(
+        self, config: RouterConfig, urls: Sequence[str], *, log_file: Path, request_timeout_s: float, start_timeout_s: float
+    ) -> None:
+        check_is_installed()
+        self._config, self._urls, self._log_file = config, list(urls), log_file
+        self._request_timeout_s, self._start_timeout_s = request_timeout_s, start_timeout_s
+        (self._ports,) = choose_ports([0], None)
+        self._process: subprocess.Popen | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self._ports.http}"
+
+    def __enter__(self) -> "Router":
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        command = router_command(self._config, self._urls, ports=self._ports, request_timeout_s=self._request_timeout_s)
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        self._process = start_watched(command, log_file=self._log_file, environment=environment)
+
+    def wait_ready(self) -> None:
+        """Return when every server is behind it.
+
+        Raises:
+            RuntimeError: it has ended. TimeoutError: it was not ready in time. Both with the end of its log.
+        """
+        deadline = time.monotonic() + self._start_timeout_s
+        while not self._is_ready():
+            code = self._process.poll()
+            if code is not None:
+                raise RuntimeError(f"sglang-router ended with exit code {code}; {self._last_words()}")
+            if time.monotonic() > deadline:
+                waited = f"after launch.start_timeout_s={self._start_timeout_s:g} s"
+                raise TimeoutError(f"sglang-router had not found all of {self._urls} {waited}; {self._last_words()}")
+            time.sleep(POLL_S)  # between looks at the conditions above
+
+    def _is_ready(self) -> bool:
+        connection = http.client.HTTPConnection(LOOPBACK, self._ports.http, timeout=READY_REQUEST_TIMEOUT_S)
+        with closing(connection):
+            try:
+                connection.request("GET", "/workers")
+                response = connection.getresponse()
+                return response.status == 200 and _healthy_workers(response.read()) == len(self._urls)
+            except (OSError, http.client.HTTPException):
+                return False
+
+    def _last_words(self) -> str:
+        return f"last lines of {self._log_file}:\n{log_tail(self._log_file)}"
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            end_watched([process])
+
+
+def router_command(config: RouterConfig, urls: Sequence[str], *, ports: Ports, request_timeout_s: float) -> list[str]:
+    """The command line. Its settings, beside addresses and policy:
+
+    - health by /model_info, every 2 s: its default asks the server for a token, which a paused one never gives: after
+      half a minute every server would count as ill, and requests would be answered 503;
+    - no retries of its own: ``SGLangClient`` repeats what failed, and counts it;
+    - a server that broke connections is tried again after 5 s, not 60.
+    """
+    flags = {
+        "--policy": config.policy,
+        "--host": LOOPBACK,
+        "--port": ports.http,
+        "--prometheus-host": LOOPBACK,
+        "--prometheus-port": ports.nccl,
+        "--health-check-endpoint": "/model_info",
+        "--health-check-interval-secs": 2,
+        "--cb-timeout-duration-secs": 5,
+        "--request-timeout-secs": math.ceil(request_timeout_s) + 1,  # the client's own comes first
+        "--shutdown-grace-period-secs": 1,
+        "--log-level": "warn",
+    }
+    arguments = [str(part) for flag in flags.items() for part in flag]
+    return [sys.executable, "-m", f"{PACKAGE}.launch_router", "--worker-urls", *urls, "--disable-retries", *arguments]
+
+
+def check_is_installed() -> None:
+    """Raises ValueError."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise ValueError("rollout.router needs the package sglang-router; pip install sglang-router==0.3.2, or leave rollout.router out")
+
+
+def _healthy_workers(content: bytes) -> int:
+    """Raises OSError where that is no list of workers: something else listens at this port."""
+    try:
+        return sum(worker["is_healthy"] for worker in json.loads(content)["workers"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise OSError(f"no answer of sglang-router: {content[:200]!r}") from error

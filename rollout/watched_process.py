@@ -1,0 +1,92 @@
+"""Processes that do not outlive their owner: each a session and process group of its own under ``sglang_watchdog``."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+STOP_GRACE_S = 3.0
+"""Between SIGTERM and SIGKILL. SGLang looks at SIGTERM every 5 s only, and a server has nothing to save."""
+LOG_TAIL_LINES = 40
+WATCHDOG = Path(__file__).parent / "sglang_watchdog.py"
+
+
+def start_watched(command: Sequence[str], *, log_file: Path, environment: Mapping[str, str]) -> subprocess.Popen:
+    """The watchdog of ``command``, all of whose output goes to ``log_file``. Raises OSError."""
+    with log_file.open("wb") as log:
+        return subprocess.Popen(
+            # The pipe is the lifeline: nobody writes to it, and its end of file tells the watchdog that this process is gone.
+            [sys.executable, "-I", str(WATCHDOG), *command],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def end_watched(processes: Sequence[subprocess.Popen], grace_s: float = STOP_GRACE_S) -> None:
+    """SIGTERM to the groups of all, the grace, SIGKILL to the groups.
+
+    Raises:
+        RuntimeError: a process survived SIGKILL.
+    """
+    members = [_group_members(process.pid) for process in processes]
+    for process in processes:
+        _signal_group(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0.0))
+    for process, known in zip(processes, members, strict=True):
+        _end_for_good(process, known, grace_s)
+
+
+def _end_for_good(process: subprocess.Popen, known: set[psutil.Process], grace_s: float) -> None:
+    known |= _group_members(process.pid)
+    _signal_group(process.pid, signal.SIGKILL)
+    for member in known:  # also one that moved to a group of its own
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait(grace_s)
+    if process.stdin is not None:
+        process.stdin.close()
+    _, alive = psutil.wait_procs(known, timeout=grace_s)
+    alive = [member for member in alive if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+    if alive:
+        raise RuntimeError(f"processes of {process.args} survived SIGKILL: {alive}")
+
+
+def _group_members(group: int) -> set[psutil.Process]:
+    """Every process of the group, and every descendant of its leader."""
+    members: set[psutil.Process] = set()
+    with suppress(psutil.NoSuchProcess):
+        leader = psutil.Process(group)
+        members |= {leader, *leader.children(recursive=True)}
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == group:
+                members.add(process)
+    return members
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def log_tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
+    """The last lines of a log, without its progress bars."""
+    try:
+        with log_file.open("rb") as log:
+            log.seek(max(log.seek(0, os.SEEK_END) - 65536, 0))
+            text = log.read().decode(errors="replace")
+    except FileNotFoundError:
+        return "(no log)"
+    return "\n".join(line.rsplit("\r", 1)[-1] for line in text.splitlines()[-lines:])

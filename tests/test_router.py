@@ -1,0 +1,168 @@
+"""``rollout.router``: sglang-router between the sample role and real SGLang servers."""
+
+import asyncio
+import importlib.util
+import json
+import time
+import urllib.request
+
+import pytest
+
+from configs.loader import load_config
+from configs.schema.launch import LaunchConfig
+from configs.schema.rollout import RolloutConfig, RouterConfig
+from launch.dry_run import dry_run_lines
+from rollout.client import GenerationError
+from rollout.router import Router, generation_client
+from rollout.sglang_control import SGLangControl
+from rollout.sglang_server import ServerFleet
+from rollout.tiny_model import make_tiny_countdown_model
+from tests.test_end_to_end import RECIPE, SMALL, assert_nothing_left, finish, processes_of, start, steps_of
+
+PAUSE_S = 25.0
+"""By health that asks for a token (5 s, three times, 2 s apart) a paused server counts as ill within that time."""
+
+
+def test_without_the_package_the_command_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install sglang-router==0\.3\.2"):
+        Router(RouterConfig(), ["http://127.0.0.1:9"], log_file=tmp_path / "log", request_timeout_s=1, start_timeout_s=1)
+
+
+def router_of(urls, folder, **changes) -> Router:
+    return Router(RouterConfig(), urls, log_file=folder / "router.log", **{"request_timeout_s": 60, "start_timeout_s": 120} | changes)
+
+
+@pytest.mark.engines
+def test_a_router_that_finds_no_server_says_so_and_is_gone(tmp_path):
+    router = router_of(["http://127.0.0.1:9"], tmp_path, start_timeout_s=15)
+    with pytest.raises(TimeoutError, match=r"not found all of \['http://127\.0\.0\.1:9'\] after launch\.start_timeout_s=15"), router:
+        pass
+    assert processes_of(tmp_path) == []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("router")
+    make_tiny_countdown_model(folder / "model", seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fleet(folder):
+    config = RolloutConfig(dtype="float32", replicas=2, max_total_tokens=8192)
+    fleet = ServerFleet(config, model_path=folder / "model", log_dir=folder, threads=1, cuda=False, seed=0)
+    fleet.start()
+    try:
+        fleet.wait_healthy(300)
+        yield fleet
+    finally:
+        fleet.stop()
+
+
+def run_config(folder, **router):
+    # The run's own servers are not started: the fixture's stand there.
+    rollout = RolloutConfig(dtype="float32", replicas=2, router=RouterConfig(**router), request_timeout_s=60, max_retries=2)
+    config = load_config(RECIPE, [f"model.path={folder / 'model'}"])
+    return config.model_copy(update={"rollout": rollout, "launch": LaunchConfig(start_timeout_s=120)})
+
+
+def prefilled(fleet) -> list[int]:
+    """How often each server has begun something: the lines of its log that say so."""
+    return [log.read_text().count("Prefill batch") for log in sorted(fleet._log_dir.glob("sglang-*.log"))]
+
+
+def groups(client, count: int, *, seed: int = 0):
+    sampling = {"max_new_tokens": 8, "temperature": 1.0, "stop_token_ids": [0]}
+    return asyncio.gather(*(client.generate_group([4 + i, 5, 6], **sampling, seeds=range(seed, seed + 4)) for i in range(count)))
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("policy", ["round_robin", "cache_aware"])
+def test_samples_come_whole_through_a_router_from_every_server(fleet, folder, policy):
+    before = prefilled(fleet)
+
+    async def scenario():
+        async with generation_client(run_config(folder, policy=policy), fleet.urls, log_dir=folder) as client:
+            return await groups(client, 6), client.stats
+
+    sampled, stats = asyncio.run(scenario())
+    assert [len(group) for group in sampled] == [4] * 6 and stats.requests == 24 and stats.retries == 0
+    completions = [completion for group in sampled for completion in group]
+    assert all(c.token_versions == [0] * len(c.token_ids) and 0 < len(c.token_ids) <= 8 for c in completions)
+    assert all(len({tuple(c.token_ids) for c in group}) > 1 for group in sampled), "siblings differ"
+    assert all(logprob <= 0 for c in completions for logprob in c.rollout_logprobs)
+    if policy == "round_robin":
+        assert all(now > then for now, then in zip(prefilled(fleet), before, strict=True)), "one server had nothing to do"
+
+
+@pytest.mark.engines
+def test_requests_wait_out_a_pause_that_is_longer_than_the_looks_at_health(fleet, folder):
+    config = run_config(folder)
+
+    async def scenario(control):
+        async with generation_client(config, fleet.urls, log_dir=folder) as client:
+            url = client._replicas[0].url
+            await asyncio.to_thread(control.pause)
+            asked = asyncio.ensure_future(groups(client, 2))
+            until = time.monotonic() + PAUSE_S
+            while time.monotonic() < until:
+                assert all(worker["is_healthy"] for worker in await asyncio.to_thread(workers, url))
+                assert not asked.done()
+                await asyncio.sleep(0.5)
+            await asyncio.to_thread(control.resume)
+            return await asyncio.wait_for(asked, 60), client.stats
+
+    with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as control:
+        sampled, stats = asyncio.run(scenario(control))
+    assert [len(group) for group in sampled] == [4, 4] and stats.retries == 0
+
+
+def workers(url: str) -> list[dict]:
+    with urllib.request.urlopen(f"{url}/workers", timeout=20) as response:
+        return json.loads(response.read())["workers"]
+
+
+@pytest.mark.engines
+def test_a_router_that_dies_is_reported_and_nothing_is_left(fleet, folder):
+    async def scenario():
+        async with generation_client(run_config(folder), fleet.urls, log_dir=folder) as client:
+            (router,) = [p for p in processes_of_router(client._replicas[0].url)]
+            router.kill()
+            await groups(client, 1)
+
+    with pytest.raises(GenerationError, match=r"3 attempts at 1 samples failed \(max_retries=2\)"):
+        asyncio.run(scenario())
+
+
+def processes_of_router(url: str):
+    import psutil
+
+    port = url.rsplit(":", 1)[-1]
+    return [p for p in psutil.process_iter() if p.name().startswith("sglang::router") and listens(p, int(port))]
+
+
+def listens(process, port: int) -> bool:
+    return any(c.status == "LISTEN" and c.laddr.port == port for c in process.net_connections(kind="tcp"))
+
+
+def test_dry_run_lists_the_router(folder):
+    from launch.device_memory import device_of
+
+    config = load_config(RECIPE, [f"model.path={folder / 'model'}", "rollout.router={}"])
+    found = [line for line in dry_run_lines(config, ("serve", "sample", "learn"), device_of(config, None)) if "sglang-router" in line]
+    assert len(found) == 1 and "of this host alone" in found[0]
+
+
+@pytest.mark.engines
+def test_a_run_of_two_replicas_behind_a_router_is_exact(tmp_path):
+    make_tiny_countdown_model(tmp_path / "model", seed=0)
+    router = ["rollout.replicas=2", "rollout.router.policy=cache_aware"]
+    process = start("train", RECIPE, *SMALL, *router, "evaluation.at_ends=false", "steps=2", cwd=tmp_path)
+    said = finish(process)
+    assert process.returncode == 0, said
+    steps = steps_of(tmp_path)
+    assert [(step["step"], step["sync/version"]) for step in steps] == [(1, 1), (2, 2)]
+    assert all(step["mismatch/logprob_gap_max"] <= 1e-4 for step in steps)
+    assert (tmp_path / "runs/latest/logs/router.log").is_file()
+    assert_nothing_left(tmp_path)
