@@ -93,13 +93,13 @@ def supervise(config_path: Path, model: Path | None, overrides: list[str], round
 
 def measure_rank(path: Path, rounds: int) -> None:
     """One learner rank: step, bare generation, bare update, in turn."""
-    from launch import roles
+    from launch import learning
     from launch.run_folder import RunFolder
     from trainer.loop import train
 
     folder = RunFolder(path)
-    run = roles.build_run(folder)
-    gc.freeze()  # as roles.learn does
+    run = learning.build_run(folder)
+    gc.freeze()  # as learning.learn does
     if run.tracker is not None:
         run.tracker.close("FINISHED")
     watch = Watch(run.learner.receive)
@@ -137,7 +137,7 @@ def measure_rank(path: Path, rounds: int) -> None:
                 note(f"  of the step: {part}", watch.metrics[f"time/{part}"])
     if run.learner.is_first_rank:
         (folder.path / "benchmark.json").write_text(json.dumps(seconds))
-    roles.end_run(run)
+    learning.end_run(run)
 
 
 class Watch:

@@ -113,7 +113,7 @@ def draw(folder: RunFolder) -> None:
     """The mismatch-draw role: what request.json asks of the servers of this folder."""
     from rollout.client import GenerationError
     from rollout.fixed_samples import fixed_prompts
-    from rollout.sampler import check_prompt_lengths, check_vocabulary
+    from rollout.sample_role import check_prompt_lengths, check_vocabulary
     from rollout.tasks import load_task
     from rollout.tokenization import end_token_ids, load_tokenizer
 

@@ -11,11 +11,13 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -165,6 +167,19 @@ def kill(processes: Sequence[psutil.Process]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     psutil.wait_procs(processes, timeout=1.0)
+
+
+def exit_now(code: int) -> NoReturn:
+    """Not sys.exit: a thread that still waits for a server or a peer would keep this rank, and so the run, alive for minutes.
+
+    Nobody else cleans up then: child processes (a checkpoint's writers) are ended here.
+    """
+    try:
+        kill(psutil.Process().children(recursive=True))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def _cause(role: Role) -> str:

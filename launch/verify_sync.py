@@ -276,7 +276,7 @@ def send_other_weights(folder: RunFolder) -> None:
     """Load weights that no server holds, export them, and send them to all servers of the request as a training run does."""
     import torch.distributed as dist
 
-    from launch.roles import PROBE_PROMPT, PROBE_TOKENS
+    from launch.learning import PROBE_PROMPT, PROBE_TOKENS
     from parallel.hf_files import PerturbedWeights
     from parallel.platform import collective_backend, init_distributed
     from rollout.sglang_control import SGLangControl

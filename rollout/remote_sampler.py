@@ -8,7 +8,7 @@ import zmq
 
 from rollout.connections import PEER_TIMEOUT_S, PeerLost, Requester
 from rollout.records import Group
-from rollout.sampler import (
+from rollout.sample_messages import (
     Done,
     Evaluate,
     Evaluated,

@@ -1,42 +1,27 @@
-"""The sample role: prompts -> groups of scored responses, handed to the learner on request.
-
-    learner (rank 0)                         this process, one event loop
-    RemoteSampler --- request, ZeroMQ ---> serve: one request at a time
-                                             └─ GroupSampler: one task per group
-                                                  generate (HTTP, bounded by the client) -> decode -> score, a task per sample
-                  <-- reply or Failure ---
+"""Prompts -> groups of scored responses: one task per group, generate -> decode -> score, a task per sample.
 
 Only ``next_groups`` moves the position in the data, and only when all its groups are complete; so a state taken between two
 requests resumes exactly. With dynamic sampling it samples in rounds, and the position counts every prompt that was sampled.
-Not this role's concern: weights, versions (the learner says what is newest), and which replica answers.
+Not its concern: weights, versions (the learner says what is newest), and which replica answers.
 """
 
 import asyncio
-import gc
 import hashlib
 import json
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-import zmq
-import zmq.asyncio
-
-from configs.schema import RunConfig
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
-from rollout.client import ClientStats, GenerationClient, GenerationError, RolloutError
-from rollout.connections import PEER_TIMEOUT_S, heartbeats
+from rollout.client import ClientStats, GenerationClient
 from rollout.records import Completion, FinishReason, Group, Prompt, Score, Trajectory, TrajectoryStatus
-from rollout.rewards import RewardModelError, Scorer, WorkerStartError
-from rollout.router import generation_client
-from rollout.tasks import Task, load_task, longest_above
-from rollout.tokenization import end_token_ids, load_tokenizer
+from rollout.rewards import Scorer
+from rollout.sample_messages import EvaluationResult, SamplerState, SamplingError, SamplingStats
+from rollout.tasks import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,105 +30,6 @@ logger = logging.getLogger(__name__)
 
 MAX_LOGGED_FAILURES = 8
 """Failed rewards of one request that are logged one by one."""
-LAST_REPLY_LINGER_MS = 1000
-
-
-class SamplingError(RolloutError):
-    """Groups or an evaluation could not be produced; the message says why."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingStats:
-    """What producing one reply took."""
-
-    seconds: float
-    requests: int
-    retries: int
-    """Attempts that failed in transport and were repeated."""
-    failed_rewards: int
-    """Samples whose reward raised or ran out of time (scored 0)."""
-    generated_tokens: int
-    reward_retries: int = 0
-    """Requests to reward models that were repeated."""
-    resampled_groups: int = 0
-    """Sampled beyond those asked for, in place of groups without signal (dynamic sampling)."""
-    filled_groups: int = 0
-    """Without signal and handed out all the same, since dynamic sampling had used up its rounds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationResult:
-    """Of held-out problems. What makes a sample right: ``Score.correct``."""
-
-    accuracy: float
-    mean_reward: float
-    count: int
-    """Samples: problems times samples_per_prompt."""
-    length_mean: float
-    """Response tokens, the end token included."""
-    length_max: int
-    truncated_fraction: float
-    stats: SamplingStats
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerState:
-    """Where in the data sampling stands: everything that a resumed run needs."""
-
-    position: int
-    """Training prompts handed out since the start, over all epochs."""
-    next_group_id: int
-    num_prompts: int
-    """Of the training set, to notice another one."""
-
-
-class NextGroups(msgspec.Struct, frozen=True, tag=True):
-    count: int
-    newest: int
-    max_staleness: int
-
-
-class Evaluate(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class GetState(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class LoadState(msgspec.Struct, frozen=True, tag=True):
-    state: SamplerState | None
-    """None: the start."""
-
-
-class Stop(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class Groups(msgspec.Struct, frozen=True, tag=True):
-    groups: list[Group]
-    stats: SamplingStats
-
-
-class Evaluated(msgspec.Struct, frozen=True, tag=True):
-    result: EvaluationResult | None
-
-
-class State(msgspec.Struct, frozen=True, tag=True):
-    state: SamplerState
-
-
-class Done(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class Failure(msgspec.Struct, frozen=True, tag=True):
-    message: str
-
-
-Request = NextGroups | Evaluate | GetState | LoadState | Stop
-Reply = Groups | Evaluated | State | Done | Failure
-"""The messages between learner and sample role, msgpack on the wire."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -414,140 +300,3 @@ def _summarise(samples: Sequence[_Sample], stats: SamplingStats) -> EvaluationRe
         truncated_fraction=sum(sample.completion.finish_reason is FinishReason.LENGTH for sample in samples) / len(samples),
         stats=stats,
     )
-
-
-async def run_sample_role(
-    config: RunConfig,
-    *,
-    server_urls: Sequence[str] | Callable[[], Sequence[str]],
-    announce: Callable[[str], None],
-    log_dir: Path,
-    host: str = "127.0.0.1",
-) -> None:
-    """Serve the learner until it says stop. ``announce`` is called once with the address to ask, of ``host``, when requests can come.
-
-    log_dir: of a router, where the config asks for one.
-
-    ``server_urls`` may be a function that waits for the servers: it is called once the data is loaded and checked and every reward
-    model answers, so that this takes place while the servers start.
-
-    Raises:
-        ValueError: the task, one of its prompts, the reward or the tokenizer cannot be used.
-        RewardModelError: a reward model does not answer, or not as it should.
-    """
-    model_dir = config.model.path
-    tokenizer = load_tokenizer(model_dir)
-    hf_config = _read_json(model_dir / "config.json")
-    check_vocabulary(tokenizer, model_dir)
-    task = load_task(config.task, tokenizer=tokenizer)
-    check_prompt_lengths(task, config, max_positions=hf_config.get("max_position_embeddings"))
-    async with Scorer(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer:
-        urls = server_urls() if callable(server_urls) else server_urls
-        async with generation_client(config, urls, log_dir=log_dir) as client:
-            sampler = GroupSampler(
-                client=client,
-                task=task,
-                scorer=scorer,
-                tokenizer=tokenizer,
-                stop_token_ids=end_token_ids(tokenizer, model_dir),
-                rollout=config.rollout,
-                evaluation=config.evaluation,
-                seed=config.seed,
-            )
-            gc.freeze()  # tokenizer, prompts and libraries live as long as the run; no collection needs to walk through them
-            await serve(sampler, announce=announce, host=host, peer_timeout_s=config.launch.peer_timeout_s)
-
-
-def check_prompt_lengths(task: Task, config: RunConfig, *, max_positions: int | None) -> None:
-    """Refuse prompts that leave no room for ``max_new_tokens``: they would end the run when their turn comes, maybe hours later.
-
-    A sequence must fit into the model's positions and the servers' KV pool, and a training sequence also into one micro-batch of the
-    learner. ``max_positions`` is the model's max_position_embeddings, None where its config.json does not say.
-
-    Raises:
-        ValueError: naming the longest prompt that does not fit, its length, the limits and the fix.
-    """
-    served = {"max_position_embeddings": max_positions, "rollout.max_total_tokens": config.rollout.max_total_tokens}
-    _check_longest(task.train, "training", {"learner.token_budget": config.learner.token_budget, **served}, config)
-    _check_longest(task.heldout, "held-out", served, config)
-
-
-def _check_longest(prompts: Sequence[Prompt], which: str, limits: dict[str, int | None], config: RunConfig) -> None:
-    known = {name: limit for name, limit in limits.items() if limit is not None}
-    if not known or not prompts:
-        return
-    max_new, smallest = config.rollout.max_new_tokens, min(known.values())
-    room, within = smallest - max_new, ", ".join(f"{name}={limit}" for name, limit in known.items())
-    fixes = ["lower rollout.max_new_tokens", *(f"raise {name}" for name, limit in known.items() if limit == smallest and "." in name)]
-    if room < 1:
-        raise ValueError(f"rollout.max_new_tokens={max_new} leaves no room for a {which} prompt within {within}; {' or '.join(fixes)}")
-    prompt = longest_above(prompts, room)
-    if prompt is not None:
-        raise ValueError(
-            f"{which} prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, but only {room} leave room for "
-            f"rollout.max_new_tokens={max_new} within {within}; remove prompts of more than {room} tokens, {' or '.join(fixes)}"
-        )
-
-
-def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> None:
-    """Refuse a tokenizer that can give ids beyond the model's embedding: SGLang would die of the first such prompt.
-
-    Raises:
-        ValueError: the tokenizer has more tokens than the model.
-    """
-    vocab_size = _read_json(Path(model_dir) / "config.json").get("vocab_size")
-    if vocab_size is not None and len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the tokenizer in {model_dir} has {len(tokenizer)} tokens, but the model's vocab_size is {vocab_size}; "
-            "use the tokenizer that belongs to the model"
-        )
-
-
-def _read_json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
-async def serve(
-    sampler: GroupSampler, *, announce: Callable[[str], None], host: str = "127.0.0.1", peer_timeout_s: float = PEER_TIMEOUT_S
-) -> None:
-    """Answer requests on a free port, one at a time, until Stop. A request that fails is answered with a Failure."""
-    context = zmq.asyncio.Context()
-    try:
-        with context.socket(zmq.REP) as channel:
-            channel.setsockopt(zmq.LINGER, LAST_REPLY_LINGER_MS)
-            for option, value in heartbeats(peer_timeout_s).items():
-                channel.setsockopt(option, value)
-            port = channel.bind_to_random_port(f"tcp://{host}")
-            announce(f"tcp://{host}:{port}")
-            while True:
-                request = msgspec.msgpack.decode(await channel.recv(), type=Request)
-                try:
-                    reply = await _answer(sampler, request)
-                except Exception as error:  # a defect: the learner hears of it before this process dies of it
-                    await channel.send(msgspec.msgpack.encode(Failure(f"{type(error).__name__}: {error}")))
-                    raise
-                await channel.send(msgspec.msgpack.encode(reply))
-                if isinstance(request, Stop):
-                    return
-    finally:
-        context.term()
-
-
-async def _answer(sampler: GroupSampler, request: Request) -> Reply:
-    try:
-        match request:
-            case NextGroups(count, newest, max_staleness):
-                groups, stats = await sampler.next_groups(count, newest=newest, max_staleness=max_staleness)
-                return Groups(groups, stats)
-            case Evaluate():
-                return Evaluated(await sampler.evaluate())
-            case GetState():
-                return State(sampler.state)
-            case LoadState(state):
-                sampler.load_state(state)
-                return Done()
-            case Stop():
-                return Done()
-    except (GenerationError, SamplingError, WorkerStartError, RewardModelError, ValueError) as error:
-        logger.error("%s failed: %s", type(request).__name__, error)
-        return Failure(f"{type(error).__name__}: {error}")

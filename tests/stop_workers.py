@@ -22,7 +22,8 @@ from parallel.weight_transfer import make_buckets
 from rollout.client import GenerationError
 from rollout.records import FinishReason, Prompt, Score
 from rollout.remote_sampler import RemoteSampler
-from rollout.sampler import GroupSampler, serve
+from rollout.sample_role import serve
+from rollout.sampler import GroupSampler
 from rollout.sglang_control import ControlError, Served
 from rollout.tasks import Task
 from rollout.tokenization import load_tokenizer

@@ -15,7 +15,7 @@ import yaml
 
 from configs.loader import ConfigError, load_config
 from configs.schema.launch import NodesConfig
-from launch import addresses, roles
+from launch import addresses, serving
 from launch.addresses import free_port, own_address, role_environment
 from launch.checks import BadInput
 from launch.prepare import prepare
@@ -166,38 +166,38 @@ def test_the_node_is_the_one_asked_for_or_the_place_in_the_slurm_step(tmp_path, 
     several = load_config(config_file(tmp_path, model), [])
     one = load_config(config_file(tmp_path, model), ["launch.nodes=null"])
     monkeypatch.delenv("SLURM_NODEID", raising=False)
-    assert roles.serving_node(several, None) == 0
+    assert serving.serving_node(several, None) == 0
     monkeypatch.setenv("SLURM_NODEID", "1")
-    assert roles.serving_node(several, None) == 1
-    assert roles.serving_node(several, 0) == 0
-    assert roles.serving_node(one, None) == 0, "a run on one machine, inside a job of many"
+    assert serving.serving_node(several, None) == 1
+    assert serving.serving_node(several, 0) == 0
+    assert serving.serving_node(one, None) == 0, "a run on one machine, inside a job of many"
     with pytest.raises(ValueError, match=r"--node 2: the servers of this run are on 2 nodes"):
-        roles.serving_node(several, 2)
+        serving.serving_node(several, 2)
     monkeypatch.setenv("SLURM_NODEID", "3")
     with pytest.raises(ValueError, match="SLURM_NODEID=3"):
-        roles.serving_node(several, None)
+        serving.serving_node(several, None)
 
 
 def test_servers_of_several_fleets_on_one_machine_move_to_the_gpus_of_their_request(tmp_path, model):
     config = load_config(config_file(tmp_path, model), ["launch.nodes=null"])
     folder = RunFolder(tmp_path)
-    assert [share.first_gpu for share in roles._shares_of(folder, config, 0)] == [4, 5]
+    assert [share.first_gpu for share in serving.shares_of(folder, config, 0)] == [4, 5]
     write_json(tmp_path / "request.json", {"first_gpu": 0})
-    assert [share.first_gpu for share in roles._shares_of(folder, config, 0)] == [0, 1]
+    assert [share.first_gpu for share in serving.shares_of(folder, config, 0)] == [0, 1]
 
 
 def test_the_nodes_of_a_replica_meet_at_its_first_one(tmp_path, model):
     config = load_config(config_file(tmp_path, model), ["rollout.tp=2", "rollout.replicas=1"])
     folder = RunFolder(tmp_path)
     found: list[dict[int, str]] = []
-    shares = [roles._shares_of(folder, config, node) for node in range(2)]
-    later = threading.Thread(target=lambda: found.append(roles._meeting_points(folder, config, shares[1], "127.0.0.2")), daemon=True)
+    shares = [serving.shares_of(folder, config, node) for node in range(2)]
+    later = threading.Thread(target=lambda: found.append(serving.meeting_points(folder, config, shares[1], "127.0.0.2")), daemon=True)
     later.start()
-    at_first = roles._meeting_points(folder, config, shares[0], "127.0.0.1")
+    at_first = serving.meeting_points(folder, config, shares[0], "127.0.0.1")
     later.join(timeout=30)
     assert found == [at_first]
     assert re.fullmatch(r"127\.0\.0\.1:\d+", at_first[0])
-    assert roles._meeting_points(folder, config, [], "127.0.0.1") == {}
+    assert serving.meeting_points(folder, config, [], "127.0.0.1") == {}
 
 
 def test_servers_forget_where_their_replicas_met_in_an_earlier_life(tmp_path, model, monkeypatch):
@@ -211,14 +211,14 @@ def test_servers_forget_where_their_replicas_met_in_an_earlier_life(tmp_path, mo
     def look(*_):
         raise Looked(folder.read_address("replica-0"))
 
-    monkeypatch.setattr(roles, "load_config", lambda *_: overridden)
-    monkeypatch.setattr(roles, "own_address", lambda _: "127.0.0.1")
-    monkeypatch.setattr(roles, "_meeting_points", look)
-    monkeypatch.setattr(roles.signal, "getsignal", lambda _: roles.signal.SIG_IGN)
+    monkeypatch.setattr(serving, "load_config", lambda *_: overridden)
+    monkeypatch.setattr(serving, "own_address", lambda _: "127.0.0.1")
+    monkeypatch.setattr(serving, "meeting_points", look)
+    monkeypatch.setattr(serving.signal, "getsignal", lambda _: serving.signal.SIG_IGN)
     for node, left in ((1, {"address": "dead:1"}), (0, None)):  # the second node has no say in it
         folder.announce("replica-0", {"address": "dead:1"})
         with pytest.raises(Looked) as looked:
-            roles.serve(folder, node)
+            serving.serve(folder, node)
         assert looked.value.args == (left,)
 
 

@@ -20,7 +20,7 @@ from rollout import connections
 from rollout.client import GenerationError
 from rollout.connections import PeerLost, Requester, connect, watch
 from rollout.remote_sampler import RemoteSampler
-from rollout.sampler import SamplingError
+from rollout.sample_messages import SamplingError
 from rollout.sglang_client import SGLangClient
 
 GONE = OSError(errno.ENETUNREACH, "Network is unreachable")

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.schema.rollout import RolloutConfig
-from launch.roles import compare_engines
+from launch.learning import compare_engines
 from parallel.fake_quantization import GREATEST, MATRIX, rounded_to_int8, with_int8_matrices
 from trainer.turns import OwnDevices
 

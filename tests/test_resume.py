@@ -13,7 +13,7 @@ import torch.distributed as dist
 from configs.schema.launch import RecordEvery
 from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import KLConfig
-from launch import roles
+from launch import learning
 from launch.run_folder import RunFolder
 from parallel.checkpoint import CheckpointError, is_valid
 from tests.packed_batches import random_batch
@@ -102,9 +102,9 @@ def test_without_a_checkpoint_the_data_begins_anew_and_what_the_lost_steps_left_
     assert Checkpointer(folder.checkpoints, CheckpointConfig()).restore(learner(critic=False), data) is None
     assert data.at is None
     recorder = Recorder(folder.batches, "all", recorded().correction)
-    roles._forget_lost_steps(folder, recorder, 1)
+    learning.forget_lost_steps(folder, recorder, 1)
     assert recorded_steps(folder.batches) == [1] and (tmp_path / "metrics.jsonl").exists()
-    roles._forget_lost_steps(folder, recorder, None)
+    learning.forget_lost_steps(folder, recorder, None)
     assert recorded_steps(folder.batches) == []
     assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.lost.jsonl").read_text() == '{"step": 0}\n'
 

@@ -21,17 +21,9 @@ from rollout.client import GenerationError
 from rollout.records import FinishReason, Group, Prompt, Score, TrajectoryStatus
 from rollout.remote_sampler import RemoteSampler
 from rollout.rewards import RewardModelError, WorkerStartError
-from rollout.sampler import (
-    GroupSampler,
-    SamplerState,
-    SamplingError,
-    check_prompt_lengths,
-    check_vocabulary,
-    choose_heldout,
-    epoch_order,
-    run_sample_role,
-    serve,
-)
+from rollout.sample_messages import SamplerState, SamplingError
+from rollout.sample_role import check_prompt_lengths, check_vocabulary, run_sample_role, serve
+from rollout.sampler import GroupSampler, choose_heldout, epoch_order
 from rollout.tasks import Problem, Task, longest_above
 from rollout.tasks.task import LazyPrompts
 from rollout.tiny_model import make_tiny_countdown_model

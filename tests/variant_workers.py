@@ -107,11 +107,11 @@ def supervise(model: Path) -> None:
 
 def run_rank(path: Path) -> None:
     """One learner rank: every variant in turn. Writes ``variants.json``: how far the weights moved, and the memory in use after it."""
-    from launch import roles
+    from launch import learning
     from launch.run_folder import RunFolder, write_json
 
     folder = RunFolder(path)
-    run = roles.build_run(folder)
+    run = learning.build_run(folder)
     starting = dict(run.learner.engine.export_hf())
     found = {}
     with run.tracker or contextlib.nullcontext():
@@ -122,7 +122,7 @@ def run_rank(path: Path) -> None:
             found[name] = {"moved": moved, "resident_mib": psutil.Process().memory_info().rss / 2**20}
     if run.learner.is_first_rank:
         write_json(folder.path / "variants.json", found)
-    roles.end_run(run)
+    learning.end_run(run)
 
 
 def run_variant(name: str, run, folder) -> dict:

@@ -53,7 +53,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a training run is made of; ``launch/roles.py`` builds it."""
+    """What a training run is made of; ``launch/learning.py`` builds it."""
 
     config: RunConfig
     learner: Learner

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from rollout.records import Group
 from rollout.remote_sampler import RemoteSampler
-from rollout.sampler import EvaluationResult, SamplingStats
+from rollout.sample_messages import EvaluationResult, SamplingStats
 from trainer.interruption import StopRequested
 from trainer.ranks import on_first_rank
 

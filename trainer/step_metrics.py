@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from rollout.records import FinishReason, Group
-from rollout.sampler import EvaluationResult, SamplingStats
+from rollout.sample_messages import EvaluationResult, SamplingStats
 from trainer.learner import Update
 from trainer.metrics import Metric, merge_metrics, merge_over_ranks, values
 from trainer.mismatch import negative_fraction, reward_metrics

@@ -1,0 +1,192 @@
+"""The learn role: one Megatron rank, from its parts to its export. ``trainer/loop.py`` is what happens in between."""
+
+import contextlib
+import gc
+import os
+import socket
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from configs.loader import load_config
+from configs.schema import RunConfig
+from launch.addresses import own_address
+from launch.placement import serve_roles
+from launch.run_folder import RunFolder, wait_for_servers
+from launch.stopping import StopListener, Stopped, report_stopped
+from launch.supervisor import exit_now
+
+if TYPE_CHECKING:
+    from trainer.loop import Run
+    from trainer.recording import Recorder
+
+START_PROBE_TEMPERATURE = 0.7
+"""Not 1: a server whose log-probs ignore the temperature would agree at 1."""
+PROBE_PROMPT = [2 + i % 8 for i in range(12)]
+"""Any tokens will do for comparing two engines; ids this small exist in every vocabulary."""
+PROBE_TOKENS = 4
+
+
+def learn(folder: RunFolder) -> None:
+    """One Megatron rank (torchrun sets RANK, WORLD_SIZE, MASTER_ADDR): build everything, train, export."""
+    began = time.perf_counter()
+    import torch.distributed as dist
+
+    from launch.summary import write_summary
+    from trainer.interruption import INTERRUPTIONS, StopRequested
+    from trainer.loop import evaluate_before, saved_where_interrupted, train
+    from trainer.report import write_report
+
+    listener = StopListener(folder, is_first_rank=os.environ.get("RANK", "0") == "0")
+    run = build_run(folder, listener.reason)
+    if run.learner.is_first_rank:
+        folder.announce("learn", {"pid": os.getpid(), "host": socket.gethostname()})
+    gc.freeze()  # what start-up made lives as long as the run: walking through it again and again would cost a tenth of a second each time
+    try:
+        # As a context manager the tracker closes with FINISHED, FAILED or KILLED, by the way out.
+        with run.tracker or contextlib.nullcontext():
+            with saved_where_interrupted(run):
+                compare_engines(run)
+                started = time.perf_counter()
+                evaluate_before(run)
+                train(run)
+                run.weight_sync.probe(run.config.rollout.temperature)  # of the last update, which nothing was sampled from
+                run.turns.learners()
+            trained = time.perf_counter()
+            # From here on a request to stop is not heeded: what is left to do ends the run too.
+            run.checkpointer.save_before_export(run.learner, run.sampler)
+            run.learner.save_hf(folder.hf)
+            if run.tracker is not None:
+                write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
+                for artifact in (write_report(folder.path), folder.figures, folder.summary):
+                    run.tracker.artifact(artifact)
+    except INTERRUPTIONS as interruption:
+        is_stop = isinstance(interruption, StopRequested)
+        if is_stop and run.learner.is_first_rank:
+            report_stopped(folder, Stopped(step=run.checkpointer.complete, reason=str(interruption)))
+        dist.barrier()  # the first rank has closed its tracker: torchrun ends the others as soon as one of them has failed
+        if is_stop:
+            exit_now(0)  # the sample role may be busy for long with what nobody takes any more: the supervisor ends it
+        raise
+    end_run(run)
+
+
+def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lambda: None) -> "Run":
+    """Everything that ``train`` needs on this rank, resumed where the run folder holds a checkpoint."""
+    from parallel.platform import collective_backend, init_distributed
+    from trainer.learner import Learner
+    from trainer.loop import Run
+    from trainer.recording import Recorder
+    from trainer.resume import Checkpointer
+    from trainer.sampling import SharedSampler
+    from trainer.tracking import Tracker
+    from trainer.turns import OwnDevices, SharedDevices
+    from trainer.weight_sync import WeightSync
+
+    config: RunConfig = load_config(folder.config, [])
+    init_distributed(timeout_s=config.launch.collective_timeout_s)
+    colocated = config.launch.placement == "colocated"
+    if colocated:
+        remote, control = _connect_and_make_room(folder, config)
+    learner = Learner(config)
+    if not colocated:
+        remote, control = _connect(folder, config) if learner.is_first_rank else (None, None)
+    turns = SharedDevices(learner, control) if colocated else OwnDevices()
+    sampler = SharedSampler(remote, stop_requested)
+    checkpointer = Checkpointer(folder.checkpoints, config.checkpoint, turns)
+    progress = checkpointer.restore(learner, sampler)
+    resumed_from = progress.step if progress else None
+    recorder = Recorder(folder.batches, config.record_batches, config.correction)
+    if learner.is_first_rank:
+        forget_lost_steps(folder, recorder, resumed_from)
+    weight_sync = WeightSync(
+        learner,
+        control,
+        rollout_dtype=config.rollout.dtype,
+        tensor_parallel=config.rollout.tp,
+        # NCCL refuses two ranks of a group on one GPU; gloo takes a GPU's tensors through host memory. Not run on GPUs by this project.
+        backend="gloo" if colocated else collective_backend(),
+        temperature=config.rollout.temperature,
+        probe_prompt=PROBE_PROMPT,
+        probe_tokens=PROBE_TOKENS,
+        timeout_s=_patience_s(config),
+        samples_are_probes=config.compares_samples,
+        address=own_address(config.launch.nodes),
+        quantization=config.rollout.quantization,
+        peer_timeout_s=config.launch.peer_timeout_s,
+        turns=turns,
+    )
+    return Run(
+        config=config,
+        learner=learner,
+        sampler=sampler,
+        weight_sync=weight_sync,
+        checkpointer=checkpointer,
+        recorder=recorder,
+        # Last: once it is open, whoever fails has to close it.
+        tracker=Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None,
+        turns=turns,
+        first_step=1 if resumed_from is None else resumed_from + 1,
+        evaluation_owed=progress is not None and progress.evaluation_owed,
+    )
+
+
+def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int | None) -> None:
+    """What an earlier attempt has left of steps that are done again. No supervisor may have cleared the folder."""
+    recorder.forget_after(resumed_from or 0)
+    if resumed_from is None:
+        folder.put_metrics_aside()
+
+
+def compare_engines(run: "Run") -> None:
+    """Before the first step: the servers get the weights of a resumed run, or rounded ones, or where they lent their memory to the learner;
+    then they must give the learner's log-probs.
+
+    So do servers that have outlived the learner of an earlier attempt."""
+    sends = run.first_step > 1 or run.config.rollout.quantization == "fake_int8" or run.turns.are_shared
+    if sends or run.weight_sync.finds_other_version():
+        run.weight_sync.restore()
+    gap = run.weight_sync.probe(START_PROBE_TEMPERATURE)
+    if run.tracker is not None:
+        run.tracker.say(f"learner and servers agree to {gap:.1e} nats at temperature {START_PROBE_TEMPERATURE} before the first step")
+
+
+def end_run(run: "Run") -> None:
+    """Tell the sample role to stop and leave every process group, all ranks together."""
+    import torch.distributed as dist
+
+    run.sampler.stop()
+    run.weight_sync.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _connect(folder: RunFolder, config: RunConfig):
+    """Rank 0's lines to the sample role and to the servers."""
+    from rollout.remote_sampler import RemoteSampler
+    from rollout.sglang_control import SGLangControl
+
+    timeout_s = config.launch.start_timeout_s
+    urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s)
+    address = folder.wait_for_address("sample", timeout_s=timeout_s)["address"]
+    limits = {"timeout_s": _patience_s(config), "peer_timeout_s": config.launch.peer_timeout_s}
+    remote = RemoteSampler(address, **limits)
+    control = SGLangControl(urls, tensor_parallel=config.rollout.tp, **limits)
+    return remote, control
+
+
+def _connect_and_make_room(folder: RunFolder, config: RunConfig):
+    """The same before there is a learner, which shares the servers' devices: they have given their memory back at return, on all ranks."""
+    import torch.distributed as dist
+
+    from trainer.ranks import on_first_rank
+    from trainer.turns import CACHE, WEIGHTS, make_room
+
+    remote, control = _connect(folder, config) if dist.get_rank() == 0 else (None, None)
+    on_first_rank(control and (lambda: make_room(control, CACHE, WEIGHTS)))
+    return remote, control
+
+
+def _patience_s(config: RunConfig) -> float:
+    """With the rollout side: less than that of the ranks which wait in a collective meanwhile, so that they hear what has failed."""
+    return 0.9 * config.launch.collective_timeout_s
