@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer.kl import LOG_RATIO_BOUND, bounded
 from trainer.metrics import Metric, Metrics, Reduction
-from trainer.segments import max_per_sequence, owners, sum_per_sequence, valid_tokens
+from trainer.segments import max_per_sequence, sum_per_sequence, valid_tokens
 
 LENGTH_EDGES = (64, 256, 1024, 4096)
 """Upper edges, in tokens, of the buckets of response length and of position in the response (from 1); the last bucket is open."""
@@ -84,8 +84,7 @@ def mismatch_metrics(
     bounds_P = _boundaries(counts_RB.flatten())
     gap_RB, k3_RB = (sum_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N))
     sums_XRB = torch.stack([counts_RB.to(torch.float64), gap_RB, k3_RB])
-    owners_N = owners(bounds_P, gap_N.device)
-    maxima_XRB = torch.stack([max_per_sequence(x_N, bounds_P, owners_N).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)])
+    maxima_XRB = torch.stack([max_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)])
     sums_XB, maxima_XR = sums_XRB.sum(1), maxima_XRB.amax(2)
     count, gap_sum, k3_sum = sums_XB.sum(1).tolist()
     metrics |= {
