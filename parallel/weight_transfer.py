@@ -224,3 +224,4 @@ class Line:
                 result.set_result(work())
             except BaseException as error:  # handed to the caller's thread, whatever it is
                 result.set_exception(error)
+            del item, work, result  # or the last bucket would stay in memory until the next transfer

@@ -16,16 +16,22 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
+from typing import Any
 
 from configs.schema import RunConfig
 from configs.schema.rollout import RouterConfig
+from rollout.client import ClientStats, GenerationError
+from rollout.records import Completion
 from rollout.sglang_client import SGLangClient
 from rollout.sglang_command import LOOPBACK, Ports, choose_ports
 from rollout.watched_process import end_watched, log_tail, start_watched
 
 POLL_S = 0.25
 READY_REQUEST_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 120.0
+"""The servers are there already; it imports for some seconds, and asks each of them."""
 PACKAGE = "sglang_router"
+PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 
 
 @asynccontextmanager
@@ -39,7 +45,6 @@ async def generation_client(config: RunConfig, urls: Sequence[str], *, log_dir: 
                 urls,
                 log_file=log_dir / "router.log",
                 request_timeout_s=rollout.request_timeout_s,
-                start_timeout_s=config.launch.start_timeout_s,
             )
             urls = [stack.enter_context(router).url]
         async with SGLangClient(
@@ -50,7 +55,35 @@ async def generation_client(config: RunConfig, urls: Sequence[str], *, log_dir: 
             peer_timeout_s=config.launch.peer_timeout_s,
             whole_groups=rollout.router is None,
         ) as client:
-            yield client
+            yield client if rollout.router is None else _Routed(client, router)
+
+
+class _Routed:
+    """A ``GenerationClient`` whose failures say so where it is the router that has ended."""
+
+    def __init__(self, client: SGLangClient, router: "Router") -> None:
+        self._client, self._router = client, router
+
+    @property
+    def stats(self) -> ClientStats:
+        return self._client.stats
+
+    async def generate_group(self, prompt_ids: Sequence[int], **sampling: Any) -> list[Completion]:
+        try:
+            return await self._client.generate_group(prompt_ids, **sampling)
+        except GenerationError as error:
+            try:
+                self._router.poll()
+            except RouterEnded as end:
+                raise GenerationError(f"{end}\n({error})") from error
+            raise
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+class RouterEnded(RuntimeError):
+    """It ended while the run needed it; with the end of its log."""
 
 
 class Router:
@@ -61,7 +94,13 @@ class Router:
     """
 
     def __init__(
-        self, config: RouterConfig, urls: Sequence[str], *, log_file: Path, request_timeout_s: float, start_timeout_s: float
+        self,
+        config: RouterConfig,
+        urls: Sequence[str],
+        *,
+        log_file: Path,
+        request_timeout_s: float,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         check_is_installed()
         self._config, self._urls, self._log_file = config, list(urls), log_file
@@ -88,24 +127,30 @@ class Router:
     def start(self) -> None:
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         command = router_command(self._config, self._urls, ports=self._ports, request_timeout_s=self._request_timeout_s)
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        # Unlike our clients it would ask a proxy for the servers.
+        environment = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
+        environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         self._process = start_watched(command, log_file=self._log_file, environment=environment)
 
     def wait_ready(self) -> None:
         """Return when every server is behind it.
 
         Raises:
-            RuntimeError: it has ended. TimeoutError: it was not ready in time. Both with the end of its log.
+            RouterEnded: it has. TimeoutError: it was not ready in time; with the end of its log.
         """
         deadline = time.monotonic() + self._start_timeout_s
         while not self._is_ready():
-            code = self._process.poll()
-            if code is not None:
-                raise RuntimeError(f"sglang-router ended with exit code {code}; {self._last_words()}")
+            self.poll()
             if time.monotonic() > deadline:
-                waited = f"after launch.start_timeout_s={self._start_timeout_s:g} s"
-                raise TimeoutError(f"sglang-router had not found all of {self._urls} {waited}; {self._last_words()}")
+                waited = f"{self._start_timeout_s:g} s"
+                raise TimeoutError(f"sglang-router had not found all of {self._urls} after {waited}; {self._last_words()}")
             time.sleep(POLL_S)  # between looks at the conditions above
+
+    def poll(self) -> None:
+        """Look at the process once. Raises RouterEnded."""
+        code = self._process.poll()
+        if code is not None:
+            raise RouterEnded(f"sglang-router ended with exit code {code}; {self._last_words()}")
 
     def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection(LOOPBACK, self._ports.http, timeout=READY_REQUEST_TIMEOUT_S)

@@ -22,8 +22,16 @@ REUSE_S = 4.0
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 2.0
 
 
+FROM_UNREACHED = frozenset({"call_upstream_request_error", "no_available_workers"})
+"""What sglang-router calls its answer where it has not reached a server, or has lost it."""
+
+
 class _AttemptFailed(Exception):
     """One attempt failed in a way that another one may not."""
+
+
+class _NotReached(_AttemptFailed):
+    """By a router."""
 
 
 @dataclass(slots=True)
@@ -167,7 +175,8 @@ class SGLangClient:
         async with self._session.post(f"{url}/generate", data=body, headers={"Content-Type": "application/json"}) as response:
             content = await response.read()
             if response.status >= 500:
-                raise _AttemptFailed(f"HTTP {response.status}: {server_message(content)}")
+                failed = _NotReached if _error_code(content) in FROM_UNREACHED else _AttemptFailed
+                raise failed(f"HTTP {response.status}: {server_message(content)}")
             if response.status != 200:
                 raise GenerationError(f"{url} refused a request with HTTP {response.status}: {server_message(content)}")
         replies = orjson.loads(content)
@@ -200,7 +209,7 @@ class _Patience:
 
     def covers(self, error: Exception) -> bool:
         """Whether a failure is one that the network's return will mend, and there is time left for it."""
-        of_connecting = isinstance(error, aiohttp.ConnectionTimeoutError)
+        of_connecting = isinstance(error, (aiohttp.ConnectionTimeoutError, _NotReached))
         if isinstance(error, aiohttp.ClientConnectorError):
             of_connecting = is_unreachable(error.os_error)
         if self._until is None:
@@ -261,6 +270,13 @@ def _version_number(version: str) -> int:
         raise GenerationError(
             f"the server calls its weights {version!r}, not a decimal number; start it with --weight-version 0"
         ) from None
+
+
+def _error_code(content: bytes) -> object:
+    try:
+        return orjson.loads(content)["error"]["code"]
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        return None
 
 
 def server_message(content: bytes) -> str:

@@ -135,6 +135,8 @@ def server_environment(share: ServerShare, *, place: int, threads: int, cuda: bo
     environment = dict(os.environ)
     environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
     environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = str(KEEP_IDLE_S)
+    # For a router, which asks /health before it takes a server: as it is, that asks for a token, and a paused server would never give one.
+    environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     if cuda:
         return environment
     paths = [str(STAND_INS), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]

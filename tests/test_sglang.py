@@ -140,6 +140,20 @@ def test_without_whole_groups_each_sample_is_a_request_with_one_set_of_parameter
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("code", ["call_upstream_request_error", "no_available_workers"])
+def test_a_router_that_does_not_reach_its_servers_is_asked_again_until_the_network_is_given_up(code):
+    unreached = (503, {"error": {"type": "Service Unavailable", "code": code, "message": "nobody there"}})
+
+    async def scenario(answers, peer_timeout_s):
+        options = {"whole_groups": False, "max_retries": 0, "peer_timeout_s": peer_timeout_s}
+        async with LocalServer(lambda n: answers[min(n, len(answers) - 1)]) as router, make_client(router, **options) as client:
+            return (await ask(client)).token_ids, client.stats.retries
+
+    assert asyncio.run(scenario([unreached, unreached, answer([5])], 20.0)) == ([5], 2)
+    with pytest.raises(GenerationError, match="nobody there"):
+        asyncio.run(scenario([unreached], 0.2))
+
+
 class RefusesSeed12(LocalServer):
     async def generate(self, request):
         if (await request.json())["sampling_params"]["sampling_seed"] == 12:
@@ -149,12 +163,15 @@ class RefusesSeed12(LocalServer):
 
 def test_without_whole_groups_one_refused_sample_ends_its_siblings():
     async def scenario():
-        async with RefusesSeed12(lambda n: answer([5]), hold=asyncio.Event()) as server, make_client(server, whole_groups=False) as client:
+        options = {"whole_groups": False, "max_concurrency": 3}
+        async with RefusesSeed12(lambda n: answer([5]), hold=asyncio.Event()) as server, make_client(server, **options) as client:
             with pytest.raises(GenerationError, match="HTTP 400: not that one"):
                 await ask_group(client, [11, 12, 13])
             await until(lambda: server.running == 0)
-            server.hold = None
-            await asyncio.gather(*(ask_group(client, [20 + i]) for i in range(64)))  # nobody holds a place any more
+            again = asyncio.ensure_future(ask_group(client, [21, 22, 23]))
+            await until(lambda: server.running == 3)  # all places were given back
+            server.hold.set()
+            assert len(await again) == 3
 
     asyncio.run(scenario())
 

@@ -3,6 +3,8 @@
 import hashlib
 import itertools
 import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -91,6 +93,19 @@ def test_work_in_line_is_done_in_order_and_hands_over_its_result_and_its_error()
     assert last.wait(check=lambda: None) == 3
     first.wait(check=lambda: None)
     assert (checks, done) == ([[]], ["first", "last"])
+
+
+def test_a_line_keeps_nothing_of_what_it_has_done():
+    """Not even while it waits for more: it would be the memory of a bucket."""
+    line, flat = Line(), torch.zeros(8)
+    seen = weakref.ref(flat)
+    line.begin(lambda held=flat: held.sum()).wait(check=lambda: None)
+    del flat
+    deadline = time.monotonic() + 10
+    while seen() is not None:  # the thread comes round to its queue again
+        assert time.monotonic() < deadline, "the thread holds what it has done"
+        time.sleep(0.01)
+    line.close()
 
 
 def digest(*tensors: torch.Tensor) -> str:

@@ -10,7 +10,8 @@ expert-parallel ranks), and the first rank of the stage, its sender, broadcasts 
     [ stage ]  for each bucket: tell the servers, line its broadcast up behind the one in flight; then the stage gathers the next one
 
 A sender does not wait for a bucket before it asks the servers to receive the next one: they find that request, and its bytes, waiting when
-they have loaded the one before. Only the request that names the version waits for the answers to all buckets before it.
+they have loaded the one before. Only the request that names the version waits for the answers to all buckets before it. A server that fails
+before it has received a bucket takes that one's bytes for the next one's: no harm, since its answer ends the update, and the run.
 
 Stages take turns: servers load one bucket at a time anyway, and only so is the very last bucket of all, which names the version and
 flushes the cache, known to be the last. A sender waits for the servers' answers to its own buckets, and at its turn for the stage before

@@ -29,7 +29,11 @@ class ResampleGroups(Schema):
 
 
 class RouterConfig(Schema):
-    """``sglang-router`` between the sample role and the servers, started by that role on its host."""
+    """``sglang-router`` between the sample role and the servers, started by that role on its host.
+
+    It knows nothing of ``launch.peer_timeout_s``: a host that vanishes in the middle of a request is given up after
+    ``request_timeout_s``.
+    """
 
     policy: Literal["round_robin", "cache_aware", "power_of_two", "random"] = "round_robin"
     """How it chooses the server of a request. ``cache_aware`` sends what begins alike to one server, as far as the load allows."""
