@@ -5,9 +5,10 @@
 - bare: one ``dist.broadcast`` of a buffer with all the bytes, learner's process to one other, received into memory that is there.
 - transfer: what a publish does between begin and end: export from Megatron's parameters, conversion and copy into buckets, the request
   and the broadcast of each bucket, to a process with a server's environment that allocates and receives as SGLang does and loads nothing.
+- transfer with checksums: the same, with the SHA-256 of every tensor that a publish of a dense model on CPU takes meanwhile. Beside.
 - transfer to SGLang: the same to a real server, which also copies the tensors into its model. That work is SGLang's; it is shown beside.
 
-All three are between two processes, in groups of the same size, and alternate round by round, so that a slow spell of a shared machine hits
+All are between two processes, in groups of the same size, and alternate round by round, so that a slow spell of a shared machine hits
 them alike; the first round warms up and is not counted.
 """
 
@@ -88,21 +89,22 @@ def measure(model: Path, rounds: int, bucket_mib: int | None, scratch: Path, *, 
         seconds.setdefault(name, []).append(time.perf_counter() - began)
 
     with Receiver() as receiver, servers(model, scratch, with_sglang) as control:
-        lines = {"transfer": receiver} | ({"transfer to SGLang": control} if control else {})
-        senders = {name: sender(line) for name, line in lines.items()}
+        to_receiver, to_sglang = sender(receiver), sender(control) if control else None
+        ways = {"transfer": (receiver, to_receiver, False), "transfer with checksums": (receiver, to_receiver, True)}
+        ways |= {"transfer to SGLang": (control, to_sglang, False)} if control else {}
         for _ in range(rounds + 1):
-            timed("bare broadcast", lambda: bare(senders["transfer"], receiver, flat))
-            for name, line_to in lines.items():
+            timed("bare broadcast", lambda: bare(to_receiver, receiver, flat))
+            for name, (line_to, to, hashed) in ways.items():
                 line_to.pause()
                 line_to.begin_update()
-                timed(name, lambda name=name: transfer(senders[name], engine, max_bytes, buffers))
+                timed(name, lambda to=to, hashed=hashed: transfer(to, engine, max_bytes, buffers, hashed=hashed))
                 line_to.end_update()
                 line_to.resume()  # at once: the scheduler of a paused server keeps a core busy, which the others would miss
-        for one in senders.values():
+        for one in filter(None, (to_receiver, to_sglang)):
             one.close()
     seconds = {name: s[1:] for name, s in seconds.items()}
     medians = {name: statistics.median(s) for name, s in seconds.items()}
-    ratios = {name: medians["bare broadcast"] / medians[name] for name in lines}
+    ratios = {name: medians["bare broadcast"] / medians[name] for name in ways}
     return {"hardware": hardware(), "mib": flat.numel() / 2**20, "bucket_mib": max_bytes / 2**20, "seconds": seconds, "ratios": ratios}
 
 
@@ -112,11 +114,13 @@ def sender(control):
     return StageSender(control, 1, "gloo", TIMEOUT_S)
 
 
-def transfer(to, engine, max_bytes: int, buffers) -> None:
+def transfer(to, engine, max_bytes: int, buffers, *, hashed: bool) -> None:
     from parallel.weight_transfer import make_buckets
+    from rollout.sglang_control import ExpectedChecksums
 
     buckets = make_buckets(engine.export_hf(), dtype=torch.float32, max_bytes=max_bytes, buffers=buffers)
-    to.send(next(buckets), buckets, None, None)
+    expected = ExpectedChecksums(tensor_parallel=1, kv_heads=engine.architecture.num_kv_heads) if hashed else None
+    to.send(next(buckets), buckets, None, expected)
 
 
 def bare(to, receiver: "Receiver", flat: torch.Tensor) -> None:
