@@ -5,7 +5,8 @@ number, and a repeated key is an error. Text is written so that readers of eithe
 """
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +17,10 @@ from configs.errors import ConfigError, Problem, dotted, shorten
 from configs.schema.base import Schema
 
 # ------------------------------------------------------------------------------------------------------- YAML 1.2 for PyYAML
+
+MAX_DEPTH = 100
+MAX_VALUES = 10_000
+"""Of one text, aliases counted as often as they are used. No config comes near either."""
 
 _BOOL = re.compile(r"(true|True|TRUE|false|False|FALSE)$")
 _INT = re.compile(r"[-+]?[0-9](_?[0-9])*$|0x[0-9a-fA-F]+$|0o[0-7]+$")
@@ -30,10 +35,37 @@ _CORE_SCHEMA = (
 """(tag, the texts that have it, their first characters)"""
 
 
+class _TooDeep(yaml.MarkedYAMLError):
+    """More than MAX_DEPTH blocks inside each other."""
+
+
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the core schema of YAML 1.2."""
+    """SafeLoader with the core schema of YAML 1.2, and no deeper than MAX_DEPTH: its own recursion would end in Python's limit."""
 
     yaml_implicit_resolvers: ClassVar[dict] = {}
+    _depth = 0
+
+    @contextmanager
+    def deeper(self, mark: yaml.Mark) -> Iterator[None]:
+        """While a block at ``mark``, inside those around it, is read. Raises _TooDeep."""
+        if self._depth >= MAX_DEPTH:
+            raise _TooDeep(problem=f"more than {MAX_DEPTH} blocks inside each other", problem_mark=mark)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        with self.deeper(self.peek_event().start_mark):
+            return super().compose_node(parent, index)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """What is merged in (`<<`) as keys of the mapping's own, each once: else merges of merges would multiply them."""
+        with self.deeper(node.start_mark):
+            super().flatten_mapping(node)
+        last = {(key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key): (key, value) for key, value in node.value}
+        node.value = list(last.values())
 
 
 class _Dumper(yaml.SafeDumper):
@@ -146,6 +178,7 @@ class _Reader:
 
     def __init__(self, text: str, source: str, override: str | None):
         self._text, self._source, self._override = text, source, override
+        self._count = 0
 
     def read(self) -> Value | None:
         try:
@@ -162,13 +195,18 @@ class _Reader:
         """``parents``: ids of the nodes around this one."""
         if id(node) in parents:
             raise self._unusable(path, "an alias that contains itself", "remove the alias", node.start_mark)
+        self._count += 1
+        if self._count > MAX_VALUES:
+            error = f"with its aliases written out, the text holds more than {MAX_VALUES} values"
+            raise self._unusable(path, error, "remove aliases of aliases", node.start_mark)
         within = (*parents, id(node))
-        if isinstance(node, yaml.SequenceNode):
-            items = [self._value(item, (*path, str(index)), within) for index, item in enumerate(node.value)]
-            return Value(items, self._where(node.start_mark))
-        if isinstance(node, yaml.MappingNode):
-            return Value(self._mapping(node, path, within), self._where(node.start_mark))
-        return Value(self._scalar(node, path), self._where(node.start_mark))
+        with self._loader.deeper(node.start_mark):
+            if isinstance(node, yaml.SequenceNode):
+                items = [self._value(item, (*path, str(index)), within) for index, item in enumerate(node.value)]
+                return Value(items, self._where(node.start_mark))
+            if isinstance(node, yaml.MappingNode):
+                return Value(self._mapping(node, path, within), self._where(node.start_mark))
+            return Value(self._scalar(node, path), self._where(node.start_mark))
 
     def _scalar(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> str | int | float | None:
         try:
@@ -185,7 +223,9 @@ class _Reader:
         self._loader.flatten_mapping(node)  # `<<: *anchor`
         data = {}
         for key_node, value_node in node.value:
-            key = self._loader.construct_object(key_node, deep=True)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise self._unusable(path, "a key that is a list or a block", "write text as the key", key_node.start_mark)
+            key = self._loader.construct_object(key_node)
             if not isinstance(key, str):
                 raise self._unusable(path, f"the key {key!r} is not text", "write the key in quotes", key_node.start_mark)
             data[key] = Value(self._value(value_node, (*path, key), within).data, self._where(key_node.start_mark))
@@ -223,6 +263,8 @@ class _Reader:
         fix = "correct the YAML there: `key: value` with a space after the colon, the same indent for keys of one block, closed quotes"
         if "\\t" in what:
             fix = "indent with spaces, not tabs"
+        if isinstance(error, _TooDeep):
+            fix = "nest less; no key of a config is that deep"
         at = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         where = self._where(mark) if mark else self._source
         value = self._line(mark) if mark else shorten(self._text) if self._override else "(the file)"

@@ -144,6 +144,21 @@ def test_yaml_anchors_and_merge_keys(folder):
     assert (config.evaluation.every, config.evaluation.max_prompts) == (6, 7)
 
 
+def test_keys_that_are_merged_in_again_and_again_stay_one_each(folder):
+    """Each merge of nine times the one before: 9 ** 30 pairs, unless equal keys are dropped on the way. The nearest one counts."""
+    merged = "{every: 5, max_prompts: 7}"
+    for level in range(30):
+        merged = f"{{<<: [&a{level} {merged}{f', *a{level}' * 8}], every: {level}}}"
+    config = load_config(write("top.yaml", f"extends: base.yaml\nevaluation: {merged}\n"))
+    assert (config.evaluation.every, config.evaluation.max_prompts) == (29, 7)
+
+
+def test_a_block_that_merges_and_overrides_can_be_used_twice(folder):
+    text = "extends: base.yaml\nkl: &a {<<: {coefficient: 0.5}, coefficient: 0.25}\nentropy: *a\n"
+    config = load_config(write("top.yaml", text))
+    assert config.kl.coefficient == config.entropy.coefficient == 0.25
+
+
 # ---- YAML 1.2
 
 
@@ -408,6 +423,16 @@ def test_all_problems_are_reported_at_once(folder):
 # ---- errors in files and overrides
 
 
+def nested_block(depth: int) -> str:
+    return "\n".join(" " * level + "a:" for level in range(depth))
+
+
+def nested_aliases(depth: int, count: int) -> str:
+    """Lists inside each other, each of ``count`` times the one before: a few lines that stand for count ** depth values."""
+    lists = [", ".join(["1"] * count), *(", ".join([f"*a{level}"] * count) for level in range(depth - 1))]
+    return "\n".join(f"a{level}: &a{level} [{items}]" for level, items in enumerate(lists))
+
+
 @pytest.mark.parametrize(
     ("text", "line", "field", "value", "error", "fix"),
     [
@@ -419,6 +444,11 @@ def test_all_problems_are_reported_at_once(folder):
         ("kl: {estimator: k1, estimator: k3}\n", 1, "kl.estimator", "kl: {estimator: k1, estimator: k3}", "repeated", "keep one"),
         ("1: 2\n", 1, "(top level)", "1: 2", "the key 1 is not text", "write the key in quotes"),
         ("a: &x [*x]\n", 1, "a.0", "a: &x [*x]", "contains itself", "remove the alias"),
+        ("? [a]\n: 1\n", 1, "(top level)", "? [a]", "a key that is a list or a block", "write text as the key"),
+        ("seed: " + "[" * 3000, 1, "(YAML syntax)", "seed: " + "[" * 91 + "...", "more than 100 blocks inside each other", "nest less"),
+        (nested_block(3000), 100, "(YAML syntax)", "a:", "more than 100 blocks inside each other", "nest less"),
+        (nested_aliases(300, 1), 1, "(YAML syntax)", "a0: &a0 [1]", "more than 100 blocks inside each other", "nest less"),
+        (nested_aliases(9, 9), 1, "a4.0.2.0.5.2", "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]", "more than 10000 values", "aliases of aliases"),
         ("a: !!python/name:os.system x\n", 1, "(YAML syntax)", "a: !!python/name:os.system x", "could not determine a constructor", "YAML"),
         ("a: !!timestamp 2024-01-01\n", 1, "a", "a: !!timestamp 2024-01-01", "not used in configs", "write text"),
         ("a: !!int x\n", 1, "a", "a: !!int x", "cannot be read as", "correct the value"),
