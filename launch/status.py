@@ -9,7 +9,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,29 +45,31 @@ class Status:
 def status(folder: RunFolder, *, now: float | None = None) -> Status:
     """What the folder says at time ``now`` (seconds since the epoch; None: this moment)."""
     now = time.time() if now is None else now
-    config = yaml.safe_load(folder.config.read_text())
-    job = _read_json(folder.path / "job.json")
+    damaged: list[str] = []
+    config = _read(folder.config, {"name": str, "steps": int}, damaged, parse=yaml.safe_load)
+    job = _read(folder.path / "job.json", {"job_id": (str, int), "restart": int}, damaged)
     in_slurm = _slurm_state(job) if job is not None else ""
-    state = _state(folder, in_slurm)
+    state = _state(folder, in_slurm, damaged)
     running = state.startswith("running")
-    lines = [("run", f"{config['name']} in {folder.path}")]
+    lines = [("run", f"{config['name'] if config else '(name unknown)'} in {folder.path}")]
     if job is not None:
-        lines.append(("job", f"{job['job_id']} {in_slurm}" + (f", start {job['restart'] + 1}" if job.get("restart") else "")))
-    lines += _progress(folder.path / "metrics.jsonl", config.get("steps", 0), now if running else None)
-    lines += [("checkpoint", _checkpoint(folder, now)), *(_roles(folder) if running else []), ("logs", _logs(folder))]
-    return Status(state=state, lines=lines)
+        lines.append(("job", f"{job['job_id']} {in_slurm}" + (f", start {job['restart'] + 1}" if job["restart"] else "")))
+    lines += _progress(folder.path / "metrics.jsonl", config["steps"] if config else None, now if running else None)
+    lines += [("checkpoint", _checkpoint(folder, now)), *(_roles(folder, damaged) if running else []), ("logs", _logs(folder))]
+    return Status(state=state, lines=[*lines, *(("damaged", said) for said in damaged)])
 
 
-def _state(folder: RunFolder, in_slurm: str) -> str:
+def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
     """In the order of certainty: who holds the folder, what Slurm says of its job, what the run left when it ended."""
     if _is_held(folder.path / "roles" / "lock") or in_slurm.startswith("RUNNING"):
-        asked = _read_json(folder.path / "roles" / "stop.json")
+        asked = _read(folder.path / "roles" / "stop.json", {"reason": str}, damaged)
         return f"running, asked to stop: {asked['reason']}" if asked else "running"
     if in_slurm.startswith(QUEUED):
         return f"waiting in the queue ({in_slurm})"
-    if folder.has_final_model():
+    # An evaluation's summary has no steps, nor a model.
+    if folder.hf.is_dir() and _read(folder.summary, {"steps": int}, damaged) and folder.has_final_model():
         return "finished"
-    if stopped := _read_json(folder.path / "roles" / "stopped.json"):
+    if stopped := _read(folder.path / "roles" / "stopped.json", {"step": int, "reason": str}, damaged):
         script = folder.path / "train.sbatch"
         again = f"sbatch {script}" if script.exists() else f"tandem train {folder.config} resume={folder.path}"
         return f"stopped after step {stopped['step']}: {stopped['reason']}; it goes on with `{again}`"
@@ -81,16 +83,18 @@ def _state(folder: RunFolder, in_slurm: str) -> str:
     return "not running: interrupted, killed, or started on another machine"
 
 
-def _progress(metrics_file: Path, steps: int, now: float | None) -> list[tuple[str, str]]:
-    """Step, pace and results so far; of a run that goes on at ``now`` also the time left, and when it was last heard of."""
+def _progress(metrics_file: Path, steps: int | None, now: float | None) -> list[tuple[str, str]]:
+    """Step, pace and results so far; of a run that goes on at ``now`` also the time left, and when it was last heard of. ``steps``: of the
+    whole run; None where that is not known."""
     rows = read_metrics(metrics_file) if metrics_file.exists() else []
     trained = [row for row in rows if row["step"] > 0]
     if not trained:
-        return [("step", f"none of {steps} yet")]
+        return [("step", "none yet" if steps is None else f"none of {steps} yet")]
     step = trained[-1]["step"]
     pace = statistics.median(row.get("time/step") or 0.0 for row in trained[-PACE_STEPS:])
-    text = f"{step} of {steps} ({step / max(steps, 1):.0%}), {pace:.1f} s a step"
-    if now is not None and step < steps:
+    of_all = "" if steps is None else f" of {steps} ({step / max(steps, 1):.0%})"
+    text = f"{step}{of_all}, {pace:.1f} s a step"
+    if now is not None and steps is not None and step < steps:
         text += f", about {duration((steps - step) * pace)} left; the last one {duration(max(now - metrics_file.stat().st_mtime, 0))} ago"
     heldout = {row["step"]: row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None}
     accuracies = ", ".join(f"{accuracy:.1%} at step {at}" for at, accuracy in heldout.items())
@@ -126,10 +130,10 @@ def _slurm_state(job: dict) -> str:
     return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else ""
 
 
-def _roles(folder: RunFolder) -> list[tuple[str, str]]:
+def _roles(folder: RunFolder, damaged: list[str]) -> list[tuple[str, str]]:
     lines = []
-    for file in sorted((folder.path / "roles").glob("s*.json")):
-        address = _read_json(file) or {}
+    for file in sorted((folder.path / "roles").glob("s[ae]*.json")):  # sample, serve, serve-0, ...; not stop
+        address = _read(file, {}, damaged) or {}
         where = address.get("address") or ", ".join(address.get("urls", []))
         if where:
             lines.append((file.stem, f"listens at {where}"))
@@ -150,11 +154,23 @@ def _is_held(lock: Path) -> bool:
         return False
 
 
-def _read_json(file: Path) -> dict | None:
+def _read(
+    file: Path, fields: dict[str, type | tuple[type, ...]], damaged: list[str], parse: Callable[[str], object] = json.loads
+) -> dict | None:
+    """What the file holds, with these fields of these types at least; None where it is missing, or else: what is wrong is added to
+    ``damaged``."""
     try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError):
+        content = parse(file.read_text())
+    except FileNotFoundError:
         return None
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        damaged.append(f"{file} cannot be read ({' '.join(str(error).split())})")
+        return None
+    wrong = [name for name, wanted in fields.items() if not isinstance(content, dict) or not isinstance(content.get(name), wanted)]
+    if wrong or not isinstance(content, dict):
+        damaged.append(f"{file} {f'lacks a sound {wrong[0]!r}' if isinstance(content, dict) else 'holds no block of keys'}")
+        return None
+    return content
 
 
 def _log_files(folder: RunFolder) -> list[Path]:

@@ -126,6 +126,43 @@ def test_a_job_is_asked_of_slurm(folder, tmp_path, monkeypatch, answer, state):
     assert found["job"] == f"17 {answer}, start 3"
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("config.yaml", "", "holds no block of keys"),
+        ("config.yaml", "name: [", "cannot be read"),
+        ("config.yaml", "- tiny\n- 40\n", "holds no block of keys"),
+        ("config.yaml", "name: tiny\nsteps: many\n", "lacks a sound 'steps'"),
+        ("config.yaml", "[" * 3000, "cannot be read"),
+        ("job.json", "[]", "holds no block of keys"),
+        ("job.json", "{}", "lacks a sound 'job_id'"),
+        ("job.json", "{", "cannot be read"),
+        ("summary.json", "{}", "lacks a sound 'steps'"),
+        ("roles/stopped.json", '{"step": 3}', "lacks a sound 'reason'"),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_rest_is_shown(folder, file, content, said):
+    train(folder, 30)
+    folder.hf.mkdir()
+    (folder.path / file).write_text(content)
+    found = lines_of(folder)
+    assert found["damaged"].startswith(f"{folder.path / file} {said}") and "\n" not in found["damaged"]
+    assert found["state"].startswith("not running")
+    assert found["step"] == ("30, 2.0 s a step" if file == "config.yaml" else "30 of 40 (75%), 2.0 s a step")
+    assert found["run"] == f"{'(name unknown)' if file == 'config.yaml' else 'tiny'} in {folder.path}"
+    assert (found["checkpoint"], found["logs"], found["reward"][:5]) == ("none", "none yet", "0.255")
+
+
+def test_a_damaged_file_of_a_running_run_is_named(folder):
+    folder.claim()
+    folder.address("serve").write_text("[]")
+    (folder.path / "roles" / "stop.json").write_text("")
+    lines = status(folder, now=NOW).lines
+    assert [text.split()[0] for title, text in lines if title == "damaged"] == [
+        str(folder.path / "roles" / "stop.json"), str(folder.address("serve")),
+    ]  # fmt: skip
+
+
 def test_logs_of_a_role_are_those_of_all_its_nodes(folder):
     folder.logs.mkdir()
     for name in ("serve-0", "serve-1", "learn"):
