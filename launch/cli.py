@@ -3,6 +3,7 @@
 Exit codes: 0 done; 1 a role failed; 2 bad input, nothing was started; 75 stopped on request, can go on; 130 interrupted.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -30,6 +31,21 @@ GpuMemory = Annotated[
     typer.Option(min=1, max=1_000_000, help="With --dry-run: GiB of each GPU, for a run on other machines than this one."),
 ]
 RunPath = Annotated[Path, typer.Argument(help="A run folder, e.g. runs/latest", metavar="RUN")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"tandem {importlib.metadata.version('tandem-rl')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version, do nothing.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -182,6 +198,10 @@ def make_tiny_model(
 ) -> None:
     """A tiny model with a character tokenizer for Countdown, with random weights."""
     from launch.checks import BadInput
+
+    if folder.exists():  # said again by the function, but after the seconds that its imports take
+        raise BadInput(f"FOLDER: {folder} exists already; remove it or choose another folder")
+
     from rollout.tiny_model import make_tiny_countdown_model
 
     try:

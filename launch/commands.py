@@ -156,10 +156,11 @@ def report(run: Path) -> None:
 
 
 def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: bool) -> None:
+    folder = existing_run(run)
+
     from launch import replay as replays
     from trainer.recording import recorded_steps
 
-    folder = existing_run(run)
     steps = recorded_steps(folder.batches)
     if step not in steps:
         which = f"recorded are {steps}" if steps else "none is recorded; train with record_batches=all or record_batches.every=N"

@@ -1,5 +1,6 @@
 """The command as a user meets it: bad input is one clear error, exit code 2, with nothing written. Configs: test_broken_configs.py."""
 
+import importlib.metadata
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import yaml
 
 from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig, SftConfig
-from launch import checks, commands
+from launch import checks, cli, commands
 from launch.run_folder import RunFolder
 from launch.summary import write_summary
 from rollout.tiny_model import make_tiny_countdown_model
@@ -89,11 +90,26 @@ def test_gpus_of_no_size_are_refused(tmp_path, model, size):
     assert done.returncode == 2 and "'--gpu-memory'" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_model_is_not_made_over_a_folder(tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["make-tiny-model", "mine"], "mine exists already"), (["replay", "mine", "--step", "1"], "mine is not a run folder")],
+)
+def test_a_wrong_folder_is_refused_before_the_seconds_that_torch_takes(tmp_path, monkeypatch, capsys, arguments, said):
     (tmp_path / "mine").mkdir()
-    done = tandem("make-tiny-model", "mine", cwd=tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert "mine exists already" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
+    for module in ("rollout.tiny_model", "launch.replay"):
+        monkeypatch.setitem(sys.modules, module, None)  # to import it is an error
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (2, 1), error
+    assert said in error
+
+
+def test_the_version_is_that_of_the_package():
+    done = tandem("--version", cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, f"tandem {importlib.metadata.version('tandem-rl')}\n"), done.stderr
 
 
 def test_a_missing_config_is_refused(tmp_path):
