@@ -241,7 +241,7 @@ corrections = st.one_of(
 @st.composite
 def run_configs(draw) -> RunConfig:
     options = {"system_prompt": st.none() | texts | tricky, "heldout_path": st.none() | paths}
-    countdown = {"type": st.just("countdown"), "num_numbers": st.integers(1, 9), "heldout_fraction": st.floats(0.01, 0.99)}
+    countdown = {"type": st.just("countdown"), "num_numbers": st.integers(1, 5), "heldout_fraction": st.floats(0.01, 0.99)}
     gsm8k = {"type": st.just("gsm8k"), "train_path": paths, **options}
     jsonl = {"type": st.just("jsonl"), "train_path": paths, "prompt_field": texts, **options}
     task = draw(st.one_of(st.fixed_dictionaries(countdown), st.fixed_dictionaries(gsm8k), st.fixed_dictionaries(jsonl)))

@@ -136,8 +136,6 @@ def test_large_settings_are_a_fixed_subset():
 
 
 def test_impossible_settings(tokenizer):
-    with pytest.raises(ValueError, match=r"num_numbers=6.*at most 5"):
-        load_task(CountdownTask(num_numbers=6), tokenizer=tokenizer)
     with pytest.raises(ValueError, match="no Countdown problem is left"):
         load_task(CountdownTask(num_numbers=1, max_number=1, max_target=1, heldout_fraction=1 - 1e-9), tokenizer=tokenizer)
 
@@ -204,11 +202,9 @@ def test_sft_seed_decides_everything():
     assert first == again != other
 
 
-def test_sft_without_noise_is_all_correct_and_noise_needs_wrong_answers():
+def test_sft_without_noise_is_all_correct():
     examples = generate_sft_examples(CountdownTask(max_number=9), count=500, noise=0.0, seed=0)
     assert all(countdown_reward(prompt.removesuffix(":"), answer).value == 1 for prompt, answer in examples)
-    with pytest.raises(ValueError, match="num_numbers=1"):
-        generate_sft_examples(CountdownTask(num_numbers=1), count=1, noise=0.3, seed=0)
 
 
 # --- files -------------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from configs.schema.alarms import AlarmsConfig
-from configs.schema.base import Contradictions, NonNegativeInt, PositiveInt, Schema
+from configs.schema.base import Contradictions, PositiveInt, Schema
 from configs.schema.correction import CorrectionConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.launch import EvaluationConfig, LaunchConfig, RecordBatches, TrackingConfig
@@ -33,13 +33,18 @@ PER_SEQUENCE_OBJECTIVES = ("gspo", "gmpo")
 MEAN_OF_SEQUENCES = (*PER_SEQUENCE_OBJECTIVES, "sapo")
 """Their papers average over the tokens of a sequence, then over sequences."""
 
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+"""File names have at most 255 bytes, and a run folder's name has the date and what varies in a job array, too."""
+Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
+"""torch takes less than 2**64, and Megatron adds offsets of its own."""
+
 
 class RunConfig(Schema):
     """One RL run."""
 
     kind: Literal["train"] = "train"
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: NonNegativeInt = 0
+    name: RunName = "run"
+    seed: Seed = 0
     steps: PositiveInt = 100
     model: ModelConfig
     task: TaskConfig
@@ -205,6 +210,12 @@ class CountdownSftData(Schema):
     examples: PositiveInt = 90_000
     noise: Annotated[float, Field(ge=0, lt=1)] = 0.3
 
+    @model_validator(mode="after")
+    def _wrong_answers_exist(self):
+        if self.noise > 0 and self.task.num_numbers == 1:
+            raise ValueError(f"noise={self.noise} needs wrong answers, but task.num_numbers=1 has none; use noise=0 or more numbers")
+        return self
+
 
 class JsonlSftData(Schema):
     """The user's own file of prompts and responses."""
@@ -223,8 +234,8 @@ class SftConfig(Schema):
     """A supervised warm start; the result is a Hugging Face folder."""
 
     kind: Literal["sft"]
-    name: str = Field(default="sft", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: NonNegativeInt = 0
+    name: RunName = "sft"
+    seed: Seed = 0
     steps: PositiveInt = 700
     batch_size: PositiveInt = 128
     model: ModelConfig

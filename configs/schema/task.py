@@ -9,6 +9,8 @@ from pydantic import Field, field_validator, model_validator
 
 from configs.schema.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Schema
 
+MAX_NUMBERS = 5
+"""Of a Countdown problem: the expressions of more are too many to enumerate."""
 PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 Weight = Annotated[float, Field(allow_inf_nan=False)]
 """What a reward's value is multiplied with."""
@@ -18,7 +20,7 @@ class CountdownTask(Schema):
     """Reach a target with all the given numbers and ``+ - *``; generated, with disjoint train and held-out problems."""
 
     type: Literal["countdown"] = "countdown"
-    num_numbers: PositiveInt = 3
+    num_numbers: Annotated[int, Field(ge=1, le=MAX_NUMBERS, strict=True)] = 3
     max_number: PositiveInt = 20
     max_target: PositiveInt = 100
     heldout_fraction: Fraction = 1 / 16

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 Numbers = tuple[int, ...]
 """Sorted, with repetition."""
 
-MAX_NUMBERS = 5
 MAX_CHOICES = {1: 100_000, 2: 100_000, 3: 20_000, 4: 10_000, 5: 400}
 """Most choices of that many numbers that are enumerated: a few seconds of work. Beyond it a fixed random subset is taken."""
 CHARACTERS = "0123456789+-*()=: "
@@ -49,7 +48,7 @@ def load_countdown(config: CountdownTask, *, tokenizer: "PreTrainedTokenizerBase
     """All solvable problems of ``config``, split by the hash of each.
 
     Raises:
-        ValueError: the tokenizer lacks a character of the task, too many numbers, or no problem to train on.
+        ValueError: the tokenizer lacks a character of the task, or no problem is left to train on.
     """
     _check_characters(tokenizer)
     train, heldout = [], []
@@ -107,8 +106,6 @@ def solvable_problems(config: CountdownTask) -> Iterator[tuple[Numbers, int]]:
 def _choices(config: CountdownTask) -> list[Numbers]:
     """All multisets of ``num_numbers`` from 1..max_number, or a fixed subset of MAX_CHOICES of them."""
     size, highest = config.num_numbers, config.max_number
-    if size > MAX_NUMBERS:
-        raise ValueError(f"num_numbers={size} is more than Countdown enumerates; use at most {MAX_NUMBERS}")
     if math.comb(highest + size - 1, size) <= MAX_CHOICES[size]:
         return list(combinations_with_replacement(range(1, highest + 1), size))
     rng = random.Random(f"countdown {size} {highest}")  # of the task, not of the run: every run sees the same problems
@@ -287,11 +284,11 @@ def generate_sft_examples(config: CountdownTask, *, count: int, noise: float, se
     otherwise it is a solution. Either is drawn uniformly among the distinct tidy ones: a small model that need not learn all
     orders of the same sum learns more arithmetic from as many examples. The seed decides everything.
 
+    ``noise`` above 0 needs two numbers or more: a single one has no wrong expression.
+
     Raises:
-        ValueError: there is no training problem, or noise is asked for where the numbers allow a single expression only.
+        ValueError: there is no training problem.
     """
-    if noise > 0 and config.num_numbers == 1:
-        raise ValueError(f"noise={noise} needs wrong answers, but num_numbers=1 has none; use noise=0 or more numbers")
     problems = [p for p in solvable_problems(config) if not is_heldout(p, config.heldout_fraction)]
     if not problems:
         raise ValueError(f"no Countdown problem is left to train on with {config!r}; raise max_number or max_target")
