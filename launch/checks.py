@@ -4,10 +4,11 @@ Every problem that is found is reported at once, with the line that set its fiel
 only a valid one can be compared with anything.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from configs.loader import Finding, load_config
 from configs.schema import RunConfig, SftConfig
@@ -17,9 +18,10 @@ from configs.schema.run import JsonlSftData
 from configs.schema.task import CountdownTask, FileTask
 from launch.device_memory import device_of, gpus_here, memory_problems
 from launch.placement import check_placement
-from launch.run_folder import RunFolder
+from launch.run_folder import RunFolder, check_can_be_made
 from parallel.layout import check_critic_vocabulary, layout_problems, read_architecture, read_hf_config, validate_rollout_layout
 from parallel.planner import static_share
+from rollout.prompt_room import prompt_room
 from rollout.sglang_command import check_has_kernels, check_quantization, check_server_args, choose_ports
 
 TRAINING = ("serve", "sample", "learn")
@@ -51,7 +53,7 @@ def load(
     """
     config = load_config(path, overrides)
     if not isinstance(config, kind):
-        wanted = kind.model_fields["kind"].default or "sft"
+        (wanted,) = get_args(kind.model_fields["kind"].annotation)
         raise BadInput(f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}")
     overrides, of_layout = _with_data_parallel_size(config, overrides)
 
@@ -61,12 +63,16 @@ def load(
         against_model = [*of_layout, *_of_models(config)]
         yield from against_model
         yield from _of_run(config) if isinstance(config, RunConfig) else _of_sft(config)
+        if runs == EVALUATION and getattr(config.task, "heldout_path", "generated") is None:
+            yield "task.heldout_path", "task.heldout_path=null gives no held-out problems to evaluate on; name a file of them"
         if isinstance(config, RunConfig):
             yield from _of_ports(config, is_here=gpu_memory is None and config.launch.nodes is None)
             if not of_layout:
                 yield from (("launch.nodes", said) for said in check_placement(config))
         if runs and not of_layout:
             yield from _of_devices(config, runs, gpu_memory, fits_model=not against_model)
+        if gpu_memory is None and getattr(config, "resume", None) is None:
+            yield from _unless("launch.runs_dir", check_can_be_made, "launch.runs_dir", config.launch.runs_dir)
 
     notes: list[str] = []
     config = load_config(path, overrides, files=True, check=check, notes=notes)
@@ -123,6 +129,7 @@ def _of_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
         yield from _unless("rollout.tp", validate_rollout_layout, hf_config, config.rollout.tp)
         yield from _unless("rollout.server_args", static_share, config)
         yield from _unless("rollout.quantization", check_quantization, config.rollout, architecture.model_type)
+        yield from _unless("rollout.max_new_tokens", partial(prompt_room, config, "training", max_positions=architecture.max_positions))
         yield from _of_critic(config, hf_config, known=wrong)
 
 
@@ -151,8 +158,10 @@ def _unless(field: str, check: Callable[..., object], *arguments: object) -> Ite
 
 
 def _of_sft(config: SftConfig) -> Iterator[Finding]:
-    if config.output.exists():
+    if os.path.exists(config.output):  # of a name that is too long, Path.exists raises
         yield "output", f"output: {config.output} exists already; name a new folder, or remove it first"
+    else:
+        yield from _unless("output", check_can_be_made, "output", config.output)
     if isinstance(config.data, JsonlSftData) and config.data.path.is_file():
         from rollout.tasks import read_pairs
 

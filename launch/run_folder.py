@@ -12,11 +12,14 @@ import contextlib
 import fcntl
 import json
 import os
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+
+from configs.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,24 +201,54 @@ def _is_whole(manifest: Path) -> bool:
 
 
 def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
-    """A new folder ``runs_dir/name-DATE-TIME`` with the resolved config."""
+    """A new folder ``runs_dir/name-DATE-TIME`` with the resolved config. Raises ConfigError where it cannot be written."""
     folder = RunFolder(new_path(runs_dir, name))
-    folder.config.write_text(config_yaml)
+    with _writing_in(runs_dir):
+        folder.config.write_text(config_yaml)
     return folder
 
 
 def new_path(runs_dir: Path, name: str) -> Path:
-    """A new, empty folder ``runs_dir/name-DATE-TIME``."""
+    """A new, empty folder ``runs_dir/name-DATE-TIME``. Raises ConfigError where it cannot be made."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    runs_dir.mkdir(parents=True, exist_ok=True)
-    for attempt in range(100):
-        path = runs_dir / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
-        try:
-            path.mkdir()
-            return path
-        except FileExistsError:
-            continue
-    raise FileExistsError(f"{path} and 99 more of this name exist already")
+    with _writing_in(runs_dir):
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        for attempt in range(100):
+            path = runs_dir / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
+            with contextlib.suppress(FileExistsError):
+                path.mkdir()
+                return path
+        raise FileExistsError(f"{path} and 99 more of this name exist already")
+
+
+@contextlib.contextmanager
+def _writing_in(runs_dir: Path) -> Iterator[None]:
+    """What ``check_can_be_made`` could not foresee: a disk that is full, a name that is too long, a folder made in the meantime."""
+    try:
+        yield
+    except OSError as error:
+        said = f"no run folder can be made: {error}"
+        fix = "give a folder that can be written to"
+        raise ConfigError([Problem(where="config", field="launch.runs_dir", value=str(runs_dir), error=said, fix=fix)]) from error
+
+
+def check_can_be_made(field: str, folder: Path) -> None:
+    """Whether ``folder``, the value of ``field``, is a folder that can be written to, or can become one. Leaves nothing behind.
+
+    Raises:
+        ValueError: naming the field, the value, what is in its way and the fix.
+    """
+    absolute = folder.absolute()
+    nearest = next(path for path in (absolute, *absolute.parents) if os.path.lexists(path))
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            absolute.lstat()  # a name may be too long
+        # Permissions alone say nothing of read-only file systems, or to root. On Linux the file never has a name.
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        wrong = f"{field}={folder} cannot be written to: {error.strerror}, in {nearest}"
+        raise ValueError(f"{wrong}; give a folder that can be written to") from error
 
 
 def point_latest(folder: RunFolder) -> None:

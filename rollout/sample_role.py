@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import zmq
@@ -21,6 +21,7 @@ import zmq.asyncio
 from configs.schema import RunConfig
 from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S, heartbeats
+from rollout.prompt_room import prompt_room
 from rollout.records import Prompt
 from rollout.rewards import RewardModelError, Scorer, WorkerStartError
 from rollout.router import generation_client
@@ -96,31 +97,25 @@ async def run_sample_role(
 def check_prompt_lengths(task: Task, config: RunConfig, *, max_positions: int | None) -> None:
     """Refuse prompts that leave no room for ``max_new_tokens``: they would end the run when their turn comes, maybe hours later.
 
-    A sequence must fit into the model's positions and the servers' KV pool, and a training sequence also into one micro-batch of the
-    learner. ``max_positions`` is the model's max_position_embeddings, None where its config.json does not say.
+    ``max_positions``, and what limits a sequence: see ``prompt_room``.
 
     Raises:
         ValueError: naming the longest prompt that does not fit, its length, the limits and the fix.
     """
-    served = {"max_position_embeddings": max_positions, "rollout.max_total_tokens": config.rollout.max_total_tokens}
-    _check_longest(task.train, "training", {"learner.token_budget": config.learner.token_budget, **served}, config)
-    _check_longest(task.heldout, "held-out", served, config)
+    _check_longest(task.train, "training", config, max_positions)
+    _check_longest(task.heldout, "held-out", config, max_positions)
 
 
-def _check_longest(prompts: Sequence[Prompt], which: str, limits: dict[str, int | None], config: RunConfig) -> None:
-    known = {name: limit for name, limit in limits.items() if limit is not None}
-    if not known or not prompts:
+def _check_longest(prompts: Sequence[Prompt], which: Literal["training", "held-out"], config: RunConfig, max_positions: int | None) -> None:
+    room = prompt_room(config, which, max_positions=max_positions) if prompts else None
+    if room is None:
         return
-    max_new, smallest = config.rollout.max_new_tokens, min(known.values())
-    room, within = smallest - max_new, ", ".join(f"{name}={limit}" for name, limit in known.items())
-    fixes = ["lower rollout.max_new_tokens", *(f"raise {name}" for name, limit in known.items() if limit == smallest and "." in name)]
-    if room < 1:
-        raise ValueError(f"rollout.max_new_tokens={max_new} leaves no room for a {which} prompt within {within}; {' or '.join(fixes)}")
-    prompt = longest_above(prompts, room)
+    prompt = longest_above(prompts, room.tokens)
     if prompt is not None:
         raise ValueError(
-            f"{which} prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, but only {room} leave room for "
-            f"rollout.max_new_tokens={max_new} within {within}; remove prompts of more than {room} tokens, {' or '.join(fixes)}"
+            f"{which} prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, but only {room.tokens} leave room for "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} within {room.within}; remove prompts of more than {room.tokens} "
+            f"tokens, {room.fixes}"
         )
 
 

@@ -3,6 +3,7 @@
 Every one goes through the command's own entry point, which must end with exit code 2, having written and started nothing.
 """
 
+import errno
 import json
 import re
 import resource
@@ -50,6 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "other-kind": {"model_type": "gpt2"},
 }  # fmt: skip
+SFT = yaml.safe_dump({"kind": "sft", "model": {"path": "dense"}, "data": {"type": "countdown"}, "output": "new"})
 BASE = {"model": {"path": "dense"}, "task": {"type": "countdown"}, "rollout": {"max_new_tokens": 14}}
 
 
@@ -133,6 +135,35 @@ TABLE = {
     "port out of range": Broken(
         options="rollout.first_port=80", field="rollout.first_port", value="80", error="greater than or equal to 1024", fix="at least 1024"
     ),
+    "name too long": Broken(
+        options=f"name={'n' * 101}", field="name", value="n" * 90, error="at most 100 characters", fix="default: run"
+    ),
+    "name too long for Slurm": Broken(
+        command="slurm", options=f"name={'n' * 300}", field="name", value="n" * 90, error="at most 100 characters", fix="default: run"
+    ),
+    "numbers of a problem": Broken(
+        options="task.num_numbers=6", field="task.num_numbers", value="6", error="less than or equal to 5", fix="at most 5"
+    ),
+    "seed": Broken(options=f"seed={2**64}", field="seed", value=str(2**64), error="less than 9223372036854775808", fix="default: 0"),
+    "negative seed": Broken(options="seed=-1", field="seed", value="-1", error="greater than or equal to 0", fix="at least 0"),
+    "numbers of a problem of a warm start": Broken(
+        command="sft", text=SFT, options="data.task.num_numbers=9", field="data.task.num_numbers", value="9",
+        error="less than or equal to 5", fix="at most 5",
+    ),
+    "wrong answers of a single number": Broken(
+        command="sft", text=SFT, options="data.task.num_numbers=1", field="data.noise, data.task.num_numbers",
+        value="data.noise: 0.3 (default), data.task.num_numbers: 1", error="needs wrong answers", fix="use noise=0 or more numbers",
+    ),
+    # ---- room for a prompt
+    "response longer than the model's positions": Broken(
+        options="rollout.max_new_tokens=100000 learner.token_budget=200000", field="rollout.max_new_tokens, learner.token_budget",
+        value="rollout.max_new_tokens: 100000", error="within learner.token_budget=200000, max_position_embeddings=32768",
+        fix="lower rollout.max_new_tokens",
+    ),
+    "response longer than the servers' pool": Broken(
+        options="rollout.max_total_tokens=14", field="rollout.max_total_tokens", value="rollout.max_total_tokens: 14 (command line)",
+        error="leaves no room for a training prompt", fix="raise rollout.max_total_tokens",
+    ),
     # ---- batches
     "prompts over minibatches": Broken(
         options="rollout.prompts_per_step=10 learner.minibatches=4", field="rollout.prompts_per_step, learner.minibatches",
@@ -201,8 +232,40 @@ TABLE = {
         options="resume=stopped_early seed=7", field="resume", value="stopped_early", error="`seed` of stopped_early is 0, but 7 was given",
         fix="or start a new run",
     ),
+    "evaluation without held-out problems": Broken(
+        command="eval", options="--dry-run task={type: gsm8k, train_path: sound.jsonl}", field="task.heldout_path", value="null",
+        error="no held-out problems to evaluate on", fix="name a file of them",
+    ),
+    "runs in a file": Broken(
+        options="launch.runs_dir=run.yaml/sub", field="launch.runs_dir", value="run.yaml/sub", error="Not a directory, in",
+        fix="give a folder that can be written to",
+    ),
+    "runs where nothing can be written": Broken(
+        options="--dry-run launch.runs_dir=/proc/foo", field="launch.runs_dir", value="/proc/foo",
+        error=", in /proc", fix="give a folder that can be written to",
+    ),
+    "job's runs where nothing can be written": Broken(
+        command="slurm", options="layout.dp=1 launch.runs_dir=/proc/foo", field="launch.runs_dir", value="/proc/foo",
+        error=", in /proc", fix="give a folder that can be written to",
+    ),
+    "warm start's runs where nothing can be written": Broken(
+        command="sft", text=SFT, options="launch.runs_dir=/proc/foo", field="launch.runs_dir", value="/proc/foo",
+        error=", in /proc", fix="give a folder that can be written to",
+    ),
+    "output in a file": Broken(
+        command="sft", text=SFT, options="--dry-run output=run.yaml/x", field="output", value="run.yaml/x",
+        error="Not a directory, in", fix="give a folder that can be written to",
+    ),
+    "output where nothing can be written": Broken(
+        command="sft", text=SFT, options="--dry-run output=/proc/x", field="output", value="/proc/x",
+        error=", in /proc", fix="give a folder that can be written to",
+    ),
+    "output of a name too long": Broken(
+        command="sft", text=SFT, options=f"--dry-run output={'n' * 300}", field="output", value="n" * 90,
+        error="File name too long", fix="give a folder that can be written to",
+    ),
     "existing output": Broken(
-        command="sft", text=yaml.safe_dump({"kind": "sft", "model": {"path": "dense"}, "data": {"type": "countdown"}, "output": "dense"}),
+        command="sft", text=SFT, options="output=dense",
         field="output", value="dense", error="dense exists already", fix="name a new folder, or remove it first",
     ),
     # ---- servers and ports
@@ -289,6 +352,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             (tmp_path / name / file).touch()
     good = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
     (tmp_path / "train.jsonl").write_text(f"{good}\n{good[:-5]}\n")
+    (tmp_path / "sound.jsonl").write_text(f"{good}\n")
     (tmp_path / "my_rewards.py").write_text("def score(prompt, response, reference):\n    return 0.0\n")
     (tmp_path / "grpo.yaml").write_text("steps: 3\n")
     (tmp_path / "circle_a.yaml").write_text("extends: circle_b.yaml\n")
@@ -385,6 +449,22 @@ def test_what_is_wrong_does_not_hide_what_fits(folder, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code in (0, None), capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "text", "wanted"), [("sft", None, "sft"), ("train", SFT, "train"), ("eval", SFT, "train")])
+def test_a_config_of_another_kind_is_refused(command, text, wanted, folder, monkeypatch, capsys):
+    Path("given.yaml").write_text(text or yaml.safe_dump(BASE))
+    assert refused([command, "given.yaml", "--dry-run"], folder, monkeypatch, capsys).endswith(f"this command takes kind: {wanted}\n")
+
+
+def test_a_run_folder_that_cannot_be_made_after_all_is_no_traceback(folder, monkeypatch, capsys):
+    """Such as on a disk that has filled up since it was looked at."""
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    (found,) = problems(refused(["train", "run.yaml", "layout.dp=1"], folder, monkeypatch, capsys))
+    assert (found["field"], found["value"]) == ("launch.runs_dir", "runs") and "No space left" in found["error"]
 
 
 def cpu_seconds_of_children() -> float:
