@@ -13,6 +13,7 @@ import psutil
 
 from configs.loader import Finding
 from configs.schema import RunConfig, SftConfig
+from launch.placement import gpus_of_node
 from parallel import memory
 from parallel.layout import Architecture, read_architecture, read_hf_config
 from parallel.planner import static_share
@@ -31,6 +32,8 @@ class Device:
     bytes: int | None
     """Of one GPU; without GPUs, of the whole machine, which all processes share. None: not known here."""
     name: str
+    host: str = "this machine"
+    """Of a run without ``launch.nodes``."""
 
     @property
     def text(self) -> str:
@@ -56,14 +59,19 @@ class Need:
         return self.learner_total + self.num_server_ranks * of_rank
 
 
-def device_of(config: RunConfig | SftConfig, gpu_memory: float | None) -> Device:
-    """``gpu_memory``: GiB of each GPU of the machines that the run is planned for; None: it is to run here, or on ``launch.nodes``."""
+def device_of(config: RunConfig | SftConfig, gpu_memory: float | None, *, in_job: bool = False) -> Device:
+    """
+    gpu_memory: GiB of each GPU of the machines that the run is planned for; None: it is to run here, on ``launch.nodes``, or in a job.
+    in_job: on the nodes of a Slurm job: ``launch.nodes``, or without them one.
+    """
+    host = "the job's node" if in_job else "this machine"
     if gpu_memory is not None:
-        return Device(kind="cuda", bytes=int(gpu_memory * memory.GIB), name="a GPU (--gpu-memory)")
-    if isinstance(config, RunConfig) and config.launch.nodes is not None:
-        if config.launch.nodes.gpus_per_node:
-            return Device(kind="cuda", bytes=None, name="a GPU of the nodes, whose size is not known here (give --gpu-memory GIB)")
-        return Device(kind="cpu", bytes=None, name="the nodes")
+        return Device(kind="cuda", bytes=int(gpu_memory * memory.GIB), name="a GPU (--gpu-memory)", host=host)
+    if isinstance(config, RunConfig) and (in_job or config.launch.nodes is not None):
+        if gpus_of_node(config):
+            name = "a GPU of the nodes, whose size is not known here (give --gpu-memory GIB)"
+            return Device(kind="cuda", bytes=None, name=name, host=host)
+        return Device(kind="cpu", bytes=None, name="the nodes", host=host)
     if gpus_here():
         return Device(kind="cuda", bytes=_smallest_gpu(), name="a GPU here")
     return Device(kind="cpu", bytes=psutil.virtual_memory().total, name="this machine")

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.loader import load_config
 from configs.schema import RunConfig
 from launch import checks, commands, roles
 from launch.addresses import free_port, own_address
@@ -20,13 +21,15 @@ def prepare(config_path: Path, overrides: list[str], *, endpoint: str | None = N
     Args:
         endpoint: HOST:PORT at which the learner's first node can be reached by its others; None: this host, and a port that is free now.
     """
-    config = checks.load(config_path, overrides, RunConfig, runs=checks.TRAINING)
-    nodes = config.launch.nodes
-    if nodes is None:
+    given = load_config(config_path, overrides)
+    # First: without nodes the devices that are checked would be those of this machine.
+    if isinstance(given, RunConfig) and given.launch.nodes is None:
         raise BadInput(
             f"{config_path}: launch.nodes is not given, so this run is on one machine: start it with `tandem train`, or give "
             "launch.nodes.learner and launch.nodes.rollout"
         )
+    config = checks.load(config_path, overrides, RunConfig, runs=checks.TRAINING)
+    nodes = config.launch.nodes
     try:
         ranks = learner_ranks_per_node(config)
         endpoint = _endpoint(config, endpoint) if nodes.learner > 1 else None

@@ -263,6 +263,11 @@ TABLE = {
         field="layout.tp, layout.pp, layout.dp, learner.token_budget", value="layout.tp: 4 (command line)",
         error="the fullest learner rank needs", fix="a layout that splits the model further",
     ),
+    "learner too large for the job's GPUs": Broken(
+        command="slurm", options="--gpu-memory 24 model.path=7b model.dtype=bfloat16 layout.tp=4 layout.dp=2 rollout.tp=4",
+        field="layout.tp, layout.pp, layout.dp, learner.token_budget", value="layout.tp: 4 (command line)",
+        error="the fullest learner rank needs", fix="a layout that splits the model further",
+    ),
     "server too large": Broken(
         options="--dry-run --gpu-memory 16 model.path=7b model.dtype=bfloat16 layout.tp=4 layout.dp=16 layout.pp=4",
         field="rollout.tp, rollout.max_new_tokens", value="rollout.tp: 1 (default)", error="have room for 0 tokens",

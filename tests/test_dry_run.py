@@ -66,6 +66,9 @@ def gpu(gib: float) -> Device:
             ["--nnodes=2", "node 3 (rollout 1)", "80.0 GiB of a GPU (--gpu-memory)", "--node NODE"],
         ),
         (["train", "run.yaml"], ["layout.dp=2", "launch.nodes={gpus_per_node: 4}"], ["whose size is not known here"]),
+        (["slurm", "run.yaml"], ["layout.dp=2"], ["the job's node", "GPU 0-1", "(give --gpu-memory GIB)", "--gres=gpu:3"]),
+        (["slurm", "run.yaml", "--gpu-memory", "80"], ["layout.dp=2"], ["the job's node", "80.0 GiB of a GPU (--gpu-memory)"]),
+        (["slurm", "run.yaml"], ["layout.dp=2", "launch.slurm.gpus=0"], ["the job's node", "CPU", "memory of a learner rank"]),
         (["sft", "sft.yaml"], ["layout.dp=2"], ["sft-rank", "64 = 128 / dp 2", "memory of a learner rank"]),
         (["eval", "run.yaml"], ["layout.dp=1"], ["SGLang 0", "memory of a server rank"]),
     ],
@@ -81,6 +84,7 @@ def test_the_output_is_the_resolved_config_and_says_what_would_be_started(folder
     assert load_config("printed.yaml") == load_config(arguments[1], overrides)
     assert [words for words in says if words not in printed] == []
     assert ("learn" in printed.partition("# processes")[2]) == (arguments[0] != "eval")
+    assert arguments[0] != "slurm" or "this machine" not in printed, "a job is not here"
 
 
 def test_gpus_of_other_machines_are_for_planning_alone(folder):
