@@ -130,7 +130,7 @@ def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequenc
         return
     need = need_of(config, device, runs)
     if device.kind == "cpu":
-        yield from _of_machine(config, device, need)
+        yield from _of_machine(config, device, need, runs)
         return
     if need.learner is not None and need.learner.total > device.bytes:
         yield "layout", f"{_learner_said(config, need.learner)}, more than the {device.text}; {_learner_fix(config, device)}"
@@ -140,17 +140,41 @@ def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequenc
             yield from _of_shared_gpu(config, device, need)
 
 
-def _of_machine(config: RunConfig | SftConfig, device: Device, need: Need) -> Iterator[Finding]:
+def _of_machine(config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]) -> Iterator[Finding]:
     if need.on_one_machine > device.bytes:
-        parts = [f"{config.layout.world_size} learner ranks {memory.size_text(need.learner_total)}"] if need.learner else []
+        parts = [f"{_ranks(config.layout.world_size, 'learner')} {memory.size_text(need.learner_total)}"] if need.learner else []
         if need.server:
             each = memory.size_text(need.server.weights + need.cpu_cache)
-            parts.append(f"{need.num_server_ranks} server ranks {each} each")
+            parts.append(f"{_ranks(need.num_server_ranks, 'server')} {each} each")
+        field = _largest_part(config, device, need, runs)
         yield (
-            "layout.dp",
+            field,
             f"the processes need {memory.size_text(need.on_one_machine)} ({', '.join(parts)}), more than the {device.text}, which has no "
-            "GPU; use a smaller model, a smaller token budget or fewer processes, or plan for GPUs with --dry-run --gpu-memory GIB",
+            f"GPU; use a smaller {'model' if field == 'model.path' else field}, or plan for GPUs with --dry-run --gpu-memory GIB",
         )
+
+
+def _ranks(count: int, side: str) -> str:
+    return f"{count} {side} rank{'s' if count > 1 else ''}"
+
+
+def _largest_part(config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]) -> str:
+    """The field without which most would be saved; the model's, where that is less than half."""
+    saved = {"model.path": need.on_one_machine // 2}
+    if need.learner is not None:
+        dp = config.layout.dp
+        saved["layout.dp"] = need.learner_total * (dp - 1) // dp
+        if isinstance(config, RunConfig):
+            field, least = "learner.token_budget", {"learner": config.learner.model_copy(update={"token_budget": 1})}
+        else:
+            field, least = "token_budget", {"token_budget": 1}
+        saved[field] = need.learner_total - need_of(config.model_copy(update=least), device, runs).learner_total
+    if need.server is not None:
+        replicas = config.rollout.replicas
+        of_servers = need.num_server_ranks * (need.server.weights + need.cpu_cache)
+        saved["rollout.replicas"] = of_servers * (replicas - 1) // replicas
+        saved["rollout.max_total_tokens"] = need.num_server_ranks * need.cpu_cache
+    return max(saved, key=saved.get)
 
 
 def _learner_said(config: RunConfig | SftConfig, learner: memory.LearnerMemory) -> str:

@@ -212,7 +212,7 @@ def test_on_cpu_all_processes_share_the_machine(folder):
     exactly = Device(kind="cpu", bytes=need.on_one_machine, name="this machine")
     assert list(memory_problems(asked, exactly, checks.TRAINING)) == []
     less = Device(kind="cpu", bytes=need.on_one_machine - 1, name="this machine")
-    assert [field for field, _ in memory_problems(asked, less, checks.TRAINING)] == ["layout.dp"]
+    assert [field for field, _ in memory_problems(asked, less, checks.TRAINING)] == ["learner.token_budget"]
     assert list(memory_problems(asked, less, checks.EVALUATION)) == [], "no learner is started"
 
 
