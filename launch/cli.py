@@ -206,10 +206,10 @@ def quickstart(
 @app.command()
 def plan(
     config: ConfigPath,
-    gpus: Annotated[int, typer.Option(min=2, help="Of learner and servers together.")],
+    gpus: Annotated[int, typer.Option(min=2, max=100_000, help="Of learner and servers together.")],
     gpu_memory: Annotated[float, typer.Option(min=1, max=1_000_000, help="GiB of one GPU.")],
     overrides: Overrides = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="Tensor-parallel groups stay within a node.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=1024, help="Tensor-parallel groups stay within a node.")] = 8,
     measured: Annotated[Path | None, typer.Option(help="A table that `tandem mismatch` wrote; it decides before the rule.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Pairs to print.")] = 10,
 ) -> None:

@@ -196,7 +196,7 @@ def _learner_fix(config: RunConfig | SftConfig, device: Device) -> str:
 
 
 def _smaller(config: RunConfig | SftConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Changes that cost no GPU, least first."""
+    """Changes that cost no GPU; those that change no probability first, of these the least."""
     if not isinstance(config, RunConfig):
         return
     learner, budget = config.learner, 2 * config.rollout.max_new_tokens
@@ -206,6 +206,12 @@ def _smaller(config: RunConfig | SftConfig) -> Iterator[tuple[str, RunConfig]]:
         text = " and ".join(f"learner.{name}={value}" for name, value in change.items())
         if change:
             yield text, config.model_copy(update={"learner": learner.model_copy(update=change)})
+    if config.layout.tp > 1 and not config.layout.sp:
+        split = config.model_copy(update={"layout": config.layout.model_copy(update={"sp": True})})
+        yield "layout.sp=true", split
+        if again:
+            text = "layout.sp=true and learner.recompute=full"
+            yield text, split.model_copy(update={"learner": learner.model_copy(update=again)})
 
 
 def _of_server(config: RunConfig, device: Device, server: memory.RolloutMemory) -> Iterator[Finding]:
@@ -242,6 +248,8 @@ def memory_lines(config: RunConfig | SftConfig, device: Device, runs: Sequence[s
         items = sorted(need.learner.items().items(), key=lambda item: -item[1])
         title = f"memory of {'the fullest' if stage else 'a'} learner rank{stage}: {memory.size_text(need.learner.total)}"
         lines += [title + _of_device(need.learner.total, device), *_itemised(items)]
+        if _is_tight(need.learner.total, device):
+            lines.append(f"  tight: {_learner_fix(config, device)}")
         if isinstance(config, RunConfig):
             lines.append("  of the transfer, and of activations, logits and pipeline together, the larger counts: never both are there")
     if need.server is not None:
@@ -258,8 +266,12 @@ def _of_device(size: int, device: Device) -> str:
         return ""
     if device.bytes is None:
         return f" of {device.name}"
-    tight = ", tight" if size > memory.USABLE_SHARE * device.bytes else ""
+    tight = ", tight" if _is_tight(size, device) else ""
     return f" of the {device.text}: {size / device.bytes:.0%}{tight}"
+
+
+def _is_tight(size: int, device: Device) -> bool:
+    return device.kind == "cuda" and device.bytes is not None and size > memory.USABLE_SHARE * device.bytes
 
 
 def _server_lines(need: Need, device: Device) -> list[str]:

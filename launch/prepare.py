@@ -1,6 +1,7 @@
 """``tandem prepare``: a run on several nodes without Slurm. Makes the run folder and says what to start where; starts nothing."""
 
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,7 +47,7 @@ def _endpoint(config: RunConfig, given: str | None) -> str:
         address = own_address(config.launch.nodes)
         return f"{address}:{free_port(address)}"
     host, _, port = given.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not re.fullmatch(r"[\w.:-]+", host, re.ASCII) or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"--endpoint {given}: write HOST:PORT, such as node1:29400, of the learner's first node")
     return given
 
