@@ -16,7 +16,7 @@ from configs.schema.launch import NodesConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.run import JsonlSftData
 from configs.schema.task import CountdownTask, FileTask
-from launch.device_memory import device_of, gpus_here, memory_problems
+from launch.device_memory import Device, device_of, gpus_here, memory_problems
 from launch.placement import check_placement
 from launch.run_folder import RunFolder, check_can_be_made
 from parallel.layout import check_critic_vocabulary, layout_problems, read_architecture, read_hf_config, validate_rollout_layout
@@ -42,12 +42,14 @@ def load(
     *,
     runs: Sequence[str] = (),
     gpu_memory: float | None = None,
+    in_job: bool = False,
     instead_of_nodes: str | None = None,
 ) -> RunConfig | SftConfig:
     """The config, with everything checked that can be known before a process is started.
 
     runs: the roles to be started with it, whose devices and memory are checked too; with none, the caller sees to them.
     gpu_memory: GiB of each GPU, for planning what is to run on other machines: what this one has is then no matter.
+    in_job: it is to run on a Slurm job's nodes, whose GPUs and ports are not those of this machine either.
     instead_of_nodes: of a command that starts its processes on this machine alone, what to do where the config has ``launch.nodes``.
     Raises ConfigError with every problem; BadInput for a config of another kind.
     """
@@ -56,6 +58,7 @@ def load(
         (wanted,) = get_args(kind.model_fields["kind"].annotation)
         raise BadInput(f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}")
     overrides, of_layout = _with_data_parallel_size(config, overrides)
+    is_here = gpu_memory is None and not in_job and config.launch.nodes is None
 
     def check(config: RunConfig | SftConfig) -> Iterator[Finding]:
         if instead_of_nodes is not None and config.launch.nodes is not None:
@@ -66,11 +69,12 @@ def load(
         if runs == EVALUATION and getattr(config.task, "heldout_path", "generated") is None:
             yield "task.heldout_path", "task.heldout_path=null gives no held-out problems to evaluate on; name a file of them"
         if isinstance(config, RunConfig):
-            yield from _of_ports(config, is_here=gpu_memory is None and config.launch.nodes is None)
+            yield from _of_ports(config, is_here=is_here)
             if not of_layout:
                 yield from (("launch.nodes", said) for said in check_placement(config))
         if runs and not of_layout:
-            yield from _of_devices(config, runs, gpu_memory, fits_model=not against_model)
+            device = device_of(config, gpu_memory, in_job=in_job)
+            yield from _of_devices(config, runs, device, is_here=is_here, fits_model=not against_model)
         if gpu_memory is None and getattr(config, "resume", None) is None:
             yield from _unless("launch.runs_dir", check_can_be_made, "launch.runs_dir", config.launch.runs_dir)
 
@@ -233,9 +237,10 @@ def _of_ports(config: RunConfig, *, is_here: bool) -> Iterator[Finding]:
         yield "rollout.first_port", said
 
 
-def _of_devices(config: RunConfig | SftConfig, runs: Sequence[str], gpu_memory: float | None, *, fits_model: bool) -> Iterator[Finding]:
-    device = device_of(config, gpu_memory)
-    if gpu_memory is None and config.launch.nodes is None:
+def _of_devices(
+    config: RunConfig | SftConfig, runs: Sequence[str], device: Device, *, is_here: bool, fits_model: bool
+) -> Iterator[Finding]:
+    if is_here:
         yield from _of_gpus(config, runs)
     if "serve" in runs:
         yield from _unless("rollout.quantization", partial(check_has_kernels, config.rollout, cuda=device.kind == "cuda"))

@@ -226,10 +226,10 @@ def quickstart(
 @app.command()
 def plan(
     config: ConfigPath,
-    gpus: Annotated[int, typer.Option(min=2, help="Of learner and servers together.")],
+    gpus: Annotated[int, typer.Option(min=2, max=100_000, help="Of learner and servers together.")],
     gpu_memory: Annotated[float, typer.Option(min=1, max=1_000_000, help="GiB of one GPU.")],
     overrides: Overrides = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="Tensor-parallel groups stay within a node.")] = 8,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=1024, help="Tensor-parallel groups stay within a node.")] = 8,
     measured: Annotated[Path | None, typer.Option(help="A table that `tandem mismatch` wrote; it decides before the rule.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Pairs to print.")] = 10,
 ) -> None:
@@ -250,11 +250,14 @@ def slurm(
         list[str] | None, typer.Option(help="Values of a key, e.g. seed=0,1,2: a run for each. Several times: for each combination.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the script, write nothing.")] = False,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=1, max=1_000_000, help="GiB of each of the job's GPUs, to check their memory too.", metavar="GIB")
+    ] = None,
 ) -> None:
     """The batch script of this config for Slurm (launch.nodes, launch.slurm), in a new run folder."""
     from launch.slurm_submit import slurm
 
-    slurm(config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run)
+    slurm(config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command(hidden=True)

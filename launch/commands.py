@@ -196,7 +196,12 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
         tps = verification.rollout_sizes(rollouts)
     except ValueError as error:
         raise BadInput(str(error)) from error
-    configs = {text: checks.load(config_path, [*overrides, *as_overrides(layout), HERE], RunConfig) for text, layout in asked.items()}
+    configs = {}
+    for text, layout in asked.items():
+        try:
+            configs[text] = checks.load(config_path, [*overrides, *as_overrides(layout), HERE], RunConfig)
+        except ConfigError as error:
+            raise BadInput(f"with --learner {text}, whose fields count as given on the command line: {error}") from error
     if not configs:
         of_config = checks.load(config_path, [*overrides, HERE], RunConfig)
         configs = {layout_text(of_config.layout): of_config}

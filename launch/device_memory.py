@@ -13,6 +13,7 @@ import psutil
 
 from configs.loader import Finding
 from configs.schema import RunConfig, SftConfig
+from launch.placement import gpus_of_node
 from parallel import memory
 from parallel.layout import Architecture, read_architecture, read_hf_config
 from parallel.planner import static_share
@@ -31,6 +32,8 @@ class Device:
     bytes: int | None
     """Of one GPU; without GPUs, of the whole machine, which all processes share. None: not known here."""
     name: str
+    host: str = "this machine"
+    """Of a run without ``launch.nodes``."""
 
     @property
     def text(self) -> str:
@@ -56,14 +59,19 @@ class Need:
         return self.learner_total + self.num_server_ranks * of_rank
 
 
-def device_of(config: RunConfig | SftConfig, gpu_memory: float | None) -> Device:
-    """``gpu_memory``: GiB of each GPU of the machines that the run is planned for; None: it is to run here, or on ``launch.nodes``."""
+def device_of(config: RunConfig | SftConfig, gpu_memory: float | None, *, in_job: bool = False) -> Device:
+    """
+    gpu_memory: GiB of each GPU of the machines that the run is planned for; None: it is to run here, on ``launch.nodes``, or in a job.
+    in_job: on the nodes of a Slurm job: ``launch.nodes``, or without them one.
+    """
+    host = "the job's node" if in_job else "this machine"
     if gpu_memory is not None:
-        return Device(kind="cuda", bytes=int(gpu_memory * memory.GIB), name="a GPU (--gpu-memory)")
-    if isinstance(config, RunConfig) and config.launch.nodes is not None:
-        if config.launch.nodes.gpus_per_node:
-            return Device(kind="cuda", bytes=None, name="a GPU of the nodes, whose size is not known here (give --gpu-memory GIB)")
-        return Device(kind="cpu", bytes=None, name="the nodes")
+        return Device(kind="cuda", bytes=int(gpu_memory * memory.GIB), name="a GPU (--gpu-memory)", host=host)
+    if isinstance(config, RunConfig) and (in_job or config.launch.nodes is not None):
+        if gpus_of_node(config):
+            name = "a GPU of the nodes, whose size is not known here (give --gpu-memory GIB)"
+            return Device(kind="cuda", bytes=None, name=name, host=host)
+        return Device(kind="cpu", bytes=None, name="the nodes", host=host)
     if gpus_here():
         return Device(kind="cuda", bytes=_smallest_gpu(), name="a GPU here")
     return Device(kind="cpu", bytes=psutil.virtual_memory().total, name="this machine")
@@ -122,7 +130,7 @@ def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequenc
         return
     need = need_of(config, device, runs)
     if device.kind == "cpu":
-        yield from _of_machine(config, device, need)
+        yield from _of_machine(config, device, need, runs)
         return
     if need.learner is not None and need.learner.total > device.bytes:
         yield "layout", f"{_learner_said(config, need.learner)}, more than the {device.text}; {_learner_fix(config, device)}"
@@ -132,17 +140,41 @@ def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequenc
             yield from _of_shared_gpu(config, device, need)
 
 
-def _of_machine(config: RunConfig | SftConfig, device: Device, need: Need) -> Iterator[Finding]:
+def _of_machine(config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]) -> Iterator[Finding]:
     if need.on_one_machine > device.bytes:
-        parts = [f"{config.layout.world_size} learner ranks {memory.size_text(need.learner_total)}"] if need.learner else []
+        parts = [f"{_ranks(config.layout.world_size, 'learner')} {memory.size_text(need.learner_total)}"] if need.learner else []
         if need.server:
             each = memory.size_text(need.server.weights + need.cpu_cache)
-            parts.append(f"{need.num_server_ranks} server ranks {each} each")
+            parts.append(f"{_ranks(need.num_server_ranks, 'server')} {each} each")
+        field = _largest_part(config, device, need, runs)
         yield (
-            "layout.dp",
+            field,
             f"the processes need {memory.size_text(need.on_one_machine)} ({', '.join(parts)}), more than the {device.text}, which has no "
-            "GPU; use a smaller model, a smaller token budget or fewer processes, or plan for GPUs with --dry-run --gpu-memory GIB",
+            f"GPU; use a smaller {'model' if field == 'model.path' else field}, or plan for GPUs with --dry-run --gpu-memory GIB",
         )
+
+
+def _ranks(count: int, side: str) -> str:
+    return f"{count} {side} rank{'s' if count > 1 else ''}"
+
+
+def _largest_part(config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]) -> str:
+    """The field without which most would be saved; the model's, where that is less than half."""
+    saved = {"model.path": need.on_one_machine // 2}
+    if need.learner is not None:
+        dp = config.layout.dp
+        saved["layout.dp"] = need.learner_total * (dp - 1) // dp
+        if isinstance(config, RunConfig):
+            field, least = "learner.token_budget", {"learner": config.learner.model_copy(update={"token_budget": 1})}
+        else:
+            field, least = "token_budget", {"token_budget": 1}
+        saved[field] = need.learner_total - need_of(config.model_copy(update=least), device, runs).learner_total
+    if need.server is not None:
+        replicas = config.rollout.replicas
+        of_servers = need.num_server_ranks * (need.server.weights + need.cpu_cache)
+        saved["rollout.replicas"] = of_servers * (replicas - 1) // replicas
+        saved["rollout.max_total_tokens"] = need.num_server_ranks * need.cpu_cache
+    return max(saved, key=saved.get)
 
 
 def _learner_said(config: RunConfig | SftConfig, learner: memory.LearnerMemory) -> str:
@@ -164,7 +196,7 @@ def _learner_fix(config: RunConfig | SftConfig, device: Device) -> str:
 
 
 def _smaller(config: RunConfig | SftConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Changes that cost no GPU, least first."""
+    """Changes that cost no GPU; those that change no probability first, of these the least."""
     if not isinstance(config, RunConfig):
         return
     learner, budget = config.learner, 2 * config.rollout.max_new_tokens
@@ -174,6 +206,12 @@ def _smaller(config: RunConfig | SftConfig) -> Iterator[tuple[str, RunConfig]]:
         text = " and ".join(f"learner.{name}={value}" for name, value in change.items())
         if change:
             yield text, config.model_copy(update={"learner": learner.model_copy(update=change)})
+    if config.layout.tp > 1 and not config.layout.sp:
+        split = config.model_copy(update={"layout": config.layout.model_copy(update={"sp": True})})
+        yield "layout.sp=true", split
+        if again:
+            text = "layout.sp=true and learner.recompute=full"
+            yield text, split.model_copy(update={"learner": learner.model_copy(update=again)})
 
 
 def _of_server(config: RunConfig, device: Device, server: memory.RolloutMemory) -> Iterator[Finding]:
@@ -210,6 +248,8 @@ def memory_lines(config: RunConfig | SftConfig, device: Device, runs: Sequence[s
         items = sorted(need.learner.items().items(), key=lambda item: -item[1])
         title = f"memory of {'the fullest' if stage else 'a'} learner rank{stage}: {memory.size_text(need.learner.total)}"
         lines += [title + _of_device(need.learner.total, device), *_itemised(items)]
+        if _is_tight(need.learner.total, device):
+            lines.append(f"  tight: {_learner_fix(config, device)}")
         if isinstance(config, RunConfig):
             lines.append("  of the transfer, and of activations, logits and pipeline together, the larger counts: never both are there")
     if need.server is not None:
@@ -226,8 +266,12 @@ def _of_device(size: int, device: Device) -> str:
         return ""
     if device.bytes is None:
         return f" of {device.name}"
-    tight = ", tight" if size > memory.USABLE_SHARE * device.bytes else ""
+    tight = ", tight" if _is_tight(size, device) else ""
     return f" of the {device.text}: {size / device.bytes:.0%}{tight}"
+
+
+def _is_tight(size: int, device: Device) -> bool:
+    return device.kind == "cuda" and device.bytes is not None and size > memory.USABLE_SHARE * device.bytes
 
 
 def _server_lines(need: Need, device: Device) -> list[str]:

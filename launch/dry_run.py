@@ -18,17 +18,16 @@ from parallel.layout import read_architecture, read_hf_config
 from parallel.memory import size_text
 from parallel.planner import bytes_to_send
 
-HERE = "this machine"
 FREE_PORT = "a free port"
 Row = tuple[str, ...]
 
 
-def print_dry_run(config: RunConfig | SftConfig, runs: Sequence[str], gpu_memory: float | None = None) -> None:
+def print_dry_run(config: RunConfig | SftConfig, runs: Sequence[str], gpu_memory: float | None = None, *, in_job: bool = False) -> None:
     """``config`` as ``checks.load`` gives it for the roles ``runs`` (``checks.TRAINING``, ...); the output is a config again.
 
-    gpu_memory: GiB of each GPU, where these are not the ones of this machine.
+    gpu_memory: GiB of each GPU, where these are not the ones of this machine. in_job: it is to run on a Slurm job's nodes.
     """
-    device = device_of(config, gpu_memory)
+    device = device_of(config, gpu_memory, in_job=in_job)
     print(resolved_yaml(config))
     for line in dry_run_lines(config, runs, device):
         print(f"# {line}".rstrip())
@@ -62,7 +61,7 @@ def _processes(config: RunConfig | SftConfig, runs: Sequence[str], device: Devic
     if "serve" in runs:
         yield from _server_rows(config, runs, device)
     if "sample" in runs:
-        where = HERE if config.launch.nodes is None else _node("learner", 0, config.launch.nodes)
+        where = device.host if config.launch.nodes is None else _node("learner", 0, config.launch.nodes)
         yield "sample", where, "1 process", "CPU", FREE_PORT
         if config.rollout.router is not None:
             yield "sample: sglang-router", where, "1 process", "CPU", f"{FREE_PORT}, of this host alone"
@@ -74,7 +73,7 @@ def _server_rows(config: RunConfig, runs: Sequence[str], device: Device) -> Iter
     nodes, names = config.launch.nodes, placement.serve_roles(config)
     unused = 0 if "learn" in runs else min(share.first_gpu for share in placement.servers(config))
     for share in placement.servers(config):
-        where = HERE if nodes is None else _node("rollout", share.node, nodes)
+        where = device.host if nodes is None else _node("rollout", share.node, nodes)
         part = f", node {share.node_rank} of {share.num_nodes}" if share.num_nodes > 1 else ""
         first = share.node_rank * share.num_ranks
         ranks = f"TP {_range(first, share.num_ranks)} of {config.rollout.tp}"
@@ -94,7 +93,7 @@ def _learner_rows(config: RunConfig | SftConfig, device: Device) -> Iterator[Row
     name = "learn" if isinstance(config, RunConfig) else "sft-rank"
     each = placement.learner_ranks_per_node(config)
     for node in range(1 if nodes is None else nodes.learner):
-        where = HERE if nodes is None else _node("learner", node, nodes)
+        where = device.host if nodes is None else _node("learner", node, nodes)
         ranks = f"{_range(node * each, each)} of {config.layout.world_size}"
         address = FREE_PORT if node == 0 else "that of its first node"
         yield name, where, ranks, _devices(0, each, device), f"{address} (rendezvous)"

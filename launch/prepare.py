@@ -1,10 +1,12 @@
 """``tandem prepare``: a run on several nodes without Slurm. Makes the run folder and says what to start where; starts nothing."""
 
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.loader import load_config
 from configs.schema import RunConfig
 from launch import checks, commands, roles
 from launch.addresses import free_port, own_address
@@ -20,13 +22,15 @@ def prepare(config_path: Path, overrides: list[str], *, endpoint: str | None = N
     Args:
         endpoint: HOST:PORT at which the learner's first node can be reached by its others; None: this host, and a port that is free now.
     """
-    config = checks.load(config_path, overrides, RunConfig, runs=checks.TRAINING)
-    nodes = config.launch.nodes
-    if nodes is None:
+    given = load_config(config_path, overrides)
+    # First: without nodes the devices that are checked would be those of this machine.
+    if isinstance(given, RunConfig) and given.launch.nodes is None:
         raise BadInput(
             f"{config_path}: launch.nodes is not given, so this run is on one machine: start it with `tandem train`, or give "
             "launch.nodes.learner and launch.nodes.rollout"
         )
+    config = checks.load(config_path, overrides, RunConfig, runs=checks.TRAINING)
+    nodes = config.launch.nodes
     try:
         ranks = learner_ranks_per_node(config)
         endpoint = _endpoint(config, endpoint) if nodes.learner > 1 else None
@@ -43,7 +47,7 @@ def _endpoint(config: RunConfig, given: str | None) -> str:
         address = own_address(config.launch.nodes)
         return f"{address}:{free_port(address)}"
     host, _, port = given.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not re.fullmatch(r"[\w.:-]+", host, re.ASCII) or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"--endpoint {given}: write HOST:PORT, such as node1:29400, of the learner's first node")
     return given
 

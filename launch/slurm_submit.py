@@ -11,22 +11,24 @@ from configs.schema import RunConfig
 from launch import checks, commands, jobs, run_folder, slurm_script
 from launch.checks import BadInput
 from launch.dry_run import print_dry_run
+from launch.placement import gpus_of_node
 from launch.run_folder import RunFolder
 from launch.slurm_script import Place
 
 
-def slurm(config_path: Path, overrides: list[str], *, arrays: list[str], submit: bool, dry_run: bool) -> None:
+def slurm(config_path: Path, overrides: list[str], *, arrays: list[str], submit: bool, dry_run: bool, gpu_memory: float | None) -> None:
     """Everything is checked before anything is written: the config of every run, and the script.
 
+    gpu_memory: GiB of each of the job's GPUs; None: not known here, so that their memory is not checked.
     Raises BadInput and ConfigError.
     """
     try:
-        _slurm(config_path, overrides, arrays, submit=submit, dry_run=dry_run)
+        _slurm(config_path, overrides, arrays, submit=submit, dry_run=dry_run, gpu_memory=gpu_memory)
     except ValueError as error:
         raise BadInput(f"{config_path}: {error}") from error
 
 
-def _slurm(config_path: Path, overrides: list[str], arrays: list[str], *, submit: bool, dry_run: bool) -> None:
+def _slurm(config_path: Path, overrides: list[str], arrays: list[str], *, submit: bool, dry_run: bool, gpu_memory: float | None) -> None:
     elements = slurm_script.elements(arrays)
     if submit:
         slurm_script.require_sbatch()
@@ -34,15 +36,16 @@ def _slurm(config_path: Path, overrides: list[str], arrays: list[str], *, submit
     on_gpus = isinstance(given, RunConfig) and given.launch.nodes is None and given.launch.slurm.gpus != 0
     if on_gpus and given.layout.dp == "auto":
         raise ValueError("layout.dp=auto takes the GPUs of this machine, not those of the job's node; set layout.dp, or launch.nodes")
-    # Of nodes that the config describes; what one other machine has is not known here.
-    runs = checks.TRAINING if given.launch.nodes is not None else ()
-    configs = [checks.load(config_path, [*overrides, *element], RunConfig, runs=runs) for element in elements]
+    where = {"runs": checks.TRAINING, "gpu_memory": gpu_memory, "in_job": True}
+    configs = [checks.load(config_path, [*overrides, *element], RunConfig, **where) for element in elements]
+    if gpu_memory is not None and not gpus_of_node(configs[0]):
+        raise ValueError(f"--gpu-memory {gpu_memory:g}: the job asks for no GPUs ({slurm_script.DECIDED['gpus']}); leave it out")
     for element, config in zip(elements, configs, strict=True):
         _check(element, config)
     draft = slurm_script.script_text(configs[0], _draft_place(configs[0], arrays), submitted_from=Path.cwd(), count=_count(configs, arrays))
     slurm_script.check_script(draft, by_slurm=submit)
     if dry_run:
-        print_dry_run(configs[0], checks.TRAINING, None)
+        print_dry_run(configs[0], checks.TRAINING, gpu_memory, in_job=True)
         print("# the batch script:")
         print("\n".join(f"#   {line}".rstrip() for line in draft.splitlines()))
         return

@@ -1,13 +1,16 @@
 """Pairs of a learner's and a rollout's layout on a number of GPUs: which fit, and in which order to try them. Pure arithmetic.
 
-GPUs are divided between learner and servers (the two do not share a GPU); every one is used. A pair is ranked by
+GPUs are divided between learner and servers (the two do not share a GPU); every one is used. Pairs whose servers have so little room for
+a cache that each generates fewer than ``FEW`` responses at a time come after all others: they would hardly use their GPUs, which no
+mismatch is worth. Otherwise a pair is ranked by
 
 1. the expected greatest mismatch of a response, |p_rollout - p_learner|, from the table of what was measured, where there is one; pairs of
    which it expects the same, and all pairs where there is no table, by rule. The matrices' sums are split alike where both sides have the
    same tensor-parallel size; the further the sizes are apart, the more responses disagree somewhere; and sequence parallelism of the
    learner adds a difference that no server has. Data, pipeline and expert parallelism compute the same sums. Of a pair that is not in
    the table the least is expected that was measured of any pair that the rule puts no better (``Measured``).
-2. memory left free, on the side that has less, in tenths of a GPU; more than ``AMPLE`` counts as that much, since it buys nothing.
+2. memory left free, on the side that has less, in tenths of a GPU; more than ``AMPLE`` counts as that much, since it buys nothing. Less
+   than none: where a cache does not hold all responses that its server samples at once, in tenths of those.
 3. bytes that a learner rank sends per step (``Traffic``).
 
 vpp is always 1 here: interleaving takes memory and traffic for a shorter bubble, of which this ranking knows nothing.
@@ -40,6 +43,10 @@ from parallel.memory import (
 
 AMPLE = 0.3
 """Of a GPU, free on either side: room for longer responses than planned. What is more decides nothing."""
+FEW = 16
+"""Responses at full length in a server's cache, of which so many are generated at a time: each step of decoding reads all weights once, be
+it for one response or for dozens, so that with fewer a GPU waits for its memory nearly all the time. A choice, not a measurement: the
+recipes have more wherever there is a choice (``tests/test_recipes.py`` has their own, lower bound)."""
 
 Pair = tuple[int, bool, int]
 """(learner's tp, its sp, the rollout's tp): what of two layouts decides their mismatch."""
@@ -131,10 +138,19 @@ class Plan:
     expected: float
     """``Measured.expected``; infinite where there is no table."""
     learner_free: float
-    """Shares of a GPU: beside what the fullest learner rank holds, and in a server's cache beside the responses that it samples at once
-    at full length. Below 0: some of them wait for others to end."""
+    """Share of a GPU, beside what the fullest learner rank holds."""
     rollout_free: float
+    """Share of a GPU, in a server's cache beside the samples in flight at full length. Below 0: the share of those that it has no room
+    for, which wait for others to end."""
+    in_flight: int
+    """Samples that a server is asked for at once."""
+    held: int
+    """Responses at full length that its cache has room for."""
     traffic: Traffic
+
+    @property
+    def has_few(self) -> bool:
+        return self.held < min(self.in_flight, FEW)
 
     @property
     def free(self) -> float:
@@ -156,7 +172,7 @@ class Plan:
     @property
     def rank_key(self) -> tuple:
         """Total: two different pairs never have the same one."""
-        return (self.mismatch_key, -self.free_tenths, self.traffic.total, layout_text(self.learner), self.rollout_tp)
+        return (self.has_few, self.mismatch_key, -self.free_tenths, self.traffic.total, layout_text(self.learner), self.rollout_tp)
 
 
 def plan(
@@ -195,6 +211,7 @@ def _plans(architecture: Architecture, config: RunConfig, cluster: Cluster, work
             if memory.total > USABLE_SHARE * cluster.gpu_bytes:
                 continue
             for tp, replicas, memory_of in dividing:
+                in_flight = -(-_samples_at_once(config) // replicas)
                 yield Plan(
                     learner=layout,
                     rollout_tp=tp,
@@ -204,7 +221,9 @@ def _plans(architecture: Architecture, config: RunConfig, cluster: Cluster, work
                     measured=measured.values.get((layout.tp, layout.sp, tp)),
                     expected=measured.expected((layout.tp, layout.sp, tp)),
                     learner_free=1 - memory.total / cluster.gpu_bytes,
-                    rollout_free=(memory_of.kv_cache - _in_flight_bytes(config, memory_of, replicas)) / cluster.gpu_bytes,
+                    rollout_free=_rollout_free(memory_of, in_flight * config.rollout.max_new_tokens, cluster.gpu_bytes),
+                    in_flight=in_flight,
+                    held=memory_of.tokens // config.rollout.max_new_tokens,
                     traffic=traffic(architecture, config, layout),
                 )
 
@@ -249,9 +268,14 @@ def _longest(architecture: Architecture, config: RunConfig) -> int:
     return min(config.learner.token_budget, architecture.max_positions)
 
 
-def _in_flight_bytes(config: RunConfig, memory: RolloutMemory, replicas: int) -> int:
-    samples = min(config.rollout.prompts_per_step * config.rollout.group_size, config.rollout.max_concurrency)
-    return -(-samples // replicas) * config.rollout.max_new_tokens * memory.kv_bytes_per_token
+def _samples_at_once(config: RunConfig) -> int:
+    return min(config.rollout.prompts_per_step * config.rollout.group_size, config.rollout.max_concurrency)
+
+
+def _rollout_free(memory: RolloutMemory, tokens: int, gpu_bytes: int) -> float:
+    """``Plan.rollout_free``, of ``tokens`` in flight."""
+    used = tokens * memory.kv_bytes_per_token
+    return (memory.kv_cache - used) / gpu_bytes if used <= memory.kv_cache else memory.kv_cache / used - 1
 
 
 def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig) -> Traffic:
@@ -370,8 +394,13 @@ def reasons(plans: list[Plan]) -> list[str]:
 
 
 def _merits(plan: Plan) -> str:
-    free, sent = f"{plan.free:.0%} of a GPU free on the fuller side", f"{size_text(plan.traffic.total)} sent per rank and step"
-    return f"{_mismatch_text(plan)}; {free}; {sent}"
+    free = f"{plan.free:.0%} of a GPU free on the fuller side" if plan.free >= 0 else _cache_text(plan)
+    return f"{_mismatch_text(plan)}; {free}; {size_text(plan.traffic.total)} sent per rank and step"
+
+
+def _cache_text(plan: Plan) -> str:
+    """Of a cache that is too small for all samples in flight."""
+    return f"a cache holds {plan.held} responses at full length, {math.floor(100 * (1 + plan.rollout_free))}% of the samples in flight"
 
 
 def _mismatch_text(plan: Plan) -> str:
@@ -382,8 +411,12 @@ def _mismatch_text(plan: Plan) -> str:
 
 
 def _difference(better: Plan, worse: Plan) -> str:
+    if better.has_few != worse.has_few:
+        return f"servers hardly used: {_cache_text(worse)}"
     if better.mismatch_key != worse.mismatch_key:
         return f"more mismatch expected{_by_what(better, worse)}: {_mismatch_text(worse)}"
+    if better.free_tenths != worse.free_tenths and worse.free < 0:
+        return f"less room: {_cache_text(worse)}"
     if better.free_tenths != worse.free_tenths:
         side = "learner" if worse.learner_free < worse.rollout_free else "rollout"
         return f"less memory free: {worse.free:.0%} of a GPU ({side})"

@@ -265,8 +265,10 @@ def test_prepare_takes_this_host_where_no_endpoint_is_given_and_none_for_a_singl
     ("overrides", "endpoint", "message"),
     [
         (["launch.nodes=null"], None, "launch.nodes is not given.*tandem train"),
+        (["launch.nodes=null", "rollout.replicas=1000000"], None, "launch.nodes is not given"),  # not: too large for this machine
         ([], "node1", "--endpoint node1: write HOST:PORT"),
         ([], "node1:0", "--endpoint node1:0: write HOST:PORT"),
+        ([], "node 1:29400", "--endpoint node 1:29400: write HOST:PORT"),
         (["launch.nodes.interface=eth77"], None, "launch.nodes.interface: eth77 does not exist"),
         (["launch.nodes.learner=3"], None, "cannot be spread evenly over launch.nodes.learner: 3"),
     ],

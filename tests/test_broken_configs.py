@@ -326,6 +326,11 @@ TABLE = {
         field="layout.tp, layout.pp, layout.dp, learner.token_budget", value="layout.tp: 4 (command line)",
         error="the fullest learner rank needs", fix="a layout that splits the model further",
     ),
+    "learner too large for the job's GPUs": Broken(
+        command="slurm", options="--gpu-memory 24 model.path=7b model.dtype=bfloat16 layout.tp=4 layout.dp=2 rollout.tp=4",
+        field="layout.tp, layout.pp, layout.dp, learner.token_budget", value="layout.tp: 4 (command line)",
+        error="the fullest learner rank needs", fix="a layout that splits the model further",
+    ),
     "server too large": Broken(
         options="--dry-run --gpu-memory 16 model.path=7b model.dtype=bfloat16 layout.tp=4 layout.dp=16 layout.pp=4",
         field="rollout.tp, rollout.max_new_tokens", value="rollout.tp: 1 (default)", error="have room for 0 tokens",
@@ -337,7 +342,29 @@ TABLE = {
         error="beside 14.2 GiB", fix="set launch.placement=separate",
     ),
     "too large for this machine": Broken(
-        options="--dry-run model.path=235b", field="layout.dp", value="1 (command line)", error="the processes need", fix="--gpu-memory GIB"
+        options="--dry-run model.path=235b", field="model.path", value="235b (command line)", error="the processes need",
+        fix="use a smaller model, or plan for GPUs with --dry-run --gpu-memory GIB",
+    ),
+    "too many tokens for this machine": Broken(
+        options="--dry-run learner.token_budget=9999999999999999999999", field="learner.token_budget", value="9999999999999999999999",
+        error="1 learner rank ", fix="use a smaller learner.token_budget",
+    ),
+    "too many servers for this machine": Broken(
+        options="--dry-run rollout.replicas=1000000", field="rollout.replicas", value="1000000", error="1000000 server ranks",
+        fix="use a smaller rollout.replicas",
+    ),
+    "too large a cache for this machine": Broken(
+        options="--dry-run rollout.max_total_tokens=1000000000000 rollout.replicas=2", field="rollout.max_total_tokens",
+        value="1000000000000", error="2 server ranks", fix="use a smaller rollout.max_total_tokens",
+    ),
+    "too many learner ranks for this machine": Broken(
+        options="--dry-run layout.dp=100000 rollout.prompts_per_step=100000", field="layout.dp", value="100000 (command line)",
+        error="100000 learner ranks", fix="use a smaller layout.dp",
+    ),
+    "too many tokens of a warm start for this machine": Broken(
+        command="sft", text="kind: sft\nmodel: {path: dense}\ndata: {type: countdown}\noutput: warm\nlayout: {dp: 2}\n",
+        options="--dry-run token_budget=9999999999999999999999", field="token_budget", value="9999999999999999999999",
+        error="2 learner ranks", fix="use a smaller token_budget",
     ),
 }  # fmt: skip
 

@@ -66,6 +66,9 @@ def gpu(gib: float) -> Device:
             ["--nnodes=2", "node 3 (rollout 1)", "80.0 GiB of a GPU (--gpu-memory)", "--node NODE"],
         ),
         (["train", "run.yaml"], ["layout.dp=2", "launch.nodes={gpus_per_node: 4}"], ["whose size is not known here"]),
+        (["slurm", "run.yaml"], ["layout.dp=2"], ["the job's node", "GPU 0-1", "(give --gpu-memory GIB)", "--gres=gpu:3"]),
+        (["slurm", "run.yaml", "--gpu-memory", "80"], ["layout.dp=2"], ["the job's node", "80.0 GiB of a GPU (--gpu-memory)"]),
+        (["slurm", "run.yaml"], ["layout.dp=2", "launch.slurm.gpus=0"], ["the job's node", "CPU", "memory of a learner rank"]),
         (["sft", "sft.yaml"], ["layout.dp=2"], ["sft-rank", "64 = 128 / dp 2", "memory of a learner rank"]),
         (["eval", "run.yaml"], ["layout.dp=1"], ["SGLang 0", "memory of a server rank"]),
     ],
@@ -81,6 +84,7 @@ def test_the_output_is_the_resolved_config_and_says_what_would_be_started(folder
     assert load_config("printed.yaml") == load_config(arguments[1], overrides)
     assert [words for words in says if words not in printed] == []
     assert ("learn" in printed.partition("# processes")[2]) == (arguments[0] != "eval")
+    assert arguments[0] != "slurm" or "this machine" not in printed, "a job is not here"
 
 
 def test_gpus_of_other_machines_are_for_planning_alone(folder):
@@ -208,7 +212,7 @@ def test_on_cpu_all_processes_share_the_machine(folder):
     exactly = Device(kind="cpu", bytes=need.on_one_machine, name="this machine")
     assert list(memory_problems(asked, exactly, checks.TRAINING)) == []
     less = Device(kind="cpu", bytes=need.on_one_machine - 1, name="this machine")
-    assert [field for field, _ in memory_problems(asked, less, checks.TRAINING)] == ["layout.dp"]
+    assert [field for field, _ in memory_problems(asked, less, checks.TRAINING)] == ["learner.token_budget"]
     assert list(memory_problems(asked, less, checks.EVALUATION)) == [], "no learner is started"
 
 
@@ -218,10 +222,28 @@ def test_the_fix_for_a_learner_that_does_not_fit_fits(folder):
     overrides = ["model.path=7b", "model.dtype=bfloat16", "layout.tp=4", "layout.dp=2", "rollout.tp=4", "rollout.max_new_tokens=2048"]
     for gib in range(16, 121, 4):
         problems = [said for field, said in memory_problems(config(*overrides), gpu(gib), checks.WARM_START) if field == "layout"]
-        for changes in re.findall(r"; use ((?:learner\.\S+=\S+(?: and )?)+) or", "\n".join(problems)):
+        for changes in re.findall(r"; use ((?:\w+\.\S+=\S+(?: and )?)+) or", "\n".join(problems)):
             offered += 1
             assert list(memory_problems(config(*overrides, *changes.split(" and ")), gpu(gib), checks.WARM_START)) == []
     assert offered >= 2
+
+
+def test_a_tight_learner_says_what_would_make_room(folder):
+    """Sizes of GPU at which a rank takes more than 90 %, with and without layers that are computed again already."""
+    said = set()
+    for recompute in ("none", "full"):
+        overrides = ["model.path=7b", "model.dtype=bfloat16", "layout.tp=4", "layout.dp=2", f"learner.recompute={recompute}"]
+        overrides += ["learner.token_budget=16384", "rollout.max_new_tokens=8192"]  # no lower budget is offered
+        total = need_of(config(*overrides), gpu(80), checks.WARM_START).learner.total
+        for share in (0.89, 0.91):
+            device = Device(kind="cuda", bytes=int(total / share), name="a GPU")
+            lines = memory_lines(config(*overrides), device, checks.WARM_START)
+            tight = [line for line in lines if line.startswith("  tight: use ")]
+            assert len(tight) == lines[0].endswith(", tight") == (share > 0.9)
+            for changes in re.findall(r"use ((?:\w+\.\S+=\S+(?: and )?)+) or", "\n".join(tight)):
+                said.add(changes)
+                assert not memory_lines(config(*overrides, *changes.split(" and ")), device, checks.WARM_START)[0].endswith(", tight")
+    assert said == {"learner.recompute=full", "layout.sp=true"}
 
 
 def test_learner_and_servers_take_turns_on_a_gpu_that_has_room_for_both_models(folder):

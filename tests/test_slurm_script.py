@@ -308,6 +308,7 @@ def nothing_written(config_file: Path) -> bool:
         (["launch.slurm.gpus=2"], "launch.slurm.gpus=2 is of a run on one node; with launch.nodes set launch.nodes.gpus_per_node"),
         (["launch.nodes=null"], "layout.dp=auto takes the GPUs of this machine, not those of the job's node"),
         (["launch.nodes=null", "layout.dp=1", "launch.slurm.gpus=1"], "launch.slurm.gpus=1, but learner (layout) and servers"),
+        (["--gpu-memory", "80"], "--gpu-memory 80: the job asks for no GPUs"),
         (["launch.slurm.time=3h"], "write hours:minutes:seconds"),
         (["launch.slurm.partition='a b'"], "launch.slurm.partition"),
         (["--array", "seed=0,x"], "seed"),
