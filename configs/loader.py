@@ -56,7 +56,8 @@ def load_config(
     """The config of a YAML file (with what it extends) and dotted overrides.
 
     path: relative to the current folder, like every path inside the config.
-    overrides: ``key.sub=value``, the value read as YAML; ``extends=FILE`` lays a further file (or a list of them) over the first.
+    overrides: ``key.sub=value``, the value read as YAML; ``extends=FILE`` lays a further file (or a list of them) over the first; each
+        of several lays its own over those before.
     files: also check that the files the config names exist (``check_files``), with the line that names them.
     check: what more is wrong with a valid config; each finding becomes a problem, with the lines that set its fields.
     notes: a list to which is added how the block of another system (``correction.verl``) was understood, one line per key.
@@ -64,10 +65,11 @@ def load_config(
     """
     unreadable: list[Problem] = []
     problems: list[Problem] = []
-    override_layer = _read_overrides(overrides, problems)
+    override_layer, extended = _read_overrides(overrides, problems)
     layers = _read_file(Path(path), (), COMMAND_LINE, unreadable, field="CONFIG")
-    for name, at in _extended_names(override_layer.data.pop("extends", Value([], COMMAND_LINE)), unreadable):
-        layers += _read_file(Path(name), (), at, unreadable)
+    for extends in extended:
+        for name, at in _extended_names(extends, unreadable):
+            layers += _read_file(Path(name), (), at, unreadable)
     if unreadable:
         raise ConfigError([*unreadable, *problems])
     layers, understood = expand([*layers, override_layer] if override_layer.data else layers, problems)
@@ -219,15 +221,20 @@ def _unreadable(path: Path, where: str, field: str, error: OSError | UnicodeDeco
 _OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w-]*(\.[\w-]+)*)=(?P<value>.*)", re.DOTALL)
 
 
-def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> Value:
-    """All overrides as one layer; of two for the same key the later wins."""
-    layer = Value({}, COMMAND_LINE)
+def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> tuple[Value, list[Value]]:
+    """All overrides as one layer, of two for the same key the later; and what each ``extends`` names, none of which replaces another."""
+    layer, extended = Value({}, COMMAND_LINE), []
     for text in overrides:
         try:
-            layer = _merge(layer, with_named_preset(_read_override(text)), Shape())
+            override = _read_override(text)
         except ConfigError as error:
             problems += error.problems
-    return layer
+            continue
+        if "extends" in override.data:
+            extended.append(override.data["extends"])
+        else:
+            layer = _merge(layer, with_named_preset(override), Shape())
+    return layer, extended
 
 
 def _read_override(text: str) -> Value:

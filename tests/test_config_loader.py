@@ -99,6 +99,8 @@ def test_a_file_is_laid_over_another_on_the_command_line(folder):
     config = load_config(top, ["steps=3", "extends=[a.yaml, sub/b.yaml]"])  # relative to the current folder, whatever the order
     assert (config.seed, config.steps, config.name, config.rollout.group_size) == (1, 3, "c", 4)
     assert load_config(top, ["extends=a.yaml"]).steps == 1
+    one_by_one = load_config(top, ["extends=a.yaml", "steps=3", "extends=sub/b.yaml"])
+    assert one_by_one == config and load_config(top, ["extends=sub/b.yaml", "extends=a.yaml"]).steps == 1
     problem = the_problem(top, ["extends=c.yaml"])
     assert (problem.where, problem.field, problem.value) == ("command line", "extends", "c.yaml") and str(Path.cwd()) in problem.error
     assert "must be the name of a file" in the_problem(top, ["extends=3"]).error
