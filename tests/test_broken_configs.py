@@ -219,6 +219,14 @@ TABLE = {
         options="rollout.server_args={tp_size: 2}", field="rollout.server_args", value="{tp_size: 2}",
         error="'tp_size' cannot be set there", fix="by their own config fields",
     ),
+    "flag in short": Broken(
+        options="rollout.server_args={tp: 2}", field="rollout.server_args", value="{tp: 2}",
+        error="'tp' cannot be set there: it is short for tp-size", fix="by their own config fields",
+    ),
+    "flag that SGLang has not": Broken(
+        options="rollout.server_args={max_runing_requests: 2}", field="rollout.server_args", value="{max_runing_requests: 2}",
+        error="SGLang has no flag 'max_runing_requests'", fix="did you mean 'max-running-requests'?",
+    ),
     "static share": Broken(
         options="rollout.server_args={mem-fraction-static: 8}", field="rollout.server_args", value="{mem-fraction-static: 8}",
         error="is no share of a GPU", fix="give a number between 0 and 1",
