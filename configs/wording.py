@@ -163,9 +163,12 @@ def problem_of(said: str, field: str, tree: Value, root: Shape) -> Problem:
 
 def _contradiction(said: str, block: tuple, shape: Shape, tree: Value) -> Problem:
     """What a validator of ours found, "what is wrong; fix": the fields that its text names, each with its value and place."""
-    shape = shape.variant(tree.at(block))
+    found = tree.at(block)
+    if found is not None and not isinstance(found.data, dict):  # the text speaks of the field itself
+        return _of_fields(said, [block], block, shape, tree)
+    shape = shape.variant(found)
     named = [tuple(name.split(".")) for name in dict.fromkeys(re.findall(r"[a-z_]\w*(?:\.[a-z_]\w*)*", said))]
-    paths = [(*block, *path) for path in named if _is_leaf(shape, path, tree.at(block))] or [block]
+    paths = [(*block, *path) for path in named if _is_leaf(shape, path, found)] or [block]
     return _of_fields(said, paths, block, shape, tree)
 
 

@@ -125,10 +125,12 @@ class RecordEvery(Schema):
 
 
 def _one_of_three(value: Any) -> Any:
-    # A union of text and block: pydantic would report what is wrong with it as either.
-    if value in ("none", "all") or isinstance(value, RecordEvery) or (isinstance(value, dict) and value.keys() == {"every"}):
+    # A union of text and block: pydantic would report what is wrong with either as wrong with both.
+    if isinstance(value, dict):
+        return RecordEvery.model_validate(value, strict=True)
+    if value in ("none", "all") or isinstance(value, RecordEvery):
         return value
-    raise ValueError("write `none`, `all` or `{every: N}`")
+    raise ValueError("not one of the choices; write `none`, `all` or `{every: N}`")
 
 
 RecordBatches = Annotated[Literal["none", "all"] | RecordEvery, BeforeValidator(_one_of_three)]
