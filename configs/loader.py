@@ -248,8 +248,19 @@ def _read_override(text: str) -> Value:
     key = match["key"]
     value = read_yaml(match["value"], COMMAND_LINE, override=key)
     if value is None:
-        fix = f"write {key}=null for no value, or {key}='\"\"' for empty text"
+        fix = _nothing_for(key)
         raise ConfigError([Problem(where=COMMAND_LINE, field=key, value="(nothing)", error="no value after the `=`", fix=fix)])
     for part in reversed(key.split(".")):
         value = Value({part: value}, COMMAND_LINE)
     return value
+
+
+def _nothing_for(key: str) -> str:
+    """How to give a key nothing, in the ways that it takes."""
+    *parents, last = key.split(".")
+    block = _ROOT
+    for part in parents:
+        block = block.child(part)
+    ways = [(None, f"{key}=null for no value"), ("", f"{key}='\"\"' for empty text")]
+    taken = [way for value, way in ways if block.takes(last, value)]
+    return f"write {' or '.join(taken)}" if taken else "write one, or leave the override out"

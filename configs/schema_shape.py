@@ -1,10 +1,12 @@
 """What the schema allows at each place of a config, as far as merging and error messages need to know it."""
 
+import json
 import types
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from configs.errors import NOT_SET
@@ -82,6 +84,17 @@ class Shape:
                 field = model.model_fields[key]
                 return Shape.of(field.annotation, field)
         return Shape.of(self.item) if self.item is not None and not self.models else Shape()
+
+    def takes(self, key: Hashable, value: Any) -> bool:
+        """Whether a block may have this value, plain data, at a key; False where the schema has no such key."""
+        model = next((model for model in self.models if key in model.model_fields), None)
+        if model is None:
+            return False
+        try:
+            model.model_validate_json(json.dumps({key: value}), strict=True)
+        except ValidationError as error:
+            return all(details["loc"][:1] != (key,) for details in error.errors())
+        return True
 
     def names(self) -> list[str]:
         """The keys that a block may have."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Schema
+from configs.schema.base import GivenPath, NonNegativeInt, PositiveFloat, PositiveInt, Schema
 
 
 class NodesConfig(Schema):
@@ -74,7 +74,7 @@ class SlurmConfig(Schema):
 
 
 class LaunchConfig(Schema):
-    runs_dir: Path = Field(default=Path("runs"), validate_default=False)  # a Path is not what JSON has, so that pydantic would refuse it
+    runs_dir: GivenPath = Field(default=Path("runs"), validate_default=False)  # a Path is not what JSON has: pydantic would refuse it
     nodes: NodesConfig | None = None
     """None: every role on this machine, on its loopback address."""
     placement: Literal["separate", "colocated"] = "separate"

@@ -1,13 +1,12 @@
 """What is asked, and how an answer is scored."""
 
 import re
-from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.schema.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Schema
+from configs.schema.base import Fraction, GivenPath, NonNegativeInt, PositiveFloat, PositiveInt, Schema
 
 PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 Weight = Annotated[float, Field(allow_inf_nan=False)]
@@ -26,8 +25,8 @@ class CountdownTask(Schema):
 
 
 class FileTask(Schema):
-    train_path: Path
-    heldout_path: Path | None = None
+    train_path: GivenPath
+    heldout_path: GivenPath | None = None
     """Without it nothing is evaluated."""
     system_prompt: str | None = None
     apply_chat_template: bool = True
@@ -118,7 +117,7 @@ class ChatText(Schema):
     """The reward model reads a conversation: the prompt as the user's turn, the response as the assistant's."""
 
     type: Literal["chat"] = "chat"
-    tokenizer: Path
+    tokenizer: GivenPath
     """Folder of the *reward model's* tokenizer, whose chat template writes the conversation."""
 
 
