@@ -29,7 +29,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from configs.errors import COMMAND_LINE, ConfigError, Problem, did_you_mean
+from configs.errors import COMMAND_LINE, ConfigError, Problem, did_you_mean, shorten
 from configs.named_files import check_files, close_file
 from configs.schema import AnyConfig, RunConfig, SftConfig
 from configs.schema_shape import Shape
@@ -207,13 +207,15 @@ def _extended_names(extends: Value, problems: list[Problem]) -> list[tuple[str, 
 def _unreadable(path: Path, where: str, field: str, error: OSError | UnicodeDecodeError, relative: str) -> Problem:
     if isinstance(error, UnicodeDecodeError):
         wrong, fix = f"the file is not UTF-8 text (byte {error.start})", "save it as UTF-8"
+    elif isinstance(error, FileNotFoundError) and field == "CONFIG" and _OVERRIDE.fullmatch(str(path)):
+        wrong, fix = "this is an override, CONFIG a YAML file", f"name CONFIG first: `CONFIG {shorten(str(path))}`"
     elif isinstance(error, FileNotFoundError):
         wrong, fix = f"no such file; names are relative to {relative}", close_file(path) or "correct the name"
     elif isinstance(error, IsADirectoryError):
         wrong, fix = "this is a folder, not a file", "name a YAML file in it"
     else:
-        wrong, fix = f"cannot be read: {error.strerror or error}", "check its permissions"
-    return Problem(where=where, field=field, value=str(path), error=wrong, fix=fix)
+        wrong, fix = f"cannot be read: {error.strerror or error}", "check its name and permissions"
+    return Problem(where=where, field=field, value=shorten(str(path)), error=wrong, fix=fix)
 
 
 # ----------------------------------------------------------------------------------------------------------------- overrides
@@ -243,8 +245,10 @@ def _read_override(text: str) -> Value:
     if match is None:
         plain = text.lstrip("-")
         fix = f"write `{plain}`, without dashes" if _OVERRIDE.fullmatch(plain) else "write for example `rollout.group_size=8`"
+        if text.endswith((".yaml", ".yml")):
+            fix = "name CONFIG first, overrides after it; `extends=FILE` lays a further file over it"
         error = "an override must have the form key.sub=value"
-        raise ConfigError([Problem(where=COMMAND_LINE, field="(override)", value=text, error=error, fix=fix)])
+        raise ConfigError([Problem(where=COMMAND_LINE, field="(override)", value=shorten(text), error=error, fix=fix)])
     key = match["key"]
     value = read_yaml(match["value"], COMMAND_LINE, override=key)
     if value is None:

@@ -73,6 +73,8 @@ def _translate(details: ErrorDetails, path: tuple, shape: Shape, parent: Shape, 
             known = [*parent.names(), *(SHORTHANDS if path[:-1] == ("correction",) else ())]
             error, fix = "unknown key", did_you_mean(str(path[-1]), known, "keys here", _elsewhere(path, root))
             fix = fix_for_foreign_key(str(path[-1])) or fix
+            if "." in str(path[-1]):
+                fix = f"dots are for the command line; in YAML write {_nested(str(path[-1]), found)}"
         case "missing":
             error, fix = "required, but not set", f"add `{dotted(path)}`{_described(shape)}"
         case "union_tag_not_found":
@@ -119,6 +121,13 @@ def _fix_value(kind: str, context: dict, path: tuple, shape: Shape, found: Value
     if shape.models:
         return f"give a block with keys of: {', '.join(shape.names())}"
     return f"correct the value{default or _described(shape)}"
+
+
+def _nested(key: str, value: Value | None) -> str:
+    plain = None if value is None else value.plain()
+    for part in reversed(key.split(".")):
+        plain = {part: plain}
+    return f"`{show(plain)[1:-1]}`"
 
 
 def _described(shape: Shape) -> str:

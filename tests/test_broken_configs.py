@@ -88,6 +88,20 @@ TABLE = {
         fix="keep one of them",
     ),
     "no override": Broken(options="nonsense", field="(override)", value="nonsense", error="key.sub=value", fix="rollout.group_size=8"),
+    "overrides first": Broken(
+        options="CONFIG=steps=3 run.yaml", field="CONFIG", value="steps=3", error="this is an override",
+        fix="CONFIG first: `CONFIG steps=3`",
+    ),
+    "a second file": Broken(
+        options="grpo.yaml", field="(override)", value="grpo.yaml", error="key.sub=value", fix="`extends=FILE` lays a further file over it"
+    ),
+    "a name of any length": Broken(
+        options=f"CONFIG={'x' * 5000}", field="CONFIG", value=f"{'x' * 97}...", error="File name too long", fix="check its name"
+    ),
+    "dots in a file": Broken(
+        text="learner.token_budget: 8192", field="learner.token_budget", value="8192", error="unknown key",
+        fix="in YAML write `learner: {token_budget: 8192}`",
+    ),
     # ---- fields
     "unknown key": Broken(
         options="learner.optimiser.lr=1", field="learner.optimiser", value="{lr: 1}", error="unknown key", fix="did you mean `optimizer`?"
@@ -355,6 +369,16 @@ def test_a_broken_config_is_refused(name, folder, port, monkeypatch, capsys):
     found = problems(refused([case.command, config, *options], folder, monkeypatch, capsys))
     wanted = {label: getattr(case, label).replace("TAKEN", port) for label in ("field", "value", "error", "fix")}
     assert any(all(words in block[label] for label, words in wanted.items()) for block in found), f"{wanted} is none of\n{found}"
+
+
+@pytest.mark.parametrize("written", ["--steps=3", "-steps=3", "--learner.optimizer.lr=3", "--extends=grpo.yaml"])
+def test_an_override_with_dashes(written, folder, monkeypatch, capsys):
+    said = refused(["train", "run.yaml", "--dry-run", written], folder, monkeypatch, capsys)
+    assert f"no such option; write {written.lstrip('-')}, without dashes" in said
+
+
+def test_a_misspelt_option_is_no_override(folder, monkeypatch, capsys):
+    assert "--gpu-memory" in refused(["train", "run.yaml", "--gpu-memry=80"], folder, monkeypatch, capsys)
 
 
 def test_everything_that_is_wrong_is_said_at_once(folder, port, monkeypatch, capsys):
