@@ -44,6 +44,12 @@ class Shape:
         return next((get_args(m)[kinds[get_origin(m)]] for m in self.members if get_origin(m) in kinds), None)
 
     @property
+    def length(self) -> int | None:
+        """Of a list of so many items, None for anything else."""
+        tuples = [get_args(m) for m in self.members if get_origin(m) is tuple]
+        return next((len(items) for items in tuples if items[-1] is not Ellipsis), None)
+
+    @property
     def tag_key(self) -> str | None:
         """The key that says which variant a block is, where there are several."""
         if len(self.models) < 2:

@@ -38,6 +38,8 @@ def problems_of(error: ValidationError, tree: Value, root: Shape) -> Iterator[Pr
         if details["type"] == "default_factory_not_called":  # a default that follows from a field that is wrong itself
             continue
         path, shape, parent = _locate(root, details["loc"])
+        if details["type"] == "missing" and isinstance(path[-1], int):  # an item of a list of so many
+            path, shape = path[:-1], parent
         if details["type"] == "value_error":
             error = details["ctx"]["error"]
             for said in error.said if isinstance(error, Contradictions) else [str(error)]:
@@ -75,6 +77,8 @@ def _translate(details: ErrorDetails, path: tuple, shape: Shape, parent: Shape, 
             fix = fix_for_foreign_key(str(path[-1])) or fix
             if "." in str(path[-1]):
                 fix = f"dots are for the command line; in YAML write {_nested(str(path[-1]), found)}"
+        case "missing" | "too_long" if shape.length:
+            error, fix = f"must be a list of {shape.length} values", f"correct the value{_default_note(shape)}"
         case "missing":
             error, fix = "required, but not set", f"add `{dotted(path)}`{_described(shape)}"
         case "union_tag_not_found":
@@ -85,7 +89,7 @@ def _translate(details: ErrorDetails, path: tuple, shape: Shape, parent: Shape, 
             wanted = found.plain() if found is not None else ""
             error, fix = "not one of the choices", did_you_mean(str(wanted), [str(choice) for choice in shape.choices], "choices")
         case _:
-            error, fix = _wrong(kind, details["msg"], shape), _fix_value(kind, context, path, shape, found)
+            error, fix = _wrong(kind, details["msg"], shape), _fix_value(kind, context, path, shape, parent, found)
     return Problem(where=tree.where_of(path), field=dotted(path), value=value, error=error, fix=fix)
 
 
@@ -94,15 +98,19 @@ def _translate(details: ErrorDetails, path: tuple, shape: Shape, parent: Shape, 
 
 def _wrong(kind: str, message: str, shape: Shape) -> str:
     union = [_PLAIN_TYPES[member] for member in shape.members if isinstance(member, type) and member in _PLAIN_TYPES]
+    if kind.endswith(("_type", "_parsing", "_from_float")):
+        union += [f"`{choice}`" for choice in shape.choices]
     if len(union) > 1:
         return f"must be {', '.join(union[:-1])} or {union[-1]}"
+    if kind == "too_short":
+        return "must not be empty"
     stem = kind.split("_")[0]
     if kind.endswith(("_type", "_parsing", "_from_float")) and stem in _WRONG_TYPE:
         return _WRONG_TYPE[stem]
     return message.replace("Input should", "must").replace("String should", "must").replace("must be a valid", "must be a")
 
 
-def _fix_value(kind: str, context: dict, path: tuple, shape: Shape, found: Value | None) -> str:
+def _fix_value(kind: str, context: dict, path: tuple, shape: Shape, parent: Shape, found: Value | None) -> str:
     data = None if found is None else found.data
     name, default = dotted(path), _default_note(shape)
     bounds = [f"{words} {context[key]}" for key, words in _COMPARISONS.items() if key in context]
@@ -114,8 +122,12 @@ def _fix_value(kind: str, context: dict, path: tuple, shape: Shape, found: Value
         return f"write it without quotes: `{name}: {data}`"
     if isinstance(data, float) and kind.startswith("int") and data.is_integer():
         return f"write `{name}: {int(data)}`"
-    if kind.startswith(("string", "path")) and isinstance(data, int | float):
+    if kind == "too_short":
+        return f"give one or more{_described(shape)}"
+    if kind.startswith(("string", "path")) and isinstance(data, int | float) and parent.takes(path[-1], show(data)):
         return f'put it in quotes: `{name}: "{show(data)}"`'
+    if kind.startswith(("tuple", "list")) and data is not None and not shape.length:
+        return f"write a list: `{name}: {show([found.plain()])}`"
     if kind.startswith(("model", "dict")) and data is None:
         return f"give it keys, or remove `{name}:`"
     if shape.models:
@@ -133,7 +145,7 @@ def _nested(key: str, value: Value | None) -> str:
 def _described(shape: Shape) -> str:
     text = shape.field.description if shape.field else None
     if text:
-        return f": {' '.join(text.split())}"
+        return f": {' '.join(text.replace('``', '`').split())}"
     return f" with one `{shape.tag_key}` of: {', '.join(shape.tags)}" if shape.tag_key else ""
 
 

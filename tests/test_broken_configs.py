@@ -140,6 +140,14 @@ TABLE = {
         options="launch.slurm.time=tomorrow", field="launch.slurm.time", value="tomorrow",
         error="write hours:minutes:seconds, such as 12:00:00", fix="correct launch.slurm.time",
     ),
+    **{f"time limit {time}": Broken(
+        options=f"launch.slurm.time={time}", field="launch.slurm.time", value=time, error=error, fix=fix,
+    ) for time, error, fix in [
+        ("12:00", "write hours:minutes:seconds", "correct launch.slurm.time"),
+        ("99:99:99", "write hours:minutes:seconds", "correct launch.slurm.time"),
+        ("2-24", "write hours:minutes:seconds", "correct launch.slurm.time"),
+        ("5", "must be text", "correct the value (default: 24:00:00)"),
+    ]},
     "unknown way to choose a server": Broken(
         options="rollout.router.policy=least", field="rollout.router.policy", value="least", error="not one of the choices",
         fix="round_robin",

@@ -26,7 +26,8 @@ class NodesConfig(Schema):
 
 
 def _slurm_time(value: str) -> str:
-    if not re.fullmatch(r"(\d+-)?\d{1,3}(:\d\d){1,2}|\d+-\d{1,2}", value, re.ASCII):
+    # Not all that Slurm reads: of two numbers it takes the first for minutes.
+    if not re.fullmatch(r"\d{1,3}(:[0-5]\d){2}|\d+-([01]?\d|2[0-3])(:[0-5]\d){0,2}", value, re.ASCII):
         raise ValueError("write hours:minutes:seconds, such as 12:00:00, or days-hours, such as 2-12")
     return value
 
