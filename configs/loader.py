@@ -11,7 +11,8 @@ Rules that are not obvious:
 - `extends` is relative to the file that holds it; as an override, to the current working directory, like every path *inside* a config.
 - A block of several variants (`task`, `correction.weight`, `data`) whose `type` (or `level`) is changed by a later layer starts
   afresh: keys that earlier layers gave the other variant are dropped. All overrides together are one layer, so their order does not
-  matter. A block without its `type` has that of the default. The root's `kind` cannot be changed by a later layer.
+  matter, but for the files that several `extends=` name. A block without its `type` has that of the default. The root's `kind` cannot be
+  changed by a later layer.
 - `correction` may be a preset's name, or hold the block of another system; a layer that says so starts it afresh (`shorthands.py`).
 
 Every key remembers the file and line that set it, so that an error can name them. All problems found are reported at once; the checks

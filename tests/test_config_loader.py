@@ -284,6 +284,7 @@ BAD_VALUES = [
     ("rollot.group_size=8", "rollot", "{group_size: 8}", "unknown key", "did you mean `rollout`?"),
     ("kl.zzz=8", "kl.zzz", "8", "unknown key", "keys here: coefficient, place, estimator"),
     ("lr=3", "lr", "3", "unknown key", "it exists as `learner.optimizer.lr` and `critic.optimizer.lr`; keys here: kind, name"),
+    ("betas=[1]", "betas", "[1]", "unknown key", "it exists as `learner.optimizer.betas` and `critic.optimizer.betas`; keys here: kind"),
     ("task.num_numbrs=3", "task.num_numbrs", "3", "unknown key", "did you mean `num_numbers`?"),
     ("task.type=gsm8", "task.type", "gsm8", "unknown variant", "did you mean `gsm8k`?"),
     ("task.type=zzz", "task.type", "zzz", "unknown variant", "variants: countdown, gsm8k, jsonl"),
