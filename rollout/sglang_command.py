@@ -238,7 +238,7 @@ def check_flags_exist(config: RolloutConfig) -> None:
     known = flags_of_sglang() if config.server_args else ()
     for name in config.server_args:
         flag = name.replace("_", "-")
-        if known and flag not in known:
+        if known and flag.removeprefix("no-") not in known:  # some can be turned off so
             close = difflib.get_close_matches(flag, known, n=1)
             fix = f"did you mean {close[0]!r}?" if close else "`python -m sglang.launch_server --help` lists them"
             raise ValueError(f"rollout.server_args: SGLang has no flag {name!r}; {fix}")

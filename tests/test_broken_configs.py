@@ -249,6 +249,10 @@ TABLE = {
         options="rollout.server_args={max_runing_requests: 2}", field="rollout.server_args", value="{max_runing_requests: 2}",
         error="SGLang has no flag 'max_runing_requests'", fix="did you mean 'max-running-requests'?",
     ),
+    "flag that SGLang cannot turn off": Broken(
+        options="rollout.server_args={no-such-flag: true}", field="rollout.server_args", value="{no-such-flag: true}",
+        error="SGLang has no flag 'no-such-flag'", fix="sglang.launch_server --help",
+    ),
     "static share": Broken(
         options="rollout.server_args={mem-fraction-static: 8}", field="rollout.server_args", value="{mem-fraction-static: 8}",
         error="is no share of a GPU", fix="give a number between 0 and 1",
