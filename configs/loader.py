@@ -11,7 +11,8 @@ Rules that are not obvious:
 - `extends` is relative to the file that holds it; as an override, to the current working directory, like every path *inside* a config.
 - A block of several variants (`task`, `correction.weight`, `data`) whose `type` (or `level`) is changed by a later layer starts
   afresh: keys that earlier layers gave the other variant are dropped. All overrides together are one layer, so their order does not
-  matter. A block without its `type` has that of the default. The root's `kind` cannot be changed by a later layer.
+  matter, but for the files that several `extends=` name. A block without its `type` has that of the default. The root's `kind` cannot be
+  changed by a later layer.
 - `correction` may be a preset's name, or hold the block of another system; a layer that says so starts it afresh (`shorthands.py`).
 
 Every key remembers the file and line that set it, so that an error can name them. All problems found are reported at once; the checks
@@ -29,7 +30,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from configs.errors import COMMAND_LINE, ConfigError, Problem, did_you_mean
+from configs.errors import COMMAND_LINE, ConfigError, Problem, did_you_mean, shorten
 from configs.named_files import check_files, close_file
 from configs.schema import AnyConfig, RunConfig, SftConfig
 from configs.schema_shape import Shape
@@ -56,7 +57,8 @@ def load_config(
     """The config of a YAML file (with what it extends) and dotted overrides.
 
     path: relative to the current folder, like every path inside the config.
-    overrides: ``key.sub=value``, the value read as YAML; ``extends=FILE`` lays a further file (or a list of them) over the first.
+    overrides: ``key.sub=value``, the value read as YAML; ``extends=FILE`` lays a further file (or a list of them) over the first; each
+        of several lays its own over those before.
     files: also check that the files the config names exist (``check_files``), with the line that names them.
     check: what more is wrong with a valid config; each finding becomes a problem, with the lines that set its fields.
     notes: a list to which is added how the block of another system (``correction.verl``) was understood, one line per key.
@@ -64,10 +66,11 @@ def load_config(
     """
     unreadable: list[Problem] = []
     problems: list[Problem] = []
-    override_layer = _read_overrides(overrides, problems)
+    override_layer, extended = _read_overrides(overrides, problems)
     layers = _read_file(Path(path), (), COMMAND_LINE, unreadable, field="CONFIG")
-    for name, at in _extended_names(override_layer.data.pop("extends", Value([], COMMAND_LINE)), unreadable):
-        layers += _read_file(Path(name), (), at, unreadable)
+    for extends in extended:
+        for name, at in _extended_names(extends, unreadable):
+            layers += _read_file(Path(name), (), at, unreadable)
     if unreadable:
         raise ConfigError([*unreadable, *problems])
     layers, understood = expand([*layers, override_layer] if override_layer.data else layers, problems)
@@ -205,13 +208,15 @@ def _extended_names(extends: Value, problems: list[Problem]) -> list[tuple[str, 
 def _unreadable(path: Path, where: str, field: str, error: OSError | UnicodeDecodeError, relative: str) -> Problem:
     if isinstance(error, UnicodeDecodeError):
         wrong, fix = f"the file is not UTF-8 text (byte {error.start})", "save it as UTF-8"
+    elif isinstance(error, FileNotFoundError) and field == "CONFIG" and _OVERRIDE.fullmatch(str(path)):
+        wrong, fix = "this is an override, CONFIG a YAML file", f"name CONFIG first: `CONFIG {shorten(str(path))}`"
     elif isinstance(error, FileNotFoundError):
         wrong, fix = f"no such file; names are relative to {relative}", close_file(path) or "correct the name"
     elif isinstance(error, IsADirectoryError):
         wrong, fix = "this is a folder, not a file", "name a YAML file in it"
     else:
-        wrong, fix = f"cannot be read: {error.strerror or error}", "check its permissions"
-    return Problem(where=where, field=field, value=str(path), error=wrong, fix=fix)
+        wrong, fix = f"cannot be read: {error.strerror or error}", "check its name and permissions"
+    return Problem(where=where, field=field, value=shorten(str(path)), error=wrong, fix=fix)
 
 
 # ----------------------------------------------------------------------------------------------------------------- overrides
@@ -219,15 +224,20 @@ def _unreadable(path: Path, where: str, field: str, error: OSError | UnicodeDeco
 _OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w-]*(\.[\w-]+)*)=(?P<value>.*)", re.DOTALL)
 
 
-def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> Value:
-    """All overrides as one layer; of two for the same key the later wins."""
-    layer = Value({}, COMMAND_LINE)
+def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> tuple[Value, list[Value]]:
+    """All overrides as one layer, of two for the same key the later; and what each ``extends`` names, none of which replaces another."""
+    layer, extended = Value({}, COMMAND_LINE), []
     for text in overrides:
         try:
-            layer = _merge(layer, with_named_preset(_read_override(text)), Shape())
+            override = _read_override(text)
         except ConfigError as error:
             problems += error.problems
-    return layer
+            continue
+        if "extends" in override.data:
+            extended.append(override.data["extends"])
+        else:
+            layer = _merge(layer, with_named_preset(override), Shape())
+    return layer, extended
 
 
 def _read_override(text: str) -> Value:
@@ -236,13 +246,26 @@ def _read_override(text: str) -> Value:
     if match is None:
         plain = text.lstrip("-")
         fix = f"write `{plain}`, without dashes" if _OVERRIDE.fullmatch(plain) else "write for example `rollout.group_size=8`"
+        if text.endswith((".yaml", ".yml")):
+            fix = "name CONFIG first, overrides after it; `extends=FILE` lays a further file over it"
         error = "an override must have the form key.sub=value"
-        raise ConfigError([Problem(where=COMMAND_LINE, field="(override)", value=text, error=error, fix=fix)])
+        raise ConfigError([Problem(where=COMMAND_LINE, field="(override)", value=shorten(text), error=error, fix=fix)])
     key = match["key"]
     value = read_yaml(match["value"], COMMAND_LINE, override=key)
     if value is None:
-        fix = f"write {key}=null for no value, or {key}='\"\"' for empty text"
+        fix = _nothing_for(key)
         raise ConfigError([Problem(where=COMMAND_LINE, field=key, value="(nothing)", error="no value after the `=`", fix=fix)])
     for part in reversed(key.split(".")):
         value = Value({part: value}, COMMAND_LINE)
     return value
+
+
+def _nothing_for(key: str) -> str:
+    """How to give a key nothing, in the ways that it takes."""
+    *parents, last = key.split(".")
+    block = _ROOT
+    for part in parents:
+        block = block.child(part)
+    ways = [(None, f"{key}=null for no value"), ("", f"{key}='\"\"' for empty text")]
+    taken = [way for value, way in ways if block.takes(last, value)]
+    return f"write {' or '.join(taken)}" if taken else "write one, or leave the override out"

@@ -1,10 +1,12 @@
 """What the schema allows at each place of a config, as far as merging and error messages need to know it."""
 
+import json
 import types
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from configs.errors import NOT_SET
@@ -40,6 +42,12 @@ class Shape:
         """The annotation of the items of a list or a mapping, None for anything else."""
         kinds = {list: 0, tuple: 0, dict: 1}
         return next((get_args(m)[kinds[get_origin(m)]] for m in self.members if get_origin(m) in kinds), None)
+
+    @property
+    def length(self) -> int | None:
+        """Of a list of so many items, None for anything else."""
+        tuples = [get_args(m) for m in self.members if get_origin(m) is tuple]
+        return next((len(items) for items in tuples if items[-1] is not Ellipsis), None)
 
     @property
     def tag_key(self) -> str | None:
@@ -82,6 +90,17 @@ class Shape:
                 field = model.model_fields[key]
                 return Shape.of(field.annotation, field)
         return Shape.of(self.item) if self.item is not None and not self.models else Shape()
+
+    def takes(self, key: Hashable, value: Any) -> bool:
+        """Whether a block may have this value, plain data, at a key; False where the schema has no such key."""
+        model = next((model for model in self.models if key in model.model_fields), None)
+        if model is None:
+            return False
+        try:
+            model.model_validate_json(json.dumps({key: value}), strict=True)
+        except ValidationError as error:
+            return all(details["loc"][:1] != (key,) for details in error.errors())
+        return True
 
     def names(self) -> list[str]:
         """The keys that a block may have."""

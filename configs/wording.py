@@ -38,6 +38,8 @@ def problems_of(error: ValidationError, tree: Value, root: Shape) -> Iterator[Pr
         if details["type"] == "default_factory_not_called":  # a default that follows from a field that is wrong itself
             continue
         path, shape, parent = _locate(root, details["loc"])
+        if details["type"] == "missing" and isinstance(path[-1], int):  # an item of a list of so many
+            path, shape = path[:-1], parent
         if details["type"] == "value_error":
             error = details["ctx"]["error"]
             for said in error.said if isinstance(error, Contradictions) else [str(error)]:
@@ -73,6 +75,10 @@ def _translate(details: ErrorDetails, path: tuple, shape: Shape, parent: Shape, 
             known = [*parent.names(), *(SHORTHANDS if path[:-1] == ("correction",) else ())]
             error, fix = "unknown key", did_you_mean(str(path[-1]), known, "keys here", _elsewhere(path, root))
             fix = fix_for_foreign_key(str(path[-1])) or fix
+            if "." in str(path[-1]):
+                fix = f"dots are for the command line; in YAML write {_nested(str(path[-1]), found)}"
+        case "missing" | "too_long" if shape.length:
+            error, fix = f"must be a list of {shape.length} values", f"correct the value{_default_note(shape)}"
         case "missing":
             error, fix = "required, but not set", f"add `{dotted(path)}`{_described(shape)}"
         case "union_tag_not_found":
@@ -83,7 +89,7 @@ def _translate(details: ErrorDetails, path: tuple, shape: Shape, parent: Shape, 
             wanted = found.plain() if found is not None else ""
             error, fix = "not one of the choices", did_you_mean(str(wanted), [str(choice) for choice in shape.choices], "choices")
         case _:
-            error, fix = _wrong(kind, details["msg"], shape), _fix_value(kind, context, path, shape, found)
+            error, fix = _wrong(kind, details["msg"], shape), _fix_value(kind, context, path, shape, parent, found)
     return Problem(where=tree.where_of(path), field=dotted(path), value=value, error=error, fix=fix)
 
 
@@ -92,15 +98,19 @@ def _translate(details: ErrorDetails, path: tuple, shape: Shape, parent: Shape, 
 
 def _wrong(kind: str, message: str, shape: Shape) -> str:
     union = [_PLAIN_TYPES[member] for member in shape.members if isinstance(member, type) and member in _PLAIN_TYPES]
+    if kind.endswith(("_type", "_parsing", "_from_float")):
+        union += [f"`{choice}`" for choice in shape.choices]
     if len(union) > 1:
         return f"must be {', '.join(union[:-1])} or {union[-1]}"
+    if kind == "too_short":
+        return "must not be empty"
     stem = kind.split("_")[0]
     if kind.endswith(("_type", "_parsing", "_from_float")) and stem in _WRONG_TYPE:
         return _WRONG_TYPE[stem]
     return message.replace("Input should", "must").replace("String should", "must").replace("must be a valid", "must be a")
 
 
-def _fix_value(kind: str, context: dict, path: tuple, shape: Shape, found: Value | None) -> str:
+def _fix_value(kind: str, context: dict, path: tuple, shape: Shape, parent: Shape, found: Value | None) -> str:
     data = None if found is None else found.data
     name, default = dotted(path), _default_note(shape)
     bounds = [f"{words} {context[key]}" for key, words in _COMPARISONS.items() if key in context]
@@ -112,8 +122,12 @@ def _fix_value(kind: str, context: dict, path: tuple, shape: Shape, found: Value
         return f"write it without quotes: `{name}: {data}`"
     if isinstance(data, float) and kind.startswith("int") and data.is_integer():
         return f"write `{name}: {int(data)}`"
-    if kind.startswith(("string", "path")) and isinstance(data, int | float):
+    if kind == "too_short":
+        return f"give one or more{_described(shape)}"
+    if kind.startswith(("string", "path")) and isinstance(data, int | float) and parent.takes(path[-1], show(data)):
         return f'put it in quotes: `{name}: "{show(data)}"`'
+    if kind.startswith(("tuple", "list")) and data is not None and not shape.length:
+        return f"write a list: `{name}: {show([found.plain()])}`"
     if kind.startswith(("model", "dict")) and data is None:
         return f"give it keys, or remove `{name}:`"
     if shape.models:
@@ -121,10 +135,17 @@ def _fix_value(kind: str, context: dict, path: tuple, shape: Shape, found: Value
     return f"correct the value{default or _described(shape)}"
 
 
+def _nested(key: str, value: Value | None) -> str:
+    plain = None if value is None else value.plain()
+    for part in reversed(key.split(".")):
+        plain = {part: plain}
+    return f"`{show(plain)[1:-1]}`"
+
+
 def _described(shape: Shape) -> str:
     text = shape.field.description if shape.field else None
     if text:
-        return f": {' '.join(text.split())}"
+        return f": {' '.join(text.replace('``', '`').split())}"
     return f" with one `{shape.tag_key}` of: {', '.join(shape.tags)}" if shape.tag_key else ""
 
 
@@ -163,9 +184,12 @@ def problem_of(said: str, field: str, tree: Value, root: Shape) -> Problem:
 
 def _contradiction(said: str, block: tuple, shape: Shape, tree: Value) -> Problem:
     """What a validator of ours found, "what is wrong; fix": the fields that its text names, each with its value and place."""
-    shape = shape.variant(tree.at(block))
+    found = tree.at(block)
+    if found is not None and not isinstance(found.data, dict):  # the text speaks of the field itself
+        return _of_fields(said, [block], block, shape, tree)
+    shape = shape.variant(found)
     named = [tuple(name.split(".")) for name in dict.fromkeys(re.findall(r"[a-z_]\w*(?:\.[a-z_]\w*)*", said))]
-    paths = [(*block, *path) for path in named if _is_leaf(shape, path, tree.at(block))] or [block]
+    paths = [(*block, *path) for path in named if _is_leaf(shape, path, found)] or [block]
     return _of_fields(said, paths, block, shape, tree)
 
 

@@ -89,6 +89,8 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = node.value.replace("_", "")
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"it has {len(text)} digits, and no field takes more than {_MOST_DIGITS}")
     return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
 
 
@@ -104,6 +106,10 @@ _Dumper.add_representer(str, _represent_text)
 _Shown.add_representer(str, _represent_text)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+
+
+_MOST_DIGITS = 1000
+"""Of a whole number; Python writes one of more than 4300 in no way that JSON knows."""
 
 
 def is_number_or_bool(text: str) -> bool:
@@ -212,7 +218,8 @@ class _Reader:
         try:
             data = self._loader.construct_object(node)
         except ValueError as error:
-            raise self._unusable(path, f"cannot be read as {node.tag}: {error}", "correct the value", node.start_mark) from error
+            wrong = f"cannot be read as {node.tag.rpartition(':')[2]}: {error}"
+            raise self._unusable(path, wrong, "correct the value", node.start_mark) from error
         if not isinstance(data, str | int | float | None):
             wrong = f"values of type {node.tag} are not used in configs"
             raise self._unusable(path, wrong, "write text, a number, true, false or null", node.start_mark)
@@ -265,6 +272,8 @@ class _Reader:
             fix = "indent with spaces, not tabs"
         if isinstance(error, _TooDeep):
             fix = "nest less; no key of a config is that deep"
+        if "another document" in what:
+            what, fix = "a second document begins", "keep one: remove the `---` line, and write each key once"
         at = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         where = self._where(mark) if mark else self._source
         value = self._line(mark) if mark else shorten(self._text) if self._override else "(the file)"

@@ -22,7 +22,7 @@ from launch.run_folder import RunFolder, check_can_be_made
 from parallel.layout import check_critic_vocabulary, layout_problems, read_architecture, read_hf_config, validate_rollout_layout
 from parallel.planner import static_share
 from rollout.prompt_room import prompt_room
-from rollout.sglang_command import check_has_kernels, check_quantization, check_server_args, choose_ports
+from rollout.sglang_command import check_flags_exist, check_has_kernels, check_quantization, check_server_args, choose_ports
 
 TRAINING = ("serve", "sample", "learn")
 EVALUATION = ("serve", "sample")
@@ -174,7 +174,8 @@ def _of_sft(config: SftConfig) -> Iterator[Finding]:
 
 def _of_run(config: RunConfig) -> Iterator[Finding]:
     """Imports only what the config uses: the answer must come within seconds."""
-    yield from _unless("rollout.server_args", check_server_args, config.rollout)
+    owned = [*_unless("rollout.server_args", check_server_args, config.rollout)]
+    yield from owned or _unless("rollout.server_args", check_flags_exist, config.rollout)
     if config.rollout.router is not None:
         from rollout.router import check_is_installed
 

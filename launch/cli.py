@@ -7,12 +7,38 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer.core import TyperGroup
+
+
+class Commands(TyperGroup):
+    """The commands; an override with dashes, which is no option of the command, is told from a misspelt option."""
+
+    def resolve_command(self, ctx, args):
+        name, command, rest = super().resolve_command(ctx, args)
+        options = {option for parameter in command.params for option in parameter.opts}
+        if any(parameter.name == "overrides" for parameter in command.params):
+            _refuse_dashes(argument for argument in rest if argument.startswith("-") and argument.partition("=")[0] not in options)
+        return name, command, rest
+
+
+def _refuse_dashes(arguments: Iterable[str]) -> None:
+    """Raises BadInput for one that has the key of a config."""
+    for plain in (argument.lstrip("-") for argument in arguments):
+        from configs.schema import RunConfig, SftConfig
+        from launch.checks import BadInput
+
+        key, equals, _ = plain.partition("=")
+        if equals and key.split(".")[0] in {*RunConfig.model_fields, *SftConfig.model_fields, "extends"}:
+            raise BadInput(f"--{key}: no such option; write {plain}, without dashes")
+
 
 app = typer.Typer(
+    cls=Commands,
     help="RL post-training with a Megatron-Core learner and SGLang rollouts.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )

@@ -112,12 +112,9 @@ def check(config: RunConfig) -> list[str]:
 
 
 def seconds(time: str) -> int:
-    """Of ``minutes:seconds``, ``hours:minutes:seconds``, ``days-hours[:minutes[:seconds]]``, as Slurm reads them."""
-    days, dash, rest = time.rpartition("-")
-    numbers = [int(number) for number in rest.split(":")]
-    if not dash:
-        numbers = [0] * (3 - len(numbers)) + numbers
-    hours, minutes, last = [*numbers, 0, 0][:3]
+    """Of ``hours:minutes:seconds`` or ``days-hours[:minutes[:seconds]]``, as Slurm reads them."""
+    days, _, rest = time.rpartition("-")
+    hours, minutes, last = [*map(int, rest.split(":")), 0, 0][:3]
     return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + last
 
 

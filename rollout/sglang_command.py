@@ -3,8 +3,11 @@
 Not its concern: which GPUs this machine may use: CUDA_VISIBLE_DEVICES is inherited, and a share names some of those.
 """
 
+import difflib
+import importlib.util
 import os
 import random
+import re
 import socket
 import sys
 from collections.abc import Sequence
@@ -28,7 +31,9 @@ STAND_INS = Path(__file__).parent / "cpu_stand_ins"
 
 OWNED_FLAGS = frozenset(
     {
+        "model",
         "model-path",
+        "config",
         "device",
         "base-gpu-id",
         "gpu-id-step",
@@ -36,10 +41,15 @@ OWNED_FLAGS = frozenset(
         "port",
         "nccl-port",
         "dist-init-addr",
+        "nccl-init-addr",
         "nnodes",
         "node-rank",
         "tp-size",
         "tensor-parallel-size",
+        "pp-size",
+        "pipeline-parallel-size",
+        "dp-size",
+        "data-parallel-size",
         "dtype",
         "max-total-tokens",
         "random-seed",
@@ -52,7 +62,7 @@ OWNED_FLAGS = frozenset(
         "enable-memory-saver",
     }
 )
-"""Flags that the schema's own fields or the design decide; ``server_args`` may not override them."""
+"""Flags that the schema's own fields or the design decide, by all their names; ``server_args`` may not override them."""
 FP8_MODELS = ("qwen2", "qwen3")
 """Model types whose loader SGLang 0.5.23 lets load new weights into FP8 ones (its ``supports_quantized_rl_reload``)."""
 
@@ -205,14 +215,49 @@ def check_server_args(config: RolloutConfig) -> None:
     """Whether ``server_args`` holds further flags only.
 
     Raises:
-        ValueError: one has dashes in front, or another field or the design decides it.
+        ValueError: one has dashes in front, or another field or the design decides what it is or abbreviates.
     """
     for name in config.server_args:
-        if name.startswith("-") or name.replace("_", "-") in OWNED_FLAGS:
+        flag = name.replace("_", "-")
+        # SGLang completes what is short for a flag.
+        owned = next((owned for owned in sorted(OWNED_FLAGS) if owned.startswith(flag)), None)
+        if flag.startswith("-") or owned:
+            short = f": it is short for {owned}" if owned and owned != flag else ""
             raise ValueError(
-                f"rollout.server_args: {name!r} cannot be set there; write names without dashes in front, and set the model, ports, "
+                f"rollout.server_args: {name!r} cannot be set there{short}; write names without dashes in front, and set the model, ports, "
                 "dtype, quantization, sizes and seed by their own config fields"
             )
+
+
+def check_flags_exist(config: RolloutConfig) -> None:
+    """Whether SGLang has the flags of ``server_args``, by their full names, as far as its sources tell.
+
+    Raises:
+        ValueError: it has not.
+    """
+    known = flags_of_sglang() if config.server_args else ()
+    for name in config.server_args:
+        flag = name.replace("_", "-")
+        if known and flag.removeprefix("no-") not in known:  # some can be turned off so
+            close = difflib.get_close_matches(flag, known, n=1)
+            fix = f"did you mean {close[0]!r}?" if close else "`python -m sglang.launch_server --help` lists them"
+            raise ValueError(f"rollout.server_args: SGLang has no flag {name!r}; {fix}")
+
+
+def flags_of_sglang() -> list[str]:
+    """What SGLang's sources declare as flags, and a few settings without one; importing SGLang would take seconds.
+
+    Each is a field, ``model_path: A[...]``, or text, ``"--model"``: an alias, or an argument by itself. Empty where SGLang is not
+    installed, or arranged otherwise.
+    """
+    found = importlib.util.find_spec("sglang")
+    home = Path(found.origin).parent / "srt" if found and found.origin else Path()
+    fields = "".join(file.read_text(encoding="utf-8") for file in (home / "arg_groups" / "fields").glob("*.py"))
+    if not fields:
+        return []
+    text = fields + (home / "server_args.py").read_text(encoding="utf-8")
+    names = {*re.findall(r"^    (\w+): A\[", fields, re.MULTILINE), *re.findall(r'"--([\w-]+)"', text)}
+    return sorted(name.replace("_", "-") for name in names)
 
 
 def check_quantization(config: RolloutConfig, model_type: str) -> None:

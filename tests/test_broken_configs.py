@@ -90,6 +90,20 @@ TABLE = {
         fix="keep one of them",
     ),
     "no override": Broken(options="nonsense", field="(override)", value="nonsense", error="key.sub=value", fix="rollout.group_size=8"),
+    "overrides first": Broken(
+        options="CONFIG=steps=3 run.yaml", field="CONFIG", value="steps=3", error="this is an override",
+        fix="CONFIG first: `CONFIG steps=3`",
+    ),
+    "a second file": Broken(
+        options="grpo.yaml", field="(override)", value="grpo.yaml", error="key.sub=value", fix="`extends=FILE` lays a further file over it"
+    ),
+    "a name of any length": Broken(
+        options=f"CONFIG={'x' * 5000}", field="CONFIG", value=f"{'x' * 97}...", error="File name too long", fix="check its name"
+    ),
+    "dots in a file": Broken(
+        text="learner.token_budget: 8192", field="learner.token_budget", value="8192", error="unknown key",
+        fix="in YAML write `learner: {token_budget: 8192}`",
+    ),
     # ---- fields
     "unknown key": Broken(
         options="learner.optimiser.lr=1", field="learner.optimiser", value="{lr: 1}", error="unknown key", fix="did you mean `optimizer`?"
@@ -128,6 +142,14 @@ TABLE = {
         options="launch.slurm.time=tomorrow", field="launch.slurm.time", value="tomorrow",
         error="write hours:minutes:seconds, such as 12:00:00", fix="correct launch.slurm.time",
     ),
+    **{f"time limit {time}": Broken(
+        options=f"launch.slurm.time={time}", field="launch.slurm.time", value=time, error=error, fix=fix,
+    ) for time, error, fix in [
+        ("12:00", "write hours:minutes:seconds", "correct launch.slurm.time"),
+        ("99:99:99", "write hours:minutes:seconds", "correct launch.slurm.time"),
+        ("2-24", "write hours:minutes:seconds", "correct launch.slurm.time"),
+        ("5", "must be text", "correct the value (default: 24:00:00)"),
+    ]},
     "unknown way to choose a server": Broken(
         options="rollout.router.policy=least", field="rollout.router.policy", value="least", error="not one of the choices",
         fix="round_robin",
@@ -281,6 +303,18 @@ TABLE = {
     "flag that a field decides": Broken(
         options="rollout.server_args={tp_size: 2}", field="rollout.server_args", value="{tp_size: 2}",
         error="'tp_size' cannot be set there", fix="by their own config fields",
+    ),
+    "flag in short": Broken(
+        options="rollout.server_args={tp: 2}", field="rollout.server_args", value="{tp: 2}",
+        error="'tp' cannot be set there: it is short for tp-size", fix="by their own config fields",
+    ),
+    "flag that SGLang has not": Broken(
+        options="rollout.server_args={max_runing_requests: 2}", field="rollout.server_args", value="{max_runing_requests: 2}",
+        error="SGLang has no flag 'max_runing_requests'", fix="did you mean 'max-running-requests'?",
+    ),
+    "flag that SGLang cannot turn off": Broken(
+        options="rollout.server_args={no-such-flag: true}", field="rollout.server_args", value="{no-such-flag: true}",
+        error="SGLang has no flag 'no-such-flag'", fix="sglang.launch_server --help",
     ),
     "static share": Broken(
         options="rollout.server_args={mem-fraction-static: 8}", field="rollout.server_args", value="{mem-fraction-static: 8}",
@@ -438,6 +472,16 @@ def test_a_broken_config_is_refused(name, folder, port, monkeypatch, capsys):
     found = problems(refused([case.command, config, *options], folder, monkeypatch, capsys))
     wanted = {label: getattr(case, label).replace("TAKEN", port) for label in ("field", "value", "error", "fix")}
     assert any(all(words in block[label] for label, words in wanted.items()) for block in found), f"{wanted} is none of\n{found}"
+
+
+@pytest.mark.parametrize("written", ["--steps=3", "-steps=3", "--learner.optimizer.lr=3", "--extends=grpo.yaml"])
+def test_an_override_with_dashes(written, folder, monkeypatch, capsys):
+    said = refused(["train", "run.yaml", "--dry-run", written], folder, monkeypatch, capsys)
+    assert f"no such option; write {written.lstrip('-')}, without dashes" in said
+
+
+def test_a_misspelt_option_is_no_override(folder, monkeypatch, capsys):
+    assert "--gpu-memory" in refused(["train", "run.yaml", "--gpu-memry=80"], folder, monkeypatch, capsys)
 
 
 def test_everything_that_is_wrong_is_said_at_once(folder, port, monkeypatch, capsys):

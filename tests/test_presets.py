@@ -211,7 +211,7 @@ def test_an_error_names_the_line_of_the_key_and_of_the_preset(folder):
 
     problem = the_problem(top("{preset: decoupled_seq_is, reject: [{rule: rato, upper: 2.0}]}"))
     assert (problem.where, problem.field) == ("top.yaml:2", "correction.reject.0.rule")
-    assert problem.fix == "did you mean `ratio`?"
+    assert problem.fix == "did you mean `ratio`? variants: ratio, k2, k3"
 
 
 def test_a_key_that_the_weight_of_the_preset_does_not_have(folder):

@@ -34,11 +34,14 @@ from rollout.server_share import ServerShare, on_one_machine
 from rollout.sglang_client import SGLangClient
 from rollout.sglang_command import (
     FP8_MODELS,
+    OWNED_FLAGS,
     Ports,
+    check_flags_exist,
     check_quantization,
     check_server_args,
     choose_ports,
     cpu_binding,
+    flags_of_sglang,
     server_command,
     server_environment,
 )
@@ -482,7 +485,8 @@ def test_the_users_flags_come_last_and_cannot_take_over_the_designs(tmp_path):
     assert "--enable-metrics" not in command
     assert (pairs["--device"], pairs["--dtype"], pairs["--random-seed"], pairs["--weight-version"]) == ("cpu", "float32", "7", "0")
     assert "--device" not in server_command(config, share=share, model_path=tmp_path, ports=ports, cuda=True, seed=5)
-    for name in ("port", "tp_size", "--dtype", "base_gpu_id", "nnodes", "dist_init_addr", "quantization", "load-format"):
+    names = ("port", "tp_size", "--dtype", "base_gpu_id", "nnodes", "dist_init_addr", "quantization", "load-format", "model", "config")
+    for name in (*names, "nccl_init_addr", "pp_size", "data-parallel-size", "tp", "dtyp", "mod"):
         with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
             check_server_args(RolloutConfig(server_args={name: 1}))
         with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
@@ -923,6 +927,18 @@ def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, 
         assert completion.rollout_logprobs == pytest.approx(expected, abs=EXACT)
         for fleet in fleets:
             fleet.poll()
+
+
+@pytest.mark.engines
+def test_the_flags_that_its_sources_tell_are_those_that_sglang_reads():
+    code = "import argparse, json; from sglang.srt.server_args import ServerArgs; parser = argparse.ArgumentParser(add_help=False); "
+    code += "ServerArgs.add_cli_args(parser); print(json.dumps(sorted(parser._option_string_actions)))"
+    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True)
+    read = {option.removeprefix("--") for option in json.loads(done.stdout.splitlines()[-1])}
+    check_flags_exist(RolloutConfig(server_args=dict.fromkeys(read, True)))
+    assert len(set(flags_of_sglang()) - read) < 50
+    assert read >= OWNED_FLAGS
 
 
 @pytest.mark.engines

@@ -1,9 +1,10 @@
 """The base of every schema class, and the few types that several of them share."""
 
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Schema(BaseModel):
@@ -20,6 +21,13 @@ class Contradictions(ValueError):
         self.said = tuple(said)
 
 
+def _not_empty(value: Any) -> Any:
+    if value == "":  # as a Path it would be the current folder
+        raise ValueError("an empty path; name a file or folder, `.` for the current folder")
+    return value
+
+
+GivenPath = Annotated[Path, BeforeValidator(_not_empty)]
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Schema
+from configs.schema.base import GivenPath, NonNegativeInt, PositiveFloat, PositiveInt, Schema
 
 
 class NodesConfig(Schema):
@@ -26,7 +26,8 @@ class NodesConfig(Schema):
 
 
 def _slurm_time(value: str) -> str:
-    if not re.fullmatch(r"(\d+-)?\d{1,3}(:\d\d){1,2}|\d+-\d{1,2}", value, re.ASCII):
+    # Not all that Slurm reads: of two numbers it takes the first for minutes.
+    if not re.fullmatch(r"\d{1,3}(:[0-5]\d){2}|\d+-([01]?\d|2[0-3])(:[0-5]\d){0,2}", value, re.ASCII):
         raise ValueError("write hours:minutes:seconds, such as 12:00:00, or days-hours, such as 2-12")
     return value
 
@@ -74,7 +75,7 @@ class SlurmConfig(Schema):
 
 
 class LaunchConfig(Schema):
-    runs_dir: Path = Field(default=Path("runs"), validate_default=False)  # a Path is not what JSON has, so that pydantic would refuse it
+    runs_dir: GivenPath = Field(default=Path("runs"), validate_default=False)  # a Path is not what JSON has: pydantic would refuse it
     nodes: NodesConfig | None = None
     """None: every role on this machine, on its loopback address."""
     placement: Literal["separate", "colocated"] = "separate"
@@ -125,10 +126,12 @@ class RecordEvery(Schema):
 
 
 def _one_of_three(value: Any) -> Any:
-    # A union of text and block: pydantic would report what is wrong with it as either.
-    if value in ("none", "all") or isinstance(value, RecordEvery) or (isinstance(value, dict) and value.keys() == {"every"}):
+    # A union of text and block: pydantic would report what is wrong with either as wrong with both.
+    if isinstance(value, dict):
+        return RecordEvery.model_validate(value, strict=True)
+    if value in ("none", "all") or isinstance(value, RecordEvery):
         return value
-    raise ValueError("write `none`, `all` or `{every: N}`")
+    raise ValueError("not one of the choices; write `none`, `all` or `{every: N}`")
 
 
 RecordBatches = Annotated[Literal["none", "all"] | RecordEvery, BeforeValidator(_one_of_three)]

@@ -1,15 +1,14 @@
 """Which model is trained, and in which precision."""
 
-from pathlib import Path
 from typing import Literal
 
-from configs.schema.base import Schema
+from configs.schema.base import GivenPath, Schema
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class ModelConfig(Schema):
-    path: Path
+    path: GivenPath
     """A Hugging Face folder (config.json, *.safetensors, tokenizer): dense Qwen2/2.5, Qwen3 or Llama, Qwen3-MoE or Mixtral."""
     dtype: Dtype = "bfloat16"
     """Of the learner's weights and activations; the optimizer keeps float32 either way. float16 scales the loss: a step whose scaled

@@ -2,13 +2,12 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from configs.schema.alarms import AlarmsConfig
-from configs.schema.base import Contradictions, PositiveInt, Schema
+from configs.schema.base import Contradictions, GivenPath, PositiveInt, Schema
 from configs.schema.correction import CorrectionConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.launch import EvaluationConfig, LaunchConfig, RecordBatches, TrackingConfig
@@ -69,7 +68,7 @@ class RunConfig(Schema):
     record_batches: RecordBatches = "none"
     """For ``tandem replay``: none, all, or ``{every: N}``. About 50 bytes per token of a step, in the run folder."""
     launch: LaunchConfig = LaunchConfig()
-    resume: Path | None = None
+    resume: GivenPath | None = None
     """A run folder to go on from: its newest valid checkpoint."""
 
     @model_validator(mode="after")
@@ -221,7 +220,7 @@ class JsonlSftData(Schema):
     """The user's own file of prompts and responses."""
 
     type: Literal["jsonl"]
-    path: Path
+    path: GivenPath
     prompt_field: str = "prompt"
     response_field: str = "response"
     apply_chat_template: bool = True
@@ -240,7 +239,7 @@ class SftConfig(Schema):
     batch_size: PositiveInt = 128
     model: ModelConfig
     data: SftData
-    output: Path
+    output: GivenPath
     """Where the trained Hugging Face folder is written."""
     layout: LayoutConfig = LayoutConfig()
     token_budget: PositiveInt = 16384

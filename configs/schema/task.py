@@ -1,13 +1,12 @@
 """What is asked, and how an answer is scored."""
 
 import re
-from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.schema.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Schema
+from configs.schema.base import Fraction, GivenPath, NonNegativeInt, PositiveFloat, PositiveInt, Schema
 
 MAX_NUMBERS = 5
 """Of a Countdown problem: the expressions of more are too many to enumerate."""
@@ -28,8 +27,8 @@ class CountdownTask(Schema):
 
 
 class FileTask(Schema):
-    train_path: Path
-    heldout_path: Path | None = None
+    train_path: GivenPath
+    heldout_path: GivenPath | None = None
     """Without it nothing is evaluated."""
     system_prompt: str | None = None
     apply_chat_template: bool = True
@@ -120,7 +119,7 @@ class ChatText(Schema):
     """The reward model reads a conversation: the prompt as the user's turn, the response as the assistant's."""
 
     type: Literal["chat"] = "chat"
-    tokenizer: Path
+    tokenizer: GivenPath
     """Folder of the *reward model's* tokenizer, whose chat template writes the conversation."""
 
 
