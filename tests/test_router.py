@@ -140,8 +140,8 @@ def test_a_router_that_dies_is_named_with_its_log(fleet, folder, monkeypatch):
     async def scenario():
         async with generation_client(run_config(folder), fleet.urls, log_dir=folder) as client:
             assert len(await groups(client, 1)) == 1
-            watchdog = psutil.Process(client._router._process.pid)
-            (router,) = watchdog.children()
+            watchdog = client._router._process
+            (router,) = psutil.Process(watchdog.pid).children()
             router.kill()
             watchdog.wait(20)
             await groups(client, 1)
