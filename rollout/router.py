@@ -20,7 +20,7 @@ from typing import Any
 
 from configs.schema import RunConfig
 from configs.schema.rollout import RouterConfig
-from rollout.client import ClientStats, GenerationError
+from rollout.client import ClientStats, GenerationClient, GenerationError
 from rollout.records import Completion
 from rollout.sglang_client import SGLangClient
 from rollout.sglang_command import LOOPBACK, Ports, choose_ports
@@ -35,17 +35,12 @@ PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 
 
 @asynccontextmanager
-async def generation_client(config: RunConfig, urls: Sequence[str], *, log_dir: Path) -> AsyncIterator[SGLangClient]:
+async def generation_client(config: RunConfig, urls: Sequence[str], *, log_dir: Path) -> AsyncIterator[GenerationClient]:
     """What the sample role asks: the servers at ``urls``, or a router before them. Raises as ``Router`` does."""
     rollout = config.rollout
     with ExitStack() as stack:
         if rollout.router is not None:
-            router = Router(
-                rollout.router,
-                urls,
-                log_file=log_dir / "router.log",
-                request_timeout_s=rollout.request_timeout_s,
-            )
+            router = Router(rollout.router, urls, log_file=log_dir / "router.log", request_timeout_s=rollout.request_timeout_s)
             urls = [stack.enter_context(router).url]
         async with SGLangClient(
             urls,
