@@ -47,7 +47,12 @@ class Job:
 
     def requeue(self) -> None:
         """Have Slurm start this job again. It ends this process soon. Raises RuntimeError where Slurm refuses."""
-        _ask("scontrol", "requeue", self.id)
+        try:
+            _ask("scontrol", "requeue", self.id)
+        except RuntimeError as error:
+            # Already done: by Slurm itself, which has lost a node of the job and leaves the others KillWait to end.
+            if "is pending execution" not in str(error):
+                raise
 
 
 def recorded(folder: RunFolder) -> str | None:

@@ -326,6 +326,14 @@ def test_a_refused_requeue_is_said_with_the_way_out(stage):
     assert f"go on with `sbatch {stage.folder.path / 'train.sbatch'}`" in output
 
 
+def test_a_job_that_slurm_has_requeued_itself_is_not_refused(stage):
+    stage.env["FAKE_REFUSAL"] = "Job is pending execution for job 17"  # as of Slurm 22.05
+    stage.role("learn", FAILS)
+    code, output = stage.run()
+    assert (code, stage.asked()) == (1, ["requeue 17"])
+    assert "job 17 is requeued" in output and "sbatch" not in output
+
+
 def test_failures_are_tried_again_until_there_have_been_too_many(stage):
     stage.folder.config.write_text(resolved_yaml(config_with(slurm={"max_restarts": 1})))
     stage.role("learn", FAILS)

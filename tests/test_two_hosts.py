@@ -112,6 +112,9 @@ def test_through_slurm(tmp_path):
         ended = cluster.wait_for_job(job, "COMPLETED", "FAILED", "CANCELLED")
         said = (run / "logs" / f"slurm-{job}.log").read_text()
         assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
-        assert len(re.findall(r"^tandem: (?:the \S+ role ended|stopped after step)", said, re.MULTILINE)) == 1, said
+        # The lost node comes back with its old step, which Slurm then kills by a number that the new start's has too: that is one more
+        # lost server or two, each of which costs a start and no step.
+        starts_lost = re.findall(r"^tandem: (?:the (?:learn-0|serve-0) role ended|stopped after step)", said, re.MULTILINE)
+        assert len(starts_lost) == int(ended["Restarts"]) <= 3, said
         assert_whole(run, STEPS, tmp_path)
         cluster.assert_no_process_of(tmp_path)
