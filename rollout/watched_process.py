@@ -58,9 +58,16 @@ def _end_for_good(process: subprocess.Popen, known: set[psutil.Process], grace_s
     if process.stdin is not None:
         process.stdin.close()
     _, alive = psutil.wait_procs(known, timeout=grace_s)
-    alive = [member for member in alive if member.is_running() and member.status() != psutil.STATUS_ZOMBIE]
+    alive = [member for member in alive if _lives(member)]
     if alive:
         raise RuntimeError(f"processes of {process.args} survived SIGKILL: {alive}")
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # it has ended in between
+        return False
 
 
 def _group_members(group: int) -> set[psutil.Process]:

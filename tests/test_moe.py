@@ -23,8 +23,8 @@ from rollout.tiny_model import make_tiny_countdown_model
 from tests.layout_workers import by_hf_names, work_layout
 from tests.megatron_workers import make_batch, make_engine, relative_difference, run_ranks, weighted_loss
 from tests.moe_workers import by_transformers, make_moe_model, work_layouts
+from tests.real_servers import EXACT, make_fleet, send, sharpen
 from tests.test_megatron_model import assert_same_weights
-from tests.test_sglang import EXACT, make_fleet, send, sharpen
 
 MIXED = dict(num_hidden_layers=4, mlp_only_layers=[1], decoder_sparse_step=2)
 """Layer 3 alone has experts."""
