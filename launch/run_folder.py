@@ -81,8 +81,10 @@ class RunFolder:
 
         Best effort: on a full disk the log has to do.
         """
-        with contextlib.suppress(OSError), self.error(role).open("x") as file:
-            file.write(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(OSError):
+            self.error(role).parent.mkdir(exist_ok=True)
+            with self.error(role).open("x") as file:
+                file.write(f"{type(error).__name__}: {error}")
 
     def forget(self, role: str) -> None:
         """For a role to call as it starts: nobody may talk to the servers of its last life, nor read its last error."""
