@@ -165,10 +165,9 @@ def _microbatches(config: RunConfig, each: int) -> list[str]:
         f"micro-batches of a rank, of at most learner.token_budget={budget} tokens: {_any_number(config, each)}",
         f"  at least {full} where every response has rollout.max_new_tokens={response}",
     ]
-    found = _longest_prompt(config)
-    if found is not None and found[0] + response - 1 <= budget:
-        prompt, source = found
-        longest = prompt + response - 1
+    prompt, source = _longest_prompt(config)
+    longest = prompt + response - 1
+    if longest <= budget:
         most = most_microbatches(each, longest=longest, token_budget=budget, multiple=config.layout.microbatch_multiple)
         lines.append(f"  at most {most} where no prompt has more than {prompt} tokens ({source})")
     return lines
@@ -191,7 +190,7 @@ def _up_to(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def _longest_prompt(config: RunConfig) -> tuple[int, str] | None:
+def _longest_prompt(config: RunConfig) -> tuple[int, str]:
     """A token is at least a byte of text: (most tokens, why)."""
     task = config.task
     if isinstance(task, CountdownTask):
@@ -202,8 +201,8 @@ def _longest_prompt(config: RunConfig) -> tuple[int, str] | None:
 
     fields = ("question", "answer") if isinstance(task, Gsm8kTask) else (task.prompt_field, task.answer_field)
     around = len((task.system_prompt or "").encode())
-    longest = max((len(text.encode()) for text, _ in read_pairs(task.train_path, *fields)), default=None)
-    return None if longest is None else (longest + around, f"bytes of the longest of {task.train_path.name}, without the chat template")
+    longest = max(len(text.encode()) for _, text, _ in read_pairs(task.train_path, *fields))
+    return longest + around, f"bytes of the longest of {task.train_path.name}, without the chat template"
 
 
 # --------------------------------------------------------------------------------------------------------------- weights sent

@@ -286,6 +286,10 @@ TABLE = {
         command="sft", text=SFT, options=f"--dry-run output={'n' * 300}", field="output", value="n" * 90,
         error="File name too long", fix="give a folder that can be written to",
     ),
+    "no examples": Broken(
+        command="sft", text=SFT, options="data={type: jsonl, path: empty.jsonl}", field="data.path", value="empty.jsonl",
+        error="holds no records", fix="write one per line, with the fields `prompt` and `response`",
+    ),
     "existing output": Broken(
         command="sft", text=SFT, options="output=dense",
         field="output", value="dense", error="dense exists already", fix="name a new folder, or remove it first",
@@ -414,6 +418,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     good = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
     (tmp_path / "train.jsonl").write_text(f"{good}\n{good[:-5]}\n")
     (tmp_path / "sound.jsonl").write_text(f"{good}\n")
+    (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "my_rewards.py").write_text("def score(prompt, response, reference):\n    return 0.0\n")
     (tmp_path / "grpo.yaml").write_text("steps: 3\n")
     (tmp_path / "circle_a.yaml").write_text("extends: circle_b.yaml\n")

@@ -1,7 +1,10 @@
 """The supervised warm start: every example once per epoch and per batch, a true mean over all ranks, and a model that others load."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from configs.schema.run import CountdownSftData, JsonlSftData, SftConfig
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
 from tests.megatron_workers import relative_difference, run_ranks, work_sft
+from trainer.batching import packed_length
 from trainer.sft import Example, batches, load_examples, local_batch
 
 
@@ -109,6 +113,22 @@ def test_an_example_is_prompt_answer_and_end(model, tmp_path):
     assert [tokenizer.decode(e.token_ids[e.prompt_length :]) for e in found] == [" 1+2+3<eos>", "(9)<eos>"]
 
 
+@pytest.mark.parametrize(
+    ("budget", "most", "said"),
+    [(8, 8, "more than token_budget=8; raise token_budget"), (10**6, 256, "more than the model's max_position_embeddings=256; shorten")],
+)
+def test_an_example_that_is_too_long_is_named_at_load(model, tmp_path, budget, most, said):
+    path = tmp_path / "pairs.jsonl"
+    config = sft_config(model, data=JsonlSftData(type="jsonl", path=path, apply_chat_template=False), token_budget=budget)
+    fits, too_long = (json.dumps({"prompt": "1", "response": "1" * (length - 1)}) for length in (most, most + 1))
+    path.write_text(fits)
+    (found,) = load_examples(config)
+    assert packed_length(found.token_ids) == most
+    path.write_text(f"{fits}\n\n{too_long}")
+    with pytest.raises(ValueError, match=rf"pairs\.jsonl:line 3: takes {most + 1} tokens, {re.escape(said)}"):
+        load_examples(config)
+
+
 def test_generated_examples_are_countdown_answers(model):
     tokenizer = load_tokenizer(model)
     found = load_examples(sft_config(model))
@@ -159,3 +179,17 @@ def test_a_run_learns_the_same_on_one_rank_and_on_two(model, tmp_path):
     assert relative_difference(after_one, start) > 1e-2
     text = load_tokenizer(one.output).decode(made[0].token_ids)
     assert text == load_tokenizer(model).decode(made[0].token_ids)
+
+
+@pytest.mark.engines
+def test_the_command_says_in_a_sentence_what_ended_it(model, tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "1", "response": "1" * 20}))
+    data = f"{{type: jsonl, path: {path}, apply_chat_template: false}}"
+    (tmp_path / "sft.yaml").write_text(f"kind: sft\nmodel: {{path: {model}}}\ndata: {data}\noutput: warm\ntoken_budget: 8\n")
+    command = [sys.executable, "-m", "launch", "sft", "sft.yaml", "batch_size=1", "layout.dp=1"]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert f"ValueError: {path}:line 1: takes 21 tokens, more than token_budget=8" in done.stderr
+    assert "Traceback" not in done.stderr and "Traceback" in next((tmp_path / "runs").glob("*/logs/sft-rank.log")).read_text()

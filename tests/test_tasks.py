@@ -350,7 +350,7 @@ def test_missing_empty_unknown_and_broken_files(tmp_path, tokenizer):
         load_task(gsm8k(tmp_path / "gone.jsonl"), tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"gone\.jsonl does not exist"):
         load_task(gsm8k(write_lines(tmp_path / "a.jsonl", GOOD), heldout_path=tmp_path / "gone.jsonl"), tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="holds no problems"):
+    with pytest.raises(ValueError, match="holds no records"):
         load_task(gsm8k(write_lines(tmp_path / "b.jsonl")), tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"must end in \.jsonl"):
         load_task(gsm8k(write_lines(tmp_path / "c.csv", "a,b")), tokenizer=tokenizer)
@@ -386,4 +386,6 @@ def test_parquet_rows_are_named(tmp_path, tokenizer):
 
 def test_read_pairs(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "1", "response": "2", "other": 3})
-    assert read_pairs(path, "prompt", "response") == [("1", "2")]
+    assert read_pairs(path, "prompt", "response") == [(f"{path}:line 1", "1", "2")]
+    with pytest.raises(ValueError, match=r"b\.jsonl holds no records; write one per line, with the fields `prompt` and `response`"):
+        read_pairs(write_lines(tmp_path / "b.jsonl", "", " "), "prompt", "response")

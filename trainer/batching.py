@@ -132,8 +132,8 @@ def _check(
     longest = max(lengths_S)
     if longest > token_budget:
         raise ValueError(
-            f"sequence {list(lengths_S).index(longest)} takes {longest} tokens, more than learner.token_budget={token_budget}; "
-            f"raise the budget to at least {longest}, or lower rollout.max_new_tokens"
+            f"sequence {list(lengths_S).index(longest)} takes {longest} tokens, more than token_budget={token_budget}; "
+            f"raise the budget to at least {longest}, or use shorter sequences"
         )
 
 

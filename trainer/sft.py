@@ -13,6 +13,7 @@ from torch import Tensor
 
 from configs.schema import SftConfig
 from configs.schema.run import CountdownSftData
+from parallel.layout import read_architecture, read_hf_config
 from parallel.megatron_engine import MegatronEngine
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.tasks import generate_sft_examples, read_pairs
@@ -30,7 +31,13 @@ class Example:
 
 
 def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
-    """Train ``config.model`` on ``config.data`` for ``config.steps`` and write ``config.output``. Every rank calls it."""
+    """Train ``config.model`` on ``config.data`` for ``config.steps`` and write ``config.output``. Every rank calls it.
+
+    Raises ValueError for data that cannot be trained on (see ``load_examples``), before the model is loaded.
+    """
+    say = report if dist.get_rank() == 0 else lambda line: None
+    say(f"warm start: reading examples for {config.steps} steps of {config.batch_size}")
+    examples = load_examples(config)
     engine = MegatronEngine(
         config.model,
         config.layout,
@@ -41,9 +48,6 @@ def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
         seed=config.seed,
         timeout_s=config.launch.collective_timeout_s,
     )
-    say = report if engine.groups.rank == 0 else lambda line: None
-    say(f"warm start: reading examples for {config.steps} steps of {config.batch_size}")
-    examples = load_examples(config)
     started = said = time.perf_counter()
     tokens = 0
     for step, rows in enumerate(batches(len(examples), config), start=1):
@@ -74,22 +78,40 @@ def _loss(scale: float) -> Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor,
 
 
 def load_examples(config: SftConfig) -> list[Example]:
-    """Tokenised prompt + answer + end of sequence, in the order of the file or the generator."""
+    """Tokenised prompt + answer + end of sequence, in the order of the file or the generator.
+
+    Raises:
+        ValueError: see ``read_pairs``; also an example that is too long for a micro-batch or for the model, naming its line.
+    """
     tokenizer = load_tokenizer(config.model.path)
     end = end_token_ids(tokenizer, config.model.path)[0]
     data = config.data
     if isinstance(data, CountdownSftData):
-        pairs = generate_sft_examples(data.task, count=data.examples, noise=data.noise, seed=config.seed)
+        made = generate_sft_examples(data.task, count=data.examples, noise=data.noise, seed=config.seed)
+        pairs = [(f"generated example {number}", prompt, answer) for number, (prompt, answer) in enumerate(made, start=1)]
         template = False
     else:
         pairs = read_pairs(data.path, data.prompt_field, data.response_field)
         template = data.apply_chat_template
+    max_positions = read_architecture(read_hf_config(config.model.path)).max_positions
     examples = []
-    for prompt, answer in pairs:
+    for where, prompt, answer in pairs:
         prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=None, apply_chat_template=template)
         answer_ids = tokenizer.encode(answer, add_special_tokens=False)
-        examples.append(Example(token_ids=[*prompt_ids, *answer_ids, end], prompt_length=len(prompt_ids)))
+        example = Example(token_ids=[*prompt_ids, *answer_ids, end], prompt_length=len(prompt_ids))
+        _check_length(example, where, token_budget=config.token_budget, max_positions=max_positions)
+        examples.append(example)
     return examples
+
+
+def _check_length(example: Example, where: str, *, token_budget: int, max_positions: int) -> None:
+    """One that is too long would end the training whenever it is drawn, maybe hours later."""
+    length = packed_length(example.token_ids)
+    takes = f"{where}: takes {length} tokens, more than"
+    if length > max_positions:
+        raise ValueError(f"{takes} the model's max_position_embeddings={max_positions}; shorten or drop it")
+    if length > token_budget:
+        raise ValueError(f"{takes} token_budget={token_budget}; raise token_budget, or shorten or drop it")
 
 
 def batches(count: int, config: SftConfig) -> Iterator[list[int]]:

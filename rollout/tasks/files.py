@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from configs.schema.task import Gsm8kTask, JsonlTask
 from rollout.rewards.math_answers import gsm8k_reference
@@ -77,9 +77,7 @@ def _problems(path: Path, task: str, fields: tuple[str, str], to_reference: Call
         seen[content] += 1
         repeat = f"#{seen[content]}" if seen[content] > 1 else ""  # the same problem twice in a file is two prompts
         problems.append(Problem(prompt_id=f"{task}:{content}{repeat}", text=sys.intern(text), reference=reference))
-    if not problems:
-        raise ValueError(f"{path} holds no problems; write one per line, with the fields {' and '.join(f'`{f}`' for f in fields)}")
-    return problems
+    return problems or _refuse_empty(path, fields)
 
 
 def _digest(text: str, reference: str) -> str:
@@ -98,13 +96,19 @@ def check_task_files(config: Gsm8kTask | JsonlTask) -> None:
         _problems(path, config.type, fields, gsm8k_reference if is_gsm8k else str)
 
 
-def read_pairs(path: Path, first_field: str, second_field: str) -> list[tuple[str, str]]:
-    """Two text fields of each record of a JSONL or parquet file; see ``load_jsonl`` for their names and the first one's form.
+def read_pairs(path: Path, first_field: str, second_field: str) -> list[tuple[str, str, str]]:
+    """Where each record of a JSONL or parquet file stands (``file:line 3``), and two of its text fields; see ``load_jsonl`` for their
+    names and the first one's form.
 
     Raises:
-        ValueError: see ``read_records``; also a field that is missing, empty or neither text nor a number, naming the line.
+        ValueError: see ``read_records``; also a field that is missing, empty or neither text nor a number, naming the line, and a file
+            without records.
     """
-    return [(first, second) for _, first, second in _read_fields(path, first_field, second_field)]
+    return list(_read_fields(path, first_field, second_field)) or _refuse_empty(path, (first_field, second_field))
+
+
+def _refuse_empty(path: Path, fields: tuple[str, str]) -> NoReturn:
+    raise ValueError(f"{path} holds no records; write one per line, with the fields {' and '.join(f'`{f}`' for f in fields)}")
 
 
 def _read_fields(path: Path, first_field: str, second_field: str) -> Iterator[tuple[str, str, str]]:
