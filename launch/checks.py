@@ -207,6 +207,10 @@ def _of_resume(config: RunConfig, resume: Path) -> Iterator[str]:
     if not folder.config.is_file():
         yield f"resume: {resume} is not a run folder (it has no config.yaml); runs/latest is the newest run"
         return
+    before = load_config(folder.config, [])
+    if not isinstance(before, RunConfig):
+        yield f"resume: {resume} is a run of kind {before.kind}, which leaves nothing to go on from; start anew without `resume`"
+        return
     if folder.newest_checkpoint() is None:
         yield f"resume: {resume} holds no complete checkpoint to go on from; start anew without `resume`"
     elif config.critic is not None and not folder.has_critic_checkpoint():
@@ -214,7 +218,6 @@ def _of_resume(config: RunConfig, resume: Path) -> Iterator[str]:
             f"resume: {resume} was trained without a critic, which advantage.type=gae needs; keep the run's own advantage, or start "
             "a new run from its exported model"
         )
-    before = load_config(folder.config, [])
     for part in ("seed", "model", "task"):
         if getattr(before, part) != getattr(config, part):
             yield (

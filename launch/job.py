@@ -32,7 +32,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from configs.loader import load_config
 from configs.schema import RunConfig
 from launch import commands, jobs, roles, stopping
 from launch.addresses import free_port, own_address
@@ -59,7 +58,10 @@ def run_job(run: Path) -> int:
     Raises BadInput and ConfigError where there is no use in trying again.
     """
     folder = commands.existing_run(run)
-    config = load_config(folder.config, [])
+    try:
+        config = roles.config_of(folder)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
     try:
         job = Job.of_environment()
     except RuntimeError as error:

@@ -12,6 +12,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from functools import partial
+from typing import get_args
 
 from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
@@ -127,6 +128,15 @@ ROLES = {
 }
 
 
+def config_of(folder: RunFolder, kind: type = RunConfig) -> RunConfig | SftConfig:
+    """Raises ValueError where the folder is that of a run of another kind."""
+    config = load_config(folder.config, [])
+    if not isinstance(config, kind):
+        (wanted,) = get_args(kind.model_fields["kind"].annotation)
+        raise ValueError(f"RUN: {folder.path} is a run of kind {config.kind}; this is for runs of kind {wanted}")
+    return config
+
+
 def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
     """Run one role in this process; its end, good or bad, is the end of the process.
 
@@ -134,11 +144,12 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
         node: of the servers' nodes, for the serve role.
 
     Raises:
-        ValueError: there is no such node, or this host has no address that the others could reach. Nothing was started.
+        ValueError: the folder is of a run of another kind, there is no such node, or this host has no address that the others could
+            reach. Nothing was started.
     """
     run, label = ROLES[name], name
+    config = config_of(folder, SftConfig if name == "sft-rank" else RunConfig)
     if name in SIDES:
-        config: RunConfig = load_config(folder.config, [])
         os.environ.update(role_environment(config.launch.nodes))
         if name == "serve":
             node = serving_node(config, node)

@@ -250,6 +250,9 @@ TABLE = {
         options="resume=stopped_early", field="resume", value="stopped_early", error="holds no complete checkpoint",
         fix="start anew without `resume`",
     ),
+    "resume of a warm start": Broken(
+        options="resume=warm_start", field="resume", value="warm_start", error="is a run of kind sft", fix="start anew without `resume`",
+    ),
     "resume of another run": Broken(
         options="resume=stopped_early seed=7", field="resume", value="stopped_early", error="`seed` of stopped_early is 0, but 7 was given",
         fix="or start a new run",
@@ -425,6 +428,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "circle_b.yaml").write_text("extends: circle_a.yaml\n")
     (tmp_path / "stopped_early").mkdir()
     (tmp_path / "stopped_early" / "config.yaml").write_text(yaml.safe_dump(BASE))
+    (tmp_path / "warm_start").mkdir()
+    (tmp_path / "warm_start" / "config.yaml").write_text(SFT)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -13,7 +13,7 @@ import yaml
 
 from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig, SftConfig
-from launch import checks, cli, commands
+from launch import checks, cli, commands, roles
 from launch.run_folder import RunFolder
 from launch.summary import write_summary
 from rollout.tiny_model import make_tiny_countdown_model
@@ -129,6 +129,20 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
     for command in (["report", "."], ["export", ".", "out"], ["learn", "."]):
         done = tandem(*command, cwd=tmp_path)
         assert done.returncode == 2 and "is not a run folder" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "sample", "learn", "replay-rank", "job"])
+def test_a_folder_of_another_kind_is_refused(tmp_path, model, command, monkeypatch, capsys):
+    """The folder of a warm start has neither servers nor samples."""
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({
+        "kind": "sft", "model": {"path": str(model)}, "data": {"type": "countdown"}, "output": "warm",
+    }))  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["tandem", command, str(tmp_path)])
+    monkeypatch.setattr(roles, "exit_now", lambda code: pytest.fail("the role began"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"tandem: RUN: {tmp_path} is a run of kind sft; this is for runs of kind train\n"
 
 
 def test_a_foreign_package_of_our_name_is_refused(tmp_path):
