@@ -1,6 +1,7 @@
 """Asynchronous generation over HTTP from any number of SGLang replicas."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -187,7 +188,10 @@ class SGLangClient:
             finish = reply["meta_info"]["finish_reason"]
             if finish["type"] == "abort":
                 raise _AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
-        return [parse_completion(reply) for reply in replies]
+        try:
+            return [parse_completion(reply) for reply in replies]
+        except GenerationError as error:
+            raise GenerationError(f"{url}: {error}") from error
 
 
 async def _all_or_none(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -236,7 +240,7 @@ def parse_completion(reply: Mapping) -> Completion:
     """The record of one sample in a ``/generate`` reply that was asked with ``return_logprob``.
 
     Raises:
-        GenerationError: ids, log-probs and versions do not fit together, or a version is not a decimal number.
+        GenerationError: ids, log-probs and versions do not fit together, a log-prob is not finite, or a version is not a decimal number.
     """
     meta = reply["meta_info"]
     triples = meta["output_token_logprobs"]
@@ -245,10 +249,24 @@ def parse_completion(reply: Mapping) -> Completion:
         raise GenerationError(f"the server's log-probs are of other tokens than its output: {token_ids} and {reply['output_ids']}")
     return Completion(
         token_ids=token_ids,
-        rollout_logprobs=[float(logprob) for logprob, *_ in triples],
+        rollout_logprobs=finite_logprobs(triples),
         token_versions=_versions_per_token(meta, len(token_ids)),
         finish_reason=FinishReason(meta["finish_reason"]["type"]),
     )
+
+
+def finite_logprobs(triples: Sequence[Sequence]) -> list[float]:
+    """Of SGLang's (log-prob, id, text) of each token. What is not finite comes as null, as JSON has no word for it.
+
+    Raises:
+        GenerationError: a log-prob is not finite, naming the token's place.
+    """
+    for place, (logprob, token, *_) in enumerate(triples, start=1):
+        if logprob is None or not math.isfinite(logprob):
+            raise GenerationError(
+                f"the server gave no finite log-prob for token {place} of {len(triples)} (id {token}); check the served weights and dtype"
+            )
+    return [float(logprob) for logprob, *_ in triples]
 
 
 def _versions_per_token(meta: Mapping, num_tokens: int) -> list[int]:

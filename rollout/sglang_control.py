@@ -37,7 +37,7 @@ from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S
 from rollout.control_line import ControlError, ControlLine
 from rollout.records import Completion
-from rollout.sglang_client import neutral_sampling_params, parse_completion
+from rollout.sglang_client import finite_logprobs, neutral_sampling_params, parse_completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +269,11 @@ class SGLangControl:
 
     def greedy(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[Continuation]]:
         """Per replica, the likeliest continuation of each prompt. One at a time and from an empty cache: nothing but the weights,
-        not even the batch, makes a difference to the numbers."""
+        not even the batch, makes a difference to the numbers.
+
+        Raises:
+            ControlError: also where an answer cannot be read, such as log-probs that are not finite, which would equal one another.
+        """
         # It waits for requests that are just ending, such as the one by which a server was found healthy.
         self._post_all("flush the cache", f"/flush_cache?timeout={self._timeout_s:g}", {})
         sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
@@ -277,7 +281,8 @@ class SGLangControl:
         for prompt in prompts:
             body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
             replies = self._post_all("greedy continuation", "/generate", body)
-            of_prompts.append([_continuation(reply) for reply in replies])
+            with _as_expected("greedy continuation"):
+                of_prompts.append([_continuation(reply) for reply in replies])
         return [list(of_replica) for of_replica in zip(*of_prompts, strict=True)]
 
     def _post_all(self, what: str, path: str, body: dict) -> list[dict]:
@@ -321,8 +326,8 @@ def _continuation(reply: dict) -> Continuation:
     found = reply["meta_info"]
     return Continuation(
         token_ids=list(reply["output_ids"]),
-        prompt_logprobs=[logprob for logprob, *_ in found["input_token_logprobs"][1:]],  # the first token has none
-        logprobs=[logprob for logprob, *_ in found["output_token_logprobs"]],
+        prompt_logprobs=finite_logprobs(found["input_token_logprobs"][1:]),  # the first token has none
+        logprobs=finite_logprobs(found["output_token_logprobs"]),
     )
 
 

@@ -166,22 +166,31 @@ def probe(control: SGLangControl) -> object:
     return control.probe([3, 4], max_new_tokens=1, temperature=1.0)
 
 
+def greedy(control: SGLangControl) -> object:
+    return control.greedy([[3, 4]], max_new_tokens=1)
+
+
 def close_update(control: SGLangControl) -> object:
     return control.close_update(with_checksums=True)
 
 
 VERSION, CHECKSUMS = '{"weight_version": "3"}', '{"ranks": [{"checksums": {"w": "00ff"}}]}'
 SAMPLE = (
-    '{"output_ids": [5], "meta_info": {"output_token_logprobs": [[-0.5, %s, null]], "finish_reason": {"type": "length"}, '
+    '{"output_ids": [5], "meta_info": {"output_token_logprobs": [[%s, null]], "finish_reason": {"type": "length"}, '
     '"weight_versions": [{"version": "3", "start": 0, "end": 1}]}}'
 )
+GREEDY = '{"output_ids": [5], "meta_info": {"input_token_logprobs": [[%s], [%s]], "output_token_logprobs": [[%s]]}}'
 
 
 @pytest.mark.parametrize(
     ("ask", "answers", "message"),
     [
-        (probe, [SAMPLE % 5], None),
-        (probe, [SAMPLE % 6], "probe: .*GenerationError: the server's log-probs are of other tokens"),
+        (probe, [SAMPLE % "-0.5, 5"], None),
+        (probe, [SAMPLE % "null, 5"], "probe: .*no finite log-prob for token 1 of 1"),
+        (greedy, ["{}", GREEDY % ("null, 3", "-1.0, 4", "-0.5, 5")], None),  # the first token of a prompt has none
+        (greedy, ["{}", GREEDY % ("null, 3", "null, 4", "-0.5, 5")], "greedy continuation: .*no finite log-prob for token 1 of 1"),
+        (greedy, ["{}", GREEDY % ("null, 3", "-1.0, 4", "null, 5")], "greedy continuation: .*no finite log-prob for token 1 of 1"),
+        (probe, [SAMPLE % "-0.5, 6"], "probe: .*GenerationError: the server's log-probs are of other tokens"),
         (probe, ["{}"], "probe: .*KeyError: 'meta_info'"),
         (probe, ["[]"], "probe: .*TypeError"),
         (probe, ["{"], "/generate answered what is no JSON"),

@@ -14,14 +14,16 @@ from rollout.records import Completion, FinishReason
 from rollout.sglang_client import SGLangClient
 
 
-def answer(ids=(5, 6), *, spans=None, finish="stop", logprob_ids=None) -> dict:
+def answer(ids=(5, 6), *, spans=None, finish="stop", logprob_ids=None, logprobs=None) -> dict:
     """The part of a reply that is of one sample."""
     ids = list(ids)
     return {
         "output_ids": ids,
         "meta_info": {
             "finish_reason": {"type": finish, "message": "shutting down"},
-            "output_token_logprobs": [[-0.5 * (i + 1), token, None] for i, token in enumerate(logprob_ids or ids)],
+            "output_token_logprobs": [
+                [-0.5 * (i + 1) if logprobs is None else logprobs[i], token, None] for i, token in enumerate(logprob_ids or ids)
+            ],
             "weight_versions": spans if spans is not None else [{"version": "3", "start": 0, "end": len(ids)}],
         },
     }
@@ -393,6 +395,8 @@ def test_a_reply_of_another_number_of_samples_is_refused_with_both_numbers(reply
         (answer(spans=[{"version": "1", "start": 0, "end": 1}]), "do not cover 2 tokens"),
         (answer(spans=[{"version": "1", "start": 1, "end": 2}]), "leave a gap"),
         (answer([5, 6], logprob_ids=[5, 7]), "log-probs are of other tokens"),
+        # SGLang's JSON has null for what is not finite.
+        (answer([5, 6], logprobs=[-0.5, None]), r"127\.0\.0\.1:\d+: .*no finite log-prob for token 2 of 2 \(id 6\); check the served"),
     ],
 )
 def test_an_answer_that_does_not_fit_together_is_refused(reply, message):
@@ -400,5 +404,6 @@ def test_an_answer_that_does_not_fit_together_is_refused(reply, message):
         async with LocalServer(lambda n: reply) as server, make_client(server) as client:
             with pytest.raises(GenerationError, match=message):
                 await ask(client)
+            assert len(server.bodies) == 1, "asked again, for the same answer"
 
     asyncio.run(scenario())
