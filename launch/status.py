@@ -95,11 +95,20 @@ def _progress(metrics_file: Path, steps: int | None, now: float | None) -> list[
     of_all = "" if steps is None else f" of {steps} ({step / max(steps, 1):.0%})"
     text = f"{step}{of_all}, {pace:.1f} s a step"
     if now is not None and steps is not None and step < steps:
-        text += f", about {duration((steps - step) * pace)} left; the last one {duration(max(now - metrics_file.stat().st_mtime, 0))} ago"
+        left = (steps - step) * _whole_pace(trained, pace)
+        text += f", about {duration(left)} left; the last one {duration(max(now - metrics_file.stat().st_mtime, 0))} ago"
     heldout = {row["step"]: row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None}
     accuracies = ", ".join(f"{accuracy:.1%} at step {at}" for at, accuracy in heldout.items())
     means = [(title, _means([row[metric] for row in trained if row.get(metric) is not None], show)) for title, metric, show in RESULTS]
     return [("step", text), *((title, text) for title, text in [*means, ("held out", accuracies)] if text)]
+
+
+def _whole_pace(trained: Sequence[dict], pace: float) -> float:
+    """Seconds from one step to the next, with the evaluations and checkpoints between them; ``pace`` where two steps are not known."""
+    first, last = trained[-PACE_STEPS - 1 :][0], trained[-1]
+    if last["step"] == first["step"] or None in (first.get("elapsed_s"), last.get("elapsed_s")):
+        return pace
+    return (last["elapsed_s"] - first["elapsed_s"]) / (last["step"] - first["step"])
 
 
 def _means(values: Sequence[float], show: str) -> str:

@@ -376,6 +376,15 @@ def test_a_policy_gradient_in_the_place_of_the_objective_is_named(tmp_path):
     assert "correction pg_is" in text and "objective policy_gradient" in text
 
 
+def test_other_is_what_the_parts_leave_of_the_step_which_the_evaluation_comes_after(tmp_path):
+    def metrics(step: int) -> dict[str, float]:
+        seconds = {"sampling": 4.0, "logprobs": 1.0, "update": 2.0, "sync": 1.0, "evaluation": 0.0 if step % 2 else 5.0, "step": 10.0}
+        return {f"time/{part}": value for part, value in seconds.items()}
+
+    page = Page(write_report(make_run(tmp_path / "run", [1, 2], metrics=metrics)))
+    assert "sampling 8.0 32% logprobs 2.0 8% update 4.0 16% sync 2.0 8% evaluation 5.0 20% other 4.0 16%" in page.text
+
+
 def test_an_older_figure_that_is_no_longer_drawn_goes(tmp_path):
     folder = make_run(tmp_path / "run", range(3))
     write_report(folder)

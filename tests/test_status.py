@@ -58,6 +58,15 @@ def test_a_running_run_tells_step_pace_time_left_and_results(folder):
     assert found["sample"] == "listens at tcp://10.0.0.1:7"
 
 
+def test_the_time_left_counts_what_is_between_steps(folder):
+    """Evaluations and checkpoints, which are no part of time/step: here one of 8 s after every fourth step."""
+    lines = [{"step": n, "time/step": 2.0, "elapsed_s": 60.0 + 2.0 * n + 8.0 * ((n - 1) // 4)} for n in range(1, 26)]
+    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    checkpoint(folder, 20, ago_s=1.0)
+    folder.claim()
+    assert "25 of 40 (62%), 2.0 s a step, about 1m00s left;" in lines_of(folder)["step"]
+
+
 def test_a_look_takes_no_lock(folder):
     """Of another process's run: it is seen as running, and its claim is neither lost nor refused."""
     program = (

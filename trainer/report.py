@@ -193,7 +193,7 @@ def _note_the_data(run: _Run) -> None:
 def _draw_all(run: _Run) -> "Iterator[tuple[str, str, str, Figure | None]]":
     for picture in PICTURES:
         yield picture.name, picture.title, picture.about, draw(picture, run.recorded, run.config)
-    about = "Seconds of each part of a step, stacked; `other` is what the parts leave of the whole step."
+    about = "Seconds of each part of a step, stacked; `other` is what they leave of the whole step, which its evaluation comes after."
     yield "step_time", "Where the time of a step goes", about, _draw_step_time(run)
 
 
@@ -208,11 +208,11 @@ def _draw_step_time(run: _Run) -> "Figure | None":
 
 
 def _step_times(run: _Run) -> tuple[list[int], dict[str, list[float]]]:
-    """Seconds by part over the steps that have any; ``other`` is the rest of time/step, never below 0."""
+    """Seconds by part over the steps that have any; ``other`` is the rest of time/step, which has no evaluation in it."""
     known = {part: dict(zip(s.steps, s.values, strict=True)) for part in (*_TIME_PARTS, "step") if (s := run.get(f"time/{part}"))}
     steps = sorted({step for values in known.values() for step in values})
     parts = {part: [known.get(part, {}).get(step, 0.0) for step in steps] for part in _TIME_PARTS}
-    sums = [sum(seconds) for seconds in zip(*parts.values(), strict=True)]
+    sums = [sum(seconds) for seconds in zip(*(parts[part] for part in _TIME_PARTS if part != "evaluation"), strict=True)]
     whole = [known.get("step", {}).get(step, 0.0) for step in steps]
     return steps, {**parts, "other": [max(w - s, 0.0) for w, s in zip(whole, sums, strict=True)]}
 
