@@ -22,7 +22,6 @@ class SamplingStats:
     """Attempts that failed in transport and were repeated."""
     failed_rewards: int
     """Samples whose reward raised or ran out of time (scored 0)."""
-    generated_tokens: int
     reward_retries: int = 0
     """Requests to reward models that were repeated."""
     resampled_groups: int = 0
@@ -36,14 +35,13 @@ class EvaluationResult:
     """Of held-out problems. What makes a sample right: ``Score.correct``."""
 
     accuracy: float
-    mean_reward: float
+    reward_mean: float
     count: int
     """Samples: problems times samples_per_prompt."""
     length_mean: float
     """Response tokens, the end token included."""
-    length_max: int
     truncated_fraction: float
-    stats: SamplingStats
+    """Of the samples, those that ``max_new_tokens`` cut off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,8 +131,8 @@ class GroupSampler:
         if not prompts:
             return None
         wanted = [(prompt, self._seeds(prompt, self._evaluation.samples_per_prompt, attempt=-1)) for prompt in prompts]
-        sampled, stats = await self._sample_all(wanted, temperature=self._evaluation.temperature)
-        return _summarise([sample for samples in sampled for sample in samples], stats)
+        sampled, _ = await self._sample_all(wanted, temperature=self._evaluation.temperature)
+        return _summarise([sample for samples in sampled for sample in samples])
 
     def _seeds(self, prompt: Prompt, count: int, *, attempt: int) -> list[int]:
         return [_sample_seed(self._seed, prompt.prompt_id, sibling, attempt=attempt) for sibling in range(count)]
@@ -232,7 +232,6 @@ def _stats(client: ClientStats, *, seconds: float, failed_rewards: int, reward_r
         retries=client.retries,
         failed_rewards=failed_rewards,
         reward_retries=reward_retries,
-        generated_tokens=client.generated_tokens,
     )
 
 
@@ -289,14 +288,12 @@ def _check_versions(groups: Sequence[Group], *, newest: int, max_staleness: int)
                 )
 
 
-def _summarise(samples: Sequence[_Sample], stats: SamplingStats) -> EvaluationResult:
+def _summarise(samples: Sequence[_Sample]) -> EvaluationResult:
     lengths = [len(sample.completion.token_ids) for sample in samples]
     return EvaluationResult(
         accuracy=sum(sample.score.correct for sample in samples) / len(samples),
-        mean_reward=sum(sample.score.value for sample in samples) / len(samples),
+        reward_mean=sum(sample.score.value for sample in samples) / len(samples),
         count=len(samples),
         length_mean=sum(lengths) / len(lengths),
-        length_max=max(lengths),
         truncated_fraction=sum(sample.completion.finish_reason is FinishReason.LENGTH for sample in samples) / len(samples),
-        stats=stats,
     )

@@ -115,7 +115,6 @@ def test_a_group_holds_the_siblings_of_one_prompt_each_aligned_with_its_own_toke
             assert "<eos>" not in text
             assert (prompt.prompt_id, text) in scorer.seen
     assert stats.requests == 12
-    assert stats.generated_tokens == sum(sum(t.response_mask) for g in groups for t in g.trajectories)
     assert stats.failed_rewards == stats.resampled_groups == stats.filled_groups == 0
     assert Counter(scorer.lengths) == Counter((sum(t.response_mask), t.finish_reason) for g in groups for t in g.trajectories)
 
@@ -136,9 +135,8 @@ def test_siblings_and_repeated_prompts_get_seeds_of_their_own(tokenizer):
 def test_the_stats_of_a_reply_count_that_reply_alone(tokenizer):
     sampler = make_sampler(tokenizer)
     _, first = next_groups(sampler, 2)
-    groups, second = next_groups(sampler, 3)
+    _, second = next_groups(sampler, 3)
     assert (first.requests, second.requests) == (6, 9)
-    assert second.generated_tokens == sum(sum(t.response_mask) for g in groups for t in g.trajectories)
 
 
 def test_a_group_is_scored_while_another_one_is_still_being_sampled(tokenizer):
@@ -384,7 +382,7 @@ def test_accuracy_counts_what_is_right_whatever_the_reward(tokenizer):
 
     plain, halved = (asyncio.run(make_sampler(tokenizer, scorer=scorer).evaluate()) for scorer in (LengthScorer(), Halved()))
     assert halved.accuracy == plain.accuracy > 0
-    assert halved.mean_reward == pytest.approx(plain.mean_reward / 2 - 0.25)
+    assert halved.reward_mean == pytest.approx(plain.reward_mean / 2 - 0.25)
 
 
 def test_evaluation_is_the_plain_mean_over_heldout_samples_and_moves_nothing(tokenizer):
@@ -393,13 +391,13 @@ def test_evaluation_is_the_plain_mean_over_heldout_samples_and_moves_nothing(tok
     sampler = make_sampler(tokenizer, engine=engine, scorer=scorer, evaluation=evaluation)
     before = sampler.state
     result = asyncio.run(sampler.evaluate())
-    lengths = [len(fake_tokens(p, s, max_new_tokens=6, vocab_size=20, stop=STOP)) for p, s, _ in engine.calls]
+    responses = [fake_tokens(p, s, max_new_tokens=6, vocab_size=20, stop=STOP) for p, s, _ in engine.calls]
     assert {name for name, _ in scorer.seen} == {p.prompt_id for p in choose_heldout(make_prompts(4, "h"), 2)}
     assert {t for *_, t in engine.calls} == {0.25}
     assert result.count == len(scorer.seen) == 6
-    assert result.accuracy == result.mean_reward == sum(len(text) % 2 == 0 for _, text in scorer.seen) / 6
-    assert result.length_mean == sum(lengths) / 6
-    assert result.length_max == max(lengths)
+    assert result.accuracy == result.reward_mean == sum(len(text) % 2 == 0 for _, text in scorer.seen) / 6
+    assert result.length_mean == sum(map(len, responses)) / 6
+    assert result.truncated_fraction == sum(tokens[-1] != STOP for tokens in responses) / 6
     assert asyncio.run(sampler.evaluate()).accuracy == result.accuracy
     assert sampler.state == before
 
@@ -578,7 +576,7 @@ def test_the_learner_gets_the_same_groups_over_the_wire(tokenizer, served):
     expected, expected_stats = next_groups(local, 3)
     groups, stats = remote.next_groups(3, newest=0, max_staleness=0)
     assert groups == expected
-    assert (stats.requests, stats.generated_tokens) == (expected_stats.requests, expected_stats.generated_tokens)
+    assert stats.requests == expected_stats.requests == 9
     state = remote.state()
     assert state == {"position": 3, "next_group_id": 3, "num_prompts": 5}
     again, _ = remote.next_groups(2, newest=0, max_staleness=0)

@@ -48,6 +48,7 @@ from trainer.metrics import Metric, merge_metrics, merge_over_ranks
 from trainer.policy_loss import kept_factor, policy_loss
 from trainer.ranks import total_over
 from trainer.step_batch import Share, StepBatch, split_groups, step_batch
+from trainer.step_metrics import sample_metrics
 
 VOCAB = 7
 CONSTANT = 5
@@ -314,7 +315,7 @@ def magnitudes(groups: list[Group], num_minibatches: int, setup: Setup) -> list[
     found = []
     for index, minibatch in enumerate(weighted(share, setup, None).minibatches()):
         loss_size, gradient_size, outputs = 0.0, 0.0, []
-        for row in range(minibatch[0].num_sequences):
+        for row in range(len(minibatch[0].lengths)):
             one, policy_VV = minibatch[0].select([row]), current_policy(index)
             loss, metrics = setup.loss(one, *scores(policy_VV, one.tokens_T, one.targets_T))
             loss.backward()
@@ -450,3 +451,30 @@ def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
     before, within = one[-2:]
     assert within["norms"] == pytest.approx(before["norms"], rel=1e-6), "old from the update's own pass differs from old before it"
     assert relative_difference(within["weights"], before["weights"]) < 1e-6
+
+
+def test_what_a_critic_is_averaged_by_is_counted_only_where_there_is_one():
+    """Each count is a collective of the whole step."""
+    (share,) = split_groups(make_groups([[5, 7], [4, 6]], [[0.0, 1.0]] * 2, seed=1), num_minibatches=2, dp_size=1, token_budget=20)
+    counted = []
+
+    def total(values: Tensor) -> Tensor:
+        counted.append(values)
+        return values
+
+    batch = step_batch(share)
+    for values_T, num_counts in ((None, 2), (torch.zeros(batch.packed.num_tokens), 4)):
+        counted.clear()
+        with_values = batch.with_fields(values_T=values_T)
+        found = with_values.with_loss_weights(correct(batch.packed, CorrectionConfig()), AggregationConfig(), "kept", total).packed
+        assert (found.value_aggregation_T is None) == (values_T is None)
+        assert len(counted) == num_counts
+
+
+def test_parts_of_the_reward_are_means_over_the_samples_that_have_them():
+    """The first sample's reward failed, and a reward may give a part now and then."""
+    (group,) = make_groups([[5, 5, 5, 5]], [[0.0, 1.0, 1.0, 0.0]], seed=1)
+    parts = ({}, {"valid": 1.0}, {"valid": 0.5, "bonus": 3.0}, {"valid": 0.0})
+    group = replace(group, trajectories=[replace(t, reward_parts=p) for t, p in zip(group.trajectories, parts, strict=True)])
+    found = {name: value for name, value in sample_metrics([group]).items() if name.startswith("reward/part/")}
+    assert found == {"reward/part/valid": 0.5, "reward/part/bonus": 3.0}

@@ -155,19 +155,21 @@ class Learner:
             kl=config.kl,
             entropy=config.entropy,
         )
-        grad_scale = self._kept_factor if config.rejects_in_loss else None
+        over_ranks: dict[str, Metric] = {}
 
         def keep_logprobs(batch: PackedBatch, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, Scored]:
             loss, found = loss_fn(batch, current_T, entropy_T)
             return loss, (found, current_T.detach().cpu())
 
+        def scale_of(outputs: list[Scored]) -> float:
+            over_ranks.update(self._over_ranks(outputs))
+            return kept_factor(over_ranks)
+
+        grad_scale = scale_of if config.rejects_in_loss else None
         result = self.engine.update(minibatch, keep_logprobs, temperature=config.rollout.temperature, grad_scale=grad_scale)
-        metrics = self._over_ranks(result.outputs)
+        metrics = over_ranks or self._over_ranks(result.outputs)
         metrics = per_minibatch(scale_losses(metrics, kept_factor(metrics))) | _optimizer_metrics("optim", result)
         return Update(metrics=metrics, logprobs=[logprobs_T for _, logprobs_T in result.outputs])
-
-    def _kept_factor(self, outputs: list[Scored]) -> float:
-        return kept_factor(self._over_ranks(outputs))
 
     def _over_ranks(self, outputs: list[Scored]) -> dict[str, Metric]:
         return merge_over_ranks(merge_metrics([found for found, _ in outputs]), self.groups.dp_group)

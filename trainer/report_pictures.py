@@ -86,8 +86,8 @@ PICTURES = (
     Picture(
         name="reward_parts",
         title="Parts of the reward, and groups",
-        about="Means of what the reward is made of; groups whose siblings all score the same, which carry no signal; and what dynamic "
-        "sampling did about them.",
+        about="Means of what the reward is made of, over the responses that were scored for it; groups whose siblings all score the same, "
+        "which carry no signal; and what dynamic sampling did about them.",
         panels=(
             Lines(title="Parts of the reward", unit="mean over responses", metrics={"reward/part/*": "*"}),
             Lines(

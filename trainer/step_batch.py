@@ -61,7 +61,8 @@ class StepBatch:
     def with_loss_weights(
         self, correction: Correction, aggregation: AggregationConfig, denominator: Literal["kept", "all"], total: Total
     ) -> "StepBatch":
-        """Set ``importance_weights_T``, and what every term of the loss is averaged by, from counts of each minibatch over all ranks.
+        """Set ``importance_weights_T``, and what every term of the loss is averaged by, from counts of each minibatch over all ranks; what
+        a critic's loss is averaged by where there are values of one.
 
         aggregation_T is zero on rejected tokens; what the rest weighs follows from the count of kept tokens, or of all of them.
         """
@@ -71,8 +72,9 @@ class StepBatch:
         fields = {
             "importance_weights_T": correction.weights_T.to(torch.float32),
             "aggregation_T": self._aggregation(counted_T, counted_S, aggregation, total) * keep_T,
-            "value_aggregation_T": self._aggregation(mask_T, valid_S, aggregation, total),
         }
+        if self.packed.values_T is not None:  # of a critic, which all ranks have or none
+            fields["value_aggregation_T"] = self._aggregation(mask_T, valid_S, aggregation, total)
         return self.with_fields(**fields)
 
     def _aggregation(self, counted_T: Tensor, counted_S: Tensor, config: AggregationConfig, total: Total) -> Tensor:

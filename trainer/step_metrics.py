@@ -82,13 +82,15 @@ def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
 
 
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards and responses, as sampled."""
+    """Rewards and responses, as sampled. A part of the reward is averaged over the samples that have it: one whose reward failed has not
+    (``reward/failed`` counts them)."""
     samples = [t for g in groups for t in g.trajectories]
     rewards = [t.reward for t in samples]
     lengths = [sum(t.response_mask) for t in samples]
     mean = sum(rewards) / len(rewards)
     no_signal = sum(len({t.reward for t in g.trajectories}) == 1 for g in groups)
-    parts = {name: [t.reward_parts[name] for t in samples if name in t.reward_parts] for name in samples[0].reward_parts}
+    names = dict.fromkeys(name for t in samples for name in t.reward_parts)
+    parts = {name: [t.reward_parts[name] for t in samples if name in t.reward_parts] for name in names}
     return {f"reward/part/{name}": sum(found) / len(found) for name, found in parts.items()} | {
         "reward/mean": mean,
         "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
@@ -113,4 +115,10 @@ def sampling_metrics(stats: SamplingStats) -> dict[str, float]:
 
 
 def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
-    return {"eval/accuracy": result.accuracy, "eval/count": result.count, "eval/length_mean": result.length_mean}
+    return {
+        "eval/accuracy": result.accuracy,
+        "eval/reward_mean": result.reward_mean,
+        "eval/count": result.count,
+        "eval/length_mean": result.length_mean,
+        "eval/truncated_fraction": result.truncated_fraction,
+    }
