@@ -45,10 +45,6 @@ class PackedBatch:
     """float32, of the critic's loss: like aggregation_T, over all response tokens."""
 
     @property
-    def num_sequences(self) -> int:
-        return self.cu_seqlens.numel() - 1
-
-    @property
     def num_tokens(self) -> int:
         return self.tokens_T.numel()
 

@@ -50,11 +50,6 @@ def attention_dtype(model_dtype: torch.dtype) -> torch.dtype:
     return model_dtype if has_cuda() else torch.float32
 
 
-def set_threads(num_threads: int) -> None:
-    """Threads of one operation on CPU. Several processes with several threads each stall each other."""
-    torch.set_num_threads(num_threads)
-
-
 def return_free_memory() -> None:
     """What torch keeps of the device's memory without using it goes back to the device, for other processes."""
     if has_cuda():
@@ -103,10 +98,3 @@ def init_distributed(timeout_s: float) -> None:
         dist.init_process_group(_group_backends(), store=store, rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(_group_backends(), timeout=timeout)
-
-
-def shutdown_distributed() -> None:
-    """Leave the process group; harmless where there is none."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-

@@ -23,13 +23,11 @@ class ClientStats:
     """Completions asked for, each counted once however often it was retried."""
     retries: int = 0
     """Attempts that failed in transport and were repeated; one attempt is for all samples of a request."""
-    generated_tokens: int = 0
 
     def __sub__(self, earlier: "ClientStats") -> "ClientStats":
         return ClientStats(
             requests=self.requests - earlier.requests,
             retries=self.retries - earlier.retries,
-            generated_tokens=self.generated_tokens - earlier.generated_tokens,
         )
 
 

@@ -127,8 +127,6 @@ class SGLangClient:
                     f"no answer within request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of {len(prompt_ids)} tokens "
                     f"(max_new_tokens={samplings[0]['max_new_tokens']}); raise rollout.request_timeout_s, or lower max_concurrency"
                 ) from error
-        generated = sum(len(completion.token_ids) for completion in completions)
-        self._stats = replace(self._stats, generated_tokens=self._stats.generated_tokens + generated)
         return completions
 
     @asynccontextmanager

@@ -27,7 +27,6 @@ class ServerDied(RuntimeError):
     """A server process ended while the run needed it."""
 
     def __init__(self, replica: int, exit_code: int, log_file: Path) -> None:
-        self.replica, self.exit_code, self.log_file = replica, exit_code, log_file
         super().__init__(
             f"SGLang replica {replica} ended with exit code {exit_code}; last lines of {log_file}:\n{log_tail(log_file)}"
         )

@@ -179,7 +179,7 @@ def _rank_main(rank: int, work, num_ranks: int, port: int, folder: Path, argumen
     platform.init_distributed(60.0)
     torch.save(work(*arguments), folder / f"rank{rank}.pt")
     dist.barrier()
-    platform.shutdown_distributed()
+    dist.destroy_process_group()
 
 
 def work_linear_logprobs(cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:

@@ -4,6 +4,13 @@ import torch
 from torch import Tensor
 
 from parallel.packing import PackedBatch
+from trainer.aggregation import GlobalCounts
+from trainer.segments import count_per_sequence
+
+
+def count_valid(response_mask_T: Tensor, cu_seqlens: Tensor) -> GlobalCounts:
+    """Of the sequences at hand."""
+    return GlobalCounts.of(count_per_sequence(response_mask_T, cu_seqlens))
 
 
 def random_batch(lengths: list[int], *, seed: int, dtype: torch.dtype = torch.float32, mask_T: Tensor | None = None) -> PackedBatch:

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.aggregation import GlobalCounts, Mode, aggregation_weights, count_valid
+from tests.packed_batches import count_valid
+from trainer.aggregation import GlobalCounts, Mode, aggregation_weights
 
 MODES = Mode.__args__
 CONSTANT = 7

@@ -191,14 +191,6 @@ def test_by_hand():
     assert sum("_share/" in name for name in found) == 12
 
 
-def test_the_threshold_of_a_high_gap_is_an_argument():
-    old, rollout = torch.tensor([0.4, 0.25]).log(), torch.tensor([0.1, 0.5]).log()
-    mask_T, cu_seqlens = torch.ones(2, dtype=torch.bool), torch.tensor([0, 1, 2])
-    for threshold, share in ((0.2, 1.0), (0.28, 0.5), (0.5, 0.0)):
-        metrics = mismatch_metrics(old, rollout, mask_T, cu_seqlens, high_gap=threshold)
-        assert metrics["mismatch/response_abs_prob_over"].value == share
-
-
 def test_equal_policies_show_no_gap():
     batch = random_batch([8, 3], seed=0)
     found = values(of(batch.with_fields(rollout_logprobs_T=batch.old_logprobs_T)))

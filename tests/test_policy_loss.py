@@ -13,11 +13,11 @@ from pydantic import TypeAdapter
 
 from configs.schema.objective import ClippedObjective, DppoObjective, EntropyConfig, KLConfig, ObjectiveConfig, PolicyGradientObjective
 from tests.golden_cases import load
-from tests.packed_batches import random_batch
+from tests.packed_batches import count_valid, random_batch
 from tests.reference import correction as slow_correction
 from tests.reference import objectives as slow
 from tests.reference.objectives import Token
-from trainer.aggregation import Mode, aggregation_weights, count_valid
+from trainer.aggregation import Mode, aggregation_weights
 from trainer.batching import plan_batches
 from trainer.metrics import merge_metrics, values
 from trainer.policy_loss import policy_loss
@@ -345,7 +345,7 @@ class SmallModel:
         self.base = dict(zip(batch.sequence_ids_S.tolist(), batch.old_logprobs_T.split(batch.lengths), strict=True))
 
     def __call__(self, batch):
-        if not batch.num_sequences:
+        if not batch.lengths:
             return self.parameters_D[:0], self.parameters_D[:0]
         ids = batch.sequence_ids_S.tolist()
         features = torch.cat([self.features[i] for i in ids])
@@ -366,7 +366,7 @@ def loss_and_gradient(model, batch, microbatches, terms):
 
 def magnitudes(model, batch, terms):
     """Sums over sequences of |loss| and of |gradient|: what float32 rounding is relative to, where parts cancel."""
-    parts = [loss_and_gradient(model, batch, [[row]], terms) for row in range(batch.num_sequences)]
+    parts = [loss_and_gradient(model, batch, [[row]], terms) for row in range(len(batch.lengths))]
     return sum(loss.abs().item() for loss, _, _ in parts), sum(gradient.abs() for _, gradient, _ in parts)
 
 

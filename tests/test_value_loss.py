@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from configs.schema.critic import CriticConfig
 from tests.golden_cases import load
-from tests.packed_batches import random_batch
-from trainer.aggregation import aggregation_weights, count_valid
+from tests.packed_batches import count_valid, random_batch
+from trainer.aggregation import aggregation_weights
 from trainer.metrics import merge_metrics, values
 from trainer.value_loss import clipped_value_loss, explained_variance, value_loss
 

@@ -37,11 +37,6 @@ class GlobalCounts:
         return GlobalCounts(tokens=int(tokens), sequences=int(sequences))
 
 
-def count_valid(response_mask_T: Tensor, cu_seqlens: Tensor) -> GlobalCounts:
-    """Counts of the sequences at hand; summed over ranks they are the counts that ``aggregation_weights`` asks for."""
-    return GlobalCounts.of(count_per_sequence(response_mask_T, cu_seqlens))
-
-
 def aggregation_weights(
     response_mask_T: Tensor, cu_seqlens: Tensor, *, mode: Mode, constant: int | None, counts: GlobalCounts
 ) -> Tensor:
@@ -65,7 +60,7 @@ def aggregation_weights(
         here, everywhere = torch.count_nonzero(tokens_S).item(), counts.sequences
         weights = _sequence_weights(tokens_S, mode=mode, constant=constant, counts=counts)
     if here > everywhere:
-        raise ValueError(f"{counts} is not global: {mode} finds {here} in this part alone; sum count_valid over all ranks and parts")
+        raise ValueError(f"{counts} is not global: {mode} finds {here} in this part alone; sum GlobalCounts over all ranks and parts")
     weights = weights.to(torch.float32)
     return torch.where(response_mask_T, spread(weights, cu_seqlens) if weights.dim() else weights, 0.0)
 

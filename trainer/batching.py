@@ -24,14 +24,6 @@ class BatchPlan:
     microbatches: tuple[tuple[tuple[Bin, ...], ...], ...]
     """[minibatch][rank][micro-batch]. In a minibatch every rank has the same number of micro-batches, largest first."""
 
-    @property
-    def num_minibatches(self) -> int:
-        return len(self.microbatches)
-
-    def minibatch(self, index: int) -> list[int]:
-        """The sequences of one optimizer step over all ranks, ascending."""
-        return sorted(s for rank in self.microbatches[index] for microbatch in rank for s in microbatch)
-
     def sequence_ids(self, rank: int) -> list[int]:
         """This rank's sequences in the order in which it packs them: by minibatch, then micro-batch."""
         return [s for minibatch in self.microbatches for microbatch in minibatch[rank] for s in microbatch]

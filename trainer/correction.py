@@ -144,17 +144,6 @@ def _weigh(
             assert_never(config)
 
 
-def level_log_ratio(log_ratio_N: Tensor, valid: ValidTokens, level: Level) -> Tensor:
-    """The log-ratio at a level, given to every token it is of: [N] -> [N], unbounded.
-
-    token: log rho_t. sequence: sum of log rho over the sequence's valid tokens. geometric: that sum over their number. segment: the sum
-    over the token's own run of consecutive valid tokens.
-    """
-    if level == "token":
-        return log_ratio_N
-    return spread(*_group_log_ratio(log_ratio_N, valid, level))
-
-
 def _bounds(valid: ValidTokens, level: Level) -> Tensor:
     return valid.run_bounds() if level == "segment" else valid.bounds_S
 

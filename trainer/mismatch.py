@@ -29,6 +29,8 @@ LENGTH_EDGES = (64, 256, 1024, 4096)
 RESPONSE_MAX_EDGES = (0.001, 0.01, 0.1, 0.25, 0.5)
 RESPONSE_MEAN_EDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Upper edges of the bins of a response's max and mean dp; a value on an edge belongs to the bin below it."""
+HIGH_GAP = 0.5
+"""A response whose greatest dp is over this counts as one in which the engines contradict each other."""
 
 NEAR_ONE = (0.9, 1.1)
 """A ratio within these is taken for numerical noise."""
@@ -39,8 +41,6 @@ def mismatch_metrics(
     rollout_logprobs_T: Tensor,
     response_mask_T: Tensor | None,
     cu_seqlens: Tensor,
-    *,
-    high_gap: float = 0.5,
 ) -> dict[str, Metric]:
     """How far ``train`` is from ``rollout``, before anything is corrected. All names begin with ``mismatch/``.
 
@@ -61,7 +61,7 @@ def mismatch_metrics(
         chi2_sequence                      mean of (product of rho)^2, less 1; the product's logarithm is bounded
         response_abs_prob_max_mean         mean of the greatest dp of a response (the greatest over responses is abs_prob_max)
         response_abs_prob_mean_mean, _max  mean and max of the mean dp of a response
-        response_abs_prob_over             share of responses whose greatest dp is over ``high_gap``
+        response_abs_prob_over             share of responses whose greatest dp is over 0.5
         response_abs_prob_max_share/BIN, response_abs_prob_mean_share/BIN      shares of responses per bin: le_0.001, ..., over_0.5
     By length of the response and by position in it (valid tokens counted from 1; BIN: le_64, le_256, le_1024, le_4096, over_4096):
         by_length/BIN/abs_prob_mean, abs_prob_max, k3, k3_max     over the tokens of all responses of that length
@@ -92,7 +92,7 @@ def mismatch_metrics(
         "abs_prob_max": Metric(reduction=Reduction.MAX, parts=(maxima_XR[0].max().item(),)),
         "k3": Metric.quotient(k3_sum, count),
     }
-    metrics |= _response_gaps(gap_RB.sum(1) / lengths_R, maxima_XR[0], high_gap)
+    metrics |= _response_gaps(gap_RB.sum(1) / lengths_R, maxima_XR[0])
     metrics |= _by_bucket("by_length", *_by_length(sums_XRB.sum(2), maxima_XR, lengths_R))
     metrics |= _by_bucket("by_position", sums_XB, maxima_XRB.amax(1))
     return {f"mismatch/{name}": metric for name, metric in metrics.items()}
@@ -256,11 +256,11 @@ def _perplexities(train_N: Tensor, rollout_N: Tensor, bounds_R: Tensor, lengths_
     }
 
 
-def _response_gaps(mean_R: Tensor, max_R: Tensor, high_gap: float) -> Metrics:
+def _response_gaps(mean_R: Tensor, max_R: Tensor) -> Metrics:
     return {
         **_means(("response_abs_prob_max_mean", "response_abs_prob_mean_mean"), torch.stack([max_R, mean_R])),
         "response_abs_prob_mean_max": Metric.max(mean_R),
-        "response_abs_prob_over": Metric.mean(max_R > high_gap),
+        "response_abs_prob_over": Metric.mean(max_R > HIGH_GAP),
         **_shares("response_abs_prob_max_share", max_R, RESPONSE_MAX_EDGES),
         **_shares("response_abs_prob_mean_share", mean_R, RESPONSE_MEAN_EDGES),
     }
