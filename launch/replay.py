@@ -11,7 +11,6 @@ from configs.presets import PRESETS
 from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
 from configs.schema.layout import ONE_PROCESS
-from configs.schema.objective import KLConfig
 from launch.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
@@ -120,8 +119,7 @@ def _engine_before(folder: RunFolder, step: int):
     from trainer.learner import Learner
 
     config: RunConfig = load_config(folder.config, [*ONE_PROCESS])
-    # The policy alone: ref log-probs are recorded, and a critic's loss is no part of a replay.
-    engine = Learner(config.model_copy(update={"kl": KLConfig(), "critic": None})).engine
+    engine = Learner.of_policy_alone(config).engine  # ref log-probs are recorded, and a critic's loss is no part of a replay
     checkpoint = starting_weights(folder, step)
     if checkpoint is not None:
         engine.load(checkpoint)

@@ -17,7 +17,6 @@ from typing import get_args
 from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import ONE_PROCESS
-from configs.schema.objective import KLConfig
 from launch.addresses import own_address, role_environment
 from launch.learning import learn
 from launch.placement import serve_roles
@@ -71,10 +70,9 @@ def export(folder: RunFolder) -> None:
     from trainer.learner import Learner
 
     config: RunConfig = load_config(folder.config, [*ONE_PROCESS])
-    config = config.model_copy(update={"kl": KLConfig(), "critic": None})  # the policy alone
     newest = latest_valid(folder.checkpoints)
     init_distributed(timeout_s=config.launch.collective_timeout_s)
-    learner = Learner(config)
+    learner = Learner.of_policy_alone(config)
     learner.engine.load(newest)
     learner.save_hf(folder.export)
     dist.destroy_process_group()

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig, layout_text, parse_layout
-from configs.schema.objective import KLConfig
 from launch import run_folder
 from launch.placement import ONE_MACHINE
 from launch.run_folder import RunFolder, read_servers, write_json
@@ -286,7 +285,7 @@ def send_other_weights(folder: RunFolder) -> None:
     config: RunConfig = load_config(folder.config, [])
     timeout_s = config.launch.collective_timeout_s
     init_distributed(timeout_s=timeout_s)
-    learner = Learner(config.model_copy(update={"kl": KLConfig(), "critic": None}))  # the policy alone
+    learner = Learner.of_policy_alone(config)
     learner.engine.load_weights(PerturbedWeights(config.model.path))
     learner.save_hf(folder.export)
     for servers in json.loads((folder.path / "request.json").read_text())["servers"]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import RunConfig
+from configs.schema.objective import KLConfig
 from parallel.megatron_engine import MegatronEngine, UpdateResult, ValueEngine
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group
@@ -69,6 +70,11 @@ class Learner:
         """Sums over data-parallel ranks."""
         self.version = 0
         """Of the weights: +1 with each published update."""
+
+    @classmethod
+    def of_policy_alone(cls, config: RunConfig) -> "Learner":
+        """Without ``ref`` and critic: for what only looks at ``current``, or sends it."""
+        return cls(config.model_copy(update={"kl": KLConfig(), "critic": None}))
 
     @property
     def correction_mode(self) -> str:
