@@ -1,16 +1,25 @@
 """Random packed batches for the tests of the trainer's mathematics."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from parallel.packing import PackedBatch
 from trainer.aggregation import GlobalCounts
-from trainer.segments import count_per_sequence
+from trainer.metrics import Metrics
+from trainer.segments import count_per_sequence, valid_tokens
 
 
 def count_valid(response_mask_T: Tensor, cu_seqlens: Tensor) -> GlobalCounts:
     """Of the sequences at hand."""
     return GlobalCounts.of(count_per_sequence(response_mask_T, cu_seqlens))
+
+
+def at_valid(metrics: Callable[..., Metrics], x_T: Tensor, y_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, **bounds: float) -> Metrics:
+    """``metrics`` of the valid tokens of both."""
+    valid = valid_tokens(mask_T, cu_seqlens)
+    return metrics(valid.pick(x_T), valid.pick(y_T), valid.bounds_S, **bounds)
 
 
 def random_batch(lengths: list[int], *, seed: int, dtype: torch.dtype = torch.float32, mask_T: Tensor | None = None) -> PackedBatch:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from configs.presets import PRESETS
 from configs.schema.alarms import AlarmsConfig
-from tests.packed_batches import random_batch
+from tests.packed_batches import at_valid, random_batch
 from trainer.alarms import check_alarms
 from trainer.metrics import values
 from trainer.mismatch import mismatch_metrics, rejection_metrics, weight_metrics
@@ -87,8 +87,8 @@ def test_the_metrics_that_alarms_read_are_the_ones_that_are_written():
     mask_T, cu_seqlens = batch.response_mask_T, batch.cu_seqlens
     ratio_T = (batch.old_logprobs_T - batch.rollout_logprobs_T).exp()
     written = values(
-        mismatch_metrics(batch.old_logprobs_T, batch.rollout_logprobs_T, mask_T, cu_seqlens)
-        | weight_metrics(ratio_T, ratio_T.clamp(max=2), mask_T, cu_seqlens, upper=2)
+        at_valid(mismatch_metrics, batch.old_logprobs_T, batch.rollout_logprobs_T, mask_T, cu_seqlens)
+        | at_valid(weight_metrics, ratio_T, ratio_T.clamp(max=2), mask_T, cu_seqlens, upper=2)
         | rejection_metrics({}, *[count_per_sequence(mask_T, cu_seqlens)] * 2)
     )
     elsewhere = {"policy/first_ratio_max", "policy/first_ratio_min", "mismatch/weight_normaliser"}
@@ -100,8 +100,8 @@ def test_a_rollout_of_another_policy_raises_what_it_should():
     other_T = batch.rollout_logprobs_T - torch.linspace(0, 3, 800)
     ratio_T = (other_T - batch.rollout_logprobs_T).exp()
     metrics = values(
-        mismatch_metrics(other_T, batch.rollout_logprobs_T, batch.response_mask_T, batch.cu_seqlens)
-        | weight_metrics(ratio_T, ratio_T, batch.response_mask_T, batch.cu_seqlens)
+        at_valid(mismatch_metrics, other_T, batch.rollout_logprobs_T, batch.response_mask_T, batch.cu_seqlens)
+        | at_valid(weight_metrics, ratio_T, ratio_T, batch.response_mask_T, batch.cu_seqlens)
     )
     assert {"weight_mean_min", "kl_max"} <= {alarm.name for alarm in check_alarms(metrics, AlarmsConfig())}
 

@@ -213,7 +213,7 @@ def test_statistics_equal_plain_loops_and_the_step_metrics(rows):
     for name, value in wanted.items():
         assert found[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
     bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_R.cumsum(0)])
-    step = values(mismatch_metrics(learner_N, rollout_N, torch.ones_like(learner_N, dtype=torch.bool), bounds))
+    step = values(mismatch_metrics(learner_N, rollout_N, bounds))
     names = {"max_mean": "response_abs_prob_max_mean", "mean_mean": "response_abs_prob_mean_mean", "k1": "k1", "k3": "k3",
              "over_half": "response_abs_prob_over", "outside": "ratio_outside_fraction", "max_max": "abs_prob_max"}  # fmt: skip
     for name, metric in names.items():

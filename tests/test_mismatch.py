@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.golden_cases import load
-from tests.packed_batches import random_batch
+from tests.packed_batches import at_valid, random_batch
 from trainer.metrics import merge_metrics, values
 from trainer.mismatch import (
     mismatch_metrics,
@@ -27,7 +27,7 @@ MEAN_BINS = {"le_1e-05": 1e-5, "le_0.0001": 1e-4, "le_0.001": 1e-3, "le_0.01": 1
 
 
 def of(batch):
-    return mismatch_metrics(batch.old_logprobs_T, batch.rollout_logprobs_T, batch.response_mask_T, batch.cu_seqlens)
+    return at_valid(mismatch_metrics, batch.old_logprobs_T, batch.rollout_logprobs_T, batch.response_mask_T, batch.cu_seqlens)
 
 
 def counted(passed_T, mask_T, cu_seqlens):
@@ -156,7 +156,7 @@ def test_positions_count_valid_tokens_alone():
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda c: c.name)
 def test_golden_divergences(case):
     """Of the tokens before rejection, as there."""
-    found = values(mismatch_metrics(case.input_T("old_logp"), case.input_T("rollout_logp"), case.mask_T, case.cu_seqlens))
+    found = values(at_valid(mismatch_metrics, case.input_T("old_logp"), case.input_T("rollout_logp"), case.mask_T, case.cu_seqlens))
     names = {
         "kl": "k1", "k3_kl": "k3", "training_ppl": "ppl_train", "rollout_ppl": "ppl_rollout", "ppl_ratio": "ppl_ratio",
         "log_ppl_diff": "log_ppl_diff_mean", "log_ppl_abs_diff": "log_ppl_diff_abs", "log_ppl_diff_max": "log_ppl_diff_max",
@@ -169,7 +169,7 @@ def test_golden_divergences(case):
 
 def test_by_hand():
     old, rollout = torch.tensor([0.4, 0.25, 0.7]).log(), torch.tensor([0.1, 0.5, 0.1]).log()
-    metrics = mismatch_metrics(old, rollout, torch.tensor([True, True, False]), torch.tensor([0, 3]))
+    metrics = at_valid(mismatch_metrics, old, rollout, torch.tensor([True, True, False]), torch.tensor([0, 3]))
     found = {name.removeprefix("mismatch/"): value for name, value in values(metrics).items()}
     k3 = ((4 - 1 - math.log(4)) + (0.5 - 1 + math.log(2))) / 2
     expected = {
@@ -234,7 +234,7 @@ def test_sequences_without_valid_tokens_change_nothing():
 def test_extreme_log_ratios_stay_finite_and_carry_no_gradient():
     train = torch.tensor([-1e4, -1e-4, -1e4], requires_grad=True)
     rollout = torch.tensor([-1e-4, -1e4, -1e4])
-    found = values(mismatch_metrics(train, rollout, torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 2, 3])))
+    found = values(at_valid(mismatch_metrics, train, rollout, torch.ones(3, dtype=torch.bool), torch.tensor([0, 1, 2, 3])))
     assert all(math.isfinite(value) for value in found.values())
     assert found["mismatch/ratio_max"] == pytest.approx(math.exp(20)) and found["mismatch/logprob_gap_max"] == pytest.approx(1e4)
     assert found["mismatch/chi2_sequence"] == pytest.approx((math.exp(40) + math.exp(-40) + 1) / 3 - 1)
@@ -266,7 +266,7 @@ def test_weights_agree_with_plain_loops_under_any_split(lengths, seed, data):
     dirty = batch.with_fields(old_logprobs_T=raw_T.masked_fill(~batch.response_mask_T, torch.nan))
     parts = [dirty.select([row for row, o in enumerate(owner) if o == rank]) for rank in range(3)]
     merged = merge_metrics(
-        weight_metrics(p.old_logprobs_T, p.old_logprobs_T.clamp(max=1.2), p.response_mask_T, p.cu_seqlens, lower=0.8, upper=1.2)
+        at_valid(weight_metrics, p.old_logprobs_T, p.old_logprobs_T.clamp(max=1.2), p.response_mask_T, p.cu_seqlens, lower=0.8, upper=1.2)
         for p in parts
     )
     slow = {}
@@ -283,7 +283,7 @@ def test_golden_weights(case):
         rows = torch.split(log_ratio_T, torch.diff(case.cu_seqlens).tolist())
         log_ratio_T = torch.cat([row.sum().expand_as(row) for row in rows])
     raw_T, upper = log_ratio_T.exp(), case.params["is_upper"]
-    found = values(weight_metrics(raw_T, raw_T.clamp(max=upper), case.mask_T, case.cu_seqlens, lower=1 / upper, upper=upper))
+    found = values(at_valid(weight_metrics, raw_T, raw_T.clamp(max=upper), case.mask_T, case.cu_seqlens, lower=1 / upper, upper=upper))
     sequences = len(responses(case.cu_seqlens, case.mask_T))
     found["mismatch/sequence_weight_std"] *= math.sqrt(sequences / max(sequences - 1, 1))
     names = {
@@ -304,19 +304,19 @@ def test_golden_weights(case):
 def test_weights_by_hand():
     raw_T = torch.tensor([4.0, 0.25, 9.0, 1.0])
     mask_T = torch.tensor([True, True, False, True])
-    found = values(weight_metrics(raw_T, raw_T.clamp(max=2.0), mask_T, torch.tensor([0, 3, 4]), lower=0.5, upper=2.0))
+    found = values(at_valid(weight_metrics, raw_T, raw_T.clamp(max=2.0), mask_T, torch.tensor([0, 3, 4]), lower=0.5, upper=2.0))
     assert found["mismatch/raw_weight_mean"] == pytest.approx(5.25 / 3)
     assert found["mismatch/weight_mean"] == pytest.approx(3.25 / 3)
     assert found["mismatch/ess"] == pytest.approx(5.25**2 / (3 * (16 + 0.0625 + 1)))
     assert found["mismatch/sequence_weight_mean"] == pytest.approx((1.125 + 1) / 2)
     assert found["mismatch/sequence_weight_std"] == pytest.approx(0.0625)
     assert found["mismatch/truncated_fraction"] == found["mismatch/below_lower_fraction"] == pytest.approx(1 / 3)
-    at_bounds = values(weight_metrics(raw_T, raw_T, mask_T, torch.tensor([0, 3, 4]), lower=0.25, upper=4.0))
+    at_bounds = values(at_valid(weight_metrics, raw_T, raw_T, mask_T, torch.tensor([0, 3, 4]), lower=0.25, upper=4.0))
     assert at_bounds["mismatch/truncated_fraction"] == at_bounds["mismatch/below_lower_fraction"] == 0.0
     near_one_T = 1 + 1e-9 * torch.tensor([1.0, -1.0, 0.0, 0.0], dtype=torch.float64)
-    near_one = values(weight_metrics(near_one_T, near_one_T, mask_T, torch.tensor([0, 3, 4])))
+    near_one = values(at_valid(weight_metrics, near_one_T, near_one_T, mask_T, torch.tensor([0, 3, 4])))
     assert near_one["mismatch/weight_std"] == pytest.approx(math.sqrt(2 / 3) * 1e-9, rel=1e-6)
-    unbounded = values(weight_metrics(raw_T, raw_T, mask_T, torch.tensor([0, 3, 4])))
+    unbounded = values(at_valid(weight_metrics, raw_T, raw_T, mask_T, torch.tensor([0, 3, 4])))
     assert not {"mismatch/truncated_fraction", "mismatch/below_lower_fraction"} & unbounded.keys()
 
 

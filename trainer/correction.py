@@ -96,7 +96,7 @@ def correct_current(batch: PackedBatch, current_logprobs_T: Tensor, config: Corr
 
 def _corrected(tokens: _Tokens, cu_seqlens: Tensor, config: CorrectionConfig, total: Total) -> Correction:
     valid, log_ratio_N, bounds_S = tokens.valid, tokens.log_ratio_N, tokens.valid.bounds_S
-    metrics = mismatch_metrics(tokens.train_logprobs_N, tokens.rollout_logprobs_N, None, bounds_S)
+    metrics = mismatch_metrics(tokens.train_logprobs_N, tokens.rollout_logprobs_N, bounds_S)
     weights_N, weighed = _weigh(log_ratio_N, valid, config.weight, total)
     metrics |= weighed
     valid_S = bounds_S.diff()
@@ -129,11 +129,11 @@ def _weigh(
     match config:
         case NoWeight():
             ratio_N, ones_N = level_ratio(log_ratio_N, valid, "token"), torch.ones_like(log_ratio_N)
-            return ones_N, weight_metrics(ratio_N, ones_N, None, valid.bounds_S)
+            return ones_N, weight_metrics(ratio_N, ones_N, valid.bounds_S)
         case ImportanceWeight(level=level, bound=bound, lower=lower, upper=upper):
             ratio_N = level_ratio(log_ratio_N, valid, level)
             weights_N = bounded_weights(ratio_N, bound, lower=lower, upper=upper)
-            metrics = weight_metrics(ratio_N, weights_N, None, valid.bounds_S, lower=lower, upper=upper)
+            metrics = weight_metrics(ratio_N, weights_N, valid.bounds_S, lower=lower, upper=upper)
             if config.normalise:
                 sums = total(weight_sums(weights_N, valid, level)).tolist()
                 mean = sums[0] / sums[1] if sums[0] > 0 else 1.0

@@ -1,12 +1,12 @@
 """Diagnostics of the gap between the two engines: what the rollout says of its tokens against what the learner says of them, and what a
 correction makes of it.
 
-Legend: S sequences, T packed tokens, N the valid tokens alone (end to end), R responses (sequences with a valid token), B buckets,
+Legend: S sequences, N the valid tokens alone (end to end), R responses (sequences with a valid token), B buckets,
 P pieces of responses, X several kinds of sums or maxima.
 ``train`` is old in decoupled mode and current in bypass; d = log pi_train - log pi_rollout of a token and rho = exp(d), with d (or its sum
 over a response) bounded to +-20 before exp; log-probs are nats. dp = |p_rollout - p_train| of the sampled token.
-Every function takes packed tensors of any part of a batch, detaches them, computes in float64 and returns metrics that merge exactly
-over micro-batches and ranks. Off-mask values never matter, and a sequence without valid tokens is not counted anywhere.
+Every function takes tensors of any part of a batch, detaches them, computes in float64 and returns metrics that merge exactly over
+micro-batches and ranks. A sequence without valid tokens is not counted anywhere.
 A metric that counted nothing is left out, or has no value.
 
 Sources: formulas of rollout correction (Y. Li, 2025), section 4; F. Yao et al., "Your efficient RL framework secretly brings you
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainer.kl import LOG_RATIO_BOUND, bounded
 from trainer.metrics import Metric, Metrics, Reduction
-from trainer.segments import max_per_sequence, sum_per_sequence, valid_tokens
+from trainer.segments import max_per_sequence, sum_per_sequence
 
 LENGTH_EDGES = (64, 256, 1024, 4096)
 """Upper edges, in tokens, of the buckets of response length and of position in the response (from 1); the last bucket is open."""
@@ -36,15 +36,8 @@ NEAR_ONE = (0.9, 1.1)
 """A ratio within these is taken for numerical noise."""
 
 
-def mismatch_metrics(
-    train_logprobs_T: Tensor,
-    rollout_logprobs_T: Tensor,
-    response_mask_T: Tensor | None,
-    cu_seqlens: Tensor,
-) -> dict[str, Metric]:
+def mismatch_metrics(train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, bounds_S: Tensor) -> dict[str, Metric]:
     """How far ``train`` is from ``rollout``, before anything is corrected. All names begin with ``mismatch/``.
-
-    Without a mask every token is valid.
 
     Over tokens:
         abs_prob_mean, abs_prob_max        of dp
@@ -67,11 +60,11 @@ def mismatch_metrics(
         by_length/BIN/abs_prob_mean, abs_prob_max, k3, k3_max     over the tokens of all responses of that length
         by_position/BIN/...                                       the same over the tokens at those positions of all responses
     """
-    train_N, rollout_N, bounds_R = _valid(train_logprobs_T, rollout_logprobs_T, response_mask_T, cu_seqlens)
+    bounds_R = _of_responses(bounds_S)
     lengths_R = bounds_R.diff()
     if not lengths_R.numel():
         return {}
-    train_N, rollout_N = _float64_copy(train_N), _float64_copy(rollout_N)
+    train_N, rollout_N = _float64_copy(train_logprobs_N), _float64_copy(rollout_logprobs_N)
     log_ratio_N = train_N - rollout_N
     metrics = _perplexities(train_N, rollout_N, bounds_R, lengths_R.to(train_N.device))
     gap_N, of_probabilities = _probability_gaps(train_N, rollout_N)
@@ -99,18 +92,16 @@ def mismatch_metrics(
 
 
 def weight_metrics(
-    raw_T: Tensor,
-    weights_T: Tensor,
-    response_mask_T: Tensor | None,
-    cu_seqlens: Tensor,
+    raw_N: Tensor,
+    weights_N: Tensor,
+    bounds_S: Tensor,
     *,
     lower: float | None = None,
     upper: float | None = None,
 ) -> dict[str, Metric]:
-    """Importance weights before (``raw_T``: what the bound acts on) and after the bound (``weights_T``, before any normalisation).
+    """Importance weights before (``raw_N``: what the bound acts on) and after the bound (``weights_N``, before any normalisation).
 
-    A weight of a sequence is the same on each of its tokens. Without weights pass rho as ``raw_T`` and ones as ``weights_T``.
-    Without a mask every token is valid.
+    A weight of a sequence is the same on each of its tokens. Without weights pass rho as ``raw_N`` and ones as ``weights_N``.
         mismatch/raw_weight_mean, _std, _min, _max         over tokens, before the bound
         mismatch/weight_mean, _std, _min, _max             over tokens, after it
         mismatch/raw_sequence_weight_..., sequence_weight_...   the same four of each response's mean weight
@@ -121,7 +112,7 @@ def weight_metrics(
         mismatch/below_lower_fraction  tokens whose raw weight is below ``lower``
     Standard deviations divide by the count and are of the weights themselves, not of clamped ones.
     """
-    raw_N, weights_N, bounds_R = _valid(raw_T, weights_T, response_mask_T, cu_seqlens)
+    bounds_R = _of_responses(bounds_S)
     if bounds_R.numel() == 1:
         return {}
     metrics: dict[str, Metric] = {}
@@ -336,12 +327,9 @@ def _spread_of(name: str, weights: Tensor, total: float) -> Metrics:
     }
 
 
-def _valid(x_T: Tensor, y_T: Tensor, mask_T: Tensor | None, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Both at the valid tokens, [N], and the boundaries of the responses there, int64 [R + 1] on the CPU."""
-    if mask_T is not None:
-        valid = valid_tokens(mask_T, cu_seqlens)
-        x_T, y_T, cu_seqlens = valid.pick(x_T), valid.pick(y_T), valid.bounds_S
-    return x_T, y_T, cu_seqlens.to(device="cpu", dtype=torch.int64).unique_consecutive()
+def _of_responses(bounds_S: Tensor) -> Tensor:
+    """The boundaries of the sequences that have a valid token, int64 [R + 1] on the CPU."""
+    return bounds_S.to(device="cpu", dtype=torch.int64).unique_consecutive()
 
 
 def _float64_copy(values: Tensor) -> Tensor:
