@@ -155,7 +155,7 @@ def relative_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.
     return float((difference / sum(wanted[n].double().square().sum() for n in wanted)).sqrt())
 
 
-def run_ranks(work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: float = 150.0) -> list[Any]:
+def run_ranks(work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: float = 600.0) -> list[Any]:
     """``work(*arguments)`` in ``num_ranks`` fresh processes of one group; what each returned, by rank. Fails past the deadline."""
     port = choose_ports([0], None)[0].http  # not of those for outgoing connections, one of which could take it meanwhile
     folder.mkdir(parents=True, exist_ok=True)
