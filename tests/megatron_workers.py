@@ -1,6 +1,7 @@
 """Tiny models, batches and multi-process runs for the learner's tests. Functions named ``work_*`` run in every spawned rank."""
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from configs.schema.correction import CorrectionConfig
@@ -180,6 +182,12 @@ def _rank_main(rank: int, work, num_ranks: int, port: int, folder: Path, argumen
     torch.save(work(*arguments), folder / f"rank{rank}.pt")
     dist.barrier()
     platform.shutdown_distributed()
+
+
+def work_killed_writer(folder: Path, checkpoint: Path) -> None:
+    """A save, in which every process that writes a part of it is killed at once."""
+    FileSystemWriterAsync.write_preloaded_data = lambda *arguments, **named: os.kill(os.getpid(), signal.SIGKILL)
+    make_engine(folder).save(checkpoint, {})
 
 
 def work_linear_logprobs(cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
