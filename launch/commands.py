@@ -41,11 +41,12 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu
     config = checks.load(config_path, overrides, RunConfig, runs=TRAINING, instead_of_nodes=instead)
     folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
-    with Supervisor(grace_s=config.launch.stop_grace_s, ending=stopping.ending(folder)) as supervisor:
+    ending = stopping.ending(folder)
+    with Supervisor(grace_s=config.launch.stop_grace_s, ending=ending) as supervisor, stopping.StopSignals(folder) as signals:
         start_sampling(supervisor, folder, config)
         supervisor.start(role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True))
         _wait_ready(supervisor, folder, config)
-        outcome = stopping.wait_for_learner(supervisor, folder, timeout_s=config.launch.stop_timeout_s)
+        outcome = stopping.wait_for_learner(supervisor, signals, timeout_s=config.launch.stop_timeout_s)
     if isinstance(outcome, stopping.Stopped):
         raise stopping.RunStopped(_how_to_go_on(folder, outcome))
     print_result(folder)

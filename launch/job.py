@@ -11,7 +11,7 @@
                                                      for a checkpoint, as after a failure
     SIGTERM: pre-emption, requeue or scancel         stopped with a checkpoint, exit code 75; Slurm starts it again where it means to
     a role fails                                     `scontrol requeue`, launch.slurm.max_restarts times without a newer checkpoint
-                                                     in between; then exit code 1
+                                                     in between, each a little later than the last; then exit code 1
     bad input                                        exit code 2: it would fail again
 
 SIGTERM to an ``srun`` kills its step at once, which is how servers are ended. Where Slurm itself ends a job, it sends SIGTERM to every
@@ -79,7 +79,7 @@ def run_job(run: Path) -> int:
         print(f"run {folder.path}, job {job.id} (start {job.restart + 1}) on {' '.join(job.nodes)}", flush=True)
         print(f"logs of its steps: {' '.join(str(role.log) for role in steps)}", flush=True)
         try:
-            outcome = _supervise(folder, config, steps)
+            outcome = _supervise(folder, config, steps, pause_s=jobs.pause_s(folder) if job.restart else 0.0)
         except (Interrupted, RoleFailed) as error:
             outcome = error
         if isinstance(outcome, stopping.Finished):
@@ -129,15 +129,19 @@ def _claim(folder: RunFolder, *, may_be_our_own: bool) -> None:
         time.sleep(ECHO_EVERY_S)
 
 
-def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role]) -> stopping.Outcome:
+def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role], *, pause_s: float) -> stopping.Outcome:
     notice_s = config.launch.slurm.notice_s
-    with Supervisor(grace_s=config.launch.stop_grace_s, ending=stopping.ending(folder)) as supervisor:
+    ending = stopping.ending(folder)
+    with Supervisor(grace_s=config.launch.stop_grace_s, ending=ending) as supervisor, stopping.StopSignals(folder) as signals:
+        if pause_s > 0:
+            print(f"starting in {pause_s:.0f} s: the last start left no checkpoint", flush=True)
+            time.sleep(pause_s)  # a signal ends it, as it does everything here
         for role in steps:
             supervisor.start(role)
         with echoed(folder.path / "console.log"):
             return stopping.wait_for_learner(
                 supervisor,
-                folder,
+                signals,
                 names=[role.name for role in steps if role.name.startswith("learn")],
                 timeout_s=min(config.launch.stop_timeout_s, max(notice_s - END_MARGIN_S, notice_s / 2)),
             )

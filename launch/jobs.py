@@ -88,18 +88,36 @@ def may_restart(folder: RunFolder, limit: int) -> bool:
 
     A newer checkpoint than at the last one begins the count anew.
     """
-    newest = folder.newest_checkpoint()
-    checkpoint = newest.name if newest is not None else None
-    try:
-        before = json.loads(folder.restarts.read_text())
-    except (FileNotFoundError, ValueError):
-        before = {}
-    failures = before["failures"] + 1 if before.get("checkpoint", "") == checkpoint else 1
+    failures = _failures(folder) + 1
     if failures > limit:
         folder.restarts.unlink(missing_ok=True)  # a start by hand begins anew
         return False
-    write_json(folder.restarts, {"checkpoint": checkpoint, "failures": failures})
+    write_json(folder.restarts, {"checkpoint": _newest(folder), "failures": failures})
     return True
+
+
+def pause_s(folder: RunFolder) -> float:
+    """Before another start: 0, 15, 30, 60, 60, ... seconds, by the number of those before it that left no newer checkpoint.
+
+    What has failed at once may do so again, and use up all restarts in seconds: Slurm kills what a returned node still holds of the job by
+    a number that the new start's step has too, again and again for some time (seen: two starts in 14 s).
+    """
+    failures = _failures(folder)
+    return min(15.0 * 2 ** (failures - 1), 60.0) if failures else 0.0
+
+
+def _failures(folder: RunFolder) -> int:
+    """How many starts have left no newer checkpoint than the newest."""
+    try:
+        before = json.loads(folder.restarts.read_text())
+    except (FileNotFoundError, ValueError):
+        return 0
+    return before["failures"] if before["checkpoint"] == _newest(folder) else 0
+
+
+def _newest(folder: RunFolder) -> str | None:
+    newest = folder.newest_checkpoint()
+    return newest.name if newest is not None else None
 
 
 def _ask(*command: str) -> str:

@@ -78,8 +78,8 @@ def read_stopped(folder: RunFolder) -> Stopped | None:
 # --------------------------------------------------------------------------------------------------------------- the supervisor
 
 
-def wait_for_learner(supervisor: Supervisor, folder: RunFolder, *, timeout_s: float, names: Sequence[str] = ("learn",)) -> Outcome:
-    """Wait until the learner's roles, one for each of its nodes, have ended, and pass requests to stop on to them.
+def wait_for_learner(supervisor: Supervisor, signals: "StopSignals", *, timeout_s: float, names: Sequence[str] = ("learn",)) -> Outcome:
+    """Inside ``signals``: wait until the learner's roles, one for each of its nodes, have ended, and pass requests to stop on to them.
 
     SIGUSR1 and the first SIGTERM ask for a stop; until the learner can heed one (it is still starting), and on the second SIGTERM, they
     are KeyboardInterrupt, as Ctrl-C is. Where a role of the rollout side has failed the learner, which is well, is asked to stop too, so
@@ -88,24 +88,24 @@ def wait_for_learner(supervisor: Supervisor, folder: RunFolder, *, timeout_s: fl
     timeout_s: from the request to the learner's end. When it has passed: KeyboardInterrupt, or after a failure RoleFailed.
     Raises RoleFailed when the learner has failed, or any other role before it.
     """
+    folder = signals.folder
     failure: RoleFailed | None = None
     asked_at: float | None = None
-    with _StopSignals(folder) as signals:
-        while any(supervisor.is_running(name) for name in names):
-            if asked_at is None:
-                _check_learner(supervisor, folder, names)
-                failure = _failure_of_others(supervisor, folder, names)
-                reason = signals.reason or (failure and str(failure).splitlines()[0].rstrip(".")) or signals.look()
-                if reason:
-                    asked_at = time.monotonic()
-                    request_stop(folder, reason)
-                    how = f"the step is finished or dropped, then a checkpoint is written; at most {timeout_s:.0f} s"
-                    print(f"stopping ({reason}): {how}", flush=True)
-            elif time.monotonic() - asked_at > timeout_s:
-                if failure is not None:
-                    raise failure
-                raise KeyboardInterrupt
-            time.sleep(POLL_S)
+    while any(supervisor.is_running(name) for name in names):
+        if asked_at is None:
+            _check_learner(supervisor, folder, names)
+            failure = _failure_of_others(supervisor, folder, names)
+            reason = signals.reason or (failure and str(failure).splitlines()[0].rstrip(".")) or signals.look()
+            if reason:
+                asked_at = time.monotonic()
+                request_stop(folder, reason)
+                how = f"the step is finished or dropped, then a checkpoint is written; at most {timeout_s:.0f} s"
+                print(f"stopping ({reason}): {how}", flush=True)
+        elif time.monotonic() - asked_at > timeout_s:
+            if failure is not None:
+                raise failure
+            raise KeyboardInterrupt
+        time.sleep(POLL_S)
     stopped = read_stopped(folder)
     if failure is not None:
         kept = f"\nThe learner was well: a checkpoint of step {stopped.step}, the last complete one, is there." if stopped else ""
@@ -140,16 +140,17 @@ def _heeds(folder: RunFolder) -> bool:
     return folder.read_address("learn") is not None
 
 
-class _StopSignals:
-    """While inside, SIGUSR1 and SIGTERM are requests. A context manager, of the main thread."""
+class StopSignals:
+    """While inside, SIGUSR1 and SIGTERM are requests to a learner that can heed one, and KeyboardInterrupt before it can. A context
+    manager, of the main thread, to be inside of when the learner is started."""
 
     def __init__(self, folder: RunFolder):
-        self._folder = folder
+        self.folder = folder
         self.reason: str | None = None
         self._terminated = False
         self._looked_at = -LOOK_EVERY_S
 
-    def __enter__(self) -> "_StopSignals":
+    def __enter__(self) -> "StopSignals":
         self._previous = {number: signal.signal(number, self._take) for number in (signal.SIGTERM, signal.SIGUSR1)}
         return self
 
@@ -160,7 +161,7 @@ class _StopSignals:
     def _take(self, number: int, frame: object) -> None:
         second_term = number == signal.SIGTERM and self._terminated
         self._terminated |= number == signal.SIGTERM
-        if second_term or not _heeds(self._folder):
+        if second_term or not _heeds(self.folder):
             raise KeyboardInterrupt
         self.reason = self.reason or signal.Signals(number).name
 
@@ -169,7 +170,7 @@ class _StopSignals:
         if time.monotonic() - self._looked_at < LOOK_EVERY_S:
             return None
         self._looked_at = time.monotonic()
-        return stop_reason(self._folder)
+        return stop_reason(self.folder)
 
 
 # ------------------------------------------------------------------------------------------------------------------ the learner

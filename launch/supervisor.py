@@ -25,6 +25,7 @@ from rollout.watched_process import log_tail
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+PR_GET_CHILD_SUBREAPER = 37
 POLL_S = 0.1
 KILL_TIMEOUT_S = 5.0
 StartRole = Callable[..., "Role"]
@@ -63,7 +64,10 @@ class Supervisor:
     def __enter__(self) -> "Supervisor":
         # A closed terminal (SIGHUP) ends a run like Ctrl-C, unless nohup had it ignored.
         stops = [signal.SIGTERM, signal.SIGUSR1] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)
+        self._on_interrupt = signal.getsignal(signal.SIGINT)
         self._previous = {number: signal.signal(number, _raise_interrupt) for number in stops}
+        self._was_subreaper = ctypes.c_int()
+        ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(self._was_subreaper))
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._not_ours = set(psutil.Process().children())
         return self
@@ -75,8 +79,8 @@ class Supervisor:
         try:
             self.stop_all()
         finally:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            for number, handler in self._previous.items():
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, self._was_subreaper.value)
+            for number, handler in ((signal.SIGINT, self._on_interrupt), *self._previous.items()):
                 signal.signal(number, handler)
         if kind is KeyboardInterrupt:
             raise Interrupted from None

@@ -5,15 +5,12 @@ inside lists every file with its size, so that a copy that was cut short is neve
 saved in a form that any layout can read again.
 """
 
-import contextlib
 import json
 import os
 import random
 import re
 import shutil
-import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +27,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from parallel import platform
+from parallel import checkpoint_writers, platform
 from parallel.hf_files import replace_folder
 
 T = TypeVar("T")
@@ -147,26 +144,13 @@ def save(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler, extra:
     try:
         state = _together(lambda: _state(chunks, optimizer, scheduler, is_loading=False))
         _together(lambda: prepare(state), only_rank_0=True)
-        with _sigterm_blocked():
+        with checkpoint_writers.sigterm_blocked(), checkpoint_writers.watched():
             _together(lambda: dist_checkpointing.save(state, str(temporary), content_metadata=_content_metadata()))
         _together(finish, only_rank_0=True)
     except CheckpointError as error:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"could not write checkpoint {folder}: {error}; earlier checkpoints are unchanged") from error
-
-
-@contextlib.contextmanager
-def _sigterm_blocked() -> Iterator[None]:
-    """For the processes that Megatron starts inside, which inherit it, for good: those that write, and one that lives on until the next
-    checkpoint. Slurm sends SIGTERM to every process of a job, and then the last checkpoint is still to be written. They end with this
-    process, or by SIGKILL."""
-    resource_tracker.ensure_running()  # now, since it lets the signal through again when it starts its own process
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def load(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class ControlLine:
     def close(self) -> None:
         """What is not answered yet fails."""
         self._drop()
-        self._reader.shutdown(wait=False, cancel_futures=True)
+        self._reader.shutdown(wait=False)  # what is still in its line finds the connection gone, and fails by that
 
     def _open(self) -> BufferedReader:
         """What the answers come by: of the same connection as before where it can be used again."""

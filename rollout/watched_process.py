@@ -13,6 +13,8 @@ import psutil
 
 STOP_GRACE_S = 3.0
 """Between SIGTERM and SIGKILL. SGLang looks at SIGTERM every 5 s only, and a server has nothing to save."""
+KILL_TIMEOUT_S = 30.0
+"""For the kernel to take a killed server with all its memory apart."""
 LOG_TAIL_LINES = 40
 WATCHDOG = Path(__file__).parent / "sglang_watchdog.py"
 
@@ -45,19 +47,19 @@ def end_watched(processes: Sequence[subprocess.Popen], grace_s: float = STOP_GRA
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(deadline - time.monotonic(), 0.0))
     for process, known in zip(processes, members, strict=True):
-        _end_for_good(process, known, grace_s)
+        _end_for_good(process, known)
 
 
-def _end_for_good(process: subprocess.Popen, known: set[psutil.Process], grace_s: float) -> None:
+def _end_for_good(process: subprocess.Popen, known: set[psutil.Process]) -> None:
     known |= _group_members(process.pid)
     _signal_group(process.pid, signal.SIGKILL)
     for member in known:  # also one that moved to a group of its own
         with suppress(psutil.NoSuchProcess):
             member.kill()
-    process.wait(grace_s)
+    process.wait(KILL_TIMEOUT_S)
     if process.stdin is not None:
         process.stdin.close()
-    _, alive = psutil.wait_procs(known, timeout=grace_s)
+    _, alive = psutil.wait_procs(known, timeout=KILL_TIMEOUT_S)
     alive = [member for member in alive if _lives(member)]
     if alive:
         raise RuntimeError(f"processes of {process.args} survived SIGKILL: {alive}")

@@ -1,6 +1,7 @@
 """Tiny models, batches and multi-process runs for the learner's tests. Functions named ``work_*`` run in every spawned rank."""
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from configs.schema.correction import CorrectionConfig
@@ -155,7 +157,7 @@ def relative_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.
     return float((difference / sum(wanted[n].double().square().sum() for n in wanted)).sqrt())
 
 
-def run_ranks(work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: float = 150.0) -> list[Any]:
+def run_ranks(work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: float = 600.0) -> list[Any]:
     """``work(*arguments)`` in ``num_ranks`` fresh processes of one group; what each returned, by rank. Fails past the deadline."""
     port = choose_ports([0], None)[0].http  # not of those for outgoing connections, one of which could take it meanwhile
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,6 +182,12 @@ def _rank_main(rank: int, work, num_ranks: int, port: int, folder: Path, argumen
     torch.save(work(*arguments), folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def work_killed_writer(folder: Path, checkpoint: Path) -> None:
+    """A save, in which every process that writes a part of it is killed at once."""
+    FileSystemWriterAsync.write_preloaded_data = lambda *arguments, **named: os.kill(os.getpid(), signal.SIGKILL)
+    make_engine(folder).save(checkpoint, {})
 
 
 def work_linear_logprobs(cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:

@@ -149,7 +149,7 @@ def start_sample_role(config: RunConfig, engine: FakeEngine, script: Script) -> 
     # A daemon: where a request hangs, the role ends with this process, as it does with its supervisor.
     threading.Thread(target=lambda: asyncio.run(serve(sampler, announce=announce)), daemon=True).start()
     assert ready.wait(20)
-    return RemoteSampler(addresses[0], timeout_s=3.0 if script.what == "silent" else 60.0)
+    return RemoteSampler(addresses[0], timeout_s=15.0 if script.what == "silent" else 60.0)
 
 
 def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:

@@ -9,11 +9,21 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException
 
 from configs.schema.layout import LayoutConfig
 from parallel import checkpoint
 from parallel.checkpoint import CheckpointError
-from tests.megatron_workers import make_batch, make_engine, make_hf_model, run_ranks, weighted_loss, weights_of, work_checkpoint
+from tests.megatron_workers import (
+    make_batch,
+    make_engine,
+    make_hf_model,
+    run_ranks,
+    weighted_loss,
+    weights_of,
+    work_checkpoint,
+    work_killed_writer,
+)
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +129,13 @@ def test_a_write_that_fails_leaves_the_previous_checkpoint(folder, tmp_path, lim
     assert make_engine(folder).load(checkpoint.latest_valid(tmp_path)) == {"position": 1}
     engine.save(tmp_path / "step_000002", {"position": 2})  # and it works again once there is room
     assert checkpoint.latest_valid(tmp_path).name == "step_000002"
+
+
+def test_a_writer_that_is_killed_ends_its_rank_and_keeps_nobody_waiting(folder, tmp_path, capfd):
+    with pytest.raises(ProcessExitedException, match="exit code 1"):
+        run_ranks(work_killed_writer, 1, tmp_path / "ranks", folder, tmp_path / "out" / "step_000001")
+    assert "a process that wrote a part of the checkpoint was killed by SIGKILL" in capfd.readouterr().err
+    assert checkpoint.latest_valid(tmp_path / "out") is None
 
 
 def test_sigterm_to_every_process_leaves_the_next_checkpoint_possible(folder, tmp_path):

@@ -80,8 +80,8 @@ def test_a_cut_is_waited_out(network, listening, cut):
 def test_a_cut_for_good_ends_in_its_error_and_a_refusal_at_once(network, listening):
     made = network(*[GONE] * 1000)
     with pytest.raises(OSError, match="unreachable"):
-        connect(listening, peer_timeout_s=0.2)
-    assert 2 < len(made) < 100
+        connect(listening, peer_timeout_s=1.0)
+    assert 2 < len(made) < 110
     made = network(REFUSED)
     with pytest.raises(ConnectionRefusedError):
         connect(listening, peer_timeout_s=20)
@@ -166,7 +166,7 @@ def answerer():
 @pytest.fixture
 def requester(answerer):
     context = zmq.Context()
-    made = Requester(context, answerer[1], peer_timeout_s=1.0)
+    made = Requester(context, answerer[1], peer_timeout_s=3.0)
     yield made
     made.close()
     context.term()
@@ -178,7 +178,7 @@ def test_answers_come_through_and_a_slow_one_is_waited_for(requester):
         assert requester.poll(20_000)
         assert requester.recv() == message
     requester.send(b"never")
-    assert not requester.poll(2500), "busy for longer than peer_timeout_s, and still there"
+    assert not requester.poll(7500), "busy for longer than peer_timeout_s, and still there"
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])  # a process that ended, and one (or a host) that is silent
@@ -190,7 +190,7 @@ def test_a_peer_that_is_gone_ends_the_wait_for_its_answer(answerer, requester, n
     threading.Timer(0.2, os.kill, (answerer[0].pid, number)).start()
     with pytest.raises(PeerLost, match="lost the connection to tcp://"):
         requester.poll(60_000)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 40
 
 
 def test_a_sample_role_that_cannot_be_reached_is_an_error_of_sampling_within_the_time_for_it():
@@ -200,4 +200,4 @@ def test_a_sample_role_that_cannot_be_reached_is_an_error_of_sampling_within_the
             began = time.monotonic()
             with pytest.raises(SamplingError, match=r"the sample role is gone: no connection to tcp://127.0.0.1:\d+ in 0.3 s"):
                 remote.state()
-            assert time.monotonic() - began < 20
+            assert time.monotonic() - began < 40

@@ -32,7 +32,7 @@ def assert_same(found, wanted):
 )
 def test_every_layout_gives_back_the_folder_and_the_same_other_weights(tmp_path, num_ranks, layouts, kind, tied):
     folder = make_hf_model(tmp_path / "m", kind, tied=tied, num_hidden_layers=4)
-    exported = run_ranks(work_round_trips, num_ranks, tmp_path / "ranks", folder, layouts, tmp_path / "out", deadline_s=300)
+    exported = run_ranks(work_round_trips, num_ranks, tmp_path / "ranks", folder, layouts, tmp_path / "out", deadline_s=900)
     wanted = weights_in(folder)
     other = {name: PerturbedWeights(folder).read(name) for name in wanted}
     for layout in layouts:
@@ -51,7 +51,7 @@ def test_every_layout_gives_back_the_folder_and_the_same_other_weights(tmp_path,
 @pytest.mark.engines
 def test_a_full_disk_of_one_writer_is_raised_everywhere_and_leaves_nothing(tmp_path):
     folder = make_hf_model(tmp_path / "m", "qwen3")
-    of_ranks = run_ranks(work_failing_writers, 2, tmp_path / "ranks", folder, "pp=2", tmp_path / "save" / "out", deadline_s=300)
+    of_ranks = run_ranks(work_failing_writers, 2, tmp_path / "ranks", folder, "pp=2", tmp_path / "save" / "out", deadline_s=900)
     for message in (said for of_rank in of_ranks for said in of_rank):
         assert "No space left" in message and "unchanged" in message
     assert_same(weights_in(tmp_path / "save" / "out"), weights_in(folder))
@@ -60,7 +60,7 @@ def test_a_full_disk_of_one_writer_is_raised_everywhere_and_leaves_nothing(tmp_p
 
 @pytest.mark.engines
 def test_stages_take_turns(tmp_path):
-    run_ranks(work_order_of_turns, 3, tmp_path / "ranks", tmp_path / "log", deadline_s=300)
+    run_ranks(work_order_of_turns, 3, tmp_path / "ranks", tmp_path / "log", deadline_s=900)
     assert (tmp_path / "log").read_text().split() == ["0", "0", "1", "1", "2", "2"] * 2
 
 

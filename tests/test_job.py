@@ -22,10 +22,10 @@ from launch import job as supervision
 from launch import jobs
 from launch.checks import BadInput
 from launch.jobs import Job
-from launch.run_folder import RunFolder
+from launch.run_folder import RunFolder, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
-DEADLINE_S = 60
+DEADLINE_S = 240
 JOB = Job(id="17", names=frozenset({"17"}), nodes=("n1", "n2"), restart=0)
 
 FAKES = {
@@ -36,7 +36,8 @@ FAKES = {
         here = Path(__file__).parent
         name = next(a for a in sys.argv if a.startswith("--job-name=")).removeprefix("--job-name=")
         (here / f"{name}.argv").write_text(json.dumps(sys.argv[1:]))
-        (here / f"{name}.pid").write_text(str(os.getpid()))
+        (here / f".{name}.pid").write_text(str(os.getpid()))
+        (here / f".{name}.pid").rename(here / f"{name}.pid")
         os.execv(sys.executable, [sys.executable, str(here / (re.sub("-[0-9]+", "", name) + ".py")), os.environ["FAKE_RUN"], name])
     """,
     "scontrol": """
@@ -343,6 +344,31 @@ def test_failures_are_tried_again_until_there_have_been_too_many(stage):
     code, output = stage.run()
     assert (code, stage.asked()) == (1, ["requeue 17"]), "it was requeued once more"
     assert "2 starts have ended without a newer checkpoint" in output
+
+
+def test_a_requeued_start_after_failures_waits_before_it_starts_anything(stage):
+    stage.role("learn", FAILS)
+    assert stage.run()[0] == 1
+    (stage.bin / "learn-0.pid").unlink()
+    stage.env["SLURM_RESTART_COUNT"] = "1"
+    stage.start()
+    said = next(line for line in stage.process.stdout if line.startswith("starting in"))
+    stage.process.send_signal(signal.SIGUSR1)
+    code, output = stage.end()
+    assert said.startswith("starting in 15 s") and code == os.EX_TEMPFAIL, output
+    assert stage.asked() == ["requeue 17", "requeue 17"]
+    assert not (stage.bin / "learn-0.pid").exists()
+
+
+def test_starts_wait_longer_and_longer_until_there_is_a_checkpoint(tmp_path):
+    folder = RunFolder(tmp_path)
+    waited = []
+    for _ in range(5):
+        waited.append(jobs.pause_s(folder))
+        assert jobs.may_restart(folder, limit=9)
+    assert waited == [0, 15, 30, 60, 60]
+    write_json(folder.path / "checkpoints" / "step_000001" / "complete.json", {"files": {}})
+    assert jobs.pause_s(folder) == 0
 
 
 def test_a_lost_server_leaves_a_checkpoint_and_a_requeue(stage):

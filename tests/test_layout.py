@@ -189,9 +189,9 @@ def test_ranks_that_share_a_key_value_head_compute_the_same(tmp_path):
     """One key/value head on two ranks, which the rule above allows: two updates equal those of one process."""
     folder = make_hf_model(tmp_path / "m", "qwen3", num_key_value_heads=1)
     rest = ([[[0, 1, 2, 3]]], [12, 9, 7, 12], 2, {})
-    one = run_ranks(work_updates, 1, tmp_path / "one", folder, {}, *rest, deadline_s=300)[0]
+    one = run_ranks(work_updates, 1, tmp_path / "one", folder, {}, *rest, deadline_s=900)[0]
     jobs = {f"sp={sp}": (folder, {"tp": 2, "sp": sp}, *rest) for sp in (False, True)}
-    for found in run_ranks(work_many_updates, 2, tmp_path / "two", jobs, deadline_s=300)[0].values():
+    for found in run_ranks(work_many_updates, 2, tmp_path / "two", jobs, deadline_s=900)[0].values():
         assert relative_difference(found["weights"], one["weights"]) < 1e-5
         assert found["norms"] == pytest.approx(one["norms"], rel=1e-5)
 

@@ -98,7 +98,7 @@ class Runs:
             self.of(WRITER)
             jobs[CHECKPOINT] = ("load", checkpoint)
         sizes = LAYOUTS[layout]
-        return run_ranks(work_layout, sizes.world_size, self.root / layout, sizes, jobs, deadline_s=400.0)
+        return run_ranks(work_layout, sizes.world_size, self.root / layout, sizes, jobs, deadline_s=900)
 
     def loaded_in_one_process(self) -> dict:
         self.of(WRITER)

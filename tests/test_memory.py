@@ -88,7 +88,7 @@ def measured(tmp_path_factory) -> dict[str, list[dict[str, int]]]:
     found = {}
     for cases in (ONE_RANK, TWO_RANKS):
         jobs = {str(case): job(case, folder) for case in cases}
-        ranks = run_ranks(work_memory, 1 if cases is ONE_RANK else 2, folder / "out", jobs, deadline_s=400)
+        ranks = run_ranks(work_memory, 1 if cases is ONE_RANK else 2, folder / "out", jobs, deadline_s=900)
         found |= {str(case): [rank[str(case)] for rank in ranks] for case in cases}
     return found
 

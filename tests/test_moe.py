@@ -274,7 +274,7 @@ def on_two_ranks(models, alone, tmp_path_factory):
             "saved": ("save", job | {"checkpoint": folder / "step_000001"}),
         }
     )
-    return run_ranks(work_layouts, 2, folder / "ranks", cases, deadline_s=300.0), folder
+    return run_ranks(work_layouts, 2, folder / "ranks", cases, deadline_s=900), folder
 
 
 @pytest.mark.engines
@@ -314,7 +314,7 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
         "loaded plain": ("load", plain),
     }
     cases = {"pp2": (dict(ep=2, dp=2, pp=2), jobs, saves)}
-    ranks = run_ranks(work_layouts, 4, tmp_path / "ranks", cases, deadline_s=300.0)
+    ranks = run_ranks(work_layouts, 4, tmp_path / "ranks", cases, deadline_s=900)
     for name in names:
         assert_same_step([found["pp2"][name] for found in ranks], alone[name])
         assert_same_weights(models[name], tmp_path / name)

@@ -291,7 +291,7 @@ def test_close_ends_what_is_under_way():
 def test_what_fails_in_transport_is_repeated_and_counted(act, caplog):
     async def go():
         async with Server(acts=[act, act]) as server:
-            scorer = Scorer(config_of(server, timeout_s=0.3 if act == "hang" else 20.0), max_new_tokens=9)
+            scorer = Scorer(config_of(server, timeout_s=1.0 if act == "hang" else 20.0), max_new_tokens=9)
             async with scorer:
                 score = await scorer.score(prompt(), "xx", num_tokens=1, finish_reason=FinishReason.STOP)
             return score, scorer.retries, len(server.requests)
@@ -313,12 +313,12 @@ def test_the_next_attempt_goes_to_another_replica():
 
 @pytest.mark.parametrize(
     ("act", "message"),
-    [("drop", "[Dd]isconnected"), ("hang", r"no answer within timeout_s=0.1 s"), ("503", "HTTP 503: the reason"), ("429", "HTTP 429")],
+    [("drop", "[Dd]isconnected"), ("hang", r"no answer within timeout_s=1 s"), ("503", "HTTP 503: the reason"), ("429", "HTTP 429")],
 )
 def test_a_model_that_stays_away_is_one_clear_error_for_all_who_wait(act, message):
     async def go():
         async with Server(acts=[act] * 3) as server:
-            model = RewardModel(config_of(server, max_retries=2, timeout_s=0.1 if act == "hang" else 20.0), name="reward.parts.helpful")
+            model = RewardModel(config_of(server, max_retries=2, timeout_s=1.0 if act == "hang" else 20.0), name="reward.parts.helpful")
             await model.start()
             found = await asyncio.gather(*(model.score(prompt(), r) for r in ("a", "b")), return_exceptions=True)
             await model.close()

@@ -356,20 +356,20 @@ def test_user_function_failures_score_zero_and_the_run_goes_on(user_module, capf
 @pytest.mark.parametrize("response", ["hang", "hang in C"])
 def test_a_hung_worker_is_replaced(user_module, response):
     started = time.monotonic()
-    first, hung, after, last = scores_of(function_config(user_module, timeout_s=1.5), "pid", response, "pid", "fine")
-    assert hung.value == 0 and "TimeoutError: no answer within 1.5 s" in hung.error
+    first, hung, after, last = scores_of(function_config(user_module, timeout_s=4.0), "pid", response, "pid", "fine")
+    assert hung.value == 0 and "TimeoutError: no answer within 4 s" in hung.error
     assert first.value != after.value and first.error is after.error is None
     assert last.value == 1
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
 
 
 def test_several_workers_score_at_once(user_module):
-    scores = scores_of(function_config(user_module, timeout_s=3), "hang", *["pid"] * 6, num_workers=2)
+    scores = scores_of(function_config(user_module, timeout_s=10), "hang", *["pid"] * 6, num_workers=2)
     assert scores[0].error and len({score.value for score in scores[1:]}) == 1  # the other worker did them all meanwhile
 
 
 def test_what_reward_code_started_ends_with_it(user_module, tmp_path):
-    [score] = scores_of(function_config(user_module, timeout_s=1.0), f"leave {tmp_path}/child")
+    [score] = scores_of(function_config(user_module, timeout_s=5.0), f"leave {tmp_path}/child")
     assert "TimeoutError" in score.error
     assert ends(int((tmp_path / "child").read_text()))
 

@@ -57,7 +57,7 @@ def fleet(model_dirs, tmp_path_factory):
     fleet = make_fleet(model_dirs[0], tmp_path_factory.mktemp("logs"))
     fleet.start()
     try:
-        fleet.wait_healthy(240)
+        fleet.wait_healthy(600)
         members = [p for replica in fleet._replicas for p in group_of(replica.process.pid)]
         assert len(members) >= 4
         yield fleet
@@ -143,7 +143,7 @@ def test_an_update_in_the_middle_of_a_response_is_exact_token_by_token(fleet, co
     """Weights arrive while a response is being sampled: each token's log-prob is of the version that it names."""
     prompt = [3, 8, 5, 14, 9]
     with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=120) as asking, ThreadPoolExecutor(1) as thread:
-        for _ in range(5):  # again if the response was complete before the pause
+        for _ in range(20):  # again if the response was complete, or nearly, before the pause
             old = control.versions()[0]
             sent = models[(old + 1) % 2]
             response = thread.submit(asking.probe, prompt, max_new_tokens=240, temperature=1.3)
@@ -153,7 +153,7 @@ def test_an_update_in_the_middle_of_a_response_is_exact_token_by_token(fleet, co
             assert served.checksums == control.checksums() == [expected_checksums(sent.named_parameters())]
             control.resume()
             (completion,) = response.result()
-            if len(set(completion.token_versions)) == 2:
+            if min(completion.token_versions.count(version) for version in (old, old + 1)) >= 10:
                 break
     versions = completion.token_versions
     assert versions == sorted(versions)
@@ -208,7 +208,7 @@ def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, 
             ending.callback(fleet.stop)
             fleet.start()
         for fleet in fleets:
-            fleet.wait_healthy(300)
+            fleet.wait_healthy(600)
         urls = [url for fleet in fleets for url in fleet.urls]
         assert len(urls) == 1, "a replica answers on its first node alone"
         with SGLangControl(urls, tensor_parallel=2, timeout_s=60) as control:
@@ -244,7 +244,7 @@ def test_a_server_that_cannot_start_is_reported_with_its_last_words(model_dirs, 
     fleet.start()
     try:
         with pytest.raises(ServerDied, match=r"replica 0 ended with exit code 2.*\n(.*\n)*.*unrecognized arguments: --no-such-flag"):
-            fleet.wait_healthy(120)
+            fleet.wait_healthy(600)
     finally:
         fleet.stop()
 

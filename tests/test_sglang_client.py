@@ -315,7 +315,7 @@ def test_the_replica_with_the_fewest_samples_gets_the_next_request():
 def test_groups_of_any_sizes_get_through_with_never_too_many_samples_in_flight(sizes, max_concurrency, failing):
     async def scenario():
         server = LocalServer(lambda n: (503, {}) if n in failing else [answer([seed]) for seed in seeds_of(server.bodies[n])])
-        async with server, make_client(server, max_concurrency=max_concurrency, max_retries=0) as client, asyncio.timeout(5):
+        async with server, make_client(server, max_concurrency=max_concurrency, max_retries=0) as client, asyncio.timeout(60):
             wanted = [range(100 * i, 100 * i + size) for i, size in enumerate(sizes)]
             results = await asyncio.gather(*(ask_group(client, seeds) for seeds in wanted), return_exceptions=True)
             for seeds, result in zip(wanted, results, strict=True):
@@ -329,7 +329,7 @@ def test_groups_of_any_sizes_get_through_with_never_too_many_samples_in_flight(s
 
 def test_a_large_group_is_not_overtaken_by_small_ones():
     async def scenario():
-        async with LocalServer(lambda n: answer()) as server, make_client(server, max_concurrency=3) as client, asyncio.timeout(5):
+        async with LocalServer(lambda n: answer()) as server, make_client(server, max_concurrency=3) as client, asyncio.timeout(60):
             sizes = [1, 3, 1, 3, 2, 3, 1, 3]  # no two neighbours have room together, so the server sees them in the order of asking
             await asyncio.gather(*(ask_group(client, range(size)) for size in sizes))
             assert [len(body["input_ids"]) for body in server.bodies] == sizes

@@ -19,7 +19,7 @@ from launch.slurm_script import elements, place_of_array, place_of_run, script_t
 from rollout.tiny_model import make_tiny_countdown_model
 
 ROOT = Path(__file__).resolve().parent.parent
-DEADLINE_S = 60
+DEADLINE_S = 240
 NODES = {"learner": 1, "rollout": 1, "gpus_per_node": 0}
 
 

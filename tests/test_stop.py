@@ -43,7 +43,7 @@ def lives(root) -> dict[str, list[list[dict]]]:
     jobs = {"undisturbed": (root / "undisturbed", Script(), [])}
     jobs |= {OWN_ERROR: (root / OWN_ERROR, Script("update", 4, "die"), ["checkpoint.every=2"])}
     jobs |= {name: (root / name, script, []) for name, (script, _, _) in JOBS.items()}
-    ranks = run_ranks(work_lives, 2, root / "ranks", root / "model", ["layout.dp=2"], jobs, deadline_s=300)
+    ranks = run_ranks(work_lives, 2, root / "ranks", root / "model", ["layout.dp=2"], jobs, deadline_s=900)
     return {name: [of_rank[name] for of_rank in ranks] for name in jobs}
 
 

@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 from launch.run_folder import RunFolder
-from launch.stopping import Finished, Stopped, ending, read_stopped, request_stop, stop_reason, wait_for_learner
+from launch.stopping import Finished, Stopped, StopSignals, ending, read_stopped, request_stop, stop_reason, wait_for_learner
 from launch.supervisor import Interrupted, Role, RoleFailed, Supervisor
 
 LEARNER = """
@@ -51,10 +51,10 @@ def role(folder: RunFolder, name: str, code: str) -> Role:
 
 def supervise(folder: RunFolder, learner: str, serve: str = IDLE, *, timeout_s: float = 60.0):
     code = textwrap.dedent(LEARNER.format(path=str(folder.path))) + textwrap.dedent(learner)
-    with Supervisor(grace_s=5, ending=ending(folder)) as supervisor:
+    with Supervisor(grace_s=5, ending=ending(folder)) as supervisor, StopSignals(folder) as signals:
         supervisor.start(role(folder, "serve", serve))
         supervisor.start(role(folder, "learn", code))
-        return wait_for_learner(supervisor, folder, timeout_s=timeout_s)
+        return wait_for_learner(supervisor, signals, timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

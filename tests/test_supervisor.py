@@ -13,7 +13,7 @@ import pytest
 
 from launch.supervisor import Interrupted, Role, RoleFailed, Supervisor
 
-DEADLINE_S = 20
+DEADLINE_S = 120
 
 
 def role(tmp_path: Path, name: str, code: str) -> Role:

@@ -51,6 +51,12 @@ def no_server_from_outside(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def time_to_close(monkeypatch):
+    """For what is read from the store afterwards, also on a slow machine."""
+    monkeypatch.setattr(tracking, "CLOSE_DEADLINE_S", 300.0)
+
+
 def client_of(run_dir: Path):
     from mlflow.tracking import MlflowClient
 
@@ -268,14 +274,15 @@ def closed_port() -> str:
 
 def test_a_hanging_server_holds_up_neither_steps_nor_the_end(tmp_path, monkeypatch, hanging_server, caplog):
     monkeypatch.setattr(tracking, "CLOSE_DEADLINE_S", 1.0)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
     tracker = Tracker(make_config(tracking={"uri": hanging_server}), tmp_path)
     started = time.monotonic()
     for step in range(1, 101):
         tracker.log(step, FULL)
-    assert time.monotonic() - started < 8.0  # less than one request that hangs
+    assert time.monotonic() - started < 50.0  # less than one request that hangs
     started = time.monotonic()
     tracker.close("FINISHED")
-    assert time.monotonic() - started < 8.0
+    assert time.monotonic() - started < 50.0
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 100
     said = [m for m in caplog.messages if "did not take everything within" in m]
     assert len(said) == 1 and "secret" not in said[0]

@@ -10,7 +10,6 @@ Several can be up on one machine at a time: each has a folder, namespaces and po
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+from rollout.sglang_command import choose_ports
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -52,22 +53,32 @@ class Cluster:
 
     def run(self, *command: str, on: str | None = None, cwd: Path | None = None, timeout_s: float = 60.0) -> str:
         """What the command prints; a test that calls for one that fails, fails with its words."""
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        done = subprocess.run(self.command(*command, on=on), cwd=cwd, env=self.env, timeout=timeout_s, **pipes)
+        done = self._run(*command, on=on, cwd=cwd, timeout_s=timeout_s)
         assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{self.ends_of_logs()}"
         return done.stdout
+
+    def _run(self, *command: str, on: str | None = None, cwd: Path | None = None, timeout_s: float = 60.0) -> subprocess.CompletedProcess:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.run(self.command(*command, on=on), cwd=cwd, env=self.env, timeout=timeout_s, **pipes)
+
+    def ask(self, *command: str) -> str:
+        """What Slurm's controller answers; asked again where it is too busy to."""
+        deadline = time.monotonic() + 60.0
+        while (done := self._run(*command)).returncode != 0 and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return done.stdout if done.returncode == 0 else self.run(*command)
 
     def tandem(self, *arguments: str, cwd: Path, timeout_s: float = 120.0) -> str:
         return self.run(sys.executable, "-m", "launch", *arguments, cwd=cwd, timeout_s=timeout_s)
 
     def job(self, job_id: str) -> dict[str, str]:
         """The fields of ``scontrol show job``: JobState, Restarts, ExitCode, Reason, ..."""
-        words = self.run("scontrol", "--oneliner", "show", "job", job_id).split()
+        words = self.ask("scontrol", "--oneliner", "show", "job", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def steps(self, job_id: str) -> dict[str, str]:
         """Node lists by step name, of the steps that run now."""
-        lines = self.run("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%j|%N").splitlines()
+        lines = self.ask("squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%j|%N").splitlines()
         return dict(line.strip().split("|") for line in lines if line.strip())
 
     def wait_for_job(self, job_id: str, *states: str, deadline_s: float = DEADLINE_S) -> dict[str, str]:
@@ -80,7 +91,7 @@ class Cluster:
         while not condition():
             if time.monotonic() > deadline:
                 pytest.fail(f"waited {deadline_s:.0f} s for {what}{self.ends_of_logs()}")
-            time.sleep(0.25)
+            time.sleep(0.5)
 
     def cut(self) -> None:
         """The link between the hosts carries nothing any more; to hosta, where learner and sampler are, all just goes unanswered."""
@@ -171,11 +182,8 @@ def _clean_environment() -> dict[str, str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Not of those for outgoing connections, one of which could take it before Slurm does."""
+    return [ports.http for ports in choose_ports(range(count), None)]
 
 
 def _skip_without(*, slurm: bool, namespaces: bool) -> None:

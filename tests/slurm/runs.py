@@ -27,7 +27,8 @@ OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"
 
 def steps_of(run: Path) -> list[int]:
     metrics = run / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
+    text = metrics.read_text() if metrics.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may still be being written
     return [json.loads(line)["step"] for line in lines]
 
 

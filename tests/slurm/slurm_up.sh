@@ -21,7 +21,7 @@ else
   address() { echo 127.0.0.1; }
 fi
 # What differs from a cluster in earnest: a node without answer is given up after 20 s (300), and a requeued job may start after 7 s (120),
-# which is what cred_expire brings. From TERM to KILL are 30 s, as by default.
+# which is what cred_expire brings. From TERM to KILL are 60 s (30), since the machine is slow.
 cat > "$BASE/etc/slurm.conf" << CONF
 ClusterName=test
 SlurmctldHost=$CONTROL($(address "$CONTROL"))
@@ -49,7 +49,7 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout=20
 JobRequeue=1
-KillWait=30
+KillWait=60
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SlurmctldParameters=preempt_send_user_signal
