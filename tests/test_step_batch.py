@@ -445,7 +445,7 @@ def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
             # Adam divides by the gradient's own size, so a rounding error of a tiny gradient weighs more in weights than in gradients.
             assert relative_difference(found["weights"], wanted["weights"]) < 5e-6, job
             for gradient, whole in zip(found["gradients"], wanted["gradients"], strict=True):
-                assert relative_difference(gradient, whole) < 1e-6, job
+                assert relative_difference(gradient, whole) < 5e-6, job
     assert len({f"{job['norms'][0]:.5g}" for job in one}) == len(MODES) + 4, "jobs do not differ, so a wrong one would not show"
     assert all(0.1 < job["kept"][0] < 1 for job in one[-5:]), "rejection should take some of the tokens and leave some"
     before, within = one[-2:]
