@@ -4,12 +4,10 @@ import json
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
@@ -29,7 +27,6 @@ PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 HERE = "launch.nodes=null"
 """An override, for studies of layouts, which run on this machine whatever nodes the config trains on."""
 WITHOUT_NODES = f"set {HERE}"
-T = TypeVar("T")
 
 
 def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> RunFolder | None:
@@ -79,6 +76,7 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False, 
         return None
     _refuse_other_machines(gpu_memory)
     from rollout.remote_sampler import RemoteSampler
+    from rollout.sample_messages import SamplingError
 
     config = config.model_copy(update={"layout": LayoutConfig(dp=1)})  # no learner takes part
     folder = run_folder.create(config.launch.runs_dir, f"{config.name}-eval", resolved_yaml(config))
@@ -87,7 +85,10 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False, 
         start_sampling(supervisor, folder, config)
         _wait_ready(supervisor, folder, config)
         with RemoteSampler(folder.read_address("sample")["address"], timeout_s=config.launch.collective_timeout_s) as remote:
-            result = _while_watching(supervisor, remote.evaluate)
+            try:
+                result = remote.evaluate(meanwhile=lambda: supervisor.check(may_end=()))
+            except SamplingError as error:  # the role's own account of what went wrong
+                raise RoleFailed(str(error)) from error
     if result is None:
         raise RoleFailed(f"{config_path}: the task has no held-out problems to evaluate on; raise task.heldout_fraction")
     run_folder.write_json(folder.summary, {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)})
@@ -98,24 +99,6 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False, 
 def _refuse_other_machines(gpu_memory: float | None) -> None:
     if gpu_memory is not None:
         raise BadInput(f"--gpu-memory {gpu_memory:g} is of GPUs of other machines than this one; use it with --dry-run, or leave it out")
-
-
-def _while_watching(supervisor: Supervisor, ask: Callable[[], T]) -> T:
-    """The answer of ``ask``, a blocking question to a role, unless a role ends first: RoleFailed."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(ask())
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        supervisor.wait_for(answer.done, what="the sample role's answer", timeout_s=float("inf"))
-        return answer.result()
-    except RuntimeError as error:  # the role's own account of what went wrong
-        raise RoleFailed(str(error)) from error
 
 
 def export(run: Path, out: Path) -> None:
