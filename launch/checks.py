@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from configs.errors import COMMAND_LINE
 from configs.loader import Finding, load_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import NodesConfig
@@ -31,6 +32,10 @@ WARM_START = ("sft-rank",)
 LAST_PORT = 65535
 
 
+LoadWith = Callable[[str, Sequence[str]], RunConfig]
+"""(option of a command, the overrides that it stands for) -> the config with them, with all checks before a start."""
+
+
 class BadInput(Exception):
     """An argument that cannot be honoured; nothing was started. (What is wrong inside a config is a ConfigError.)"""
 
@@ -44,6 +49,7 @@ def load(
     gpu_memory: float | None = None,
     in_job: bool = False,
     instead_of_nodes: str | None = None,
+    option: tuple[str, Sequence[str]] = (COMMAND_LINE, ()),
 ) -> RunConfig | SftConfig:
     """The config, with everything checked that can be known before a process is started.
 
@@ -51,9 +57,10 @@ def load(
     gpu_memory: GiB of each GPU, for planning what is to run on other machines: what this one has is then no matter.
     in_job: it is to run on a Slurm job's nodes, whose GPUs and ports are not those of this machine either.
     instead_of_nodes: of a command that starts its processes on this machine alone, what to do where the config has ``launch.nodes``.
+    option: further overrides, and what stands for them on the command line; see ``load_config``.
     Raises ConfigError with every problem; BadInput for a config of another kind.
     """
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, option=option)
     if not isinstance(config, kind):
         (wanted,) = get_args(kind.model_fields["kind"].annotation)
         raise BadInput(f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}")
@@ -79,7 +86,7 @@ def load(
             yield from _unless("launch.runs_dir", check_can_be_made, "launch.runs_dir", config.launch.runs_dir)
 
     notes: list[str] = []
-    config = load_config(path, overrides, files=True, check=check, notes=notes)
+    config = load_config(path, overrides, files=True, check=check, notes=notes, option=option)
     for note in notes:
         print(f"# {note}", flush=True)
     return config

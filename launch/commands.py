@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
-from configs.schema.layout import LayoutConfig, as_overrides, layout_text
+from configs.schema.layout import LayoutConfig
 from launch import checks, roles, run_folder, stopping
 from launch.checks import EVALUATION, TRAINING, WARM_START, BadInput
 from launch.dry_run import print_dry_run
 from launch.placement import serve_roles
 from launch.run_folder import RunFolder
 from launch.supervisor import Role, RoleFailed, Supervisor
-from parallel.layout import read_hf_config, validate_rollout_layout
 
 if TYPE_CHECKING:
     from launch.mismatch_plan import Request
@@ -174,40 +173,13 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
     """See ``launch/verify_sync.py``; whether everything agreed."""
     from launch import verify_sync as verification
 
+    def load(option: str, more: Sequence[str]) -> RunConfig:
+        return checks.load(config_path, [*overrides, HERE], RunConfig, option=(option, more))
+
     try:
-        asked = verification.layouts(learners)
-        tps = verification.rollout_sizes(rollouts)
+        configs, tps = verification.make_plan(learners, rollouts, load, gpus=checks.gpus_here())
     except ValueError as error:
         raise BadInput(str(error)) from error
-    configs = {}
-    for text, layout in asked.items():
-        try:
-            configs[text] = checks.load(config_path, [*overrides, *as_overrides(layout), HERE], RunConfig)
-        except ConfigError as error:
-            raise BadInput(f"with --learner {text}, whose fields count as given on the command line: {error}") from error
-    if not configs:
-        of_config = checks.load(config_path, [*overrides, HERE], RunConfig)
-        configs = {layout_text(of_config.layout): of_config}
-    first = next(iter(configs.values()))
-    if first.rollout.quantization != "none":
-        raise BadInput(
-            f"rollout.quantization={first.rollout.quantization}: what quantised servers hold is not what was sent, which is all that this "
-            "command compares; set rollout.quantization=none"
-        )
-    try:
-        for tp in tps:
-            validate_rollout_layout(read_hf_config(first.model.path), tp)
-    except ValueError as error:
-        raise BadInput(f"--rollout: {error}") from error
-    tps = tps or [first.rollout.tp]
-    largest = max(config.layout.world_size for config in configs.values())
-    available = checks.gpus_here()
-    for number, tp in enumerate(tps if available else ()):  # all fleets at the same time, one after another on the GPUs
-        before = largest + first.rollout.replicas * sum(tps[:number])
-        try:
-            checks.check_server_gpus(first.rollout.model_copy(update={"tp": tp}), before, available)
-        except ValueError as error:
-            raise BadInput(f"--rollout: {error}") from error
     return verification.run(configs, tps, role)
 
 
@@ -216,9 +188,9 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
     from launch import mismatch as study
     from launch.mismatch_plan import make_plan
 
-    def load(more: Sequence[str]) -> RunConfig:
+    def load(option: str, more: Sequence[str]) -> RunConfig:
         try:
-            config = checks.load(config_path, [*overrides, *more, HERE], RunConfig)
+            config = checks.load(config_path, [*overrides, HERE], RunConfig, option=(option, more))
             checks.check_served_as_saved(config, "mismatch")
             return config
         except (ConfigError, BadInput) as error:
