@@ -28,7 +28,7 @@ from launch.checks import LoadWith, check_server_gpus
 from launch.placement import ONE_MACHINE
 from launch.run_folder import RunFolder, read_servers, write_json
 from launch.supervisor import RoleFailed, StartRole, Supervisor
-from parallel.layout import read_hf_config, validate_rollout_layout
+from parallel.layout import read_architecture, read_hf_config, validate_rollout_layout
 
 if TYPE_CHECKING:
     from rollout.sglang_control import Continuation, SGLangControl
@@ -194,8 +194,6 @@ class Serving:
 
 def _ask(control: "SGLangControl", config: RunConfig) -> list[Answers]:
     """Of every replica."""
-    from parallel.layout import read_hf_config
-
     prompts = fixed_prompts(read_hf_config(config.model.path)["vocab_size"])
     continuations = control.greedy(prompts, max_new_tokens=CONTINUED_TOKENS)
     return [Answers(checksums=c, continuations=x) for c, x in zip(control.checksums(), continuations, strict=True)]
@@ -236,7 +234,6 @@ def wrong_tensors(export: Path, config: RunConfig) -> list[str]:
 
     from parallel.hf_files import HuggingFaceWeights, PerturbedWeights
     from parallel.hf_names import all_hf_names
-    from parallel.layout import read_architecture, read_hf_config
 
     found, wanted = HuggingFaceWeights(export), PerturbedWeights(config.model.path)
     dtype = getattr(torch, config.model.dtype)
