@@ -3,14 +3,12 @@
 ``tandem check-cluster`` prints these, then those of ``cluster_meeting.py``.
 """
 
-import csv
 import importlib.metadata
 import json
 import os
 import resource
 import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +17,7 @@ from pathlib import Path
 from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import NodesConfig
 from launch.addresses import own_address
+from launch.device_memory import ask_gpus
 from launch.placement import gpus_of_node
 
 GIB = 2**30
@@ -93,7 +92,7 @@ def _versions() -> Finding:
 
 
 def _gpus(config: RunConfig | SftConfig | None) -> Iterator[Finding]:
-    gpus = _ask_gpus()
+    gpus = ask_gpus()
     wanted, asked_by = (0, "") if config is None else _gpus_wanted(config)
     if len(gpus) < wanted:
         look = "look at nvidia-smi, at CUDA_VISIBLE_DEVICES and at --gres of the job"
@@ -123,16 +122,6 @@ def _gpus_wanted(config: RunConfig | SftConfig) -> tuple[int, str]:
     if nodes is not None:
         return wanted, f"launch.nodes.gpus_per_node={wanted}"
     return wanted, "" if asked is None else f"launch.slurm.gpus={asked}"
-
-
-def _ask_gpus() -> list[dict[str, str]]:
-    names = ("name", "memory", "used", "driver")
-    ask = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [dict(zip(names, (cell.strip() for cell in row), strict=True)) for row in csv.reader(answer.stdout.splitlines())]
 
 
 def _driver(driver: str) -> Finding:
