@@ -1,4 +1,4 @@
-"""Processes that do not outlive their owner: each a session and process group of its own under ``sglang_watchdog``."""
+"""Processes that do not outlive their owner: each a session and process group of its own under ``watchdog.py``."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ import psutil
 STOP_GRACE_S = 3.0
 """Between SIGTERM and SIGKILL. SGLang looks at SIGTERM every 5 s only, and a server has nothing to save."""
 LOG_TAIL_LINES = 40
-WATCHDOG = Path(__file__).parent / "sglang_watchdog.py"
+WATCHDOG = Path(__file__).parent / "watchdog.py"
 
 
 def start_watched(command: Sequence[str], *, log_file: Path, environment: Mapping[str, str]) -> subprocess.Popen:
@@ -31,7 +31,7 @@ def start_watched(command: Sequence[str], *, log_file: Path, environment: Mappin
         )
 
 
-def end_watched(processes: Sequence[subprocess.Popen], grace_s: float = STOP_GRACE_S) -> None:
+def end_watched(processes: Sequence[subprocess.Popen]) -> None:
     """SIGTERM to the groups of all, the grace, SIGKILL to the groups.
 
     Raises:
@@ -40,24 +40,24 @@ def end_watched(processes: Sequence[subprocess.Popen], grace_s: float = STOP_GRA
     members = [_group_members(process.pid) for process in processes]
     for process in processes:
         _signal_group(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + STOP_GRACE_S
     for process in processes:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(deadline - time.monotonic(), 0.0))
     for process, known in zip(processes, members, strict=True):
-        _end_for_good(process, known, grace_s)
+        _end_for_good(process, known)
 
 
-def _end_for_good(process: subprocess.Popen, known: set[psutil.Process], grace_s: float) -> None:
+def _end_for_good(process: subprocess.Popen, known: set[psutil.Process]) -> None:
     known |= _group_members(process.pid)
     _signal_group(process.pid, signal.SIGKILL)
     for member in known:  # also one that moved to a group of its own
         with suppress(psutil.NoSuchProcess):
             member.kill()
-    process.wait(grace_s)
+    process.wait(STOP_GRACE_S)
     if process.stdin is not None:
         process.stdin.close()
-    _, alive = psutil.wait_procs(known, timeout=grace_s)
+    _, alive = psutil.wait_procs(known, timeout=STOP_GRACE_S)
     alive = [member for member in alive if _lives(member)]
     if alive:
         raise RuntimeError(f"processes of {process.args} survived SIGKILL: {alive}")
