@@ -4,7 +4,6 @@ Every problem that is found is reported at once, with the line that set its fiel
 only a valid one can be compared with anything.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -72,7 +71,7 @@ def load(
             yield "launch.nodes", f"this machine alone cannot run launch.nodes; {instead_of_nodes}"
         against_model = [*of_layout, *_of_models(config)]
         yield from against_model
-        yield from _of_run(config) if isinstance(config, RunConfig) else _of_sft(config)
+        yield from _of_run(config, runs) if isinstance(config, RunConfig) else _of_sft(config)
         if runs == EVALUATION and getattr(config.task, "heldout_path", "generated") is None:
             yield "task.heldout_path", "task.heldout_path=null gives no held-out problems to evaluate on; name a file of them"
         if isinstance(config, RunConfig):
@@ -169,7 +168,7 @@ def _unless(field: str, check: Callable[..., object], *arguments: object) -> Ite
 
 
 def _of_sft(config: SftConfig) -> Iterator[Finding]:
-    if os.path.exists(config.output):  # of a name that is too long, Path.exists raises
+    if config.output.exists():
         yield "output", f"output: {config.output} exists already; name a new folder, or remove it first"
     else:
         yield from _unless("output", check_can_be_made, "output", config.output)
@@ -179,11 +178,11 @@ def _of_sft(config: SftConfig) -> Iterator[Finding]:
         yield from _unless("data.path", read_pairs, config.data.path, config.data.prompt_field, config.data.response_field)
 
 
-def _of_run(config: RunConfig) -> Iterator[Finding]:
+def _of_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
     """Imports only what the config uses: the answer must come within seconds."""
     owned = [*_unless("rollout.server_args", check_server_args, config.rollout)]
     yield from owned or _unless("rollout.server_args", check_flags_exist, config.rollout)
-    if config.rollout.router is not None:
+    if config.rollout.router is not None and "sample" in runs:
         from rollout.router import check_is_installed
 
         yield from _unless("rollout.router", check_is_installed)
