@@ -21,7 +21,7 @@ setup(
         "configs": ["recipes/*.yaml", "recipes/*/*.yaml", "debug/*.yaml"],
         "rollout": ["cpu_stand_ins/**/*.py"],
         "trainer": ["*.html"],
-        "launch": ["*.sh", "slurm/*.sbatch"],
+        "launch": ["*.sh", "slurm/*.sbatch", "requirements/*.txt"],
     },
     entry_points={"console_scripts": ["tandem = launch.cli:main"]},
 )

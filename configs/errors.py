@@ -16,7 +16,7 @@ class Problem:
     """One thing that is wrong with a config."""
 
     where: str
-    """``file:line`` of the file that set the field, or "command line"."""
+    """``file:line`` of the file that set the field, "command line", or the option of a command that did."""
     field: str
     """Dotted; several, comma-separated, where fields contradict each other."""
     value: str

@@ -53,6 +53,7 @@ def load_config(
     files: bool = False,
     check: Callable[[RunConfig | SftConfig], Iterable[Finding]] | None = None,
     notes: list[str] | None = None,
+    option: tuple[str, Sequence[str]] = (COMMAND_LINE, ()),
 ) -> RunConfig | SftConfig:
     """The config of a YAML file (with what it extends) and dotted overrides.
 
@@ -62,11 +63,12 @@ def load_config(
     files: also check that the files the config names exist (``check_files``), with the line that names them.
     check: what more is wrong with a valid config; each finding becomes a problem, with the lines that set its fields.
     notes: a list to which is added how the block of another system (``correction.verl``) was understood, one line per key.
+    option: further overrides, and the command's option that stands for them, such as ``--learner tp=2``: their place in problems.
     Raises ConfigError with every problem found.
     """
     unreadable: list[Problem] = []
     problems: list[Problem] = []
-    override_layer, extended = _read_overrides(overrides, problems)
+    override_layer, extended = _read_overrides(overrides, option, problems)
     layers = _read_file(Path(path), (), COMMAND_LINE, unreadable, field="CONFIG")
     for extends in extended:
         for name, at in _extended_names(extends, unreadable):
@@ -224,12 +226,12 @@ def _unreadable(path: Path, where: str, field: str, error: OSError | UnicodeDeco
 _OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w-]*(\.[\w-]+)*)=(?P<value>.*)", re.DOTALL)
 
 
-def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> tuple[Value, list[Value]]:
+def _read_overrides(overrides: Iterable[str], option: tuple[str, Sequence[str]], problems: list[Problem]) -> tuple[Value, list[Value]]:
     """All overrides as one layer, of two for the same key the later; and what each ``extends`` names, none of which replaces another."""
     layer, extended = Value({}, COMMAND_LINE), []
-    for text in overrides:
+    for text, where in [*((text, COMMAND_LINE) for text in overrides), *((text, option[0]) for text in option[1])]:
         try:
-            override = _read_override(text)
+            override = _read_override(text, where)
         except ConfigError as error:
             problems += error.problems
             continue
@@ -240,7 +242,7 @@ def _read_overrides(overrides: Iterable[str], problems: list[Problem]) -> tuple[
     return layer, extended
 
 
-def _read_override(text: str) -> Value:
+def _read_override(text: str, where: str) -> Value:
     """One override as a layer. Raises ConfigError."""
     match = _OVERRIDE.fullmatch(text)
     if match is None:
@@ -249,14 +251,14 @@ def _read_override(text: str) -> Value:
         if text.endswith((".yaml", ".yml")):
             fix = "name CONFIG first, overrides after it; `extends=FILE` lays a further file over it"
         error = "an override must have the form key.sub=value"
-        raise ConfigError([Problem(where=COMMAND_LINE, field="(override)", value=shorten(text), error=error, fix=fix)])
+        raise ConfigError([Problem(where=where, field="(override)", value=shorten(text), error=error, fix=fix)])
     key = match["key"]
-    value = read_yaml(match["value"], COMMAND_LINE, override=key)
+    value = read_yaml(match["value"], where, override=key)
     if value is None:
         fix = _nothing_for(key)
-        raise ConfigError([Problem(where=COMMAND_LINE, field=key, value="(nothing)", error="no value after the `=`", fix=fix)])
+        raise ConfigError([Problem(where=where, field=key, value="(nothing)", error="no value after the `=`", fix=fix)])
     for part in reversed(key.split(".")):
-        value = Value({part: value}, COMMAND_LINE)
+        value = Value({part: value}, where)
     return value
 
 

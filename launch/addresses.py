@@ -7,9 +7,8 @@ from contextlib import closing
 import psutil
 
 from configs.schema.launch import NodesConfig
-from rollout.sglang_command import choose_ports
+from rollout.sglang_command import LOOPBACK, choose_ports
 
-LOOPBACK = "127.0.0.1"
 SOMEWHERE = ("203.0.113.1", 9)
 """An address that nobody has (TEST-NET-3 of RFC 5737): a route to it is the default one. Nothing is sent."""
 

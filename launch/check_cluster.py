@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from configs.loader import load_config
+from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import LaunchConfig, NodesConfig
 from launch.checks import BadInput
 from launch.cluster_checks import Finding, Level, checks_of_node
@@ -18,16 +19,14 @@ def check_cluster(
     config_path: Path | None, overrides: Sequence[str], *, folder: Path | None, num_nodes: int | None, node: int | None, timeout_s: float
 ) -> NoReturn:
     """Print every finding of this node as it is made, and end the process: 1 where something fails, else 0."""
-    launch, model = LaunchConfig(), None
-    if config_path is not None:
-        config = load_config(config_path, overrides)
-        launch, model = config.launch, config.model.path
+    config = None if config_path is None else load_config(config_path, overrides)
+    launch = LaunchConfig() if config is None else config.launch
     meeting = _meeting(folder or launch.runs_dir, num_nodes, node, timeout_s)
     # A check of several nodes without a config, too, is about addresses that others can reach.
     nodes = launch.nodes or (NodesConfig(gpus_per_node=0) if meeting.num_nodes > 1 else None)
     worst = 0
     name = f"{socket.gethostname()}: " if meeting.num_nodes > 1 else ""
-    for finding in _findings(nodes, model, meeting):
+    for finding in _findings(nodes, config, meeting):
         print(f"{name}{finding}", flush=True)
         worst |= finding.level is Level.FAIL
     leave(meeting)
@@ -36,8 +35,8 @@ def check_cluster(
     os._exit(worst)  # a collective that hangs may have left its thread behind
 
 
-def _findings(nodes: NodesConfig | None, model: Path | None, meeting: Meeting) -> Iterator[Finding]:
-    alone = list(checks_of_node(nodes, model))
+def _findings(nodes: NodesConfig | None, config: RunConfig | SftConfig | None, meeting: Meeting) -> Iterator[Finding]:
+    alone = list(checks_of_node(nodes, config))
     yield from alone
     if not any(finding.level is Level.FAIL and finding.check == "address" for finding in alone):
         yield from checks_between(nodes, meeting)

@@ -4,12 +4,12 @@ Every problem that is found is reported at once, with the line that set its fiel
 only a valid one can be compared with anything.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
+from configs.errors import COMMAND_LINE
 from configs.loader import Finding, load_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import NodesConfig
@@ -31,6 +31,10 @@ WARM_START = ("sft-rank",)
 LAST_PORT = 65535
 
 
+LoadWith = Callable[[str, Sequence[str]], RunConfig]
+"""(option of a command, the overrides that it stands for) -> the config with them, with all checks before a start."""
+
+
 class BadInput(Exception):
     """An argument that cannot be honoured; nothing was started. (What is wrong inside a config is a ConfigError.)"""
 
@@ -44,6 +48,7 @@ def load(
     gpu_memory: float | None = None,
     in_job: bool = False,
     instead_of_nodes: str | None = None,
+    option: tuple[str, Sequence[str]] = (COMMAND_LINE, ()),
 ) -> RunConfig | SftConfig:
     """The config, with everything checked that can be known before a process is started.
 
@@ -51,9 +56,10 @@ def load(
     gpu_memory: GiB of each GPU, for planning what is to run on other machines: what this one has is then no matter.
     in_job: it is to run on a Slurm job's nodes, whose GPUs and ports are not those of this machine either.
     instead_of_nodes: of a command that starts its processes on this machine alone, what to do where the config has ``launch.nodes``.
+    option: further overrides, and what stands for them on the command line; see ``load_config``.
     Raises ConfigError with every problem; BadInput for a config of another kind.
     """
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, option=option)
     if not isinstance(config, kind):
         (wanted,) = get_args(kind.model_fields["kind"].annotation)
         raise BadInput(f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}")
@@ -65,7 +71,7 @@ def load(
             yield "launch.nodes", f"this machine alone cannot run launch.nodes; {instead_of_nodes}"
         against_model = [*of_layout, *_of_models(config)]
         yield from against_model
-        yield from _of_run(config) if isinstance(config, RunConfig) else _of_sft(config)
+        yield from _of_run(config, runs) if isinstance(config, RunConfig) else _of_sft(config)
         if runs == EVALUATION and getattr(config.task, "heldout_path", "generated") is None:
             yield "task.heldout_path", "task.heldout_path=null gives no held-out problems to evaluate on; name a file of them"
         if isinstance(config, RunConfig):
@@ -79,7 +85,7 @@ def load(
             yield from _unless("launch.runs_dir", check_can_be_made, "launch.runs_dir", config.launch.runs_dir)
 
     notes: list[str] = []
-    config = load_config(path, overrides, files=True, check=check, notes=notes)
+    config = load_config(path, overrides, files=True, check=check, notes=notes, option=option)
     for note in notes:
         print(f"# {note}", flush=True)
     return config
@@ -162,7 +168,7 @@ def _unless(field: str, check: Callable[..., object], *arguments: object) -> Ite
 
 
 def _of_sft(config: SftConfig) -> Iterator[Finding]:
-    if os.path.exists(config.output):  # of a name that is too long, Path.exists raises
+    if config.output.exists():
         yield "output", f"output: {config.output} exists already; name a new folder, or remove it first"
     else:
         yield from _unless("output", check_can_be_made, "output", config.output)
@@ -172,11 +178,11 @@ def _of_sft(config: SftConfig) -> Iterator[Finding]:
         yield from _unless("data.path", read_pairs, config.data.path, config.data.prompt_field, config.data.response_field)
 
 
-def _of_run(config: RunConfig) -> Iterator[Finding]:
+def _of_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
     """Imports only what the config uses: the answer must come within seconds."""
     owned = [*_unless("rollout.server_args", check_server_args, config.rollout)]
     yield from owned or _unless("rollout.server_args", check_flags_exist, config.rollout)
-    if config.rollout.router is not None:
+    if config.rollout.router is not None and "sample" in runs:
         from rollout.router import check_is_installed
 
         yield from _unless("rollout.router", check_is_installed)

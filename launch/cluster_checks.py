@@ -3,26 +3,28 @@
 ``tandem check-cluster`` prints these, then those of ``cluster_meeting.py``.
 """
 
-import csv
 import importlib.metadata
 import json
 import os
 import resource
 import shutil
 import socket
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import NodesConfig
 from launch.addresses import own_address
+from launch.device_memory import ask_gpus
+from launch.placement import gpus_of_node
 
 GIB = 2**30
 PINNED = ("torch", "sglang", "megatron-core", "transformers", "pyzmq")
 OPEN_FILES = 4096
 BUSY_GPU_MIB = 1024
+INFINIBAND = Path("/dev/infiniband")
 SMALLEST_DRIVER = {"12": 525, "13": 580}
 """Of the NVIDIA driver, by CUDA's major version (CUDA Toolkit release notes, minor version compatibility)."""
 
@@ -56,16 +58,16 @@ def fail(check: str, text: str, fix: str = "") -> Finding:
     return Finding(level=Level.FAIL, check=check, text=text, fix=fix)
 
 
-def checks_of_node(nodes: NodesConfig | None, model: Path | None) -> Iterator[Finding]:
-    """What one node can tell by itself; ``nodes`` and ``model`` are those of the config, where there is one."""
+def checks_of_node(nodes: NodesConfig | None, config: RunConfig | SftConfig | None) -> Iterator[Finding]:
+    """What one node can tell by itself, of any config or of this one. ``nodes``: its own, or where several nodes are checked some."""
     yield _versions()
-    yield from _gpus(0 if nodes is None else nodes.gpus_per_node)
+    yield from _gpus(config)
     yield _address(nodes)
     yield from _environment()
-    yield _limits()
+    yield from _limits()
     yield _shared_memory(nodes)
-    if model is not None:
-        yield _model(model)
+    if config is not None:
+        yield _model(config.model.path)
 
 
 def _versions() -> Finding:
@@ -89,14 +91,15 @@ def _versions() -> Finding:
     return ok("versions", ", ".join(found))
 
 
-def _gpus(wanted: int) -> Iterator[Finding]:
-    gpus = _ask_gpus()
+def _gpus(config: RunConfig | SftConfig | None) -> Iterator[Finding]:
+    gpus = ask_gpus()
+    wanted, asked_by = (0, "") if config is None else _gpus_wanted(config)
     if len(gpus) < wanted:
-        yield fail(
-            "gpus",
-            f"{len(gpus)} GPUs are visible, launch.nodes.gpus_per_node={wanted}",
-            "look at nvidia-smi, at CUDA_VISIBLE_DEVICES and at --gres of the job",
-        )
+        look = "look at nvidia-smi, at CUDA_VISIBLE_DEVICES and at --gres of the job"
+        if gpus or asked_by:
+            yield fail("gpus", f"{len(gpus)} GPUs are visible, {asked_by or f'the run takes {wanted}'}", look)
+        else:
+            yield warn("gpus", f"none is visible: a run here would be on CPU, where it could take {wanted} GPUs", f"if it should, {look}")
         return
     if not gpus:
         yield ok("gpus", "none here and none asked for: everything runs on CPU")
@@ -112,14 +115,13 @@ def _gpus(wanted: int) -> Iterator[Finding]:
     yield _driver(gpus[0]["driver"])
 
 
-def _ask_gpus() -> list[dict[str, str]]:
-    names = ("name", "memory", "used", "driver")
-    ask = ["nvidia-smi", "--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [dict(zip(names, (cell.strip() for cell in row), strict=True)) for row in csv.reader(answer.stdout.splitlines())]
+def _gpus_wanted(config: RunConfig | SftConfig) -> tuple[int, str]:
+    """On this node, and the field that asks for them; "": none does, and a run without GPUs takes the CPU."""
+    nodes, asked = config.launch.nodes, config.launch.slurm.gpus
+    wanted = gpus_of_node(config.model_copy(update={"layout": config.layout.smallest()}))
+    if nodes is not None:
+        return wanted, f"launch.nodes.gpus_per_node={wanted}"
+    return wanted, "" if asked is None else f"launch.slurm.gpus={asked}"
 
 
 def _driver(driver: str) -> Finding:
@@ -164,20 +166,19 @@ def _environment() -> Iterator[Finding]:
         yield warn("environment", "NCCL_P2P_DISABLE=1: GPUs of a node talk through its memory", "unset it")
 
 
-def _limits() -> Finding:
+def _limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < OPEN_FILES:
-        return warn(
-            "limits", f"{soft} open files are allowed (hard limit {hard})", f"`ulimit -n {OPEN_FILES}` in launch.slurm.setup"
-        )
+        yield warn("limits", f"{soft} open files are allowed (hard limit {hard})", f"`ulimit -n {OPEN_FILES}` in launch.slurm.setup")
+    else:
+        yield ok("limits", f"{soft} open files")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if locked != resource.RLIM_INFINITY and Path("/dev/infiniband").exists():
-        return fail(
+    if locked != resource.RLIM_INFINITY and INFINIBAND.exists():
+        yield fail(
             "limits",
             f"{locked // 1024} KiB of memory may be locked, InfiniBand registers far more",
             "have the administrators set LimitMEMLOCK=infinity for slurmd",
         )
-    return ok("limits", f"{soft} open files")
 
 
 def _shared_memory(nodes: NodesConfig | None) -> Finding:

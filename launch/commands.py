@@ -4,23 +4,20 @@ import json
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
-from configs.schema.layout import LayoutConfig, as_overrides, layout_text
+from configs.schema.layout import LayoutConfig
 from launch import checks, roles, run_folder, stopping
 from launch.checks import EVALUATION, TRAINING, WARM_START, BadInput
 from launch.dry_run import print_dry_run
 from launch.placement import serve_roles
 from launch.run_folder import RunFolder
 from launch.supervisor import Role, RoleFailed, Supervisor
-from parallel.layout import read_hf_config, validate_rollout_layout
 
 if TYPE_CHECKING:
     from launch.mismatch_plan import Request
@@ -29,7 +26,6 @@ PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 HERE = "launch.nodes=null"
 """An override, for studies of layouts, which run on this machine whatever nodes the config trains on."""
 WITHOUT_NODES = f"set {HERE}"
-T = TypeVar("T")
 
 
 def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> RunFolder | None:
@@ -80,6 +76,7 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False, 
         return None
     _refuse_other_machines(gpu_memory)
     from rollout.remote_sampler import RemoteSampler
+    from rollout.sample_messages import SamplingError
 
     config = config.model_copy(update={"layout": LayoutConfig(dp=1)})  # no learner takes part
     folder = run_folder.create(config.launch.runs_dir, f"{config.name}-eval", resolved_yaml(config))
@@ -88,7 +85,10 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False, 
         start_sampling(supervisor, folder, config)
         _wait_ready(supervisor, folder, config)
         with RemoteSampler(folder.read_address("sample")["address"], timeout_s=config.launch.collective_timeout_s) as remote:
-            result = _while_watching(supervisor, remote.evaluate)
+            try:
+                result = remote.evaluate(meanwhile=lambda: supervisor.check(may_end=()))
+            except SamplingError as error:  # the role's own account of what went wrong
+                raise RoleFailed(str(error)) from error
     if result is None:
         raise RoleFailed(f"{config_path}: the task has no held-out problems to evaluate on; raise task.heldout_fraction")
     run_folder.write_json(folder.summary, {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)})
@@ -99,24 +99,6 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False, 
 def _refuse_other_machines(gpu_memory: float | None) -> None:
     if gpu_memory is not None:
         raise BadInput(f"--gpu-memory {gpu_memory:g} is of GPUs of other machines than this one; use it with --dry-run, or leave it out")
-
-
-def _while_watching(supervisor: Supervisor, ask: Callable[[], T]) -> T:
-    """The answer of ``ask``, a blocking question to a role, unless a role ends first: RoleFailed."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(ask())
-        except Exception as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    try:
-        supervisor.wait_for(answer.done, what="the sample role's answer", timeout_s=float("inf"))
-        return answer.result()
-    except RuntimeError as error:  # the role's own account of what went wrong
-        raise RoleFailed(str(error)) from error
 
 
 def export(run: Path, out: Path) -> None:
@@ -192,40 +174,13 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
     """See ``launch/verify_sync.py``; whether everything agreed."""
     from launch import verify_sync as verification
 
+    def load(option: str, more: Sequence[str]) -> RunConfig:
+        return checks.load(config_path, [*overrides, HERE], RunConfig, option=(option, more))
+
     try:
-        asked = verification.layouts(learners)
-        tps = verification.rollout_sizes(rollouts)
+        configs, tps = verification.make_plan(learners, rollouts, load, gpus=checks.gpus_here())
     except ValueError as error:
         raise BadInput(str(error)) from error
-    configs = {}
-    for text, layout in asked.items():
-        try:
-            configs[text] = checks.load(config_path, [*overrides, *as_overrides(layout), HERE], RunConfig)
-        except ConfigError as error:
-            raise BadInput(f"with --learner {text}, whose fields count as given on the command line: {error}") from error
-    if not configs:
-        of_config = checks.load(config_path, [*overrides, HERE], RunConfig)
-        configs = {layout_text(of_config.layout): of_config}
-    first = next(iter(configs.values()))
-    if first.rollout.quantization != "none":
-        raise BadInput(
-            f"rollout.quantization={first.rollout.quantization}: what quantised servers hold is not what was sent, which is all that this "
-            "command compares; set rollout.quantization=none"
-        )
-    try:
-        for tp in tps:
-            validate_rollout_layout(read_hf_config(first.model.path), tp)
-    except ValueError as error:
-        raise BadInput(f"--rollout: {error}") from error
-    tps = tps or [first.rollout.tp]
-    largest = max(config.layout.world_size for config in configs.values())
-    available = checks.gpus_here()
-    for number, tp in enumerate(tps if available else ()):  # all fleets at the same time, one after another on the GPUs
-        before = largest + first.rollout.replicas * sum(tps[:number])
-        try:
-            checks.check_server_gpus(first.rollout.model_copy(update={"tp": tp}), before, available)
-        except ValueError as error:
-            raise BadInput(f"--rollout: {error}") from error
     return verification.run(configs, tps, role)
 
 
@@ -234,9 +189,9 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
     from launch import mismatch as study
     from launch.mismatch_plan import make_plan
 
-    def load(more: Sequence[str]) -> RunConfig:
+    def load(option: str, more: Sequence[str]) -> RunConfig:
         try:
-            config = checks.load(config_path, [*overrides, *more, HERE], RunConfig)
+            config = checks.load(config_path, [*overrides, HERE], RunConfig, option=(option, more))
             checks.check_served_as_saved(config, "mismatch")
             return config
         except (ConfigError, BadInput) as error:

@@ -4,6 +4,7 @@ Figures are those of ``parallel/memory.py``, for micro-batches filled up to the 
 than ``USABLE_SHARE`` of a GPU is only called tight, since what is not itemised there is not known.
 """
 
+import csv
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from parallel.planner import static_share
 
 CPU_CACHE_TOKENS = 65536
 """Of a server on CPU, where ``rollout.max_total_tokens`` does not say."""
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-NVIDIA_SMI_TIMEOUT_S = 10.0
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits")
+NVIDIA_SMI_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +87,21 @@ def gpus_here() -> int:
     return visible_gpus()
 
 
-def _smallest_gpu() -> int | None:
-    """Bytes, by the driver's own tool; None where it does not answer."""
+def ask_gpus() -> list[dict[str, str]]:
+    """What the driver's own tool tells of each GPU: name, memory and used (MiB), driver; nothing where it does not answer."""
+    names = ("name", "memory", "used", "driver")
     try:
-        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_TIMEOUT_S)
-        return min(int(line) for line in done.stdout.split("\n") if line.strip()) * 2**20
-    except (OSError, subprocess.SubprocessError, ValueError):
+        answer = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [dict(zip(names, (cell.strip() for cell in row), strict=True)) for row in csv.reader(answer.stdout.splitlines())]
+
+
+def _smallest_gpu() -> int | None:
+    """Bytes; None where they are not told."""
+    try:
+        return min(int(gpu["memory"]) for gpu in ask_gpus()) * 2**20
+    except ValueError:
         return None
 
 
@@ -137,7 +147,7 @@ def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequenc
     if need.server is not None:
         yield from _of_server(config, device, need.server)
         if need.learner is not None and config.launch.placement == "colocated":
-            yield from _of_shared_gpu(config, device, need)
+            yield from _of_shared_gpu(device, need)
 
 
 def _of_machine(config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]) -> Iterator[Finding]:
@@ -227,7 +237,7 @@ def _of_server(config: RunConfig, device: Device, server: memory.RolloutMemory) 
     )
 
 
-def _of_shared_gpu(config: RunConfig, device: Device, need: Need) -> Iterator[Finding]:
+def _of_shared_gpu(device: Device, need: Need) -> Iterator[Finding]:
     """While weights are sent, both models are there; otherwise the GPU is the learner's or the servers' alone."""
     learner, size = need.learner.lasting + need.learner.transfer, memory.size_text
     if learner + need.server.weights <= device.bytes:

@@ -113,17 +113,12 @@ def draw(folder: RunFolder) -> None:
     """The mismatch-draw role: what request.json asks of the servers of this folder."""
     from rollout.client import GenerationError
     from rollout.fixed_samples import fixed_prompts
-    from rollout.sample_role import check_prompt_lengths, check_vocabulary
-    from rollout.tasks import load_task
-    from rollout.tokenization import end_token_ids, load_tokenizer
+    from rollout.sample_role import load_checked_task
+    from rollout.tokenization import end_token_ids
 
     config: RunConfig = load_config(folder.config, [])
     request = json.loads((folder.path / "request.json").read_text())
-    tokenizer = load_tokenizer(config.model.path)
-    check_vocabulary(tokenizer, config.model.path)
-    task = load_task(config.task, tokenizer=tokenizer)
-    positions = json.loads((config.model.path / "config.json").read_text()).get("max_position_embeddings")
-    check_prompt_lengths(task, config, max_positions=positions)
+    tokenizer, task = load_checked_task(config)
     prompts = fixed_prompts(task, request["prompts"], seed=config.seed)
     timeout_s = config.launch.start_timeout_s
     urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s, alive=_every(15.0, "  waiting for SGLang"))

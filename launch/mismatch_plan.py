@@ -1,6 +1,5 @@
 """What ``tandem mismatch`` will start: every layout with its checked config, before anything is started."""
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,7 +7,7 @@ from configs.errors import did_you_mean
 from configs.schema import RunConfig
 from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text, parse_layout
 from configs.schema.task import CountdownTask, TaskConfig
-from launch.checks import check_learner_gpus
+from launch.checks import LoadWith, check_learner_gpus
 from launch.run_folder import RunFolder
 
 SHORT_PER_PROMPT = 4
@@ -20,9 +19,6 @@ NO_MODES_ON_CPU = (
     "SGLang's deterministic mode and its attention backends: not on CPU, where SGLang has one attention backend (torch_native) and none of "
     "the batch-invariant kernels that its deterministic mode consists of, beside the seeds of samples, which change no probability"
 )
-
-Load = Callable[[Sequence[str]], RunConfig]
-"""(further overrides) -> the config, with all checks before a start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +63,7 @@ class Plan:
         return [part for part in self.parts if part.kind in kinds]
 
 
-def make_plan(request: Request, load: Load, *, gpus: int) -> Plan:
+def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
     """Every part with its checked config. ``gpus`` are visible, each part has all of them for itself; 0 means that it runs on CPU.
 
     Raises ValueError, naming the option or what a layout makes of the config.
@@ -118,8 +114,8 @@ def _learner_layout(text: str) -> LayoutConfig:
         raise ValueError(f"--learner: {error}") from error
 
 
-def _learner_part(kind: str, text: str, load: Load, prompts: int, gpus: int) -> Part:
-    config = load(as_overrides(_learner_layout(text)))
+def _learner_part(kind: str, text: str, load: LoadWith, prompts: int, gpus: int) -> Part:
+    config = load(f"--learner {text}", as_overrides(_learner_layout(text)))
     if gpus:
         try:
             check_learner_gpus(config.layout.world_size, gpus)
@@ -150,7 +146,7 @@ def _rollout_words(text: str) -> list[str]:
     return sorted(words if "tp" in names else ["tp=1", *words], key=lambda word: ROLLOUT_WORDS.index(word.partition("=")[0]))
 
 
-def _rollout_part(kind: str, text: str, load: Load, gpus: int) -> Part:
+def _rollout_part(kind: str, text: str, load: LoadWith, gpus: int) -> Part:
     overrides = list(ONE_PROCESS)
     for word in _rollout_words(text):
         name, _, value = word.partition("=")
@@ -162,7 +158,7 @@ def _rollout_part(kind: str, text: str, load: Load, gpus: int) -> Part:
             "deterministic": "server_args.enable_deterministic_inference=true",
         }[name]
         overrides.append(f"rollout.{setting}")
-    config = load(overrides)
+    config = load(f"--rollout {text}", overrides)
     if gpus:
         from rollout.sglang_server import check_gpus
 
@@ -173,7 +169,7 @@ def _rollout_part(kind: str, text: str, load: Load, gpus: int) -> Part:
     return Part(text=text, kind=kind, config=config)
 
 
-def _parts_of_why(request: Request, load: Load, gpus: int) -> tuple[list[Part], list[str]]:
+def _parts_of_why(request: Request, load: LoadWith, gpus: int) -> tuple[list[Part], list[str]]:
     """Layouts and servers that only --why asks for, each one step from the first of the user's; what does not fit is left out, and said."""
     first = parse_layout(request.learners[0])
     tp = max(2, first.tp)
@@ -191,7 +187,7 @@ def _parts_of_why(request: Request, load: Load, gpus: int) -> tuple[list[Part], 
     other = "float32" if server.dtype != "float32" else "bfloat16"
     if server.temperature == 1.0:  # at any other, servers score nothing
         overrides = [*ONE_PROCESS, f"rollout.tp={server.tp}", f"rollout.dtype={other}"]
-        parts.append(Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=load(overrides)))
+        parts.append(Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=load("--why", overrides)))
     if gpus:
         modes = ["deterministic", *(f"attention={name}" for name in ATTENTION_BACKENDS)]
         texts = [f"tp={server.tp},{mode}" for mode in modes]

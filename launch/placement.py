@@ -53,7 +53,7 @@ def num_nodes(config: RunConfig) -> int:
     return 1 if config.launch.nodes is None else config.launch.nodes.total
 
 
-def gpus_of_node(config: RunConfig) -> int:
+def gpus_of_node(config: RunConfig | SftConfig) -> int:
     """Of each node of a job that runs this config."""
     nodes, asked = config.launch.nodes, config.launch.slurm.gpus
     if nodes is not None:
@@ -61,9 +61,10 @@ def gpus_of_node(config: RunConfig) -> int:
     return asked if asked is not None else _ranks_of_machine(config)
 
 
-def _ranks_of_machine(config: RunConfig) -> int:
+def _ranks_of_machine(config: RunConfig | SftConfig) -> int:
     """GPUs that a run on one machine takes."""
-    return max(config.layout.world_size, *(share.first_gpu + share.num_ranks for share in servers(config)))
+    shares = servers(config) if isinstance(config, RunConfig) else []
+    return max([config.layout.world_size, *(share.first_gpu + share.num_ranks for share in shares)])
 
 
 def check_gpus_of_job(config: RunConfig) -> list[str]:

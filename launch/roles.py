@@ -19,10 +19,12 @@ from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import ONE_PROCESS
 from launch.addresses import own_address, role_environment
 from launch.learning import learn
+from launch.mismatch import draw, score
 from launch.placement import serve_roles
 from launch.run_folder import RunFolder, wait_for_servers
 from launch.serving import serve, serving_node
 from launch.supervisor import end_with_parent, exit_now
+from launch.verify_sync import send_other_weights
 
 INTERRUPTED = 130
 IN_JOB = "TANDEM_JOB"
@@ -91,25 +93,6 @@ def replay(folder: RunFolder) -> None:
     dist.destroy_process_group()
 
 
-def verify(folder: RunFolder) -> None:
-    """One Megatron rank of a layout whose transfer is verified."""
-    from launch.verify_sync import send_other_weights
-
-    send_other_weights(folder)
-
-
-def draw_for_mismatch(folder: RunFolder) -> None:
-    from launch.mismatch import draw
-
-    draw(folder)
-
-
-def score_for_mismatch(folder: RunFolder) -> None:
-    from launch.mismatch import score
-
-    score(folder)
-
-
 MEGATRON_ROLES = ("learn", "sft-rank", "export-rank", "replay-rank", "verify-rank", "score-rank")
 SIDES = ("serve", "sample", "learn")
 """The roles of a training run, which may be on different nodes."""
@@ -120,9 +103,9 @@ ROLES = {
     "sft-rank": supervised,
     "export-rank": export,
     "replay-rank": replay,
-    "verify-rank": verify,
-    "mismatch-draw": draw_for_mismatch,
-    "score-rank": score_for_mismatch,
+    "verify-rank": send_other_weights,
+    "mismatch-draw": draw,
+    "score-rank": score,
 }
 
 

@@ -6,6 +6,9 @@
                        (serve-0, serve-1, ... where servers are on several nodes)
     job.json           the Slurm job that runs it, or ran it last         restarts.json, train.sbatch   of Slurm, too
     hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
+    export/            a checkpoint's weights, in the same format        mlflow_run_id                 which a resumed run goes on with
+    batches/           recorded steps, for `tandem replay`               replay/                       what it asks and finds
+    request.json       what to do, of `tandem eval`, `mismatch`, ...     metrics.lost.jsonl            of an attempt without a checkpoint
 """
 
 import contextlib

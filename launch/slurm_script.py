@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import RunConfig
+from launch.commands import PACKAGE_ROOT
 from launch.placement import check_gpus_of_job, gpus_of_node, num_nodes
 
 TEMPLATE = Path(__file__).parent / "slurm" / "train.sbatch"
-PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 SIGNAL_SLACK_S = 60
 """Slurm may send the signal before the time limit this much earlier than asked."""
 SBATCH_TIMEOUT_S = 60

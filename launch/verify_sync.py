@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING
 
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig
-from configs.schema.layout import LayoutConfig, layout_text, parse_layout
+from configs.schema.layout import LayoutConfig, as_overrides, layout_text, parse_layout
 from launch import run_folder
+from launch.checks import LoadWith, check_server_gpus
 from launch.placement import ONE_MACHINE
 from launch.run_folder import RunFolder, read_servers, write_json
 from launch.supervisor import RoleFailed, StartRole, Supervisor
+from parallel.layout import read_architecture, read_hf_config, validate_rollout_layout
 
 if TYPE_CHECKING:
     from rollout.sglang_control import Continuation, SGLangControl
@@ -56,6 +58,36 @@ class Finding:
     @property
     def is_good(self) -> bool:
         return not self.export and not any(self.served.values())
+
+
+def make_plan(learners: Sequence[str], rollouts: Sequence[str], load: LoadWith, *, gpus: int) -> tuple[dict[str, RunConfig], list[int]]:
+    """The checked config of every ``--learner`` layout (or the config's own), by its name, and the rollout TPs. ``gpus`` are visible; 0:
+    everything runs on CPU.
+
+    Raises ValueError, naming the option; ConfigError for what a layout makes of the config.
+    """
+    asked, tps = layouts(learners), rollout_sizes(rollouts)
+    configs = {text: load(f"--learner {text}", as_overrides(layout)) for text, layout in asked.items()}
+    if not configs:
+        of_config = load("", ())
+        configs = {layout_text(of_config.layout): of_config}
+    first = next(iter(configs.values()))
+    if first.rollout.quantization != "none":
+        raise ValueError(
+            f"rollout.quantization={first.rollout.quantization}: what quantised servers hold is not what was sent, which is all that this "
+            "command compares; set rollout.quantization=none"
+        )
+    tps = tps or [first.rollout.tp]
+    largest = max(config.layout.world_size for config in configs.values())
+    try:
+        for number, tp in enumerate(tps):
+            validate_rollout_layout(read_hf_config(first.model.path), tp)
+            if gpus:  # all fleets at the same time, one after another on the GPUs
+                before = largest + first.rollout.replicas * sum(tps[:number])
+                check_server_gpus(first.rollout.model_copy(update={"tp": tp}), before, gpus)
+    except ValueError as error:
+        raise ValueError(f"--rollout: {error}") from error
+    return configs, tps
 
 
 def layouts(texts: Sequence[str]) -> dict[str, LayoutConfig]:
@@ -161,8 +193,6 @@ class Serving:
 
 def _ask(control: "SGLangControl", config: RunConfig) -> list[Answers]:
     """Of every replica."""
-    from parallel.layout import read_hf_config
-
     prompts = fixed_prompts(read_hf_config(config.model.path)["vocab_size"])
     continuations = control.greedy(prompts, max_new_tokens=CONTINUED_TOKENS)
     return [Answers(checksums=c, continuations=x) for c, x in zip(control.checksums(), continuations, strict=True)]
@@ -203,7 +233,6 @@ def wrong_tensors(export: Path, config: RunConfig) -> list[str]:
 
     from parallel.hf_files import HuggingFaceWeights, PerturbedWeights
     from parallel.hf_names import all_hf_names
-    from parallel.layout import read_architecture, read_hf_config
 
     found, wanted = HuggingFaceWeights(export), PerturbedWeights(config.model.path)
     dtype = getattr(torch, config.model.dtype)

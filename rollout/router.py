@@ -88,18 +88,9 @@ class Router:
         urls: of the servers, which are healthy. request_timeout_s: of our client, which gives up first.
     """
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        urls: Sequence[str],
-        *,
-        log_file: Path,
-        request_timeout_s: float,
-        start_timeout_s: float = START_TIMEOUT_S,
-    ) -> None:
+    def __init__(self, config: RouterConfig, urls: Sequence[str], *, log_file: Path, request_timeout_s: float) -> None:
         check_is_installed()
-        self._config, self._urls, self._log_file = config, list(urls), log_file
-        self._request_timeout_s, self._start_timeout_s = request_timeout_s, start_timeout_s
+        self._config, self._urls, self._log_file, self._request_timeout_s = config, list(urls), log_file, request_timeout_s
         (self._ports,) = choose_ports([0], None)
         self._process: subprocess.Popen | None = None
 
@@ -133,11 +124,11 @@ class Router:
         Raises:
             RouterEnded: it has. TimeoutError: it was not ready in time; with the end of its log.
         """
-        deadline = time.monotonic() + self._start_timeout_s
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not self._is_ready():
             self.poll()
             if time.monotonic() > deadline:
-                waited = f"{self._start_timeout_s:g} s"
+                waited = f"{START_TIMEOUT_S:g} s"
                 raise TimeoutError(f"sglang-router had not found all of {self._urls} after {waited}; {self._last_words()}")
             time.sleep(POLL_S)  # between looks at the conditions above
 

@@ -71,12 +71,7 @@ async def run_sample_role(
         ValueError: the task, one of its prompts, the reward or the tokenizer cannot be used.
         RewardModelError: a reward model does not answer, or not as it should.
     """
-    model_dir = config.model.path
-    tokenizer = load_tokenizer(model_dir)
-    hf_config = _read_json(model_dir / "config.json")
-    check_vocabulary(tokenizer, model_dir)
-    task = load_task(config.task, tokenizer=tokenizer)
-    check_prompt_lengths(task, config, max_positions=hf_config.get("max_position_embeddings"))
+    tokenizer, task = load_checked_task(config)
     async with Scorer(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer:
         urls = server_urls() if callable(server_urls) else server_urls
         async with generation_client(config, urls, log_dir=log_dir) as client:
@@ -85,13 +80,22 @@ async def run_sample_role(
                 task=task,
                 scorer=scorer,
                 tokenizer=tokenizer,
-                stop_token_ids=end_token_ids(tokenizer, model_dir),
+                stop_token_ids=end_token_ids(tokenizer, config.model.path),
                 rollout=config.rollout,
                 evaluation=config.evaluation,
                 seed=config.seed,
             )
             gc.freeze()  # tokenizer, prompts and libraries live as long as the run; no collection needs to walk through them
             await serve(sampler, announce=announce, host=host, peer_timeout_s=config.launch.peer_timeout_s)
+
+
+def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Task]:
+    """The task, with the model's tokenizer. Raises ValueError where either, or one of the prompts, cannot be used."""
+    tokenizer = load_tokenizer(config.model.path)
+    check_vocabulary(tokenizer, config.model.path)
+    task = load_task(config.task, tokenizer=tokenizer)
+    check_prompt_lengths(task, config, max_positions=_read_json(config.model.path / "config.json").get("max_position_embeddings"))
+    return tokenizer, task
 
 
 def check_prompt_lengths(task: Task, config: RunConfig, *, max_positions: int | None) -> None:

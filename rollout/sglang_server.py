@@ -17,7 +17,7 @@ from pathlib import Path
 from configs.schema.rollout import RolloutConfig
 from rollout.server_share import ServerShare, on_one_machine
 from rollout.sglang_command import LOOPBACK, Ports, check_has_kernels, check_server_args, choose_ports, server_command, server_environment
-from rollout.watched_process import STOP_GRACE_S, end_watched, log_tail, start_watched
+from rollout.watched_process import end_watched, log_tail, start_watched
 
 HEALTH_POLL_S = 0.25
 HEALTH_REQUEST_TIMEOUT_S = 60.0
@@ -61,7 +61,6 @@ class ServerFleet:
         meeting_points: Mapping[int, str] | None = None,
         fp32_lm_head: bool = False,
         lends_memory: bool = False,
-        stop_grace_s: float = STOP_GRACE_S,
     ) -> None:
         """
         Args:
@@ -83,7 +82,6 @@ class ServerFleet:
         self._cuda = cuda
         self._seed = seed
         self._fp32_lm_head, self._lends_memory = fp32_lm_head, lends_memory
-        self._stop_grace_s = stop_grace_s
         self._replicas: list[_Replica] = []
 
     @property
@@ -180,7 +178,7 @@ class ServerFleet:
             RuntimeError: a process survived SIGKILL.
         """
         replicas, self._replicas = self._replicas, []
-        end_watched([replica.process for replica in replicas], self._stop_grace_s)
+        end_watched([replica.process for replica in replicas])
 
 
 def _late(waiting: Sequence[_Replica], timeout_s: float) -> str:

@@ -1,4 +1,4 @@
-"""Processes that do not outlive their owner: each a session and process group of its own under ``sglang_watchdog``."""
+"""Processes that do not outlive their owner: each a session and process group of its own under ``watchdog.py``."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ STOP_GRACE_S = 3.0
 KILL_TIMEOUT_S = 30.0
 """For the kernel to take a killed server with all its memory apart."""
 LOG_TAIL_LINES = 40
-WATCHDOG = Path(__file__).parent / "sglang_watchdog.py"
+WATCHDOG = Path(__file__).parent / "watchdog.py"
 
 
 def start_watched(command: Sequence[str], *, log_file: Path, environment: Mapping[str, str]) -> subprocess.Popen:
@@ -33,7 +33,7 @@ def start_watched(command: Sequence[str], *, log_file: Path, environment: Mappin
         )
 
 
-def end_watched(processes: Sequence[subprocess.Popen], grace_s: float = STOP_GRACE_S) -> None:
+def end_watched(processes: Sequence[subprocess.Popen]) -> None:
     """SIGTERM to the groups of all, the grace, SIGKILL to the groups.
 
     Raises:
@@ -42,7 +42,7 @@ def end_watched(processes: Sequence[subprocess.Popen], grace_s: float = STOP_GRA
     members = [_group_members(process.pid) for process in processes]
     for process in processes:
         _signal_group(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
+    deadline = time.monotonic() + STOP_GRACE_S
     for process in processes:
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(deadline - time.monotonic(), 0.0))

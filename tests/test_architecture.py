@@ -83,3 +83,13 @@ def test_setup_lists_every_package():
         if f.name == "__init__.py"
     }
     assert here - listed == set()
+
+
+def test_an_installation_holds_every_file_of_the_packages(tmp_path):
+    """But for what people read: a file that is missing shows only where the installation is no editable one."""
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    wanted = {f.relative_to(ROOT) for package in MAY_IMPORT for f in (ROOT / package).rglob("*") if f.is_file()}
+    wanted = {f for f in wanted if "__pycache__" not in f.parts and f.suffix != ".md"}
+    assert {f.relative_to(tmp_path) for f in tmp_path.rglob("*") if f.is_file()} == wanted

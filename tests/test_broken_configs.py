@@ -287,7 +287,7 @@ TABLE = {
     ),
     "output of a name too long": Broken(
         command="sft", text=SFT, options=f"--dry-run output={'n' * 300}", field="output", value="n" * 90,
-        error="File name too long", fix="give a folder that can be written to",
+        error="a name in it (255) may be", fix="use shorter names",
     ),
     "no examples": Broken(
         command="sft", text=SFT, options="data={type: jsonl, path: empty.jsonl}", field="data.path", value="empty.jsonl",
@@ -536,6 +536,30 @@ def test_what_is_wrong_does_not_hide_what_fits(folder, monkeypatch, capsys):
 def test_a_config_of_another_kind_is_refused(command, text, wanted, folder, monkeypatch, capsys):
     Path("given.yaml").write_text(text or yaml.safe_dump(BASE))
     assert refused([command, "given.yaml", "--dry-run"], folder, monkeypatch, capsys).endswith(f"this command takes kind: {wanted}\n")
+
+
+OF_ANY_CONFIG = ["train", "sft", "eval", "plan --gpus 8 --gpu-memory 80", "mismatch", "verify-sync", "slurm", "prepare", "check-cluster"]
+
+
+@pytest.mark.parametrize("command", OF_ANY_CONFIG)
+@pytest.mark.parametrize("path", ["x" * 5000, "x/" * 2500])
+def test_a_model_whose_path_is_too_long_is_no_traceback(command, path, folder, monkeypatch, capsys):
+    name, *options = command.split()
+    Path("given.yaml").write_text(SFT if name == "sft" else yaml.safe_dump(BASE))
+    (found,) = problems(refused([name, "given.yaml", *options, f"model.path={path}"], folder, monkeypatch, capsys))
+    assert found["field"] == "model.path" and "use shorter names" in found["fix"] and len(found["value"]) < 200
+
+
+@pytest.mark.parametrize(("command", "is_refused"), [("train", True), ("eval", True), ("mismatch", False), ("verify-sync", False)])
+def test_a_router_that_is_not_installed_is_missed_where_one_is_used(command, is_refused, folder, monkeypatch, capsys):
+    """Together with another mistake, so that nothing starts."""
+    def check_is_installed() -> None:
+        raise ValueError("sglang-router is missing; install it")
+
+    monkeypatch.setattr("rollout.router.check_is_installed", check_is_installed)
+    Path("run.yaml").write_text(yaml.safe_dump(BASE))
+    said = refused([command, "run.yaml", "rollout.router={}", "rollout.tp=3"], folder, monkeypatch, capsys)
+    assert "rollout.tp" in said and ("sglang-router is missing" in said) == is_refused
 
 
 def test_a_run_folder_that_cannot_be_made_after_all_is_no_traceback(folder, monkeypatch, capsys):

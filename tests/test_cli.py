@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from configs.schema import RunConfig, SftConfig
 from launch import checks, cli, commands, roles
 from launch.run_folder import RunFolder
 from launch.summary import write_summary
+from launch.supervisor import Role, RoleFailed
+from rollout import remote_sampler
 from rollout.tiny_model import make_tiny_countdown_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,3 +181,50 @@ def test_the_summary_adds_up_the_steps_and_ignores_a_torn_line(tmp_path):
     assert summary["accuracy_before"] == 0.25 and summary["accuracy_after"] == 0.5 and summary["steps"] == 2
     assert summary["seconds"] == {"sampling": 2.5, "logprobs": 0, "update": 0.75, "sync": 0, "evaluation": 3.0, "start_up": 3.0}
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+SERVES_UNTIL_SAMPLING = """
+import pathlib, sys, time
+from launch.run_folder import RunFolder
+RunFolder(pathlib.Path(sys.argv[1])).announce("serve", {"urls": []})
+roles = pathlib.Path(sys.argv[1]) / "roles"
+while not (roles / "asked").exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+NEVER_ANSWERS = """
+import pathlib, sys, time, zmq
+from launch.run_folder import RunFolder
+folder, asked = RunFolder(pathlib.Path(sys.argv[1])), zmq.Context().socket(zmq.REP)
+folder.announce("sample", {"address": f"tcp://127.0.0.1:{asked.bind_to_random_port('tcp://127.0.0.1')}"})
+asked.recv()
+(folder.path / "roles" / "asked").touch()
+time.sleep(300)
+"""
+
+
+def test_a_role_that_fails_during_an_evaluation_ends_it(tmp_path, model, monkeypatch):
+    """Whoever waits for the answer stops waiting by himself: a ZeroMQ socket must not be closed while another thread polls it."""
+    used_by = []
+
+    class Watched(remote_sampler.RemoteSampler):
+        def evaluate(self, *arguments, **more):
+            used_by.append(threading.get_ident())
+            return super().evaluate(*arguments, **more)
+
+        def close(self):
+            used_by.append(threading.get_ident())
+            super().close()
+
+    def role(name: str, folder: RunFolder, config: RunConfig) -> Role:
+        folder.address(name).parent.mkdir(exist_ok=True)
+        code = {"serve": SERVES_UNTIL_SAMPLING, "sample": NEVER_ANSWERS}[name]
+        command, log = [sys.executable, "-c", code, str(folder.path)], folder.logs / f"{name}.log"
+        return Role(name=name, command=command, log=log, env={"PYTHONPATH": str(ROOT)})
+
+    monkeypatch.setattr(remote_sampler, "RemoteSampler", Watched)
+    monkeypatch.setattr(commands, "role", role)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RoleFailed, match="the serve role ended with exit code 3"):
+        commands.evaluate(config_file(tmp_path, model), ["launch.start_timeout_s=30", "launch.collective_timeout_s=30"])
+    assert used_by == [threading.get_ident()] * 2

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.loader import load_config
 from configs.schema.launch import NodesConfig
 from launch import cluster_checks, cluster_meeting
 from launch.cluster_checks import Level, checks_of_node
@@ -39,16 +40,62 @@ def test_this_machine_is_fit_for_a_run_of_its_own():
     assert failures(checks_of_node(None, None)) == {}
 
 
-def test_missing_gpus_are_counted(nvidia_smi):
+def config_of(recipe: str, *overrides: str):
+    return load_config(ROOT / f"configs/recipes/{recipe}.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["launch.nodes={}"], "6 GPUs are visible, launch.nodes.gpus_per_node=8"),
+        (["launch.slurm.gpus=7"], "6 GPUs are visible, launch.slurm.gpus=7"),
+        ([], "6 GPUs are visible, the run takes 8"),
+        (["layout.dp=auto", "rollout.replicas=3"], "6 GPUs are visible, the run takes 8"),
+    ],
+)
+def test_missing_gpus_are_counted(nvidia_smi, overrides, said):
     nvidia_smi(*["NVIDIA H200, 143771, 4, 580.65"] * 6)
-    found = failures(checks_of_node(NodesConfig(gpus_per_node=8), None))
-    assert "6 GPUs are visible, launch.nodes.gpus_per_node=8" in found["gpus"]
-    assert "--gres" in found["gpus"]
+    config = config_of("qwen2_5_7b", *overrides)
+    found = failures(checks_of_node(config.launch.nodes, config))
+    assert found["gpus"].startswith("FAIL") and said in found["gpus"] and "--gres" in found["gpus"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "level"),
+    [
+        ("qwen2_5_7b", "seed=0", "warn"),
+        ("countdown_tiny", "seed=0", "warn"),
+        ("countdown_tiny_sft", "seed=0", "warn"),
+        ("countdown_tiny", "launch.slurm.gpus=0", None),
+        ("countdown_tiny", "launch.nodes.gpus_per_node=0", None),
+        ("countdown_tiny", "launch.slurm.gpus=3", "FAIL"),
+        ("countdown_tiny", "launch.nodes.gpus_per_node=2", "FAIL"),
+    ],
+)
+def test_a_node_without_gpus_is_pointed_out_unless_none_are_wanted(recipe, override, level):
+    config = config_of(recipe, override)
+    found = failures(checks_of_node(config.launch.nodes, config)).get("gpus")
+    assert (found and found.split()[0]) == level
+
+
+def test_the_driver_of_a_run_on_one_node_is_looked_at(nvidia_smi):
+    nvidia_smi(*["NVIDIA H200, 143771, 4, 580.65"] * 8)
+    found = failures(checks_of_node(None, config_of("qwen2_5_7b")))
+    assert "gpus" not in found and "torch is the build without CUDA" in found["driver"]  # of this machine's own torch
+
+
+def test_every_limit_that_is_too_low_is_told(tmp_path, monkeypatch):
+    limits = {cluster_checks.resource.RLIMIT_NOFILE: (1024, 4096), cluster_checks.resource.RLIMIT_MEMLOCK: (65536, 65536)}
+    monkeypatch.setattr(cluster_checks.resource, "getrlimit", limits.get)
+    monkeypatch.setattr(cluster_checks, "INFINIBAND", tmp_path)
+    said = [str(finding) for finding in checks_of_node(None, None) if finding.check == "limits"]
+    assert [line.split()[0] for line in said] == ["warn", "FAIL"]
+    assert "1024 open files" in said[0] and "64 KiB of memory may be locked" in said[1]
 
 
 def test_busy_gpus_and_a_build_without_cuda_are_found(nvidia_smi):
     nvidia_smi("NVIDIA H200, 143771, 4, 580.65", "NVIDIA H200, 143771, 70000, 580.65")
-    found = failures(checks_of_node(NodesConfig(gpus_per_node=2), None))
+    found = failures(checks_of_node(None, None))
     assert "GPU 1 has 70000 MiB in use" in found["gpus"]
     assert "torch is the build without CUDA" in found["driver"]  # of this machine's own torch
 
@@ -58,9 +105,9 @@ def test_a_driver_older_than_torchs_cuda_is_found(nvidia_smi, monkeypatch):
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     nvidia_smi("NVIDIA A100, 81920, 4, 550.54")
-    assert "driver 550.54 is too old for CUDA 13.0" in failures(checks_of_node(NodesConfig(gpus_per_node=1), None))["driver"]
+    assert "driver 550.54 is too old for CUDA 13.0" in failures(checks_of_node(None, None))["driver"]
     nvidia_smi("NVIDIA A100, 81920, 4, 580.1")
-    assert "driver" not in failures(checks_of_node(NodesConfig(gpus_per_node=1), None))
+    assert "driver" not in failures(checks_of_node(None, None))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +128,8 @@ def test_a_variable_that_names_an_interface_here_is_left_alone(monkeypatch, valu
 
 
 def test_an_interface_that_does_not_exist_and_a_model_that_is_not_there_are_found(tmp_path):
-    found = failures(checks_of_node(NodesConfig(gpus_per_node=0, interface="ib9"), tmp_path / "nowhere"))
+    config = config_of("countdown_tiny", "launch.nodes={gpus_per_node: 0, interface: ib9}", f"model.path={tmp_path / 'nowhere'}")
+    found = failures(checks_of_node(config.launch.nodes, config))
     assert "ib9 does not exist" in found["address"]
     assert "nowhere" in found["model"]
 

@@ -263,7 +263,7 @@ def test_the_smallest_gpu_counts_and_none_is_no_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert _smallest_gpu() is None
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 81559\necho 40960\n")
+    tool.write_text("#!/bin/sh\necho NVIDIA H100, 81559, 4, 580.1\necho NVIDIA A100, 40960, 4, 580.1\n")
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     assert _smallest_gpu() == 40 * GIB
     tool.write_text("#!/bin/sh\necho No devices were found\nexit 6\n")

@@ -16,6 +16,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTION = README.partition("## Corrections, objectives, advantages\n")[2].partition("\n## ")[0]
 
 
+def test_every_file_of_the_folder_is_in_the_guides_table():
+    files = {file.name for file in (ROOT / "trainer").glob("*.py")} - {"__init__.py"}
+    assert files == set(re.findall(r"`(\w+\.py)`", GUIDE.partition("\n## ")[0]))
+
+
 def weight_in_words(weight: NoWeight | ImportanceWeight) -> str:
     match weight:
         case NoWeight():

@@ -38,17 +38,17 @@ def model(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--learner", "tp=3"], ["layout.tp=3", "num_attention_heads=4", "use tp="]),
+        (["--learner", "tp=3"], ["\n--learner tp=3\n", "value: 3 (--learner tp=3)", "layout.tp=3", "num_attention_heads=4", "use tp="]),
         (["--learner", "tq=2"], ["--learner", "unknown field 'tq'", "fields: tp"]),
         (["--learner", "sp"], ["--learner", "sp=true", "tp=1"]),
         (["--learner", "tp=2", "--learner", "tp=2"], ["--learner tp=2 is given twice"]),
         (["--learner", "tp=1", "--learner", "dp=1"], ["--learner tp=1 is given twice"]),
         (["--rollout", "tp=1", "--rollout", ""], ["--rollout tp=1 is given twice"]),
-        (["--rollout", "tp=3"], ["rollout.tp=3", "use one of"]),
+        (["--rollout", "tp=3"], ["\n--rollout tp=3\n", "rollout.tp=3", "use one of"]),
         (["--rollout", "tp=two"], ["--rollout tp=two", "cannot be read", "tp=N"]),
         (["--rollout", "pp=2"], ["--rollout pp=2", "unknown word", "tp"]),
         (["--rollout", "tp=1,attention="], ["'attention=' cannot be read"]),
-        (["rollout.dtype=float8"], ["rollout.dtype", "float8"]),
+        (["rollout.dtype=float8"], ["\ncommand line\n", "rollout.dtype", "float8"]),
         (["--rollout", "tp=1,deterministic=yes"], ["'deterministic=yes' cannot be read"]),
         (["--prompts", "1"], ["--prompts 1", "at least 2"]),
         (["--prompts", "15", "--learner", "dp=2"], ["--prompts 15", "dp=2", "multiple"]),
@@ -77,7 +77,7 @@ def request(**changes) -> Request:
 
 def loaded(tmp_path, model):
     file = config_file(tmp_path, model)
-    return lambda more: checks.load(file, more, RunConfig)
+    return lambda option, more: checks.load(file, [], RunConfig, option=(option, more))
 
 
 def test_each_layout_is_a_part_with_its_own_config(tmp_path, model):
@@ -130,8 +130,8 @@ def test_more_prompts_than_a_file_holds_are_refused(tmp_path, model):
     task = {"type": "jsonl", "train_path": str(tmp_path / "train.jsonl")}
     file = config_file(tmp_path, model, task=task, reward={"type": "gsm8k"})
 
-    def load(more):
-        return checks.load(file, more, RunConfig)
+    def load(option, more):
+        return checks.load(file, [], RunConfig, option=(option, more))
 
     make_plan(request(prompts=8), load, gpus=0)
     with pytest.raises(ValueError, match=r"--prompts 9: .*train\.jsonl holds 8 training prompts; ask for at most so many"):
@@ -167,7 +167,7 @@ def test_scoring_requests_hold_a_bounded_number_of_tokens_and_every_row():
 
 
 def test_the_short_limit_is_a_part_of_the_long_one(tmp_path, model):
-    config = loaded(tmp_path, model)(["rollout.max_new_tokens=14"])
+    config = loaded(tmp_path, model)("", ["rollout.max_new_tokens=14"])
     assert (shortened(config, 4), shortened(config, 20)) == (3, 1)
 
 
@@ -209,7 +209,7 @@ def test_the_files_of_the_parts_become_pairs_and_ranked_causes(tmp_path, model, 
     plan = make_plan(request(learners=("tp=1", "tp=2"), rollouts=("tp=1", "tp=2"), why=True), load, gpus=0)
     pretend(plan, tmp_path)
     sampled = plan.of("rollout")
-    result = evaluate(plan, load([]), tmp_path, sampled, plan.skipped)
+    result = evaluate(plan, load("", []), tmp_path, sampled, plan.skipped)
     write(result, tmp_path)
     said = json.loads((tmp_path / "mismatch.json").read_text())
     assert [(pair["learner"], pair["rollout"], pair["aligned"]) for pair in said["pairs"]] == [
@@ -238,7 +238,7 @@ def test_a_server_that_could_not_score_is_left_out_by_name(tmp_path, model):
     folder = plan.of("rollout")[1].folder(tmp_path).path
     (folder / "prefill.safetensors").unlink()
     (folder / "prefill_failed.txt").write_text("no such tokens")
-    result = evaluate(plan, load([]), tmp_path, plan.of("rollout"), plan.skipped)
+    result = evaluate(plan, load("", []), tmp_path, plan.of("rollout"), plan.skipped)
     assert "prefill by rollout tp=2: no such tokens" in result["skipped"]
     assert "prefill by tp=1,dtype=float32 instead of tp=1" in {row["cause"] for row in result["causes"]["ranked"]}
 

@@ -27,16 +27,13 @@ PAUSE_S = 25.0
 def test_without_the_package_the_command_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install sglang-router==0\.3\.2"):
-        Router(RouterConfig(), ["http://127.0.0.1:9"], log_file=tmp_path / "log", request_timeout_s=1, start_timeout_s=1)
-
-
-def router_of(urls, folder, **changes) -> Router:
-    return Router(RouterConfig(), urls, log_file=folder / "router.log", **{"request_timeout_s": 60, "start_timeout_s": 120} | changes)
+        Router(RouterConfig(), ["http://127.0.0.1:9"], log_file=tmp_path / "log", request_timeout_s=1)
 
 
 @pytest.mark.engines
-def test_a_router_that_finds_no_server_says_so_and_is_gone(tmp_path):
-    router = router_of(["http://127.0.0.1:9"], tmp_path, start_timeout_s=15)
+def test_a_router_that_finds_no_server_says_so_and_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr("rollout.router.START_TIMEOUT_S", 15.0)
+    router = Router(RouterConfig(), ["http://127.0.0.1:9"], log_file=tmp_path / "router.log", request_timeout_s=60)
     router.start()
     started = psutil.Process(router._process.pid)
     try:

@@ -87,7 +87,7 @@ def model(tmp_path_factory) -> Path:
     "options, expected",
     [
         (["--learner", "tpp=2"], ["--learner", "tpp", "did you mean `tp`"]),
-        (["--learner", "tp=3"], ["with --learner tp=3, ", "num_attention_heads"]),
+        (["--learner", "tp=3"], ["\n--learner tp=3\n", "value: 3 (--learner tp=3)", "num_attention_heads"]),
         (["--rollout", "tp=8"], ["--rollout", "8"]),
         (["--rollout", "dtype=float32"], ["--rollout dtype=float32", "tp=N"]),
     ],

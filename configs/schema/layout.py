@@ -22,7 +22,8 @@ class LayoutConfig(Schema):
     sp: bool = False
     """Sequence parallel: between matrices, the tensor-parallel ranks split the tokens."""
     cp: PositiveInt = 1
-    """Context parallel: sequences are split over this many ranks. Needs Transformer Engine, hence CUDA."""
+    """Context parallel: sequences are split over this many ranks. Above 1 is refused, with Transformer Engine too: the learner does not
+    split packed sequences."""
     ep: PositiveInt = 1
     """Expert parallel: the experts of a mixture-of-experts model are split over this many ranks of a stage (of its tp * cp * dp ranks)."""
     dp: PositiveInt | Literal["auto"] = "auto"

@@ -1,7 +1,7 @@
-"""Runs one SGLang server so that no process of it outlives its owner: ``python -I sglang_watchdog.py COMMAND...``.
+"""Runs one server, SGLang's or the router, so that no process of it outlives its owner: ``python -I watchdog.py COMMAND...``.
 
-    owner (serve role) --stdin pipe--> watchdog --child--> sglang.launch_server --> scheduler, detokenizer, ...
-    └──────────────── one session and process group of its own from the watchdog on ────────────────┘
+    owner (a role) --stdin pipe--> watchdog --child--> server --> its own processes
+                                   └─ one session and process group of its own ──┘
 
 Three ways to end, and each ends the whole group:
   * the owner dies in whatever way, SIGKILL included: the kernel closes its end of the pipe, the watchdog reads the end of file;

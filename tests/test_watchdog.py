@@ -9,7 +9,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from rollout import sglang_watchdog
+from rollout.watched_process import WATCHDOG
 from tests.process_groups import assert_all_end, group_of
 
 TREE = "sleep 600 & sleep 600 & echo started; wait"
@@ -18,7 +18,7 @@ TREE = "sleep 600 & sleep 600 & echo started; wait"
 
 def start_tree(command: str, before: Callable[[], object] | None = None) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-I", sglang_watchdog.__file__, "sh", "-c", command],
+        [sys.executable, "-I", str(WATCHDOG), "sh", "-c", command],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
