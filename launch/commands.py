@@ -270,8 +270,9 @@ def folder_of(config: RunConfig) -> RunFolder:
         folder.claim()
     except BlockingIOError:
         raise BadInput(f"resume: {config.resume} is being run by another process; wait for it, or stop it first") from None
-    # Without `resume`: whoever starts from this file later means a run of its own.
-    folder.config.write_text(resolved_yaml(config.model_copy(update={"resume": None})))
+    if config.resume is not None:
+        # Without `resume`: whoever starts from this file later means a run of its own.
+        run_folder.change_config(folder, resolved_yaml(config.model_copy(update={"resume": None})))
     run_folder.point_latest(folder)
     return folder
 

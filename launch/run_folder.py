@@ -203,15 +203,21 @@ def _is_whole(manifest: Path) -> bool:
 def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
     """A new folder ``runs_dir/name-DATE-TIME`` with the resolved config. Raises ConfigError where it cannot be written."""
     folder = RunFolder(new_path(runs_dir, name))
-    with _writing_in(runs_dir):
-        folder.config.write_text(config_yaml)
+    with _writing_in("launch.runs_dir", runs_dir):
+        write_text(folder.config, config_yaml)
     return folder
+
+
+def change_config(folder: RunFolder, config_yaml: str) -> None:
+    """Of a run that is resumed. Raises ConfigError where it cannot be written; then the run has the one it had."""
+    with _writing_in("resume", folder.path):
+        write_text(folder.config, config_yaml)
 
 
 def new_path(runs_dir: Path, name: str) -> Path:
     """A new, empty folder ``runs_dir/name-DATE-TIME``. Raises ConfigError where it cannot be made."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    with _writing_in(runs_dir):
+    with _writing_in("launch.runs_dir", runs_dir):
         runs_dir.mkdir(parents=True, exist_ok=True)
         for attempt in range(100):
             path = runs_dir / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
@@ -222,14 +228,14 @@ def new_path(runs_dir: Path, name: str) -> Path:
 
 
 @contextlib.contextmanager
-def _writing_in(runs_dir: Path) -> Iterator[None]:
+def _writing_in(field: str, folder: Path) -> Iterator[None]:
     """What ``check_can_be_made`` could not foresee: a disk that is full, a name that is too long, a folder made in the meantime."""
     try:
         yield
     except OSError as error:
-        said = f"no run folder can be made: {error}"
-        fix = "give a folder that can be written to"
-        raise ConfigError([Problem(where="config", field="launch.runs_dir", value=str(runs_dir), error=said, fix=fix)]) from error
+        said = f"the run folder cannot be written: {error}"
+        fix = "give a folder that can be written to, on a disk that is not full"
+        raise ConfigError([Problem(where="config", field=field, value=str(folder), error=said, fix=fix)]) from error
 
 
 def check_can_be_made(field: str, folder: Path) -> None:
@@ -262,6 +268,15 @@ def point_latest(folder: RunFolder) -> None:
 def write_json(path: Path, content: dict) -> None:
     """Atomically: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Atomically: a reader, or whoever comes after a failure (OSError), sees the old file or the new one."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(json.dumps(content, indent=2) + "\n")
-    fresh.replace(path)
+    try:
+        fresh.write_text(text)
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise

@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -129,6 +130,26 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
     for command in (["report", "."], ["export", ".", "out"], ["learn", "."]):
         done = tandem(*command, cwd=tmp_path)
         assert done.returncode == 2 and "is not a run folder" in done.stderr
+
+
+def test_a_resume_that_cannot_write_its_config_leaves_the_run_as_it_was(tmp_path, model, monkeypatch):
+    """The operating system refuses files above a size, as a full disk would."""
+    monkeypatch.chdir(tmp_path)
+    file = config_file(tmp_path, model)
+    fresh = commands.folder_of(load_config(file, []))
+    assert load_config(fresh.config) == load_config(file)
+    run = RunFolder(fresh.release())
+    before, listed = run.config.read_text(), sorted(run.path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"resume[\s\S]*cannot be written: .*File too large"):
+            commands.folder_of(load_config(file, [f"resume={run.path}", "steps=7"]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (run.config.read_text(), sorted(run.path.iterdir())) == (before, listed)
+    commands.folder_of(load_config(file, [f"resume={run.path}", "steps=7"])).release()
+    assert load_config(run.config) == load_config(file, ["steps=7"])
 
 
 def test_a_foreign_package_of_our_name_is_refused(tmp_path):
