@@ -270,6 +270,8 @@ def folder_of(config: RunConfig) -> RunFolder:
         folder.claim()
     except BlockingIOError:
         raise BadInput(f"resume: {config.resume} is being run by another process; wait for it, or stop it first") from None
+    except ValueError as error:
+        raise BadInput(f"launch.runs_dir: {error}") from error
     if config.resume is not None:
         # Without `resume`: whoever starts from this file later means a run of its own.
         run_folder.change_config(folder, resolved_yaml(config.model_copy(update={"resume": None})))

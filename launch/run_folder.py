@@ -9,6 +9,7 @@
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -18,8 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 from configs.errors import ConfigError, Problem
+
+WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What flock says where a file system, or its server, has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +122,10 @@ class RunFolder:
 
         Raises:
             BlockingIOError: another process is running it.
+            ValueError: its file system knows no locks.
         """
         (self.path / "roles").mkdir(parents=True, exist_ok=True)
-        self._held.append((self.path / "roles" / "lock").open("w"))
-        fcntl.flock(self._held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._held.append(locked(self.path / "roles" / "lock"))
         for file in (self.path / "roles").glob("*.*"):
             file.unlink()
         if self.newest_checkpoint() is None:
@@ -255,6 +260,27 @@ def check_can_be_made(field: str, folder: Path) -> None:
     except OSError as error:
         wrong = f"{field}={folder} cannot be written to: {error.strerror}, in {nearest}"
         raise ValueError(f"{wrong}; give a folder that can be written to") from error
+
+
+def locked(path: Path) -> TextIO:
+    """The file, made where it is missing, with a lock that goes when it is closed.
+
+    Raises:
+        BlockingIOError: another process has the lock.
+        ValueError: the file system knows no locks; with the fix.
+    """
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+        raise ValueError(
+            f"{path.parent} is on a file system without file locks ({error.strerror}), which keep two processes from running one folder; "
+            "have it mounted with them (Lustre: -o flock), or put launch.runs_dir elsewhere"
+        ) from error
+    return file
 
 
 def point_latest(folder: RunFolder) -> None:

@@ -1,5 +1,7 @@
 """The command as a user meets it: bad input is one clear error, exit code 2, with nothing written. Configs: test_broken_configs.py."""
 
+import errno
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -14,7 +16,7 @@ import yaml
 
 from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig, SftConfig
-from launch import checks, cli, commands
+from launch import checks, cli, commands, job
 from launch.run_folder import RunFolder
 from launch.summary import write_summary
 from rollout.tiny_model import make_tiny_countdown_model
@@ -150,6 +152,23 @@ def test_a_resume_that_cannot_write_its_config_leaves_the_run_as_it_was(tmp_path
     assert (run.config.read_text(), sorted(run.path.iterdir())) == (before, listed)
     commands.folder_of(load_config(file, [f"resume={run.path}", "steps=7"])).release()
     assert load_config(run.config) == load_config(file, ["steps=7"])
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_bad_input(tmp_path, model, monkeypatch, number):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(config_file(tmp_path, model), [])
+    run = RunFolder(commands.folder_of(config).release())
+
+    def refuse(*given):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    starts = [lambda: commands.folder_of(config), lambda: commands.folder_of(config.model_copy(update={"resume": run.path}))]
+    for start in [*starts, lambda: job._claim(run, may_be_our_own=True)]:
+        with pytest.raises(checks.BadInput, match=rf"/roles is on a file system without file locks \({os.strerror(number)}\).*-o flock"):
+            start()
+    assert run._held == []
 
 
 def test_a_foreign_package_of_our_name_is_refused(tmp_path):
