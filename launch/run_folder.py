@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TextIO
 
 from configs.errors import ConfigError, Problem
+from parallel.checkpoint_files import is_valid, latest_valid, step_of
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What flock says where a file system, or its server, has none."""
@@ -99,21 +100,20 @@ class RunFolder:
         self.address(role).unlink(missing_ok=True)
 
     def newest_checkpoint(self) -> Path | None:
-        """The newest whose files are all there in full, as its manifest lists them; without torch, so for checks before a start."""
-        complete = [manifest.parent for manifest in self.checkpoints.glob("step_*/complete.json") if _is_whole(manifest)]
-        return max(complete, default=None)
+        """The newest whose files are all there in full, as its manifest lists them."""
+        return latest_valid(self.checkpoints)
 
     def has_critic_checkpoint(self) -> bool:
         """Whether the newest checkpoint has a critic's beside it."""
         newest = self.newest_checkpoint()
-        return newest is not None and _is_whole(self.checkpoints / "critic" / newest.name / "complete.json")
+        return newest is not None and is_valid(self.checkpoints / "critic" / newest.name)
 
     def has_final_model(self) -> bool:
         """Whether ``hf/`` is of the newest step: a run that was resumed and stopped has checkpoints that are newer."""
         newest = self.newest_checkpoint()
         if not self.hf.is_dir() or not self.summary.is_file():
             return False
-        return newest is None or int(newest.name.removeprefix("step_")) <= json.loads(self.summary.read_text())["steps"]
+        return newest is None or step_of(newest) <= json.loads(self.summary.read_text())["steps"]
 
     def claim(self) -> None:
         """Make this process the one that runs the folder; the lock goes with the process.
@@ -195,14 +195,6 @@ def _trace(folder: RunFolder, name: str) -> str:
     if error.exists():
         return f"{name} (ended by {error.read_text()})"
     return f"{name} (its log: {log})" if log.exists() else f"{name} (no log here: was it started?)"
-
-
-def _is_whole(manifest: Path) -> bool:
-    try:
-        files = json.loads(manifest.read_text())["files"]
-        return all((manifest.parent / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError):
-        return False
 
 
 def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:

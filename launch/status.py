@@ -17,6 +17,7 @@ import yaml
 
 from launch.checks import BadInput
 from launch.run_folder import RunFolder
+from parallel.checkpoint_files import MANIFEST, step_of
 from trainer.tracking import duration, read_metrics
 
 PACE_STEPS = 20
@@ -114,8 +115,8 @@ def _checkpoint(folder: RunFolder, now: float) -> str:
     newest = folder.newest_checkpoint()
     if newest is None:
         return "none"
-    age = max(now - (newest / "complete.json").stat().st_mtime, 0)
-    return f"step {int(newest.name.removeprefix('step_'))}, written {duration(age)} ago"
+    age = max(now - (newest / MANIFEST).stat().st_mtime, 0)
+    return f"step {step_of(newest)}, written {duration(age)} ago"
 
 
 def _slurm_state(job: dict) -> str:

@@ -15,7 +15,8 @@ from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import KLConfig
 from launch import learning
 from launch.run_folder import RunFolder
-from parallel.checkpoint import CheckpointError, is_valid
+from parallel.checkpoint import CheckpointError
+from parallel.checkpoint_files import is_valid, latest_valid, prune, step_folder, valid_checkpoints
 from tests.packed_batches import random_batch
 from tests.test_replay import recorded
 from trainer.metrics import values
@@ -141,6 +142,19 @@ def test_a_critic_without_its_policy_is_never_kept_in_the_place_of_one_with_it(t
     run.critic.engine.save(tmp_path / "critic" / "step_000009", {"step": 9})
     checkpointer.save(4, run, Data())
     assert [p.name for p in (tmp_path / "critic").iterdir()] == ["step_000004"]
+
+
+def test_the_newest_checkpoint_is_by_number_and_of_a_format_that_can_be_read(tmp_path):
+    """Before a start, too: what is checked then is what the learner will load."""
+    folder = RunFolder(tmp_path)
+    for step in (999_998, 999_999, 1_000_000):
+        Saves().save(step_folder(folder.checkpoints, step), {})
+    assert folder.newest_checkpoint() == latest_valid(folder.checkpoints) == folder.checkpoints / "step_1000000"
+    assert [*valid_checkpoints(folder.checkpoints)] == [999_998, 999_999, 1_000_000]
+    (folder.checkpoints / "step_1000000" / "complete.json").write_text('{"format": 2, "files": {}}')
+    assert folder.newest_checkpoint() == folder.checkpoints / "step_999999"
+    prune(folder.checkpoints, keep=1)
+    assert [*valid_checkpoints(folder.checkpoints)] == [999_999]
 
 
 def test_a_missing_critic_is_an_error_before_the_policy_is_touched(tmp_path):

@@ -35,7 +35,7 @@ def train(folder: RunFolder, steps: int, *, ago_s: float = 5.0) -> None:
 def checkpoint(folder: RunFolder, step: int, *, ago_s: float) -> None:
     manifest = folder.checkpoints / f"step_{step:06d}" / "complete.json"
     manifest.parent.mkdir(parents=True)
-    manifest.write_text('{"files": {}}')
+    manifest.write_text('{"format": 1, "files": {}}')
     os.utime(manifest, (NOW - ago_s, NOW - ago_s))
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from configs.schema.learner import CheckpointConfig
-from parallel.checkpoint import latest_valid, prune, remove, step_folder, valid_checkpoints
+from parallel.checkpoint_files import latest_valid, prune, remove, step_folder, valid_checkpoints
 from trainer.learner import Learner
 from trainer.sampling import SharedSampler
 from trainer.turns import OwnDevices
@@ -26,7 +26,7 @@ class Progress:
 
 
 class Checkpointer:
-    """Writes ``folder/step_000010`` every so many steps; an unfinished one is never picked up (see parallel/checkpoint.py).
+    """Writes ``folder/step_000010`` every so many steps; an unfinished one is never picked up (see parallel/checkpoint_files.py).
 
     A critic's checkpoints lie in ``folder/critic``, each written before the policy's of the same step: a policy's that is complete has one.
     """
@@ -78,9 +78,9 @@ class Checkpointer:
 
     def _prune(self) -> None:
         prune(self._folder, keep=self._config.keep)
-        kept = {folder.name for folder in valid_checkpoints(self._folder)}
-        for folder in valid_checkpoints(self._critic_folder):
-            if folder.name not in kept:
+        kept = valid_checkpoints(self._folder)
+        for step, folder in valid_checkpoints(self._critic_folder).items():
+            if step not in kept:
                 remove(folder)
 
     def restore(self, learner: Learner, sampler: SharedSampler) -> Progress | None:
