@@ -47,6 +47,10 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def critic_checkpoints(self) -> Path:
+        return self.checkpoints / "critic"
+
+    @property
     def batches(self) -> Path:
         return self.path / "batches"
 
@@ -106,7 +110,7 @@ class RunFolder:
     def has_critic_checkpoint(self) -> bool:
         """Whether the newest checkpoint has a critic's beside it."""
         newest = self.newest_checkpoint()
-        return newest is not None and is_valid(self.checkpoints / "critic" / newest.name)
+        return newest is not None and is_valid(self.critic_checkpoints / newest.name)
 
     def has_final_model(self) -> bool:
         """Whether ``hf/`` is of the newest step: a run that was resumed and stopped has checkpoints that are newer."""

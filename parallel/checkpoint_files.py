@@ -55,3 +55,9 @@ def remove(folder: Path) -> None:
     # Without its manifest it is no checkpoint any more, even if removing the rest is interrupted.
     (folder / MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_leftovers(parent: Path, name: str) -> None:
+    """The hidden folders of writers of ``parent/name`` (a pattern) that were killed. Only where nobody else can be writing there now."""
+    for folder in Path(parent).glob(f".{name}.*"):
+        shutil.rmtree(folder, ignore_errors=True)

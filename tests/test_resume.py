@@ -17,6 +17,7 @@ from launch import learning
 from launch.run_folder import RunFolder
 from parallel.checkpoint import CheckpointError
 from parallel.checkpoint_files import is_valid, latest_valid, prune, step_folder, valid_checkpoints
+from parallel.hf_files import hidden_folder
 from tests.packed_batches import random_batch
 from tests.test_replay import recorded
 from trainer.metrics import values
@@ -108,6 +109,22 @@ def test_without_a_checkpoint_the_data_begins_anew_and_what_the_lost_steps_left_
     learning.forget_lost_steps(folder, recorder, None)
     assert recorded_steps(folder.batches) == []
     assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.lost.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_what_a_killed_writer_has_left_goes_with_the_next_start(tmp_path):
+    """Of the model and of checkpoints, the critic's too; whatever else is there stays."""
+    folder = RunFolder(tmp_path)
+    left = [
+        folder.checkpoints / ".step_000004.partial", folder.checkpoints / ".step_000002.old.x1" / "step_000002",
+        folder.critic_checkpoints / ".step_000004.partial", hidden_folder(folder.hf), folder.path / ".hf.old.x2" / "hf",
+    ]  # fmt: skip
+    kept = [folder.checkpoints / "step_000003", folder.critic_checkpoints / "step_000003", folder.hf, hidden_folder(folder.export)]
+    for path in (*left, *kept):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "weights").write_text("many")
+    learning.forget_lost_steps(folder, Recorder(folder.batches, "none", recorded().correction), 3)
+    assert [path for path in left if path.exists()] == []
+    assert {file.parent for file in tmp_path.rglob("weights")} == set(kept)
 
 
 @pytest.mark.parametrize(
