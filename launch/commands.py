@@ -121,8 +121,7 @@ def _while_watching(supervisor: Supervisor, ask: Callable[[], T]) -> T:
 def export(run: Path, out: Path) -> None:
     """The newest weights of a run: its finished model, or a checkpoint where that is newer (a resumed run that was stopped)."""
     folder = existing_run(run)
-    if out.exists():
-        raise BadInput(f"OUT: {out} exists already; name a new folder, or remove it first")
+    checks.check_new_folder("OUT", out)
     source, temporary = folder.hf, None
     if not folder.has_final_model():
         if folder.newest_checkpoint() is None:

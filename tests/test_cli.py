@@ -95,10 +95,18 @@ def test_gpus_of_no_size_are_refused(tmp_path, model, size):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["make-tiny-model", "mine"], "mine exists already"), (["replay", "mine", "--step", "1"], "mine is not a run folder")],
+    [
+        (["make-tiny-model", "mine"], "FOLDER: mine exists already"),
+        (["make-tiny-model", "/proc/x/y"], "FOLDER=/proc/x/y cannot be written to"),
+        (["export", "run", "mine"], "OUT: mine exists already"),
+        (["export", "run", "/proc/out"], "OUT=/proc/out cannot be written to"),
+        (["replay", "mine", "--step", "1"], "mine is not a run folder"),
+    ],
 )
 def test_a_wrong_folder_is_refused_before_the_seconds_that_torch_takes(tmp_path, monkeypatch, capsys, arguments, said):
     (tmp_path / "mine").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
     for module in ("rollout.tiny_model", "launch.replay"):
@@ -108,6 +116,26 @@ def test_a_wrong_folder_is_refused_before_the_seconds_that_torch_takes(tmp_path,
     error = capsys.readouterr().err
     assert (ended.value.code, error.count("\n")) == (2, 1), error
     assert said in error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "figures"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), True),  # a write does not know its file's name
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), False),
+        (OSError("a bug"), False),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line_and_a_bug_keeps_its_traceback(monkeypatch, capsys, error, is_told):
+    def fail(run):
+        raise error
+
+    monkeypatch.setattr(commands, "report", fail)
+    monkeypatch.setattr(sys, "argv", ["tandem", "report", "run"])
+    with pytest.raises(SystemExit if is_told else OSError) as ended:
+        cli.main()
+    assert (ended.value.code, capsys.readouterr().err) == (1, f"tandem: {error}\n") if is_told else ended.value is error
 
 
 def test_the_version_is_that_of_the_package():
