@@ -1,6 +1,7 @@
 """What a resumed run goes on from: the critic beside the policy, the moved KL coefficient, its own recorded batches. Engines are records
 of what they were asked; real ones are resumed in tests/test_checkpoint.py, tests/test_critic.py and end to end."""
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +19,10 @@ from launch.run_folder import RunFolder
 from parallel.checkpoint import CheckpointError
 from parallel.checkpoint_files import is_valid, latest_valid, prune, step_folder, valid_checkpoints
 from parallel.hf_files import hidden_folder
+from tests.megatron_workers import run_ranks
 from tests.packed_batches import random_batch
 from tests.test_replay import recorded
+from trainer import resume
 from trainer.metrics import values
 from trainer.ranks import alone
 from trainer.recording import Recorder, batch_file, read_batch, recorded_steps, write_batch
@@ -172,6 +175,28 @@ def test_the_newest_checkpoint_is_by_number_and_of_a_format_that_can_be_read(tmp
     assert folder.newest_checkpoint() == folder.checkpoints / "step_999999"
     prune(folder.checkpoints, keep=1)
     assert [*valid_checkpoints(folder.checkpoints)] == [999_999]
+
+
+def work_stale_listing(root: Path) -> tuple[list[Path], list[Path]]:
+    """What each rank loads where rank 1's node still knows the folder as it was before the newest checkpoint, for a while."""
+    run = learner(critic=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            looks = itertools.count()
+            patch.setattr(resume, "POLL_S", 0.01)
+            patch.setattr(resume, "latest_valid", lambda folder: folder / "step_000002")
+            patch.setattr(resume, "is_valid", lambda folder: next(looks) >= 5 and is_valid(folder))
+        Checkpointer(root, CheckpointConfig()).restore(run, Data())
+    return run.engine.loaded, run.critic.engine.loaded
+
+
+@pytest.mark.engines
+def test_all_ranks_load_the_checkpoint_that_the_first_one_chose(tmp_path):
+    root, run = tmp_path / "checkpoints", learner(critic=True)
+    for step in (2, 4):
+        Checkpointer(root, CheckpointConfig()).save(step, run, Data())
+    found = run_ranks(work_stale_listing, 2, tmp_path / "ranks", root)
+    assert found == [([root / "step_000004"], [root / "critic" / "step_000004"])] * 2
 
 
 def test_a_missing_critic_is_an_error_before_the_policy_is_touched(tmp_path):
