@@ -122,8 +122,11 @@ def export(run: Path, out: Path) -> None:
     """The newest weights of a run: its finished model, or a checkpoint where that is newer (a resumed run that was stopped)."""
     folder = existing_run(run)
     checks.check_new_folder("OUT", out)
-    source, temporary = folder.hf, None
-    if not folder.has_final_model():
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    if folder.has_final_model():
+        shutil.copytree(folder.hf, partial)
+    else:
         if folder.newest_checkpoint() is None:
             raise BadInput(f"RUN: {run} has neither a finished model nor a checkpoint; set checkpoint.every to get them")
         config = load_config(folder.config, [])
@@ -131,13 +134,9 @@ def export(run: Path, out: Path) -> None:
         with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
             supervisor.start(role("export-rank", folder, config))
             supervisor.wait_until_done("export-rank")
-        source = temporary = folder.export
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(folder.export, partial)  # copied only where OUT is on another disk
     partial.rename(out)
-    if temporary is not None:
-        shutil.rmtree(temporary)
     print(f"exported to {out}", flush=True)
 
 

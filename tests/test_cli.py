@@ -182,6 +182,41 @@ def test_a_resume_that_cannot_write_its_config_leaves_the_run_as_it_was(tmp_path
     assert load_config(run.config) == load_config(file, ["steps=7"])
 
 
+def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(tmp_path, monkeypatch, model):
+    class Exports:
+        """In the supervisor's place: the role writes a model of the newest checkpoint."""
+
+        def __init__(self, **settings): ...
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception): ...
+
+        def start(self, role): ...
+
+        def wait_until_done(self, name):
+            run.export.mkdir()
+            (run.export / "weights").write_text("of a checkpoint")
+
+    monkeypatch.setattr(commands, "Supervisor", Exports)
+    run = RunFolder(tmp_path / "run")
+    (run.checkpoints / "step_000001").mkdir(parents=True)
+    (run.checkpoints / "step_000001" / "complete.json").write_text('{"format": 1, "files": {}}')
+    run.config.write_text(config_file(tmp_path, model).read_text())
+    copied = []
+    monkeypatch.setattr(shutil, "copytree", lambda *given, copy=shutil.copytree, **named: (copied.append(given), copy(*given, **named)))
+    commands.export(run.path, tmp_path / "new" / "out")
+    assert (tmp_path / "new" / "out" / "weights").read_text() == "of a checkpoint"
+    assert (copied, run.export.exists()) == ([], False)
+    run.hf.mkdir()
+    (run.hf / "weights").write_text("of the end")
+    run.summary.write_text('{"steps": 1}')
+    commands.export(run.path, tmp_path / "out")
+    assert (tmp_path / "out" / "weights").read_text() == (run.hf / "weights").read_text() == "of the end"
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
 def test_a_file_system_without_locks_is_bad_input(tmp_path, model, monkeypatch, number):
     monkeypatch.chdir(tmp_path)
