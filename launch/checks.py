@@ -275,6 +275,16 @@ def _of_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[Fin
     yield from _unless("rollout.replicas", check_server_gpus, config.rollout, beside, available)
 
 
+def check_new_folder(argument: str, folder: Path) -> None:
+    """Whether ``folder`` is not there yet and can be made. Raises BadInput."""
+    if os.path.lexists(folder):
+        raise BadInput(f"{argument}: {folder} exists already; name a new folder, or remove it first")
+    try:
+        check_can_be_made(argument, folder)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+
+
 def check_server_gpus(servers: RolloutConfig, first_gpu: int, available: int) -> None:
     """Of servers on the GPUs from ``first_gpu`` on. Raises ValueError."""
     from rollout import sglang_server

@@ -1,8 +1,10 @@
 """The ``tandem`` command: arguments in, one exit code out. What the commands do is in ``launch/commands.py``.
 
-Exit codes: 0 done; 1 a role failed; 2 bad input, nothing was started; 75 stopped on request, can go on; 130 interrupted.
+Exit codes: 0 done; 1 a role failed, or a file cannot be used; 2 bad input, nothing was started; 75 stopped on request, can go on;
+130 interrupted.
 """
 
+import errno
 import importlib.metadata
 import importlib.util
 import os
@@ -223,17 +225,13 @@ def make_tiny_model(
     family: Annotated[Literal["qwen3", "qwen3_moe", "mixtral"], typer.Option(help="Of the model.")] = "qwen3",
 ) -> None:
     """A tiny model with a character tokenizer for Countdown, with random weights."""
-    from launch.checks import BadInput
+    from launch.checks import check_new_folder
 
-    if folder.exists():  # said again by the function, but after the seconds that its imports take
-        raise BadInput(f"FOLDER: {folder} exists already; remove it or choose another folder")
+    check_new_folder("FOLDER", folder)  # before the seconds that the function's imports take
 
     from rollout.tiny_model import make_tiny_countdown_model
 
-    try:
-        make_tiny_countdown_model(folder, seed=seed, family=family)
-    except ValueError as error:
-        raise BadInput(f"FOLDER: {error}") from error
+    make_tiny_countdown_model(folder, seed=seed, family=family)
     print(f"wrote {folder}")
 
 
@@ -350,6 +348,11 @@ def main() -> None:
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(2)
     except RoleFailed as error:
+        print(f"tandem: {error}", file=sys.stderr)
+        sys.exit(1)
+    except OSError as error:
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # not about a file: a bug, with its traceback
+            raise
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(1)
     except RunStopped as stop:

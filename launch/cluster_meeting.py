@@ -21,8 +21,8 @@ from pathlib import Path
 
 from configs.schema.launch import NodesConfig
 from launch.addresses import free_port, own_address, role_environment
-from launch.cluster_checks import GIB, Finding, fail, ok, warn
-from launch.run_folder import write_json
+from launch.cluster_checks import GIB, Finding, Level, fail, ok, warn
+from launch.run_folder import locked, write_json
 
 FREE_SPACE = 50 * GIB
 CLOCK_SKEW_S = 5.0
@@ -43,8 +43,9 @@ class Meeting:
 
 def checks_between(nodes: NodesConfig | None, meeting: Meeting) -> Iterator[Finding]:
     """What only several nodes together can tell. Each waits for the others for ``meeting.timeout_s``, and names those that are missing."""
-    yield _writable(meeting.folder)
-    if meeting.num_nodes == 1:
+    writable = _writable(meeting.folder)
+    yield writable
+    if meeting.num_nodes == 1 or writable.level is Level.FAIL:
         return
     address = own_address(nodes)
     with _Listener(address) as listener:
@@ -70,10 +71,13 @@ def checks_between(nodes: NodesConfig | None, meeting: Meeting) -> Iterator[Find
 def _writable(folder: Path) -> Finding:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_json(folder / f"try-{socket.gethostname()}-{os.getpid()}.json", {})
+        with locked(folder / f"try-{socket.gethostname()}-{os.getpid()}") as file:
+            file.write("something")
         free = shutil.disk_usage(folder).free
     except OSError as error:
         return fail("folder", f"{folder}: {error}", "give --folder a place that every node may write to")
+    except ValueError as error:
+        return fail("folder", str(error))
     if free < FREE_SPACE:
         return warn("folder", f"{folder.parent} has {free / GIB:.0f} GiB left", "checkpoints of a 7B model take about 100 GiB each")
     return ok("folder", f"{folder.parent} is writable, {free / GIB:.0f} GiB free")

@@ -104,10 +104,12 @@ def _refuse_other_machines(gpu_memory: float | None) -> None:
 def export(run: Path, out: Path) -> None:
     """The newest weights of a run: its finished model, or a checkpoint where that is newer (a resumed run that was stopped)."""
     folder = existing_run(run)
-    if out.exists():
-        raise BadInput(f"OUT: {out} exists already; name a new folder, or remove it first")
-    source, temporary = folder.hf, None
-    if not folder.has_final_model():
+    checks.check_new_folder("OUT", out)
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    if folder.has_final_model():
+        shutil.copytree(folder.hf, partial)
+    else:
         if folder.newest_checkpoint() is None:
             raise BadInput(f"RUN: {run} has neither a finished model nor a checkpoint; set checkpoint.every to get them")
         config = load_config(folder.config, [])
@@ -115,13 +117,9 @@ def export(run: Path, out: Path) -> None:
         with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
             supervisor.start(role("export-rank", folder, config))
             supervisor.wait_until_done("export-rank")
-        source = temporary = folder.export
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial)
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(folder.export, partial)  # copied only where OUT is on another disk
     partial.rename(out)
-    if temporary is not None:
-        shutil.rmtree(temporary)
     print(f"exported to {out}", flush=True)
 
 
@@ -226,8 +224,11 @@ def folder_of(config: RunConfig) -> RunFolder:
         folder.claim()
     except BlockingIOError:
         raise BadInput(f"resume: {config.resume} is being run by another process; wait for it, or stop it first") from None
-    # Without `resume`: whoever starts from this file later means a run of its own.
-    folder.config.write_text(resolved_yaml(config.model_copy(update={"resume": None})))
+    except ValueError as error:
+        raise BadInput(f"launch.runs_dir: {error}") from error
+    if config.resume is not None:
+        # Without `resume`: whoever starts from this file later means a run of its own.
+        run_folder.change_config(folder, resolved_yaml(config.model_copy(update={"resume": None})))
     run_folder.point_latest(folder)
     return folder
 

@@ -126,6 +126,8 @@ def _claim(folder: RunFolder, *, may_be_our_own: bool) -> None:
             if time.monotonic() >= deadline:
                 said = f"RUN: {folder.path} is being run by another process; wait for it, or stop it first"
                 raise (RoleFailed(said) if may_be_our_own else BadInput(said)) from None
+        except ValueError as error:
+            raise BadInput(f"RUN: {error}") from error
         time.sleep(ECHO_EVERY_S)
 
 

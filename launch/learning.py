@@ -15,6 +15,7 @@ from launch.placement import serve_roles
 from launch.run_folder import RunFolder, wait_for_servers
 from launch.stopping import StopListener, Stopped, report_stopped
 from launch.supervisor import exit_now
+from parallel.checkpoint_files import remove_leftovers
 
 if TYPE_CHECKING:
     from trainer.loop import Run
@@ -132,7 +133,11 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
 
 
 def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int | None) -> None:
-    """What an earlier attempt has left of steps that are done again. No supervisor may have cleared the folder."""
+    """What an earlier attempt has left of steps that are done again, and of writes it was killed in: each as large as the model.
+
+    No supervisor may have cleared the folder. It is this run's alone: no other learner is writing there."""
+    for parent, name in ((folder.checkpoints, "step_*"), (folder.critic_checkpoints, "step_*"), (folder.path, folder.hf.name)):
+        remove_leftovers(parent, name)
     recorder.forget_after(resumed_from or 0)
     if resumed_from is None:
         folder.put_metrics_aside()

@@ -12,6 +12,7 @@ from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
 from configs.schema.layout import ONE_PROCESS
 from launch.run_folder import RunFolder, write_json
+from parallel.checkpoint_files import valid_checkpoints
 
 if TYPE_CHECKING:
     from trainer.replay import Replayed
@@ -100,12 +101,11 @@ def starting_weights(folder: RunFolder, step: int) -> Path | None:
 
     Raises ValueError where it was not kept.
     """
-    from parallel.checkpoint import valid_checkpoints
     from trainer.recording import recorded_steps
 
     if step == 1:
         return None
-    kept = {int(path.name.removeprefix("step_")): path for path in valid_checkpoints(folder.checkpoints)}
+    kept = valid_checkpoints(folder.checkpoints)
     if step - 1 not in kept:
         possible = [s for s in recorded_steps(folder.batches) if s == 1 or s - 1 in kept]
         raise ValueError(

@@ -67,15 +67,13 @@ def export(folder: RunFolder) -> None:
     """The newest checkpoint of a run into its ``export/`` folder; one process, whatever layout wrote it."""
     import torch.distributed as dist
 
-    from parallel.checkpoint import latest_valid
     from parallel.platform import init_distributed
     from trainer.learner import Learner
 
     config: RunConfig = load_config(folder.config, [*ONE_PROCESS])
-    newest = latest_valid(folder.checkpoints)
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     learner = Learner.of_policy_alone(config)
-    learner.engine.load(newest)
+    learner.engine.load(folder.newest_checkpoint())
     learner.save_hf(folder.export)
     dist.destroy_process_group()
 

@@ -12,6 +12,7 @@
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -21,8 +22,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
+from typing import TextIO
 
 from configs.errors import ConfigError, Problem
+from parallel.checkpoint_files import is_valid, latest_valid, step_of
+
+WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What flock says where a file system, or its server, has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
+
+    @property
+    def critic_checkpoints(self) -> Path:
+        return self.checkpoints / "critic"
 
     @property
     def batches(self) -> Path:
@@ -99,21 +109,20 @@ class RunFolder:
         self.address(role).unlink(missing_ok=True)
 
     def newest_checkpoint(self) -> Path | None:
-        """The newest whose files are all there in full, as its manifest lists them; without torch, so for checks before a start."""
-        complete = [manifest.parent for manifest in self.checkpoints.glob("step_*/complete.json") if _is_whole(manifest)]
-        return max(complete, default=None)
+        """The newest whose files are all there in full, as its manifest lists them."""
+        return latest_valid(self.checkpoints)
 
     def has_critic_checkpoint(self) -> bool:
         """Whether the newest checkpoint has a critic's beside it."""
         newest = self.newest_checkpoint()
-        return newest is not None and _is_whole(self.checkpoints / "critic" / newest.name / "complete.json")
+        return newest is not None and is_valid(self.critic_checkpoints / newest.name)
 
     def has_final_model(self) -> bool:
         """Whether ``hf/`` is of the newest step: a run that was resumed and stopped has checkpoints that are newer."""
         newest = self.newest_checkpoint()
         if not self.hf.is_dir() or not self.summary.is_file():
             return False
-        return newest is None or int(newest.name.removeprefix("step_")) <= json.loads(self.summary.read_text())["steps"]
+        return newest is None or step_of(newest) <= json.loads(self.summary.read_text())["steps"]
 
     def claim(self) -> None:
         """Make this process the one that runs the folder; the lock goes with the process.
@@ -122,10 +131,10 @@ class RunFolder:
 
         Raises:
             BlockingIOError: another process is running it.
+            ValueError: its file system knows no locks.
         """
         (self.path / "roles").mkdir(parents=True, exist_ok=True)
-        self._held.append((self.path / "roles" / "lock").open("w"))
-        fcntl.flock(self._held[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._held.append(locked(self.path / "roles" / "lock"))
         for file in (self.path / "roles").glob("*.*"):
             file.unlink()
         if self.newest_checkpoint() is None:
@@ -197,26 +206,24 @@ def _trace(folder: RunFolder, name: str) -> str:
     return f"{name} (its log: {log})" if log.exists() else f"{name} (no log here: was it started?)"
 
 
-def _is_whole(manifest: Path) -> bool:
-    try:
-        files = json.loads(manifest.read_text())["files"]
-        return all((manifest.parent / name).stat().st_size == size for name, size in files.items())
-    except (OSError, ValueError, KeyError):
-        return False
-
-
 def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
     """A new folder ``runs_dir/name-DATE-TIME`` with the resolved config. Raises ConfigError where it cannot be written."""
     folder = RunFolder(new_path(runs_dir, name))
-    with _writing_in(runs_dir):
-        folder.config.write_text(config_yaml)
+    with _writing_in("launch.runs_dir", runs_dir):
+        write_text(folder.config, config_yaml)
     return folder
+
+
+def change_config(folder: RunFolder, config_yaml: str) -> None:
+    """Of a run that is resumed. Raises ConfigError where it cannot be written; then the run has the one it had."""
+    with _writing_in("resume", folder.path):
+        write_text(folder.config, config_yaml)
 
 
 def new_path(runs_dir: Path, name: str) -> Path:
     """A new, empty folder ``runs_dir/name-DATE-TIME``. Raises ConfigError where it cannot be made."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    with _writing_in(runs_dir):
+    with _writing_in("launch.runs_dir", runs_dir):
         runs_dir.mkdir(parents=True, exist_ok=True)
         for attempt in range(100):
             path = runs_dir / (f"{name}-{stamp}" + (f"-{attempt}" if attempt else ""))
@@ -227,14 +234,14 @@ def new_path(runs_dir: Path, name: str) -> Path:
 
 
 @contextlib.contextmanager
-def _writing_in(runs_dir: Path) -> Iterator[None]:
+def _writing_in(field: str, folder: Path) -> Iterator[None]:
     """What ``check_can_be_made`` could not foresee: a disk that is full, a name that is too long, a folder made in the meantime."""
     try:
         yield
     except OSError as error:
-        said = f"no run folder can be made: {error}"
-        fix = "give a folder that can be written to"
-        raise ConfigError([Problem(where="config", field="launch.runs_dir", value=str(runs_dir), error=said, fix=fix)]) from error
+        said = f"the run folder cannot be written: {error}"
+        fix = "give a folder that can be written to, on a disk that is not full"
+        raise ConfigError([Problem(where="config", field=field, value=str(folder), error=said, fix=fix)]) from error
 
 
 def check_can_be_made(field: str, folder: Path) -> None:
@@ -256,6 +263,27 @@ def check_can_be_made(field: str, folder: Path) -> None:
         raise ValueError(f"{wrong}; give a folder that can be written to") from error
 
 
+def locked(path: Path) -> TextIO:
+    """The file, made where it is missing, with a lock that goes when it is closed.
+
+    Raises:
+        BlockingIOError: another process has the lock.
+        ValueError: the file system knows no locks; with the fix.
+    """
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+        raise ValueError(
+            f"{path.parent} is on a file system without file locks ({error.strerror}), which keep two processes from running one folder; "
+            "have it mounted with them (Lustre: -o flock), or put launch.runs_dir elsewhere"
+        ) from error
+    return file
+
+
 def point_latest(folder: RunFolder) -> None:
     """``latest``, beside the training runs, is the newest of them; replaced by a rename, so that it always points somewhere."""
     fresh = folder.path.parent / f".latest-{os.getpid()}"
@@ -267,6 +295,15 @@ def point_latest(folder: RunFolder) -> None:
 def write_json(path: Path, content: dict) -> None:
     """Atomically: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Atomically: a reader, or whoever comes after a failure (OSError), sees the old file or the new one."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(json.dumps(content, indent=2) + "\n")
-    fresh.replace(path)
+    try:
+        fresh.write_text(text)
+        fresh.replace(path)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise

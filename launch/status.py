@@ -5,6 +5,7 @@ Nothing here talks to a role or takes a lock: a look never disturbs the run, and
 
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -17,6 +18,7 @@ import yaml
 
 from launch.checks import BadInput
 from launch.run_folder import RunFolder
+from parallel.checkpoint_files import MANIFEST, step_of
 from trainer.tracking import duration, read_metrics
 
 PACE_STEPS = 20
@@ -123,8 +125,8 @@ def _checkpoint(folder: RunFolder, now: float) -> str:
     newest = folder.newest_checkpoint()
     if newest is None:
         return "none"
-    age = max(now - (newest / "complete.json").stat().st_mtime, 0)
-    return f"step {int(newest.name.removeprefix('step_'))}, written {duration(age)} ago"
+    age = max(now - (newest / MANIFEST).stat().st_mtime, 0)
+    return f"step {step_of(newest)}, written {duration(age)} ago"
 
 
 def _slurm_state(job: dict) -> str:
@@ -154,13 +156,28 @@ def _logs(folder: RunFolder) -> str:
     return f"{names} (`tandem logs {folder.path} --role NAME`)" if names else "none yet"
 
 
-def _is_held(lock: Path) -> bool:
+def _is_held(lock: Path, locks: Path = Path("/proc/locks")) -> bool:
     """Whether a process of this machine holds the lock file of a run. Asking for the lock oneself could make the run's own claim fail."""
     try:
-        inode = lock.stat().st_ino
-        return any(line.split()[5].endswith(f":{inode}") for line in Path("/proc/locks").read_text().splitlines() if "FLOCK" in line)
+        name = _name_of_lock(lock)
+        return any("FLOCK" in line and name in line for line in locks.read_text().splitlines())
     except OSError:
         return False
+
+
+def _name_of_lock(file: Path) -> str:
+    """What the kernel calls a lock of ``file``, MAJOR:MINOR:INODE between spaces; where the device is not known, the end of that.
+
+    The device is the mount's, which on btrfs and overlays is not the one that stat gives.
+    """
+    handle = os.open(file, os.O_PATH)
+    try:
+        inode = os.fstat(handle).st_ino
+        mount = re.search(r"^mnt_id:\s+(\d+)", Path(f"/proc/self/fdinfo/{handle}").read_text(), re.M)
+    finally:
+        os.close(handle)
+    device = mount and re.search(rf"^{mount[1]} \d+ (\d+):(\d+) ", Path("/proc/self/mountinfo").read_text(), re.M)
+    return f" {int(device[1]):02x}:{int(device[2]):02x}:{inode} " if device else f":{inode} "
 
 
 def _read(

@@ -1,14 +1,13 @@
 """Resumable checkpoints with Megatron's dist_checkpointing: weights, optimizer, schedule, random state and the caller's own data.
 
 On disk: ``ROOT/step_000010/``, complete or absent. It is written under a hidden name, flushed, then renamed; ``complete.json``
-inside lists every file with its size, so that a copy that was cut short is never picked either. Weights and optimizer state are
-saved in a form that any layout can read again.
+inside lists every file with its size, so that a copy that was cut short is never picked either (``parallel/checkpoint_files.py``).
+Weights and optimizer state are saved in a form that any layout can read again.
 """
 
 import json
 import os
 import random
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,56 +27,16 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from parallel import checkpoint_writers, platform
+from parallel.checkpoint_files import FORMAT, MANIFEST, is_valid
 from parallel.hf_files import replace_folder
 
 T = TypeVar("T")
 
-FORMAT = 1
-MANIFEST = "complete.json"
 EXTRA = "extra.json"
-_STEP = re.compile(r"step_(\d{6,})")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; earlier ones are as they were."""
-
-
-def step_folder(root: Path, step: int) -> Path:
-    return Path(root) / f"step_{step:06d}"
-
-
-def valid_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints under ``root``, oldest first."""
-    root = Path(root)
-    found = [(int(match[1]), path) for path in (root.iterdir() if root.is_dir() else ()) if (match := _STEP.fullmatch(path.name))]
-    return [path for _, path in sorted(found) if is_valid(path)]
-
-
-def latest_valid(root: Path) -> Path | None:
-    """The newest complete checkpoint under ``root``; None where there is none."""
-    return next(reversed(valid_checkpoints(root)), None)
-
-
-def is_valid(folder: Path) -> bool:
-    """Whether every file that the manifest lists is there in full."""
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-        return manifest["format"] == FORMAT and all((folder / name).stat().st_size == size for name, size in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` complete checkpoints. For one rank to call, after a save."""
-    for folder in valid_checkpoints(root)[:-keep]:
-        remove(folder)
-
-
-def remove(folder: Path) -> None:
-    """Remove a complete checkpoint. For one rank to call."""
-    # Without its manifest it is no checkpoint any more, even if removing the rest is interrupted.
-    (folder / MANIFEST).unlink()
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def optimizer_parts(optimizer) -> list:
@@ -118,7 +77,7 @@ def _restore_missing_step(optimizer, state: dict[Any, Any], steps: int) -> None:
 
 
 def save(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler, extra: Mapping[str, Any]) -> None:
-    """Write ``folder`` (``step_folder(root, step)``), replacing an older one of that name. A collective.
+    """Write ``folder`` (``checkpoint_files.step_folder(root, step)``), replacing an older one of that name. A collective.
 
     ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is anything JSON can hold. Raises CheckpointError on every
     rank where the disk is full or a write fails on any of them; earlier checkpoints stay valid and nothing partial is left. Raises

@@ -14,6 +14,7 @@ from torch.multiprocessing import ProcessExitedException
 from configs.schema.layout import LayoutConfig
 from parallel import checkpoint
 from parallel.checkpoint import CheckpointError
+from parallel.checkpoint_files import latest_valid, prune, step_folder
 from tests.megatron_workers import (
     make_batch,
     make_engine,
@@ -89,17 +90,17 @@ def test_the_running_config_decides_the_learning_rate(folder, tmp_path):
 
 
 def test_partial_checkpoints_are_never_picked(folder, tmp_path):
-    assert checkpoint.latest_valid(tmp_path / "nowhere") is None
+    assert latest_valid(tmp_path / "nowhere") is None
     engine = make_engine(folder)
     for step in (1, 2, 3, 4):
-        engine.save(checkpoint.step_folder(tmp_path, step), {"step": step})
+        engine.save(step_folder(tmp_path, step), {"step": step})
     (tmp_path / "step_000004" / "complete.json").unlink()
     largest = max((tmp_path / "step_000003").glob("*.distcp"), key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-100])
     (tmp_path / ".step_000009.partial").mkdir()
     (tmp_path / "step_000008").mkdir()
     (tmp_path / "notes.txt").write_text("")
-    assert checkpoint.latest_valid(tmp_path) == tmp_path / "step_000002"
+    assert latest_valid(tmp_path) == tmp_path / "step_000002"
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         engine.load(tmp_path / "step_000003")
 
@@ -107,8 +108,8 @@ def test_partial_checkpoints_are_never_picked(folder, tmp_path):
 def test_retention_keeps_the_newest(folder, tmp_path):
     engine = make_engine(folder)
     for step in (9, 10, 11):
-        engine.save(checkpoint.step_folder(tmp_path, step), {})
-    checkpoint.prune(tmp_path, keep=2)
+        engine.save(step_folder(tmp_path, step), {})
+    prune(tmp_path, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000010", "step_000011"]
 
 
@@ -126,16 +127,16 @@ def test_a_write_that_fails_leaves_the_previous_checkpoint(folder, tmp_path, lim
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000001"]
-    assert make_engine(folder).load(checkpoint.latest_valid(tmp_path)) == {"position": 1}
+    assert make_engine(folder).load(latest_valid(tmp_path)) == {"position": 1}
     engine.save(tmp_path / "step_000002", {"position": 2})  # and it works again once there is room
-    assert checkpoint.latest_valid(tmp_path).name == "step_000002"
+    assert latest_valid(tmp_path).name == "step_000002"
 
 
 def test_a_writer_that_is_killed_ends_its_rank_and_keeps_nobody_waiting(folder, tmp_path, capfd):
     with pytest.raises(ProcessExitedException, match="exit code 1"):
         run_ranks(work_killed_writer, 1, tmp_path / "ranks", folder, tmp_path / "out" / "step_000001")
     assert "a process that wrote a part of the checkpoint was killed by SIGKILL" in capfd.readouterr().err
-    assert checkpoint.latest_valid(tmp_path / "out") is None
+    assert latest_valid(tmp_path / "out") is None
 
 
 def test_sigterm_to_every_process_leaves_the_next_checkpoint_possible(folder, tmp_path):
@@ -149,7 +150,7 @@ def test_sigterm_to_every_process_leaves_the_next_checkpoint_possible(folder, tm
     ended, _ = psutil.wait_procs(helpers, timeout=1.0)
     assert ended == []
     engine.save(tmp_path / "step_000002", {})
-    assert checkpoint.latest_valid(tmp_path).name == "step_000002"
+    assert latest_valid(tmp_path).name == "step_000002"
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 

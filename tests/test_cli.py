@@ -1,8 +1,11 @@
 """The command as a user meets it: bad input is one clear error, exit code 2, with nothing written. Configs: test_broken_configs.py."""
 
+import errno
+import fcntl
 import importlib.metadata
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -14,7 +17,7 @@ import yaml
 
 from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig, SftConfig
-from launch import checks, cli, commands, roles
+from launch import checks, cli, commands, job, roles
 from launch.run_folder import RunFolder
 from launch.summary import write_summary
 from launch.supervisor import Role, RoleFailed
@@ -95,10 +98,18 @@ def test_gpus_of_no_size_are_refused(tmp_path, model, size):
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["make-tiny-model", "mine"], "mine exists already"), (["replay", "mine", "--step", "1"], "mine is not a run folder")],
+    [
+        (["make-tiny-model", "mine"], "FOLDER: mine exists already"),
+        (["make-tiny-model", "/proc/x/y"], "FOLDER=/proc/x/y cannot be written to"),
+        (["export", "run", "mine"], "OUT: mine exists already"),
+        (["export", "run", "/proc/out"], "OUT=/proc/out cannot be written to"),
+        (["replay", "mine", "--step", "1"], "mine is not a run folder"),
+    ],
 )
 def test_a_wrong_folder_is_refused_before_the_seconds_that_torch_takes(tmp_path, monkeypatch, capsys, arguments, said):
     (tmp_path / "mine").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
     for module in ("rollout.tiny_model", "launch.replay"):
@@ -108,6 +119,26 @@ def test_a_wrong_folder_is_refused_before_the_seconds_that_torch_takes(tmp_path,
     error = capsys.readouterr().err
     assert (ended.value.code, error.count("\n")) == (2, 1), error
     assert said in error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "figures"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), True),  # a write does not know its file's name
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), False),
+        (OSError("a bug"), False),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line_and_a_bug_keeps_its_traceback(monkeypatch, capsys, error, is_told):
+    def fail(run):
+        raise error
+
+    monkeypatch.setattr(commands, "report", fail)
+    monkeypatch.setattr(sys, "argv", ["tandem", "report", "run"])
+    with pytest.raises(SystemExit if is_told else OSError) as ended:
+        cli.main()
+    assert (ended.value.code, capsys.readouterr().err) == (1, f"tandem: {error}\n") if is_told else ended.value is error
 
 
 def test_the_version_is_that_of_the_package():
@@ -146,6 +177,78 @@ def test_a_folder_of_another_kind_is_refused(tmp_path, model, command, monkeypat
         cli.main()
     assert ended.value.code == 2
     assert capsys.readouterr().err == f"tandem: RUN: {tmp_path} is a run of kind sft; this is for runs of kind train\n"
+
+
+def test_a_resume_that_cannot_write_its_config_leaves_the_run_as_it_was(tmp_path, model, monkeypatch):
+    """The operating system refuses files above a size, as a full disk would."""
+    monkeypatch.chdir(tmp_path)
+    file = config_file(tmp_path, model)
+    fresh = commands.folder_of(load_config(file, []))
+    assert load_config(fresh.config) == load_config(file)
+    run = RunFolder(fresh.release())
+    before, listed = run.config.read_text(), sorted(run.path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"resume[\s\S]*cannot be written: .*File too large"):
+            commands.folder_of(load_config(file, [f"resume={run.path}", "steps=7"]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (run.config.read_text(), sorted(run.path.iterdir())) == (before, listed)
+    commands.folder_of(load_config(file, [f"resume={run.path}", "steps=7"])).release()
+    assert load_config(run.config) == load_config(file, ["steps=7"])
+
+
+def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(tmp_path, monkeypatch, model):
+    class Exports:
+        """In the supervisor's place: the role writes a model of the newest checkpoint."""
+
+        def __init__(self, **settings): ...
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception): ...
+
+        def start(self, role): ...
+
+        def wait_until_done(self, name):
+            run.export.mkdir()
+            (run.export / "weights").write_text("of a checkpoint")
+
+    monkeypatch.setattr(commands, "Supervisor", Exports)
+    run = RunFolder(tmp_path / "run")
+    (run.checkpoints / "step_000001").mkdir(parents=True)
+    (run.checkpoints / "step_000001" / "complete.json").write_text('{"format": 1, "files": {}}')
+    run.config.write_text(config_file(tmp_path, model).read_text())
+    copied = []
+    monkeypatch.setattr(shutil, "copytree", lambda *given, copy=shutil.copytree, **named: (copied.append(given), copy(*given, **named)))
+    commands.export(run.path, tmp_path / "new" / "out")
+    assert (tmp_path / "new" / "out" / "weights").read_text() == "of a checkpoint"
+    assert (copied, run.export.exists()) == ([], False)
+    run.hf.mkdir()
+    (run.hf / "weights").write_text("of the end")
+    run.summary.write_text('{"steps": 1}')
+    commands.export(run.path, tmp_path / "out")
+    assert (tmp_path / "out" / "weights").read_text() == (run.hf / "weights").read_text() == "of the end"
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_bad_input(tmp_path, model, monkeypatch, number):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(config_file(tmp_path, model), [])
+    run = RunFolder(commands.folder_of(config).release())
+
+    def refuse(*given):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    starts = [lambda: commands.folder_of(config), lambda: commands.folder_of(config.model_copy(update={"resume": run.path}))]
+    for start in [*starts, lambda: job._claim(run, may_be_our_own=True)]:
+        with pytest.raises(checks.BadInput, match=rf"/roles is on a file system without file locks \({os.strerror(number)}\).*-o flock"):
+            start()
+    assert run._held == []
 
 
 def test_a_foreign_package_of_our_name_is_refused(tmp_path):

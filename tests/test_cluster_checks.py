@@ -1,5 +1,7 @@
 """``tandem check-cluster``: each problem it is for is made, and must be found, named and given a fix."""
 
+import errno
+import fcntl
 import os
 import socket
 import subprocess
@@ -160,6 +162,19 @@ def test_what_a_check_left_that_was_killed_is_not_taken_for_a_node(tmp_path):
 def test_a_folder_that_cannot_be_written_is_found(tmp_path):
     (tmp_path / "file").write_text("")
     assert "Not a directory" in failures(checks_between(None, meeting(tmp_path / "file", 0, nodes=1)))["folder"]
+
+
+def test_a_node_that_cannot_write_waits_for_nobody(tmp_path):
+    (tmp_path / "file").write_text("")
+    found = list(checks_between(None, meeting(tmp_path / "file", 0)))
+    assert [finding.level for finding in found] == [Level.FAIL]
+
+
+def test_a_file_system_without_locks_is_found(tmp_path, monkeypatch):
+    """As Lustre that is mounted without ``-o flock`` answers."""
+    monkeypatch.setattr(fcntl, "flock", lambda *given: (_ for _ in ()).throw(OSError(errno.ENOSYS, "Function not implemented")))
+    said = failures(checks_between(None, meeting(tmp_path, 0, nodes=1)))["folder"]
+    assert "without file locks (Function not implemented)" in said and "-o flock" in said
 
 
 def test_ports_that_a_firewall_closes_are_named(tmp_path):

@@ -67,7 +67,7 @@ HEADER = """
         fresh.write_text(json.dumps(content))
         fresh.replace(path)
     def checkpoint(step):
-        write(run / "checkpoints" / f"step_{step:06d}" / "complete.json", {"files": {}})
+        write(run / "checkpoints" / f"step_{step:06d}" / "complete.json", {"format": 1, "files": {}})
 """
 FINISHES = """
     (run / "hf").mkdir()
@@ -395,7 +395,7 @@ def test_a_newer_checkpoint_begins_the_count_of_failures_anew(tmp_path):
     assert [jobs.may_restart(folder, 2) for _ in range(2)] == [True, True]
     checkpoint = folder.checkpoints / "step_000001"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "complete.json").write_text('{"files": {}}')
+    (checkpoint / "complete.json").write_text('{"format": 1, "files": {}}')
     assert [jobs.may_restart(folder, 2) for _ in range(4)] == [True, True, False, True]
 
 

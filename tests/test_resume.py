@@ -1,6 +1,7 @@
 """What a resumed run goes on from: the critic beside the policy, the moved KL coefficient, its own recorded batches. Engines are records
 of what they were asked; real ones are resumed in tests/test_checkpoint.py, tests/test_critic.py and end to end."""
 
+import itertools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +16,13 @@ from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import KLConfig
 from launch import learning
 from launch.run_folder import RunFolder
-from parallel.checkpoint import CheckpointError, is_valid
+from parallel.checkpoint import CheckpointError
+from parallel.checkpoint_files import is_valid, latest_valid, prune, step_folder, valid_checkpoints
+from parallel.hf_files import hidden_folder
+from tests.megatron_workers import run_ranks
 from tests.packed_batches import random_batch
 from tests.test_replay import recorded
+from trainer import resume
 from trainer.metrics import values
 from trainer.ranks import alone
 from trainer.recording import Recorder, batch_file, read_batch, recorded_steps, write_batch
@@ -109,6 +114,22 @@ def test_without_a_checkpoint_the_data_begins_anew_and_what_the_lost_steps_left_
     assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.lost.jsonl").read_text() == '{"step": 0}\n'
 
 
+def test_what_a_killed_writer_has_left_goes_with_the_next_start(tmp_path):
+    """Of the model and of checkpoints, the critic's too; whatever else is there stays."""
+    folder = RunFolder(tmp_path)
+    left = [
+        folder.checkpoints / ".step_000004.partial", folder.checkpoints / ".step_000002.old.x1" / "step_000002",
+        folder.critic_checkpoints / ".step_000004.partial", hidden_folder(folder.hf), folder.path / ".hf.old.x2" / "hf",
+    ]  # fmt: skip
+    kept = [folder.checkpoints / "step_000003", folder.critic_checkpoints / "step_000003", folder.hf, hidden_folder(folder.export)]
+    for path in (*left, *kept):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "weights").write_text("many")
+    learning.forget_lost_steps(folder, Recorder(folder.batches, "none", recorded().correction), 3)
+    assert [path for path in left if path.exists()] == []
+    assert {file.parent for file in tmp_path.rglob("weights")} == set(kept)
+
+
 @pytest.mark.parametrize(
     ("every", "stop", "complete", "found"),
     [
@@ -141,6 +162,41 @@ def test_a_critic_without_its_policy_is_never_kept_in_the_place_of_one_with_it(t
     run.critic.engine.save(tmp_path / "critic" / "step_000009", {"step": 9})
     checkpointer.save(4, run, Data())
     assert [p.name for p in (tmp_path / "critic").iterdir()] == ["step_000004"]
+
+
+def test_the_newest_checkpoint_is_by_number_and_of_a_format_that_can_be_read(tmp_path):
+    """Before a start, too: what is checked then is what the learner will load."""
+    folder = RunFolder(tmp_path)
+    for step in (999_998, 999_999, 1_000_000):
+        Saves().save(step_folder(folder.checkpoints, step), {})
+    assert folder.newest_checkpoint() == latest_valid(folder.checkpoints) == folder.checkpoints / "step_1000000"
+    assert [*valid_checkpoints(folder.checkpoints)] == [999_998, 999_999, 1_000_000]
+    (folder.checkpoints / "step_1000000" / "complete.json").write_text('{"format": 2, "files": {}}')
+    assert folder.newest_checkpoint() == folder.checkpoints / "step_999999"
+    prune(folder.checkpoints, keep=1)
+    assert [*valid_checkpoints(folder.checkpoints)] == [999_999]
+
+
+def work_stale_listing(root: Path) -> tuple[list[Path], list[Path]]:
+    """What each rank loads where rank 1's node still knows the folder as it was before the newest checkpoint, for a while."""
+    run = learner(critic=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            looks = itertools.count()
+            patch.setattr(resume, "POLL_S", 0.01)
+            patch.setattr(resume, "latest_valid", lambda folder: folder / "step_000002")
+            patch.setattr(resume, "is_valid", lambda folder: next(looks) >= 5 and is_valid(folder))
+        Checkpointer(root, CheckpointConfig()).restore(run, Data())
+    return run.engine.loaded, run.critic.engine.loaded
+
+
+@pytest.mark.engines
+def test_all_ranks_load_the_checkpoint_that_the_first_one_chose(tmp_path):
+    root, run = tmp_path / "checkpoints", learner(critic=True)
+    for step in (2, 4):
+        Checkpointer(root, CheckpointConfig()).save(step, run, Data())
+    found = run_ranks(work_stale_listing, 2, tmp_path / "ranks", root)
+    assert found == [([root / "step_000004"], [root / "critic" / "step_000004"])] * 2
 
 
 def test_a_missing_critic_is_an_error_before_the_policy_is_touched(tmp_path):

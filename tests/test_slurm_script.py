@@ -364,7 +364,7 @@ def test_a_run_that_a_job_has_is_not_submitted_again(config_file, fake_slurm, st
     run = config_file.parent / "runs" / "before"
     checkpoint = run / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "complete.json").write_text(json.dumps({"files": {}}))
+    (checkpoint / "complete.json").write_text(json.dumps({"format": 1, "files": {}}))
     (run / "config.yaml").write_text(resolved_yaml(load_config(config_file, ["layout.dp=1"])))
     (run / "job.json").write_text(json.dumps({"job_id": "17", "nodes": ["n1"], "restart": 0}))
     done = tandem_slurm(run / "config.yaml", f"resume={run}", "--submit", PATH=fake_slurm, FAKE_STATE=state)

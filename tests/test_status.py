@@ -10,7 +10,7 @@ import pytest
 
 from launch.checks import BadInput
 from launch.run_folder import RunFolder
-from launch.status import log_files, status
+from launch.status import _is_held, _name_of_lock, log_files, status
 
 ROOT = Path(__file__).resolve().parent.parent
 NOW = 1_000_000.0
@@ -35,7 +35,7 @@ def train(folder: RunFolder, steps: int, *, ago_s: float = 5.0) -> None:
 def checkpoint(folder: RunFolder, step: int, *, ago_s: float) -> None:
     manifest = folder.checkpoints / f"step_{step:06d}" / "complete.json"
     manifest.parent.mkdir(parents=True)
-    manifest.write_text('{"files": {}}')
+    manifest.write_text('{"format": 1, "files": {}}')
     os.utime(manifest, (NOW - ago_s, NOW - ago_s))
 
 
@@ -82,6 +82,18 @@ def test_a_look_takes_no_lock(folder):
         other.wait(timeout=30)
     assert lines_of(folder)["state"].startswith("not running")
     folder.claim()
+
+
+def test_a_lock_of_another_file_system_is_not_this_runs(folder, tmp_path):
+    """Inode numbers are of one file system."""
+    lock, table = folder.path / "roles" / "lock", tmp_path / "locks"
+    folder.claim()
+    inode = lock.stat().st_ino
+    assert _is_held(lock)
+    table.write_text(f"1: FLOCK  ADVISORY  WRITE 1 ff:ff:{inode} 0 EOF\n2: POSIX  ADVISORY  WRITE 1{_name_of_lock(lock)}0 EOF\n")
+    assert not _is_held(lock, table)
+    table.write_text(f"1: FLOCK  ADVISORY  WRITE 1 ff:ff:{inode} 0 EOF\n2: FLOCK  ADVISORY  WRITE 1{_name_of_lock(lock)}0 EOF\n")
+    assert _is_held(lock, table)
 
 
 def test_a_stop_that_was_asked_for_is_seen_before_and_after_it_is_honoured(folder):

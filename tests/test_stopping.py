@@ -217,6 +217,6 @@ def test_an_attempt_without_a_checkpoint_is_begun_anew_and_its_metrics_are_put_a
     folder._held.pop().close()  # the lock of that attempt, which goes with its process
     whole = tmp_path / "checkpoints" / "step_000001"
     whole.mkdir(parents=True)
-    (whole / "complete.json").write_text('{"files": {}}')
+    (whole / "complete.json").write_text('{"format": 1, "files": {}}')
     folder.claim()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'

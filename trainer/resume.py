@@ -1,15 +1,20 @@
 """Resumable checkpoints of a run: engine state (weights, optimizer, schedule, RNG) with the step, version and data position."""
 
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from configs.schema.learner import CheckpointConfig
-from parallel.checkpoint import latest_valid, prune, remove, step_folder, valid_checkpoints
+from parallel.checkpoint_files import is_valid, latest_valid, prune, remove, step_folder, valid_checkpoints
 from trainer.learner import Learner
 from trainer.sampling import SharedSampler
 from trainer.turns import OwnDevices
+
+SEEN_TIMEOUT_S = 60.0
+"""For a checkpoint of another node to be seen: clients of NFS remember for as long what was not there."""
+POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +31,7 @@ class Progress:
 
 
 class Checkpointer:
-    """Writes ``folder/step_000010`` every so many steps; an unfinished one is never picked up (see parallel/checkpoint.py).
+    """Writes ``folder/step_000010`` every so many steps; an unfinished one is never picked up (see parallel/checkpoint_files.py).
 
     A critic's checkpoints lie in ``folder/critic``, each written before the policy's of the same step: a policy's that is complete has one.
     """
@@ -78,9 +83,9 @@ class Checkpointer:
 
     def _prune(self) -> None:
         prune(self._folder, keep=self._config.keep)
-        kept = {folder.name for folder in valid_checkpoints(self._folder)}
-        for folder in valid_checkpoints(self._critic_folder):
-            if folder.name not in kept:
+        kept = valid_checkpoints(self._folder)
+        for step, folder in valid_checkpoints(self._critic_folder).items():
+            if step not in kept:
                 remove(folder)
 
     def restore(self, learner: Learner, sampler: SharedSampler) -> Progress | None:
@@ -88,7 +93,7 @@ class Checkpointer:
 
         Raises CheckpointError where a critic's is missing.
         """
-        newest = latest_valid(self._folder)
+        newest = self._newest()
         if newest is None:
             sampler.load_state(None)
             return None
@@ -100,3 +105,17 @@ class Checkpointer:
         sampler.load_state(progress.sampler)
         self.complete = self._saved = progress.step
         return progress
+
+    def _newest(self) -> Path | None:
+        """The newest valid checkpoint as rank 0 sees it: what another node has last read of a shared folder may be older.
+
+        The other ranks wait until they see it too, and a critic's beside it; ``load`` is an error on all of them where one does not.
+        """
+        seen: list[list[Path]] = [[]]
+        if dist.get_rank() == 0 and (newest := latest_valid(self._folder)) is not None:
+            seen = [[newest, *filter(is_valid, [self._critic_folder / newest.name])]]
+        dist.broadcast_object_list(seen, src=0)
+        deadline = time.monotonic() + SEEN_TIMEOUT_S
+        while not all(map(is_valid, seen[0])) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return next(iter(seen[0]), None)

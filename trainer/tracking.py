@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
 
-from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from trainer.alarms import Alarm
 from trainer.interruption import StopRequested
@@ -156,7 +155,7 @@ class Tracker:
 
     def __init__(self, config: RunConfig, run_dir: Path, *, resumed_from_step: int | None = None):
         """
-        run_dir: an existing or new folder; config.yaml, metrics.jsonl, console.log and (where no other store is named) mlflow.db go there.
+        run_dir: a folder with the run's config.yaml; metrics.jsonl, console.log and (where no other store is named) mlflow.db go there.
         resumed_from_step: metrics of later steps, written before the interruption, are dropped.
         Raises ValueError where the folder already holds metrics and the run is not a resumed one; OSError where it cannot be written.
         """
@@ -165,7 +164,6 @@ class Tracker:
         if resumed_from_step is None and path.exists() and path.stat().st_size:
             raise ValueError(f"{run_dir} already holds the metrics of a run; use another `name`, or go on with `resume={run_dir}`")
         kept = [] if resumed_from_step is None else _keep_until(path, resumed_from_step)
-        (run_dir / "config.yaml").write_text(resolved_yaml(config), encoding="utf-8")
         self._num_steps, self._grace_s = config.steps, config.launch.stop_grace_s
         self._last_step = kept[-1]["step"] if kept else 0
         self._last_line: dict[str, Any] = kept[-1] if kept else {}
