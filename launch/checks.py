@@ -4,6 +4,7 @@ Every problem that is found is reported at once, with the line that set its fiel
 only a valid one can be compared with anything.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
