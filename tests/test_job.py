@@ -367,7 +367,7 @@ def test_starts_wait_longer_and_longer_until_there_is_a_checkpoint(tmp_path):
         waited.append(jobs.pause_s(folder))
         assert jobs.may_restart(folder, limit=9)
     assert waited == [0, 15, 30, 60, 60]
-    write_json(folder.path / "checkpoints" / "step_000001" / "complete.json", {"files": {}})
+    write_json(folder.path / "checkpoints" / "step_000001" / "complete.json", {"format": 1, "files": {}})
     assert jobs.pause_s(folder) == 0
 
 
