@@ -31,8 +31,8 @@ def watched() -> Iterator[None]:
     The kernel does that for want of memory, and Megatron would wait for that part for ever. An exception would not do: the other ranks are
     inside Megatron's collectives, and end with this one.
     """
-    over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(over,), name="checkpoint-writers", daemon=True)
+    over, others = threading.Event(), set(process._children)
+    thread = threading.Thread(target=_watch, args=(over, others), name="checkpoint-writers", daemon=True)
     thread.start()
     try:
         yield
@@ -41,10 +41,10 @@ def watched() -> Iterator[None]:
         thread.join()
 
 
-def _watch(over: threading.Event) -> None:
+def _watch(over: threading.Event, others: set[process.BaseProcess]) -> None:
     seen: set[process.BaseProcess] = set()
     while not over.wait(LOOK_EVERY_S):
-        seen |= set(process._children)  # active_children() forgets one that has ended before anybody saw it
+        seen |= set(process._children) - others  # active_children() forgets one that has ended before anybody saw it
         for writer in seen:
             if (writer.exitcode or 0) < 0:
                 said = f"a process that wrote a part of the checkpoint was killed by {signal.Signals(-writer.exitcode).name}"
