@@ -110,9 +110,9 @@ def _failures(folder: RunFolder) -> int:
     """How many starts have left no newer checkpoint than the newest."""
     try:
         before = json.loads(folder.restarts.read_text())
-    except (FileNotFoundError, ValueError):
+        return before["failures"] if before["checkpoint"] == _newest(folder) else 0
+    except (FileNotFoundError, ValueError, KeyError):
         return 0
-    return before["failures"] if before["checkpoint"] == _newest(folder) else 0
 
 
 def _newest(folder: RunFolder) -> str | None:

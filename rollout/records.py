@@ -9,7 +9,6 @@ class FinishReason(StrEnum):
     """The model ended its answer with an end-of-sequence token, which is part of the response."""
     LENGTH = "length"
     """max_new_tokens were sampled without an end."""
-    """The server dropped the request; never trained on."""
 
 
 class TrajectoryStatus(StrEnum):

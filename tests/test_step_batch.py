@@ -433,7 +433,7 @@ def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
 
     folder = make_hf_model(tmp_path / "m", "qwen3")
     arguments = (folder, make_groups(LENGTHS, REWARDS, seed=3, vocab=43), JOBS)
-    one = work_learner_steps(1, *arguments)
+    (one,) = run_ranks(work_learner_steps, 1, tmp_path / "rank", 1, *arguments)  # with as many threads as the two
     two = run_ranks(work_learner_steps, 2, tmp_path / "ranks", 2, *arguments)
     for index, job in enumerate(JOBS):
         wanted = one[index]
@@ -445,7 +445,7 @@ def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
             # Adam divides by the gradient's own size, so a rounding error of a tiny gradient weighs more in weights than in gradients.
             assert relative_difference(found["weights"], wanted["weights"]) < 5e-6, job
             for gradient, whole in zip(found["gradients"], wanted["gradients"], strict=True):
-                assert relative_difference(gradient, whole) < 5e-6, job
+                assert relative_difference(gradient, whole) < 1e-6, job
     assert len({f"{job['norms'][0]:.5g}" for job in one}) == len(MODES) + 4, "jobs do not differ, so a wrong one would not show"
     assert all(0.1 < job["kept"][0] < 1 for job in one[-5:]), "rejection should take some of the tokens and leave some"
     before, within = one[-2:]
