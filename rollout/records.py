@@ -1,7 +1,9 @@
 """The records that sampling produces. All are frozen; L counts prompt and response tokens, R response tokens."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class FinishReason(StrEnum):
@@ -26,6 +28,8 @@ class Prompt:
     text: str
     task: str
     reference: str
+    row: Mapping[str, Any] | None = None
+    """The whole record of the data file, where a reward function may ask for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

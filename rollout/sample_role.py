@@ -23,7 +23,7 @@ from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S, heartbeats
 from rollout.prompt_room import prompt_room
 from rollout.records import Prompt
-from rollout.rewards import RewardModelError, Scorer, WorkerStartError
+from rollout.rewards import RewardModelError, Scorer, WorkerStartError, may_read_rows
 from rollout.router import generation_client
 from rollout.sample_messages import (
     Done,
@@ -93,7 +93,7 @@ def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Tas
     """The task, with the model's tokenizer. Raises ValueError where either, or one of the prompts, cannot be used."""
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(tokenizer, config.model.path)
-    task = load_task(config.task, tokenizer=tokenizer)
+    task = load_task(config.task, tokenizer=tokenizer, keep_rows=may_read_rows(config.reward_type))
     check_prompt_lengths(task, config, max_positions=_read_json(config.model.path / "config.json").get("max_position_embeddings"))
     return tokenizer, task
 

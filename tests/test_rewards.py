@@ -33,6 +33,7 @@ from rollout.rewards import (
     gsm8k_reward,
     import_reward_function,
     math_verify_reward,
+    may_read_rows,
     overlong_penalty,
 )
 from rollout.rewards.arithmetic import MAX_CHARACTERS, MAX_DEPTH, ExpressionError, evaluate, format_problem, parse_problem
@@ -269,6 +270,15 @@ async def coroutine(prompt_text, response_text, reference):
 def two(prompt_text, response_text):
     return 1.0
 
+def of_row(prompt_text, response_text, reference, row):
+    return float(row["level"] == int(response_text))
+
+def of_optional_row(prompt_text, response_text, reference, *, row=None):
+    return -1.0 if row is None else float(row["level"])
+
+def unknown_fourth(prompt_text, response_text, reference, metadata):
+    return 1.0
+
 number = 3
 '''
 PROMPT = Prompt(prompt_id="jsonl:7", token_ids=[1], text="p", task="jsonl", reference="r")
@@ -440,6 +450,22 @@ def test_a_reward_that_cannot_be_imported_any_more_stops_the_run(user_module):
         scores_of(config, "fine")
 
 
+def test_a_function_that_names_row_is_given_the_record(user_module):
+    prompt = replace(PROMPT, row={"prompt": "p", "answer": "r", "level": 3})
+    assert [s.value for s in scores_of(function_config(user_module, "of_row"), "3", "4", prompt=prompt)] == [1.0, 0.0]
+    assert [s.value for s in scores_of(function_config(user_module, "of_optional_row"), "3", prompt=prompt)] == [3.0]
+    assert [s.value for s in scores_of(function_config(user_module, "of_optional_row"), "3")] == [-1.0], "a task without a file has no rows"
+    with pytest.raises(ValueError, match="'metadata'"):
+        check_reward(function_config(user_module, "unknown_fourth"))
+
+
+def test_rows_are_kept_only_for_a_reward_that_may_ask_for_them(user_module):
+    function = function_config(user_module)
+    assert may_read_rows(function)
+    assert may_read_rows(WeightedReward(parts={"right": CountdownReward(), "mine": function}))
+    assert not may_read_rows(WeightedReward(parts={"right": CountdownReward()}))
+
+
 def test_check_reward_finds_what_is_wrong(user_module):
     check_reward(function_config(user_module))
     check_reward(MathVerifyReward())
@@ -449,7 +475,7 @@ def test_check_reward_finds_what_is_wrong(user_module):
         "no_such.sub:f": "there is no module 'no_such.sub'",
         f"{stem}:scroe": "did you mean 'score'",
         f"{stem}:number": "is a int, not a function",
-        f"{stem}:two": "must take \\(prompt_text, response_text, reference\\)",
+        f"{stem}:two": "must take \\(prompt_text, response_text, reference\\), and beside them at most row",
     }.items():
         with pytest.raises(ValueError, match=message):
             check_reward(FunctionReward(function=path))

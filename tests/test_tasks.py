@@ -271,6 +271,13 @@ def test_the_public_dapo_files_are_read_as_they_are(tmp_path, tokenizer, suffix)
     check_task_files(jsonl(path, answer_field="reward_model.ground_truth"))
 
 
+def test_prompts_keep_their_records_where_asked(tmp_path, tokenizer):
+    rows = [dapo_row(), dapo_row(level=2)]
+    config = jsonl(write_lines(tmp_path / "a.jsonl", *rows), answer_field="reward_model.ground_truth")
+    assert [prompt.row for prompt in load_task(config, tokenizer=tokenizer, keep_rows=True).train] == rows
+    assert [prompt.row for prompt in load_task(config, tokenizer=tokenizer).train] == [None, None]
+
+
 def test_a_field_whose_own_name_has_a_dot_comes_first(tmp_path, tokenizer):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "1", "a.b": "whole", "a": {"b": "inner"}})
     assert load_task(jsonl(path, answer_field="a.b"), tokenizer=tokenizer).train[0].reference == "whole"

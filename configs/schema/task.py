@@ -81,7 +81,9 @@ class FunctionReward(Schema):
     type: Literal["function"] = "function"
     weight: Weight = 1.0
     function: str
-    """``module:function`` of the user's, called as ``f(prompt_text, response_text, reference) -> float``."""
+    """``module:function``, called as ``f(prompt_text, response_text, reference)``. It returns a number, or ``(number, parts)``, where
+    ``parts`` is a dict of numbers, recorded as ``reward/part/NAME``. A function with a parameter ``row`` also gets the whole record of
+    the data file, as a dict (None for countdown). The module is looked for in the current folder, and among the installed ones."""
     timeout_s: PositiveFloat = 10.0
     """Of one call; past it the sample scores 0 and is marked failed."""
 

@@ -5,7 +5,7 @@ from rollout.rewards.function import import_reward_function
 from rollout.rewards.length import overlong_penalty
 from rollout.rewards.math_answers import gsm8k_reward, math_verify_reward
 from rollout.rewards.model import RewardModelError
-from rollout.rewards.scorer import Scorer, check_reward
+from rollout.rewards.scorer import Scorer, check_reward, may_read_rows
 from rollout.rewards.worker import WorkerStartError
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "gsm8k_reward",
     "import_reward_function",
     "math_verify_reward",
+    "may_read_rows",
     "overlong_penalty",
 ]

@@ -11,8 +11,8 @@ from numbers import Real
 
 from rollout.records import Score
 
-RewardFunction = Callable[[str, str, str], float | tuple[float, dict[str, float]]]
-"""f(prompt_text, response_text, reference) -> value, or (value, parts)."""
+RewardFunction = Callable[..., float | tuple[float, dict[str, float]]]
+"""f(prompt_text, response_text, reference) -> value, or (value, parts). One with a parameter ``row`` is also given the data file's row."""
 
 
 def import_reward_function(path: str) -> RewardFunction:
@@ -50,12 +50,22 @@ def _checked(path: str, module: object, name: str) -> RewardFunction:
     if not callable(function):
         raise ValueError(f"reward function {path!r} is a {type(function).__name__}, not a function; name one that can be called")
     try:
-        inspect.signature(function).bind("prompt", "response", "reference")
+        more = {"row": {}} if takes_row(function) else {}
+        inspect.signature(function).bind("prompt", "response", "reference", **more)
     except TypeError as error:
-        raise ValueError(f"reward function {path!r} must take (prompt_text, response_text, reference): {error}") from error
+        must = "must take (prompt_text, response_text, reference), and beside them at most row"
+        raise ValueError(f"reward function {path!r} {must}: {error}") from error
     except ValueError:  # some functions written in C have no signature; the first call will tell
         pass
     return function
+
+
+def takes_row(function: Callable) -> bool:
+    """Whether a reward function names a parameter ``row``, for the whole record of the data file."""
+    try:
+        return "row" in inspect.signature(function).parameters
+    except ValueError:  # some functions written in C have no signature
+        return False
 
 
 def to_score(returned: object) -> Score:

@@ -49,6 +49,11 @@ def _parts(config: AnyReward) -> dict[str, RewardPart]:
     return {f"reward.parts.{name}": part for name, part in config.parts.items()} if config.type == "weighted" else {"reward": config}
 
 
+def may_read_rows(config: AnyReward) -> bool:
+    """Whether a part of the reward is the user's function, which may ask for the record that a prompt was made of."""
+    return any(part.type == "function" for part in _parts(config).values())
+
+
 _Reward = Callable[[Prompt, str, int], Awaitable[Score]]
 """f(prompt, response_text, num_tokens)"""
 
@@ -187,7 +192,7 @@ class _Processes:
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
     async def score(self, prompt: Prompt, response_text: str, num_tokens: int) -> Score:
-        job = Job(prompt_text=prompt.text, response_text=response_text, reference=prompt.reference)
+        job = Job(prompt_text=prompt.text, response_text=response_text, reference=prompt.reference, row=prompt.row)
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._pool.call, job)
 
     def close(self) -> None:

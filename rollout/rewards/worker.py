@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from rollout.records import Score
-from rollout.rewards.function import RewardFunction, describe, import_reward_function, to_score
+from rollout.rewards.function import RewardFunction, describe, import_reward_function, takes_row, to_score
 from rollout.rewards.math_answers import math_verify_reward
 
 START_TIMEOUT_S = 120.0
@@ -40,6 +41,7 @@ class Job:
     prompt_text: str
     response_text: str
     reference: str
+    row: Mapping[str, object] | None = None
 
 
 Reply = tuple[Literal["ready", "failed", "score", "error"], Score | str | None]
@@ -81,7 +83,8 @@ def _math_verify(prompt_text: str, response_text: str, reference: str) -> tuple[
 
 def _answer(function: RewardFunction, job: Job) -> Reply:
     try:
-        returned = function(job.prompt_text, job.response_text, job.reference)
+        row = {"row": job.row} if takes_row(function) else {}
+        returned = function(job.prompt_text, job.response_text, job.reference, **row)
     except (Exception, SystemExit) as error:  # reward code may raise anything, or call exit(); the run goes on
         return "error", describe(error)
     try:

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Problem", "Task", "check_task_files", "generate_sft_examples", "load_task", "longest_above", "read_pairs"]
 
-LOADERS = {CountdownTask: load_countdown, Gsm8kTask: load_gsm8k, JsonlTask: load_jsonl}
+FILE_LOADERS = {Gsm8kTask: load_gsm8k, JsonlTask: load_jsonl}
 
 
-def load_task(config: TaskConfig, *, tokenizer: "PreTrainedTokenizerBase") -> Task:
-    """The prompts of a task, for training and held out.
+def load_task(config: TaskConfig, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
+    """The prompts of a task, for training and held out. ``keep_rows``: each with the whole record of its file, for the user's reward.
 
     Raises:
         ValueError: what the task's own loader cannot use: a file, a line, a tokenizer; it names the thing and the fix.
     """
-    return LOADERS[type(config)](config, tokenizer=tokenizer)
+    if isinstance(config, CountdownTask):
+        return load_countdown(config, tokenizer=tokenizer)
+    return FILE_LOADERS[type(config)](config, tokenizer=tokenizer, keep_rows=keep_rows)

@@ -24,16 +24,16 @@ Record = tuple[str, dict]
 """Where it stands (``file:line 3``), for messages, and its fields."""
 
 
-def load_gsm8k(config: Gsm8kTask, *, tokenizer: "PreTrainedTokenizerBase") -> Task:
+def load_gsm8k(config: Gsm8kTask, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
     """GSM8K from the user's disk: ``question`` is the prompt, what follows ``####`` in ``answer`` the reference.
 
     Raises:
         ValueError: see ``read_records``; also an answer without ``#### <number>``, naming its line.
     """
-    return _load(config, tokenizer, name="gsm8k", fields=("question", "answer"), to_reference=gsm8k_reference)
+    return _load(config, tokenizer, name="gsm8k", fields=("question", "answer"), to_reference=gsm8k_reference, keep_rows=keep_rows)
 
 
-def load_jsonl(config: JsonlTask, *, tokenizer: "PreTrainedTokenizerBase") -> Task:
+def load_jsonl(config: JsonlTask, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
     """Any file of prompts and answers; the answer is the reference as it stands.
 
     A field inside others is named with dots (``reward_model.ground_truth``). A prompt is text, or a conversation of a single user's
@@ -42,7 +42,8 @@ def load_jsonl(config: JsonlTask, *, tokenizer: "PreTrainedTokenizerBase") -> Ta
     Raises:
         ValueError: see ``read_records``; also a conversation of anything else.
     """
-    return _load(config, tokenizer, name="jsonl", fields=(config.prompt_field, config.answer_field), to_reference=str)
+    fields = (config.prompt_field, config.answer_field)
+    return _load(config, tokenizer, name="jsonl", fields=fields, to_reference=str, keep_rows=keep_rows)
 
 
 def _load(
@@ -52,12 +53,13 @@ def _load(
     name: str,
     fields: tuple[str, str],
     to_reference: Callable[[str], str],
+    keep_rows: bool,
 ) -> Task:
     def encode(text: str) -> list[int]:
         return encode_prompt(tokenizer, text, system_prompt=config.system_prompt, apply_chat_template=config.apply_chat_template)
 
     def prompts(path: Path | None) -> LazyPrompts:
-        problems = [] if path is None else _problems(path, name, fields, to_reference)
+        problems = [] if path is None else _problems(path, name, fields, to_reference, keep_rows=keep_rows)
         return LazyPrompts(problems, task=name, to_problem=lambda problem: problem, encode=encode)
 
     task = Task(name=name, train=prompts(config.train_path), heldout=prompts(config.heldout_path))
@@ -65,10 +67,12 @@ def _load(
     return task
 
 
-def _problems(path: Path, task: str, fields: tuple[str, str], to_reference: Callable[[str], str]) -> list[Problem]:
+def _problems(
+    path: Path, task: str, fields: tuple[str, str], to_reference: Callable[[str], str], *, keep_rows: bool = False
+) -> list[Problem]:
     problems, seen = [], Counter()
     digests: dict[tuple[str, str], str] = {}  # public files hold the same problem a hundred times: it is hashed, and kept, once
-    for where, text, answer in _read_fields(path, *fields):
+    for where, text, answer, record in _read_fields(path, *fields):
         try:
             reference = to_reference(answer)
         except ValueError as error:
@@ -76,7 +80,8 @@ def _problems(path: Path, task: str, fields: tuple[str, str], to_reference: Call
         content = digests.get((text, reference)) or digests.setdefault((text, reference), _digest(text, reference))
         seen[content] += 1
         repeat = f"#{seen[content]}" if seen[content] > 1 else ""  # the same problem twice in a file is two prompts
-        problems.append(Problem(prompt_id=f"{task}:{content}{repeat}", text=sys.intern(text), reference=reference))
+        row = record if keep_rows else None
+        problems.append(Problem(prompt_id=f"{task}:{content}{repeat}", text=sys.intern(text), reference=reference, row=row))
     return problems or _refuse_empty(path, fields)
 
 
@@ -104,17 +109,18 @@ def read_pairs(path: Path, first_field: str, second_field: str) -> list[tuple[st
         ValueError: see ``read_records``; also a field that is missing, empty or neither text nor a number, naming the line, and a file
             without records.
     """
-    return list(_read_fields(path, first_field, second_field)) or _refuse_empty(path, (first_field, second_field))
+    return [found[:3] for found in _read_fields(path, first_field, second_field)] or _refuse_empty(path, (first_field, second_field))
 
 
 def _refuse_empty(path: Path, fields: tuple[str, str]) -> NoReturn:
     raise ValueError(f"{path} holds no records; write one per line, with the fields {' and '.join(f'`{f}`' for f in fields)}")
 
 
-def _read_fields(path: Path, first_field: str, second_field: str) -> Iterator[tuple[str, str, str]]:
+def _read_fields(path: Path, first_field: str, second_field: str) -> Iterator[tuple[str, str, str, dict]]:
+    """Where each record stands, its two texts, and the record itself."""
     for where, record in read_records(path):
         first = _only_message(_value(record, first_field, where), first_field, where)
-        yield where, _text(first, first_field, where), _text(_value(record, second_field, where), second_field, where)
+        yield where, _text(first, first_field, where), _text(_value(record, second_field, where), second_field, where), record
 
 
 def _value(record: dict, field: str, where: str) -> Any:

@@ -1,8 +1,8 @@
 """What a task is: prompts to train on and prompts to measure on, turned into token ids only when they are asked for."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 from rollout.records import Prompt
 
@@ -15,6 +15,8 @@ class Problem:
     """Stable over runs and machines: it comes from the content alone."""
     text: str
     reference: str
+    row: Mapping[str, Any] | None = None
+    """The record it was made of, where it is kept."""
 
 
 class LazyPrompts(Sequence[Prompt]):
@@ -46,6 +48,7 @@ class LazyPrompts(Sequence[Prompt]):
             text=problem.text,
             task=self._task,
             reference=problem.reference,
+            row=problem.row,
         )
 
     def may_exceed(self, num_tokens: int) -> Iterator[Prompt]:
