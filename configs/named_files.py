@@ -9,6 +9,8 @@ from configs.schema import RunConfig, SftConfig
 from configs.yaml_values import Value
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
+"""Pickles mostly."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
 
 
@@ -50,11 +52,42 @@ def _model_problems(field: str, model: Path, tokenizers: tuple[str, ...]) -> Ite
         error = "a Hugging Face folder is wanted, this is a file" if model.exists() else "no such folder"
         yield field, model, error, _fix_path(model, "download the checkpoint to this disk first, and name its folder")
         return
-    for wanted in filter(None, (("config.json",), WEIGHTS, tokenizers)):
-        if not any((model / name).is_file() for name in wanted):
-            fix = "name the folder that holds config.json, *.safetensors and the tokenizer, or download what is missing"
-            yield field, model, f"the folder has no {' or '.join(wanted)}", fix
-            return
+    if not (model / "config.json").is_file():
+        yield field, model, "the folder has no config.json", _fix_folder(model)
+    elif (missing := missing_weights(model)) is not None:
+        yield field, model, *missing
+    elif tokenizers and not any((model / name).is_file() for name in tokenizers):
+        yield field, model, f"the folder has no {' or '.join(tokenizers)}", _WHAT_A_FOLDER_HOLDS
+
+
+_WHAT_A_FOLDER_HOLDS = "name the folder that holds config.json, *.safetensors and the tokenizer, or download what is missing"
+
+
+def _fix_folder(model: Path) -> str:
+    """Published models come with a folder around them now and then."""
+    inside = sorted(path.parent for path in model.glob("*/config.json"))
+    return f"did you mean `{inside[0]}`?" if len(inside) == 1 else _WHAT_A_FOLDER_HOLDS
+
+
+def missing_weights(model: Path) -> tuple[str, str] | None:
+    """(what is wrong, fix) of a folder without safetensors of the names that are read; None where they are there."""
+    if any((model / name).is_file() for name in WEIGHTS):
+        return None
+    error = f"the folder has no {' or '.join(WEIGHTS)}"
+    others = sorted(path.name for pattern in OTHER_WEIGHTS for path in model.glob(pattern))
+    shards = sorted(path.name for path in model.glob("*.safetensors"))
+    if shards:
+        found = f", though it has {shards[0]}"
+        fix = f"download {WEIGHTS[1]} too; a single file is to be named {WEIGHTS[0]}"
+    elif others:
+        found = f", but {others[0]}, which is not read: it would run code of whoever wrote it, or is of another program"
+        fix = (
+            "use a copy with safetensors; most models have one, and `transformers` makes one of a model that you trust: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
+        )
+    else:
+        found, fix = "", _WHAT_A_FOLDER_HOLDS
+    return error + found, fix
 
 
 def _data_files(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path]]:

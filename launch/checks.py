@@ -4,6 +4,7 @@ Every problem that is found is reported at once, with the line that set its fiel
 only a valid one can be compared with anything.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any, get_args
 
 from configs.errors import COMMAND_LINE
 from configs.loader import Finding, load_config
+from configs.named_files import missing_weights
 from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import NodesConfig
 from configs.schema.rollout import RolloutConfig
@@ -20,6 +22,7 @@ from configs.schema.task import CountdownTask, FileTask
 from launch.device_memory import Device, device_of, gpus_here, memory_problems
 from launch.placement import check_placement
 from launch.run_folder import RunFolder, check_can_be_made
+from parallel.hf_headers import weight_problems
 from parallel.layout import check_critic_vocabulary, layout_problems, read_architecture, read_hf_config, validate_rollout_layout
 from parallel.planner import static_share
 from rollout.prompt_room import prompt_room
@@ -72,6 +75,7 @@ def load(
             yield "launch.nodes", f"this machine alone cannot run launch.nodes; {instead_of_nodes}"
         against_model = [*of_layout, *_of_models(config)]
         yield from against_model
+        yield from _of_weights(config)
         yield from _of_run(config, runs) if isinstance(config, RunConfig) else _of_sft(config)
         if runs == EVALUATION and getattr(config.task, "heldout_path", "generated") is None:
             yield "task.heldout_path", "task.heldout_path=null gives no held-out problems to evaluate on; name a file of them"
@@ -155,6 +159,16 @@ def _of_critic(config: RunConfig, hf_config: dict[str, Any], known: Sequence[str
         return
     yield from (("layout", f"of critic.model: {said}") for said in wrong if said not in known)
     yield from _unless("critic.model.path", check_critic_vocabulary, of_critic, hf_config)
+
+
+def _of_weights(config: RunConfig | SftConfig) -> Iterator[Finding]:
+    """By the headers of their files; a config.json that cannot be used has been named before."""
+    critic = config.critic.model if isinstance(config, RunConfig) and config.critic is not None else None
+    folders = {"model.path": config.model.path} | ({} if critic is None else {"critic.model.path": critic.path})
+    for field, folder in folders.items():
+        if missing_weights(folder) is None:
+            with contextlib.suppress(ValueError):
+                yield from ((field, said) for said in weight_problems(folder, read_architecture(read_hf_config(folder))))
 
 
 def _unless(field: str, check: Callable[..., object], *arguments: object) -> Iterator[Finding]:

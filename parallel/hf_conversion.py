@@ -7,7 +7,7 @@ Both directions move one Megatron tensor at a time, and each pipeline stage its 
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +19,8 @@ import parallel.megatron_setup  # noqa: F401  # isort: skip - before megatron.co
 from megatron.core import parallel_state
 
 from parallel.hf_files import MAX_SHARD_BYTES, HuggingFaceWeights, Shard, ShardWriter, finish_folder, hidden_folder
-from parallel.hf_names import EMBEDDING, OUTPUT, TOP, all_hf_names, expert_of, hf_names, ungrouped, with_expert
+from parallel.hf_headers import IGNORED
+from parallel.hf_names import EMBEDDING, OUTPUT, TOP, all_hf_names, expert_of, hf_names, hf_shapes, ungrouped, with_expert
 from parallel.layout import padded_vocab_size
 from parallel.megatron_groups import is_stage_first
 from parallel.megatron_model import PackedGPTModel
@@ -28,8 +29,6 @@ from parallel.megatron_moe import first_local_expert
 T = TypeVar("T")
 
 _VALUE_HEAD = "value_head.weight"
-# Buffers that some published checkpoints carry and no model needs.
-_IGNORED = re.compile(r".*\.rotary_emb\.inv_freq$")
 
 
 def parameter_names(model: PackedGPTModel) -> Iterator[tuple[str, Tensor]]:
@@ -61,13 +60,14 @@ def load_weights(models: Sequence[PackedGPTModel], weights: HuggingFaceWeights) 
     Raises ValueError naming tensors that are missing, of another shape than config.json says, or left over.
     """
     _check_names(weights, models)
+    shapes = hf_shapes(models[0].architecture)
     for model in models:
         for name, parameter in parameter_names(model):
             if name == OUTPUT and model.architecture.tied:  # the last pipeline stage's copy of the tied embedding
                 name = EMBEDDING
-            parts = [weights.read(part) for part in hf_names(name, model.architecture)]
-            _check_shapes(name, parts, parameter, model)
-            parameter.copy_(_shard(name, _merge(name, parts, model), parameter))
+            parts = {part: weights.read(part) for part in hf_names(name, model.architecture)}
+            _check_shapes(parts, shapes)
+            parameter.copy_(_shard(name, _merge(name, list(parts.values()), model), parameter))
 
 
 def _check_names(weights: HuggingFaceWeights, models: Sequence[PackedGPTModel]) -> None:
@@ -77,26 +77,16 @@ def _check_names(weights: HuggingFaceWeights, models: Sequence[PackedGPTModel]) 
     if missing:
         raise ValueError(f"{weights.folder} lacks {len(missing)} tensors that its config.json asks for: {', '.join(missing[:5])}")
     # A tied model's folder may repeat the embedding as lm_head; config.json decides, as in transformers.
-    left_over = sorted(n for n in weights.names - wanted if n != TOP[OUTPUT] and not _IGNORED.match(n))
+    left_over = sorted(n for n in weights.names - wanted if n != TOP[OUTPUT] and not IGNORED.match(n))
     if left_over:
         shown = ", ".join(left_over[:5])
         raise ValueError(f"{weights.folder} has {len(left_over)} tensors that its config.json does not account for: {shown}")
 
 
-def _check_shapes(name: str, parts: Sequence[Tensor], parameter: Tensor, model: PackedGPTModel) -> None:
-    a = model.architecture
-    wide = a.intermediate_size if expert_of(name) is None else a.experts.intermediate_size
-    rows = {
-        "q_proj": a.num_heads * a.head_dim, "k_proj": a.num_kv_heads * a.head_dim, "v_proj": a.num_kv_heads * a.head_dim,
-        "gate_proj": wide, "up_proj": wide, "w1": wide, "w3": wide, "gate": a.experts and a.experts.num_experts,
-        "q_norm": a.head_dim, "k_norm": a.head_dim, "embed_tokens": a.vocab_size, "lm_head": a.vocab_size,
-    }  # fmt: skip
-    columns = {"o_proj": a.num_heads * a.head_dim, "down_proj": wide, "w2": wide}
-    for part_name, part in zip(hf_names(name, a), parts, strict=True):
-        module = part_name.split(".")[-2]
-        wanted = (rows.get(module, a.hidden_size),) + ((columns.get(module, a.hidden_size),) if parameter.dim() == 2 else ())
-        if tuple(part.shape) != wanted:
-            raise ValueError(f"tensor {part_name} has shape {tuple(part.shape)}; config.json asks for {wanted}")
+def _check_shapes(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    for name, part in parts.items():
+        if tuple(part.shape) != shapes[name]:
+            raise ValueError(f"tensor {name} has shape {tuple(part.shape)}; config.json asks for {shapes[name]}")
 
 
 def _merge(name: str, parts: Sequence[Tensor], model: PackedGPTModel) -> Tensor:

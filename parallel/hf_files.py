@@ -18,9 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from parallel.hf_headers import INDEX, SINGLE, shard_of_names
+
 MAX_SHARD_BYTES = 4 * 1024**3
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 # What a folder needs beside weights to be served and trained from: copied as they are.
 COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
@@ -36,15 +36,8 @@ class HuggingFaceWeights:
         self._files = self._locate()
 
     def _locate(self) -> dict[str, Path]:
-        index = self.folder / INDEX
-        if index.is_file():
-            try:
-                mapping = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError) as error:
-                raise ValueError(f"{index} is no index of safetensors: {error!r}") from error
-            missing = sorted({file for file in mapping.values() if not (self.folder / file).is_file()})
-            if missing:
-                raise ValueError(f"{index} names files that are not there: {missing[:5]}")
+        mapping = shard_of_names(self.folder)
+        if mapping is not None:
             return {name: self.folder / file for name, file in mapping.items()}
         single = self.folder / SINGLE
         if not single.is_file():

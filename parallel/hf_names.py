@@ -78,6 +78,27 @@ def all_hf_names(architecture: Architecture) -> set[str]:
     return found
 
 
+def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
+    """{tensor: shape} of everything that a folder of this model must have, as config.json asks for it."""
+    a = architecture
+    heads, kv_heads, dense = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.intermediate_size
+    of_experts = a.experts.intermediate_size if a.experts else dense
+    rows = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "q_norm": a.head_dim, "k_norm": a.head_dim}
+    rows |= {"embed_tokens": a.vocab_size, "lm_head": a.vocab_size, "gate": a.experts.num_experts if a.experts else 0}
+    columns = {"o_proj": heads}
+    of_mlp = {
+        wide: (rows | dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), wide), columns | dict.fromkeys(("down_proj", "w2"), wide))
+        for wide in (dense, of_experts)
+    }
+    shapes = {}
+    for name in all_hf_names(a):
+        module, kind = name.split(".")[-2:]
+        rows_here, columns_here = of_mlp[of_experts if ".experts." in name else dense]
+        is_vector = kind == "bias" or module.endswith("norm")
+        shapes[name] = (rows_here.get(module, a.hidden_size),) + (() if is_vector else (columns_here.get(module, a.hidden_size),))
+    return shapes
+
+
 def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
     """Megatron's, with and without Transformer Engine."""
     experts = architecture.experts

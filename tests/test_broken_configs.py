@@ -21,6 +21,7 @@ import yaml
 
 from launch import cli
 from launch.supervisor import Supervisor
+from tests.model_folders import make_model_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS_TO_ANSWER = 5
@@ -230,6 +231,24 @@ TABLE = {
     "another kind of model": Broken(
         options="model.path=other-kind", field="model.path", value="other-kind", error="model_type 'gpt2' is not supported", fix="qwen3"
     ),
+    "weights cut short": Broken(
+        options="model.path=cut-short", field="model.path", value="cut-short", error="so it was cut short", fix="download or copy it again"
+    ),
+    "weights of a critic cut short": Broken(
+        options="advantage={type: gae} critic.model={path: cut-short}", field="critic.model.path", value="cut-short",
+        error="so it was cut short", fix="download or copy it again",
+    ),
+    "weights of a warm start of another model": Broken(
+        command="sft", text=SFT, options="model.path=another-size", field="model.path", value="another-size",
+        error="model.embed_tokens.weight is (64, 64), not (32, 64)", fix="use the config.json that came with these weights",
+    ),
+    "pickled weights": Broken(
+        options="model.path=pickled", field="model.path", value="pickled", error="but pytorch_model.bin, which is not read",
+        fix="a copy with safetensors",
+    ),
+    "folder around the folder": Broken(
+        options="model.path=around", field="model.path", value="around", error="has no config.json", fix="did you mean `around/model`?"
+    ),
     "no task file": Broken(
         options="task={type: gsm8k, train_path: trian.jsonl}", field="task.train_path", value="trian.jsonl", error="no such file",
         fix="did you mean `train.jsonl`?",
@@ -410,14 +429,21 @@ TABLE = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made once: tests read them only."""
+    folder = tmp_path_factory.mktemp("models")
     for name, content in MODELS.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(content))
-        for file in ("model.safetensors", "tokenizer.json"):
-            (tmp_path / name / file).touch()
+        make_model_folder(folder / name, content)
+    _break_models(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for model in models.iterdir():
+        (tmp_path / model.name).symlink_to(model)
     good = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
     (tmp_path / "train.jsonl").write_text(f"{good}\n{good[:-5]}\n")
     (tmp_path / "sound.jsonl").write_text(f"{good}\n")
@@ -434,6 +460,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     monkeypatch.setattr(sys, "path", [*sys.path])
     return tmp_path
+
+
+def _break_models(folder: Path) -> None:
+    for name in ("cut-short", "another-size", "pickled", "around/model"):
+        make_model_folder(folder / name, MODELS["dense"])
+    with (folder / "cut-short" / "model.safetensors").open("r+b") as file:
+        file.truncate(10_000)
+    (folder / "another-size" / "config.json").write_text(json.dumps(MODELS["small-vocabulary"]))
+    (folder / "pickled" / "model.safetensors").rename(folder / "pickled" / "pytorch_model.bin")
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from parallel.layout import read_architecture, read_hf_config
 from parallel.memory import GIB, rollout_memory, size_text, work_of, worst_stage
 from parallel.planner import bytes_to_send
 from rollout.tiny_model import make_tiny_countdown_model
+from tests.model_folders import make_model_folder
 from tests.test_broken_configs import BASE, MODELS
 from trainer.batching import plan_batches
 
@@ -35,10 +36,7 @@ CPU = Device(kind="cpu", bytes=64 * GIB, name="this machine")
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("dense", "experts", "7b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(MODELS[name]))
-        for file in ("model.safetensors", "tokenizer.json"):
-            (tmp_path / name / file).touch()
+        make_model_folder(tmp_path / name, MODELS[name])
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE))
     sft = {"kind": "sft", "model": {"path": "dense"}, "data": {"type": "countdown"}, "output": "warm"}
     (tmp_path / "sft.yaml").write_text(yaml.safe_dump(sft))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from configs.schema.layout import LayoutConfig, layout_text
 from configs.schema.run import RunConfig
+from parallel.hf_names import hf_shapes
 from parallel.layout import fitting_layouts, read_architecture, read_hf_config, validate_layout, validate_rollout_layout
 from parallel.memory import GIB, USABLE_SHARE, work_of, worst_stage
 from parallel.planner import (
@@ -35,6 +36,7 @@ from parallel.planner import (
     reasons,
     traffic,
 )
+from tests.model_folders import write_tokenizer, write_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False}
@@ -454,10 +456,9 @@ def test_a_config_without_a_rollout_is_refused(tmp_path):
 
 def test_dry_run_says_what_a_rank_holds(tmp_path):
     write_config(tmp_path, SMALL)
-    for name in ("model.safetensors", "tokenizer.json"):  # what a run needs beside config.json, unlike a plan
-        (tmp_path / "model" / name).touch()
-    for name in ("model.safetensors", "tokenizer.json"):
-        (tmp_path / "model" / name).touch()
+    # What a run needs beside config.json, unlike a plan.
+    write_weights(tmp_path / "model" / "model.safetensors", hf_shapes(read_architecture(SMALL)))
+    write_tokenizer(tmp_path / "model")
     done = tandem("train", "run.yaml", "--dry-run", "task.type=countdown", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "# memory of a learner rank: " in done.stdout and "# memory of a server rank: " in done.stdout

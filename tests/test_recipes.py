@@ -1,11 +1,10 @@
 """Every shipped recipe, over both tasks, as a user would start it: read, checked against its model, planned for 80 GiB, and dry-run.
 
-Of the models there is config.json alone (``model_configs/``, of the public model cards); weights and tokenizers are empty files, data a few
-lines in the form of the public files.
+Of the models there is config.json alone (``model_configs/``, of the public model cards); weights are headers without numbers, the
+tokenizer is a small one, data a few lines in the form of the public files.
 """
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from launch.placement import check_placement
 from parallel.layout import Architecture, read_architecture, read_hf_config
 from parallel.memory import GIB, USABLE_SHARE, LearnerMemory, RolloutMemory, rollout_memory, stage_parameters, work_of, worst_stage
 from parallel.planner import Cluster, plan
+from tests.model_folders import make_model_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "configs" / "recipes"
@@ -81,11 +81,7 @@ def tree(tmp_path_factory) -> Path:
     """Where the recipes' relative paths lead to something."""
     folder = tmp_path_factory.mktemp("tree")
     for source in MODEL_CONFIGS.iterdir():
-        model = folder / "models" / source.name
-        model.mkdir(parents=True)
-        shutil.copy(source / "config.json", model)
-        for name in ("model.safetensors", "tokenizer.json"):
-            (model / name).touch()
+        make_model_folder(folder / "models" / source.name, json.loads((source / "config.json").read_text()))
     data = folder / "data"
     (data / "gsm8k").mkdir(parents=True)
     for name in ("train", "test"):
