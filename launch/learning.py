@@ -147,10 +147,9 @@ def compare_engines(run: "Run") -> None:
     """Before the first step: the servers get the weights of a resumed run, or rounded ones, or where they lent their memory to the learner;
     then they must give the learner's log-probs.
 
-    So do servers that have outlived the learner of an earlier attempt."""
+    Servers that have outlived the learner of an earlier attempt get the weights too, unless they still hold those of the start."""
     sends = run.first_step > 1 or run.config.rollout.quantization == "fake_int8" or run.turns.are_shared
-    if sends or run.weight_sync.finds_other_version():
-        run.weight_sync.restore()
+    run.weight_sync.take_over(sends=sends)
     gap = run.weight_sync.probe(START_PROBE_TEMPERATURE)
     if run.tracker is not None:
         run.tracker.say(f"learner and servers agree to {gap:.1e} nats at temperature {START_PROBE_TEMPERATURE} before the first step")

@@ -136,13 +136,14 @@ class WeightBroadcaster:
     this host's, as the receivers reach it.
     """
 
-    def __init__(self, *, world_size: int, backend: str, timeout_s: float, address: str = "127.0.0.1"):
+    def __init__(self, *, world_size: int, backend: str, timeout_s: float, address: str = "127.0.0.1", group_name: str | None = None):
+        """group_name: None for one that no other broadcaster of this process has."""
         self._timeout = timedelta(seconds=timeout_s)
         # Port 0: the store takes a free port itself, so nothing can take it in between.
         self._store = dist.TCPStore(address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False)
         self._backend, self._group, self._line = backend, None, Line()
         self.address, self.port, self.world_size = address, self._store.port, world_size
-        self.group_name = f"tandem-weights-{self.port}"
+        self.group_name = group_name or f"tandem-weights-{self.port}"
 
     def join(self, check: Callable[[], None]) -> None:
         """Return when every rank is in the group."""

@@ -14,6 +14,9 @@ One update, in order; what is indented runs in the servers and in the caller at 
     resume()
     probe(...)                                after resume: a paused server does not generate
 
+Servers may outlive the learner that opened an update. The next one calls ``take_over`` first: the interrupted update stays open, and paused
+servers stay paused, until a whole update has been loaded in its place.
+
 Paused servers also lend their device's memory (``release_memory``), and take it back before they are resumed.
 
 Every server serves its requests in the order of the calls, and one after the other (``ControlLine``): what is not waited for is done first.
@@ -38,6 +41,11 @@ from rollout.connections import PEER_TIMEOUT_S
 from rollout.control_line import ControlError, ControlLine
 from rollout.records import Completion
 from rollout.sglang_client import finite_logprobs, neutral_sampling_params, parse_completion
+
+NO_UPDATE = "must run between begin_weight_update() and end_weight_update()"
+"""SGLang 0.5.23's words for a server without an open update."""
+NO_GROUP = "tandem-no-group"
+"""A group that no server is in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +106,8 @@ class SGLangControl:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
         self.urls = [url.rstrip("/") for url in urls]
         self.group_name: str | None = None
+        self._is_open = [False] * len(self.urls)
+        """Of each replica: an update that another learner opened and never closed."""
         self._tensor_parallel = tensor_parallel
         self._timeout_s = timeout_s
         self._lines = [ControlLine(url, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s) for url in self.urls]
@@ -121,11 +131,13 @@ class SGLangControl:
         """Have every server's ranks join a process group; replica i's are 1 + i * tp onwards. Rank 0 joins while this is pending.
 
         Args:
-            backend: ``gloo`` or ``nccl``. world_size: of senders and receivers together.
+            backend: ``gloo`` or ``nccl``. world_size: of senders and receivers together. group_name: a group of this name that an earlier
+                learner has left behind is destroyed first; SGLang would refuse the name.
         """
         if world_size != 1 + self.num_receivers:
             raise ValueError(f"world_size={world_size} of group {group_name!r}, but one sender and {self.num_receivers} server ranks join")
         self.group_name = group_name
+        self._ask("POST", "/destroy_weights_update_group", {"group_name": group_name})  # refused where there is none, which is well
         common = {
             "master_address": master_address,
             "master_port": master_port,
@@ -157,13 +169,30 @@ class SGLangControl:
         """
         self._post_all("pause", "/pause_generation", {"mode": "retract"})
 
+    def take_over(self) -> bool:
+        """Pause servers that an earlier learner may have left in any state; whether one of them is in the middle of an update.
+
+        Such a server holds parts of two versions. It must not be resumed before the next update, which goes on in the open session: ending
+        the session first would leave a moment in which nothing tells that the weights are no version at all.
+        """
+        self.pause()
+        # SGLang has no question for it. A request to receive that cannot succeed changes nothing, and is refused for one of two reasons.
+        body = {"names": [], "dtypes": [], "shapes": [], "group_name": NO_GROUP, "load_format": "flattened_bucket"}
+        refusals = [line.ask("POST", "/update_weights_from_distributed", body).exception(self._timeout_s + 5.0) for line in self._lines]
+        for refusal in refusals:
+            if not isinstance(refusal, ControlError) or not (NO_UPDATE in str(refusal) or NO_GROUP in str(refusal)):
+                raise ControlError(f"take over: a server's answer cannot be read ({refusal})")
+        self._is_open = [NO_UPDATE not in str(refusal) for refusal in refusals]
+        return any(self._is_open)
+
     def begin_update(self) -> None:
         self._post_all("begin weight update", "/begin_weight_update", {})
 
     def open_update(self) -> Pending:
-        """``pause`` and ``begin_update``, under way."""
+        """``pause`` and ``begin_update``, under way; an update that ``take_over`` has found open is gone on with."""
         pausing = self._ask("POST", "/pause_generation", {"mode": "retract"})
-        beginning = self._ask("POST", "/begin_weight_update", {})
+        closed = [line for line, is_open in zip(self._lines, self._is_open, strict=True) if not is_open]
+        beginning = [line.ask("POST", "/begin_weight_update", {}) for line in closed]
         return self._pending("pause and begin weight update", [*pausing, *beginning])
 
     def receive_bucket(self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None) -> Pending:
@@ -211,6 +240,7 @@ class SGLangControl:
         versions = self._asked_versions()
         checksums = self._asked_checksums() if with_checksums else None
         ending.wait()
+        self._is_open = [False] * len(self._lines)
         return Served(versions=_versions(versions.wait()), checksums=None if checksums is None else _checksums(checksums.wait()))
 
     def resume(self) -> None:

@@ -29,12 +29,13 @@ def sharpen(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def send(control: SGLangControl, model, *, version: int, tensor_parallel: int = 1) -> Served:
+def send(control: SGLangControl, model, *, version: int, tensor_parallel: int = 1, group_name: str | None = None) -> Served:
     """The whole update as ``sglang_control`` describes it up to ``resume``, with this process as rank 0 of a gloo group of its own.
 
     No answer is waited for before the last request is sent: the server takes them one after the other.
     """
-    broadcaster = WeightBroadcaster(world_size=1 + tensor_parallel * len(control.urls), backend="gloo", timeout_s=60)
+    size = 1 + tensor_parallel * len(control.urls)
+    broadcaster = WeightBroadcaster(world_size=size, backend="gloo", timeout_s=60, group_name=group_name)
     try:
         joining = control.join_group(
             master_address=broadcaster.address,

@@ -22,7 +22,8 @@ from rollout.sglang_control import ControlError, Pending
 from tests.megatron_workers import learner_config, make_batch, make_engine, make_hf_model, run_ranks, weighted_loss, weights_of
 from tests.offload_workers import bytes_there, work_offloaded_updates
 from tests.test_end_to_end import RECIPE, SMALL, assert_nothing_left, finish, processes_of, start, steps_of
-from tests.test_weight_sync import PROMPT, TEMPERATURE, TIMEOUT_S, FakeControl, train
+from tests.test_weight_sync import GROUPS, PROMPT, TEMPERATURE, TIMEOUT_S, FakeControl, train
+from trainer import weight_sync
 from trainer.learner import Learner
 from trainer.turns import CACHE, WEIGHTS, SharedDevices, make_room
 from trainer.weight_sync import WeightSync
@@ -146,6 +147,7 @@ def control(folder, learner) -> Iterator[LendingControl]:
 
 
 def sync_of(learner: Learner, control: LendingControl, turns: SharedDevices, *, probes: bool) -> WeightSync:
+    weight_sync.GROUP = f"test-{next(GROUPS)}"  # those of the tests before may still be there
     return WeightSync(
         learner, control, rollout_dtype="float32", tensor_parallel=1, backend="gloo", temperature=TEMPERATURE, probe_prompt=PROMPT,
         probe_tokens=6, timeout_s=TIMEOUT_S, turns=turns, samples_are_probes=not probes,

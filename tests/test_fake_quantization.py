@@ -75,23 +75,15 @@ def test_just_the_matrices_of_the_layers_are_rounded(kind):
 
 
 @pytest.mark.parametrize(
-    ("quantization", "first_step", "outlived", "sent"),
-    [
-        ("none", 1, False, False),
-        ("fp8", 1, False, False),
-        ("fake_int8", 1, False, True),
-        ("none", 7, False, True),
-        ("none", 1, True, True),
-    ],
+    ("quantization", "first_step", "sent"), [("none", 1, False), ("fp8", 1, False), ("fake_int8", 1, True), ("none", 7, True)]
 )
-def test_servers_get_rounded_weights_before_they_sample_a_first_time(quantization, first_step, outlived, sent):
-    """What they loaded from disk is not rounded; SGLang rounds to FP8 by itself. Servers of an earlier attempt hold later weights."""
+def test_servers_get_rounded_weights_before_they_sample_a_first_time(quantization, first_step, sent):
+    """What they loaded from disk is not rounded; SGLang rounds to FP8 by itself."""
     calls = []
     sync = SimpleNamespace(
-        restore=lambda: calls.append("restore"),
+        take_over=lambda *, sends: calls.append("restore" if sends else "take over"),
         probe=lambda temperature: calls.append("probe") or 0.0,
-        finds_other_version=lambda: outlived,
     )
     config = SimpleNamespace(rollout=RolloutConfig(quantization=quantization))
     compare_engines(SimpleNamespace(config=config, first_step=first_step, weight_sync=sync, tracker=None, turns=OwnDevices()))
-    assert calls == (["restore"] if sent else []) + ["probe"]
+    assert calls == ["restore" if sent else "take over", "probe"]

@@ -4,6 +4,7 @@ The learner, its weights and the gloo broadcast are real; of the servers only th
 answers the probe from the bytes that it was sent, with transformers' own model.
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from trainer.weight_sync import WeightSync, WeightSyncError
 
 PROMPT = [3, 17, 8, 30]
 TEMPERATURE = 0.7
+GROUPS = itertools.count()
 TIMEOUT_S = 40.0
 PROMPTLY_S = 15.0
 """Far below TIMEOUT_S, far above what a refusal takes on a busy machine."""
@@ -42,6 +44,7 @@ class Replica:
     def __init__(self, folder) -> None:
         self.tensors: dict[str, Tensor] = {}
         self.version = 0
+        self.is_interrupted = False
         self.refuses_to_join = False
         self.refuses_to_open = False
         self.refuses_bucket: int | None = None
@@ -143,6 +146,10 @@ class FakeControl:
     def versions(self) -> list[int]:
         return [replica.version for replica in self.replicas]
 
+    def take_over(self) -> bool:
+        self.calls.append("take_over")
+        return any(replica.is_interrupted for replica in self.replicas)
+
     def open_update(self) -> Pending:
         self.calls.append("open_update")
         return self._everywhere("open", lambda i: self.replicas[i].open())
@@ -176,6 +183,7 @@ def learner(folder) -> Learner:
 def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[WeightSync, FakeControl]]]:
     """A joined WeightSync whose buckets hold at most 8 KiB, so that an update takes several."""
     monkeypatch.setattr(weight_sync, "make_buckets", partial(make_buckets, max_bytes=8192))
+    monkeypatch.setattr(weight_sync, "GROUP", f"test-{next(GROUPS)}")  # those of the tests before may still be there
     controls = []
 
     def make(
@@ -202,13 +210,29 @@ def train(learner: Learner) -> None:
     learner.engine.update([make_batch([9, 6])], weighted_loss, temperature=1.0)
 
 
-def test_servers_that_have_outlived_a_learner_are_found_and_get_the_weights_of_the_next(make_sync, learner):
+@pytest.mark.parametrize("found", ["fresh", "another version", "half an update", "whatever"])
+def test_servers_that_have_outlived_a_learner_get_the_weights_of_the_next_before_they_sample(make_sync, learner, found):
+    """One that was interrupted in the middle of its first update still calls its weights by the version of the start."""
     sync, control = make_sync(2)
-    assert not sync.finds_other_version()
-    control.replicas[1].version = 3
-    assert sync.finds_other_version()
-    sync.restore()
-    assert not sync.finds_other_version()
+    control.replicas[1].version = 3 if found == "another version" else 0
+    control.replicas[1].is_interrupted = found == "half an update"
+    sync.take_over(sends=found == "whatever")
+    if found == "fresh":
+        assert control.calls == ["take_over", "resume"]
+        return
+    assert control.calls[:2] == ["take_over", "open_update"] and control.calls[-3:] == ["close_update", "resume", "probe"]
+    assert control.versions() == [0, 0] and learner.version == 0
+    weights = weights_of(learner.engine)
+    for replica in control.replicas:
+        assert all(torch.equal(replica.tensors[name], tensor) for name, tensor in weights.items())
+
+
+def test_servers_that_hold_half_an_update_stay_paused_where_the_next_one_fails(make_sync, learner):
+    sync, control = make_sync()
+    control.replicas[0].is_interrupted, control.replicas[0].break_after_update = True, flip_one_bit
+    with pytest.raises(WeightSyncError, match="other bytes"):
+        sync.take_over(sends=False)
+    assert "resume" not in control.calls and "probe" not in control.calls
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])

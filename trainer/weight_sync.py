@@ -51,6 +51,7 @@ from trainer.learner import Learner
 from trainer.ranks import on_first_rank
 from trainer.turns import OwnDevices
 
+GROUP = "tandem-weights"
 EXACT_TOLERANCE = 1e-4
 """What a float32 learner and a float32 server may differ by: nats on a probe token, probability on any sampled token."""
 UNLIKELY_TOLERANCE = 1e-3
@@ -128,7 +129,7 @@ class WeightSync:
                 urls[0], tensor_parallel=tensor_parallel, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s
             )
             with in_turn(learner.groups):
-                self._sender = StageSender(of_stage, tensor_parallel, backend, timeout_s, address)
+                self._sender = StageSender(of_stage, tensor_parallel, backend, timeout_s, address, stage=learner.groups.pp_rank)
 
     def publish(self) -> SyncResult:
         """Send the current weights under the next version, which is theirs from now on, and prove that they are what the servers serve.
@@ -142,11 +143,22 @@ class WeightSync:
         """Send the current weights under their own version: after a resume, when the servers hold the model of the start."""
         return self._send(self._learner.version)
 
-    def finds_other_version(self) -> bool:
-        """Whether a server calls its weights otherwise than the learner does its own; all ranks together."""
-        differs = [on_first_rank(self._control and (lambda: set(self._control.versions()) != {self._learner.version}))]
-        dist.broadcast_object_list(differs, src=0)
-        return differs[0]
+    def take_over(self, *, sends: bool) -> None:
+        """Make servers ready that may have outlived an earlier learner; all ranks together, before anything is sampled.
+
+        They get the current weights where an update was broken off or they hold another version, and in any case where ``sends``. Until
+        these are verified they stay paused: half an update never serves.
+        """
+        needed = [on_first_rank(self._control and self._finds_other_weights)]
+        dist.broadcast_object_list(needed, src=0)
+        if sends or needed[0]:
+            self.restore()
+        else:
+            on_first_rank(self._control and self._control.resume)
+
+    def _finds_other_weights(self) -> bool:
+        is_broken_off = self._control.take_over()
+        return is_broken_off or set(self._control.versions()) != {self._learner.version}
 
     def _send(self, version: int) -> SyncResult:
         started = time.perf_counter()
@@ -254,11 +266,17 @@ class WeightSync:
 class StageSender:
     """One pipeline stage's line to all servers: a transfer group, and the requests that belong to it."""
 
-    def __init__(self, control: SGLangControl, tensor_parallel: int, backend: str, timeout_s: float, address: str = "127.0.0.1"):
+    def __init__(
+        self, control: SGLangControl, tensor_parallel: int, backend: str, timeout_s: float, address: str = "127.0.0.1", *, stage: int = 0
+    ):
         """Make the transfer group: the servers join (told over HTTP) while this process does."""
         self._control = control
         world_size = 1 + len(control.urls) * tensor_parallel
-        self._broadcaster = WeightBroadcaster(world_size=world_size, backend=backend, timeout_s=timeout_s, address=address)
+        # The same name in every life of the run: so servers that outlive a learner can be told to leave its group.
+        name = f"{GROUP}-{stage}"
+        self._broadcaster = WeightBroadcaster(
+            world_size=world_size, backend=backend, timeout_s=timeout_s, address=address, group_name=name
+        )
         joining = control.join_group(
             master_address=self._broadcaster.address,
             master_port=self._broadcaster.port,
