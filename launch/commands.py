@@ -18,6 +18,7 @@ from launch.dry_run import print_dry_run
 from launch.placement import serve_roles
 from launch.run_folder import RunFolder
 from launch.supervisor import Role, RoleFailed, Supervisor
+from parallel.checkpoint_files import step_of
 
 if TYPE_CHECKING:
     from launch.mismatch_plan import Request
@@ -38,15 +39,28 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu
     folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
     ending = stopping.ending(folder)
-    with Supervisor(grace_s=config.launch.stop_grace_s, ending=ending) as supervisor, stopping.StopSignals(folder) as signals:
-        start_sampling(supervisor, folder, config)
-        supervisor.start(role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True))
-        _wait_ready(supervisor, folder, config)
-        outcome = stopping.wait_for_learner(supervisor, signals, timeout_s=config.launch.stop_timeout_s)
+    try:
+        with Supervisor(grace_s=config.launch.stop_grace_s, ending=ending) as supervisor, stopping.StopSignals(folder) as signals:
+            start_sampling(supervisor, folder, config)
+            supervisor.start(role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True))
+            _wait_ready(supervisor, folder, config)
+            outcome = stopping.wait_for_learner(supervisor, signals, timeout_s=config.launch.stop_timeout_s)
+    except RoleFailed as failure:
+        raise RoleFailed(f"{failure}\n{_what_is_left(folder)}") from failure
     if isinstance(outcome, stopping.Stopped):
         raise stopping.RunStopped(_how_to_go_on(folder, outcome))
     print_result(folder)
     return folder
+
+
+def _what_is_left(folder: RunFolder) -> str:
+    """Of a run that failed: what was saved, and the command that goes on from it."""
+    newest = folder.newest_checkpoint()
+    if newest is None:
+        every = "" if load_config(folder.config, []).checkpoint.every else " (checkpoint.every is 0)"
+        return f"Nothing was saved{every}. When the cause is mended, start again with `tandem train {folder.config}`"
+    goes_on = f"tandem train {folder.config} resume={folder.path}"
+    return f"Saved: step {step_of(newest)}, in {newest}. When the cause is mended, go on with `{goes_on}`"
 
 
 def _how_to_go_on(folder: RunFolder, outcome: stopping.Stopped) -> str:

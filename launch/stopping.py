@@ -10,15 +10,18 @@
     exit code 75, or requeued  <── supervisor, when the learner has ended <── stopped.json ┴─ writes a checkpoint
 
 A rank gets SIGTERM twice where Slurm sends it to everything (torchrun, which got it too, passes it on): it counts as one request.
+Torchrun also sends SIGTERM to its ranks when it fails itself. They stop in the same way, with a checkpoint, but the run has failed: the
+supervisor takes it for a stop only if somebody else asked, torchrun says that it got the signal, or it ended well.
 """
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +30,14 @@ from launch.supervisor import POLL_S, RoleFailed, Supervisor
 
 LOOK_EVERY_S = 0.5
 """At the run folder, which may be on a shared file system."""
+CAUSE_TIMEOUT_S = 10.0
+"""For a role to find out that one of its processes is dead, when the learner has lost it already."""
+LOST_THE_ROLLOUT = ("ControlError:", "WeightSyncError:", "SamplingError:", "GenerationError:")
+"""What a learner's last words begin with where the rollout side has failed it."""
+TERMINATED_AGENT = re.compile(r"got signal: (15|\S*SIGTERM)|Received \S*(15|SIGTERM)\S* death signal")
+"""What torchrun says when it gets SIGTERM itself."""
+AGENT_LINES = 200
+SIGTERM_TO_RANK = "SIGTERM to learner rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +104,8 @@ def wait_for_learner(supervisor: Supervisor, signals: "StopSignals", *, timeout_
     asked_at: float | None = None
     while any(supervisor.is_running(name) for name in names):
         if asked_at is None:
-            _check_learner(supervisor, folder, names)
+            with _cause_named(supervisor, folder, names):
+                _check_learner(supervisor, folder, names)
             failure = _failure_of_others(supervisor, folder, names)
             reason = signals.reason or (failure and str(failure).splitlines()[0].rstrip(".")) or signals.look()
             if reason:
@@ -107,13 +119,43 @@ def wait_for_learner(supervisor: Supervisor, signals: "StopSignals", *, timeout_
             raise KeyboardInterrupt
         time.sleep(POLL_S)
     stopped = read_stopped(folder)
+    if failure is None and stopped is not None and not _was_asked_for(supervisor, signals, names):
+        failure = next(supervisor.failure(name) for name in names if supervisor.exit_code(name) != 0)
     if failure is not None:
         kept = f"\nThe learner was well: a checkpoint of step {stopped.step}, the last complete one, is there." if stopped else ""
         raise RoleFailed(f"{failure}{kept}")
     if stopped is not None:  # whatever the exit code: torchrun's own is 1 when it got SIGTERM too
         return stopped
-    supervisor.check(may_end=(*names, "sample"))
+    with _cause_named(supervisor, folder, names):
+        supervisor.check(may_end=(*names, "sample"))
     return Finished()
+
+
+def _was_asked_for(supervisor: Supervisor, signals: "StopSignals", names: Sequence[str]) -> bool:
+    """Whether a stop that the learner has heeded was a request. A torchrun that fails sends SIGTERM to its ranks, too."""
+    if signals.reason is not None or not (stop_reason(signals.folder) or "").startswith(SIGTERM_TO_RANK):
+        return True
+    return all(
+        supervisor.exit_code(name) == 0 or TERMINATED_AGENT.search(supervisor.last_lines(name, AGENT_LINES)) for name in names
+    )
+
+
+@contextlib.contextmanager
+def _cause_named(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]) -> Iterator[None]:
+    """A learner that has lost a server or the sample role ends too, maybe before its role has noticed: that one's failure comes first."""
+    try:
+        yield
+    except RoleFailed as loss:
+        error = folder.error("learn")
+        is_loss = error.exists() and error.read_text().startswith(LOST_THE_ROLLOUT)
+        deadline = time.monotonic() + CAUSE_TIMEOUT_S
+        while is_loss and time.monotonic() < deadline:
+            try:
+                supervisor.check(may_end=("sample",), but_not=names)
+            except RoleFailed as cause:
+                raise RoleFailed(f"{cause}\nThe learner ended of it: {error.read_text().splitlines()[0]}") from loss
+            time.sleep(POLL_S)
+        raise
 
 
 def _check_learner(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]) -> None:
@@ -214,6 +256,6 @@ class StopListener:
     def _pass_on(self) -> None:
         while numbers := self._awake.recv(64):
             if signal.SIGTERM in numbers and not self._is_end():
-                self._reason = self._reason or f"SIGTERM to learner rank {os.environ.get('RANK', '0')}"
+                self._reason = self._reason or f"{SIGTERM_TO_RANK} {os.environ.get('RANK', '0')}"
                 with contextlib.suppress(OSError):  # a full disk: rank 0 has got the signal too, or torchrun ends this rank
                     request_stop(self._folder, self._reason)

@@ -9,6 +9,7 @@ leaves behind in a session of its own (a torchrun rank's checkpoint writer) beco
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,12 +22,13 @@ from typing import NoReturn
 
 import psutil
 
-from rollout.watched_process import log_tail
+from rollout.watched_process import how_it_ended, log_tail
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 PR_GET_CHILD_SUBREAPER = 37
 POLL_S = 0.1
+LAST_LINES = 40
 KILL_TIMEOUT_S = 5.0
 StartRole = Callable[..., "Role"]
 """(name, folder, config, ...) -> the role to start: ``commands.role``."""
@@ -52,6 +54,23 @@ class Role:
     env: dict[str, str] = field(default_factory=dict)
     show_stdout: bool = False
 
+    @property
+    def program(self) -> str:
+        """What the process itself is, where it is not the role's work alone."""
+        agents = {"srun": "its srun", "torch.distributed.run": "its torchrun"}
+        return next((agents[word] for word in self.command if word in agents), "its process")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    role: Role
+    process: subprocess.Popen
+    log_start: int
+    """Bytes that were in its log before: of an earlier life of the run."""
+
+    def last_lines(self, lines: int) -> str:
+        return log_tail(self.role.log, lines, start=self.log_start)
+
 
 class Supervisor:
     """A context manager: leaving it, on any path, leaves no process behind."""
@@ -59,7 +78,7 @@ class Supervisor:
     def __init__(self, *, grace_s: float, ending: Path | None = None):
         """ending: a file to make before the roles are ended; to a learner SIGTERM is a request to stop until it is there."""
         self._grace_s, self._ending = grace_s, ending
-        self._running: dict[str, tuple[Role, subprocess.Popen]] = {}
+        self._running: dict[str, _Running] = {}
 
     def __enter__(self) -> "Supervisor":
         # A closed terminal (SIGHUP) ends a run like Ctrl-C, unless nohup had it ignored.
@@ -88,6 +107,7 @@ class Supervisor:
     def start(self, role: Role) -> None:
         role.log.parent.mkdir(parents=True, exist_ok=True)
         with role.log.open("ab") as log:
+            log_start = log.tell()
             process = subprocess.Popen(
                 list(role.command),
                 env=os.environ | role.env,
@@ -97,7 +117,7 @@ class Supervisor:
                 start_new_session=True,
                 preexec_fn=end_with_parent,
             )
-        self._running[role.name] = (role, process)
+        self._running[role.name] = _Running(role=role, process=process, log_start=log_start)
 
     def wait_for(
         self, condition: Callable[[], bool], *, what: str, timeout_s: float, while_waiting: Callable[[float], None] = lambda waited: None
@@ -114,7 +134,7 @@ class Supervisor:
 
     def wait_until_done(self, name: str) -> None:
         """Return when role ``name`` has ended well; raise RoleFailed when it, or any other role before it, has failed."""
-        process = self._running[name][1]
+        process = self._running[name].process
         while process.poll() is None:
             self.check(may_end=(name, "sample"))
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -122,32 +142,47 @@ class Supervisor:
         self.check(may_end=(name, "sample"))
 
     def is_running(self, name: str) -> bool:
-        return self._running[name][1].poll() is None
+        return self._running[name].process.poll() is None
+
+    def exit_code(self, name: str) -> int | None:
+        return self._running[name].process.poll()
+
+    def failure(self, name: str) -> RoleFailed:
+        """That this role has ended, and all that is known of it: which process, how, and its last words in this life."""
+        running = self._running[name]
+        code = running.process.poll()
+        which = f" ({running.role.program}, pid {running.process.pid})" if code < 0 else ""
+        said = f"the {name} role ended with {_describe(code)}{which}."
+        return RoleFailed(f"{said}\n{_cause(running)}\nIts whole log: {running.role.log}")
+
+    def last_lines(self, name: str, lines: int) -> str:
+        """Of the role's log, as far as this life wrote it."""
+        return self._running[name].last_lines(lines)
 
     def check(self, may_end: Sequence[str], *, among: Sequence[str] | None = None, but_not: Sequence[str] = ()) -> None:
         """Raise RoleFailed for the first role that has ended; those of ``may_end`` (sample is told to stop) may have, with code 0.
 
         Looks ``among`` these roles (None: all), but not at those of ``but_not``.
         """
-        for name, (role, process) in self._running.items():
-            code = process.poll()
+        for name, running in self._running.items():
+            code = running.process.poll()
             if code is None or (code == 0 and name in may_end) or name in but_not or (among is not None and name not in among):
                 continue
-            raise RoleFailed(f"the {name} role ended with {_describe(code)}.\n{_cause(role)}\nIts whole log: {role.log}")
+            raise self.failure(name)
 
     def stop_all(self) -> None:
         """SIGTERM to every group, newest role first, then SIGKILL to what is left after the grace period."""
         if self._ending is not None:
             with contextlib.suppress(OSError):  # on a full disk the learner ends with SIGKILL
                 self._ending.touch()
-        roles = list(reversed(self._running.values()))
-        for _, process in roles:
+        processes = [running.process for running in reversed(self._running.values())]
+        for process in processes:
             _signal_group(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + self._grace_s
-        for _, process in roles:
+        for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        for _, process in roles:
+        for process in processes:
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
         deadline = time.monotonic() + max(self._grace_s, KILL_TIMEOUT_S)
@@ -186,16 +221,25 @@ def exit_now(code: int) -> NoReturn:
         os._exit(code)
 
 
-def _cause(role: Role) -> str:
-    """The role's own words where it left any, with the ranks that torchrun saw die (a killed one leaves no words); else its log's end."""
+DEAD_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
+"""Torchrun's words for the first of its ranks that failed."""
+
+
+def _cause(running: _Running) -> str:
+    """The ranks that torchrun saw killed, which leave no words, and those of the role, where it left any; else its log's end."""
+    role = running.role
     try:
         words = role.error.read_text() if role.error is not None else ""
     except FileNotFoundError:
         words = ""
-    if not words:
-        return textwrap.indent(log_tail(role.log), "    ")
-    deaths = [line.split("] ", 1)[-1] for line in log_tail(role.log, lines=200).splitlines() if "failed (exitcode:" in line]
-    return textwrap.indent("\n".join([words, *deaths]), "    ")
+    deaths = {
+        f"rank {rank} of this node (pid {pid}) {how_it_ended(int(code))}": None
+        for code, rank, pid in DEAD_RANK.findall(running.last_lines(200))
+        if int(code) < 0 or not words
+    }
+    if words and deaths:
+        words = f"another rank, which lost it, said: {words}"
+    return textwrap.indent("\n".join([*deaths, words or running.last_lines(LAST_LINES)]), "    ")
 
 
 def _describe(code: int) -> str:

@@ -24,7 +24,7 @@ from rollout.client import ClientStats, GenerationClient, GenerationError
 from rollout.records import Completion
 from rollout.sglang_client import SGLangClient
 from rollout.sglang_command import LOOPBACK, Ports, choose_ports
-from rollout.watched_process import end_watched, log_tail, start_watched
+from rollout.watched_process import end_watched, how_it_ended, log_tail, start_watched
 
 POLL_S = 0.25
 READY_REQUEST_TIMEOUT_S = 5.0
@@ -136,7 +136,7 @@ class Router:
         """Look at the process once. Raises RouterEnded."""
         code = self._process.poll()
         if code is not None:
-            raise RouterEnded(f"sglang-router ended with exit code {code}; {self._last_words()}")
+            raise RouterEnded(f"sglang-router (pid {self._process.pid}) {how_it_ended(code)}; {self._last_words()}")
 
     def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection(LOOPBACK, self._ports.http, timeout=READY_REQUEST_TIMEOUT_S)

@@ -17,7 +17,7 @@ from pathlib import Path
 from configs.schema.rollout import RolloutConfig
 from rollout.server_share import ServerShare, on_one_machine
 from rollout.sglang_command import LOOPBACK, Ports, check_has_kernels, check_server_args, choose_ports, server_command, server_environment
-from rollout.watched_process import end_watched, log_tail, start_watched
+from rollout.watched_process import end_watched, how_it_ended, log_tail, server_pid, start_watched
 
 HEALTH_POLL_S = 0.25
 HEALTH_REQUEST_TIMEOUT_S = 60.0
@@ -26,9 +26,9 @@ HEALTH_REQUEST_TIMEOUT_S = 60.0
 class ServerDied(RuntimeError):
     """A server process ended while the run needed it."""
 
-    def __init__(self, replica: int, exit_code: int, log_file: Path) -> None:
+    def __init__(self, replica: int, pid: int, exit_code: int, log_file: Path) -> None:
         super().__init__(
-            f"SGLang replica {replica} ended with exit code {exit_code}; last lines of {log_file}:\n{log_tail(log_file)}"
+            f"SGLang replica {replica} (pid {pid}) {how_it_ended(exit_code)}; last lines of {log_file}:\n{log_tail(log_file)}"
         )
 
 
@@ -83,6 +83,8 @@ class ServerFleet:
         self._seed = seed
         self._fp32_lm_head, self._lends_memory = fp32_lm_head, lends_memory
         self._replicas: list[_Replica] = []
+        self._pids: dict[int, int] = {}
+        """Of the servers themselves, by replica; once they have been seen."""
 
     @property
     def urls(self) -> list[str]:
@@ -167,9 +169,11 @@ class ServerFleet:
             ServerDied: a replica ended.
         """
         for replica in self._replicas:
+            if replica.number not in self._pids and (pid := server_pid(replica.process)) is not None:
+                self._pids[replica.number] = pid
             code = replica.process.poll()
             if code is not None:
-                raise ServerDied(replica.number, code, replica.log_file)
+                raise ServerDied(replica.number, self._pids.get(replica.number, replica.process.pid), code, replica.log_file)
 
     def stop(self) -> None:
         """End every replica, see ``end_watched``. May be called twice.

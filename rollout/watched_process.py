@@ -90,11 +90,27 @@ def _signal_group(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
-def log_tail(log_file: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The last lines of a log, without its progress bars."""
+def how_it_ended(code: int) -> str:
+    """In words, of a watched process or any other: its exit code, negative or above 128 where a signal ended it."""
+    number = -code if code < 0 else code - 128
+    try:
+        return f"was killed by {signal.Signals(number).name}"
+    except ValueError:
+        return f"ended with exit code {code}"
+
+
+def server_pid(process: subprocess.Popen) -> int | None:
+    """Of what runs under the watchdog ``process``; None before it has started, and after its end."""
+    with suppress(psutil.NoSuchProcess):
+        return next((child.pid for child in psutil.Process(process.pid).children()), None)
+    return None
+
+
+def log_tail(log_file: Path, lines: int = LOG_TAIL_LINES, *, start: int = 0) -> str:
+    """The last lines of a log, without its progress bars. start: bytes that are another process's, such as those of an earlier life."""
     try:
         with log_file.open("rb") as log:
-            log.seek(max(log.seek(0, os.SEEK_END) - 65536, 0))
+            log.seek(max(log.seek(0, os.SEEK_END) - 65536, start))
             text = log.read().decode(errors="replace")
     except FileNotFoundError:
         return "(no log)"

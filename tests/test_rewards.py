@@ -340,7 +340,7 @@ def test_user_function_failures_score_zero_and_the_run_goes_on(user_module, capf
     bad = {
         "raise": rf"KeyError: 'lost' \({user_module.name}:9 in score\)",
         "exit": "SystemExit: 3",
-        "die": "process died with exit code 7",
+        "die": r"the reward's process \(pid \d+\) ended with exit code 7",
         "nan": "is nan, which is not finite",
         "inf": "is -inf, which is not finite",
         "huge": "OverflowError",

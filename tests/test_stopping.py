@@ -5,6 +5,7 @@ import sys
 import textwrap
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
 
 from launch.run_folder import RunFolder
 from launch.stopping import Finished, Stopped, StopSignals, ending, read_stopped, request_stop, stop_reason, wait_for_learner
@@ -121,6 +122,41 @@ def test_where_a_server_dies_the_learner_saves_its_last_step_and_the_server_is_n
     with pytest.raises(RoleFailed, match=r"(?s)the serve role ended with exit code 1.*out of memory.*checkpoint of step 3"):
         supervise(folder, "ready(); stop()", dies)
     assert stop_reason(folder) == "the serve role ended with exit code 1"
+
+
+def test_a_learner_that_has_lost_a_server_is_not_named_in_its_place(folder):
+    """It may end before the serve role, which looks twice a second, has found its server dead."""
+    dies = f"""
+        import sys, time
+        from pathlib import Path
+        deadline = time.monotonic() + 60
+        while not Path({str(folder.path / "gone")!r}).exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        sys.exit("SGLang replica 0 (pid 7) was killed by SIGKILL")
+    """
+    learner = "ready(); (folder.path / 'gone').touch(); folder.error('learn').write_text('ControlError: refused'); sys.exit(1)"
+    told = r"(?s)the serve role ended with exit code 1.*replica 0 \(pid 7\) was killed.*The learner ended of it: ControlError: refused"
+    with pytest.raises(RoleFailed, match=told):
+        supervise(folder, learner, dies)
+
+
+AGENT = "ready(); os.kill(os.getpid(), signal.SIGTERM); stop(); {says}; sys.exit(1)"
+"""A torchrun and its rank in one: the rank is sent SIGTERM, and stops in good order; then torchrun ends."""
+
+
+def test_a_torchrun_that_fails_is_not_taken_for_a_request_to_stop(folder):
+    with pytest.raises(RoleFailed, match=r"(?s)the learn role ended with exit code 1.*the store is gone.*checkpoint of step 3"):
+        supervise(folder, AGENT.format(says="print('the store is gone', file=sys.stderr)"))
+
+
+def test_a_torchrun_that_is_told_to_end_passes_a_request_on(folder):
+    """By a person, or Slurm. The words are torchrun's own."""
+    with pytest.raises(SignalException) as raised:
+        _terminate_process_handler(signal.SIGTERM, None)
+    assert supervise(folder, AGENT.format(says=f"print({str(raised.value)!r}, file=sys.stderr)")) == Stopped(
+        step=3, reason="SIGTERM to learner rank 0"
+    )
 
 
 def test_where_a_server_dies_before_the_learner_is_ready_everything_ends(folder):

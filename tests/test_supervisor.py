@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from launch.supervisor import Interrupted, Role, RoleFailed, Supervisor
+from rollout.watched_process import how_it_ended
 
 DEADLINE_S = 120
 
@@ -93,6 +94,48 @@ def test_a_role_killed_by_a_signal_is_named_with_it(tmp_path):
         with Supervisor(grace_s=1) as supervisor:
             supervisor.start(role(tmp_path, "killed", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
             supervisor.wait_until_done("killed")
+
+
+KILLS_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+TORCHRUN_SAYS = "E1122 10:00:00.1 9 torch/x.py:1] failed (exitcode: {code}) local_rank: 1 (pid: 4711) of binary: /bin/python"
+DEATHS = {
+    "a role by a signal": (KILLS_ITSELF, None, r"the learn role ended with signal SIGKILL \(its process, pid \d+\)"),
+    "torchrun by a signal": ("torchrun" + KILLS_ITSELF, None, r"the learn role ended with signal SIGKILL \(its torchrun, pid \d+\)"),
+    "a role by an exception": ("raise SystemExit('out of paper')", None, r"(?s)ended with exit code 1\..*    out of paper"),
+    "a role that leaves a word": ("raise SystemExit(1)", "ValueError: no ink", r"ended with exit code 1\.\n    ValueError: no ink\n"),
+    "a rank by a signal": (
+        f"import sys; print({TORCHRUN_SAYS.format(code=-9)!r}, file=sys.stderr); sys.exit(1)",
+        "RuntimeError: Connection closed by peer",
+        r"\n    rank 1 of this node \(pid 4711\) was killed by SIGKILL\n    another rank, which lost it, said: RuntimeError",
+    ),
+    "a rank by an exception": (
+        f"import sys; print({TORCHRUN_SAYS.format(code=1)!r}, file=sys.stderr); sys.exit(1)",
+        "ValueError: no ink",
+        r"ended with exit code 1\.\n    ValueError: no ink\n",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_death_is_told_by_process_cause_and_last_words_of_this_life(tmp_path, death):
+    """The log goes on from one life of a run to the next: what an earlier one died of is not told again."""
+    code, words, told = DEATHS[death]
+    log, error = tmp_path / "learn.log", tmp_path / "learn.error"
+    log.write_text(f"the words of an earlier life\n{TORCHRUN_SAYS.format(code=-11).replace('4711', '1147')}\n")
+    if words is not None:
+        error.write_text(words)
+    flags = ["-m", "torch.distributed.run"] if code.startswith("torchrun") else []
+    command = [sys.executable, "-c", code.removeprefix("torchrun"), *flags]
+    with pytest.raises(RoleFailed, match=told) as failure, Supervisor(grace_s=1) as supervisor:
+        supervisor.start(Role(name="learn", command=command, log=log, error=error))
+        supervisor.wait_until_done("learn")
+    assert "earlier life" not in str(failure.value) and "1147" not in str(failure.value)
+
+
+@pytest.mark.parametrize(("code", "words"), [(-9, "was killed by SIGKILL"), (139, "was killed by SIGSEGV"), (3, "ended with exit code 3")])
+def test_how_a_process_ended_in_words(code, words):
+    """Above 128 it is what a watchdog, like a shell, makes of its child's signal."""
+    assert how_it_ended(code) == words
 
 
 def test_waiting_has_a_deadline(tmp_path):

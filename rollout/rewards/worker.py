@@ -27,6 +27,7 @@ from typing import Literal
 from rollout.records import Score
 from rollout.rewards.function import RewardFunction, describe, import_reward_function, takes_row, to_score
 from rollout.rewards.math_answers import math_verify_reward
+from rollout.watched_process import how_it_ended
 
 START_TIMEOUT_S = 120.0
 """For a worker to start and import the reward, however heavy the user's module is."""
@@ -146,7 +147,7 @@ class _Worker:
             process = self._process
             self._end()
             self._raise_if_closed()
-            return Score(value=0.0, error=f"the reward's process died with exit code {process.returncode}")
+            return Score(value=0.0, error=f"the reward's process (pid {process.pid}) {how_it_ended(process.returncode)}")
         return content if kind == "score" else Score(value=0.0, error=content)
 
     def _start(self) -> None:
