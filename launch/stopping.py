@@ -34,6 +34,8 @@ CAUSE_TIMEOUT_S = 10.0
 """For a role to find out that one of its processes is dead, when the learner has lost it already."""
 LOST_THE_ROLLOUT = ("ControlError:", "WeightSyncError:", "SamplingError:", "GenerationError:")
 """What a learner's last words begin with where the rollout side has failed it."""
+OWN_WORDS = "the sample role failed: SamplingError:"
+"""The sample role is well, and has said what is wrong."""
 TERMINATED_AGENT = re.compile(r"got signal: (15|\S*SIGTERM)|Received \S*(15|SIGTERM)\S* death signal")
 """What torchrun says when it gets SIGTERM itself."""
 AGENT_LINES = 200
@@ -147,13 +149,14 @@ def _cause_named(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]
         yield
     except RoleFailed as loss:
         error = folder.error("learn")
-        is_loss = error.exists() and error.read_text().startswith(LOST_THE_ROLLOUT)
+        words = error.read_text() if error.exists() else ""
+        is_loss = words.startswith(LOST_THE_ROLLOUT) and OWN_WORDS not in words
         deadline = time.monotonic() + CAUSE_TIMEOUT_S
         while is_loss and time.monotonic() < deadline:
             try:
                 supervisor.check(may_end=("sample",), but_not=names)
             except RoleFailed as cause:
-                raise RoleFailed(f"{cause}\nThe learner ended of it: {error.read_text().splitlines()[0]}") from loss
+                raise RoleFailed(f"{cause}\nThe learner ended of it: {words.splitlines()[0]}") from loss
             time.sleep(POLL_S)
         raise
 

@@ -28,6 +28,10 @@ class SamplingStats:
     """Sampled beyond those asked for, in place of groups without signal (dynamic sampling)."""
     filled_groups: int = 0
     """Without signal and handed out all the same, since dynamic sampling had used up its rounds."""
+    scored: int = 0
+    """Samples that a reward was asked for."""
+    first_failure: str | None = None
+    """Of a reward: which prompt, and what went wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

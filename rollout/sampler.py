@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
-from rollout.client import ClientStats, GenerationClient
+from rollout.client import GenerationClient
 from rollout.records import Completion, FinishReason, Group, Prompt, Score, Trajectory, TrajectoryStatus
 from rollout.rewards import Scorer
 from rollout.sample_messages import EvaluationResult, SamplerState, SamplingError, SamplingStats
@@ -93,7 +93,8 @@ class GroupSampler:
         enough of them, the first groups without signal are kept in their places.
 
         Raises:
-            SamplingError: a token was sampled by weights older than ``newest - max_staleness``, or newer than ``newest``.
+            SamplingError: a token was sampled by weights older than ``newest - max_staleness``, or newer than ``newest``; or every reward
+                of a round failed.
             GenerationError: a completion could not be obtained. The position stays where it was.
         """
         groups: list[Group] = []
@@ -105,7 +106,6 @@ class GroupSampler:
             first_id, size = self._next_group_id + len(groups), self._rollout.group_size
             wanted = [(prompt, self._seeds(prompt, size, attempt=first_id + i)) for i, prompt in enumerate(prompts)]
             sampled, stats = await self._sample_all(wanted, temperature=self._rollout.temperature)
-            _log_failed_rewards(prompts, sampled)
             fresh = [_make_group(first_id + i, prompt, sampled[i]) for i, prompt in enumerate(prompts)]
             _check_versions(fresh, newest=newest, max_staleness=max_staleness)
             groups += fresh
@@ -125,7 +125,7 @@ class GroupSampler:
         """Accuracy on held-out problems, the same ones each time; None where the task holds none out.
 
         Raises:
-            GenerationError: a completion could not be obtained.
+            GenerationError: a completion could not be obtained. SamplingError: every reward failed.
         """
         prompts = choose_heldout(self._task.heldout, self._evaluation.max_prompts)
         if not prompts:
@@ -141,7 +141,7 @@ class GroupSampler:
         self, wanted: Sequence[tuple[Prompt, list[int]]], *, temperature: float
     ) -> tuple[list[list[_Sample]], SamplingStats]:
         """For each prompt one sample per seed, all in the order asked for; every prompt is asked at once, and the client bounds how many
-        samples reach the servers. The first failure cancels the rest."""
+        samples reach the servers. The first failure cancels the rest. Raises SamplingError where not one reward could be computed."""
         started, before, retries_before = time.perf_counter(), self._client.stats, self._scorer.retries
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -151,12 +151,19 @@ class GroupSampler:
         sampled = [
             [_Sample(completion=completion, score=score.result()) for completion, score in group.result()] for group in groups
         ]
-        failed = sum(sample.score.error is not None for samples in sampled for sample in samples)
-        return sampled, _stats(
-            self._client.stats - before,
+        failures = _failed_rewards([prompt for prompt, _ in wanted], sampled)
+        num_scored = sum(map(len, sampled))
+        if failures and len(failures) == num_scored:
+            raise SamplingError(f"the rewards of all {num_scored} samples failed: nothing can be learned; the first: {failures[0]}")
+        client = self._client.stats - before
+        return sampled, SamplingStats(
             seconds=time.perf_counter() - started,
-            failed_rewards=failed,
+            requests=client.requests,
+            retries=client.retries,
+            failed_rewards=len(failures),
             reward_retries=self._scorer.retries - retries_before,
+            scored=num_scored,
+            first_failure=next(iter(failures), None),
         )
 
     async def _sample_group(
@@ -225,18 +232,12 @@ def _sample_seed(run_seed: int, prompt_id: str, sibling: int, *, attempt: int) -
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def _stats(client: ClientStats, *, seconds: float, failed_rewards: int, reward_retries: int) -> SamplingStats:
-    return SamplingStats(
-        seconds=seconds,
-        requests=client.requests,
-        retries=client.retries,
-        failed_rewards=failed_rewards,
-        reward_retries=reward_retries,
-    )
-
-
 def _total(rounds: Sequence[SamplingStats]) -> SamplingStats:
-    return SamplingStats(**{field.name: sum(getattr(stats, field.name) for stats in rounds) for field in fields(SamplingStats)})
+    numbers = [field.name for field in fields(SamplingStats) if field.name != "first_failure"]
+    failures = [stats.first_failure for stats in rounds if stats.first_failure is not None]
+    return SamplingStats(
+        **{name: sum(getattr(stats, name) for stats in rounds) for name in numbers}, first_failure=next(iter(failures), None)
+    )
 
 
 def _make_group(group_id: int, prompt: Prompt, samples: Sequence[_Sample]) -> Group:
@@ -263,17 +264,19 @@ def _make_trajectory(group_id: int, sibling_id: int, prompt: Prompt, sample: _Sa
     )
 
 
-def _log_failed_rewards(prompts: Sequence[Prompt], sampled: Sequence[Sequence[_Sample]]) -> None:
+def _failed_rewards(prompts: Sequence[Prompt], sampled: Sequence[Sequence[_Sample]]) -> list[str]:
+    """Each in words, which go to the log."""
     failed = [
-        (prompt.prompt_id, sibling_id, sample.score.error)
+        f"prompt {prompt.prompt_id}, sibling {sibling_id}, scored 0: {sample.score.error}"
         for prompt, samples in zip(prompts, sampled, strict=True)
         for sibling_id, sample in enumerate(samples)
         if sample.score.error is not None
     ]
-    for prompt_id, sibling_id, error in failed[:MAX_LOGGED_FAILURES]:
-        logger.warning("reward failed for prompt %s, sibling %d, scored 0: %s", prompt_id, sibling_id, error)
+    for failure in failed[:MAX_LOGGED_FAILURES]:
+        logger.warning("reward failed for %s", failure)
     if len(failed) > MAX_LOGGED_FAILURES:
         logger.warning("the rewards of %d further samples failed, all scored 0", len(failed) - MAX_LOGGED_FAILURES)
+    return failed
 
 
 def _check_versions(groups: Sequence[Group], *, newest: int, max_staleness: int) -> None:

@@ -29,6 +29,7 @@ HEALTHY = {
     "mismatch/response_abs_prob_over": 0.0,
     "mismatch/rejected/total/tokens": 0.01,
     "mismatch/rejected/total/sequences": 0.01,
+    "reward/failed_fraction": 0.0,
 }
 FIRING = [
     ("kept_min", "mismatch/kept_fraction", 0.0),
@@ -46,6 +47,7 @@ FIRING = [
     ("response_abs_prob_over_max", "mismatch/response_abs_prob_over", 0.03),
     ("rejected_max", "mismatch/rejected/total/tokens", 0.51),
     ("rejected_max", "mismatch/rejected/total/sequences", 0.51),
+    ("reward_failed_max", "reward/failed_fraction", 0.06),
 ]
 
 
@@ -91,7 +93,7 @@ def test_the_metrics_that_alarms_read_are_the_ones_that_are_written():
         | at_valid(weight_metrics, ratio_T, ratio_T.clamp(max=2), mask_T, cu_seqlens, upper=2)
         | rejection_metrics({}, *[count_per_sequence(mask_T, cu_seqlens)] * 2)
     )
-    elsewhere = {"policy/first_ratio_max", "policy/first_ratio_min", "mismatch/weight_normaliser"}
+    elsewhere = {"policy/first_ratio_max", "policy/first_ratio_min", "mismatch/weight_normaliser", "reward/failed_fraction"}
     assert HEALTHY.keys() - written.keys() == elsewhere
 
 

@@ -251,10 +251,21 @@ def test_a_failed_reward_scores_zero_is_counted_and_named_in_the_log(tokenizer, 
         groups, stats = next_groups(make_sampler(tokenizer, scorer=LengthScorer(forbidden)), 5)
     failed = {(g.prompt_id, t.sibling_id) for g in groups for t in g.trajectories if t.status is TrajectoryStatus.REWARD_FAILED}
     assert failed == expected
-    assert stats.failed_rewards == len(expected)
+    assert (stats.failed_rewards, stats.scored) == (len(expected), len(texts))
+    assert stats.first_failure in caplog.text
     assert all(t.reward == 0.0 for g in groups for t in g.trajectories if t.status is TrajectoryStatus.REWARD_FAILED)
     prompt_id, sibling = next(iter(sorted(expected, key=lambda key: [g.prompt_id for g in groups].index(key[0]))))
     assert f"prompt {prompt_id}, sibling {sibling}, scored 0: cannot stand {forbidden}" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["groups", "an evaluation", "a later round"])
+def test_where_every_reward_fails_nothing_is_handed_out(tokenizer, what):
+    """Zeros all over would train, or evaluate, to the end without a word."""
+    dynamic = {"dynamic_sampling": resample(3)} if what == "a later round" else {}
+    sampler = make_sampler(tokenizer, scorer=LengthScorer(""), **dynamic)
+    with pytest.raises(SamplingError, match=r"rewards of all \d+ samples failed.*first: prompt [ph]\d, sibling 0, scored 0: cannot stand"):
+        asyncio.run(sampler.evaluate()) if what == "an evaluation" else next_groups(sampler, 4)
+    assert sampler.state.position == 0
 
 
 # --- dynamic sampling --------------------------------------------------------------------------------------------------------------

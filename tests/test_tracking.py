@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +21,8 @@ from rollout.client import RolloutError
 from trainer import mlflow_store, tracking
 from trainer.alarms import check_alarms
 from trainer.interruption import StopRequested
+from trainer.loop import tell_of_failed_rewards
+from trainer.sampling import Sampled
 from trainer.tracking import HEADER_EVERY, Tracker, flatten, header, read_metrics, row
 
 FULL = {
@@ -387,6 +390,16 @@ def test_an_alarm_is_told_when_it_begins_and_again_only_after_it_had_stopped(tmp
     assert all("Usual cause: " in line and "Try: " in line for line in told)
     lines = out.splitlines()
     assert all(lines[lines.index(line) - 1].split()[0].startswith(f"{line[9]}/") for line in told)  # under its own step
+
+
+def test_a_first_failed_reward_is_told_once(tmp_path, capsys):
+    with Tracker(make_config(), tmp_path) as tracker:
+        for step, failed in ((1, 0), (2, 3), (3, 4)):
+            first = "prompt p7, sibling 0, scored 0: KeyError: 'x' (mine.py:3 in score)" if failed else None
+            stats = SimpleNamespace(failed_rewards=failed, scored=40, first_failure=first)
+            tell_of_failed_rewards(SimpleNamespace(tracker=tracker), step, Sampled(groups=[], stats=stats))
+    told = "  ! step 2: 3 of 40 rewards failed; the first, of prompt p7, sibling 0, scored 0: KeyError: 'x' (mine.py:3 in score)\n"
+    assert capsys.readouterr().out == told
 
 
 # ---- processes

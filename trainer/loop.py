@@ -31,7 +31,7 @@ from trainer.interruption import INTERRUPTIONS, Postponed
 from trainer.learner import Learner
 from trainer.recording import Recorder
 from trainer.resume import Checkpointer
-from trainer.sampling import SharedSampler
+from trainer.sampling import Sampled, SharedSampler
 from trainer.step_metrics import evaluation_metrics, step_metrics
 from trainer.tracking import Tracker
 from trainer.turns import OwnDevices
@@ -79,6 +79,7 @@ def train(run: Run) -> None:
             with clock.time("sampling"):
                 sampled = sampler.next_groups(rollout.prompts_per_step, newest=learner.version, max_staleness=rollout.max_staleness)
                 batch = learner.receive(sampled.groups)
+            tell_of_failed_rewards(run, step, sampled)
             with clock.time("logprobs"):
                 run.turns.learners()
                 batch = learner.score(batch, before_update=trains_policy)
@@ -107,6 +108,13 @@ def train(run: Run) -> None:
         evaluation_owed = rest.interruption is not None and is_evaluation_step(step, config)
         run.checkpointer.after_step(step, learner, sampler, evaluation_owed=evaluation_owed)
         rest.release()
+
+
+def tell_of_failed_rewards(run: Run, step: int, sampled: Sampled) -> None:
+    """On the console, the first time; from then on metrics and alarms tell how many there are."""
+    if run.tracker is not None and sampled.stats.first_failure is not None:
+        failed = f"{sampled.stats.failed_rewards} of {sampled.stats.scored} rewards failed"
+        run.tracker.warn_once("failed rewards", f"step {step}: {failed}; the first, of {sampled.stats.first_failure}")
 
 
 def evaluate_before(run: Run) -> None:

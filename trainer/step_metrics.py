@@ -105,6 +105,7 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def sampling_metrics(stats: SamplingStats) -> dict[str, float]:
     return {
         "reward/failed": stats.failed_rewards,
+        "reward/failed_fraction": stats.failed_rewards / max(stats.scored, 1),
         "sampling/requests": stats.requests,
         "sampling/retries": stats.retries,
         "sampling/reward_retries": stats.reward_retries,

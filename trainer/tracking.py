@@ -220,6 +220,12 @@ class Tracker:
         """A line on the console and in console.log that is no step."""
         self._console.say(text)
 
+    def warn_once(self, about: str, text: str) -> None:
+        """As an alarm, but the first time alone that there is something to say ``about`` this."""
+        if about not in self._warned:
+            self._warned.add(about)
+            self._console.alarm(f"  ! {text}")
+
     def artifact(self, path: Path) -> None:
         """Send a file or the files of a folder to MLflow, in the background."""
         self._mlflow.put(Artifact(path, path.name if path.is_dir() else None))

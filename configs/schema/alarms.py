@@ -31,6 +31,9 @@ class AlarmsConfig(Schema):
     rejected_max: Share | None = 0.5
     """Share of the response tokens, and of the responses, that all rules together reject."""
 
+    reward_failed_max: Share | None = 0.05
+    """Share of the samples whose reward raised, ran out of time or returned no number, and counts as 0. Where all fail, the run ends."""
+
     @model_validator(mode="after")
     def _weight_means_in_order(self):
         low, high = self.weight_mean_min, self.weight_mean_max

@@ -91,7 +91,13 @@ def _answer(function: RewardFunction, job: Job) -> Reply:
     try:
         return "score", to_score(returned)
     except (TypeError, ValueError, OverflowError) as error:
-        return "error", f"{type(error).__name__}: {error}"
+        return "error", f"{type(error).__name__}: {error}{_where(function)}"
+
+
+def _where(function: RewardFunction) -> str:
+    """`` (rewards.py:12 in score)``, as ``describe`` says it of an exception; nothing of what has no source."""
+    code = getattr(function, "__code__", None)
+    return "" if code is None else f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno} in {code.co_name})"
 
 
 class WorkerPool:
