@@ -10,10 +10,19 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+INTEGERS = (torch.int64,)
+FLAGS = (torch.bool,)
+FLOATS = (torch.float32, torch.float64)
+"""A log-prob of -8 has steps of 1/32 in bfloat16 and 1/256 in float16: ratios of such numbers are off by percents, and exp overflows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """S sequences of T tokens in all, on one rank. Optional fields are filled in as the step goes on."""
+    """S sequences of T tokens in all, on one rank. Optional fields are filled in as the step goes on.
+
+    Raises ValueError, naming the field, for a field that is not one value per token, has another dtype than is told below, or does not
+    fit ``cu_seqlens``. float64 is taken wherever float32 is told.
+    """
 
     tokens_T: Tensor
     """int64, the input tokens."""
@@ -43,6 +52,22 @@ class PackedBatch:
     """float32, of every term: from global counts, zero on tokens that the correction rejected."""
     value_aggregation_T: Tensor | None = None
     """float32, of the critic's loss: like aggregation_T, over all response tokens."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name.endswith("_T") and value is not None:
+                require_per_token(f.name, value, self.tokens_T.numel(), _DTYPES.get(f.name, FLOATS))
+        bounds, ids_S = self.cu_seqlens, self.sequence_ids_S
+        if bounds.dim() != 1 or ids_S.shape != (bounds.numel() - 1,):
+            raise ValueError(
+                f"cu_seqlens has shape {tuple(bounds.shape)}, sequence_ids_S {tuple(ids_S.shape)}; S sequences have S + 1 boundaries"
+            )
+        if bounds[0] != 0 or bounds[-1] != self.num_tokens or (bounds.diff() < 0).any():
+            raise ValueError(
+                f"cu_seqlens goes from {bounds[0].item()} to {bounds[-1].item()}, the batch has {self.num_tokens} tokens; "
+                "it must rise from 0 to the number of tokens"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +100,19 @@ class PackedBatch:
         return replace(self, **{k: v.to(device) for k, v in moved.items() if v is not None})
 
 
+_DTYPES = dict.fromkeys(("tokens_T", "targets_T", "positions_T"), INTEGERS) | {"response_mask_T": FLAGS}
+
+
+def require_per_token(name: str, value: Tensor, num_tokens: int, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
+    """Raises ValueError where the tensor is not one value per token, or of another dtype than these."""
+    if value.shape != (num_tokens,):
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, the batch {num_tokens} tokens; pass one value per token")
+    if value.dtype not in dtypes:
+        named = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        fix = f"compute it in {named}: what was rounded before cannot be brought back" if dtypes is FLOATS else f"convert it to {named}"
+        raise ValueError(f"{name} is {str(value.dtype).removeprefix('torch.')}, not {named}; {fix}")
+
+
 def pack_sequences(
     *,
     token_ids: Sequence[Sequence[int]],
@@ -84,8 +122,16 @@ def pack_sequences(
 ) -> PackedBatch:
     """Lay sequences end to end and shift by one: input ``ids[:-1]``, target, mask and log-prob ``[1:]``.
 
-    Raises ValueError for a sequence of fewer than two tokens, which predicts nothing.
+    Raises ValueError for a sequence of fewer than two tokens, which predicts nothing, and for one whose mask or log-probs are not one
+    value per token.
     """
+    for i, *rows in zip(sequence_ids, token_ids, response_masks, rollout_logprobs, strict=True):
+        if len({len(row) for row in rows}) > 1:
+            num_ids, num_flags, num_logprobs = map(len, rows)
+            raise ValueError(
+                f"sequence {i} has {num_ids} token ids, {num_flags} values of response_mask and {num_logprobs} rollout_logprobs; "
+                "give each one value per token"
+            )
     short = [i for i, ids in zip(sequence_ids, token_ids, strict=True) if len(ids) < 2]
     if short:
         raise ValueError(f"sequences {short} have fewer than two tokens: there is nothing to predict")

@@ -245,7 +245,7 @@ def test_token_weights_by_hand():
 
 def of_ratios(ratios: list[float], lengths: list[int], mask: list[bool] | None = None) -> PackedBatch:
     """A batch whose tokens have these ratios old / rollout."""
-    rollout_T = torch.full((len(ratios),), -1.0, dtype=torch.float64)
+    rollout_T = torch.full((len(ratios),), -9.0, dtype=torch.float64)
     old_T = rollout_T + torch.tensor(ratios, dtype=torch.float64).log()
     return batch_of(rollout_T, old_T, torch.tensor(mask or [True] * len(ratios)), lengths)
 

@@ -355,11 +355,10 @@ def test_rejection_and_veto_by_hand():
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 999), st.data())
 def test_rejection_merges_over_any_split(lengths, seed, data):
     batch = random_batch(lengths, seed=seed)
-    batch = batch.with_fields(advantages_T=batch.advantages_T > 0)
     owner = data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
 
     def describe(b):
-        keep_T = b.advantages_T & b.response_mask_T
+        keep_T = (b.advantages_T > 0) & b.response_mask_T
         kept, below = (counted(x_T, b.response_mask_T, b.cu_seqlens) for x_T in (keep_T, ~keep_T))
         return rejection_metrics({}, *kept) | veto_metrics(below[0])
 

@@ -212,7 +212,7 @@ def make_groups(lengths: list[list[int]], rewards: list[list[float]], *, seed: i
             mask[0] = False
             # What a server would report; for a vocabulary that the bigram policy does not have, anything near.
             table = log_rollout[ids[:-1], ids[1:]] if vocab == VOCAB else torch.full((length - 1,), -math.log(vocab))
-            logprobs = [0.0, *(table + 0.3 * torch.randn(length - 1, generator=generator)).tolist()]
+            logprobs = [0.0, *(table + 0.3 * torch.randn(length - 1, generator=generator)).clamp(max=0.0).tolist()]
             trajectories.append(
                 Trajectory(
                     group_id=group_id, sibling_id=sibling_id, prompt_id=str(group_id), token_ids=ids.tolist(),

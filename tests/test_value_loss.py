@@ -162,7 +162,7 @@ def test_what_is_missing_is_named():
     batch, current_T = valued_batch([4], seed=0)
     with pytest.raises(ValueError, match="lacks values_T, value_aggregation_T"):
         value_loss(batch.with_fields(values_T=None, value_aggregation_T=None), current_T, value_clip=None)
-    with pytest.raises(ValueError, match=r"shape \(3,\), the micro-batch 4 tokens"):
+    with pytest.raises(ValueError, match=r"shape \(3,\), the batch 4 tokens"):
         value_loss(batch, current_T[:3], value_clip=None)
 
 

@@ -23,7 +23,8 @@ from configs.schema.objective import (
     ReinforcePlusPlusBaselineAdvantage,
     RlooAdvantage,
 )
-from parallel.packing import PackedBatch
+from parallel.packing import FLOATS, PackedBatch, require_per_token
+from trainer.inputs import require_numbers
 from trainer.metrics import Metric
 from trainer.ranks import Total, alone
 from trainer.segments import count_per_sequence, spread, sum_per_sequence
@@ -60,7 +61,7 @@ def compute_advantages(
     Every rank of ``total`` must call. Raises ValueError where shapes do not match, for a reward, value or penalty that is not finite
     (naming the sequence), and for gae without values.
     """
-    _require_rewards(rewards_S, group_ids_S)
+    _require_rewards(rewards_S, group_ids_S, batch.sequence_ids_S)
     mask_T, cu_seqlens, ids_S = batch.response_mask_T, batch.cu_seqlens, batch.sequence_ids_S
     dtype, rewards_S = rewards_S.dtype, rewards_S.to(torch.float64)
 
@@ -239,9 +240,14 @@ def _metrics(advantages_T: Tensor, mask_T: Tensor) -> dict[str, Metric]:
     }
 
 
-def _require_rewards(rewards_S: Tensor, group_ids_S: Tensor) -> None:
+def _require_rewards(rewards_S: Tensor, group_ids_S: Tensor, sequence_ids_S: Tensor) -> None:
     if rewards_S.shape != group_ids_S.shape or rewards_S.dim() != 1:
         raise ValueError(f"rewards {tuple(rewards_S.shape)} and group ids {tuple(group_ids_S.shape)} must both be [S], one per sequence")
+    if rewards_S.dtype not in FLOATS:
+        raise ValueError(f"rewards are {str(rewards_S.dtype).removeprefix('torch.')}; pass float32, which advantages are rounded to")
+    beyond = sequence_ids_S[(sequence_ids_S < 0) | (sequence_ids_S >= rewards_S.numel())].tolist()
+    if beyond:
+        raise ValueError(f"sequence {beyond[0]} of the batch has no reward: {rewards_S.numel()} rewards; pass those of the whole step")
     broken = (~torch.isfinite(rewards_S)).nonzero().flatten().tolist()
     if broken:
         raise ValueError(f"reward of sequence {broken[0]} is {rewards_S[broken[0]].item()} ({len(broken)} such); rewards must be finite")
@@ -249,13 +255,6 @@ def _require_rewards(rewards_S: Tensor, group_ids_S: Tensor) -> None:
 
 def _response_values(name: str, x_T: Tensor, batch: PackedBatch) -> Tensor:
     """float64 [T], detached, 0 off the response mask; ValueError where a response token's is not finite."""
-    if x_T.shape != batch.response_mask_T.shape:
-        raise ValueError(f"{name} has shape {tuple(x_T.shape)}, the batch {batch.num_tokens} tokens; pass one per token")
-    broken = (batch.response_mask_T & ~torch.isfinite(x_T)).nonzero().flatten()
-    if broken.numel():
-        row = int(torch.searchsorted(batch.cu_seqlens.to(torch.int64), broken[:1].cpu(), right=True)) - 1
-        raise ValueError(
-            f"{name} is {x_T[broken[0]].item()} on a response token of sequence {int(batch.sequence_ids_S[row])} "
-            f"({broken.numel()} such tokens); check the weights of the model that computed it"
-        )
+    require_per_token(name, x_T, batch.num_tokens)
+    require_numbers(batch, name, x_T)
     return torch.where(batch.response_mask_T, x_T.detach().to(torch.float64), 0.0)

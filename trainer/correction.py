@@ -28,7 +28,8 @@ from configs.schema.correction import (
     RatioRule,
     RejectionRule,
 )
-from parallel.packing import PackedBatch
+from parallel.packing import PackedBatch, require_per_token
+from trainer.inputs import may_be_broken, require_numbers
 from trainer.kl import bounded, excess
 from trainer.metrics import Metric
 from trainer.mismatch import mismatch_metrics, rejection_metrics, veto_metrics, weight_metrics
@@ -68,15 +69,14 @@ def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) 
     """Weights and keep mask of a step's sequences (this rank's share), before its first update.
 
     In bypass mode, and without ``old_logprobs_T``, it is left to the loss: weights of one, nothing rejected, no metrics.
-    Raises ValueError for a response token whose log-prob is not finite (naming the sequence).
+    Raises ValueError for a response token whose log-prob is not finite, or above 0 (naming the sequence).
     """
     left_to_loss = config.mode == "bypass" or batch.old_logprobs_T is None
     tokens = None if left_to_loss else _tokens(batch, batch.old_logprobs_T)
-    # A sum is finite only where all of its terms are, and a difference only where both sides are: one pass instead of two searches.
-    if tokens is None or not math.isfinite(tokens.log_ratio_N.sum().item()):
-        _require_finite(batch, "rollout_logprobs_T", "the server returned it: check the served weights and dtype")
-        _require_finite(batch, "old_logprobs_T", "the learner's forward pass produced it: check its weights and dtype")
-    _require_finite(batch, "ref_logprobs_T", "the reference's forward pass produced it: check its weights and dtype")
+    if tokens is None or any(may_be_broken(x_N, logprobs=True) for x_N in (tokens.rollout_logprobs_N, tokens.train_logprobs_N)):
+        require_numbers(batch, "rollout_logprobs_T")
+        require_numbers(batch, "old_logprobs_T")
+    require_numbers(batch, "ref_logprobs_T")
     if tokens is None:
         mask_T = batch.response_mask_T
         kept_S = count_per_sequence(mask_T, batch.cu_seqlens)
@@ -87,11 +87,16 @@ def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) 
 def correct_current(batch: PackedBatch, current_logprobs_T: Tensor, config: CorrectionConfig) -> Correction:
     """The same of a micro-batch against the policy that is being trained, inside the loss.
 
-    Raises ValueError for weights that are normalised: their mean over the step is known to ``correct`` alone.
+    Raises ValueError for weights that are normalised: their mean over the step is known to ``correct`` alone; and for rollout log-probs of
+    response tokens that are not finite, or above 0. Of current ones ``policy_loss`` makes a loss of NaN.
     """
     if isinstance(config.weight, ImportanceWeight) and config.weight.normalise:
         raise ValueError("normalised weights need old_logprobs_T before the update; score the batch with the learner first")
-    return _corrected(_tokens(batch, current_logprobs_T), batch.cu_seqlens, config, alone)
+    require_per_token("current_logprobs_T", current_logprobs_T, batch.num_tokens)
+    tokens = _tokens(batch, current_logprobs_T)
+    if may_be_broken(tokens.rollout_logprobs_N, logprobs=True):
+        require_numbers(batch, "rollout_logprobs_T")
+    return _corrected(tokens, batch.cu_seqlens, config, alone)
 
 
 def _corrected(tokens: _Tokens, cu_seqlens: Tensor, config: CorrectionConfig, total: Total) -> Correction:
@@ -229,19 +234,3 @@ def rule_names(rules: Sequence[RejectionRule]) -> list[str]:
         earlier = sum(re.fullmatch(rf"{name}(_\d+)?", other) is not None for other in names)
         names.append(f"{name}_{earlier + 1}" if earlier else name)
     return names
-
-
-def _require_finite(batch: PackedBatch, name: str, fix: str) -> None:
-    values_T = getattr(batch, name)
-    if values_T is None:
-        return
-    broken_T = batch.response_mask_T & ~torch.isfinite(values_T)
-    if not broken_T.any():
-        return
-    broken = broken_T.nonzero().flatten().cpu()
-    rows = torch.searchsorted(batch.cu_seqlens.to(broken.dtype), broken, right=True) - 1
-    ids = batch.sequence_ids_S[rows.unique()].tolist()
-    raise ValueError(
-        f"{name} is {values_T[broken[0]].item()} on a response token of sequence {ids[0]} "
-        f"({broken.numel()} such tokens, sequences {ids[:10]}); {fix}"
-    )

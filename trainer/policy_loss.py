@@ -25,13 +25,13 @@ from configs.schema.objective import (
     PolicyGradientObjective,
     SapoObjective,
 )
-from parallel.packing import PackedBatch
+from parallel.packing import PackedBatch, require_per_token
 from trainer.aggregation import Mode, over_kept
 from trainer.correction import correct_current
+from trainer.inputs import broken_tokens, may_be_broken, require_numbers, sequences_of
 from trainer.kl import ESTIMATORS
 from trainer.metrics import Metric, Reduction
 from trainer.objectives import ObjectiveLoss, cispo, clipped, dppo, geometric_mean_weights, gmpo, gspo, policy_gradient, sapo
-from trainer.segments import spread
 
 logger = logging.getLogger(__name__)
 DECOUPLED = CorrectionConfig()
@@ -57,7 +57,7 @@ def policy_loss(
     aggregation_t holds the global normalisers, so losses and gradients of micro-batches and ranks simply add up; it is zero on rejected
     tokens, which leave every term and the sequence statistics of ``gspo`` and ``gmpo`` (there, importance weights enter as their geometric
     mean over the sequence). Off the response mask nothing matters, not even NaN; without response tokens loss and gradient are exact
-    zeros, still connected to the graph. A current log-prob of a response token that is not finite makes the loss NaN.
+    zeros, still connected to the graph. A current log-prob of a response token that is not finite, or above 0, makes the loss NaN.
 
     Without ``old_logprobs_T`` current is old. Then, and in bypass mode, weights and rejection (``correction``) follow from current and
     rollout, here, without gradient. With ``denominator: kept`` the loss then still lacks one factor for the whole minibatch,
@@ -68,7 +68,8 @@ def policy_loss(
     ``policy/ratio_mean, ratio_min, ratio_max, clip_fraction, dual_clip_fraction`` are of the tokens that were not rejected, where the
     objective has them.
 
-    Raises ValueError naming the fields of ``batch`` that are not set, or tensors that are not one value per token.
+    Raises ValueError naming the fields of ``batch`` that are not set, tensors that are not one float32 per token, and the sequence of a
+    response token whose advantage, weight or log-prob in ``batch`` is not finite, or whose log-prob there is above 0.
     """
     kl_in_loss = kl.place == "loss" and kl.coefficient > 0
     _require(batch, current_logprobs_T, entropy_T, with_ref=kl_in_loss)
@@ -78,6 +79,9 @@ def policy_loss(
     current_is_old = batch.old_logprobs_T is None
     old_logprobs_T = current_T if current_is_old else batch.old_logprobs_T
     old_T, advantages_T = (torch.where(mask_T, x_T.detach(), 0.0) for x_T in (old_logprobs_T, batch.advantages_T))
+    if may_be_broken(advantages_T) or (not current_is_old and may_be_broken(old_T, logprobs=True)):
+        require_numbers(batch, "advantages_T")
+        require_numbers(batch, "old_logprobs_T")
     importance_T, aggregation_T, metrics = batch.importance_weights_T.detach(), batch.aggregation_T.detach(), {}
     num_tokens = torch.count_nonzero(mask_T).item()
     if current_is_old or correction.mode == "bypass":
@@ -92,21 +96,41 @@ def policy_loss(
     sums = {name: x_T.detach().sum(dtype=torch.float64).item() for name, x_T in (("old", old_T), ("current", current_T))}
     metrics |= {"policy/entropy": _mean(entropy_T, num_tokens), "policy/ppo_kl": Metric.quotient(sums["old"] - sums["current"], num_tokens)}
     if batch.ref_logprobs_T is not None:
-        kl_T = ESTIMATORS[kl.estimator](current_T, torch.where(mask_T, batch.ref_logprobs_T.detach(), 0.0))
+        ref_T = torch.where(mask_T, batch.ref_logprobs_T.detach(), 0.0)
+        if may_be_broken(ref_T, logprobs=True):
+            require_numbers(batch, "ref_logprobs_T")
+        kl_T = ESTIMATORS[kl.estimator](current_T, ref_T)
         metrics["policy/ref_kl"] = _mean(kl_T, num_tokens)
         if kl_in_loss:
             terms["kl"] = kl.coefficient * _weighted_sum(kl_T, aggregation_T, kept_T)
     if entropy.coefficient > 0:
         terms["entropy"] = -entropy.coefficient * _weighted_sum(entropy_T, aggregation_T, kept_T)
-    # Bounds would hide an infinity, and rejection a broken forward pass; a NaN loss is refused before the optimizer's step.
-    loss = sum(terms.values())
-    if not (math.isfinite(sums["current"]) or current_T.detach().isfinite().all()):
-        loss = loss * torch.nan
-        broken = spread(batch.sequence_ids_S.to(current_T.device), batch.cu_seqlens)[~current_T.detach().isfinite()].unique().tolist()
-        logger.error("the learner's log-prob is not finite on response tokens of sequences %s; check its weights and dtype", broken[:10])
+    loss = _nan_where_broken(sum(terms.values()), batch, current_T)
     values = dict.fromkeys(("policy", "kl", "entropy"), 0.0) | {name: term.item() for name, term in terms.items()}
     metrics |= {f"loss/{name}": Metric.sum(value) for name, value in (values | {"total": loss.item()}).items()}
     return loss, metrics
+
+
+def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Tensor:
+    """The loss, NaN where a current log-prob is not one; the optimizer's step refuses it. ValueError where weights made it NaN.
+
+    Not an error at once: the forward and backward passes of other ranks wait for this one. Bounds would hide an infinity, and rejection a
+    broken forward pass.
+    """
+    current_T = current_T.detach()
+    if not may_be_broken(current_T, logprobs=True):
+        if not math.isfinite(loss.item()):
+            require_numbers(batch, "importance_weights_T")
+            require_numbers(batch, "aggregation_T")
+        return loss
+    broken = broken_tokens(batch, current_T, logprobs=True).nonzero().flatten().cpu()
+    if not broken.numel():
+        return loss
+    first, ids = current_T[broken[0]].item(), sequences_of(batch, broken)
+    wrong = "above 0" if math.isfinite(first) else "not finite"
+    logger.error("current_logprobs_T is %s, %s, on response tokens of sequences %s; check the learner's weights and dtype",
+                 first, wrong, ids[:10])  # fmt: skip
+    return loss * torch.nan
 
 
 def _corrected_here(
@@ -207,5 +231,4 @@ def _require(batch: PackedBatch, current_logprobs_T: Tensor, entropy_T: Tensor, 
     if missing:
         raise ValueError(f"the micro-batch lacks {', '.join(missing)}: score it and give it advantages and loss weights first")
     for name, tensor in (("current_logprobs_T", current_logprobs_T), ("entropy_T", entropy_T)):
-        if tensor.shape != batch.response_mask_T.shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the micro-batch {batch.num_tokens} tokens; pass one value per token")
+        require_per_token(name, tensor, batch.num_tokens)

@@ -140,10 +140,14 @@ def read_batch(path: Path) -> RecordedBatch:
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read as a recorded batch: {error}") from error
     per_step = {name: tensors.pop(name) for name in PER_STEP}
+    try:
+        packed = PackedBatch(**tensors)
+    except ValueError as error:
+        raise ValueError(f"{path} holds no batch that fits together: {error}") from error
     return RecordedBatch(
         step=json.loads(about["step"]),
         version=json.loads(about["version"]),
-        packed=PackedBatch(**tensors),
+        packed=packed,
         correction=CorrectionConfig.model_validate_json(about["correction"]),
         **per_step,
     )

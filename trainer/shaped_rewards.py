@@ -8,6 +8,7 @@ from torch import Tensor
 
 from configs.schema.objective import AdaptiveController, Estimator, KLConfig
 from parallel.packing import PackedBatch
+from trainer.inputs import require_numbers
 from trainer.kl import ESTIMATORS, adaptive_coefficient
 from trainer.metrics import Metric
 from trainer.ranks import Total
@@ -18,10 +19,12 @@ def kl_to_reference(batch: PackedBatch, estimator: Estimator) -> Tensor:
     """The estimate of KL(old || ref) of each response token, 0 on all others. [T], nats, without gradient
 
     Times the coefficient it is the penalty; its mean over response tokens is what an adaptive controller measures.
-    Raises ValueError where old or ref log-probs are missing.
+    Raises ValueError where old or ref log-probs are missing, and for a response token where one is not finite, or above 0.
     """
     if batch.old_logprobs_T is None or batch.ref_logprobs_T is None:
         raise ValueError("KL in the reward needs old_logprobs_T and ref_logprobs_T: score the batch with learner and reference first")
+    for name in ("old_logprobs_T", "ref_logprobs_T"):
+        require_numbers(batch, name)
     kl_T = ESTIMATORS[estimator](batch.old_logprobs_T.detach(), batch.ref_logprobs_T.detach())
     return torch.where(batch.response_mask_T, kl_T, 0.0)
 

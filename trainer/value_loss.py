@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel.packing import PackedBatch
+from parallel.packing import PackedBatch, require_per_token
+from trainer.inputs import may_be_broken, require_numbers
 from trainer.metrics import Metric
 
 
@@ -53,7 +54,8 @@ def value_loss(batch: PackedBatch, values_T: Tensor, *, value_clip: float | None
     clip_fraction`` are means over response tokens, ``critic/return_std`` and ``critic/error_std`` the standard deviations of R and of
     R - V_old over them, of which ``explained_variance`` makes one number.
 
-    Raises ValueError naming the fields of ``batch`` that are not set, or values that are not one per token.
+    Raises ValueError naming the fields of ``batch`` that are not set, values that are not one float32 per token, and the sequence of a
+    response token whose value, return or weight in ``batch`` is not finite.
     """
     _require(batch, values_T)
     mask_T = batch.response_mask_T
@@ -61,6 +63,9 @@ def value_loss(batch: PackedBatch, values_T: Tensor, *, value_clip: float | None
     values_T, old_values_T, returns_T, weights_T = (
         torch.where(mask_T, x_T, 0.0) for x_T in (values_T, batch.values_T, batch.returns_T, batch.value_aggregation_T)
     )
+    if any(map(may_be_broken, (old_values_T, returns_T, weights_T))):
+        for name in ("values_T", "returns_T", "value_aggregation_T"):
+            require_numbers(batch, name)
     result = clipped_value_loss(values_T, old_values_T, returns_T, clip=value_clip)
     loss = (result.loss_T * weights_T).sum()
     metrics = {
@@ -93,5 +98,4 @@ def _require(batch: PackedBatch, values_T: Tensor) -> None:
     missing = [name for name in ("values_T", "returns_T", "value_aggregation_T") if getattr(batch, name) is None]
     if missing:
         raise ValueError(f"the micro-batch lacks {', '.join(missing)}: let the critic score it, and give it advantages and weights first")
-    if values_T.shape != batch.response_mask_T.shape:
-        raise ValueError(f"values_T has shape {tuple(values_T.shape)}, the micro-batch {batch.num_tokens} tokens; pass one value per token")
+    require_per_token("values_T", values_T, batch.num_tokens)
