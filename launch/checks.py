@@ -233,7 +233,8 @@ def _of_resume(config: RunConfig, resume: Path) -> Iterator[str]:
         yield f"resume: {resume} is a run of kind {before.kind}, which leaves nothing to go on from; start anew without `resume`"
         return
     if folder.newest_checkpoint() is None:
-        yield f"resume: {resume} holds no complete checkpoint to go on from; start anew without `resume`"
+        why = folder.why_no_checkpoint()
+        yield f"resume: {resume} holds no complete checkpoint to go on from{why}; start anew without `resume`"
     elif config.critic is not None and not folder.has_critic_checkpoint():
         yield (
             f"resume: {resume} was trained without a critic, which advantage.type=gae needs; keep the run's own advantage, or start "

@@ -125,11 +125,12 @@ def export(run: Path, out: Path) -> None:
         shutil.copytree(folder.hf, partial)
     else:
         if folder.newest_checkpoint() is None:
-            raise BadInput(f"RUN: {run} has neither a finished model nor a checkpoint; set checkpoint.every to get them")
+            why = folder.why_no_checkpoint()
+            raise BadInput(f"RUN: {run} has neither a finished model nor a complete checkpoint{why}; set checkpoint.every to get them")
         config = load_config(folder.config, [])
         folder.forget("export-rank")
         with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
-            supervisor.start(role("export-rank", folder, config))
+            supervisor.start(role("export-rank", folder, config, show_stdout=True))
             supervisor.wait_until_done("export-rank")
         partial.parent.mkdir(parents=True, exist_ok=True)
         shutil.move(folder.export, partial)  # copied only where OUT is on another disk

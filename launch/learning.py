@@ -117,6 +117,10 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
         peer_timeout_s=config.launch.peer_timeout_s,
         turns=turns,
     )
+    # Last: once it is open, whoever fails has to close it.
+    tracker = Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None
+    for notice in checkpointer.notices:
+        tracker.note(notice)
     return Run(
         config=config,
         learner=learner,
@@ -124,8 +128,7 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
         weight_sync=weight_sync,
         checkpointer=checkpointer,
         recorder=recorder,
-        # Last: once it is open, whoever fails has to close it.
-        tracker=Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None,
+        tracker=tracker,
         turns=turns,
         first_step=1 if resumed_from is None else resumed_from + 1,
         evaluation_owed=progress is not None and progress.evaluation_owed,

@@ -25,6 +25,7 @@ from launch.run_folder import RunFolder, wait_for_servers
 from launch.serving import serve, serving_node
 from launch.supervisor import end_with_parent, exit_now
 from launch.verify_sync import send_other_weights
+from parallel.checkpoint_files import step_folders
 
 INTERRUPTED = 130
 IN_JOB = "TANDEM_JOB"
@@ -67,13 +68,18 @@ def export(folder: RunFolder) -> None:
     """The newest checkpoint of a run into its ``export/`` folder; one process, whatever layout wrote it."""
     import torch.distributed as dist
 
+    from parallel.checkpoint import newest_whole
     from parallel.platform import init_distributed
     from trainer.learner import Learner
 
     config: RunConfig = load_config(folder.config, [*ONE_PROCESS])
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     learner = Learner.of_policy_alone(config)
-    learner.engine.load(folder.newest_checkpoint())
+    newest_first = reversed(step_folders(folder.checkpoints).values())
+    (whole,), damaged = newest_whole([step] for step in newest_first)
+    for wrong in damaged.values():
+        print(f"checkpoint {wrong}; exporting {whole.folder.name} instead", flush=True)
+    learner.engine.load(whole)
     learner.save_hf(folder.export)
     dist.destroy_process_group()
 

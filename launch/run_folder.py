@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TextIO
 
 from configs.errors import ConfigError, Problem
-from parallel.checkpoint_files import is_valid, latest_valid, step_of
+from parallel.checkpoint_files import is_valid, latest_valid, missing, step_folders, step_of
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What flock says where a file system, or its server, has none."""
@@ -112,6 +112,11 @@ class RunFolder:
         """The newest whose files are all there in full, as its manifest lists them."""
         return latest_valid(self.checkpoints)
 
+    def why_no_checkpoint(self) -> str:
+        """What is wrong with the newest one, where none is there in full; "" where there is nothing."""
+        folders = [*step_folders(self.checkpoints).values()]
+        return f" ({folders[-1].name}: {missing(folders[-1])})" if folders else ""
+
     def has_critic_checkpoint(self) -> bool:
         """Whether the newest checkpoint has a critic's beside it."""
         newest = self.newest_checkpoint()
@@ -137,7 +142,7 @@ class RunFolder:
         self._held.append(locked(self.path / "roles" / "lock"))
         for file in (self.path / "roles").glob("*.*"):
             file.unlink()
-        if self.newest_checkpoint() is None:
+        if not step_folders(self.checkpoints):  # where all are damaged, the learner says so, and nothing begins anew
             self.put_metrics_aside()
 
     def put_metrics_aside(self) -> None:

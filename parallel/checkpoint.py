@@ -1,15 +1,16 @@
 """Resumable checkpoints with Megatron's dist_checkpointing: weights, optimizer, schedule, random state and the caller's own data.
 
 On disk: ``ROOT/step_000010/``, complete or absent. It is written under a hidden name, flushed, then renamed; ``complete.json``
-inside lists every file with its size, so that a copy that was cut short is never picked either (``parallel/checkpoint_files.py``).
-Weights and optimizer state are saved in a form that any layout can read again.
+inside lists every file with its size and SHA-256 (``parallel/checkpoint_files.py``), which are compared before anything is loaded.
+Weights and optimizer state are saved in a form that any layout can read again. Nothing that a checkpoint says is run.
 """
 
 import json
-import os
+import pickle
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,8 +27,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from parallel import checkpoint_writers, platform
-from parallel.checkpoint_files import FORMAT, MANIFEST, is_valid
+from parallel import checkpoint_pickles, checkpoint_writers, platform
+from parallel.checkpoint_files import DamagedManifest, FileRecord, Manifest, damage, read_manifest, share, write_manifest
+from parallel.checkpoint_hashes import hashed_while_written
 from parallel.hf_files import replace_folder
 
 T = TypeVar("T")
@@ -37,6 +39,18 @@ EXTRA = "extra.json"
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; earlier ones are as they were."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is not as it was written; the message names the files. Nothing of it was used."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeCheckpoint:
+    """A checkpoint whose every bit is as it was written; ``verified`` gives it."""
+
+    folder: Path
+    manifest: Manifest
 
 
 def optimizer_parts(optimizer) -> list:
@@ -96,36 +110,82 @@ def save(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler, extra:
         (temporary / EXTRA).write_text(extra_text)
         _require_space(temporary, state)
 
-    def finish() -> None:
-        _write_manifest(temporary)
+    def write() -> dict[str, FileRecord]:
+        # Each rank hashes what its own writers write, while they wait for the disk.
+        with hashed_while_written(temporary, f"__{dist.get_rank()}_*.distcp") as records:
+            dist_checkpointing.save(state, str(temporary), content_metadata=_content_metadata())
+        return records
+
+    def finish(hashed: Mapping[str, FileRecord]) -> None:
+        write_manifest(temporary, world_size=dist.get_world_size(), hashed=hashed)
         replace_folder(temporary, folder)
 
     try:
         state = _together(lambda: _state(chunks, optimizer, scheduler, is_loading=False))
         _together(lambda: prepare(state), only_rank_0=True)
         with checkpoint_writers.sigterm_blocked(), checkpoint_writers.watched():
-            _together(lambda: dist_checkpointing.save(state, str(temporary), content_metadata=_content_metadata()))
-        _together(finish, only_rank_0=True)
+            records = _gathered(_together(write))
+        _together(lambda: finish({name: record for of_rank in records for name, record in of_rank.items()}), only_rank_0=True)
     except CheckpointError as error:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(f"could not write checkpoint {folder}: {error}; earlier checkpoints are unchanged") from error
 
 
-def load(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler) -> dict[str, Any]:
+def verified(folder: Path) -> WholeCheckpoint:
+    """The checkpoint in ``folder``, after every bit of it was compared with its manifest; each rank reads a share. A collective.
+
+    Raises, on every rank, DamagedCheckpoint, which names the files; CheckpointError where it cannot be read, or has another format.
+    """
+
+    def look() -> tuple[Manifest | None, list[str]]:
+        try:
+            manifest = read_manifest(folder)
+        except DamagedManifest as error:
+            return None, [str(error)]
+        return manifest, [*damage(folder, manifest, share(manifest, dist.get_rank(), dist.get_world_size()))]
+
+    folder = Path(folder)
+    try:
+        manifest, found = _together(look)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+    wrong = sorted({said for of_rank in _gathered(found) for said in of_rank})
+    if wrong:
+        raise DamagedCheckpoint(f"{folder} is damaged: {'; '.join(wrong)}")
+    return WholeCheckpoint(folder, manifest)
+
+
+def newest_whole(newest_first: Iterable[Sequence[Path]]) -> tuple[list[WholeCheckpoint], dict[Path, str]]:
+    """The first entry whose checkpoints are all whole, and what is wrong with the entries before it, by their first folders. A collective.
+
+    An entry is what must be of one step: a policy's checkpoint, or a policy's and a critic's. Raises CheckpointError where none is whole.
+    """
+    damaged: dict[Path, str] = {}
+    for folders in newest_first:
+        try:
+            return [verified(folder) for folder in folders], damaged
+        except DamagedCheckpoint as error:
+            damaged[folders[0]] = str(error)
+    raise CheckpointError(f"no checkpoint of this run is whole: {'; '.join(damaged.values()) or 'there is none'}; put one back from a copy")
+
+
+def load(checkpoint: Path | WholeCheckpoint, *, chunks: Sequence[Module], optimizer, scheduler) -> dict[str, Any]:
     """Restore what ``save`` wrote and return its ``extra``. The layout may differ from the one that saved.
 
-    The running config decides learning rates and schedule, the checkpoint how many steps were done. Random state is restored
-    where the number of processes is the same. A collective. Raises CheckpointError on every rank where the folder is no complete
-    checkpoint, or holds another model, for any of them.
+    A folder is verified first. The running config decides learning rates and schedule, the checkpoint how many steps were done. Random
+    state is restored where the number of processes is the same. A collective. Raises CheckpointError on every rank where the folder is no
+    whole checkpoint (DamagedCheckpoint), or holds another model, or anything that could run code, for any of them.
     """
-    folder = Path(folder)
-    same_processes = _together(lambda: _processes_of(folder)) == dist.get_world_size()
+    whole = checkpoint if isinstance(checkpoint, WholeCheckpoint) else verified(checkpoint)
+    folder = whole.folder
+    same_processes = whole.manifest.world_size == dist.get_world_size()
 
     def restore() -> dict[str, Any]:
         rates = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
         state = _state(chunks, optimizer, scheduler, is_loading=True, with_random=same_processes)
-        found = dist_checkpointing.load(state, str(folder))
+        with checkpoint_pickles.restricted():
+            found = dist_checkpointing.load(state, str(folder))
         for i, chunk in enumerate(chunks):
             chunk.load_state_dict(found[f"model{i}"])
         _restore_missing_step(optimizer, found["optimizer"], found["scheduler"]["num_steps"])
@@ -143,14 +203,7 @@ def load(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler) -> dic
     try:
         return _together(restore)
     except CheckpointError as error:
-        raise CheckpointError(f"{folder} does not fit this run: {error}") from error
-
-
-def _processes_of(folder: Path) -> int:
-    """How many processes saved."""
-    if not is_valid(folder):
-        raise CheckpointError(f"{folder} is no complete checkpoint")
-    return json.loads((folder / MANIFEST).read_text())["world_size"]
+        raise CheckpointError(f"{folder} cannot be loaded into this run: {error}") from error
 
 
 def _content_metadata() -> dict[str, Any]:
@@ -217,19 +270,11 @@ def _tensors(state: Any) -> Iterator[Tensor]:
         yield data
 
 
-def _write_manifest(folder: Path) -> None:
-    files = {
-        os.path.relpath(os.path.join(parent, name), folder): os.path.getsize(os.path.join(parent, name))
-        for parent, _, names in os.walk(folder)
-        for name in names
-    }
-    manifest = {"format": FORMAT, "world_size": dist.get_world_size(), "files": dict(sorted(files.items()))}
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
-
-
 def _reason(error: BaseException) -> str:
     """One line; torch's CheckpointException carries a whole traceback per rank, of which the causes matter."""
     causes = error.failures.values() if isinstance(error, CheckpointException) else ()
+    if isinstance(error, pickle.UnpicklingError):
+        return checkpoint_pickles.reason(error)
     said = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     return "; ".join(_reason(cause[0]) for cause in causes) or said
 
@@ -242,9 +287,14 @@ def _together(action: Callable[[], T], *, only_rank_0: bool = False) -> T | None
             result = action()
         except (Exception, CheckpointException) as error:  # whatever a writer raises, the other ranks must hear of it rather than wait
             failure = _reason(error)
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    for rank, text in enumerate(failures):
+    for rank, text in enumerate(_gathered(failure)):
         if text is not None:
             raise CheckpointError(f"rank {rank}: {text}")
     return result
+
+
+def _gathered(mine: T) -> list[T]:
+    """What each rank has, by rank."""
+    everything: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, mine)
+    return everything

@@ -26,6 +26,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
 from parallel import checkpoint, hf_conversion, platform
+from parallel.checkpoint import WholeCheckpoint
 from parallel.hf_files import HuggingFaceWeights
 from parallel.layout import Architecture, read_architecture, read_hf_config, validate_layout
 from parallel.megatron_groups import groups_of_this_process, join_groups
@@ -302,10 +303,10 @@ class _Engine:
         self._require_optimizer("save")
         checkpoint.save(folder, chunks=self.chunks, optimizer=self._optimizer, scheduler=self._scheduler, extra=extra)
 
-    def load(self, folder: Path) -> dict[str, Any]:
+    def load(self, saved: Path | WholeCheckpoint) -> dict[str, Any]:
         """Go on from a checkpoint: weights, optimizer, schedule and random state. Returns what ``save`` was given as ``extra``."""
         self._require_optimizer("load")
-        return checkpoint.load(folder, chunks=self.chunks, optimizer=self._optimizer, scheduler=self._scheduler)
+        return checkpoint.load(saved, chunks=self.chunks, optimizer=self._optimizer, scheduler=self._scheduler)
 
 
 class MegatronEngine(_Engine):

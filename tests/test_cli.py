@@ -21,6 +21,7 @@ from launch import checks, cli, commands, job, roles
 from launch.run_folder import RunFolder
 from launch.summary import write_summary
 from launch.supervisor import Role, RoleFailed
+from parallel.checkpoint_files import write_manifest
 from rollout import remote_sampler
 from rollout.tiny_model import make_tiny_countdown_model
 
@@ -219,7 +220,7 @@ def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(t
     monkeypatch.setattr(commands, "Supervisor", Exports)
     run = RunFolder(tmp_path / "run")
     (run.checkpoints / "step_000001").mkdir(parents=True)
-    (run.checkpoints / "step_000001" / "complete.json").write_text('{"format": 1, "files": {}}')
+    write_manifest(run.checkpoints / "step_000001", world_size=1)
     run.config.write_text(config_file(tmp_path, model).read_text())
     copied = []
     monkeypatch.setattr(shutil, "copytree", lambda *given, copy=shutil.copytree, **named: (copied.append(given), copy(*given, **named)))

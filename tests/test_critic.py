@@ -182,7 +182,7 @@ def test_going_on_equals_never_having_stopped(folder, tmp_path, dtype, distribut
 
 def test_a_policys_checkpoint_is_no_critics(folder, tmp_path):
     make_engine(folder).save(tmp_path / "step_000001", {})
-    with pytest.raises(CheckpointError, match="does not fit this run"):
+    with pytest.raises(CheckpointError, match="cannot be loaded into this run"):
         make_value_engine(folder).load(tmp_path / "step_000001")
 
 

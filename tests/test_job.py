@@ -22,7 +22,8 @@ from launch import job as supervision
 from launch import jobs
 from launch.checks import BadInput
 from launch.jobs import Job
-from launch.run_folder import RunFolder, write_json
+from launch.run_folder import RunFolder
+from parallel.checkpoint_files import Manifest, write_manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 DEADLINE_S = 240
@@ -67,7 +68,9 @@ HEADER = """
         fresh.write_text(json.dumps(content))
         fresh.replace(path)
     def checkpoint(step):
-        write(run / "checkpoints" / f"step_{step:06d}" / "complete.json", {"format": 1, "files": {}})
+        folder = run / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "complete.json").write_text(MANIFEST)
 """
 FINISHES = """
     (run / "hf").mkdir()
@@ -115,7 +118,8 @@ class Stage:
         self.process: subprocess.Popen | None = None
 
     def role(self, name: str, code: str) -> None:
-        (self.bin / f"{name}.py").write_text(textwrap.dedent(HEADER) + textwrap.dedent(code))
+        manifest = f"MANIFEST = {Manifest(world_size=1).text()!r}\n"
+        (self.bin / f"{name}.py").write_text(manifest + textwrap.dedent(HEADER) + textwrap.dedent(code))
 
     def start(self, nodes: str = "n1,n2") -> None:
         env = os.environ | {
@@ -367,7 +371,8 @@ def test_starts_wait_longer_and_longer_until_there_is_a_checkpoint(tmp_path):
         waited.append(jobs.pause_s(folder))
         assert jobs.may_restart(folder, limit=9)
     assert waited == [0, 15, 30, 60, 60]
-    write_json(folder.path / "checkpoints" / "step_000001" / "complete.json", {"format": 1, "files": {}})
+    (folder.checkpoints / "step_000001").mkdir(parents=True)
+    write_manifest(folder.checkpoints / "step_000001", world_size=1)
     assert jobs.pause_s(folder) == 0
 
 
@@ -395,7 +400,7 @@ def test_a_newer_checkpoint_begins_the_count_of_failures_anew(tmp_path):
     assert [jobs.may_restart(folder, 2) for _ in range(2)] == [True, True]
     checkpoint = folder.checkpoints / "step_000001"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "complete.json").write_text('{"format": 1, "files": {}}')
+    write_manifest(checkpoint, world_size=1)
     assert [jobs.may_restart(folder, 2) for _ in range(4)] == [True, True, False, True]
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 
 import pytest
 import torch
@@ -66,6 +67,19 @@ def test_what_follows_from_the_correction_is_not_recorded(tmp_path):
     assert same(read_batch(batch_file(tmp_path, 3)).packed, batch.packed)
 
 
+def test_a_flipped_bit_is_never_replayed(tmp_path):
+    path, draw = tmp_path / "step_000003.safetensors", random.Random(3)
+    batch = recorded()
+    write_batch(path, batch)
+    content = path.read_bytes()
+    for _ in range(200):
+        flipped = bytearray(content)
+        flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"damaged|cannot be read|no batch of this version"):
+            read_batch(path)
+
+
 def test_a_file_that_is_no_batch_is_one_clear_error(tmp_path):
     path = tmp_path / "step_000001.safetensors"
     path.write_bytes(b"not safetensors")
@@ -73,7 +87,7 @@ def test_a_file_that_is_no_batch_is_one_clear_error(tmp_path):
         read_batch(path)
     batch = recorded()
     write_batch(path, batch)
-    path.write_bytes(path.read_bytes().replace(b"tandem batch 2", b"tandem batch 1"))
+    path.write_bytes(path.read_bytes().replace(b"tandem batch 3", b"tandem batch 1"))
     with pytest.raises(ValueError, match="no batch of this version"):
         read_batch(path)
 

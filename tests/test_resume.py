@@ -16,8 +16,8 @@ from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import KLConfig
 from launch import learning
 from launch.run_folder import RunFolder
-from parallel.checkpoint import CheckpointError
-from parallel.checkpoint_files import is_valid, latest_valid, prune, step_folder, valid_checkpoints
+from parallel.checkpoint import CheckpointError, WholeCheckpoint
+from parallel.checkpoint_files import is_valid, latest_valid, prune, step_folder, valid_checkpoints, write_manifest
 from parallel.hf_files import hidden_folder
 from tests.megatron_workers import run_ranks
 from tests.packed_batches import random_batch
@@ -44,14 +44,11 @@ class Saves:
     def save(self, folder: Path, extra: dict) -> None:
         folder.mkdir(parents=True)
         (folder / "extra.json").write_text(json.dumps(extra))
-        files = {"extra.json": (folder / "extra.json").stat().st_size}
-        (folder / "complete.json").write_text(json.dumps({"format": 1, "files": files}))
+        write_manifest(folder, world_size=1)
 
-    def load(self, folder: Path) -> dict:
-        if not is_valid(folder):
-            raise CheckpointError(f"{folder} is no complete checkpoint")
-        self.loaded.append(folder)
-        return json.loads((folder / "extra.json").read_text())
+    def load(self, whole: WholeCheckpoint) -> dict:
+        self.loaded.append(whole.folder)
+        return json.loads((whole.folder / "extra.json").read_text())
 
 
 class Data:
@@ -171,7 +168,7 @@ def test_the_newest_checkpoint_is_by_number_and_of_a_format_that_can_be_read(tmp
         Saves().save(step_folder(folder.checkpoints, step), {})
     assert folder.newest_checkpoint() == latest_valid(folder.checkpoints) == folder.checkpoints / "step_1000000"
     assert [*valid_checkpoints(folder.checkpoints)] == [999_998, 999_999, 1_000_000]
-    (folder.checkpoints / "step_1000000" / "complete.json").write_text('{"format": 2, "files": {}}')
+    (folder.checkpoints / "step_1000000" / "complete.json").write_text('{"format": 1, "files": {}}')
     assert folder.newest_checkpoint() == folder.checkpoints / "step_999999"
     prune(folder.checkpoints, keep=1)
     assert [*valid_checkpoints(folder.checkpoints)] == [999_999]
@@ -184,7 +181,7 @@ def work_stale_listing(root: Path) -> tuple[list[Path], list[Path]]:
         if dist.get_rank() == 1:
             looks = itertools.count()
             patch.setattr(resume, "POLL_S", 0.01)
-            patch.setattr(resume, "latest_valid", lambda folder: folder / "step_000002")
+            patch.setattr(resume, "step_folders", lambda folder: {2: folder / "step_000002"})
             patch.setattr(resume, "is_valid", lambda folder: next(looks) >= 5 and is_valid(folder))
         Checkpointer(root, CheckpointConfig()).restore(run, Data())
     return run.engine.loaded, run.critic.engine.loaded
@@ -199,10 +196,23 @@ def test_all_ranks_load_the_checkpoint_that_the_first_one_chose(tmp_path):
     assert found == [([root / "step_000004"], [root / "critic" / "step_000004"])] * 2
 
 
+def test_a_damaged_policy_takes_the_critic_of_its_step_along(tmp_path, capsys):
+    run = learner(critic=True)
+    for step in (1, 2, 3):
+        Checkpointer(tmp_path, CheckpointConfig(keep=3)).save(step, run, Data())
+    for step in (2, 3):
+        (tmp_path / f"step_00000{step}" / "extra.json").write_text("x")
+    assert Checkpointer(tmp_path, CheckpointConfig()).restore(run, Data()).step == 1
+    assert run.critic.engine.loaded == [tmp_path / "critic" / "step_000001"]
+    assert sorted(path.name for path in (tmp_path / "critic").iterdir()) == ["step_000001", "step_000002.damaged", "step_000003.damaged"]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == [f"checkpoint {tmp_path}/step_00000{step} is damaged" for step in (3, 2)]
+
+
 def test_a_missing_critic_is_an_error_before_the_policy_is_touched(tmp_path):
     Checkpointer(tmp_path, CheckpointConfig()).save(2, learner(critic=False), Data())
     run = learner(critic=True)
-    with pytest.raises(CheckpointError, match="critic/step_000002 is no complete checkpoint"):
+    with pytest.raises(CheckpointError, match=r"critic/step_000002 is damaged: complete\.json is missing"):
         Checkpointer(tmp_path, CheckpointConfig()).restore(run, Data())
     assert run.engine.loaded == []
 

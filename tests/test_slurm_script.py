@@ -16,6 +16,7 @@ from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig
 from launch import slurm_script
 from launch.slurm_script import elements, place_of_array, place_of_run, script_text, seconds
+from parallel.checkpoint_files import write_manifest
 from rollout.tiny_model import make_tiny_countdown_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -364,7 +365,7 @@ def test_a_run_that_a_job_has_is_not_submitted_again(config_file, fake_slurm, st
     run = config_file.parent / "runs" / "before"
     checkpoint = run / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
-    (checkpoint / "complete.json").write_text(json.dumps({"format": 1, "files": {}}))
+    write_manifest(checkpoint, world_size=1)
     (run / "config.yaml").write_text(resolved_yaml(load_config(config_file, ["layout.dp=1"])))
     (run / "job.json").write_text(json.dumps({"job_id": "17", "nodes": ["n1"], "restart": 0}))
     done = tandem_slurm(run / "config.yaml", f"resume={run}", "--submit", PATH=fake_slurm, FAKE_STATE=state)

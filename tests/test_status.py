@@ -11,6 +11,7 @@ import pytest
 from launch.checks import BadInput
 from launch.run_folder import RunFolder
 from launch.status import _is_held, _name_of_lock, log_files, status
+from parallel.checkpoint_files import write_manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 NOW = 1_000_000.0
@@ -33,10 +34,10 @@ def train(folder: RunFolder, steps: int, *, ago_s: float = 5.0) -> None:
 
 
 def checkpoint(folder: RunFolder, step: int, *, ago_s: float) -> None:
-    manifest = folder.checkpoints / f"step_{step:06d}" / "complete.json"
-    manifest.parent.mkdir(parents=True)
-    manifest.write_text('{"format": 1, "files": {}}')
-    os.utime(manifest, (NOW - ago_s, NOW - ago_s))
+    saved = folder.checkpoints / f"step_{step:06d}"
+    saved.mkdir(parents=True)
+    write_manifest(saved, world_size=1)
+    os.utime(saved / "complete.json", (NOW - ago_s, NOW - ago_s))
 
 
 def lines_of(folder: RunFolder) -> dict[str, str]:

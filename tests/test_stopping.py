@@ -10,6 +10,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException, _term
 from launch.run_folder import RunFolder
 from launch.stopping import Finished, Stopped, StopSignals, ending, read_stopped, request_stop, stop_reason, wait_for_learner
 from launch.supervisor import Interrupted, Role, RoleFailed, Supervisor
+from parallel.checkpoint_files import write_manifest
 
 LEARNER = """
     import os, signal, sys, time
@@ -253,6 +254,6 @@ def test_an_attempt_without_a_checkpoint_is_begun_anew_and_its_metrics_are_put_a
     folder._held.pop().close()  # the lock of that attempt, which goes with its process
     whole = tmp_path / "checkpoints" / "step_000001"
     whole.mkdir(parents=True)
-    (whole / "complete.json").write_text('{"format": 1, "files": {}}')
+    write_manifest(whole, world_size=1)
     folder.claim()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'

@@ -1,13 +1,14 @@
 """A step's batch on disk: what ``tandem replay`` needs to say, without any engine, what another correction would have made of it.
 
 One safetensors file per recorded step, ``RUN/batches/step_000010.safetensors``: the packed fields of all ranks in the order of sequence
-ids, the rewards and groups of the step, and as metadata the step and the weight version it was sampled with.
+ids, the rewards and groups of the step, and as metadata the step, the weight version it was sampled with, and a SHA-256 of it all.
 Legend: S sequences of the whole step, T their packed tokens.
 """
 
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from trainer.step_batch import StepBatch
 if TYPE_CHECKING:
     from trainer.learner import Learner
 
-FORMAT = "tandem batch 2"
+FORMAT = "tandem batch 3"
 PER_STEP = ("rewards_S", "group_ids_S")
 NOT_RECORDED = ("importance_weights_T", "aggregation_T", "value_aggregation_T")
 """They follow from the correction, which is what a replay changes."""
@@ -118,10 +119,11 @@ def write_batch(path: Path, batch: RecordedBatch) -> None:
             tensors[f.name] = value
     numbers = {name: json.dumps(getattr(batch, name)) for name in ("step", "version")}
     about = {"format": FORMAT, **numbers, "correction": batch.correction.model_dump_json()}
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     try:
-        partial.write_bytes(save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, metadata=about))
+        partial.write_bytes(save(tensors, metadata={**about, "sha256": _digest(about, tensors)}))
         os.replace(partial, path)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -129,8 +131,16 @@ def write_batch(path: Path, batch: RecordedBatch) -> None:
         raise OSError(error.errno, message, str(path)) from error
 
 
+def _digest(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def read_batch(path: Path) -> RecordedBatch:
-    """Raises ValueError for a file that is none, or of another version."""
+    """Raises ValueError for a file that is none, is of another version, or is not as it was written."""
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
@@ -139,6 +149,8 @@ def read_batch(path: Path) -> RecordedBatch:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read as a recorded batch: {error}") from error
+    if about.pop("sha256", None) != _digest(about, tensors):
+        raise ValueError(f"{path} is damaged: its content does not fit the SHA-256 that it was written with; replay another step")
     per_step = {name: tensors.pop(name) for name in PER_STEP}
     try:
         packed = PackedBatch(**tensors)

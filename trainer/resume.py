@@ -1,13 +1,15 @@
 """Resumable checkpoints of a run: engine state (weights, optimizer, schedule, RNG) with the step, version and data position."""
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from configs.schema.learner import CheckpointConfig
-from parallel.checkpoint_files import is_valid, latest_valid, prune, remove, step_folder, valid_checkpoints
+from parallel.checkpoint import newest_whole
+from parallel.checkpoint_files import is_valid, prune, remove, set_aside, step_folder, step_folders, valid_checkpoints
 from trainer.learner import Learner
 from trainer.sampling import SharedSampler
 from trainer.turns import OwnDevices
@@ -40,6 +42,8 @@ class Checkpointer:
         self._turns = turns or OwnDevices()
         self._folder, self._critic_folder, self._config = folder, folder / "critic", config
         self.complete, self._saved = 0, 0
+        self.notices: list[str] = []
+        """Which checkpoints ``restore`` could not use, for the run's console.log; the console has them already."""
         self._evaluation_owed = False
 
     def after_step(self, step: int, learner: Learner, sampler: SharedSampler, *, evaluation_owed: bool = False) -> None:
@@ -89,33 +93,51 @@ class Checkpointer:
                 remove(folder)
 
     def restore(self, learner: Learner, sampler: SharedSampler) -> Progress | None:
-        """Load the newest valid checkpoint. None where there is none: then the data begins anew, whoever has taken of it before.
+        """Load the newest checkpoint whose every bit is as it was written. None where there is none: then the data begins anew, whoever
+        has taken of it before.
 
-        Raises CheckpointError where a critic's is missing.
+        Newer ones that are damaged, or whose critic's is, are named on the console and set aside. Raises CheckpointError where all are
+        damaged, or where what is there was written by another version, without a critic, or for another model.
         """
-        newest = self._newest()
-        if newest is None:
+        steps = self._folders_of_steps(has_critic=learner.critic is not None)
+        if not steps:
             sampler.load_state(None)
             return None
+        whole, damaged = newest_whole(_seen_by_this_node(folders, in_full) for folders, in_full in steps)
         if learner.critic is not None:
-            learner.critic.engine.load(self._critic_folder / newest.name)
-        progress = Progress(**learner.engine.load(newest))
+            learner.critic.engine.load(whole[1])
+        progress = Progress(**learner.engine.load(whole[0]))
         learner.version = progress.version
         learner.kl_in_reward.restore(progress.kl_coefficient)
         sampler.load_state(progress.sampler)
         self.complete = self._saved = progress.step
+        if damaged and learner.is_first_rank:
+            self._set_aside(damaged, instead=whole[0].folder)
         return progress
 
-    def _newest(self) -> Path | None:
-        """The newest valid checkpoint as rank 0 sees it: what another node has last read of a shared folder may be older.
-
-        The other ranks wait until they see it too, and a critic's beside it; ``load`` is an error on all of them where one does not.
-        """
-        seen: list[list[Path]] = [[]]
-        if dist.get_rank() == 0 and (newest := latest_valid(self._folder)) is not None:
-            seen = [[newest, *filter(is_valid, [self._critic_folder / newest.name])]]
+    def _folders_of_steps(self, *, has_critic: bool) -> list[tuple[list[Path], list[Path]]]:
+        """Of all checkpoints, the newest first: the policy's folder and a critic's, and those of them that rank 0 sees in full."""
+        seen: list = [[]]
+        if dist.get_rank() == 0:
+            roots = (self._folder, self._critic_folder) if has_critic else (self._folder,)
+            names = [folder.name for folder in step_folders(self._folder).values()]
+            steps = [[root / name for root in roots] for name in reversed(names)]
+            seen = [[(folders, [*filter(is_valid, folders)]) for folders in steps]]
         dist.broadcast_object_list(seen, src=0)
-        deadline = time.monotonic() + SEEN_TIMEOUT_S
-        while not all(map(is_valid, seen[0])) and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        return next(iter(seen[0]), None)
+        return seen[0]
+
+    def _set_aside(self, damaged: Mapping[Path, str], *, instead: Path) -> None:
+        """Say which checkpoints are not used, and let nobody take them for the newest. For rank 0."""
+        for policy, wrong in damaged.items():
+            folders = (policy, self._critic_folder / policy.name)
+            kept = [str(set_aside(folder)) for folder in folders if folder.is_dir()]
+            self.notices.append(f"checkpoint {wrong}; going on from {instead.name} instead (the damaged one is now {' and '.join(kept)})")
+            print(self.notices[-1], flush=True)
+
+
+def _seen_by_this_node(folders: Sequence[Path], in_full: Sequence[Path]) -> Sequence[Path]:
+    """``folders``, once this node sees in full what rank 0 does, or past a deadline: what it last read of a shared folder may be older."""
+    deadline = time.monotonic() + SEEN_TIMEOUT_S
+    while not all(map(is_valid, in_full)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return folders

@@ -130,12 +130,15 @@ class _Console:
     def say(self, text: str) -> None:
         self._line(text, style=None)
 
+    def note(self, text: str) -> None:
+        self._file.write(f"{text}\n")
+        self._file.flush()
+
     def alarm(self, text: str) -> None:
         self._line(text, style="bold red")
 
     def _line(self, text: str, style: str | None) -> None:
-        self._file.write(f"{text}\n")
-        self._file.flush()
+        self.note(text)
         if not sys.stdout.isatty():
             print(text, flush=True)
             return
@@ -225,6 +228,10 @@ class Tracker:
         if about not in self._warned:
             self._warned.add(about)
             self._console.alarm(f"  ! {text}")
+
+    def note(self, text: str) -> None:
+        """A line in console.log alone: the console has it already."""
+        self._console.note(text)
 
     def artifact(self, path: Path) -> None:
         """Send a file or the files of a folder to MLflow, in the background."""

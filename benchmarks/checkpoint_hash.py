@@ -1,0 +1,135 @@
+"""Seconds of saving a checkpoint with its hashes and without them, and of checking them before a load. Target: 5 % of a save at most.
+
+    cost = median seconds of a save with hashes / median seconds of a save without - 1
+
+One Megatron process, saves in turn, so that the disk's moods meet both. Without: files are listed with their sizes alone, as they were
+before hashes. ``--place`` names the file system; on one in memory (/dev/shm) no disk hides the hashing: that is the worst case. Hashing
+is also timed by itself, over the checkpoint's files from the page cache: what it would cost if it came after writing.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.common import hardware, line, parser, spread, write  # noqa: E402
+
+TARGET = 0.05
+CONFIG = {"hidden": 1024, "layers": 6, "intermediate": 4096, "vocab": 16384, "dtype": "float32"}
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("--place", type=Path, default=Path(tempfile.gettempdir()), help="where to write (the system's temporary folder)")
+    given = options.parse_args()
+    rounds = 2 if given.quick else given.rounds
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory(dir=given.place) as folder:
+        seconds, size, checks, alone = measure(Path(folder), rounds, quick=given.quick)
+    config = {**CONFIG, "checkpoint_gigabytes": round(size / 1e9, 3), "file_system": file_system(given.place)}
+    print(json.dumps({"hardware": hardware(), "config": config}, indent=2))
+    print(line("save without hashes", seconds["without"]))
+    print(line("save with hashes", seconds["with"]))
+    print(line("hashing alone, in two threads", alone), f"  {size / 1e9 / statistics.median(alone):.2f} GB/s")
+    print(line("checking before a load", checks), f"  {size / 1e9 / statistics.median(checks):.2f} GB/s")
+    cost = statistics.median(seconds["with"]) / statistics.median(seconds["without"]) - 1
+    pairs = statistics.median(a / b - 1 for a, b in zip(seconds["with"], seconds["without"], strict=True))
+    print(f"cost of hashing {cost:+.1%} of a save (median of pairs {pairs:+.1%})   target: at most {TARGET:.0%}")
+    found = {**seconds, "hashing_alone": alone, "check": checks}
+    result = {"hardware": hardware(), "config": config, "cost": cost, "cost_of_pairs": pairs, "target": TARGET}
+    write({**result, "seconds": {name: spread(values) for name, values in found.items()}}, given.json)
+
+
+def measure(folder: Path, rounds: int, *, quick: bool) -> tuple[dict[str, list[float]], int, list[float], list[float]]:
+    from parallel import checkpoint
+    from parallel.checkpoint_files import hash_files, step_folder
+
+    engine = make_engine(folder / "model", layers=1 if quick else CONFIG["layers"])
+    seconds: dict[str, list[float]] = {"without": [], "with": []}
+    checks, alone = [], []
+    for step in range(-1, rounds):  # the first starts processes that live on: it counts for nobody
+        for variant in (("without", "with") if step % 2 else ("with", "without")):
+            target = step_folder(folder, step + 1)
+            with contextlib.nullcontext() if variant == "with" else without_hashes():
+                seconds[variant].append(timed(engine.save, target, {}))
+            if variant == "with":
+                alone.append(timed(hash_files, target, [path.name for path in target.glob("*.distcp")]))
+                checks.append(timed(checkpoint.verified, target))
+                size = sum(path.stat().st_size for path in target.iterdir())
+            shutil.rmtree(target)
+            os.sync()
+    return {variant: values[1:] for variant, values in seconds.items()}, size, checks[1:], alone[1:]
+
+
+def timed(action: Callable[..., object], *arguments: object) -> float:
+    began = time.perf_counter()
+    action(*arguments)
+    return time.perf_counter() - began
+
+
+@contextlib.contextmanager
+def without_hashes() -> Iterator[None]:
+    """The same way of saving, in which nothing is hashed."""
+    from parallel import checkpoint, checkpoint_files
+    from parallel.checkpoint_files import FileRecord
+
+    @contextlib.contextmanager
+    def nothing_followed(folder: Path, pattern: str):
+        yield {}
+
+    before = checkpoint.hashed_while_written, checkpoint_files._record
+    checkpoint.hashed_while_written = nothing_followed
+    checkpoint_files._record = lambda path: FileRecord(path.stat().st_size, "")
+    try:
+        yield
+    finally:
+        checkpoint.hashed_while_written, checkpoint_files._record = before
+
+
+def make_engine(folder: Path, *, layers: int):
+    """A policy with random weights; nobody samples from it, so it needs no tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from configs.schema.layout import LayoutConfig
+    from configs.schema.learner import OptimizerConfig
+    from configs.schema.model import ModelConfig
+    from parallel import platform
+    from parallel.megatron_engine import MegatronEngine
+
+    shape = Qwen3Config(
+        vocab_size=CONFIG["vocab"], hidden_size=CONFIG["hidden"], num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8,
+        intermediate_size=CONFIG["intermediate"], head_dim=CONFIG["hidden"] // 8, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(shape).save_pretrained(folder)
+    platform.init_distributed(600.0)
+    return MegatronEngine(
+        ModelConfig(path=folder, dtype=CONFIG["dtype"]), LayoutConfig(), OptimizerConfig(), total_optimizer_steps=10,
+        logprob_chunk_tokens=256, recompute="none", seed=0, timeout_s=600.0,
+    )  # fmt: skip
+
+
+def file_system(place: Path) -> str:
+    """The type of the file system that holds ``place``."""
+    mounts = [row.split() for row in Path("/proc/mounts").read_text().splitlines()]
+    holding = [(len(point), kind) for _, point, kind, *_ in mounts if place.resolve().is_relative_to(point)]
+    return max(holding)[1]
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
