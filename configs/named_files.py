@@ -1,6 +1,7 @@
 """The files and folders that a config names: those that are not there, with the line that names them."""
 
 import difflib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from configs.yaml_values import Value
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
 """Pickles mostly."""
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Any one of these makes a folder one that holds a tokenizer."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SIMILAR_MODELS = 3
 
 
 def check_files(config: RunConfig | SftConfig, tree: Value | None = None) -> list[Problem]:
@@ -41,7 +45,7 @@ def _file_problems(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path, s
     for field, path in _data_files(config):
         if not path.is_file():
             error = "a file is wanted, this is a folder" if path.is_dir() else "no such file"
-            yield field, path, error, _fix_path(path, "correct the path")
+            yield field, path, error, _fix_data(path)
     resume = config.resume if isinstance(config, RunConfig) else None
     if resume is not None and not resume.is_dir():
         yield "resume", resume, "no such run folder", _fix_path(resume, "name a folder under launch.runs_dir, or remove resume")
@@ -50,7 +54,7 @@ def _file_problems(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path, s
 def _model_problems(field: str, model: Path, tokenizers: tuple[str, ...]) -> Iterator[tuple[str, Path, str, str]]:
     if not model.is_dir():
         error = "a Hugging Face folder is wanted, this is a file" if model.exists() else "no such folder"
-        yield field, model, error, _fix_path(model, "download the checkpoint to this disk first, and name its folder")
+        yield field, model, error, _fix_model(model)
         return
     if not (model / "config.json").is_file():
         yield field, model, "the folder has no config.json", _fix_folder(model)
@@ -96,6 +100,46 @@ def _data_files(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path]]:
         path = getattr(getattr(config, block), name, None)
         if path is not None:
             yield f"{block}.{name}", path
+
+
+def _fix_model(model: Path) -> str:
+    if model.exists():
+        return _fix_path(model, _WHAT_A_FOLDER_HOLDS)
+    if is_hub_id(model):
+        where = f"models/{model.name}"
+        return f"nothing is downloaded by itself: `hf download {model} --local-dir {where}`, then model.path={where}{_other_models()}"
+    return _fix_path(model, f"download the checkpoint to this disk first, and name its folder{_other_models()}")
+
+
+def _other_models() -> str:
+    """The newest model folders at the places where they mostly are."""
+    places = ("*", "models/*", "runs/quickstart-*/*", "runs/*/hf")
+    found = {path.parent for place in places for path in Path().glob(f"{place}/config.json")}
+    newest = sorted((path for path in found if missing_weights(path) is None), key=_age)[:_SIMILAR_MODELS]
+    return f" (models that are here: {', '.join(map(str, newest))})" if newest else ""
+
+
+def _age(path: Path) -> float:
+    try:
+        return -path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _fix_data(path: Path) -> str:
+    if path.is_dir():
+        inside = sorted(file for pattern in ("*.jsonl", "*.parquet", "*/*.parquet") for file in path.glob(pattern))
+        return f"name a file in it, such as {inside[0]}" if inside else "name a .jsonl or .parquet file"
+    if is_hub_id(path) and path.suffix not in (".jsonl", ".parquet", ".json", ".ndjson"):
+        fetch = f"`hf download {path} --repo-type dataset --local-dir data/{path.name}`"
+        return f"nothing is downloaded by itself: {fetch}, then name its .jsonl or .parquet file"
+    return _fix_path(path, "correct the path")
+
+
+def is_hub_id(path: Path) -> bool:
+    """Whether this may be the name of something on the Hugging Face hub, OWNER/NAME, rather than a path."""
+    is_name = _HUB_ID.fullmatch(str(path)) is not None
+    return is_name and not path.parent.exists() and path.parts[0] not in ("models", "data", "runs", "checkpoints")
 
 
 def _fix_path(path: Path, otherwise: str) -> str:

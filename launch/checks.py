@@ -4,7 +4,6 @@ Every problem that is found is reported at once, with the line that set its fiel
 only a valid one can be compared with anything.
 """
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -13,16 +12,13 @@ from typing import Any, get_args
 
 from configs.errors import COMMAND_LINE
 from configs.loader import Finding, load_config
-from configs.named_files import missing_weights
 from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import NodesConfig
 from configs.schema.rollout import RolloutConfig
-from configs.schema.run import JsonlSftData
-from configs.schema.task import CountdownTask, FileTask
 from launch.device_memory import Device, device_of, gpus_here, memory_problems
+from launch.input_checks import input_findings, unless
 from launch.placement import check_placement
 from launch.run_folder import RunFolder, check_can_be_made
-from parallel.hf_headers import weight_problems
 from parallel.layout import check_critic_vocabulary, layout_problems, read_architecture, read_hf_config, validate_rollout_layout
 from parallel.planner import static_share
 from rollout.prompt_room import prompt_room
@@ -69,13 +65,14 @@ def load(
         raise BadInput(f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}")
     overrides, of_layout = _with_data_parallel_size(config, overrides)
     is_here = gpu_memory is None and not in_job and config.launch.nodes is None
+    notes: list[str] = []
 
     def check(config: RunConfig | SftConfig) -> Iterator[Finding]:
         if instead_of_nodes is not None and config.launch.nodes is not None:
             yield "launch.nodes", f"this machine alone cannot run launch.nodes; {instead_of_nodes}"
         against_model = [*of_layout, *_of_models(config)]
         yield from against_model
-        yield from _of_weights(config)
+        yield from input_findings(config, notes)
         yield from _of_run(config, runs) if isinstance(config, RunConfig) else _of_sft(config)
         if runs == EVALUATION and getattr(config.task, "heldout_path", "generated") is None:
             yield "task.heldout_path", "task.heldout_path=null gives no held-out problems to evaluate on; name a file of them"
@@ -87,9 +84,8 @@ def load(
             device = device_of(config, gpu_memory, in_job=in_job)
             yield from _of_devices(config, runs, device, is_here=is_here, fits_model=not against_model)
         if gpu_memory is None and getattr(config, "resume", None) is None:
-            yield from _unless("launch.runs_dir", check_can_be_made, "launch.runs_dir", config.launch.runs_dir)
+            yield from unless("launch.runs_dir", check_can_be_made, "launch.runs_dir", config.launch.runs_dir)
 
-    notes: list[str] = []
     config = load_config(path, overrides, files=True, check=check, notes=notes, option=option)
     for note in notes:
         print(f"# {note}", flush=True)
@@ -141,10 +137,10 @@ def _of_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
     wrong = layout_problems(architecture, config.layout)
     yield from (("layout", said) for said in wrong)
     if isinstance(config, RunConfig):
-        yield from _unless("rollout.tp", validate_rollout_layout, hf_config, config.rollout.tp)
-        yield from _unless("rollout.server_args", static_share, config)
-        yield from _unless("rollout.quantization", check_quantization, config.rollout, architecture.model_type)
-        yield from _unless("rollout.max_new_tokens", partial(prompt_room, config, "training", max_positions=architecture.max_positions))
+        yield from unless("rollout.tp", validate_rollout_layout, hf_config, config.rollout.tp)
+        yield from unless("rollout.server_args", static_share, config)
+        yield from unless("rollout.quantization", check_quantization, config.rollout, architecture.model_type)
+        yield from unless("rollout.max_new_tokens", partial(prompt_room, config, "training", max_positions=architecture.max_positions))
         yield from _of_critic(config, hf_config, known=wrong)
 
 
@@ -158,25 +154,7 @@ def _of_critic(config: RunConfig, hf_config: dict[str, Any], known: Sequence[str
         yield "critic.model.path", str(error)
         return
     yield from (("layout", f"of critic.model: {said}") for said in wrong if said not in known)
-    yield from _unless("critic.model.path", check_critic_vocabulary, of_critic, hf_config)
-
-
-def _of_weights(config: RunConfig | SftConfig) -> Iterator[Finding]:
-    """By the headers of their files; a config.json that cannot be used has been named before."""
-    critic = config.critic.model if isinstance(config, RunConfig) and config.critic is not None else None
-    folders = {"model.path": config.model.path} | ({} if critic is None else {"critic.model.path": critic.path})
-    for field, folder in folders.items():
-        if missing_weights(folder) is None:
-            with contextlib.suppress(ValueError):
-                yield from ((field, said) for said in weight_problems(folder, read_architecture(read_hf_config(folder))))
-
-
-def _unless(field: str, check: Callable[..., object], *arguments: object) -> Iterator[Finding]:
-    """What a check that raises ValueError says."""
-    try:
-        check(*arguments)
-    except ValueError as error:
-        yield field, str(error)
+    yield from unless("critic.model.path", check_critic_vocabulary, of_critic, hf_config)
 
 
 # ----------------------------------------------------------------------------------------------------- files, rewards, servers
@@ -186,40 +164,23 @@ def _of_sft(config: SftConfig) -> Iterator[Finding]:
     if config.output.exists():
         yield "output", f"output: {config.output} exists already; name a new folder, or remove it first"
     else:
-        yield from _unless("output", check_can_be_made, "output", config.output)
-    if isinstance(config.data, JsonlSftData) and config.data.path.is_file():
-        from rollout.tasks import read_pairs
-
-        yield from _unless("data.path", read_pairs, config.data.path, config.data.prompt_field, config.data.response_field)
+        yield from unless("output", check_can_be_made, "output", config.output)
 
 
 def _of_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
     """Imports only what the config uses: the answer must come within seconds."""
-    owned = [*_unless("rollout.server_args", check_server_args, config.rollout)]
-    yield from owned or _unless("rollout.server_args", check_flags_exist, config.rollout)
+    owned = [*unless("rollout.server_args", check_server_args, config.rollout)]
+    yield from owned or unless("rollout.server_args", check_flags_exist, config.rollout)
     if config.rollout.router is not None and "sample" in runs:
         from rollout.router import check_is_installed
 
-        yield from _unless("rollout.router", check_is_installed)
-    yield from _of_task(config)
+        yield from unless("rollout.router", check_is_installed)
     if config.reward_type.type not in ("countdown", "gsm8k"):
         from rollout.rewards import check_reward
 
-        yield from _unless("reward.function" if config.reward_type.type == "function" else "reward", check_reward, config.reward_type)
+        yield from unless("reward.function" if config.reward_type.type == "function" else "reward", check_reward, config.reward_type)
     if config.resume is not None and config.resume.is_dir():
         yield from (("resume", said) for said in _of_resume(config, config.resume))
-
-
-def _of_task(config: RunConfig) -> Iterator[Finding]:
-    if isinstance(config.task, CountdownTask):
-        return
-    from rollout.tasks import check_task_files
-
-    for field in ("train_path", "heldout_path"):
-        path = getattr(config.task, field)
-        if path is not None and path.is_file():
-            alone: FileTask = config.task.model_copy(update={"train_path": path, "heldout_path": None})
-            yield from _unless(f"task.{field}", check_task_files, alone)
 
 
 def _of_resume(config: RunConfig, resume: Path) -> Iterator[str]:
@@ -257,7 +218,7 @@ def _of_ports(config: RunConfig, *, is_here: bool) -> Iterator[Finding]:
     if first is None:
         return
     if is_here:
-        yield from _unless("rollout.first_port", choose_ports, range(replicas), first)
+        yield from unless("rollout.first_port", choose_ports, range(replicas), first)
     elif first + 2 * replicas - 1 > LAST_PORT:
         said = f"rollout.first_port={first} and rollout.replicas={replicas} need ports above {LAST_PORT}; choose a lower one"
         yield "rollout.first_port", said
@@ -269,9 +230,9 @@ def _of_devices(
     if is_here:
         yield from _of_gpus(config, runs)
     if "serve" in runs:
-        yield from _unless("rollout.quantization", partial(check_has_kernels, config.rollout, cuda=device.kind == "cuda"))
+        yield from unless("rollout.quantization", partial(check_has_kernels, config.rollout, cuda=device.kind == "cuda"))
         if "learn" not in runs:
-            yield from _unless("rollout.quantization", check_served_as_saved, config, "eval")
+            yield from unless("rollout.quantization", check_served_as_saved, config, "eval")
     if fits_model and (config.model.path / "config.json").is_file():
         yield from memory_problems(config, device, runs)
 
@@ -282,13 +243,13 @@ def _of_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[Fin
     if not available:
         return
     if "serve" not in runs:
-        yield from _unless("layout", check_learner_gpus, ranks, available)
+        yield from unless("layout", check_learner_gpus, ranks, available)
         return
     beside = ranks if "learn" in runs else 0
     if _shares_gpus(config) and beside:
-        yield from _unless("layout", check_learner_gpus, ranks, available)
+        yield from unless("layout", check_learner_gpus, ranks, available)
         beside = 0
-    yield from _unless("rollout.replicas", check_server_gpus, config.rollout, beside, available)
+    yield from unless("rollout.replicas", check_server_gpus, config.rollout, beside, available)
 
 
 def check_new_folder(argument: str, folder: Path) -> None:

@@ -9,9 +9,10 @@ from configs.loader import resolved_yaml
 from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import NodesConfig
 from configs.schema.layout import LayoutConfig
-from configs.schema.task import CountdownTask, Gsm8kTask
+from configs.schema.task import CountdownTask
 from launch import placement, roles
 from launch.device_memory import Device, device_of, memory_lines
+from launch.input_checks import survey_of
 from launch.roles import Rendezvous
 from launch.run_folder import RunFolder
 from parallel.layout import read_architecture, read_hf_config
@@ -197,11 +198,8 @@ def _longest_prompt(config: RunConfig) -> tuple[int, str]:
         from rollout.tasks.countdown import prompt_text
 
         return len(prompt_text(((task.max_number,) * task.num_numbers, task.max_target))) + 1, "the task's longest text"
-    from rollout.tasks import read_pairs
-
-    fields = ("question", "answer") if isinstance(task, Gsm8kTask) else (task.prompt_field, task.answer_field)
     around = len((task.system_prompt or "").encode())
-    longest = max(len(text.encode()) for _, text, _ in read_pairs(task.train_path, *fields))
+    longest = survey_of(task, task.train_path).longest_bytes
     return longest + around, f"bytes of the longest of {task.train_path.name}, without the chat template"
 
 

@@ -99,7 +99,7 @@ def _check_enough(prompts: int, task: TaskConfig) -> None:
     """Of a task from files; how many problems there are to generate shows when they are generated."""
     if isinstance(task, CountdownTask):
         return
-    from rollout.tasks.files import read_records
+    from rollout.tasks.records import read_records
 
     available = sum(1 for _ in read_records(task.train_path))
     if prompts > available:

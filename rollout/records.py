@@ -30,6 +30,8 @@ class Prompt:
     reference: str
     row: Mapping[str, Any] | None = None
     """The whole record of the data file, where a reward function may ask for it."""
+    place: str | None = None
+    """Where it stands in a file, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ from rollout.sample_messages import (
 )
 from rollout.sampler import GroupSampler
 from rollout.tasks import Task, load_task, longest_above
-from rollout.tokenization import end_token_ids, load_tokenizer
+from rollout.tokenization import check_vocabulary_size, end_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,25 +116,12 @@ def _check_longest(prompts: Sequence[Prompt], which: Literal["training", "held-o
         return
     prompt = longest_above(prompts, room.tokens)
     if prompt is not None:
-        raise ValueError(
-            f"{which} prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, but only {room.tokens} leave room for "
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens} within {room.within}; remove prompts of more than {room.tokens} "
-            f"tokens, {room.fixes}"
-        )
+        raise ValueError(room.too_long(f"{which} prompt {prompt.place or prompt.prompt_id}", len(prompt.token_ids)))
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> None:
-    """Refuse a tokenizer that can give ids beyond the model's embedding: SGLang would die of the first such prompt.
-
-    Raises:
-        ValueError: the tokenizer has more tokens than the model.
-    """
-    vocab_size = _read_json(Path(model_dir) / "config.json").get("vocab_size")
-    if vocab_size is not None and len(tokenizer) > vocab_size:
-        raise ValueError(
-            f"the tokenizer in {model_dir} has {len(tokenizer)} tokens, but the model's vocab_size is {vocab_size}; "
-            "use the tokenizer that belongs to the model"
-        )
+    """See ``tokenization.check_vocabulary_size``."""
+    check_vocabulary_size(len(tokenizer), _read_json(Path(model_dir) / "config.json").get("vocab_size"), model_dir)
 
 
 def _read_json(path: Path) -> dict:

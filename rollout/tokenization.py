@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from configs.named_files import TOKENIZERS
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Any one of these makes a folder one that holds a tokenizer."""
 
 
 def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
@@ -20,9 +19,9 @@ def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
     model_dir = Path(model_dir)
     if not model_dir.is_dir():
         raise ValueError(f"model folder {model_dir} does not exist; set model.path to a Hugging Face folder on this disk")
-    if not any((model_dir / name).is_file() for name in TOKENIZER_FILES):
+    if not any((model_dir / name).is_file() for name in TOKENIZERS):
         raise ValueError(
-            f"model folder {model_dir} holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}); "
+            f"model folder {model_dir} holds no tokenizer (none of {', '.join(TOKENIZERS)}); "
             "copy the tokenizer files of the model into it"
         )
     from transformers import AutoTokenizer  # seconds; whoever only checks a config never comes here
@@ -31,6 +30,19 @@ def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
         return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"the tokenizer in {model_dir} cannot be loaded: {error}; restore its tokenizer files") from error
+
+
+def check_vocabulary_size(num_ids: int, vocab_size: int | None, model_dir: Path) -> None:
+    """Refuse a tokenizer that can give ids beyond the model's embedding: SGLang would die of the first such prompt.
+
+    Raises:
+        ValueError: the tokenizer has more tokens than the model.
+    """
+    if vocab_size is not None and num_ids > vocab_size:
+        raise ValueError(
+            f"the tokenizer in {model_dir} has {num_ids} tokens, but the model's vocab_size is {vocab_size}; "
+            "use the tokenizer that belongs to the model"
+        )
 
 
 def encode_prompt(

@@ -545,7 +545,7 @@ def test_everything_that_is_wrong_is_said_at_once(folder, port, monkeypatch, cap
     line = 1 + Path("broken.yaml").read_text().splitlines().index("layout:") + 1
     assert f"broken.yaml:{line}\n  field: layout.tp" in said and said.startswith(f"tandem: {len(fields)} problems in the configuration")
     assert fields == [
-        "task.heldout_path", "layout.tp", "layout.pp", "layout.cp", "rollout.tp", "rollout.server_args", "task.train_path",
+        "task.heldout_path", "layout.tp", "layout.pp", "layout.cp", "rollout.tp", "task.train_path", "rollout.server_args",
         "reward.function", "resume", "resume", "rollout.first_port",
     ]  # fmt: skip
 

@@ -591,7 +591,7 @@ def test_model_folder_without_config_json(folder):
     ("missing", "error"),
     [
         ("model.safetensors", "the folder has no model.safetensors or model.safetensors.index.json"),
-        ("tokenizer.json", "the folder has no tokenizer.json or tokenizer_config.json"),
+        ("tokenizer.json", "the folder has no tokenizer.json or tokenizer.model or vocab.json or vocab.txt"),
     ],
 )
 def test_model_folder_without_weights_or_tokenizer(folder, missing, error):

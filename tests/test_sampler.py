@@ -486,7 +486,7 @@ def test_the_sample_role_refuses_an_overlong_prompt_before_it_asks_for_servers(m
     task = {"type": "jsonl", "train_path": path, "apply_chat_template": False}
     asked = []
     config = run_config(model_dir, task=task)
-    with pytest.raises(ValueError, match=r"training prompt jsonl:\w+ has 62 tokens, but only 60 "):
+    with pytest.raises(ValueError, match=r"training prompt \S+/p\.jsonl:line 2 has 62 tokens, but only 60 "):
         asyncio.run(run_sample_role(config, server_urls=lambda: asked.append(1) or [], announce=asked.append, log_dir=tmp_path))
     assert asked == []
 

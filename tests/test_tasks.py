@@ -4,6 +4,7 @@ import json
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import permutations, product
 from pathlib import Path
 
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask
 from rollout.rewards import countdown_reward
 from rollout.rewards.arithmetic import evaluate
-from rollout.tasks import check_task_files, files, generate_sft_examples, load_task, read_pairs
 from rollout.tasks import countdown as cd
+from rollout.tasks import generate_sft_examples, load_task, read_pairs, records, survey_task_file
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
 
@@ -239,7 +240,8 @@ def test_parquet_holds_the_same_as_jsonl(tmp_path, tokenizer):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     from_rows = load_task(gsm8k(tmp_path / "a.parquet"), tokenizer=tokenizer)
     from_lines = load_task(gsm8k(write_lines(tmp_path / "a.jsonl", *rows)), tokenizer=tokenizer)
-    assert list(from_rows.train) == list(from_lines.train) and len(from_rows.train) == 5000
+    without_place = [[replace(prompt, place=None) for prompt in task.train] for task in (from_rows, from_lines)]
+    assert without_place[0] == without_place[1] and len(from_rows.train) == 5000
 
 
 def test_jsonl_with_own_fields_numbers_and_heldout(tmp_path, tokenizer):
@@ -268,7 +270,9 @@ def test_the_public_dapo_files_are_read_as_they_are(tmp_path, tokenizer, suffix)
         write_lines(path, *rows)
     task = load_task(jsonl(path, answer_field="reward_model.ground_truth"), tokenizer=tokenizer)
     assert [(p.text, p.reference) for p in task.train] == [("30 + 4?", "34"), ("30 + 4?", "35")]
-    check_task_files(jsonl(path, answer_field="reward_model.ground_truth"))
+    survey = survey_task_file(jsonl(path, answer_field="reward_model.ground_truth"), path)
+    assert (survey.count, survey.distinct, survey.longest_bytes) == (2, 1, 7)
+    assert [p.place for p in task.train] == [f"{path}:{'row' if suffix == 'parquet' else 'line'} {number}" for number in (1, 2)]
 
 
 def test_prompts_keep_their_records_where_asked(tmp_path, tokenizer):
@@ -380,8 +384,8 @@ def test_parquet_values_are_those_of_pyarrow(rows, start):
         array = pyarrow.array(rows, type=None if rows else pyarrow.struct([("a", pyarrow.string())]))
     except (pyarrow.ArrowException, TypeError):
         assume(False)  # rows of several types, which no parquet file holds
-    assert files._values(array[start:]) == array[start:].to_pylist()
-    assert files._values(array) == array.to_pylist()
+    assert records._values(array[start:]) == array[start:].to_pylist()
+    assert records._values(array) == array.to_pylist()
 
 
 def test_parquet_rows_are_named(tmp_path, tokenizer):

@@ -16,6 +16,7 @@ from configs.schema.run import CountdownSftData
 from parallel.layout import read_architecture, read_hf_config
 from parallel.megatron_engine import MegatronEngine
 from parallel.packing import PackedBatch, pack_sequences
+from rollout.prompt_room import check_example_length
 from rollout.tasks import generate_sft_examples, read_pairs
 from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
 from trainer.batching import packed_length, plan_batches
@@ -99,19 +100,9 @@ def load_examples(config: SftConfig) -> list[Example]:
         prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=None, apply_chat_template=template)
         answer_ids = tokenizer.encode(answer, add_special_tokens=False)
         example = Example(token_ids=[*prompt_ids, *answer_ids, end], prompt_length=len(prompt_ids))
-        _check_length(example, where, token_budget=config.token_budget, max_positions=max_positions)
+        check_example_length(where, packed_length(example.token_ids), token_budget=config.token_budget, max_positions=max_positions)
         examples.append(example)
     return examples
-
-
-def _check_length(example: Example, where: str, *, token_budget: int, max_positions: int) -> None:
-    """One that is too long would end the training whenever it is drawn, maybe hours later."""
-    length = packed_length(example.token_ids)
-    takes = f"{where}: takes {length} tokens, more than"
-    if length > max_positions:
-        raise ValueError(f"{takes} the model's max_position_embeddings={max_positions}; shorten or drop it")
-    if length > token_budget:
-        raise ValueError(f"{takes} token_budget={token_budget}; raise token_budget, or shorten or drop it")
 
 
 def batches(count: int, config: SftConfig) -> Iterator[list[int]]:

@@ -33,6 +33,15 @@ class FileTask(Schema):
     system_prompt: str | None = None
     apply_chat_template: bool = True
 
+    @model_validator(mode="after")
+    def _system_prompt_has_a_place(self):
+        if self.system_prompt is not None and not self.apply_chat_template:
+            raise ValueError(
+                "system_prompt has its place in a chat template, but apply_chat_template=false; set it to true, or write the text into the "
+                "prompts"
+            )
+        return self
+
 
 class Gsm8kTask(FileTask):
     """GSM8K as published: ``question`` and ``answer`` fields, JSONL or parquet, from the user's disk."""

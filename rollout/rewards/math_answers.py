@@ -23,7 +23,7 @@ def gsm8k_reference(answer: str) -> str:
     _, mark, tail = answer.rpartition(ANSWER_MARK)
     if not mark:
         raise ValueError(f"has no `{ANSWER_MARK}`; a GSM8K answer ends with `{ANSWER_MARK} <number>`")
-    if _first_number(tail) is None:
+    if NUMBER.search(tail) is None:
         raise ValueError(f"has no number after `{ANSWER_MARK}` but {tail.strip()[:40]!r}; write e.g. `{ANSWER_MARK} 72`")
     return tail.strip().replace(",", "")
 

@@ -5,13 +5,23 @@ from typing import TYPE_CHECKING
 
 from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask, TaskConfig
 from rollout.tasks.countdown import generate_sft_examples, load_countdown
-from rollout.tasks.files import check_task_files, load_gsm8k, load_jsonl, read_pairs
+from rollout.tasks.files import Survey, load_gsm8k, load_jsonl, read_pairs, survey_pairs, survey_task_file
 from rollout.tasks.task import Problem, Task, longest_above
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Problem", "Task", "check_task_files", "generate_sft_examples", "load_task", "longest_above", "read_pairs"]
+__all__ = [
+    "Problem",
+    "Survey",
+    "Task",
+    "generate_sft_examples",
+    "load_task",
+    "longest_above",
+    "read_pairs",
+    "survey_pairs",
+    "survey_task_file",
+]
 
 FILE_LOADERS = {Gsm8kTask: load_gsm8k, JsonlTask: load_jsonl}
 

@@ -50,12 +50,12 @@ def load_countdown(config: CountdownTask, *, tokenizer: "PreTrainedTokenizerBase
     Raises:
         ValueError: the tokenizer lacks a character of the task, or no problem is left to train on.
     """
-    _check_characters(tokenizer)
+    check_characters(tokenizer)
     train, heldout = [], []
     for problem in solvable_problems(config):
         (heldout if is_heldout(problem, config.heldout_fraction) else train).append(problem)
     if not train:
-        raise ValueError(f"no Countdown problem is left to train on with {config!r}; raise max_number or max_target")
+        raise _nothing_left(config)
 
     def encode(text: str) -> list[int]:
         return encode_prompt(tokenizer, text, system_prompt=None, apply_chat_template=False)
@@ -75,8 +75,24 @@ def prompt_text(problem: tuple[Numbers, int]) -> str:
     return f"{format_problem(*problem)}:"
 
 
-def _check_characters(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Each character must survive encoding and decoding next to digits, where it stands in a prompt or an answer."""
+def long_prompt(config: CountdownTask) -> str:
+    """One of the longest prompts: of the highest numbers, with the highest target that they reach. "" where they reach none."""
+    numbers = _choices(config)[-1]
+    return prompt_text((numbers, max(found))) if (found := reachable(numbers, config.max_target)) else ""
+
+
+def check_problems(config: CountdownTask) -> None:
+    """Raises ValueError where no problem is left to train on."""
+    if all(is_heldout(problem, config.heldout_fraction) for problem in solvable_problems(config)):
+        raise _nothing_left(config)
+
+
+def _nothing_left(config: CountdownTask) -> ValueError:
+    return ValueError(f"no Countdown problem is left to train on with {config!r}; raise max_number or max_target")
+
+
+def check_characters(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Each character must survive encoding and decoding next to digits, where it stands in a prompt or an answer. Raises ValueError."""
     missing = []
     for character in CHARACTERS:
         text = f"1{character}1"
@@ -291,7 +307,7 @@ def generate_sft_examples(config: CountdownTask, *, count: int, noise: float, se
     """
     problems = [p for p in solvable_problems(config) if not is_heldout(p, config.heldout_fraction)]
     if not problems:
-        raise ValueError(f"no Countdown problem is left to train on with {config!r}; raise max_number or max_target")
+        raise _nothing_left(config)
     rng = random.Random(seed)
     examples = []
     for _ in range(count):

@@ -1,27 +1,27 @@
 """Tasks from the user's own files: JSONL or parquet, one problem per line or row."""
 
+import contextlib
 import hashlib
+import heapq
 import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import islice
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from configs.schema.task import Gsm8kTask, JsonlTask
 from rollout.rewards.math_answers import gsm8k_reference
+from rollout.tasks.records import Progress, ProgressOf, place, read_records
 from rollout.tasks.task import LazyPrompts, Problem, Task
 from rollout.tokenization import encode_prompt
 
 if TYPE_CHECKING:
-    import pyarrow
     from transformers import PreTrainedTokenizerBase
 
-LINE_SUFFIXES = (".jsonl", ".ndjson")
-PARQUET_SUFFIXES = (".parquet",)
-Record = tuple[str, dict]
-"""Where it stands (``file:line 3``), for messages, and its fields."""
+LONGEST_KEPT = 256
 
 
 def load_gsm8k(config: Gsm8kTask, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
@@ -60,7 +60,8 @@ def _load(
 
     def prompts(path: Path | None) -> LazyPrompts:
         problems = [] if path is None else _problems(path, name, fields, to_reference, keep_rows=keep_rows)
-        return LazyPrompts(problems, task=name, to_problem=lambda problem: problem, encode=encode)
+        where = None if path is None else partial(place, path)
+        return LazyPrompts(problems, task=name, to_problem=lambda problem: problem, encode=encode, where=where)
 
     task = Task(name=name, train=prompts(config.train_path), heldout=prompts(config.heldout_path))
     _ = task.train[0]  # a missing chat template shows now, not after the engines have started
@@ -72,16 +73,13 @@ def _problems(
 ) -> list[Problem]:
     problems, seen = [], Counter()
     digests: dict[tuple[str, str], str] = {}  # public files hold the same problem a hundred times: it is hashed, and kept, once
-    for where, text, answer, record in _read_fields(path, *fields):
-        try:
-            reference = to_reference(answer)
-        except ValueError as error:
-            raise ValueError(f"{where}: field `{fields[1]}` {error}") from error
+    for number, text, reference, record in _read_problems(path, fields, to_reference):
         content = digests.get((text, reference)) or digests.setdefault((text, reference), _digest(text, reference))
         seen[content] += 1
         repeat = f"#{seen[content]}" if seen[content] > 1 else ""  # the same problem twice in a file is two prompts
         row = record if keep_rows else None
-        problems.append(Problem(prompt_id=f"{task}:{content}{repeat}", text=sys.intern(text), reference=reference, row=row))
+        prompt_id = f"{task}:{content}{repeat}"
+        problems.append(Problem(prompt_id=prompt_id, text=sys.intern(text), reference=reference, row=row, number=number))
     return problems or _refuse_empty(path, fields)
 
 
@@ -89,16 +87,96 @@ def _digest(text: str, reference: str) -> str:
     return hashlib.md5(json.dumps([text, reference]).encode(), usedforsecurity=False).hexdigest()[:16]
 
 
-def check_task_files(config: Gsm8kTask | JsonlTask) -> None:
-    """Read the task's files as training will, without a tokenizer: a broken line shows before anything is started.
+def _read_problems(
+    path: Path, fields: tuple[str, str], to_reference: Callable[[str], str], progress: Progress | None = None
+) -> Iterator[tuple[int, str, str, dict]]:
+    """Of each record its number, the prompt's text, the reference, and the record itself."""
+    for number, text, answer, record in _read_fields(path, *fields, progress):
+        try:
+            reference = to_reference(answer)
+        except ValueError as error:
+            raise ValueError(f"{place(path, number)}: field `{fields[1]}` {error}") from error
+        yield number, text, reference, record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What there is to know of a file's pairs of texts (prompt and reference, or prompt and response) without keeping them."""
+
+    path: Path
+    count: int
+    longest_bytes: int
+    """Of a prompt, in UTF-8."""
+    longest: tuple[tuple[str, str, str], ...]
+    """(where it stands, first text, second text) of the longest pairs, the longest first; at most ``LONGEST_KEPT``."""
+    prompts: frozenset[int]
+    """A number for each distinct prompt; equal ones have equal numbers, in all surveys of a process."""
+
+    @property
+    def distinct(self) -> int:
+        return len(self.prompts)
+
+
+def survey_task_file(config: Gsm8kTask | JsonlTask, path: Path, *, progress: ProgressOf | None = None) -> Survey:
+    """Read one of the task's files as training will, without a tokenizer: a broken line shows before anything is started.
+
+    A file that has not changed since is not read again. ``progress``: what makes a ``Progress`` for a file.
 
     Raises:
         ValueError: see ``load_gsm8k`` and ``load_jsonl``.
     """
     is_gsm8k = isinstance(config, Gsm8kTask)
     fields = ("question", "answer") if is_gsm8k else (config.prompt_field, config.answer_field)
-    for path in filter(None, (config.train_path, config.heldout_path)):
-        _problems(path, config.type, fields, gsm8k_reference if is_gsm8k else str)
+    return _survey(path, _version(path), fields, gsm8k_reference if is_gsm8k else str, progress)
+
+
+def survey_pairs(path: Path, first_field: str, second_field: str, *, progress: ProgressOf | None = None) -> Survey:
+    """The same of a file for supervised training. Raises ValueError, see ``read_pairs``."""
+    return _survey(path, _version(path), (first_field, second_field), None, progress)
+
+
+def _version(path: Path) -> tuple[int, ...]:
+    """Another one as soon as the file is another one; nothing where there is none, which reading it will say."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@lru_cache(maxsize=8)
+def _survey(
+    path: Path, _: tuple[int, ...], fields: tuple[str, str], to_reference: Callable[[str], str] | None, progress: ProgressOf | None
+) -> Survey:
+    with contextlib.nullcontext() if progress is None else progress(path) as report:
+        return _read_survey(path, fields, to_reference, report)
+
+
+def _read_survey(path: Path, fields: tuple[str, str], to_reference: Callable[[str], str] | None, report: Progress | None) -> Survey:
+    """Of prompts alone the first text counts for the length, of supervised pairs (no ``to_reference``) both do."""
+    count = longest_bytes = 0
+    kept: list[tuple[int, int, str, str]] = []  # a heap: (bytes, -number, texts), the shortest first
+    prompts: set[int] = set()
+    for number, first, second, _record in _read_problems(path, fields, to_reference or str, report):
+        count += 1
+        prompts.add(hash(first))
+        size = num_bytes(first)
+        if size > longest_bytes:
+            longest_bytes = size
+        if to_reference is None:
+            size += num_bytes(second)
+        if len(kept) < LONGEST_KEPT:
+            heapq.heappush(kept, (size, -number, first, second))
+        elif size > kept[0][0]:
+            heapq.heapreplace(kept, (size, -number, first, second))
+    if not count:
+        _refuse_empty(path, fields)
+    longest = tuple((place(path, -minus), first, second) for _, minus, first, second in sorted(kept, reverse=True))
+    return Survey(path=path, count=count, longest_bytes=longest_bytes, longest=longest, prompts=frozenset(prompts))
+
+
+def num_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
 
 
 def read_pairs(path: Path, first_field: str, second_field: str) -> list[tuple[str, str, str]]:
@@ -109,118 +187,68 @@ def read_pairs(path: Path, first_field: str, second_field: str) -> list[tuple[st
         ValueError: see ``read_records``; also a field that is missing, empty or neither text nor a number, naming the line, and a file
             without records.
     """
-    return [found[:3] for found in _read_fields(path, first_field, second_field)] or _refuse_empty(path, (first_field, second_field))
+    pairs = [(place(path, number), first, second) for number, first, second, _ in _read_fields(path, first_field, second_field)]
+    return pairs or _refuse_empty(path, (first_field, second_field))
 
 
 def _refuse_empty(path: Path, fields: tuple[str, str]) -> NoReturn:
     raise ValueError(f"{path} holds no records; write one per line, with the fields {' and '.join(f'`{f}`' for f in fields)}")
 
 
-def _read_fields(path: Path, first_field: str, second_field: str) -> Iterator[tuple[str, str, str, dict]]:
-    """Where each record stands, its two texts, and the record itself."""
-    for where, record in read_records(path):
-        first = _only_message(_value(record, first_field, where), first_field, where)
-        yield where, _text(first, first_field, where), _text(_value(record, second_field, where), second_field, where), record
+def _read_fields(
+    path: Path, first_field: str, second_field: str, progress: Progress | None = None
+) -> Iterator[tuple[int, str, str, dict]]:
+    """Of each record its number, its two texts, and the record itself."""
+    for number, record in read_records(path, progress, roots={field.split(".")[0] for field in (first_field, second_field)}):
+        first, second = record.get(first_field), record.get(second_field)
+        # Nearly all records are plain text under plain names; asking no more of them makes reading a million of them twice as fast.
+        if not (first.__class__ is str and first.isascii() and first and not first.isspace()):
+            first = _text(_only_message(_value(record, first_field, path, number), first_field, path, number), first_field, path, number)
+        if not (second.__class__ is str and second.isascii() and second and not second.isspace()):
+            second = _text(_value(record, second_field, path, number), second_field, path, number)
+        yield number, first, second, record
 
 
-def _value(record: dict, field: str, where: str) -> Any:
+def _value(record: dict, field: str, path: Path, number: int) -> Any:
     """What stands under the field's whole name or, where there is none, at the end of its dotted path."""
     found: Any = record
     for name in [field] if field in record else field.split("."):
         if not isinstance(found, dict) or name not in found:
+            has = ", ".join(f"`{name}`" for name in record) or "none"
             raise ValueError(
-                f"{where}: field `{field}` is missing; this record has {', '.join(f'`{name}`' for name in record) or 'none'}. "
-                "Rename the field, or name it in the config"
+                f"{place(path, number)}: field `{field}` is missing; this record has {has}. Rename the field, or name it in the config"
             )
         found = found[name]
     return found
 
 
-def _only_message(value: Any, field: str, where: str) -> Any:
+def _only_message(value: Any, field: str, path: Path, number: int) -> Any:
     """The user's text of a conversation that is nothing else; any other value as it is."""
     if not (isinstance(value, list) and value and all(isinstance(message, dict) for message in value)):
         return value
     roles = [message.get("role") for message in value]
     if roles != ["user"]:
         raise ValueError(
-            f"{where}: field `{field}` is a conversation of {', '.join(map(str, roles))}; only a single message of the user is read: write "
-            "what a system message says as task.system_prompt, and other turns into the text"
+            f"{place(path, number)}: field `{field}` is a conversation of {', '.join(map(str, roles))}; only a single message of the user "
+            "is read: write what a system message says as task.system_prompt, and other turns into the text"
         )
     return value[0].get("content")
 
 
-def _text(value: Any, field: str, where: str) -> str:
+def _text(value: Any, field: str, path: Path, number: int) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str):
         kind = "null" if value is None else f"a {type(value).__name__}"
-        raise ValueError(f"{where}: field `{field}` is {kind}; it must be text or a number")
+        raise ValueError(f"{place(path, number)}: field `{field}` is {kind}; it must be text or a number")
     if not value.strip():
-        raise ValueError(f"{where}: field `{field}` is empty; fill it or drop the record")
-    return value
-
-
-def read_records(path: Path) -> Iterator[Record]:
-    """The records of a ``.jsonl`` or ``.parquet`` file, in order; blank lines are skipped.
-
-    Raises:
-        ValueError: the file is missing, unreadable or of another kind, or a line is no JSON object; the line is named.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"data file {path} does not exist (the current folder is {Path.cwd()}); correct the path in the config")
-    if path.suffix in LINE_SUFFIXES:
-        return _read_lines(path)
-    if path.suffix in PARQUET_SUFFIXES:
-        return _read_parquet(path)
-    raise ValueError(f"data file {path} is of no known kind; its name must end in {', '.join(LINE_SUFFIXES + PARQUET_SUFFIXES)}")
-
-
-def _read_lines(path: Path) -> Iterator[Record]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:line {number}"
-            try:
-                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from error
-            except ValueError as error:
-                raise ValueError(f"{where}: not valid JSON ({error}); each line must be one JSON object; correct or remove it") from error
-            if not isinstance(record, dict):
-                raise ValueError(f'{where}: a {type(record).__name__}, not an object; write each line like {{"field": "text", ...}}')
-            yield where, record
-
-
-def _read_parquet(path: Path) -> Iterator[Record]:
-    import pyarrow  # takes a second to import, which JSONL users need not wait for
-    import pyarrow.parquet
-
+        raise ValueError(f"{place(path, number)}: field `{field}` is empty; fill it or drop the record")
     try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path} cannot be read as parquet: {error}; write the file again") from error
-    first = 1
-    for batch in table.to_batches(max_chunksize=4096):
-        for number, record in enumerate(_values(batch.to_struct_array()), start=first):
-            yield f"{path}:row {number}", record
-        first += len(batch)
-
-
-def _values(array: "pyarrow.Array") -> list:
-    """``array.to_pylist()``, several times faster for objects and lists of them: column by column, not value by value."""
-    from pyarrow import types
-
-    if types.is_struct(array.type):
-        columns = [_values(column) for column in array.flatten()]
-        names = [field.name for field in array.type]
-        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)] if columns else [{} for _ in array]
-    elif types.is_list(array.type) and types.is_struct(array.type.value_type):
-        inner, lengths = iter(_values(array.flatten())), array.value_lengths().to_pylist()
-        rows = [list(islice(inner, length or 0)) for length in lengths]
-    else:
-        return array.to_pylist()
-    if array.null_count == 0:
-        return rows
-    return [row if valid else None for row, valid in zip(rows, array.is_valid().to_pylist(), strict=True)]
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(value[error.start]):04x}"
+        raise ValueError(
+            f"{place(path, number)}: field `{field}` has half a character ({half}, at position {error.start + 1}), which no "
+            "tokenizer reads; write the whole pair, or drop it"
+        ) from error
+    return value

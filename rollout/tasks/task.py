@@ -17,6 +17,8 @@ class Problem:
     reference: str
     row: Mapping[str, Any] | None = None
     """The record it was made of, where it is kept."""
+    number: int | None = None
+    """Of its line or row, where it is from a file."""
 
 
 class LazyPrompts(Sequence[Prompt]):
@@ -25,11 +27,21 @@ class LazyPrompts(Sequence[Prompt]):
     Half a million problems cost neither time nor memory before they are used.
     """
 
-    def __init__(self, items: Sequence, *, task: str, to_problem: Callable[..., Problem], encode: Callable[[str], list[int]]):
+    def __init__(
+        self,
+        items: Sequence,
+        *,
+        task: str,
+        to_problem: Callable[..., Problem],
+        encode: Callable[[str], list[int]],
+        where: Callable[[int], str] | None = None,
+    ):
+        """where: the place of the problem of such a number, for messages."""
         self._items = items
         self._task = task
         self._to_problem = to_problem
         self._encode = encode
+        self._where = where
 
     def __len__(self) -> int:
         return len(self._items)
@@ -40,7 +52,8 @@ class LazyPrompts(Sequence[Prompt]):
     def __getitem__(self, index: slice) -> "LazyPrompts": ...
     def __getitem__(self, index):
         if isinstance(index, slice):
-            return LazyPrompts(self._items[index], task=self._task, to_problem=self._to_problem, encode=self._encode)
+            items = self._items[index]
+            return LazyPrompts(items, task=self._task, to_problem=self._to_problem, encode=self._encode, where=self._where)
         problem = self._to_problem(self._items[index])
         return Prompt(
             prompt_id=problem.prompt_id,
@@ -49,6 +62,7 @@ class LazyPrompts(Sequence[Prompt]):
             task=self._task,
             reference=problem.reference,
             row=problem.row,
+            place=self._where(problem.number) if self._where is not None and problem.number is not None else None,
         )
 
     def may_exceed(self, num_tokens: int) -> Iterator[Prompt]:
@@ -58,11 +72,11 @@ class LazyPrompts(Sequence[Prompt]):
         """
         around = len(self[0].token_ids) if self._items else 0
         for index, item in enumerate(self._items):
-            if around + _most_tokens(self._to_problem(item).text) > num_tokens:
+            if around + most_tokens(self._to_problem(item).text) > num_tokens:
                 yield self[index]
 
 
-def _most_tokens(text: str) -> int:
+def most_tokens(text: str) -> int:
     """No tokenizer makes more tokens than there are bytes once it has normalised the text.
 
     ASCII stays as it is; UTF-8 of other characters grows at most elevenfold (Unicode FAQ, normalization, NFKC and NFKD).

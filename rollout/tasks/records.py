@@ -1,0 +1,141 @@
+"""The records of the user's files, JSONL or parquet: one at a time, each with the number of its line or row."""
+
+import json
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    import pyarrow
+
+LINE_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET_SUFFIXES = (".parquet",)
+Record = tuple[int, dict]
+"""The number of its line or row, from 1, and its fields."""
+Progress = Callable[[float], None]
+"""Told now and then what share of a file has been read."""
+ProgressOf = Callable[[Path], AbstractContextManager[Progress]]
+"""Of a file, while it is read."""
+
+_LINES_BETWEEN_REPORTS = 16384
+_ROWS_AT_ONCE = 4096
+_FOREIGN = {
+    b"\x1f\x8b": ("compressed by gzip", "unpack it with `gunzip`"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it with `unzstd`"),
+    b"BZh": ("compressed by bzip2", "unpack it with `bunzip2`"),
+    b"\xfd7zXZ": ("compressed by xz", "unpack it with `unxz`"),
+    b"PK\x03\x04": ("a zip archive or a spreadsheet", "unpack it, or export it as JSONL"),
+    b"\xff\xfe": ("UTF-16 text", "save it as UTF-8"),
+    b"\xfe\xff": ("UTF-16 text", "save it as UTF-8"),
+    b"version https://git-lfs": ("a pointer of Git LFS, not the data themselves", "fetch them with `git lfs pull`"),
+}
+"""What files of other kinds begin with: what they are, and what to do."""
+_PARQUET = b"PAR1"
+
+
+def place(path: Path, number: int) -> str:
+    """Where a record stands, for messages."""
+    return f"{path}:{'row' if path.suffix in PARQUET_SUFFIXES else 'line'} {number}"
+
+
+def read_records(path: Path, progress: Progress | None = None, *, roots: Collection[str] = ()) -> Iterator[Record]:
+    """The records of a ``.jsonl`` or ``.parquet`` file, in order; blank lines are skipped.
+
+    roots: the only fields that are needed, where a file stores fields apart and has them all.
+
+    Raises:
+        ValueError: the file is missing, unreadable or of another kind, or a line is no JSON object; the line is named.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"data file {path} does not exist (the current folder is {Path.cwd()}); correct the path in the config")
+    _refuse_other_kinds(path)
+    return _read_lines(path, progress) if path.suffix in LINE_SUFFIXES else _read_parquet(path, progress, roots)
+
+
+def _refuse_other_kinds(path: Path) -> None:
+    with path.open("rb") as file:
+        start = file.read(32)
+    for begins, (kind, fix) in _FOREIGN.items():
+        if start.startswith(begins):
+            raise ValueError(f"data file {path} is {kind}; {fix}")
+    if path.suffix in LINE_SUFFIXES and start.startswith(_PARQUET):
+        raise ValueError(f"data file {path} is parquet; give it a name that ends in .parquet")
+    if path.suffix not in LINE_SUFFIXES + PARQUET_SUFFIXES:
+        hint = "write each record of its array as a line (`jq -c '.[]'`)" if path.suffix == ".json" else "write it as JSONL or parquet"
+        known = ", ".join(LINE_SUFFIXES + PARQUET_SUFFIXES)
+        raise ValueError(f"data file {path} is of no known kind; its name must end in {known}: {hint}")
+
+
+def _read_lines(path: Path, progress: Progress | None) -> Iterator[Record]:
+    decode, size = msgspec.json.Decoder().decode, path.stat().st_size or 1
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = decode(line)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                if not line.strip():
+                    continue
+                record = _decode_at_leisure(line, path, number)
+            if record.__class__ is not dict:
+                raise ValueError(
+                    f'{place(path, number)}: a {type(record).__name__}, not an object; write each line like {{"field": "text", ...}}'
+                )
+            yield number, record
+            if progress is not None and number % _LINES_BETWEEN_REPORTS == 0:
+                progress(file.tell() / size)
+
+
+def _decode_at_leisure(line: bytes, path: Path, number: int) -> object:
+    """What Python's own reader takes too: a byte order mark, NaN, lone surrogates. Raises ValueError naming the line."""
+    try:
+        return json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place(path, number)}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from error
+    except RecursionError as error:
+        raise ValueError(f"{place(path, number)}: nested too deeply to be read; flatten or drop the record") from error
+    except ValueError as error:
+        fix = "each line must be one JSON object; correct or remove it"
+        if number == 1 and line.lstrip().startswith(b"["):
+            fix = "each line must be one JSON object; `jq -c '.[]'` makes lines of an array"
+        raise ValueError(f"{place(path, number)}: not valid JSON ({error}); {fix}") from error
+
+
+def _read_parquet(path: Path, progress: Progress | None, roots: Collection[str]) -> Iterator[Record]:
+    import pyarrow  # takes a second to import, which JSONL users need not wait for
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        names, rows = file.schema_arrow.names, file.metadata.num_rows or 1
+        columns = sorted(roots) if roots and set(roots) <= set(names) else None
+        first = 1
+        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
+            yield from enumerate(_values(batch.to_struct_array()), start=first)
+            first += len(batch)
+            if progress is not None:
+                progress((first - 1) / rows)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read as parquet: {error}; write the file again") from error
+
+
+def _values(array: "pyarrow.Array") -> list:
+    """``array.to_pylist()``, several times faster for objects and lists of them: column by column, not value by value."""
+    from pyarrow import types
+
+    if types.is_struct(array.type):
+        columns = [_values(column) for column in array.flatten()]
+        names = [field.name for field in array.type]
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)] if columns else [{} for _ in array]
+    elif types.is_list(array.type) and types.is_struct(array.type.value_type):
+        inner, lengths = iter(_values(array.flatten())), array.value_lengths().to_pylist()
+        rows = [list(islice(inner, length or 0)) for length in lengths]
+    else:
+        return array.to_pylist()
+    if array.null_count == 0:
+        return rows
+    return [row if valid else None for row, valid in zip(rows, array.is_valid().to_pylist(), strict=True)]
