@@ -85,6 +85,47 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
 
 
 @app.command()
+def resume(run: RunPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
+    """Go on with a run that was stopped or failed, from its newest whole checkpoint; overrides (such as steps=300) change its config."""
+    from launch import commands
+
+    commands.resume(run, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
+
+
+@app.command("init")
+def make_experiment(
+    folder: Annotated[Path, typer.Argument(help="The folder to write.", metavar="FOLDER")],
+    model: Annotated[Path | None, typer.Option(help="A Hugging Face folder, for the config's model.path.", metavar="PATH")] = None,
+) -> None:
+    """Write a commented config, a reward function and example data: the start of an experiment of your own."""
+    from launch import experiment
+
+    experiment.make_experiment(folder, model)
+
+
+@app.command()
+def schema(
+    field: Annotated[str | None, typer.Argument(help="Only this field and those inside it, e.g. rollout.", metavar="[FIELD]")] = None,
+    kind: Annotated[Literal["train", "sft"], typer.Option(help="Of a config: an RL run, or a supervised warm start.")] = "train",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON Schema, as editors read it.")] = False,
+) -> None:
+    """Print every field of a config: type, default, unit and meaning."""
+    from launch.schema_text import print_schema
+
+    print_schema(kind, field, as_json=as_json)
+
+
+@app.command("list")
+def list_runs(
+    runs: Annotated[Path, typer.Argument(help="The folder of the runs (launch.runs_dir).", metavar="[RUNS]")] = Path("runs"),
+) -> None:
+    """List the runs of a folder, newest first: state, step, held-out accuracy, reward, age."""
+    from launch.run_list import run_table
+
+    print(run_table(runs))
+
+
+@app.command()
 def prepare(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -150,7 +191,8 @@ def logs(
     from launch import commands
     from launch.status import log_files, show_logs
 
-    show_logs(log_files(commands.existing_run(run), role), lines=lines, follow=follow)
+    folder = commands.existing_run(run)
+    show_logs(folder, log_files(folder, role), lines=lines, follow=follow)
 
 
 @app.command("check-cluster")

@@ -59,14 +59,19 @@ def _what_is_left(folder: RunFolder) -> str:
     if newest is None:
         every = "" if load_config(folder.config, []).checkpoint.every else " (checkpoint.every is 0)"
         return f"Nothing was saved{every}. When the cause is mended, start again with `tandem train {folder.config}`"
-    goes_on = f"tandem train {folder.config} resume={folder.path}"
-    return f"Saved: step {step_of(newest)}, in {newest}. When the cause is mended, go on with `{goes_on}`"
+    return f"Saved: step {step_of(newest)}, in {newest}. When the cause is mended, go on with `tandem resume {folder.path}`"
+
+
+def resume(run: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> RunFolder | None:
+    """``train`` with the run's own config, ``overrides`` over it."""
+    folder = existing_run(run)
+    return train(folder.config, [f"resume={folder.path}", *overrides], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 def _how_to_go_on(folder: RunFolder, outcome: stopping.Stopped) -> str:
     if outcome.step == 0:
         return f"stopped before the first step was complete, on request; start again with `tandem train {folder.config}`"
-    return f"stopped after step {outcome.step} on request; go on with `tandem train {folder.config} resume={folder.path}`"
+    return f"stopped after step {outcome.step} on request; go on with `tandem resume {folder.path}`"
 
 
 def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> Path | None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def status(folder: RunFolder, *, now: float | None = None) -> Status:
     now = time.time() if now is None else now
     damaged: list[str] = []
     config = _read(folder.config, {"name": str, "steps": int}, damaged, parse=yaml.safe_load)
-    job = _read(folder.path / "job.json", {"job_id": (str, int), "restart": int}, damaged)
+    job = _read(folder.job, {"job_id": (str, int), "restart": int}, damaged)
     in_slurm = _slurm_state(job) if job is not None else ""
     state = _state(folder, in_slurm, damaged)
     running = state.startswith("running")
@@ -59,6 +60,13 @@ def status(folder: RunFolder, *, now: float | None = None) -> Status:
     lines += _progress(folder.path / "metrics.jsonl", config["steps"] if config else None, now if running else None)
     lines += [("checkpoint", _checkpoint(folder, now)), *(_roles(folder, damaged) if running else []), ("logs", _logs(folder))]
     return Status(state=state, lines=[*lines, *(("damaged", said) for said in damaged)])
+
+
+def brief_state(folder: RunFolder) -> str:
+    """The state of a run in a word or two: what ``status`` says first, without its reasons."""
+    job = _read(folder.job, {"job_id": (str, int), "restart": int}, [])
+    state = _state(folder, _slurm_state(job) if job is not None else "", [])
+    return re.split(r"[,:;(]", state, maxsplit=1)[0].strip()
 
 
 def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
@@ -73,7 +81,7 @@ def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
         return "finished"
     if stopped := _read(folder.path / "roles" / "stopped.json", {"step": int, "reason": str}, damaged):
         script = folder.path / "train.sbatch"
-        again = f"sbatch {script}" if script.exists() else f"tandem train {folder.config} resume={folder.path}"
+        again = f"sbatch {script}" if script.exists() else f"tandem resume {folder.path}"
         return f"stopped after step {stopped['step']}: {stopped['reason']}; it goes on with `{again}`"
     errors = sorted((folder.path / "roles").glob("*.error"), key=lambda file: file.stat().st_mtime)
     if errors:
@@ -157,12 +165,18 @@ def _logs(folder: RunFolder) -> str:
 
 
 def _is_held(lock: Path, locks: Path = Path("/proc/locks")) -> bool:
-    """Whether a process of this machine holds the lock file of a run. Asking for the lock oneself could make the run's own claim fail."""
+    """Whether a process of this machine holds the lock file of a run."""
+    return bool(_holders(lock, locks))
+
+
+def _holders(lock: Path, locks: Path = Path("/proc/locks")) -> list[int]:
+    """The processes of this machine that hold the lock file of a run. Asking for the lock oneself could make the run's own claim fail."""
     try:
         name = _name_of_lock(lock)
-        return any("FLOCK" in line and name in line for line in locks.read_text().splitlines())
+        # 3: FLOCK  ADVISORY  WRITE 4711 08:02:1234 0 EOF
+        return [int(line.split("FLOCK", 1)[1].split()[2]) for line in locks.read_text().splitlines() if "FLOCK" in line and name in line]
     except OSError:
-        return False
+        return []
 
 
 def _name_of_lock(file: Path) -> str:
@@ -216,6 +230,18 @@ def log_files(folder: RunFolder, role: str | None) -> list[Path]:
     return chosen
 
 
-def show_logs(files: Sequence[Path], *, lines: int, follow: bool) -> None:
-    """The ends of ``files`` by coreutils' tail, in place of this process; ``follow``: and what is added, until Ctrl-C."""
-    os.execvp("tail", ["tail", f"--lines={lines}", *(["--follow=name", "--retry"] if follow else []), *map(str, files)])
+def show_logs(folder: RunFolder, files: Sequence[Path], *, lines: int, follow: bool) -> None:
+    """The ends of ``files`` by coreutils' tail, in place of this process; ``follow``: and what is added, until the run ends or Ctrl-C."""
+    options = _following(folder) if follow else []
+    os.execvp("tail", ["tail", f"--lines={lines}", *options, *map(str, files)])
+
+
+def _following(folder: RunFolder) -> list[str]:
+    """Options for tail; none of a run that has ended. Of one that runs on another machine the end is not known from here."""
+    if holders := [pid for pid in _holders(folder.path / "roles" / "lock") if pid > 0]:
+        return ["--follow=name", "--retry", *(f"--pid={pid}" for pid in holders[:1])]
+    state = brief_state(folder)
+    if state.startswith(("running", "waiting")):
+        return ["--follow=name", "--retry"]
+    print(f"the run is not going on here ({state}), so nothing will be added", file=sys.stderr, flush=True)
+    return []

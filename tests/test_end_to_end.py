@@ -223,7 +223,7 @@ def test_a_pre_empted_run_goes_on_with_the_step_that_was_being_sampled(folder):
     assert process.returncode == 75, said
     run = (folder / "runs" / "latest").resolve()
     last = steps_of(folder)[-1]["step"]
-    go_on = rf"stopped after step {last} on request; go on with `tandem train \S*{run.name}/config.yaml resume=\S*{run.name}`"
+    go_on = rf"stopped after step {last} on request; go on with `tandem resume \S*{run.name}`"
     assert "stopping (SIGTERM)" in said and re.search(go_on, said), said
     assert 2 <= last < 5 and [path.name for path in (run / "checkpoints").glob("step_*")] == [f"step_{last:06d}"]
     assert not (run / "hf").exists() and not (run / "summary.json").exists()
@@ -231,7 +231,7 @@ def test_a_pre_empted_run_goes_on_with_the_step_that_was_being_sampled(folder):
     assert_nothing_left(folder)
 
     (folder / "hold").unlink()
-    process = start("train", str(run / "config.yaml"), f"resume={run}", cwd=folder)
+    process = start("resume", str(run), cwd=folder)
     said = finish(process)
     assert process.returncode == 0, said
     lines = (run / "metrics.jsonl").read_text().splitlines()

@@ -105,7 +105,7 @@ def test_a_stop_that_was_asked_for_is_seen_before_and_after_it_is_honoured(folde
     (folder.path / "roles" / "stopped.json").write_text('{"step": 12, "reason": "SIGUSR1"}')
     found = lines_of(folder)
     assert found["state"].startswith("stopped after step 12: SIGUSR1")
-    assert f"resume={folder.path}" in found["state"]
+    assert f"`tandem resume {folder.path}`" in found["state"]
 
 
 def test_the_first_error_is_what_it_failed_by(folder):

@@ -19,6 +19,7 @@ class AlarmsConfig(Schema):
     weight_mean_min: PositiveFloat | None = 0.5
     """Mean importance weight, after the bound and before normalisation."""
     weight_mean_max: PositiveFloat | None = 2.0
+    """The same mean, from above."""
     ess_min: Share | None = 0.3
     """Effective share of the samples, of the weights before the bound."""
     kl_max: PositiveFloat | None = 0.1

@@ -18,13 +18,17 @@ TWO_SIDED = ("clip", "mask")
 
 
 class NoWeight(Schema):
+    """Every token counts alike, whatever its ratio."""
+
     level: Literal["none"] = "none"
+    """none: no importance weights."""
 
 
 class ImportanceWeight(Schema):
     """The weight of every token, from the ratio at ``level``; never with gradient."""
 
     level: Level = "token"
+    """What the ratio is of: a token, its whole response (product, or its n-th root), or its stretch of valid tokens."""
     bound: Literal["truncate", "clip", "mask", "none"] = "truncate"
     """truncate: min(rho, upper). clip: into [lower, upper]. mask: 0 outside [lower, upper], the token still counts (IcePop). none: rho."""
     upper: PositiveFloat | None = Field(default_factory=lambda data: None if data.get("bound") == "none" else DEFAULT_UPPER)
@@ -54,8 +58,11 @@ class RatioRule(Schema):
     """Keeps what has lower <= rho <= upper at ``level``; bounds act on rho itself, before any weight bound."""
 
     rule: Literal["ratio"] = "ratio"
+    """ratio: by rho itself."""
     level: Level = "token"
+    """What the ratio is of; see the level of a weight."""
     upper: PositiveFloat
+    """Largest ratio that is kept."""
     lower: NonNegativeFloat = Field(default_factory=lambda data: _reciprocal(data))
     """1 / upper where it is left out; 0 for none."""
 
@@ -70,15 +77,19 @@ class DivergenceRule(Schema):
     """Keeps what has a divergence of at most ``upper``: k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho."""
 
     rule: Literal["k2", "k3"]
+    """k2 = (log rho)^2 / 2, or k3 = rho - 1 - log rho."""
     reduce: Literal["token", "sum", "mean", "max"] = "mean"
     """Each token on its own, or its whole sequence by the sum, mean or maximum over valid tokens."""
     upper: PositiveFloat
+    """Largest divergence that is kept."""
 
 
 RejectionRule = Annotated[RatioRule | DivergenceRule, Field(discriminator="rule")]
 
 
 class CorrectionConfig(Schema):
+    """What corrects the gap between the two engines' log-probs. A preset's name may stand in the block's place."""
+
     mode: Literal["decoupled", "bypass"] = "decoupled"
     """decoupled: rollout, old and current are three policies; old is the learner's own before the update.
     bypass: old := rollout, without that forward pass; ratios, rejection and weights then compare current with rollout."""

@@ -9,6 +9,7 @@ class CriticOptimizerConfig(OptimizerConfig):
     """The learner's optimizer settings with a greater default step: the critic starts from a head of zeros and chases moving returns."""
 
     lr: PositiveFloat = 1e-5
+    """Learning rate of the critic, after the warm-up."""
 
 
 class CriticConfig(Schema):

@@ -13,7 +13,9 @@ class NodesConfig(Schema):
     """On which nodes the roles run: the learner's first, then the servers'. The sample role is on the learner's first node."""
 
     learner: PositiveInt = 1
+    """Nodes of the learner."""
     rollout: PositiveInt = 1
+    """Nodes of the servers."""
     gpus_per_node: NonNegativeInt = 8
     """Of every node; 0: nodes without GPUs."""
     interface: str | None = None
@@ -55,15 +57,21 @@ class SlurmConfig(Schema):
     time: Annotated[str, AfterValidator(_slurm_time)] = "24:00:00"
     """Limit of one start, as ``hours:minutes:seconds`` or ``days-hours``; the job is requeued before it and goes on."""
     partition: OneWord | None = None
+    """``--partition``"""
     account: OneWord | None = None
+    """``--account``"""
     qos: OneWord | None = None
+    """``--qos``"""
     gpus: NonNegativeInt | None = None
     """Of the one node of a run without ``launch.nodes``; 0 for a node without GPUs. None: one for each process of learner and servers."""
     cpus_per_node: PositiveInt | None = None
+    """CPU cores of each node."""
     memory_per_node: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$")
+    """Memory of each node, such as ``500G``."""
     container: str | None = Field(default=None, pattern=r"^\S+$")
     """Image of every job step (``srun --container-image``, of the pyxis plugin)."""
     container_mounts: str | None = Field(default=None, pattern=r"^\S+$")
+    """``srun --container-mounts``, such as ``/data:/data``."""
     setup: tuple[str, ...] = ()
     """Shell lines that the batch script runs first, such as ``module load cuda``."""
     options: tuple[Option, ...] = ()
@@ -75,7 +83,10 @@ class SlurmConfig(Schema):
 
 
 class LaunchConfig(Schema):
+    """Where a run writes, where its processes run, and their deadlines."""
+
     runs_dir: GivenPath = Field(default=Path("runs"), validate_default=False)  # a Path is not what JSON has: pydantic would refuse it
+    """Run folders are made in it; a relative path starts at the folder that the command is started in."""
     nodes: NodesConfig | None = None
     """None: every role on this machine, on its loopback address."""
     placement: Literal["separate", "colocated"] = "separate"
@@ -105,22 +116,33 @@ class LaunchConfig(Schema):
 
 
 class TrackingConfig(Schema):
+    """Where MLflow records the run."""
+
     experiment: str = "tandem"
+    """Name of the MLflow experiment that runs stand side by side in."""
     uri: str | None = None
     """MLflow tracking URI; None: MLFLOW_TRACKING_URI if set, else a sqlite store inside the run folder."""
 
 
 class EvaluationConfig(Schema):
+    """When held-out problems are answered, and how. ``eval/accuracy`` is the share of responses whose reward is at least 1 (of a weighted
+    reward: its deciding part); ``eval/reward_mean`` stands beside it for rewards that are not 0 or 1."""
+
     every: NonNegativeInt = 0
     """Steps between evaluations on held-out problems; 0: only before the first and after the last step."""
     at_ends: bool = True
+    """Evaluate before the first and after the last step."""
     max_prompts: PositiveInt | None = None
     """None: every held-out problem. A subset is drawn by hash, the same each time."""
     samples_per_prompt: PositiveInt = 1
+    """Responses sampled for each held-out problem."""
     temperature: PositiveFloat = 1.0
+    """Of the softmax that evaluations sample from; independent of ``rollout.temperature``."""
 
 
 class RecordEvery(Schema):
+    """One step of every so many."""
+
     every: PositiveInt
     """Steps between recorded ones."""
 

@@ -11,14 +11,21 @@ class OptimizerConfig(Schema):
     """AdamW of Megatron-Core with a linear warm-up."""
 
     lr: PositiveFloat = 1e-6
+    """Learning rate, after the warm-up."""
     min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of a schedule that decays."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """From ``lr`` to ``min_lr`` over the run: not at all, along a cosine, or along a line."""
     warmup_steps: NonNegativeInt = 0
     """In optimizer steps (minibatches), like the decay, which ends with the run."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's two moments."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of AdamW's second moment."""
     weight_decay: NonNegativeFloat = 0.0
+    """Of AdamW, decoupled from the gradient."""
     clip_grad: PositiveFloat = 1.0
+    """Largest norm of the whole gradient; a larger one is scaled down to it."""
     distributed: bool = True
     """Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer)."""
 
@@ -32,6 +39,8 @@ class OptimizerConfig(Schema):
 
 
 class LearnerConfig(Schema):
+    """How the learner updates the policy."""
+
     minibatches: PositiveInt = 1
     """Optimizer steps per rollout batch; prompts_per_step must divide by it."""
     old_logprobs: Literal["when_needed", "always"] = "when_needed"
@@ -47,6 +56,8 @@ class LearnerConfig(Schema):
 
 
 class CheckpointConfig(Schema):
+    """When a run is written in full, so that it can be resumed."""
+
     every: NonNegativeInt = 0
     """Steps between resumable checkpoints; 0 writes none."""
     keep: PositiveInt = Field(default=2)

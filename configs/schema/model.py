@@ -8,6 +8,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 class ModelConfig(Schema):
+    """The model that is trained."""
+
     path: GivenPath
     """A Hugging Face folder (config.json, *.safetensors, tokenizer): dense Qwen2/2.5, Qwen3 or Llama, Qwen3-MoE or Mixtral."""
     dtype: Dtype = "bfloat16"

@@ -15,7 +15,9 @@ class ClippedObjective(Schema):
 
     type: Literal["clipped"] = "clipped"
     clip_low: ClipLow = 0.2
+    """The ratio current / old counts as at least 1 - clip_low."""
     clip_high: NonNegativeFloat = 0.2
+    """The ratio current / old counts as at most 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     """c of dual clip: for A < 0 the per-token loss is at most -c A. None turns it off."""
 
@@ -25,7 +27,9 @@ class GspoObjective(Schema):
 
     type: Literal["gspo"]
     clip_low: ClipLow = 3e-4
+    """The sequence's ratio counts as at least 1 - clip_low."""
     clip_high: NonNegativeFloat = 4e-4
+    """The sequence's ratio counts as at most 1 + clip_high."""
 
 
 class GmpoObjective(Schema):
@@ -35,6 +39,7 @@ class GmpoObjective(Schema):
     clip_low: NonNegativeFloat = 0.4
     """Bounds of the log-ratio, so ratios lie within [exp(-clip_low), exp(clip_high)]."""
     clip_high: NonNegativeFloat = 0.4
+    """The upper bound of the log-ratio."""
 
 
 class CispoObjective(Schema):
@@ -44,6 +49,7 @@ class CispoObjective(Schema):
     clip_low: UnitFraction = 0.2
     """1 leaves small ratios as they are."""
     clip_high: NonNegativeFloat = 0.2
+    """The weight is at most 1 + clip_high."""
 
 
 class SapoObjective(Schema):
@@ -51,6 +57,7 @@ class SapoObjective(Schema):
 
     type: Literal["sapo"]
     temperature_positive: PositiveFloat = 1.0
+    """Of tokens with A > 0; larger fades faster."""
     temperature_negative: PositiveFloat = 1.05
     """Of tokens with A <= 0; larger fades faster."""
 
@@ -62,6 +69,7 @@ class DppoObjective(Schema):
     max_decrease: UnitFraction = 0.2
     """Of the probability, for tokens with A < 0."""
     max_increase: UnitFraction = 0.2
+    """Of the probability, for tokens with A > 0."""
     ratio_max: PositiveFloat = 20.0
     """The weight of the gradient, the ratio without gradient, is at most this."""
 
@@ -83,6 +91,7 @@ class GrpoAdvantage(Schema):
 
     type: Literal["grpo"] = "grpo"
     normalize_by_std: bool = True
+    """Divide by the standard deviation of the group; false is Dr. GRPO's choice."""
 
 
 class RlooAdvantage(Schema):
@@ -102,6 +111,7 @@ class ReinforcePlusPlusAdvantage(Schema):
 
     type: Literal["reinforce_pp"]
     gamma: UnitFraction = 1.0
+    """Discount per token."""
 
 
 class ReinforcePlusPlusBaselineAdvantage(Schema):
@@ -115,8 +125,11 @@ class GaeAdvantage(Schema):
 
     type: Literal["gae"]
     gamma: UnitFraction = 1.0
+    """Discount per token."""
     lam: UnitFraction = 1.0
+    """Lambda of GAE: 1 is the return less the value, 0 the one-step error."""
     whiten: bool = True
+    """Shift and scale to mean 0 and deviation 1 over the tokens of the step."""
 
 
 AdvantageConfig = Annotated[
@@ -126,9 +139,12 @@ AdvantageConfig = Annotated[
 
 
 class AggregationConfig(Schema):
+    """How the losses of tokens become the loss of a step."""
+
     type: Literal[
         "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_over_constant"
     ] = "token_mean"
+    """How per-token losses become one number: a mean over all tokens, or over responses of each one's mean or sum."""
     constant: PositiveInt | None = None
     """The divisor of ``sequence_mean_token_sum_over_constant`` (Dr. GRPO), usually max_new_tokens."""
 
@@ -144,6 +160,8 @@ Estimator = Literal["k1", "k2", "k3", "abs", "k1_straight_through", "k3_straight
 
 
 class FixedController(Schema):
+    """The coefficient stays as it is."""
+
     type: Literal["fixed"] = "fixed"
 
 
@@ -184,5 +202,7 @@ class KLConfig(Schema):
 
 
 class EntropyConfig(Schema):
+    """A bonus for entropy."""
+
     coefficient: NonNegativeFloat = 0.0
     """Of the entropy bonus that is subtracted from the loss."""

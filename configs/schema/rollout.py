@@ -45,6 +45,8 @@ DynamicSampling = Annotated[NoDynamicSampling | ResampleGroups, Field(discrimina
 
 
 class RolloutConfig(Schema):
+    """What is sampled in a step, how, and by which servers."""
+
     dtype: Dtype = "bfloat16"
     """Of the served weights; equal to ``model.dtype`` the gap between the engines is smallest."""
     quantization: Quantization = "none"
@@ -57,17 +59,25 @@ class RolloutConfig(Schema):
     with the rounded numbers in ``dtype``, on any device: the error of INT8 weights, without INT8's speed and without that of rounded
     activations."""
     prompts_per_step: PositiveInt = 32
+    """P, prompts of one step; the step has P times ``group_size`` responses."""
     group_size: PositiveInt = 8
     """G, siblings sampled per prompt."""
     dynamic_sampling: DynamicSampling = NoDynamicSampling()
+    """Whether groups whose responses all score the same are trained on, or sampled anew."""
     max_new_tokens: PositiveInt = 1024
+    """Most tokens of a response; a longer one is cut off, and scored as it is."""
     temperature: PositiveFloat = 1.0
+    """Of the softmax that training samples from; the learner computes its log-probs at the same one."""
     top_p: float = 1.0
+    """1, since SGLang's log-probs ignore it: training with another is refused."""
     top_k: int = -1
+    """-1, since SGLang's log-probs ignore it: training with another is refused."""
     min_p: float = 0.0
+    """0, since SGLang's log-probs ignore it: training with another is refused."""
     max_staleness: Literal[0] = 0
     """Versions a token may lag behind the learner. Only the synchronous loop exists: 0."""
     replicas: PositiveInt = 1
+    """Servers, each with a copy of the model."""
     router: RouterConfig | None = None
     """None: our own client sends each group, as one request, to the replica with the fewest samples in flight. A router gets each sample as
     a request of its own: it takes one set of sampling parameters, and so one seed, per request."""
@@ -78,11 +88,13 @@ class RolloutConfig(Schema):
     max_concurrency: PositiveInt = 512
     """Samples in flight over all replicas; a group larger than this is sent in parts."""
     request_timeout_s: PositiveFloat = 600.0
+    """For one generation, from the request to its last token."""
     max_retries: NonNegativeInt = 3
     """Of a request whose transport failed; each is counted in the metrics."""
     max_total_tokens: PositiveInt | None = None
     """Size of SGLang's KV pool in tokens; None leaves it to SGLang (on CPU: 65536)."""
     server_start_timeout_s: PositiveFloat = 600.0
+    """For one server to load the model and answer."""
     server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further flags of ``sglang.launch_server``, without the dashes; ``true`` is a bare flag."""
 

@@ -42,9 +42,13 @@ class RunConfig(Schema):
     """One RL run."""
 
     kind: Literal["train"] = "train"
+    """train: this file is an RL run; a supervised warm start is ``kind: sft``."""
     name: RunName = "run"
+    """The run folder is named after it, ``NAME-DATE-TIME``, and so is the run in MLflow."""
     seed: Seed = 0
+    """Of the order of the data, of the learner, and of sampling where the servers sample deterministically."""
     steps: PositiveInt = 100
+    """Training steps of the whole run, those before a resume included. A step samples once, and updates ``learner.minibatches`` times."""
     model: ModelConfig
     task: TaskConfig
     reward: AnyReward | None = None
@@ -206,8 +210,11 @@ class CountdownSftData(Schema):
 
     type: Literal["countdown"] = "countdown"
     task: CountdownTask = CountdownTask()
+    """The problems, of which only those that are not held out are used."""
     examples: PositiveInt = 90_000
+    """How many solutions are generated, before any of them repeats."""
     noise: Annotated[float, Field(ge=0, lt=1)] = 0.3
+    """Share of the examples, from 0 to below 1, whose answer is wrong."""
 
     @model_validator(mode="after")
     def _wrong_answers_exist(self):
@@ -221,9 +228,13 @@ class JsonlSftData(Schema):
 
     type: Literal["jsonl"]
     path: GivenPath
+    """A ``.jsonl`` or ``.parquet`` file; a relative path starts at the folder that the command is started in."""
     prompt_field: str = "prompt"
+    """The name of the field with the prompt; a field inside others is named with dots."""
     response_field: str = "response"
+    """The name of the field with the response to learn."""
     apply_chat_template: bool = True
+    """Whether a prompt becomes a user's message in the model's chat template. false: prompt and response stand as they are."""
 
 
 SftData = Annotated[CountdownSftData | JsonlSftData, Field(discriminator="type")]
@@ -233,17 +244,24 @@ class SftConfig(Schema):
     """A supervised warm start; the result is a Hugging Face folder."""
 
     kind: Literal["sft"]
+    """sft: this file is a supervised warm start; an RL run is ``kind: train``."""
     name: RunName = "sft"
+    """The run folder is named after it, ``NAME-DATE-TIME``."""
     seed: Seed = 0
+    """Of the order of the data."""
     steps: PositiveInt = 700
+    """Optimizer steps of the whole warm start."""
     batch_size: PositiveInt = 128
+    """Examples of one step, over all ranks."""
     model: ModelConfig
     data: SftData
     output: GivenPath
     """Where the trained Hugging Face folder is written."""
     layout: LayoutConfig = LayoutConfig()
     token_budget: PositiveInt = 16384
+    """Most tokens of one packed micro-batch on one rank."""
     logprob_chunk_tokens: PositiveInt = 1024
+    """Tokens whose float32 logits exist at once."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-3, min_lr=2e-4, schedule="cosine", betas=(0.9, 0.98))
     launch: LaunchConfig = LaunchConfig()
 

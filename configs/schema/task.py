@@ -20,18 +20,26 @@ class CountdownTask(Schema):
 
     type: Literal["countdown"] = "countdown"
     num_numbers: Annotated[int, Field(ge=1, le=MAX_NUMBERS, strict=True)] = 3
+    """Numbers of a problem."""
     max_number: PositiveInt = 20
+    """Each number is between 1 and this."""
     max_target: PositiveInt = 100
+    """The target is between 1 and this."""
     heldout_fraction: Fraction = 1 / 16
     """Share of the problems that are held out, by a hash of the problem: never seen in training, whatever the seed."""
 
 
 class FileTask(Schema):
+    """Problems from a file of the user's own."""
+
     train_path: GivenPath
+    """A ``.jsonl`` or ``.parquet`` file; a relative path starts at the folder that the command is started in."""
     heldout_path: GivenPath | None = None
     """Without it nothing is evaluated."""
     system_prompt: str | None = None
+    """A system message before every prompt; it needs ``apply_chat_template``."""
     apply_chat_template: bool = True
+    """Whether a prompt becomes a user's message in the model's chat template. false: the text stands as it is, for base models."""
 
     @model_validator(mode="after")
     def _system_prompt_has_a_place(self):
@@ -56,6 +64,7 @@ class JsonlTask(FileTask):
     prompt_field: str = "prompt"
     """Text, or a conversation of a single user's message: ``[{role: user, content: ...}]``."""
     answer_field: str = "answer"
+    """Text or a number: what the reward is given as ``reference``. It must be there, and not empty."""
 
 
 TaskConfig = Annotated[CountdownTask | Gsm8kTask | JsonlTask, Field(discriminator="type")]
@@ -66,6 +75,7 @@ class CountdownReward(Schema):
 
     type: Literal["countdown"] = "countdown"
     weight: Weight = 1.0
+    """Factor of this reward, as a part of ``weighted`` and alone."""
 
 
 class Gsm8kReward(Schema):
@@ -73,6 +83,7 @@ class Gsm8kReward(Schema):
 
     type: Literal["gsm8k"] = "gsm8k"
     weight: Weight = 1.0
+    """Factor of this reward, as a part of ``weighted`` and alone."""
 
 
 class MathVerifyReward(Schema):
@@ -80,6 +91,7 @@ class MathVerifyReward(Schema):
 
     type: Literal["math_verify"] = "math_verify"
     weight: Weight = 1.0
+    """Factor of this reward, as a part of ``weighted`` and alone."""
     timeout_s: PositiveFloat = 10.0
     """Of one sample; past it the sample scores 0 and is marked failed."""
 
@@ -89,6 +101,7 @@ class FunctionReward(Schema):
 
     type: Literal["function"] = "function"
     weight: Weight = 1.0
+    """Factor of this reward, as a part of ``weighted`` and alone."""
     function: str
     """``module:function``, called as ``f(prompt_text, response_text, reference)``. It returns a number, or ``(number, parts)``, where
     ``parts`` is a dict of numbers, recorded as ``reward/part/NAME``. A function with a parameter ``row`` also gets the whole record of
@@ -109,6 +122,7 @@ class PlainText(Schema):
 
     type: Literal["plain"] = "plain"
     template: str = "{prompt}{response}"
+    """The text that is scored; a literal brace is written twice."""
 
     @field_validator("template")
     @classmethod
@@ -142,6 +156,7 @@ class ModelReward(Schema):
 
     type: Literal["model"] = "model"
     weight: Weight = 1.0
+    """Factor of this reward, as a part of ``weighted`` and alone."""
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
     """Replicas of the same model; each batch goes to the least loaded. ``sglang``: ``http://host:port``. ``json``: the full address."""
     protocol: Literal["sglang", "json"] = "sglang"
@@ -175,6 +190,7 @@ class OverlongPenalty(Schema):
 
     type: Literal["overlong"] = "overlong"
     weight: Weight = 1.0
+    """Factor of the penalty, positive: the penalty itself is negative."""
     buffer_tokens: PositiveInt
     """L_cache: over so many last tokens before max_new_tokens the penalty grows linearly from 0 to 1."""
 
