@@ -145,7 +145,8 @@ def _nested(key: str, value: Value | None) -> str:
 def _described(shape: Shape) -> str:
     text = shape.field.description if shape.field else None
     if text:
-        return f": {' '.join(text.replace('``', '`').split())}"
+        first_sentence = re.split(r"(?<=[a-z`)])\.(?=\s+[A-Z])", text, maxsplit=1)[0]
+        return f": {' '.join(first_sentence.replace('``', '`').split())}"
     return f" with one `{shape.tag_key}` of: {', '.join(shape.tags)}" if shape.tag_key else ""
 
 
