@@ -88,9 +88,11 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     colocated = config.launch.placement == "colocated"
     if colocated:
+        wait_for_rollout(folder, config)
         remote, control = _connect_and_make_room(folder, config)
     learner = Learner(config)
     if not colocated:
+        wait_for_rollout(folder, config)
         remote, control = _connect(folder, config) if learner.is_first_rank else (None, None)
     turns = SharedDevices(learner, control) if colocated else OwnDevices()
     sampler = SharedSampler(remote, stop_requested)
@@ -166,6 +168,13 @@ def end_run(run: "Run") -> None:
     run.weight_sync.close()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def wait_for_rollout(folder: RunFolder, config: RunConfig) -> None:
+    """Return when servers and sample role are ready. Every rank looks for itself: one that waited for rank 0 in a collective would give up
+    after ``collective_timeout_s``, however long the servers may take to start."""
+    wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)
+    folder.wait_for_address("sample", timeout_s=config.launch.start_timeout_s)
 
 
 def _connect(folder: RunFolder, config: RunConfig):

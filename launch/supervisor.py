@@ -82,6 +82,8 @@ class Supervisor:
 
     def __enter__(self) -> "Supervisor":
         # A closed terminal (SIGHUP) ends a run like Ctrl-C, unless nohup had it ignored.
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            print(f"started in the background, where Ctrl-C does nothing: `kill {os.getpid()}` ends this", flush=True)
         stops = [signal.SIGTERM, signal.SIGUSR1] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)
         self._on_interrupt = signal.getsignal(signal.SIGINT)
         self._previous = {number: signal.signal(number, _raise_interrupt) for number in stops}
