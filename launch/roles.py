@@ -26,6 +26,7 @@ from launch.serving import serve, serving_node
 from launch.supervisor import end_with_parent, exit_now
 from launch.verify_sync import send_other_weights
 from parallel.checkpoint_files import step_folders
+from rollout.watched_process import guard_session
 
 INTERRUPTED = 130
 IN_JOB = "TANDEM_JOB"
@@ -134,6 +135,7 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
     """
     run, label = ROLES[name], name
     config = config_of(folder, SftConfig if name == "sft-rank" else RunConfig)
+    guard_session()
     if name in SIDES:
         os.environ.update(role_environment(config.launch.nodes))
         if name == "serve":

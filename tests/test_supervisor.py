@@ -165,6 +165,33 @@ def test_an_interrupt_stops_everything_and_is_reported(tmp_path, interruptible):
     assert not alive(pid)
 
 
+LEADER = """
+    import multiprocessing, os, subprocess, sys, time
+    from rollout.watched_process import guard_session
+    guard_session()
+    manager = multiprocessing.get_context("spawn").Manager()  # with a resource tracker, as Megatron's writers have
+    writer = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,))
+    writer.start()
+    open({pid!r} + ".new", "w").write(str(os.getpid())); os.rename({pid!r} + ".new", {pid!r})
+    time.sleep(300)
+"""
+
+
+def test_what_a_killed_rank_leaves_behind_ends_with_it_though_its_supervisor_is_killed_too(tmp_path):
+    """Checkpoint writers, their manager and the resource tracker: none of them asks the kernel to die with its parent."""
+    pid_file = tmp_path / "pid"
+    leader = textwrap.dedent(LEADER.format(pid=str(pid_file)))
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {leader!r}], start_new_session=True)"
+    owner = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).resolve().parent.parent)
+    rank = psutil.Process(read_pid(pid_file))
+    left = rank.children(recursive=True)
+    assert len(left) >= 4, "the guard, the manager, the resource tracker, the writer"
+    owner.kill()
+    rank.kill()
+    owner.wait(timeout=DEADLINE_S)
+    wait_until(lambda: not any(alive(process.pid) for process in left), f"the end of {left}")
+
+
 @pytest.mark.parametrize("ignored", [False, True])
 def test_what_is_started_in_the_background_says_what_ends_it_and_sigterm_does(tmp_path, interruptible, capsys, ignored):
     """By a script's `&`, nohup or cron: Ctrl-C of whatever comes later in that terminal is not for it."""
