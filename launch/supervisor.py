@@ -146,6 +146,14 @@ class Supervisor:
     def is_running(self, name: str) -> bool:
         return self._running[name].process.poll() is None
 
+    def processes(self) -> dict[psutil.Process, str]:
+        """Of the roles that run, each with what it is."""
+        found = {}
+        for name, running in list(self._running.items()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[psutil.Process(running.process.pid)] = f"the {name} role ({running.role.program})"
+        return found
+
     def exit_code(self, name: str) -> int | None:
         return self._running[name].process.poll()
 
