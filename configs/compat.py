@@ -1,6 +1,5 @@
-"""Correction blocks of other systems, read as ours: verl's ``rollout_correction`` and ROLL's ``infer_*`` options.
+"""Correction blocks of other systems, read as ours: verl's ``rollout_correction`` here, ROLL's in ``compat_roll.py``.
 
-Nothing is dropped in silence: a key is honoured, a note says that it has no effect there either, or it is an error with its fix.
 rho = pi_train / pi_rollout, as in the schema.
 
 verl changed the meaning of its bounds. Up to December 2025, ``rollout_rs: token | sequence | geometric`` keeps what has
@@ -8,15 +7,15 @@ lower <= rho <= upper at that level. Since then, ``token_k1``, ``seq_sum_k1`` an
 logarithms of the same numbers, which keeps lower <= 1 / rho <= upper, that is 1 / upper <= rho <= 1 / lower. Both are read, each with its
 own meaning. Defaults are those of verl's YAML (``rollout_is: null``), which a pasted block meets, and not of its Python class.
 One difference is left: the newer rules bound each token's log-ratio to +-20 before summing, ours the sum.
-
-ROLL's bounds act on rho. Defaults are those its documentation states.
 """
 
-from collections.abc import Mapping, Sequence
-from math import isfinite
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from configs.errors import NOT_SET, ConfigError, Problem, did_you_mean
+from configs.compat_roll import NEW_ROLL_KEYS, ROLL_KEYS, from_roll
+from configs.errors import did_you_mean
+from configs.foreign_block import TWO_BOUNDS, ForeignBlock, shown
 from configs.schema.correction import (
     CorrectionConfig,
     DivergenceRule,
@@ -26,6 +25,8 @@ from configs.schema.correction import (
     RejectionRule,
 )
 from configs.yaml_values import show
+
+__all__ = ["ROLL_KEYS", "VERL_KEYS", "VERL_PRESETS", "fix_for_foreign_key", "from_roll", "from_verl"]
 
 VERL_KEYS = (
     "rollout_is",
@@ -39,20 +40,6 @@ VERL_KEYS = (
     "loss_type",
     "use_policy_gradient",
 )
-ROLL_KEYS = (
-    "infer_correction",
-    "infer_is_mode",
-    "infer_is_threshold_min",
-    "infer_is_threshold_max",
-    "enable_token_reject",
-    "infer_token_mask_threshold_min",
-    "infer_token_mask_threshold_max",
-    "enable_catastrophic_reject",
-    "infer_catastrophic_threshold",
-    "enable_seq_reject",
-    "infer_seq_mask_threshold_min",
-    "infer_seq_mask_threshold_max",
-)
 
 _OLD_RULES = {"token": "token", "sequence": "sequence", "geometric": "geometric"}
 _RATIO_RULES = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
@@ -63,7 +50,41 @@ _DIVERGENCES = {
 }
 _NEW_RULES = [*_RATIO_RULES, *_DIVERGENCES]
 _NO_THRESHOLD = "rollout_rs needs a threshold; verl has no default for it"
-_TWO_BOUNDS = 'write both as text, lower first: "0.5_2.0"'
+
+_TOKEN, _SEQUENCE = {"rollout_is": "token"}, {"rollout_is": "sequence"}
+_GEOMETRIC = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+_K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+_CLIP, _GRADIENT = ({"bypass_mode": True, "loss_type": loss} for loss in ("ppo_clip", "reinforce"))
+
+VERL_PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
+    "decoupled_geo_rs_token_tis": _TOKEN | _GEOMETRIC,
+    "decoupled_geo_rs_seq_tis": _SEQUENCE | _GEOMETRIC,
+    "decoupled_k3_rs_token_tis": _TOKEN | _K3,
+    "decoupled_k3_rs_seq_tis": _SEQUENCE | _K3,
+    "bypass_ppo_clip": _CLIP,
+    "bypass_ppo_clip_geo_rs": _CLIP | _GEOMETRIC,
+    "bypass_ppo_clip_k3_rs": _CLIP | _K3,
+    "bypass_pg_is": _GRADIENT | _SEQUENCE,
+    "bypass_pg_geo_rs": _GRADIENT | _GEOMETRIC,
+    "bypass_pg_geo_rs_token_tis": _GRADIENT | _TOKEN | _GEOMETRIC,
+    "bypass_pg_geo_rs_seq_tis": _GRADIENT | _SEQUENCE | _GEOMETRIC,
+})  # fmt: skip
+"""Presets of verl since December 2025 whose names ours do not have, as the blocks that they stand for there. Its geometric ones have no
+veto, and their bounds are of 1 / rho; in those that ours are named after (``decoupled_geo_rs``) it was otherwise."""
+
+_FIELDS = {
+    "loss_mode": "objective.type",
+    "clip_ratio_low": "objective.clip_low",
+    "clip_ratio_high": "objective.clip_high",
+    "clip_ratio_c": "objective.dual_clip",
+    "loss_agg_mode": "aggregation.type",
+    "entropy_coeff": "entropy.coefficient",
+    "kl_loss_type": "kl.estimator",
+    "kl_loss_coef": "kl.coefficient",
+    "kl_penalty": "kl.estimator, with kl.place=reward",
+    "adv_estimator": "advantage.type",
+}
+"""verl's fields outside of its ``rollout_correction``, and ours."""
 
 
 def from_verl(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
@@ -73,7 +94,7 @@ def from_verl(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
     commas, as in verl, or lists.
     Raises ConfigError with every key that cannot be honoured; ``Problem.field`` is the key.
     """
-    read = _Block(block, "verl block", VERL_KEYS)
+    read = ForeignBlock(block, "verl block", VERL_KEYS)
     bypass = read.flag("bypass_mode")
     gradient = _verl_gradient(read, bypass)
     weighs = not bypass or gradient
@@ -89,6 +110,10 @@ def from_verl(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
         read.notes.append(
             "rejection: verl of November 2025 leaves it out in bypass mode with PPO's loss; Tandem rejects, as later versions of verl do"
         )
+    if bypass and reject:
+        read.notes.append(
+            "rejected tokens: Tandem averages over the kept ones; verl may count all of them in bypass mode, for which set denominator: all"
+        )
     mode = "bypass" if bypass else "decoupled"
     read.say(("bypass_mode",), f"mode: {mode}", first=True)
     read.raise_problems()
@@ -96,35 +121,21 @@ def from_verl(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
     return CorrectionConfig(mode=mode, loss=loss, weight=weight, reject=tuple(reject), veto=veto), read.notes
 
 
-def from_roll(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
-    """The correction that ROLL's ``infer_*`` options ask for, and notes on how each of them was understood.
-
-    Raises ConfigError with every key that cannot be honoured; ``Problem.field`` is the key.
-    """
-    read = _Block(block, "ROLL block", ROLL_KEYS)
-    on = read.flag("infer_correction")
-    weight = _roll_weight(read)
-    reject = _roll_rules(read)
-    veto = _roll_veto(read)
-    read.raise_problems()
-    if not on:
-        said = "infer_correction: false" if "infer_correction" in block else "infer_correction is left out, and false by default"
-        return CorrectionConfig(weight=NoWeight()), [f"{said} -> nothing is corrected, metrics only; the other keys rest"]
-    read.say(("infer_correction",), "mode: decoupled", first=True)
-    return CorrectionConfig(weight=weight, reject=tuple(reject), veto=veto), read.notes
-
-
 def fix_for_foreign_key(key: str) -> str | None:
     """Where a key of another system goes that was found among ours; None for any other key."""
     if key in ("rollout_correction", *VERL_KEYS):
         return "keys of verl's rollout_correction block go under `correction: {verl: {...}}`"
+    if key in _FIELDS:
+        return f"verl's {key} is `{_FIELDS[key]}` here"
+    if key in NEW_ROLL_KEYS:
+        return f"ROLL's {key} goes under `correction: {{roll: {{...}}}}`"
     return "infer_* options of ROLL go under `correction: {roll: {...}}`" if key in ROLL_KEYS else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------- verl
 
 
-def _verl_gradient(read: "_Block", bypass: bool) -> bool:
+def _verl_gradient(read: ForeignBlock, bypass: bool) -> bool:
     """Whether the loss is a policy gradient."""
     old, new = read.flag("use_policy_gradient", None), read.choice("loss_type", ("ppo_clip", "reinforce"), None)
     if old is not None and new is not None and old != (new == "reinforce"):
@@ -142,7 +153,7 @@ def _verl_gradient(read: "_Block", bypass: bool) -> bool:
     return gradient
 
 
-def _verl_weight(read: "_Block", weighs: bool) -> NoWeight | ImportanceWeight:
+def _verl_weight(read: ForeignBlock, weighs: bool) -> NoWeight | ImportanceWeight:
     level = read.choice("rollout_is", ("token", "sequence"), None)
     keys = ("rollout_is_threshold", "rollout_is_batch_normalize")
     text = read.get("rollout_is_threshold", 2.0)
@@ -167,11 +178,11 @@ def _verl_weight(read: "_Block", weighs: bool) -> NoWeight | ImportanceWeight:
         weight = ImportanceWeight(level=level, upper=upper, normalise=normalise)
     else:
         weight = ImportanceWeight(level=level, bound="mask", lower=lower, upper=upper, normalise=normalise)
-    read.say(("rollout_is", *keys), f"weight: {_shown(weight)}")
+    read.say(("rollout_is", *keys), f"weight: {shown(weight)}")
     return weight
 
 
-def _verl_rules(read: "_Block") -> list[RejectionRule]:
+def _verl_rules(read: ForeignBlock) -> list[RejectionRule]:
     names = list(dict.fromkeys(map(str, read.listed("rollout_rs"))))
     keys = ("rollout_rs_threshold", "rollout_rs_threshold_lower")
     if not names:
@@ -185,17 +196,17 @@ def _verl_rules(read: "_Block") -> list[RejectionRule]:
         read.refuse("rollout_rs", f"{unknown[0]} is not a rule", did_you_mean(unknown[0], known, "rules"))
         return []
     if read.get("rollout_rs_threshold_lower") is not None:
-        read.refuse("rollout_rs_threshold_lower", f"goes with the older rules ({', '.join(_OLD_RULES)}) alone", _TWO_BOUNDS)
+        read.refuse("rollout_rs_threshold_lower", f"goes with the older rules ({', '.join(_OLD_RULES)}) alone", TWO_BOUNDS)
     texts = read.listed("rollout_rs_threshold")
     if len(texts) not in (1, len(names)):
         error = f"{len(texts)} thresholds, but the number of rules is {len(names)}" if texts else _NO_THRESHOLD
-        read.refuse("rollout_rs_threshold", error, f"give one for all rules or one for each; for two bounds of one rule, {_TWO_BOUNDS}")
+        read.refuse("rollout_rs_threshold", error, f"give one for all rules or one for each; for two bounds of one rule, {TWO_BOUNDS}")
         return []
     pairs = zip(names, texts * len(names) if len(texts) == 1 else texts, strict=True)
     return [rule for name, text in pairs if (rule := _verl_new_rule(read, name, text)) is not None]
 
 
-def _verl_old_rule(read: "_Block", level: str) -> list[RejectionRule]:
+def _verl_old_rule(read: ForeignBlock, level: str) -> list[RejectionRule]:
     """``rollout_rs: token | sequence | geometric``: lower <= rho <= upper."""
     text = read.get("rollout_rs_threshold")
     if text is None or isinstance(text, str):
@@ -209,11 +220,11 @@ def _verl_old_rule(read: "_Block", level: str) -> list[RejectionRule]:
     if not read.ordered("rollout_rs_threshold", lower, upper):
         return []
     rule = RatioRule(level=level, lower=lower, upper=upper)
-    read.say(("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower"), f"reject: {_shown(rule)}")
+    read.say(("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower"), f"reject: {shown(rule)}")
     return [rule]
 
 
-def _verl_new_rule(read: "_Block", name: str, text: Any) -> RejectionRule | None:
+def _verl_new_rule(read: ForeignBlock, name: str, text: Any) -> RejectionRule | None:
     key = "rollout_rs_threshold"
     bounds = read.bounds(key, text)
     if bounds is None:
@@ -226,179 +237,12 @@ def _verl_new_rule(read: "_Block", name: str, text: Any) -> RejectionRule | None
             return None
         kind, reduce = _DIVERGENCES[name]
         rule = DivergenceRule(rule=kind, reduce=reduce, upper=upper)
-        read.notes.append(f"{said} -> reject: {_shown(rule)}")
+        read.notes.append(f"{said} -> reject: {shown(rule)}")
         return rule
     lower = 1 / upper if lower is None else lower
     if not read.ordered(key, lower, upper):
         return None
     rule = RatioRule(level=_RATIO_RULES[name], lower=1 / upper, upper=1 / lower)
     inverted = f"verl bounds 1 / rho there, {show(lower)} <= 1 / rho <= {show(upper)}; the same set, with bounds on rho"
-    read.notes.append(f"{said} -> reject: {_shown(rule)} ({inverted})")
+    read.notes.append(f"{said} -> reject: {shown(rule)} ({inverted})")
     return rule
-
-
-# ---------------------------------------------------------------------------------------------------------------------- ROLL
-
-
-def _roll_weight(read: "_Block") -> NoWeight | ImportanceWeight:
-    level = None if _is_off(read.get("infer_is_mode", "token")) else read.choice("infer_is_mode", ("token", "sequence", "none"), "token")
-    keys = ("infer_is_threshold_min", "infer_is_threshold_max")
-    lower, upper = read.number(keys[0], 0.0, zero=True), read.number(keys[1], 2.0)
-    if level is None:
-        read.say(("infer_is_mode",), "weight: {level: none}")
-        read.unused(keys, "infer_is_mode is none")
-        return NoWeight()
-    if lower is None or upper is None or not read.ordered(keys[0], lower, upper):
-        return NoWeight()
-    bounds = {"bound": "clip", "lower": lower} if lower else {"bound": "truncate"}
-    weight = ImportanceWeight(level=level, upper=upper, **bounds)
-    if "infer_is_mode" not in read.block:
-        read.notes.append("infer_is_mode is left out -> token, the default that ROLL's documentation states; its code has had none")
-    read.say(("infer_is_mode", *keys), f"weight: {_shown(weight)}")
-    return weight
-
-
-def _roll_rules(read: "_Block") -> list[RejectionRule]:
-    per_token = "token" if read.flag("enable_token_reject") else None
-    of_sequence = read.get("enable_seq_reject")
-    of_sequence = None if _is_off(of_sequence) else read.choice("enable_seq_reject", ("sequence", "geometric", "none"), None)
-    found = [
-        _roll_rule(read, "enable_token_reject", per_token, "infer_token_mask_threshold", 0.0, 2.0),
-        _roll_rule(read, "enable_seq_reject", of_sequence, "infer_seq_mask_threshold", 0.1, 10.0),
-    ]
-    return [rule for rule in found if rule is not None]
-
-
-def _roll_veto(read: "_Block") -> float | None:
-    switch, key = "enable_catastrophic_reject", "infer_catastrophic_threshold"
-    on, threshold = read.flag(switch), read.veto(key, 1e-4)
-    if not on:
-        read.unused((key,), f"{switch} is off")
-        return None
-    read.say((switch, key), f"veto: {show(threshold)}")
-    return threshold
-
-
-def _roll_rule(read: "_Block", switch: str, level: str | None, key: str, lower: float, upper: float) -> RatioRule | None:
-    """The rule at ``level``, None where it is off; ``lower`` and ``upper`` are ROLL's defaults."""
-    keys = (f"{key}_min", f"{key}_max")
-    given_lower, given_upper = read.number(keys[0], lower, zero=True), read.number(keys[1], upper)
-    if level is None:
-        read.unused(keys, f"{switch} is off")
-        return None
-    if given_lower is None or given_upper is None or not read.ordered(keys[0], given_lower, given_upper):
-        return None
-    rule = RatioRule(level=level, lower=given_lower, upper=given_upper)
-    read.say((switch, *keys), f"reject: {_shown(rule)}")
-    return rule
-
-
-# ------------------------------------------------------------------------------------------------------------ reading a block
-
-
-class _Block:
-    """A block that is read key by key: what is wrong with it is gathered, and what was understood."""
-
-    def __init__(self, block: Mapping[str, Any], name: str, known: Sequence[str]):
-        self.block, self.notes = block, []
-        self._name, self._problems = name, []
-        for key in block:
-            if key not in known:
-                self.refuse(key, "unknown key", did_you_mean(str(key), known, "keys of this block"))
-
-    def refuse(self, key: str, error: str, fix: str) -> None:
-        value = show(self.block[key]) if key in self.block else NOT_SET
-        self._problems.append(Problem(where=self._name, field=key, value=value, error=error, fix=fix))
-
-    def raise_problems(self) -> None:
-        if self._problems:
-            raise ConfigError(self._problems)
-
-    # ---- notes
-
-    def say(self, keys: Sequence[str], ours: str, *, first: bool = False) -> None:
-        """Notes what the keys that are set mean; nothing where none of them is."""
-        given = [f"{key}: {show(self.block[key])}" for key in keys if key in self.block]
-        if given:
-            self.notes.insert(0 if first else len(self.notes), f"{', '.join(given)} -> {ours}")
-
-    def unused(self, keys: Sequence[str], why: str) -> None:
-        """Notes that keys have no effect, where they are set to something."""
-        given = [f"{key}: {show(self.block[key])}" for key in keys if not _is_off(self.block.get(key))]
-        if given:
-            self.notes.append(f"{', '.join(given)} -> no effect: {why}")
-
-    # ---- values; a wrong one is noted as a problem and read as if there were none
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.block.get(key, default)
-
-    def flag(self, key: str, default: bool | None = False) -> bool | None:
-        value = self.get(key)
-        if value is None or isinstance(value, bool):
-            return default if value is None else value
-        self.refuse(key, "must be true or false", "write true or false, without quotes")
-        return default
-
-    def choice(self, key: str, choices: Sequence[str], default: str | None) -> str | None:
-        value = self.get(key, default)
-        if value is None or value in choices:
-            return value
-        self.refuse(key, "not one of the choices", did_you_mean(str(value), choices, "choices"))
-        return default
-
-    def number(self, key: str, default: float | None, *, zero: bool = False) -> float | None:
-        """A positive number, or 0 where ``zero``."""
-        value = self.get(key, default)
-        if value is None and default is None:
-            return None
-        if _is_number(value) and (value > 0 or (zero and value == 0)):
-            return float(value)
-        self.refuse(key, "must be a number", f"use a number {'of at least' if zero else 'above'} 0, without quotes")
-        return None
-
-    def veto(self, key: str, default: float | None) -> float | None:
-        value = self.number(key, default)
-        if value is not None and value >= 1:
-            self.refuse(key, "would reject what the two policies agree on (rho = 1)", "use a value below 1; usual are 1e-4 to 1e-6")
-        return value
-
-    def listed(self, key: str) -> list[Any]:
-        """The parts of a text with commas, or of a list."""
-        value = self.get(key)
-        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
-        parts = [part.strip() if isinstance(part, str) else part for part in parts]
-        return [part for part in parts if part not in (None, "")]
-
-    def bounds(self, key: str, text: Any) -> tuple[float | None, float] | None:
-        """(lower, upper) of verl's ``"0.5_2.0"``; (None, upper) of a number, which may be written as text."""
-        parts = text.split("_") if isinstance(text, str) else [text]
-        try:
-            bounds = [float(part) for part in parts if not isinstance(part, bool)]
-        except (TypeError, ValueError):
-            bounds = []
-        if len(bounds) not in (1, 2) or not all(isfinite(bound) and bound > 0 for bound in bounds):
-            error = f"{show(text)} is neither a number above 0 nor two of them"
-            self.refuse(key, error, f"write a number or, for two bounds, {_TWO_BOUNDS}")
-            return None
-        if len(bounds) == 2 and not self.ordered(key, *bounds):
-            return None
-        return (None, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
-
-    def ordered(self, key: str, lower: float, upper: float) -> bool:
-        if lower <= upper:
-            return True
-        self.refuse(key, f"the lower bound {show(lower)} is above the upper bound {show(upper)}", "correct them; nothing could pass")
-        return False
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-def _is_off(value: Any) -> bool:
-    return value is None or value is False or value in ("", "none", "None")
-
-
-def _shown(part: ImportanceWeight | RejectionRule) -> str:
-    return show({key: value for key, value in part.model_dump().items() if not _is_off(value)})

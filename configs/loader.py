@@ -21,6 +21,7 @@ that span several fields run once the fields themselves are valid.
     errors.py       Problem and ConfigError              schema_shape.py   what the schema allows at each place
     yaml_values.py  YAML to values with lines, and back  wording.py        pydantic's errors in plain words
     shorthands.py   corrections by name, made explicit   named_files.py    the files that a config names
+    other_names.py  values in verl's names, in ours
 """
 
 import json
@@ -32,6 +33,7 @@ from pydantic import ValidationError
 
 from configs.errors import COMMAND_LINE, ConfigError, Problem, did_you_mean, shorten
 from configs.named_files import check_files, close_file
+from configs.other_names import in_our_names
 from configs.schema import AnyConfig, RunConfig, SftConfig
 from configs.schema_shape import Shape
 from configs.shorthands import expand, with_named_preset
@@ -62,7 +64,7 @@ def load_config(
         of several lays its own over those before.
     files: also check that the files the config names exist (``check_files``), with the line that names them.
     check: what more is wrong with a valid config; each finding becomes a problem, with the lines that set its fields.
-    notes: a list to which is added how the block of another system (``correction.verl``) was understood, one line per key.
+    notes: a list to which is added how another system's names and block (``correction.verl``) were understood, one line per key.
     option: further overrides, and the command's option that stands for them, such as ``--learner tp=2``: their place in problems.
     Raises ConfigError with every problem found.
     """
@@ -75,9 +77,11 @@ def load_config(
             layers += _read_file(Path(name), (), at, unreadable)
     if unreadable:
         raise ConfigError([*unreadable, *problems])
-    layers, understood = expand([*layers, override_layer] if override_layer.data else layers, problems)
+    renamed: list[str] = []
+    layers = [in_our_names(layer, problems, renamed) for layer in ([*layers, override_layer] if override_layer.data else layers)]
+    layers, understood = expand(layers, problems)
     if notes is not None:
-        notes += understood
+        notes += [*renamed, *understood]
     tree = _merge_layers(layers, problems)
     tree = Value({"kind": tree.at(["kind"]) or Value("train", str(path)), **tree.data}, str(path))
     config = _validate(tree, problems)

@@ -12,7 +12,9 @@ from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
 
+from configs.compat import VERL_PRESETS, from_verl
 from configs.schema.correction import CorrectionConfig
+from configs.yaml_values import show
 
 _NO_WEIGHT = {"level": "none"}
 _TOKEN, _SEQUENCE = {"level": "token"}, {"level": "sequence"}
@@ -55,13 +57,27 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 PRESETS: Mapping[str, CorrectionConfig] = MappingProxyType({name: CorrectionConfig(**body) for name, (_, body) in _PRESETS.items()})
+ALIASES: Mapping[str, CorrectionConfig] = MappingProxyType({name: from_verl(block)[0] for name, block in VERL_PRESETS.items()})
+"""Presets under the names that verl has for them; not all of them are equal to one of ours."""
 DESCRIPTIONS: Mapping[str, str] = MappingProxyType({name: description for name, (description, _) in _PRESETS.items()})
 """One line each, for ``--help``, the README and tables of replays."""
 
 
 def preset_body(name: str) -> dict[str, Any]:
-    """What a preset says in the words of ``correction:``, a copy. Raises KeyError for an unknown name."""
-    return deepcopy(_PRESETS[name][1])
+    """What a preset or alias says in the words of ``correction:``, a copy. Raises KeyError for an unknown name."""
+    if name not in ALIASES:
+        return deepcopy(_PRESETS[name][1])
+    ours = preset_name(ALIASES[name])
+    return preset_body(ours) if ours else ALIASES[name].model_dump(mode="json", exclude_none=True)
+
+
+def alias_note(name: str) -> str | None:
+    """What an alias stands for, in words; None for other names."""
+    if name not in ALIASES:
+        return None
+    ours = preset_name(ALIASES[name])
+    stands_for = ours or f"{{verl: {show(dict(VERL_PRESETS[name]))}}}, which no preset of Tandem is"
+    return f"{name} is a preset of verl -> {stands_for}"
 
 
 def preset_name(correction: CorrectionConfig) -> str | None:

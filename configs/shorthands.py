@@ -3,7 +3,7 @@
     correction: decoupled_geo_rs                                    a preset
     correction: {preset: decoupled_geo_rs, veto: 1e-5}              a preset, and keys that say otherwise
     correction: {verl: {rollout_is: token}}                         verl's rollout_correction block, read by configs/compat.py
-    correction: {roll: {infer_correction: true}}                    ROLL's infer_* options, likewise
+    correction: {roll: {infer_correction: true}}                    ROLL's infer_* options or train_infer_correction, likewise
 
 A layer that does so starts the block afresh: nothing that lower layers say of ``correction`` stays. Its other keys, and those of later
 layers, merge over the body that the name stands for. Only a ``verl`` (``roll``) block over another one is read together with it, so that
@@ -16,7 +16,7 @@ from typing import Any
 
 from configs.compat import from_roll, from_verl
 from configs.errors import ConfigError, Problem, did_you_mean
-from configs.presets import PRESETS, preset_body
+from configs.presets import ALIASES, PRESETS, alias_note, preset_body
 from configs.yaml_values import Value, show
 
 SHORTHANDS = ("preset", "verl", "roll")
@@ -72,7 +72,8 @@ def _require_one(used: Sequence[str], block: Value) -> None:
 def _body(key: str, given: Value) -> tuple[dict[str, Any], list[str]]:
     """What a shorthand stands for, and notes. Raises ConfigError."""
     if key == "preset":
-        return _preset(given), []
+        body, note = _preset(given), alias_note(given.data)
+        return body, [f"correction.preset ({given.where}): {note}"] if note else []
     if not isinstance(given.data, dict):
         error, fix = "must be a block of keys", f"write `correction: {{{key}: {{...}}}}` with the keys of that system's block"
         raise ConfigError([Problem(where=given.where, field=f"correction.{key}", value=show(given.plain()), error=error, fix=fix)])
@@ -80,17 +81,21 @@ def _body(key: str, given: Value) -> tuple[dict[str, Any], list[str]]:
         correction, notes = _READERS[key](given.plain())
     except ConfigError as error:
         raise ConfigError(
-            [replace(p, where=given.where_of([p.field]), field=f"correction.{key}.{p.field}") for p in error.problems]
+            [replace(p, where=given.where_of(_path(p.field)), field=f"correction.{key}.{p.field}") for p in error.problems]
         ) from error
     return correction.model_dump(mode="json", exclude_none=True), [f"correction.{key} ({given.where}): {note}" for note in notes]
 
 
+def _path(field: str) -> list[str | int]:
+    return [int(part) if part.isdigit() else part for part in field.split(".")]
+
+
 def _preset(given: Value) -> dict[str, Any]:
-    if isinstance(given.data, str) and given.data in PRESETS:
+    if isinstance(given.data, str) and given.data in PRESETS | ALIASES:
         return preset_body(given.data)
     listed = f"presets: {', '.join(PRESETS)}"
-    fix = did_you_mean(str(given.data), list(PRESETS), "presets")
-    fix = fix if fix == listed else f"{fix} {listed}"
+    fix = did_you_mean(str(given.data), [*PRESETS, *ALIASES], "presets")
+    fix = f"{fix} {listed}" if fix.startswith("did you mean") else listed
     raise ConfigError([Problem(where=given.where, field="correction.preset", value=show(given.plain()), error="no such preset", fix=fix)])
 
 

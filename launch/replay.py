@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.errors import did_you_mean
 from configs.loader import load_config
-from configs.presets import PRESETS
+from configs.presets import ALIASES, PRESETS
 from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
 from configs.schema.layout import ONE_PROCESS
@@ -38,11 +38,11 @@ def corrections_named(names: Sequence[str]) -> dict[str, CorrectionConfig]:
 
     Raises ValueError for an unknown name.
     """
-    unknown = next((name for name in names if name not in PRESETS), None)
+    unknown = next((name for name in names if name not in PRESETS | ALIASES), None)
     if unknown is not None:
         raise ValueError(f"--correction {unknown}: no such preset; {did_you_mean(unknown, list(PRESETS), 'presets')}")
     wanted = dict.fromkeys([UNCORRECTED, *(names or PRESETS)])
-    return {name: PRESETS[name] for name in wanted}
+    return {name: (PRESETS | ALIASES)[name] for name in wanted}
 
 
 def result_file(folder: RunFolder, step: int) -> Path:

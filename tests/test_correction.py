@@ -70,7 +70,7 @@ def test_golden(case):
 
 # ------------------------------------------------------------------------------------------------------------- slow reference
 
-LEVELS = ("token", "sequence", "geometric", "segment")
+LEVELS = ("token", "sequence", "geometric", "segment", "segment_geometric")
 
 
 @st.composite
@@ -92,6 +92,9 @@ def rules(draw) -> dict:
     if draw(st.booleans()):
         lower = draw(st.sampled_from((0.0, 0.5, 0.9)))
         return {"rule": "ratio", "level": draw(st.sampled_from(LEVELS)), "lower": lower, "upper": draw(st.sampled_from((1.02, 1.7, 9.0)))}
+    if draw(st.booleans()):
+        reduce = draw(st.sampled_from(("token", "sum", "mean", "segment_mean")))
+        return {"rule": "difference", "reduce": reduce, "lower": draw(st.sampled_from((-0.003, -0.02))), "upper": 0.01}
     return {
         "rule": draw(st.sampled_from(("k2", "k3"))),
         "reduce": draw(st.sampled_from(("token", "sum", "mean", "max"))),
@@ -124,8 +127,14 @@ def test_weights_and_mask_are_those_of_the_slow_reference(shape, config):
     block = {"bound": None, "lower": None, "upper": None, "normalise": False} | config.weight.model_dump()
     wanted = reference.weights(sequences, **block)
     assert [x for row in rows_of(result.weights_T, batch) for x in row] == pytest.approx([x for row in wanted for x in row], rel=1e-12)
-    for kept, (log_ratio, mask) in zip(rows_of(result.keep_T, batch), sequences, strict=True):
-        by_rule = [reference.keeps(log_ratio, mask, rule.model_dump()) for rule in config.reject]
+    policies = zip(rows_of(batch.old_logprobs_T, batch), rows_of(batch.rollout_logprobs_T, batch), strict=True)
+    for kept, (log_ratio, mask), (old, rollout) in zip(rows_of(result.keep_T, batch), sequences, policies, strict=True):
+        by_rule = [
+            reference.keeps_by_difference(old, rollout, mask, rule.model_dump())
+            if rule.rule == "difference"
+            else reference.keeps(log_ratio, mask, rule.model_dump())
+            for rule in config.reject
+        ]
         if config.veto is not None:
             by_rule.append(reference.survives_veto(log_ratio, mask, config.veto))
         assert kept == [all(passed) for passed in zip(mask, *by_rule, strict=True)]
@@ -178,8 +187,10 @@ def test_equal_policies_are_left_alone(shape, config):
 def test_wider_bounds_never_keep_fewer(shape, reject, factor):
     batch = exact_batch(*shape)
     wider = [
-        r | {"upper": r["upper"] * factor} | ({"lower": r["lower"] / factor} if "lower" in r else {}) for r in reject
-    ]
+        r | {"upper": r["upper"] * factor}
+        | ({"lower": r["lower"] * factor if r["rule"] == "difference" else r["lower"] / factor} if "lower" in r else {})
+        for r in reject
+    ]  # fmt: skip
     narrow, wide = (correct(batch, config_of(reject=rules)).keep_T for rules in (reject, wider))
     assert (narrow <= wide).all()
 
@@ -255,6 +266,7 @@ def of_ratios(ratios: list[float], lengths: list[int], mask: list[bool] | None =
     ("sequence", [32, 32, 32, 0, 32, 0.25]),
     ("geometric", [32**0.25, 32**0.25, 32**0.25, 0, 32**0.25, 0.25]),
     ("segment", [8, 8, 8, 0, 4, 0.25]),
+    ("segment_geometric", [2, 2, 2, 0, 4, 0.25]),
 ])  # fmt: skip
 def test_levels_by_hand(level, wanted):
     batch = of_ratios([2, 0.5, 8, 100, 4, 0.25], [5, 1], [True, True, True, False, True, True])
@@ -288,6 +300,47 @@ def test_the_geometric_level_tells_apart_what_exp_would_round_away():
     batch = of_ratios([1.0002] * 100 + [1.0] * 100, [100, 100]).with_fields()
     kept = correct(batch, config_of(weight={"level": "none"}, reject=[{"rule": "ratio", "level": "geometric", "upper": 1.0001}]))
     assert [row[0] for row in rows_of(kept.keep_T, batch)] == [False, True]
+
+
+@pytest.mark.parametrize(("reduce", "kept"), [
+    ("token", [False, True, True, False, True, False]),  # dp = 0.3, -0.1, 0.1 | -0.3 of a token off the mask, 0.15 | -0.4
+    ("sum", [False, False, False, False, False, False]),  # 0.45, -0.4
+    ("mean", [True, True, True, False, True, False]),  # 0.1125, -0.4
+    ("segment_mean", [True, True, True, False, True, False]),  # 0.1, 0.15, -0.4
+])  # fmt: skip
+def test_rules_on_the_difference_of_probabilities_by_hand(reduce, kept):
+    rollout_T = torch.tensor([0.2, 0.5, 0.6, 0.9, 0.25, 0.8], dtype=torch.float64)
+    old_T = rollout_T + torch.tensor([0.3, -0.1, 0.1, -0.3, 0.15, -0.4], dtype=torch.float64)
+    batch = batch_of(rollout_T.log(), old_T.log(), torch.tensor([True, True, True, False, True, True]), [5, 1])
+    rule = {"rule": "difference", "reduce": reduce, "lower": -0.2, "upper": 0.25}
+    assert correct(batch, config_of(weight={"level": "none"}, reject=[rule])).keep_T.tolist() == kept
+
+
+def test_each_rule_s_own_statistic_by_hand():
+    """Ratios 2, 1/2, 4 | 1/4; sequences of 4 (geometric 4^(1/3)) and 1/4. Neither pair of bounds is reciprocal."""
+    batch = of_ratios([2, 0.5, 4, 0.25], [3, 1])
+    rules = [
+        {"rule": "ratio", "level": "token", "lower": 0.4, "upper": 3.0},
+        {"rule": "ratio", "level": "sequence", "lower": 0.0, "upper": 3.0},
+        {"rule": "k2", "reduce": "max", "upper": 0.9},
+        {"rule": "difference", "upper": 3e-4, "lower": -1e-4},
+    ]
+    metrics = values(correct(batch, config_of(reject=rules)).metrics)
+    found = {name.removeprefix("mismatch/rejected/"): value for name, value in metrics.items()}
+    p = math.exp(-9)
+    k2_high, k2_low = math.log(4) ** 2 / 2, math.log(4) ** 2 / 2
+    wanted = {
+        "ratio_token/statistic_mean": 6.75 / 4, "ratio_token/statistic_min": 0.25, "ratio_token/statistic_max": 4.0,
+        "ratio_token/statistic_std": math.sqrt((4 + 0.25 + 16 + 0.0625) / 4 - (6.75 / 4) ** 2),
+        "ratio_token/above_upper": 0.25, "ratio_token/below_lower": 0.25, "ratio_token/tokens": 0.5,
+        "ratio_sequence/statistic_mean": 4.25 / 2, "ratio_sequence/statistic_min": 0.25, "ratio_sequence/statistic_max": 4.0,
+        "ratio_sequence/statistic_std": 3.75 / 2, "ratio_sequence/above_upper": 0.5,
+        "k2_max/statistic_mean": (k2_high + k2_low) / 2, "k2_max/above_upper": 1.0, "k2_max/statistic_std": 0.0,
+        "difference_token/statistic_mean": p * (1 - 0.5 + 3 - 0.75) / 4, "difference_token/statistic_max": 3 * p,
+        "difference_token/statistic_min": -0.75 * p, "difference_token/above_upper": 0.25, "difference_token/below_lower": 0.0,
+    }  # fmt: skip
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+    assert "ratio_sequence/below_lower" not in found and "k2_max/below_lower" not in found
 
 
 def test_veto_sees_the_unbounded_ratio_and_takes_the_whole_sequence():

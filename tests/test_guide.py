@@ -4,11 +4,16 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from configs.loader import load_config
-from configs.presets import DESCRIPTIONS, PRESETS
+from configs.presets import ALIASES, DESCRIPTIONS, PRESETS, preset_name
 from configs.schema.correction import CorrectionConfig, DivergenceRule, ImportanceWeight, NoWeight, RatioRule
+from configs.schema.objective import ClippedObjective, EntropyConfig, KLConfig
+from tests.packed_batches import random_batch
+from trainer.correction import correct
+from trainer.policy_loss import policy_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = (ROOT / "trainer" / "README.md").read_text(encoding="utf-8")
@@ -58,8 +63,40 @@ def test_the_table_of_presets_is_what_the_code_says():
 
 @pytest.mark.parametrize("text", [GUIDE, SECTION])
 def test_every_preset_that_is_named_exists(text):
-    named = set(re.findall(r"\b(?:decoupled|bypass|pg)_[a-z0-9_]*[a-z0-9]\b", text))
-    assert named and named <= PRESETS.keys() | {"bypass_mode"}
+    named = set(re.findall(r"(?<!actor/)\b(?:decoupled|bypass|pg)_[a-z0-9_]*[a-z0-9]\b", text))
+    assert named and named <= PRESETS.keys() | ALIASES.keys() | {"bypass_mode"}
+
+
+def table_after(header: str) -> list[list[str]]:
+    rows = GUIDE.partition(header)[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_table_of_verls_presets_is_what_the_code_says():
+    found = {cells[0].strip("`"): cells[1] for cells in table_after("| preset of verl | here |")}
+    assert found.keys() == ALIASES.keys()
+    for name, told in found.items():
+        ours = preset_name(ALIASES[name])
+        assert told == f"`{ours}`" if ours else told.startswith("the same as `") and "without veto" in told
+        if not ours:
+            near = PRESETS[told.split("`")[1]]
+            assert (near.mode, near.loss, near.weight) == (ALIASES[name].mode, ALIASES[name].loss, ALIASES[name].weight)
+
+
+def test_the_table_of_metrics_names_what_is_recorded():
+    config = CorrectionConfig(
+        weight=ImportanceWeight(level="token", bound="clip", normalise=True), reject=(RatioRule(level="token", upper=2.0),), veto=1e-4
+    )
+    batch = random_batch([5, 3], seed=0, mask_T=torch.ones(8, dtype=torch.bool))
+    recorded = {name.replace("ratio_token", "RULE") for name in correct(batch, config).metrics}
+    weights_T = torch.full((8,), 0.1)
+    batch = batch.with_fields(importance_weights_T=weights_T, aggregation_T=weights_T)
+    terms = {"objective": ClippedObjective(), "kl": KLConfig(), "entropy": EntropyConfig()}
+    recorded |= policy_loss(batch, batch.old_logprobs_T, weights_T, **terms)[1].keys()
+    rows = table_after("| verl | Tandem | what differs |")
+    named = [name for cells in rows for name in re.findall(r"`([^`]+)`", cells[1])]
+    assert len(rows) > 15 and named
+    assert [name for name in named if name not in recorded and f"mismatch/{name}" not in recorded] == []
 
 
 @pytest.mark.parametrize(("text", "folder"), [(GUIDE, ROOT / "trainer"), (README, ROOT)])

@@ -96,6 +96,8 @@ def slow_mismatch(train_T, rollout_T, mask_T, cu_seqlens):
         "ratio_outside_fraction": average([not 0.9 <= x <= 1.1 for x in rho]),
         "chi2_token": average([x * x for x in rho]) - 1,
         "chi2_sequence": average([math.exp(bound(math.fsum(row))) ** 2 for row in ratio]) - 1,
+        "log_ppl_train": average([-average(train) for train, _ in rows]),
+        "log_ppl_rollout": average([-average(rollout) for _, rollout in rows]),
         "ppl_train": average([math.exp(bound(-average(train))) for train, _ in rows]),
         "ppl_rollout": average([math.exp(bound(-average(rollout))) for _, rollout in rows]),
         "ppl_ratio": average([math.exp(bound(x)) for x in diff]),
@@ -159,6 +161,7 @@ def test_golden_divergences(case):
     found = values(at_valid(mismatch_metrics, case.input_T("old_logp"), case.input_T("rollout_logp"), case.mask_T, case.cu_seqlens))
     names = {
         "kl": "k1", "k3_kl": "k3", "training_ppl": "ppl_train", "rollout_ppl": "ppl_rollout", "ppl_ratio": "ppl_ratio",
+        "training_log_ppl": "log_ppl_train", "rollout_log_ppl": "log_ppl_rollout",
         "log_ppl_diff": "log_ppl_diff_mean", "log_ppl_abs_diff": "log_ppl_diff_abs", "log_ppl_diff_max": "log_ppl_diff_max",
         "log_ppl_diff_min": "log_ppl_diff_min", "chi2_token": "chi2_token", "chi2_seq": "chi2_sequence",
     }  # fmt: skip
@@ -177,6 +180,7 @@ def test_by_hand():
         "k1": (-math.log(4) + math.log(2)) / 2, "k3": k3,
         "logprob_gap_max": math.log(4), "ratio_mean": 2.25, "ratio_max": 4.0, "ratio_min": 0.5, "ratio_outside_fraction": 1.0,
         "chi2_token": (16 + 0.25) / 2 - 1, "chi2_sequence": 2.0**2 - 1,
+        "log_ppl_train": -math.log(0.1) / 2, "log_ppl_rollout": -math.log(0.05) / 2,
         "ppl_train": 0.1**-0.5, "ppl_rollout": 0.05**-0.5, "ppl_ratio": 2**-0.5,
         "log_ppl_diff_mean": -math.log(2) / 2, "log_ppl_diff_abs": math.log(2) / 2,
         "log_ppl_diff_max": -math.log(2) / 2, "log_ppl_diff_min": -math.log(2) / 2,
@@ -194,6 +198,7 @@ def test_by_hand():
 def test_equal_policies_show_no_gap():
     batch = random_batch([8, 3], seed=0)
     found = values(of(batch.with_fields(rollout_logprobs_T=batch.old_logprobs_T)))
+    assert found.pop("mismatch/log_ppl_train") == found.pop("mismatch/log_ppl_rollout") > 0
     assert found.pop("mismatch/ppl_train") == found.pop("mismatch/ppl_rollout") > 1
     assert found.pop("mismatch/prob_pearson") == pytest.approx(1.0, abs=1e-12)
     ones = {"mismatch/ratio_mean", "mismatch/ratio_max", "mismatch/ratio_min", "mismatch/ppl_ratio"}

@@ -211,13 +211,14 @@ def test_an_error_names_the_line_of_the_key_and_of_the_preset(folder):
 
     problem = the_problem(top("{preset: decoupled_seq_is, reject: [{rule: rato, upper: 2.0}]}"))
     assert (problem.where, problem.field) == ("top.yaml:2", "correction.reject.0.rule")
-    assert problem.fix == "did you mean `ratio`? variants: ratio, k2, k3"
+    assert problem.fix == "did you mean `ratio`? variants: ratio, k2, k3, difference"
 
 
 def test_a_key_that_the_weight_of_the_preset_does_not_have(folder):
     problem = the_problem(top("{preset: decoupled_geo_rs, weight: {upper: 3.0}}"))
     assert (problem.where, problem.field, problem.error) == ("top.yaml:2", "correction.weight.upper", "unknown key")
-    assert problem.fix == "it goes with `correction.weight.level` of: token, sequence, geometric, segment; keys here: level"
+    levels = "token, sequence, geometric, segment, segment_geometric"
+    assert problem.fix == f"it goes with `correction.weight.level` of: {levels}; keys here: level"
 
 
 def test_a_misspelt_preset_key(folder):

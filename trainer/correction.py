@@ -21,6 +21,7 @@ from torch import Tensor
 
 from configs.schema.correction import (
     CorrectionConfig,
+    DifferenceRule,
     DivergenceRule,
     ImportanceWeight,
     Level,
@@ -32,7 +33,7 @@ from parallel.packing import PackedBatch, require_per_token
 from trainer.inputs import may_be_broken, require_numbers
 from trainer.kl import bounded, excess
 from trainer.metrics import Metric
-from trainer.mismatch import mismatch_metrics, rejection_metrics, veto_metrics, weight_metrics
+from trainer.mismatch import mismatch_metrics, rejection_metrics, rule_metrics, veto_metrics, weight_metrics
 from trainer.ranks import Total, alone
 from trainer.segments import ValidTokens, count_per_sequence, max_per_sequence, spread, sum_per_sequence, valid_tokens
 
@@ -108,7 +109,9 @@ def _corrected(tokens: _Tokens, cu_seqlens: Tensor, config: CorrectionConfig, to
     # What takes or leaves whole sequences is decided and counted by sequence, and brought to the tokens once.
     keep_N, keep_S, passed_S = None, torch.ones_like(valid_S, dtype=torch.bool), {}
     for name, rule in zip(rule_names(config.reject), config.reject, strict=True):
-        passed, bounds = _passed(log_ratio_N, valid, rule)
+        judged = _judged(tokens, rule)
+        passed, bounds = judged.passed, judged.bounds
+        metrics |= rule_metrics(name, judged.of_any, lower=judged.lower, upper=judged.upper, is_log_ratio=isinstance(rule, RatioRule))
         if bounds is bounds_S:
             passed_S[name], keep_S = valid_S * passed, keep_S & passed
         else:
@@ -150,7 +153,7 @@ def _weigh(
 
 
 def _bounds(valid: ValidTokens, level: Level) -> Tensor:
-    return valid.run_bounds() if level == "segment" else valid.bounds_S
+    return valid.run_bounds() if level in ("segment", "segment_geometric") else valid.bounds_S
 
 
 def _group_log_ratio(log_ratio_N: Tensor, valid: ValidTokens, level: Level) -> tuple[Tensor, Tensor]:
@@ -158,7 +161,7 @@ def _group_log_ratio(log_ratio_N: Tensor, valid: ValidTokens, level: Level) -> t
     bounds = _bounds(valid, level)
     # float64: a sum over thousands of tokens, whose exp is compared with bounds like 1.001.
     sums_S = sum_per_sequence(log_ratio_N.to(torch.float64), bounds)
-    if level == "geometric":
+    if level in ("geometric", "segment_geometric"):
         sums_S = sums_S / bounds.diff().clamp(min=1)
     return sums_S, bounds
 
@@ -199,19 +202,44 @@ def weight_sums(weights_N: Tensor, valid: ValidTokens, level: Level) -> Tensor:
     return torch.stack([means_S.sum(), (counts_S > 0).sum().to(torch.float64)])
 
 
-def _passed(log_ratio_N: Tensor, valid: ValidTokens, rule: RejectionRule) -> tuple[Tensor, Tensor | None]:
-    """(what passes, bool, boundaries of what it is of): None for tokens, ``valid.bounds_S`` itself for sequences, else of segments."""
+class _Judged(NamedTuple):
+    """What a rule bounds: a number of each token, sequence or segment."""
+
+    statistic: Tensor
+    lower: float
+    upper: float
+    bounds: Tensor | None
+    """Of what the numbers are: None for tokens, ``valid.bounds_S`` itself for sequences, else of segments."""
+
+    @property
+    def passed(self) -> Tensor:
+        return (self.statistic >= self.lower) & (self.statistic <= self.upper)
+
+    @property
+    def of_any(self) -> Tensor:
+        """Without those of sequences that have no valid token."""
+        return self.statistic if self.bounds is None else self.statistic[self.bounds.diff() > 0]
+
+
+def _judged(tokens: _Tokens, rule: RejectionRule) -> _Judged:
+    valid, log_ratio_N = tokens.valid, tokens.log_ratio_N
     match rule:
         case RatioRule(level=level, lower=lower, upper=upper):
             at_level, bounds = log_ratio_N, None
             if level != "token":
                 at_level, bounds = _group_log_ratio(log_ratio_N, valid, level)
             # Compared as logs: exp would round away what bounds like 1.0001 tell apart.
-            at_level = bounded(at_level)
-            return (at_level >= (math.log(lower) if lower else -math.inf)) & (at_level <= math.log(upper)), bounds
+            return _Judged(bounded(at_level), math.log(lower) if lower else -math.inf, math.log(upper), bounds)
         case DivergenceRule(rule=kind, reduce=reduce, upper=upper):
             d_N = bounded(log_ratio_N).square() / 2 if kind == "k2" else excess(log_ratio_N)
-            return _reduced(d_N, valid.bounds_S, reduce) <= upper, None if reduce == "token" else valid.bounds_S
+            bounds = None if reduce == "token" else valid.bounds_S
+            return _Judged(_reduced(d_N, valid.bounds_S, reduce), -math.inf, upper, bounds)
+        case DifferenceRule(reduce=reduce, lower=lower, upper=upper):
+            # float64: probabilities near 1 differ in digits that float32 does not have.
+            dp_N = tokens.train_logprobs_N.to(torch.float64).exp() - tokens.rollout_logprobs_N.to(torch.float64).exp()
+            bounds = {"token": None, "segment_mean": valid.run_bounds()}.get(reduce, valid.bounds_S)
+            reduced = dp_N if bounds is None else _reduced(dp_N, bounds, reduce.removeprefix("segment_"))
+            return _Judged(reduced, lower, upper, bounds)
         case _:
             assert_never(rule)
 
@@ -227,10 +255,10 @@ def _reduced(divergence_N: Tensor, bounds_S: Tensor, reduce: str) -> Tensor:
 
 
 def rule_names(rules: Sequence[RejectionRule]) -> list[str]:
-    """As metrics call them: ratio_geometric, k3_mean, ...; of several of one name the later ones are numbered, ratio_token_2."""
+    """As metrics call them: ratio_geometric, k3_mean, difference_token; of several of one name the later ones are numbered: k3_mean_2."""
     names: list[str] = []
     for rule in rules:
-        name = f"ratio_{rule.level}" if isinstance(rule, RatioRule) else f"{rule.rule}_{rule.reduce}"
+        name = f"{rule.rule}_{rule.level if isinstance(rule, RatioRule) else rule.reduce}"
         earlier = sum(re.fullmatch(rf"{name}(_\d+)?", other) is not None for other in names)
         names.append(f"{name}_{earlier + 1}" if earlier else name)
     return names

@@ -13,6 +13,7 @@ Sources: formulas of rollout correction (Y. Li, 2025), section 4; F. Yao et al.,
 off-policy RL training" (2025) for dp per response, the sign of k1 and the reward under the learner's policy.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 
@@ -49,6 +50,7 @@ def mismatch_metrics(train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, bound
         ratio_outside_fraction             tokens with rho outside [0.9, 1.1]
         chi2_token                         mean of rho^2, less 1
     Over responses, each counting once (log_ppl = minus the mean log-prob of its tokens):
+        log_ppl_train, log_ppl_rollout     means of log_ppl
         ppl_train, ppl_rollout, ppl_ratio  means of exp(log_ppl) and of exp(log_ppl_train - log_ppl_rollout); exponents bounded
         log_ppl_diff_mean, _abs, _max, _min    of log_ppl_train - log_ppl_rollout; ``abs`` is the mean of its absolute value
         chi2_sequence                      mean of (product of rho)^2, less 1; the product's logarithm is bounded
@@ -148,6 +150,31 @@ def rejection_metrics(passed_S: Mapping[str, Tensor], kept_S: Tensor, valid_S: T
     return metrics
 
 
+def rule_metrics(name: str, statistic: Tensor, *, lower: float, upper: float, is_log_ratio: bool) -> dict[str, Metric]:
+    """What a rejection rule compares with its bounds: a number of each token, response or segment, whatever the rule NAME is of.
+
+    is_log_ratio: statistic and bounds are logarithms of a ratio; the metrics are of the ratio, except for the last two, which are the same.
+
+    mismatch/rejected/NAME/statistic_mean, _std, _min, _max   rho at the rule's level, the divergence, or the difference of probabilities
+    mismatch/rejected/NAME/above_upper, below_lower           shares outside the bounds; the latter where there is a lower bound
+    """
+    prefix, shift = f"mismatch/rejected/{name}", 1.0 if is_log_ratio else 0.0
+    metrics = {f"{prefix}/above_upper": Metric.mean(statistic > upper)}
+    if lower > -math.inf:
+        metrics[f"{prefix}/below_lower"] = Metric.mean(statistic < lower)
+    if not statistic.numel():
+        return metrics
+    # Ratios less 1, so that the standard deviation keeps its digits.
+    shifted = torch.expm1(_float64(statistic)) if is_log_ratio else _float64(statistic)
+    low, high = (x.item() for x in torch.aminmax(shifted))
+    return metrics | {
+        f"{prefix}/statistic_mean": Metric.quotient(shift * shifted.numel() + shifted.sum().item(), shifted.numel()),
+        f"{prefix}/statistic_std": Metric.std(shifted),
+        f"{prefix}/statistic_min": Metric(reduction=Reduction.MIN, parts=(shift + low,)),
+        f"{prefix}/statistic_max": Metric(reduction=Reduction.MAX, parts=(shift + high,)),
+    }
+
+
 def veto_metrics(below_S: Tensor) -> dict[str, Metric]:
     """Counts behind the veto, from each sequence's number of tokens whose unbounded ratio is below its threshold.
 
@@ -238,10 +265,11 @@ def _perplexities(train_N: Tensor, rollout_N: Tensor, bounds_R: Tensor, lengths_
     sums_XR = torch.stack([train_R, rollout_R, train_R - rollout_R])
     log_ppl_XR = sums_XR.neg() / lengths_R
     diff_R = log_ppl_XR[2]
-    names = ("ppl_train", "ppl_rollout", "ppl_ratio", "log_ppl_diff_mean", "log_ppl_diff_abs", "chi2_sequence")
+    names = ("log_ppl_train", "log_ppl_rollout", "ppl_train", "ppl_rollout", "ppl_ratio")
+    names += ("log_ppl_diff_mean", "log_ppl_diff_abs", "chi2_sequence")
     chi2_R = torch.expm1(2 * bounded(sums_XR[2]))
     return {
-        **_means(names, torch.stack([*bounded(log_ppl_XR).exp(), diff_R, diff_R.abs(), chi2_R])),
+        **_means(names, torch.stack([*log_ppl_XR[:2], *bounded(log_ppl_XR).exp(), diff_R, diff_R.abs(), chi2_R])),
         "log_ppl_diff_max": Metric.max(diff_R),
         "log_ppl_diff_min": Metric.min(diff_R),
     }

@@ -9,9 +9,9 @@ from pydantic import Field, model_validator
 
 from configs.schema.base import NonNegativeFloat, PositiveFloat, Schema
 
-Level = Literal["token", "sequence", "geometric", "segment"]
-"""What a ratio is of: a token, the product over its sequence's valid tokens, that product's n-th root, or the product over its segment (a
-stretch of consecutive valid tokens, such as one turn)."""
+Level = Literal["token", "sequence", "geometric", "segment", "segment_geometric"]
+"""What a ratio is of: a token, the product over its sequence's valid tokens, that product's n-th root, the product over its segment (a
+stretch of consecutive valid tokens, such as one turn), or that product's n-th root."""
 
 DEFAULT_UPPER = 2.0
 TWO_SIDED = ("clip", "mask")
@@ -84,7 +84,18 @@ class DivergenceRule(Schema):
     """Largest divergence that is kept."""
 
 
-RejectionRule = Annotated[RatioRule | DivergenceRule, Field(discriminator="rule")]
+class DifferenceRule(Schema):
+    """Keeps what has lower <= p_train - p_rollout <= upper: the difference of the sampled token's two probabilities, with its sign."""
+
+    rule: Literal["difference"]
+    reduce: Literal["token", "sum", "mean", "segment_mean"] = "token"
+    """Each token on its own, its whole sequence by the sum or mean over valid tokens, or its segment by the mean."""
+    upper: PositiveFloat
+    lower: Annotated[float, Field(lt=0)] = Field(default_factory=lambda data: -data["upper"] if data.get("upper") else -1.0)
+    """-upper where it is left out."""
+
+
+RejectionRule = Annotated[RatioRule | DivergenceRule | DifferenceRule, Field(discriminator="rule")]
 
 
 class CorrectionConfig(Schema):

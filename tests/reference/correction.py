@@ -22,14 +22,14 @@ def level_log_ratios(log_ratios: list[float], mask: list[bool], level: str) -> l
     out = [0.0] * len(mask)
     if level == "token":
         groups = [[place] for place in valid]
-    elif level == "segment":
+    elif level in ("segment", "segment_geometric"):
         groups = runs(mask)
     else:
         groups = [valid] if valid else []
     for group in groups:
         total = math.fsum(log_ratios[place] for place in group)
         for place in group:
-            out[place] = total / len(group) if level == "geometric" else total
+            out[place] = total / len(group) if level in ("geometric", "segment_geometric") else total
     return out
 
 
@@ -62,7 +62,7 @@ def weights(sequences: list[tuple[list[float], list[bool]]], *, level: str, boun
         valid = [place for place, is_valid in enumerate(mask) if is_valid]
         if level == "token":
             parts += [row[place] for place in valid]
-        elif level == "segment":
+        elif level in ("segment", "segment_geometric"):
             parts += [row[run[0]] for run in runs(mask)]
         elif valid:
             parts.append(row[valid[0]])
@@ -87,6 +87,20 @@ def keeps(log_ratios: list[float], mask: list[bool], rule: dict) -> list[bool]:
             value = {"sum": math.fsum(mine), "mean": math.fsum(mine) / len(mine), "max": max(mine)}[rule["reduce"]]
             passed = [value <= rule["upper"]] * len(mask)
     return [p and m for p, m in zip(passed, mask, strict=True)]
+
+
+def keeps_by_difference(train: list[float], rollout: list[float], mask: list[bool], rule: dict) -> list[bool]:
+    """Which tokens of one sequence a rule on p_train - p_rollout keeps; False off the mask."""
+    valid = [place for place, is_valid in enumerate(mask) if is_valid]
+    dp = [math.exp(t) - math.exp(r) for t, r in zip(train, rollout, strict=True)]
+    groups = {"token": [[place] for place in valid], "segment_mean": runs(mask)}.get(rule["reduce"], [valid])
+    kept = [False] * len(mask)
+    for group in groups:
+        total = math.fsum(dp[place] for place in group)
+        value = total if rule["reduce"] in ("token", "sum") else total / max(len(group), 1)
+        for place in group:
+            kept[place] = rule["lower"] <= value <= rule["upper"]
+    return kept
 
 
 def survives_veto(log_ratios: list[float], mask: list[bool], threshold: float) -> list[bool]:

@@ -57,6 +57,8 @@ def correct(
     geometric_B = (log_ratio_BL.sum(1, dtype=torch.float64) / lengths_B).clamp(-BOUND, BOUND)
     passed_B = (geometric_B >= math.log(geometric_lower)) & (geometric_B <= math.log(geometric_upper))
     low_B = (log_ratio_BL < math.log(veto)).sum(1)
+    outside = {"above_upper": geometric_B > math.log(geometric_upper), "below_lower": geometric_B < math.log(geometric_lower)}
+    metrics |= statistic_metrics("ratio_geometric", geometric_B.expm1(), outside)
     metrics |= rejection_metrics("ratio_geometric", passed_B, lengths_B) | rejection_metrics("veto", low_B == 0, lengths_B)
     metrics |= {"mismatch/veto/tokens": low_B.sum().item(), "mismatch/veto/sequences": (low_B > 0).sum().item()}
     passed_B = passed_B & (low_B == 0)
@@ -73,6 +75,8 @@ def mismatch_metrics(batch: PaddedBatch, high_gap: float) -> dict[str, float]:
     log_ratio_B = train_B - rollout_B
     log_ppl_train_B, log_ppl_rollout_B, diff_B = (-x_B / lengths_B for x_B in (train_B, rollout_B, log_ratio_B))
     metrics = {
+        "log_ppl_train": log_ppl_train_B.mean().item(),
+        "log_ppl_rollout": log_ppl_rollout_B.mean().item(),
         "ppl_train": log_ppl_train_B.clamp(-BOUND, BOUND).exp().mean().item(),
         "ppl_rollout": log_ppl_rollout_B.clamp(-BOUND, BOUND).exp().mean().item(),
         "ppl_ratio": diff_B.clamp(-BOUND, BOUND).exp().mean().item(),
@@ -176,6 +180,17 @@ def rejection_metrics(name: str, passed_B: Tensor, lengths_B: Tensor) -> dict[st
         f"mismatch/rejected/{name}/sequences": rejected,
         f"mismatch/rejected/{name}/touched_sequences": rejected,
     }
+
+
+def statistic_metrics(name: str, ratio_less_one_B: Tensor, outside: dict[str, Tensor]) -> dict[str, float]:
+    """Of a rule that compares a ratio of each response."""
+    metrics = {side: rows_B.double().mean().item() for side, rows_B in outside.items()} | {
+        "statistic_mean": 1 + ratio_less_one_B.mean().item(),
+        "statistic_std": ratio_less_one_B.std(correction=0).item(),
+        "statistic_min": 1 + ratio_less_one_B.min().item(),
+        "statistic_max": 1 + ratio_less_one_B.max().item(),
+    }
+    return {f"mismatch/rejected/{name}/{key}": value for key, value in metrics.items()}
 
 
 def policy_loss(
