@@ -215,7 +215,8 @@ def _of_fields(said: str, paths: Sequence[tuple], block: tuple, shape: Shape, tr
 
 def _is_leaf(shape: Shape, path: tuple[str, ...], block: Value | None) -> bool:
     for part in path:
-        if part not in shape.names():
+        is_named_item = isinstance(block and block.data, dict) and part in block.data and not shape.models and shape.item is not None
+        if part not in shape.names() and not is_named_item:
             return False
         block = block.at([part]) if block is not None else None
         shape = shape.child(part).variant(block)

@@ -5,16 +5,18 @@ only a valid one can be compared with anything.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from configs.errors import COMMAND_LINE
 from configs.loader import Finding, load_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import NodesConfig
 from configs.schema.rollout import RolloutConfig
+from configs.schema.task import TaskConfig
 from launch.device_memory import Device, device_of, gpus_here, memory_problems
 from launch.input_checks import input_findings, unless
 from launch.placement import check_placement
@@ -23,6 +25,9 @@ from parallel.layout import check_critic_vocabulary, layout_problems, read_archi
 from parallel.planner import static_share
 from rollout.prompt_room import prompt_room
 from rollout.sglang_command import check_flags_exist, check_has_kernels, check_quantization, check_server_args, choose_ports
+
+if TYPE_CHECKING:
+    from rollout.tasks import Problem
 
 TRAINING = ("serve", "sample", "learn")
 EVALUATION = ("serve", "sample")
@@ -178,9 +183,25 @@ def _of_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
     if config.reward_type.type not in ("countdown", "gsm8k"):
         from rollout.rewards import check_reward
 
-        yield from unless("reward.function" if config.reward_type.type == "function" else "reward", check_reward, config.reward_type)
+        field = "reward.function" if config.reward_type.type == "function" else "reward"
+        yield from unless(field, check_reward, config.reward_type, partial(_first_problem, config.task), _tell)
     if config.resume is not None and config.resume.is_dir():
         yield from (("resume", said) for said in _of_resume(config, config.resume))
+
+
+def _first_problem(task: TaskConfig) -> "Problem | None":
+    """A problem to try a reward on; None where the task's file is missing or broken, which is told of it by itself."""
+    from rollout.tasks import first_problem
+
+    try:
+        return first_problem(task)
+    except (ValueError, OSError):
+        return None
+
+
+def _tell(text: str) -> None:
+    """On the error stream: a dry run's own output is a config again."""
+    print(f"# {text}", file=sys.stderr, flush=True)
 
 
 def _of_resume(config: RunConfig, resume: Path) -> Iterator[str]:

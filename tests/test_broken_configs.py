@@ -53,6 +53,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "other-kind": {"model_type": "gpt2"},
 }  # fmt: skip
 SFT = yaml.safe_dump({"kind": "sft", "model": {"path": "dense"}, "data": {"type": "countdown"}, "output": "new"})
+REWARDS = """\
+def score(prompt, response, reference):
+    return 0.0
+
+
+def forgets(prompt, response, reference):
+    pass
+
+async def later(prompt, response, reference):
+    return 1.0
+"""
 BASE = {"model": {"path": "dense"}, "task": {"type": "countdown"}, "rollout": {"max_new_tokens": 14}}
 
 
@@ -261,6 +272,18 @@ TABLE = {
         options="reward={type: function, function: my_rewards:scroe}", field="reward.function", value="my_rewards:scroe",
         error="my_rewards has no 'scroe'", fix="did you mean 'score'?",
     ),
+    "reward function that returns nothing": Broken(
+        options="reward={type: function, function: my_rewards:forgets}", field="reward.function", value="my_rewards:forgets",
+        error="a number, not <class 'NoneType'> (my_rewards.py:5 in forgets)", fix="return a finite number",
+    ),
+    "reward function among others": Broken(
+        options="reward.type=weighted reward.parts={mine: {type: function, function: my_rewards:later}}",
+        field="reward.parts.mine.function", value="my_rewards:later", error="`async def` (my_rewards.py:8 in later)", fix="write `def`",
+    ),
+    "reward module that ends the process": Broken(
+        options="reward={type: function, function: script:score}", field="reward.function", value="script:score",
+        error="ends the process: SystemExit: 0 (script.py:2", fix="under `if __name__ == '__main__':`",
+    ),
     "critic of another vocabulary": Broken(
         options="advantage={type: gae} critic.model={path: small-vocabulary}", field="critic.model.path", value="small-vocabulary",
         error="a vocabulary of 32 tokens, the policy's has 64", fix="give a critic of the policy's model family",
@@ -448,7 +471,8 @@ def folder(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     (tmp_path / "train.jsonl").write_text(f"{good}\n{good[:-5]}\n")
     (tmp_path / "sound.jsonl").write_text(f"{good}\n")
     (tmp_path / "empty.jsonl").write_text("\n")
-    (tmp_path / "my_rewards.py").write_text("def score(prompt, response, reference):\n    return 0.0\n")
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "grpo.yaml").write_text("steps: 3\n")
     (tmp_path / "circle_a.yaml").write_text("extends: circle_b.yaml\n")
     (tmp_path / "circle_b.yaml").write_text("extends: circle_a.yaml\n")

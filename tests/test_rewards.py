@@ -37,6 +37,8 @@ from rollout.rewards import (
     overlong_penalty,
 )
 from rollout.rewards.arithmetic import MAX_CHARACTERS, MAX_DEPTH, ExpressionError, evaluate, format_problem, parse_problem
+from rollout.rewards.scorer import default_num_workers
+from rollout.tasks import Problem
 
 # --- the evaluator -----------------------------------------------------------------------------------------------------------------
 
@@ -267,6 +269,9 @@ def score(prompt_text, response_text, reference):
 async def coroutine(prompt_text, response_text, reference):
     return 1.0
 
+def late_coroutine(prompt_text, response_text, reference):
+    return coroutine(prompt_text, response_text, reference)
+
 def two(prompt_text, response_text):
     return 1.0
 
@@ -278,6 +283,12 @@ def of_optional_row(prompt_text, response_text, reference, *, row=None):
 
 def unknown_fourth(prompt_text, response_text, reference, metadata):
     return 1.0
+
+class Async:
+    async def __call__(self, prompt_text, response_text, reference):
+        return 1.0
+
+async_object = Async()
 
 number = 3
 '''
@@ -478,9 +489,11 @@ def test_check_reward_finds_what_is_wrong(user_module):
         f"{stem}:two": "must take \\(prompt_text, response_text, reference\\), and beside them at most row",
     }.items():
         with pytest.raises(ValueError, match=message):
-            check_reward(FunctionReward(function=path))
-        with pytest.raises(ValueError, match=message):
-            check_reward(WeightedReward(parts={"right": CountdownReward(), "mine": FunctionReward(function=path)}))
+            import_reward_function(path)
+    with pytest.raises(ValueError, match=r"reward.function: .* did you mean 'score'"):
+        check_reward(FunctionReward(function=f"{stem}:scroe"))
+    with pytest.raises(ValueError, match=r"reward.parts.mine.function: .* did you mean 'score'"):
+        check_reward(WeightedReward(parts={"right": CountdownReward(), "mine": FunctionReward(function=f"{stem}:scroe")}))
     with pytest.raises(ValueError, match="form module:function"):
         import_reward_function("score")
 
@@ -498,9 +511,150 @@ def test_modules_that_fail_to_import(user_module, tmp_path):
             import_reward_function(f"{name}:f")
 
 
-def test_a_coroutine_is_no_reward(user_module):
-    [score] = scores_of(function_config(user_module, name="coroutine"), "fine")
-    assert score.value == 0 and "coroutine" in score.error
+@pytest.mark.parametrize("name", ["coroutine", "async_object"])
+def test_a_coroutine_is_no_reward(user_module, name):
+    with pytest.raises(ValueError, match=rf"`async def` \({user_module.name}:\d+ in \w+\), and nothing awaits it; write `def`"):
+        check_reward(function_config(user_module, name=name))
+
+
+# --- its trial before a start ------------------------------------------------------------------------------------------------------
+
+TRIED = """
+import json, os, sys, time
+print("said by the module")
+
+def none(prompt, response, reference):
+    pass
+
+def nan(prompt, response, reference):
+    return float("nan")
+
+def awaited(prompt, response, reference):
+    async def later():
+        return 1.0
+    return later()
+
+def both(prompt, response, reference):
+    return json.loads("not JSON")
+
+def one(prompt, response, reference):
+    return float(response[0] == "1")
+
+def dies(prompt, response, reference):
+    print("last words", file=sys.stderr)
+    os.kill(os.getpid(), 9)
+
+def hangs(prompt, response, reference):
+    def deeper():
+        time.sleep(600)
+    deeper()
+
+def repeats(prompt, response, reference, row):
+    print(repr((prompt, response, reference, row)), file=open("asked", "a"))
+    return 0.3
+"""
+
+
+def tried(name: str, **changes) -> list[str]:
+    """What is told of a function of ``tried.py`` that can be used. Raises ValueError of one that cannot."""
+    told: list[str] = []
+    config = FunctionReward(function=f"{changes.pop('module', 'tried')}:{name}", **changes)
+    check_reward(config, lambda: Problem(prompt_id="i", text="the prompt", reference="the reference", row={"level": 2}), told.append)
+    return told
+
+
+@pytest.fixture
+def trial(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr("rollout.rewards.trial._KNOWN", {})
+    (tmp_path / "tried.py").write_text(TRIED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none", r"reward.function: scoring an ordinary response .* not <class 'NoneType'> \(tried.py:5 in none\); return a finite"),
+        ("nan", r"the reward is nan, which is not finite \(tried.py:8 in nan\); return a finite number"),
+        ("awaited", r"not <class 'coroutine'> \(tried.py:11 in awaited\)"),
+        ("both", r"ordinary response .* raised JSONDecodeError: .* \(tried.py:17 in both\), and scoring an empty .*; .*`check: import`"),
+        ("dies", "scoring an ordinary response: its process was killed by SIGKILL, after writing: last words; correct the module"),
+    ],
+)
+def test_a_function_that_no_response_excuses_is_refused(trial, capfd, name, message):
+    before = children()
+    with pytest.raises(ValueError, match=message):
+        tried(name)
+    assert capfd.readouterr() == ("", ""), "what the module prints is not ours to print"
+    assert children() == before and not (trial / "__pycache__").exists()
+
+
+def test_a_function_that_hangs_is_killed_and_its_line_named(trial):
+    before = children()
+    with pytest.raises(ValueError, match=r"took longer than timeout_s=4, at tried.py:28 in deeper; .* raise its timeout_s"):
+        tried("hangs", timeout_s=4.0)
+    assert children() == before
+
+
+def test_a_function_that_raises_on_one_response_is_only_told(trial):
+    (told,) = tried("one")
+    assert re.search(r"an empty response .* raised IndexError: .* \(tried.py:20 in one\): in a run such a response scores 0", told)
+
+
+def test_a_trial_is_of_the_tasks_own_problem(trial):
+    assert tried("repeats") == []
+    asked = (trial / "asked").read_text().splitlines()
+    whole = all(line.startswith("('the prompt', '") and line.endswith("'the reference', {'level': 2})") for line in asked)
+    assert len(asked) == 2 and whole
+    assert "', '', '" in asked[1]
+
+
+def test_how_much_is_tried_can_be_said(trial):
+    assert tried("both", check="import") == tried("missing", check="none") == []
+    with pytest.raises(ValueError, match="tried has no 'missing'"):
+        tried("missing", check="import")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("import time\ntime.sleep(600)", "importing broken took longer than import_timeout_s=2.5.*; do slow work in the function's"),
+        ("import sys\nsys.exit(0)", r"importing broken ends the process: SystemExit: 0 \(broken.py:2 in <module>\); put a script's"),
+        ("import os\nos._exit(3)", "importing broken: its process ended with exit code 3; correct the module"),
+        ("input()", "raised EOFError: EOF when reading a line"),
+    ],
+)
+def test_a_module_that_never_comes_back_is_refused(trial, content, message):
+    (trial / "broken.py").write_text(content)
+    before = children()
+    with pytest.raises(ValueError, match=message):
+        tried("f", module="broken", import_timeout_s=2.5 if "sleep" in content else 60.0)
+    assert children() == before
+
+
+def test_a_slow_import_is_told_meanwhile(trial, monkeypatch):
+    monkeypatch.setattr("rollout.rewards.trial.TELL_EVERY_S", 0.05)
+    told = tried("repeats")
+    assert told and all(re.fullmatch(r"(importing tried|scoring an .* response) … \d+ s of \w+=\d+", line) for line in told)
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (16, 8), (64, 32), (256, 32)])
+def test_the_number_of_workers_follows_the_cores(cores, workers):
+    assert default_num_workers(cores) == workers
+
+
+def test_the_number_of_workers_can_be_said(user_module):
+    config = function_config(user_module).model_copy(update={"num_workers": 3})
+
+    async def collect():
+        async with Scorer(config, max_new_tokens=100) as scorer:
+            assert children() == before, "a worker starts when it is needed"
+            await asyncio.gather(*(score(scorer, PROMPT, "fine") for _ in range(9)))
+            return children() - before
+
+    before = children()
+    assert len(asyncio.run(collect())) == 3
 
 
 # --- length ------------------------------------------------------------------------------------------------------------------------
@@ -579,7 +733,7 @@ def test_a_failed_part_counts_zero_and_the_others_stand(user_module):
     bad = score_once(config, "1+2 #### 9", prompt=replace(THREE, reference="nine"))
     assert "no Countdown problem" in bad.error and "holds no number" in bad.error and bad.value == 0
     fine = score_once(
-        WeightedReward(parts={"right": CountdownReward(weight=3.0), "mine": function_config(user_module, name="coroutine")}), "1+2"
+        WeightedReward(parts={"right": CountdownReward(weight=3.0), "mine": function_config(user_module, name="late_coroutine")}), "1+2"
     )
     assert (fine.value, fine.correct) == (3.0, True) and "coroutine" in fine.error
 

@@ -18,7 +18,7 @@ from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask
 from rollout.rewards import countdown_reward
 from rollout.rewards.arithmetic import evaluate
 from rollout.tasks import countdown as cd
-from rollout.tasks import generate_sft_examples, load_task, read_pairs, records, survey_task_file
+from rollout.tasks import first_problem, generate_sft_examples, load_task, read_pairs, records, survey_task_file
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
 
@@ -386,6 +386,21 @@ def test_parquet_values_are_those_of_pyarrow(rows, start):
         assume(False)  # rows of several types, which no parquet file holds
     assert records._values(array[start:]) == array[start:].to_pylist()
     assert records._values(array) == array.to_pylist()
+
+
+def test_a_kept_row_is_whole_in_either_kind_of_file(tmp_path, tokenizer):
+    row = {"prompt": "1+1", "answer": "2", "level": 3}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        config = JsonlTask(type="jsonl", train_path=tmp_path / name, apply_chat_template=False)
+        assert [prompt.row for prompt in load_task(config, tokenizer=tokenizer, keep_rows=True).train] == [row]
+        first = first_problem(config)
+        assert (first.text, first.reference, first.row) == ("1+1", "2", row)
+
+
+def test_the_first_problem_of_countdown_can_be_solved():
+    assert first_problem(CountdownTask(num_numbers=2, max_number=3, max_target=6)).reference.count("=") == 1
 
 
 def test_parquet_rows_are_named(tmp_path, tokenizer):

@@ -94,6 +94,8 @@ class MathVerifyReward(Schema):
     """Factor of this reward, as a part of ``weighted`` and alone."""
     timeout_s: PositiveFloat = 10.0
     """Of one sample; past it the sample scores 0 and is marked failed."""
+    num_workers: PositiveInt | None = None
+    """Processes that score at the same time, one sample each, started as they are needed; null: half of the cores, at most 32."""
 
 
 class FunctionReward(Schema):
@@ -108,6 +110,13 @@ class FunctionReward(Schema):
     the data file, as a dict (None for countdown). The module is looked for in the current folder, and among the installed ones."""
     timeout_s: PositiveFloat = 10.0
     """Of one call; past it the sample scores 0 and is marked failed."""
+    num_workers: PositiveInt | None = None
+    """Processes that score at the same time, one sample each, started as they are needed; null: half of the cores, at most 32."""
+    import_timeout_s: PositiveFloat = 60.0
+    """For a process to start and import the module."""
+    check: Literal["call", "import", "none"] = "call"
+    """What is tried before anything starts, in a process that is killed when it hangs. ``call``: the module is imported, and the function
+    called on an empty and an ordinary response to the task's first problem. ``none`` is for a module that only a job's own nodes have."""
 
     @field_validator("function")
     @classmethod

@@ -6,8 +6,10 @@ import inspect
 import math
 import os
 import sys
+import sysconfig
 from collections.abc import Callable
 from numbers import Real
+from types import TracebackType
 
 from rollout.records import Score
 
@@ -19,7 +21,8 @@ def import_reward_function(path: str) -> RewardFunction:
     """The function that ``module:function`` names; modules in the current working directory are found too.
 
     Raises:
-        ValueError: the module or the function is missing, importing the module fails, or it does not take three texts.
+        ValueError: the module or the function is missing, importing the module fails or ends the process, or the function is `async`
+            or does not take three texts.
     """
     module_name, colon, function_name = path.partition(":")
     if not (module_name and colon and function_name):
@@ -36,6 +39,9 @@ def import_reward_function(path: str) -> RewardFunction:
             f"reward function {path!r}: there is no module {module_name!r} in {os.getcwd()} or among the installed ones; "
             f"run from the folder that holds {module_name.split('.')[0]}.py, or set PYTHONPATH"
         ) from error
+    except SystemExit as error:
+        wrong = f"importing {module_name} ends the process: {describe(error)}"
+        raise ValueError(f"reward function {path!r}: {wrong}; put a script's part under `if __name__ == '__main__':`") from error
     except Exception as error:  # the user's module may raise anything while it is imported
         raise ValueError(f"reward function {path!r}: importing {module_name} raised {describe(error)}; correct the module") from error
     return _checked(path, module, function_name)
@@ -49,6 +55,9 @@ def _checked(path: str, module: object, name: str) -> RewardFunction:
         raise ValueError(f"reward function {path!r}: {module.__name__} has no {name!r}; {hint}")
     if not callable(function):
         raise ValueError(f"reward function {path!r} is a {type(function).__name__}, not a function; name one that can be called")
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        where = place_of(function)
+        raise ValueError(f"reward function {path!r} is `async def` ({where}), and nothing awaits it; write `def`, and asyncio.run inside")
     try:
         more = {"row": {}} if takes_row(function) else {}
         inspect.signature(function).bind("prompt", "response", "reference", **more)
@@ -75,6 +84,8 @@ def to_score(returned: object) -> Score:
         TypeError: neither a real number nor a pair of one and a dict of such.
         ValueError: a value is infinite or NaN.
     """
+    if inspect.iscoroutine(returned):
+        returned.close()  # else Python warns that nothing awaited it
     value, parts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts):
         raise TypeError(f"the parts of a reward must be a dict from names to numbers, not {_short(parts)}")
@@ -94,11 +105,47 @@ def _short(value: object) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """``KeyError: 'x' (rewards.py:12 in score)``: the exception and the innermost line that raised it."""
-    traceback = error.__traceback__
-    while traceback is not None and traceback.tb_next is not None:
+    """``KeyError: 'x' (rewards.py:12 in score)``: the exception, and the line of the user's code that raised it or called what did."""
+    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    said = _one_line(said)
+    if isinstance(error, SyntaxError):  # names its own line
+        return said
+    lines = list(_lines_of(error.__traceback__))
+    outside = [line for line in lines if not is_library(line[0])]
+    if not lines:
+        return said
+    file, number, function = (outside or lines)[-1]
+    return f"{said} ({os.path.basename(file)}:{number} in {function})"
+
+
+def _lines_of(traceback: TracebackType | None):
+    """(file, line, function), outermost first."""
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        yield code.co_filename, traceback.tb_lineno, code.co_name
         traceback = traceback.tb_next
-    if traceback is None:
-        return f"{type(error).__name__}: {error}"
-    code = traceback.tb_frame.f_code
-    return f"{type(error).__name__}: {error} ({os.path.basename(code.co_filename)}:{traceback.tb_lineno} in {code.co_name})"
+
+
+_LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def is_library(file: str) -> bool:
+    """Whether a file is Python's own or an installed package's, so not the place where a user looks first."""
+    return file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES)
+
+
+_LONGEST_MESSAGE = 300
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}…"
+
+
+def place_of(function: Callable) -> str:
+    """``rewards.py:12 in score``, where a function is defined; its module's name where it was not written in Python."""
+    plain = inspect.unwrap(function)
+    code = getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
+    if code is None:
+        return str(getattr(function, "__module__", "?"))
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} in {code.co_name}"

@@ -13,35 +13,60 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from configs.schema.task import AnyReward, FunctionReward, MathVerifyReward, RewardPart
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards.arithmetic import countdown_reward
-from rollout.rewards.function import import_reward_function
 from rollout.rewards.length import overlong_penalty
 from rollout.rewards.math_answers import gsm8k_reward
 from rollout.rewards.model import RewardModel
-from rollout.rewards.worker import MATH_VERIFY, Job, WorkerPool
+from rollout.rewards.trial import try_function
+from rollout.rewards.worker import MATH_VERIFY, START_TIMEOUT_S, Job, WorkerPool
+
+if TYPE_CHECKING:
+    from rollout.tasks.task import Problem
 
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_ERRORS = 20
 """Failures that are logged one by one; the metrics count them all."""
+MOST_DEFAULT_WORKERS = 32
+"""Of a reward that does not say how many: each holds a Python of its own with all that the user's module imports."""
 
 
-def check_reward(config: AnyReward) -> None:
+def check_reward(
+    config: AnyReward, sample: Callable[[], "Problem | None"] = lambda: None, tell: Callable[[str], None] = logger.info
+) -> None:
     """Whether this reward can be used here, before anything is started; servers of reward models are asked later, by ``Scorer``.
 
+    sample: gives a problem to try the user's function on; without one it is only imported. tell: takes what is worth knowing of a reward
+    that can be used.
+
     Raises:
-        ValueError: the user's function cannot be imported, math-verify is not installed, or a tokenizer's folder is missing.
+        ValueError: the user's function cannot be used, math-verify is not installed, or a tokenizer's folder is missing.
     """
     for name, part in _parts(config).items():
         if part.type == "function":
-            import_reward_function(part.function)
+            _check_function(name, part, sample, tell)
         elif part.type == "math_verify" and importlib.util.find_spec("math_verify") is None:
             raise ValueError(f"{name}.type=math_verify needs the package math-verify, which is not installed; install it or use another")
         elif part.type == "model" and part.text.type == "chat" and not part.text.tokenizer.is_dir():
             raise ValueError(f"{name}.text.tokenizer={part.text.tokenizer} is no folder; name the folder of the reward model's tokenizer")
+
+
+def _check_function(
+    name: str, part: FunctionReward, sample: Callable[[], "Problem | None"], tell: Callable[[str], None]
+) -> None:
+    if part.check == "none":
+        return
+    problem = sample() if part.check == "call" else None
+    try:
+        notes = try_function(part, problem, tell)
+    except ValueError as error:
+        raise ValueError(f"{name}.function: {error}") from error
+    for note in notes:
+        tell(f"{name}.function: {note}")
 
 
 def _parts(config: AnyReward) -> dict[str, RewardPart]:
@@ -54,6 +79,11 @@ def may_read_rows(config: AnyReward) -> bool:
     return any(part.type == "function" for part in _parts(config).values())
 
 
+def default_num_workers(cores: int) -> int:
+    """Of those that this process may use; the other half is for servers, the sample role itself and, on one node, the learner."""
+    return max(1, min(MOST_DEFAULT_WORKERS, cores // 2))
+
+
 _Reward = Callable[[Prompt, str, int], Awaitable[Score]]
 """f(prompt, response_text, num_tokens)"""
 
@@ -62,8 +92,8 @@ class Scorer:
     """Scores responses inside ``async with``; entering it checks that every reward model answers.
 
     ``max_new_tokens`` is the length from which the overlong penalty counts. ``num_workers`` is of each math-verify and each function of
-    the user's: a process scores one sample at a time, within ``timeout_s``; a late or dead one is killed and replaced. Start-up and the
-    wait for a free process do not count.
+    the user's that does not say it: a process scores one sample at a time, within ``timeout_s``; a late or dead one is killed and
+    replaced. Start-up and the wait for a free process do not count.
 
     Entering raises:
         RewardModelError: a reward model cannot be asked.
@@ -72,7 +102,7 @@ class Scorer:
 
     def __init__(self, config: AnyReward, *, max_new_tokens: int, num_workers: int | None = None):
         self._config, self._max_new_tokens = config, max_new_tokens
-        self._num_workers = num_workers or max(1, min(4, (os.cpu_count() or 1) // 2))
+        self._num_workers = num_workers or default_num_workers(len(os.sched_getaffinity(0)))
         self._parts = _parts(config)
         checks = [where for where, part in self._parts.items() if part.type not in ("model", "overlong")]
         self._deciding = checks[0] if checks else next(where for where, part in self._parts.items() if part.type != "overlong")
@@ -119,7 +149,7 @@ class Scorer:
                 await model.start()
                 return lambda prompt, text, num_tokens: model.score(prompt, text)
             case _:
-                processes = _Processes(part, num_workers=self._num_workers)
+                processes = _Processes(part, num_workers=part.num_workers or self._num_workers)
                 self._exits.callback(processes.close)
                 return processes.score
 
@@ -188,7 +218,8 @@ class _Processes:
 
     def __init__(self, config: MathVerifyReward | FunctionReward, *, num_workers: int):
         reward = config.function if config.type == "function" else MATH_VERIFY
-        self._pool = WorkerPool(reward, num_workers=num_workers, timeout_s=config.timeout_s)
+        start_timeout_s = max(START_TIMEOUT_S, config.import_timeout_s if config.type == "function" else 0.0)
+        self._pool = WorkerPool(reward, num_workers=num_workers, timeout_s=config.timeout_s, start_timeout_s=start_timeout_s)
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
     async def score(self, prompt: Prompt, response_text: str, num_tokens: int) -> Score:

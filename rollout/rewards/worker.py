@@ -10,13 +10,14 @@ A worker is a fresh interpreter (no fork: the parent has threads and sockets) in
 that group ends it too.
 """
 
+import faulthandler
 import os
 import queue
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -25,12 +26,12 @@ from pathlib import Path
 from typing import Literal
 
 from rollout.records import Score
-from rollout.rewards.function import RewardFunction, describe, import_reward_function, takes_row, to_score
+from rollout.rewards.function import RewardFunction, describe, import_reward_function, place_of, takes_row, to_score
 from rollout.rewards.math_answers import math_verify_reward
 from rollout.watched_process import how_it_ended
 
 START_TIMEOUT_S = 120.0
-"""For a worker to start and import the reward, however heavy the user's module is."""
+"""For a worker to start and import the reward, on a machine where all of them may be starting at once; more where the config says so."""
 STOP_TIMEOUT_S = 5.0
 """For the kernel to end a killed process."""
 BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from rollout.rewards.worker import serve; serve({descriptor}, {reward!r})"
@@ -45,7 +46,8 @@ class Job:
     row: Mapping[str, object] | None = None
 
 
-Reply = tuple[Literal["ready", "failed", "score", "error"], Score | str | None]
+Reply = tuple[Literal["ready", "failed", "score", "raised", "unusable"], Score | str | None]
+"""(what happened, the score or what is told of it); ``unusable``: the function returned what is no reward."""
 
 
 class WorkerStartError(RuntimeError):
@@ -55,6 +57,7 @@ class WorkerStartError(RuntimeError):
 def serve(descriptor: int, reward: str) -> None:
     """Main function of a worker: ``reward`` is ``math_verify`` or the user's ``module:function``."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when this process ends
+    faulthandler.register(signal.SIGUSR1)  # on request, the lines that it is at, whatever the user's code does
     with Connection(descriptor) as connection:
         try:
             function = _resolve(reward)
@@ -87,25 +90,32 @@ def _answer(function: RewardFunction, job: Job) -> Reply:
         row = {"row": job.row} if takes_row(function) else {}
         returned = function(job.prompt_text, job.response_text, job.reference, **row)
     except (Exception, SystemExit) as error:  # reward code may raise anything, or call exit(); the run goes on
-        return "error", describe(error)
+        return "raised", describe(error)
     try:
         return "score", to_score(returned)
     except (TypeError, ValueError, OverflowError) as error:
-        return "error", f"{type(error).__name__}: {error}{_where(function)}"
+        return "unusable", f"{type(error).__name__}: {error} ({place_of(function)})"
 
 
-def _where(function: RewardFunction) -> str:
-    """`` (rewards.py:12 in score)``, as ``describe`` says it of an exception; nothing of what has no source."""
-    code = getattr(function, "__code__", None)
-    return "" if code is None else f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno} in {code.co_name})"
+def start_process(reward: str, *, output: int, options: Sequence[str] = ()) -> tuple[subprocess.Popen, Connection]:
+    """A process that runs ``serve``, and our end of its pipe. ``output``: where all goes that it prints; ``options``: of Python."""
+    ours, theirs = Pipe()
+    path = [entry or os.getcwd() for entry in sys.path]
+    command = BOOTSTRAP.format(path=path, descriptor=theirs.fileno(), reward=reward)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, *options, "-c", command],
+            stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[theirs.fileno()],
+        )  # fmt: skip
+    return process, ours
 
 
 class WorkerPool:
     """Workers of one reward. ``call`` may be called from as many threads as there are workers; processes start on first use."""
 
-    def __init__(self, reward: str, *, num_workers: int, timeout_s: float):
-        self._workers = [_Worker(reward, timeout_s) for _ in range(num_workers)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    def __init__(self, reward: str, *, num_workers: int, timeout_s: float, start_timeout_s: float = START_TIMEOUT_S):
+        self._workers = [_Worker(reward, timeout_s, start_timeout_s) for _ in range(num_workers)]
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # the last one used is next: no more are started than are needed at once
         for worker in self._workers:
             self._idle.put(worker)
 
@@ -131,9 +141,9 @@ class WorkerPool:
 class _Worker:
     """One process and our end of its pipe; ``_lock`` keeps ``close`` and a restart apart."""
 
-    def __init__(self, reward: str, timeout_s: float):
+    def __init__(self, reward: str, timeout_s: float, start_timeout_s: float):
         self._reward = reward
-        self._timeout_s = timeout_s
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._lock = threading.Lock()
         self._closed = False
         self._process: subprocess.Popen | None = None
@@ -158,20 +168,13 @@ class _Worker:
 
     def _start(self) -> None:
         self._end()
-        ours, theirs = Pipe()
-        path = [entry or os.getcwd() for entry in sys.path]
-        command = BOOTSTRAP.format(path=path, descriptor=theirs.fileno(), reward=self._reward)
         with self._lock:
             if self._closed:
                 raise CancelledError
-            self._connection = ours
             # Standard output stays free for the run's own lines: what reward code prints goes to the error stream.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", command], stdin=subprocess.DEVNULL, stdout=sys.__stderr__.fileno(), pass_fds=[theirs.fileno()]
-            )
-        theirs.close()
+            self._process, self._connection = start_process(self._reward, output=sys.__stderr__.fileno())
         try:
-            kind, content = self._receive(START_TIMEOUT_S)
+            kind, content = self._receive(self._start_timeout_s)
         except (TimeoutError, EOFError, OSError) as error:
             self._end()
             self._raise_if_closed()
@@ -193,7 +196,7 @@ class _Worker:
         """Kill the process, if there is one, and reap it; the next call starts another."""
         with self._lock:
             if self._process is not None:
-                _kill_tree(self._process)
+                kill_tree(self._process)
             if self._connection is not None:
                 self._connection.close()
             self._process = self._connection = None
@@ -203,10 +206,10 @@ class _Worker:
         with self._lock:
             self._closed = True
             if self._process is not None:
-                _kill_tree(self._process)
+                kill_tree(self._process)
 
 
-def _kill_tree(process: subprocess.Popen) -> None:
+def kill_tree(process: subprocess.Popen) -> None:
     """Kill a process of ours and all that it started, and reap it."""
     descendants = _descendants(process.pid)
     process.kill()

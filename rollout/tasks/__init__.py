@@ -4,8 +4,8 @@
 from typing import TYPE_CHECKING
 
 from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask, TaskConfig
-from rollout.tasks.countdown import generate_sft_examples, load_countdown
-from rollout.tasks.files import Survey, load_gsm8k, load_jsonl, read_pairs, survey_pairs, survey_task_file
+from rollout.tasks.countdown import first_countdown_problem, generate_sft_examples, load_countdown
+from rollout.tasks.files import Survey, first_in_file, load_gsm8k, load_jsonl, read_pairs, survey_pairs, survey_task_file
 from rollout.tasks.task import Problem, Task, longest_above
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ __all__ = [
     "Problem",
     "Survey",
     "Task",
+    "first_problem",
     "generate_sft_examples",
     "load_task",
     "longest_above",
@@ -35,3 +36,12 @@ def load_task(config: TaskConfig, *, tokenizer: "PreTrainedTokenizerBase", keep_
     if isinstance(config, CountdownTask):
         return load_countdown(config, tokenizer=tokenizer)
     return FILE_LOADERS[type(config)](config, tokenizer=tokenizer, keep_rows=keep_rows)
+
+
+def first_problem(config: TaskConfig) -> Problem:
+    """The first problem to train on, with its record; no tokenizer is needed.
+
+    Raises:
+        ValueError: as ``load_task``.
+    """
+    return first_countdown_problem(config) if isinstance(config, CountdownTask) else first_in_file(config)

@@ -66,6 +66,14 @@ def load_countdown(config: CountdownTask, *, tokenizer: "PreTrainedTokenizerBase
     return Task(name="countdown", train=prompts(train), heldout=prompts(heldout))
 
 
+def first_countdown_problem(config: CountdownTask) -> Problem:
+    """The first solvable problem, held out or not. Raises ValueError where there is none."""
+    found = next(solvable_problems(config), None)
+    if found is None:
+        raise ValueError(f"no Countdown problem can be made with {config!r}; raise max_number or max_target")
+    return _to_problem(found)
+
+
 def _to_problem(problem: tuple[Numbers, int]) -> Problem:
     reference = format_problem(*problem)
     return Problem(prompt_id=f"countdown:{reference}", text=prompt_text(problem), reference=reference)

@@ -73,7 +73,7 @@ def _problems(
 ) -> list[Problem]:
     problems, seen = [], Counter()
     digests: dict[tuple[str, str], str] = {}  # public files hold the same problem a hundred times: it is hashed, and kept, once
-    for number, text, reference, record in _read_problems(path, fields, to_reference):
+    for number, text, reference, record in _read_problems(path, fields, to_reference, keep_rows=keep_rows):
         content = digests.get((text, reference)) or digests.setdefault((text, reference), _digest(text, reference))
         seen[content] += 1
         repeat = f"#{seen[content]}" if seen[content] > 1 else ""  # the same problem twice in a file is two prompts
@@ -88,10 +88,15 @@ def _digest(text: str, reference: str) -> str:
 
 
 def _read_problems(
-    path: Path, fields: tuple[str, str], to_reference: Callable[[str], str], progress: Progress | None = None
+    path: Path,
+    fields: tuple[str, str],
+    to_reference: Callable[[str], str],
+    progress: Progress | None = None,
+    *,
+    keep_rows: bool = False,
 ) -> Iterator[tuple[int, str, str, dict]]:
-    """Of each record its number, the prompt's text, the reference, and the record itself."""
-    for number, text, answer, record in _read_fields(path, *fields, progress):
+    """Of each record its number, the prompt's text, the reference, and the record itself: whole, or what of it is needed."""
+    for number, text, answer, record in _read_fields(path, *fields, progress, keep_rows=keep_rows):
         try:
             reference = to_reference(answer)
         except ValueError as error:
@@ -179,6 +184,19 @@ def num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
+def first_in_file(config: Gsm8kTask | JsonlTask) -> Problem:
+    """The first training problem, with its record; the file is read no further.
+
+    Raises:
+        ValueError: see ``load_gsm8k`` and ``load_jsonl``.
+    """
+    is_gsm8k = isinstance(config, Gsm8kTask)
+    fields = ("question", "answer") if is_gsm8k else (config.prompt_field, config.answer_field)
+    problems = _read_problems(config.train_path, fields, gsm8k_reference if is_gsm8k else str, keep_rows=True)
+    _, text, reference, record = next(problems, None) or _refuse_empty(config.train_path, fields)
+    return Problem(prompt_id="first", text=text, reference=reference, row=record)
+
+
 def read_pairs(path: Path, first_field: str, second_field: str) -> list[tuple[str, str, str]]:
     """Where each record of a JSONL or parquet file stands (``file:line 3``), and two of its text fields; see ``load_jsonl`` for their
     names and the first one's form.
@@ -196,10 +214,11 @@ def _refuse_empty(path: Path, fields: tuple[str, str]) -> NoReturn:
 
 
 def _read_fields(
-    path: Path, first_field: str, second_field: str, progress: Progress | None = None
+    path: Path, first_field: str, second_field: str, progress: Progress | None = None, *, keep_rows: bool = False
 ) -> Iterator[tuple[int, str, str, dict]]:
-    """Of each record its number, its two texts, and the record itself."""
-    for number, record in read_records(path, progress, roots={field.split(".")[0] for field in (first_field, second_field)}):
+    """Of each record its number, its two texts, and the record itself: whole, or what of it is needed."""
+    roots = () if keep_rows else {field.split(".")[0] for field in (first_field, second_field)}
+    for number, record in read_records(path, progress, roots=roots):
         first, second = record.get(first_field), record.get(second_field)
         # Nearly all records are plain text under plain names; asking no more of them makes reading a million of them twice as fast.
         if not (first.__class__ is str and first.isascii() and first and not first.isspace()):
