@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 CAREFUL, CARELESS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 """In the environment; torch heeds them whatever the caller of ``torch.load`` asks for. Torch refuses both at once."""
@@ -30,26 +31,37 @@ METADATA_CLASSES = {
 }  # fmt: skip
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
+    """Raises pickle.UnpicklingError at a name that is no part of a checkpoint."""
+
     def find_class(self, module: str, name: str) -> Any:
         if name in METADATA_CLASSES.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f".metadata: GLOBAL {module}.{name} is no part of a checkpoint")
 
 
-def _load_metadata(file: IO[bytes]) -> Any:
-    return _MetadataUnpickler(file).load()
-
-
 @contextlib.contextmanager
 def restricted() -> Iterator[None]:
     """Inside, reading a checkpoint runs none of its code: a pickle of anything else is a pickle.UnpicklingError (see ``reason``)."""
+    refused: list[pickle.UnpicklingError] = []
+
+    def load(file: IO[bytes]) -> Any:
+        try:
+            return MetadataUnpickler(file).load()
+        except pickle.UnpicklingError as error:
+            refused.append(error)
+            raise
+
     before = {name: os.environ.pop(name, None) for name in (CAREFUL, CARELESS)}
     os.environ[CAREFUL] = "1"
     # Torch gives no other way to read .metadata; the module's own name for pickle is looked up at each call.
-    filesystem.pickle = SimpleNamespace(load=_load_metadata, dump=pickle.dump)
+    filesystem.pickle = SimpleNamespace(load=load, dump=pickle.dump)
     try:
         yield
+    except (Exception, CheckpointException) as error:
+        if refused:  # torch looks for metadata elsewhere then, and says only that there is none
+            raise refused[0] from error
+        raise
     finally:
         filesystem.pickle = pickle
         del os.environ[CAREFUL]
