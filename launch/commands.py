@@ -1,11 +1,12 @@
 """What the commands do: check everything, make the run folder, start roles, wait, report."""
 
+import contextlib
 import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from configs.schema.layout import LayoutConfig
 from launch import checks, roles, run_folder, stopping
 from launch.checks import EVALUATION, TRAINING, WARM_START, BadInput
 from launch.dry_run import print_dry_run
+from launch.heartbeat import Watch
 from launch.placement import serve_roles
 from launch.run_folder import RunFolder
 from launch.supervisor import Role, RoleFailed, Supervisor
@@ -40,7 +42,11 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu
     print(f"run folder: {folder.path}", flush=True)
     ending = stopping.ending(folder)
     try:
-        with Supervisor(grace_s=config.launch.stop_grace_s, ending=ending) as supervisor, stopping.StopSignals(folder) as signals:
+        with (
+            Supervisor(grace_s=config.launch.stop_grace_s, ending=ending) as supervisor,
+            stopping.StopSignals(folder) as signals,
+            causes_told(folder, config, supervisor),
+        ):
             start_sampling(supervisor, folder, config)
             supervisor.start(role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True))
             _wait_ready(supervisor, folder, config)
@@ -51,6 +57,19 @@ def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu
         raise stopping.RunStopped(_how_to_go_on(folder, outcome))
     print_result(folder)
     return folder
+
+
+@contextlib.contextmanager
+def causes_told(folder: RunFolder, config: RunConfig, supervisor: Supervisor) -> Iterator[None]:
+    """Inside, processes that are stopped are found and ended, and a failure that follows from that says so."""
+    with Watch(folder, timeout_s=config.launch.heartbeat_timeout_s, started=supervisor.processes) as watch:
+        try:
+            yield
+        except RoleFailed as failure:
+            causes = watch.ended()
+            if not causes:
+                raise
+            raise RoleFailed("\n".join([*causes, str(failure)])) from failure
 
 
 def _what_is_left(folder: RunFolder) -> str:

@@ -140,7 +140,7 @@ def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role], *, p
             time.sleep(pause_s)  # a signal ends it, as it does everything here
         for role in steps:
             supervisor.start(role)
-        with echoed(folder.path / "console.log"):
+        with echoed(folder.path / "console.log"), commands.causes_told(folder, config, supervisor):
             return stopping.wait_for_learner(
                 supervisor,
                 signals,

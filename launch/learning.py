@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from configs.loader import load_config
@@ -28,7 +29,7 @@ PROBE_PROMPT = [2 + i % 8 for i in range(12)]
 PROBE_TOKENS = 4
 
 
-def learn(folder: RunFolder) -> None:
+def learn(folder: RunFolder, doing: Callable[[str], None] = lambda what: None) -> None:
     """One Megatron rank (torchrun sets RANK, WORLD_SIZE, MASTER_ADDR): build everything, train, export."""
     began = time.perf_counter()
     import torch.distributed as dist
@@ -39,7 +40,7 @@ def learn(folder: RunFolder) -> None:
     from trainer.report import write_report
 
     listener = StopListener(folder, is_first_rank=os.environ.get("RANK", "0") == "0")
-    run = build_run(folder, listener.reason)
+    run = replace(build_run(folder, listener.reason), doing=doing)
     if run.learner.is_first_rank:
         folder.announce("learn", {"pid": os.getpid(), "host": socket.gethostname()})
     gc.freeze()  # what start-up made lives as long as the run: walking through it again and again would cost a tenth of a second each time
@@ -47,12 +48,14 @@ def learn(folder: RunFolder) -> None:
         # As a context manager the tracker closes with FINISHED, FAILED or KILLED, by the way out.
         with run.tracker or contextlib.nullcontext():
             with saved_where_interrupted(run):
+                doing("comparing the engines")
                 compare_engines(run)
                 started = time.perf_counter()
                 evaluate_before(run)
                 train(run)
                 run.weight_sync.probe(run.config.rollout.temperature)  # of the last update, which nothing was sampled from
                 run.turns.learners()
+                doing("export")
             trained = time.perf_counter()
             # From here on a request to stop is not heeded: what is left to do ends the run too.
             run.checkpointer.save_before_export(run.learner, run.sampler)
@@ -88,9 +91,11 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     colocated = config.launch.placement == "colocated"
     if colocated:
+        wait_for_rollout(folder, config)
         remote, control = _connect_and_make_room(folder, config)
     learner = Learner(config)
     if not colocated:
+        wait_for_rollout(folder, config)
         remote, control = _connect(folder, config) if learner.is_first_rank else (None, None)
     turns = SharedDevices(learner, control) if colocated else OwnDevices()
     sampler = SharedSampler(remote, stop_requested)
@@ -166,6 +171,13 @@ def end_run(run: "Run") -> None:
     run.weight_sync.close()
     dist.barrier()
     dist.destroy_process_group()
+
+
+def wait_for_rollout(folder: RunFolder, config: RunConfig) -> None:
+    """Return when servers and sample role are ready. Every rank looks for itself: one that waited for rank 0 in a collective would give up
+    after ``collective_timeout_s``, however long the servers may take to start."""
+    wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)
+    folder.wait_for_address("sample", timeout_s=config.launch.start_timeout_s)
 
 
 def _connect(folder: RunFolder, config: RunConfig):

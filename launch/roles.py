@@ -4,12 +4,14 @@ Roles find each other through ``RUN/roles/*.json``, so each can be started by it
 """
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import get_args
@@ -18,6 +20,7 @@ from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import ONE_PROCESS
 from launch.addresses import own_address, role_environment
+from launch.heartbeat import Pulse
 from launch.learning import learn
 from launch.mismatch import draw, score
 from launch.placement import serve_roles
@@ -26,13 +29,14 @@ from launch.serving import serve, serving_node
 from launch.supervisor import end_with_parent, exit_now
 from launch.verify_sync import send_other_weights
 from parallel.checkpoint_files import step_folders
+from rollout.watched_process import guard_session
 
 INTERRUPTED = 130
 IN_JOB = "TANDEM_JOB"
 """In the environment of every role of a Slurm job, set by ``launch/job.py``."""
 
 
-def sample(folder: RunFolder) -> None:
+def sample(folder: RunFolder, doing: Callable[[str], None] = lambda what: None) -> None:
     """Hand groups to the learner until it says stop."""
     from rollout.sample_role import run_sample_role
 
@@ -46,7 +50,7 @@ def sample(folder: RunFolder) -> None:
 
     try:
         host = own_address(config.launch.nodes)
-        asyncio.run(run_sample_role(config, server_urls=server_urls, announce=announce, log_dir=folder.logs, host=host))
+        asyncio.run(run_sample_role(config, server_urls=server_urls, announce=announce, log_dir=folder.logs, host=host, doing=doing))
     finally:
         folder.withdraw("sample")
 
@@ -134,6 +138,7 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
     """
     run, label = ROLES[name], name
     config = config_of(folder, SftConfig if name == "sft-rank" else RunConfig)
+    guard_session()
     if name in SIDES:
         os.environ.update(role_environment(config.launch.nodes))
         if name == "serve":
@@ -148,7 +153,8 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
             # Slurm sends it to everything at once, while the learner still finishes its step with us. The job's supervisor ends us.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        run(folder)
+        with _pulse(folder, name, label, config) as doing:
+            run(folder, **doing)
     except BaseException as error:
         # Nothing may interrupt or stop the way out, whatever fails on it (a full disk, the SIGTERM of a peer's failure).
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -158,6 +164,18 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
                 traceback.print_exc()
         finally:
             exit_now(1 if isinstance(error, Exception) else INTERRUPTED)
+
+
+@contextlib.contextmanager
+def _pulse(folder: RunFolder, name: str, label: str, config: RunConfig | SftConfig) -> Iterator[dict[str, Callable[[str], None]]]:
+    """Of the roles of a training run; inside, what they are to say what they are doing by."""
+    if name not in SIDES:
+        yield {}
+        return
+    rank = os.environ.get("RANK", "0")
+    beat, who = (f"rank-{rank}", f"learner rank {rank}") if name == "learn" else (label, f"the {label} role")
+    with Pulse(folder, beat, who, timeout_s=config.launch.heartbeat_timeout_s) as pulse:
+        yield {"doing": pulse.doing}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from configs.loader import load_config
@@ -16,7 +16,7 @@ from launch.run_folder import RunFolder
 from rollout.server_share import ServerShare
 
 
-def serve(folder: RunFolder, node: int = 0) -> None:
+def serve(folder: RunFolder, node: int = 0, doing: Callable[[str], None] = lambda what: None) -> None:
     """Start the SGLang servers of one node, announce them when they are healthy, watch them until SIGTERM; all are gone at return."""
     config: RunConfig = load_config(folder.config, [])
     shares = shares_of(folder, config, node)
@@ -51,6 +51,7 @@ def serve(folder: RunFolder, node: int = 0) -> None:
         fleet.wait_healthy(config.rollout.server_start_timeout_s, print, should_stop=stop.is_set)
         if not stop.is_set():
             folder.announce(name, {"urls": fleet.urls, "pid": os.getpid(), "host": socket.gethostname()})
+        doing("serving")
         while not stop.wait(0.5):
             fleet.poll()
     finally:

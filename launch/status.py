@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 
 from launch.checks import BadInput
+from launch.heartbeat import read_beats
 from launch.run_folder import RunFolder
 from parallel.checkpoint_files import MANIFEST, step_of
 from trainer.tracking import duration, read_metrics
@@ -25,6 +26,8 @@ from trainer.tracking import duration, read_metrics
 PACE_STEPS = 20
 SMOOTHED_STEPS = 10
 SQUEUE_TIMEOUT_S = 10.0
+BEATS = 8
+"""Roles and ranks whose doings the overview shows."""
 ERROR_LINES = 3
 """Of an error that the overview shows."""
 QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
@@ -58,7 +61,7 @@ def status(folder: RunFolder, *, now: float | None = None) -> Status:
     if job is not None:
         lines.append(("job", f"{job['job_id']} {in_slurm}" + (f", start {job['restart'] + 1}" if job["restart"] else "")))
     lines += _progress(folder.path / "metrics.jsonl", config["steps"] if config else None, now if running else None)
-    lines += [("checkpoint", _checkpoint(folder, now)), *(_roles(folder, damaged) if running else []), ("logs", _logs(folder))]
+    lines += [("checkpoint", _checkpoint(folder, now)), *(_roles(folder, damaged, now) if running else []), ("logs", _logs(folder))]
     return Status(state=state, lines=[*lines, *(("damaged", said) for said in damaged)])
 
 
@@ -149,14 +152,24 @@ def _slurm_state(job: dict) -> str:
     return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else ""
 
 
-def _roles(folder: RunFolder, damaged: list[str]) -> list[tuple[str, str]]:
+def _roles(folder: RunFolder, damaged: list[str], now: float) -> list[tuple[str, str]]:
     lines = []
     for file in sorted((folder.path / "roles").glob("s[ae]*.json")):  # sample, serve, serve-0, ...; not stop
         address = _read(file, {}, damaged) or {}
         where = address.get("address") or ", ".join(address.get("urls", []))
         if where:
             lines.append((file.stem, f"listens at {where}"))
-    return lines
+    return lines + _beats(folder, now)
+
+
+def _beats(folder: RunFolder, now: float) -> list[tuple[str, str]]:
+    """What each role is doing; of many ranks those that have been at it longest."""
+    beats = sorted(read_beats(folder), key=lambda found: (found[0].who.startswith("learner"), found[0].since))
+    lines = [
+        ("doing", f"{beat.who}: {beat.words(now)}; heard of {duration(max(now - written, 0))} ago (pid {beat.pid} on {beat.host})")
+        for beat, written in beats[:BEATS]
+    ]
+    return lines + ([("doing", f"… and {len(beats) - BEATS} learner ranks more, each not as long")] if len(beats) > BEATS else [])
 
 
 def _logs(folder: RunFolder) -> str:

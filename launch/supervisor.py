@@ -82,6 +82,8 @@ class Supervisor:
 
     def __enter__(self) -> "Supervisor":
         # A closed terminal (SIGHUP) ends a run like Ctrl-C, unless nohup had it ignored.
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            print(f"started in the background, where Ctrl-C does nothing: `kill {os.getpid()}` ends this", flush=True)
         stops = [signal.SIGTERM, signal.SIGUSR1] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)
         self._on_interrupt = signal.getsignal(signal.SIGINT)
         self._previous = {number: signal.signal(number, _raise_interrupt) for number in stops}
@@ -143,6 +145,14 @@ class Supervisor:
 
     def is_running(self, name: str) -> bool:
         return self._running[name].process.poll() is None
+
+    def processes(self) -> dict[psutil.Process, str]:
+        """Of the roles that run, each with what it is."""
+        found = {}
+        for name, running in list(self._running.items()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found[psutil.Process(running.process.pid)] = f"the {name} role ({running.role.program})"
+        return found
 
     def exit_code(self, name: str) -> int | None:
         return self._running[name].process.poll()

@@ -52,6 +52,10 @@ logger = logging.getLogger(__name__)
 LAST_REPLY_LINGER_MS = 1000
 
 
+def _unheard(what: str) -> None:
+    """Nobody wants to know what this role is doing."""
+
+
 async def run_sample_role(
     config: RunConfig,
     *,
@@ -59,6 +63,7 @@ async def run_sample_role(
     announce: Callable[[str], None],
     log_dir: Path,
     host: str = "127.0.0.1",
+    doing: Callable[[str], None] = _unheard,
 ) -> None:
     """Serve the learner until it says stop. ``announce`` is called once with the address to ask, of ``host``, when requests can come.
 
@@ -86,7 +91,7 @@ async def run_sample_role(
                 seed=config.seed,
             )
             gc.freeze()  # tokenizer, prompts and libraries live as long as the run; no collection needs to walk through them
-            await serve(sampler, announce=announce, host=host, peer_timeout_s=config.launch.peer_timeout_s)
+            await serve(sampler, announce=announce, host=host, peer_timeout_s=config.launch.peer_timeout_s, doing=doing)
 
 
 def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Task]:
@@ -129,9 +134,17 @@ def _read_json(path: Path) -> dict:
 
 
 async def serve(
-    sampler: GroupSampler, *, announce: Callable[[str], None], host: str = "127.0.0.1", peer_timeout_s: float = PEER_TIMEOUT_S
+    sampler: GroupSampler,
+    *,
+    announce: Callable[[str], None],
+    host: str = "127.0.0.1",
+    peer_timeout_s: float = PEER_TIMEOUT_S,
+    doing: Callable[[str], None] = _unheard,
 ) -> None:
-    """Answer requests on a free port, one at a time, until Stop. A request that fails is answered with a Failure."""
+    """Answer requests on a free port, one at a time, until Stop. A request that fails is answered with a Failure.
+
+    doing: told of each request, and when there is none.
+    """
     context = zmq.asyncio.Context()
     try:
         with context.socket(zmq.REP) as channel:
@@ -141,7 +154,9 @@ async def serve(
             port = channel.bind_to_random_port(f"tcp://{host}")
             announce(f"tcp://{host}:{port}")
             while True:
+                doing("waiting for the learner")
                 request = msgspec.msgpack.decode(await channel.recv(), type=Request)
+                doing(type(request).__name__)
                 try:
                     reply = await _answer(sampler, request)
                 except Exception as error:  # a defect: the learner hears of it before this process dies of it

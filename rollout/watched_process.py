@@ -17,6 +17,7 @@ KILL_TIMEOUT_S = 30.0
 """For the kernel to take a killed server with all its memory apart."""
 LOG_TAIL_LINES = 40
 WATCHDOG = Path(__file__).parent / "watchdog.py"
+SESSION_GUARD = Path(__file__).parent / "session_guard.py"
 
 
 def start_watched(command: Sequence[str], *, log_file: Path, environment: Mapping[str, str]) -> subprocess.Popen:
@@ -31,6 +32,17 @@ def start_watched(command: Sequence[str], *, log_file: Path, environment: Mappin
             env=environment,
             start_new_session=True,
         )
+
+
+def guard_session() -> None:
+    """Have all that this process leaves behind in its session end with it, however it ends.
+
+    Nothing to do where it does not lead the session: that is the shell's of whoever started it by hand.
+    """
+    if os.getsid(0) != os.getpid():
+        return
+    nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    subprocess.Popen([sys.executable, "-I", str(SESSION_GUARD), str(os.getpid())], cwd="/", start_new_session=True, **nothing)
 
 
 def end_watched(processes: Sequence[subprocess.Popen]) -> None:

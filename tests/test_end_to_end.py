@@ -306,17 +306,29 @@ def victims(name: str, folder: Path) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize("victim", ["learner rank", "torchrun", "sglang"])
+NAMED = {
+    "learner rank": r"rank 0 of this node \(pid {pid}\) was killed by SIGKILL",
+    "torchrun": r"ended with signal SIGKILL \(its torchrun, pid {pid}\)",
+    "sglang": r"(?s)\(pid {pid}\) had been stopped \(SIGSTOP\) for 1 s, and was killed.*replica 0 \(pid {pid}\) was killed by SIGKILL",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("victim", NAMED)
 def test_any_process_that_dies_ends_the_run_with_an_error_and_no_process(folder, victim):
     # With checkpoints: their writer is a process of a rank's, in no group of the supervisor's.
-    process = start("train", RECIPE, *SMALL, "steps=1000", "evaluation.at_ends=false", "checkpoint.every=1", cwd=folder)
+    settings = [*SMALL, "steps=1000", "evaluation.at_ends=false", "checkpoint.every=1", "launch.heartbeat_timeout_s=1"]
+    process = start("train", RECIPE, *settings, cwd=folder)
     wait_for_steps(folder, 2, process)
     found = victims(victim, folder)
     assert found, f"no {victim} found"
-    found[-1].kill()
+    if victim == "sglang":  # stopped, it would hold the run until the collective's timeout
+        found[-1].suspend()
+    else:
+        found[-1].kill()
     said = finish(process)
     assert process.returncode == 1, said
-    assert "role ended with" in said
+    assert "role ended with" in said and re.search(NAMED[victim].format(pid=found[-1].pid), said), said
+    assert re.search(r"Saved: step \d+, in .*go on with `tandem train .* resume=", said), said
     if victim == "sglang":  # the learner is well, and loses nothing
         newest = (folder / "runs" / "latest" / "checkpoints" / f"step_{steps_of(folder)[-1]['step']:06d}" / "complete.json")
         assert newest.exists(), said

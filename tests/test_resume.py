@@ -11,17 +11,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from configs.loader import load_config, resolved_yaml
 from configs.schema.launch import RecordEvery
 from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import KLConfig
 from launch import learning
 from launch.run_folder import RunFolder
+from parallel import platform
 from parallel.checkpoint import CheckpointError, WholeCheckpoint
 from parallel.checkpoint_files import is_valid, latest_valid, prune, step_folder, valid_checkpoints, write_manifest
 from parallel.hf_files import hidden_folder
 from tests.megatron_workers import run_ranks
 from tests.packed_batches import random_batch
 from tests.test_replay import recorded
+from trainer import learner as trainer_learner
 from trainer import resume
 from trainer.metrics import values
 from trainer.ranks import alone
@@ -31,6 +34,7 @@ from trainer.sampling import SharedSampler
 from trainer.shaped_rewards import KLInReward
 from trainer.step_batch import StepBatch
 
+RECIPE = Path(__file__).resolve().parent.parent / "configs/recipes/countdown_tiny.yaml"
 ADAPTIVE = KLConfig(coefficient=0.1, place="reward", controller={"type": "adaptive", "target": 0.01, "horizon": 1000})
 FIXED = KLConfig(coefficient=0.3, place="reward")
 
@@ -109,6 +113,28 @@ def test_without_a_checkpoint_the_data_begins_anew_and_what_the_lost_steps_left_
     learning.forget_lost_steps(folder, recorder, None)
     assert recorded_steps(folder.batches) == []
     assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.lost.jsonl").read_text() == '{"step": 0}\n'
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_every_rank_looks_for_servers_and_sample_role_by_itself(tmp_path, monkeypatch, placement):
+    """In a collective with rank 0, which also waits for them, the others would give up after collective_timeout_s."""
+    config = load_config(RECIPE, ["model.path=model", f"launch.placement={placement}"])
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
+    folder, asked = RunFolder(tmp_path), []
+
+    class Ready(Exception):
+        """Both were looked for."""
+
+    def wait_for_address(self, role, **unused):
+        raise Ready(role)
+
+    monkeypatch.setattr(platform, "init_distributed", lambda **unused: None)
+    monkeypatch.setattr(trainer_learner, "Learner", lambda config: SimpleNamespace(is_first_rank=False))
+    monkeypatch.setattr(learning, "wait_for_servers", lambda folder, names, **unused: asked.extend(names))
+    monkeypatch.setattr(RunFolder, "wait_for_address", wait_for_address)
+    with pytest.raises(Ready, match="sample"):
+        learning.build_run(folder)
+    assert asked == ["serve"]
 
 
 def test_what_a_killed_writer_has_left_goes_with_the_next_start(tmp_path):

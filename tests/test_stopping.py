@@ -40,6 +40,14 @@ LEARNER = """
 IDLE = "import time; time.sleep(300)"
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """A shell starts its background jobs, such as a whole test run, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def folder(tmp_path) -> RunFolder:
     found = RunFolder(tmp_path / "run")

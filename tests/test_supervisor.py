@@ -17,6 +17,14 @@ from rollout.watched_process import how_it_ended
 DEADLINE_S = 120
 
 
+@pytest.fixture
+def interruptible():
+    """A shell starts its background jobs, such as a whole test run, with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def role(tmp_path: Path, name: str, code: str) -> Role:
     return Role(name=name, command=[sys.executable, "-c", textwrap.dedent(code)], log=tmp_path / f"{name}.log")
 
@@ -145,7 +153,7 @@ def test_waiting_has_a_deadline(tmp_path):
             supervisor.wait_for(lambda: False, what="the moon", timeout_s=0.3)
 
 
-def test_an_interrupt_stops_everything_and_is_reported(tmp_path):
+def test_an_interrupt_stops_everything_and_is_reported(tmp_path, interruptible):
     pid_file = tmp_path / "pid"
     code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(300)"
     with pytest.raises(Interrupted):
@@ -155,6 +163,49 @@ def test_an_interrupt_stops_everything_and_is_reported(tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
             supervisor.wait_until_done("idle")
     assert not alive(pid)
+
+
+LEADER = """
+    import multiprocessing, os, subprocess, sys, time
+    from rollout.watched_process import guard_session
+    guard_session()
+    manager = multiprocessing.get_context("spawn").Manager()  # with a resource tracker, as Megatron's writers have
+    writer = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,))
+    writer.start()
+    open({pid!r} + ".new", "w").write(str(os.getpid())); os.rename({pid!r} + ".new", {pid!r})
+    time.sleep(300)
+"""
+
+
+def test_what_a_killed_rank_leaves_behind_ends_with_it_though_its_supervisor_is_killed_too(tmp_path):
+    """Checkpoint writers, their manager and the resource tracker: none of them asks the kernel to die with its parent."""
+    pid_file = tmp_path / "pid"
+    leader = textwrap.dedent(LEADER.format(pid=str(pid_file)))
+    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {leader!r}], start_new_session=True)"
+    owner = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).resolve().parent.parent)
+    rank = psutil.Process(read_pid(pid_file))
+    left = rank.children(recursive=True)
+    assert len(left) >= 4, "the guard, the manager, the resource tracker, the writer"
+    owner.kill()
+    rank.kill()
+    owner.wait(timeout=DEADLINE_S)
+    wait_until(lambda: not any(alive(process.pid) for process in left), f"the end of {left}")
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_what_is_started_in_the_background_says_what_ends_it_and_sigterm_does(tmp_path, interruptible, capsys, ignored):
+    """By a script's `&`, nohup or cron: Ctrl-C of whatever comes later in that terminal is not for it."""
+    if ignored:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with pytest.raises(Interrupted), Supervisor(grace_s=1) as supervisor:
+        supervisor.start(role(tmp_path, "idle", "import time; time.sleep(300)"))
+        if ignored:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert supervisor.is_running("idle")
+        os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGINT)
+        supervisor.wait_until_done("idle")
+    said = f"started in the background, where Ctrl-C does nothing: `kill {os.getpid()}` ends this\n"
+    assert capsys.readouterr().out == (said if ignored else "")
 
 
 def test_roles_end_when_the_supervisor_is_killed(tmp_path):

@@ -19,7 +19,7 @@ them: it is recorded, without its evaluation where that did not come about (a re
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -42,11 +42,14 @@ from trainer.weight_sync import WeightSync
 class Clock:
     """Seconds per part of a step."""
 
+    doing: Callable[[str], None] = lambda part: None
+    """Told of each part as it begins."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def time(self, part: str):
         started = time.perf_counter()
+        self.doing(part)
         yield
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
 
@@ -67,6 +70,8 @@ class Run:
     first_step: int = 1
     evaluation_owed: bool = False
     """Of the step before the first."""
+    doing: Callable[[str], None] = lambda part: None
+    """Told what this rank is doing."""
 
 
 def train(run: Run) -> None:
@@ -74,7 +79,7 @@ def train(run: Run) -> None:
     config, learner, sampler = run.config, run.learner, run.sampler
     rollout = config.rollout
     for step in range(run.first_step, config.steps + 1):
-        clock, rest, trains_policy = Clock(), Postponed(), step > config.critic_warmup_steps
+        clock, rest, trains_policy = Clock(run.doing), Postponed(), step > config.critic_warmup_steps
         with clock.time("step"):
             with clock.time("sampling"):
                 sampled = sampler.next_groups(rollout.prompts_per_step, newest=learner.version, max_staleness=rollout.max_staleness)
@@ -105,6 +110,7 @@ def train(run: Run) -> None:
         if run.tracker is not None:
             run.tracker.log(step, metrics, check_alarms(metrics, config.alarms))
         run.weight_sync.check_samples(metrics)
+        run.doing("checkpoint")
         evaluation_owed = rest.interruption is not None and is_evaluation_step(step, config)
         run.checkpointer.after_step(step, learner, sampler, evaluation_owed=evaluation_owed)
         rest.release()
@@ -122,7 +128,7 @@ def evaluate_before(run: Run) -> None:
     is_due = run.evaluation_owed or (run.first_step == 1 and run.config.evaluation.at_ends)
     if not is_due:
         return
-    clock = Clock()
+    clock = Clock(run.doing)
     with clock.time("evaluation"):
         evaluation = run.sampler.evaluate()
     if run.tracker is not None and evaluation is not None:

@@ -1,0 +1,206 @@
+"""Signs of life: processes that are stopped are found by their state and ended, and whatever only is slow is told of and left alone."""
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from launch import heartbeat
+from launch.heartbeat import Pulse, StoppedProcesses, Watch, beat_file, read_beats
+from launch.run_folder import RunFolder, write_json
+from launch.status import _beats
+from launch.supervisor import Role, RoleFailed, Supervisor
+
+IDLE = [sys.executable, "-c", "import time; time.sleep(300)"]
+DEADLINE_S = 120
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    found = RunFolder(tmp_path / "run")
+    found.claim()
+    return found
+
+
+@contextlib.contextmanager
+def child(command: list[str] = IDLE) -> Iterator[psutil.Process]:
+    process = subprocess.Popen(command)
+    try:
+        yield psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def stop(process: psutil.Process) -> None:
+    process.suspend()
+    deadline = time.monotonic() + DEADLINE_S
+    while process.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_process_that_stays_stopped_for_the_timeout_is_found_and_no_other():
+    clock = Clock()
+    with child() as stopped, child() as slow, child() as gone:
+        looking = StoppedProcesses(60.0, clock=clock)
+        stop(stopped)
+        found = {}
+        for clock.now in range(0, 80, 10):
+            found[clock.now] = looking.look([stopped, slow, gone])
+            if clock.now == 20:
+                gone.kill()
+                gone.wait()
+        assert {at: [stopped] for at in (60, 70)} | {at: [] for at in range(0, 60, 10)} == found
+
+
+@pytest.mark.parametrize("why", ["it went on in between", "nobody looked in between"])
+def test_a_process_is_not_taken_for_dead_by_two_looks_far_apart(why):
+    """A whole job that the cluster suspends, its supervisor with it, is found stopped before and after."""
+    clock = Clock()
+    with child() as process:
+        looking = StoppedProcesses(60.0, clock=clock)
+        stop(process)
+        assert looking.look([process]) == []
+        if why == "it went on in between":
+            process.resume()
+            clock.now = 30
+            deadline = time.monotonic() + DEADLINE_S
+            while process.status() == psutil.STATUS_STOPPED:
+                assert time.monotonic() < deadline
+            assert looking.look([process]) == []
+            stop(process)
+            clock.now = 60
+        else:
+            clock.now = 3600
+        assert looking.look([process]) == []
+
+
+def test_a_pulse_says_what_its_role_is_doing_and_whether_it_works(folder):
+    pulse = Pulse(folder, "rank-3", "learner rank 3", timeout_s=60)
+    pulse.beat()
+    pulse.doing("sync")
+    until = time.process_time() + 0.3
+    while time.process_time() < until:
+        pass
+    pulse.beat()
+    ((beat, _),) = read_beats(folder)
+    assert (beat.who, beat.pid, beat.doing, beat.ended) == ("learner rank 3", os.getpid(), "sync", [])
+    assert beat.cpu > 0 and beat.since <= time.time()
+    assert "in `sync` for 95 s, its CPU is busy" in replace(beat, cpu=0.9, since=5.0).words(100.0)
+    assert "its CPU is idle" in replace(beat, cpu=0.01).words(100.0)
+
+
+def test_a_pulse_ends_a_stopped_process_of_its_role_and_leaves_word_of_it(folder, capfd):
+    with child() as server:
+        stop(server)
+        with Pulse(folder, "serve", "the serve role", timeout_s=0.0):
+            assert server.wait(DEADLINE_S) is not None or not server.is_running()
+        ((beat, _),) = read_beats(folder)
+        line = f"a process of the serve role (pid {server.pid}) had been stopped (SIGSTOP) for 0 s, and was killed"
+        assert beat.ended == [line] and line in capfd.readouterr().err
+        assert Watch(folder, timeout_s=60).ended() == [line]
+
+
+def test_a_pulse_that_ends_well_leaves_nothing(folder):
+    with Pulse(folder, "sample", "the sample role", timeout_s=60):
+        deadline = time.monotonic() + DEADLINE_S
+        while not beat_file(folder, "sample").exists():
+            assert time.monotonic() < deadline
+    assert not beat_file(folder, "sample").exists()
+
+
+def announce(folder: RunFolder, process: psutil.Process, name: str = "rank-0", **changes) -> None:
+    fields = {
+        "who": f"learner {name.replace('-', ' ')}", "pid": process.pid, "started": process.create_time(), "host": os.uname().nodename,
+        "doing": "sync", "since": time.time(), "cpu": 0.0, "ended": [],
+    }  # fmt: skip
+    write_json(beat_file(folder, name), fields | changes)
+
+
+def test_a_slow_role_is_told_of_once_and_left_alone(folder):
+    said: list[str] = []
+    watch = Watch(folder, timeout_s=60, say=said.append)
+    with child() as rank:
+        now = time.time()
+        for doing, since in (("sync", now - 2000), ("update", now - 1900), ("sync", now - 1000)):  # sync: 100 s
+            announce(folder, rank, doing=doing, since=since)
+            watch.look()
+            watch.look()
+        told = [line.split(" for ")[0] for line in said]
+        assert told == [f"slow: learner rank 0 has been in `{part}`" for part in ("sync", "update", "sync")]
+        assert "its CPU is idle (the longest so far took 100 s)" in said[2]
+        said.clear()
+        announce(folder, rank, doing="sync", since=time.time() - 250)  # less than three times the longest
+        announce(folder, rank, "serve", doing="serving", since=now - 90_000)
+        watch.look()
+        assert said == [] and rank.is_running() and watch.ended() == []
+
+
+def test_many_slow_ranks_are_a_few_lines(folder):
+    said: list[str] = []
+    with child() as rank:
+        for i in range(9):
+            announce(folder, rank, f"rank-{i}", since=time.time() - 1000)
+        Watch(folder, timeout_s=60, say=said.append).look()
+        assert len(said) == 4 and said[-1].startswith("slow: … and 6 more; `tandem status")
+        lines = _beats(folder, time.time())
+        assert len(lines) == 9 and lines[-1][1].startswith("… and 1 learner ranks more")
+        assert lines[0][1].startswith("learner rank 0: in `sync` for 1000 s, its CPU is idle; heard of 0s ago (pid ")
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({}, r"its process is (sleeping|running)"),
+    ({"pid": 2**22 - 1}, "its process is gone"),
+    ({"host": "elsewhere"}, "its node is down, or cut off from the shared folder"),
+])  # fmt: skip
+def test_a_role_that_is_not_heard_of_is_told_of_and_left_alone(folder, monkeypatch, changes, told):
+    said: list[str] = []
+    monkeypatch.setattr(heartbeat, "SHARED_FOLDER_S", 0.0)
+    with child() as rank:
+        watch = Watch(folder, timeout_s=0.0, say=said.append)
+        announce(folder, rank, doing="serving", **changes)
+        for _ in range(3):
+            watch.look()
+        (line,) = said
+        assert "has not been heard of for" in line and re.search(told, line)
+        assert rank.is_running()
+
+
+def test_a_process_of_another_time_with_that_number_is_never_touched(folder):
+    with child() as bystander:
+        stop(bystander)
+        announce(folder, bystander, started=bystander.create_time() - 100)
+        watch = Watch(folder, timeout_s=0.0, say=lambda text: None)
+        watch.look()
+        watch.look()
+        assert bystander.status() == psutil.STATUS_STOPPED and watch.ended() == []
+
+
+def test_a_role_that_is_stopped_ends_the_run_and_is_named(folder, monkeypatch):
+    """Whoever stops it: it would hold the run until the collective's timeout."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    stops_itself = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    role = Role(name="serve", command=[sys.executable, "-c", stops_itself], log=folder.logs / "log")
+    with pytest.raises(RoleFailed, match="the serve role ended with signal SIGKILL"), Supervisor(grace_s=1) as supervisor:
+        with Watch(folder, timeout_s=0.0, started=supervisor.processes) as watch:
+            supervisor.start(role)
+            try:
+                supervisor.wait_until_done("serve")
+            finally:
+                (line,) = watch.ended()
+    assert line.startswith("the serve role (its process) (pid ") and "had been stopped (SIGSTOP)" in line
