@@ -119,7 +119,7 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False, 
     config = config.model_copy(update={"layout": LayoutConfig(dp=1)})  # no learner takes part
     folder = run_folder.create(config.launch.runs_dir, f"{config.name}-eval", resolved_yaml(config))
     run_folder.write_json(folder.path / "request.json", {"first_gpu": 0})
-    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
+    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor, causes_told(folder, config, supervisor):
         start_sampling(supervisor, folder, config)
         _wait_ready(supervisor, folder, config)
         with RemoteSampler(folder.read_address("sample")["address"], timeout_s=config.launch.collective_timeout_s) as remote:

@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from launch import heartbeat
+from launch.commands import causes_told
 from launch.heartbeat import Pulse, StoppedProcesses, Watch, beat_file, read_beats
 from launch.run_folder import RunFolder, write_json
 from launch.status import _beats
@@ -196,11 +198,9 @@ def test_a_role_that_is_stopped_ends_the_run_and_is_named(folder, monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
     stops_itself = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     role = Role(name="serve", command=[sys.executable, "-c", stops_itself], log=folder.logs / "log")
-    with pytest.raises(RoleFailed, match="the serve role ended with signal SIGKILL"), Supervisor(grace_s=1) as supervisor:
-        with Watch(folder, timeout_s=0.0, started=supervisor.processes) as watch:
-            supervisor.start(role)
-            try:
-                supervisor.wait_until_done("serve")
-            finally:
-                (line,) = watch.ended()
-    assert line.startswith("the serve role (its process) (pid ") and "had been stopped (SIGSTOP)" in line
+    config = SimpleNamespace(launch=SimpleNamespace(heartbeat_timeout_s=0.0))
+    stopped = r"^the serve role \(its process\) \(pid \d+\) had been stopped \(SIGSTOP\) for 0 s, and was killed"
+    told = rf"{stopped}\nthe serve role ended with signal SIGKILL"
+    with pytest.raises(RoleFailed, match=told), Supervisor(grace_s=1) as supervisor, causes_told(folder, config, supervisor):
+        supervisor.start(role)
+        supervisor.wait_until_done("serve")

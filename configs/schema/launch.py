@@ -101,9 +101,9 @@ class LaunchConfig(Schema):
     peer_timeout_s: PositiveFloat = 60.0
     """After which a host that one waits for is given up if it answers nothing, not even its kernel's probes. Shorter cuts of the network
     are survived. What a busy host does may take its own, longer time (collective_timeout_s, rollout.request_timeout_s)."""
-    heartbeat_timeout_s: PositiveFloat = 60.0
-    """For which the kernel must have stopped a process (SIGSTOP) before it is taken for dead, and killed. Of processes that only are slow,
-    or of a node that is not heard of, this long and longer, the console tells; nothing is ended for time alone."""
+    heartbeat_timeout_s: PositiveFloat = 40.0
+    """For which the kernel must have stopped a process (SIGSTOP) before it is taken for dead, and killed; it is looked at every 10 s. Of
+    processes that only are slow, or of a node that is not heard of, this long and longer, the console tells: time alone ends nothing."""
     stop_grace_s: PositiveFloat = 10.0
     """Between SIGTERM and SIGKILL to a role's process group."""
     stop_timeout_s: PositiveFloat = 600.0
