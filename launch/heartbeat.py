@@ -2,12 +2,13 @@
 
     role (serve, sample, each learner rank)          supervisor, and `tandem status`
     Pulse, a thread ── roles/NAME.beat, every 10 s ──> what it is doing and since when, whether its processes use the CPU
-       └─ looks at its own children                  Watch, a thread: looks at roles and ranks of its own host
+       └─ looks at its own children                  Watch, a thread: looks at what the supervisor has started, such as torchrun
+    its guard, a process ── roles/NAME.stopped ──────> that the role itself was stopped (rollout/session_guard.py)
 
 What ends a process is its state, never time alone: one that the kernel has stopped in ``heartbeat_timeout_s`` of looks in a row is killed.
 From then on it is a death like any other, which whoever waits for it sees at once. A process that runs is only told of, however slow it is:
-nobody can tell a long transfer from one that hangs. Several nodes: the beats of the others come through the shared folder, maybe a minute
-late; what their processes are stopped by is found there, by the pulse of their role.
+nobody can tell a long transfer from one that hangs. On several nodes pulses and guards look on each; what they say comes through the shared
+folder, maybe a minute late.
 """
 
 import contextlib
@@ -66,6 +67,16 @@ def beat_file(folder: RunFolder, name: str) -> Path:
     return folder.path / "roles" / f"{name}.beat"
 
 
+def stopped_note(folder: RunFolder, name: str) -> Path:
+    """Where a role's guard says that the role was stopped, and is ended."""
+    return folder.path / "roles" / f"{name}.stopped"
+
+
+def in_words(name: str) -> str:
+    kind, _, number = name.partition("-")
+    return f"learner rank {number}" if kind == "rank" else f"the {name} role"
+
+
 def read_beats(folder: RunFolder) -> list[tuple[Beat, float]]:
     """All beats, each with the time of its file; one that cannot be read is left out."""
     found = []
@@ -115,8 +126,8 @@ def _status(process: psutil.Process) -> str | None:
 class Pulse:
     """A role's own sign of life, while inside. A thread of its own: it goes on while the role waits in a collective."""
 
-    def __init__(self, folder: RunFolder, name: str, who: str, *, timeout_s: float):
-        self._file, self._who = beat_file(folder, name), who
+    def __init__(self, folder: RunFolder, name: str, *, timeout_s: float):
+        self._file, self._who = beat_file(folder, name), in_words(name)
         self._stopped = StoppedProcesses(timeout_s)
         self._me = psutil.Process()
         self._doing, self._since = "starting", time.time()
@@ -168,7 +179,7 @@ def _cpu_seconds(process: psutil.Process) -> float:
 
 
 class Watch:
-    """The supervisor's eye on the roles' beats, and on the processes of roles and ranks of its own host. A context manager.
+    """The supervisor's eye on the roles' beats, and on the processes that it has started. A context manager.
 
     Args:
         started: the supervisor's own processes at this moment, each with its name.
@@ -201,8 +212,10 @@ class Watch:
         self._thread.join(timeout=BEAT_S)
 
     def ended(self) -> list[str]:
-        """What was stopped and has been killed, by this watch or by a role's pulse: the cause of whatever fails after it."""
-        return [*self._ended, *(line for beat, _ in read_beats(self._folder) for line in beat.ended)]
+        """What was stopped and has been killed, by whomever: the cause of whatever fails after it."""
+        notes = sorted((self._folder.path / "roles").glob("*.stopped"))
+        of_guards = [f"{in_words(note.stem)} {note.read_text()}" for note in notes]
+        return [*self._ended, *of_guards, *(line for beat, _ in read_beats(self._folder) for line in beat.ended)]
 
     def _run(self) -> None:
         while not self._over.wait(BEAT_S):
@@ -211,8 +224,7 @@ class Watch:
 
     def look(self) -> None:
         beats = read_beats(self._folder)
-        here = {process: beat.who for beat, _ in beats if (process := _process_of(beat)) is not None}
-        names = dict(self._started()) | here
+        names = self._started()
         self._ended += self._stopped.end(names, names.__getitem__)
         texts = [text for beat, written in beats for text in (self._slow(beat), self._silent(beat, written)) if text]
         for text in texts[:LINES]:

@@ -4,14 +4,13 @@ Roles find each other through ``RUN/roles/*.json``, so each can be started by it
 """
 
 import asyncio
-import contextlib
 import math
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import get_args
@@ -20,7 +19,7 @@ from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import ONE_PROCESS
 from launch.addresses import own_address, role_environment
-from launch.heartbeat import Pulse
+from launch.heartbeat import Pulse, stopped_note
 from launch.learning import learn
 from launch.mismatch import draw, score
 from launch.placement import serve_roles
@@ -138,12 +137,16 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
     """
     run, label = ROLES[name], name
     config = config_of(folder, SftConfig if name == "sft-rank" else RunConfig)
-    guard_session()
     if name in SIDES:
         os.environ.update(role_environment(config.launch.nodes))
         if name == "serve":
             node = serving_node(config, node)
             run, label = partial(serve, node=node), serve_roles(config)[node]
+    beat = f"rank-{os.environ.get('RANK', '0')}" if name in MEGATRON_ROLES else label
+    note = stopped_note(folder, beat)
+    note.parent.mkdir(exist_ok=True)
+    note.unlink(missing_ok=True)
+    guard_session(timeout_s=config.launch.heartbeat_timeout_s, note=note)
     if name in MEGATRON_ROLES:
         # torchrun puts ranks into sessions of their own: nothing else would end them if it were killed.
         end_with_parent(signal.SIGKILL)
@@ -153,8 +156,8 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
             # Slurm sends it to everything at once, while the learner still finishes its step with us. The job's supervisor ends us.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with _pulse(folder, name, label, config) as doing:
-            run(folder, **doing)
+        with Pulse(folder, beat, timeout_s=config.launch.heartbeat_timeout_s) as pulse:
+            run(folder, **({"doing": pulse.doing} if name in SIDES else {}))
     except BaseException as error:
         # Nothing may interrupt or stop the way out, whatever fails on it (a full disk, the SIGTERM of a peer's failure).
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -164,18 +167,6 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
                 traceback.print_exc()
         finally:
             exit_now(1 if isinstance(error, Exception) else INTERRUPTED)
-
-
-@contextlib.contextmanager
-def _pulse(folder: RunFolder, name: str, label: str, config: RunConfig | SftConfig) -> Iterator[dict[str, Callable[[str], None]]]:
-    """Of the roles of a training run; inside, what they are to say what they are doing by."""
-    if name not in SIDES:
-        yield {}
-        return
-    rank = os.environ.get("RANK", "0")
-    beat, who = (f"rank-{rank}", f"learner rank {rank}") if name == "learn" else (label, f"the {label} role")
-    with Pulse(folder, beat, who, timeout_s=config.launch.heartbeat_timeout_s) as pulse:
-        yield {"doing": pulse.doing}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@
     logs/ROLE.log      all that a role and its engine print              mlflow.db, mlartifacts/      unless a tracking URI is given
     roles/ROLE.json    a role's address, once it is ready                checkpoints/step_000010/     resumable
                        (serve-0, serve-1, ... where servers are on several nodes)
-    roles/NAME.beat    what a role or a learner rank is doing, while it lives (launch/heartbeat.py)
+    roles/NAME.beat    what a role or a learner rank is doing, while it lives; NAME.stopped: it was stopped (launch/heartbeat.py)
     job.json           the Slurm job that runs it, or ran it last         restarts.json, train.sbatch   of Slurm, too
     hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
     export/            a checkpoint's weights, in the same format        mlflow_run_id                 which a resumed run goes on with

@@ -34,15 +34,17 @@ def start_watched(command: Sequence[str], *, log_file: Path, environment: Mappin
         )
 
 
-def guard_session() -> None:
-    """Have all that this process leaves behind in its session end with it, however it ends.
+def guard_session(*, timeout_s: float, note: Path) -> None:
+    """Have all that this process leaves behind in its session end with it, however it ends; and this process where it stays stopped for
+    ``timeout_s``, of which ``note`` is made.
 
     Nothing to do where it does not lead the session: that is the shell's of whoever started it by hand.
     """
     if os.getsid(0) != os.getpid():
         return
     nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    subprocess.Popen([sys.executable, "-I", str(SESSION_GUARD), str(os.getpid())], cwd="/", start_new_session=True, **nothing)
+    command = [sys.executable, "-I", str(SESSION_GUARD), str(os.getpid()), str(timeout_s), str(note.resolve())]
+    subprocess.Popen(command, cwd="/", start_new_session=True, **nothing)
 
 
 def end_watched(processes: Sequence[subprocess.Popen]) -> None:

@@ -3,11 +3,14 @@
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -15,13 +18,14 @@ import pytest
 
 from launch import heartbeat
 from launch.commands import causes_told
-from launch.heartbeat import Pulse, StoppedProcesses, Watch, beat_file, read_beats
+from launch.heartbeat import Pulse, StoppedProcesses, Watch, beat_file, read_beats, stopped_note
 from launch.run_folder import RunFolder, write_json
 from launch.status import _beats
 from launch.supervisor import Role, RoleFailed, Supervisor
 
 IDLE = [sys.executable, "-c", "import time; time.sleep(300)"]
 DEADLINE_S = 120
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -93,7 +97,7 @@ def test_a_process_is_not_taken_for_dead_by_two_looks_far_apart(why):
 
 
 def test_a_pulse_says_what_its_role_is_doing_and_whether_it_works(folder):
-    pulse = Pulse(folder, "rank-3", "learner rank 3", timeout_s=60)
+    pulse = Pulse(folder, "rank-3", timeout_s=60)
     pulse.beat()
     pulse.doing("sync")
     until = time.process_time() + 0.3
@@ -110,7 +114,7 @@ def test_a_pulse_says_what_its_role_is_doing_and_whether_it_works(folder):
 def test_a_pulse_ends_a_stopped_process_of_its_role_and_leaves_word_of_it(folder, capfd):
     with child() as server:
         stop(server)
-        with Pulse(folder, "serve", "the serve role", timeout_s=0.0):
+        with Pulse(folder, "serve", timeout_s=0.0):
             assert server.wait(DEADLINE_S) is not None or not server.is_running()
         ((beat, _),) = read_beats(folder)
         line = f"a process of the serve role (pid {server.pid}) had been stopped (SIGSTOP) for 0 s, and was killed"
@@ -119,7 +123,7 @@ def test_a_pulse_ends_a_stopped_process_of_its_role_and_leaves_word_of_it(folder
 
 
 def test_a_pulse_that_ends_well_leaves_nothing(folder):
-    with Pulse(folder, "sample", "the sample role", timeout_s=60):
+    with Pulse(folder, "sample", timeout_s=60):
         deadline = time.monotonic() + DEADLINE_S
         while not beat_file(folder, "sample").exists():
             assert time.monotonic() < deadline
@@ -183,14 +187,33 @@ def test_a_role_that_is_not_heard_of_is_told_of_and_left_alone(folder, monkeypat
         assert rank.is_running()
 
 
-def test_a_process_of_another_time_with_that_number_is_never_touched(folder):
-    with child() as bystander:
-        stop(bystander)
-        announce(folder, bystander, started=bystander.create_time() - 100)
-        watch = Watch(folder, timeout_s=0.0, say=lambda text: None)
-        watch.look()
-        watch.look()
-        assert bystander.status() == psutil.STATUS_STOPPED and watch.ended() == []
+@pytest.mark.parametrize("stays_stopped", [True, False])
+def test_a_role_that_stays_stopped_is_ended_by_its_guard_on_whatever_host(folder, stays_stopped):
+    """No supervisor takes part."""
+    code = f"""
+        import subprocess, time
+        from pathlib import Path
+        from rollout.watched_process import guard_session
+        guard_session(timeout_s=0.3, note=Path({str(stopped_note(folder, "rank-3"))!r}))
+        child = subprocess.Popen(["sleep", "300"])
+        print(child.pid, flush=True)
+        time.sleep(300)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True) as leader:
+        left = psutil.Process(int(leader.stdout.readline()))
+        if stays_stopped:
+            leader.send_signal(signal.SIGSTOP)
+            assert leader.wait(DEADLINE_S) == -signal.SIGKILL
+            psutil.wait_procs([left], timeout=DEADLINE_S)
+            assert not left.is_running(), "what it had started"
+            told = f"learner rank 3 (pid {leader.pid}) had been stopped (SIGSTOP) for 0 s, and was killed"
+            assert Watch(folder, timeout_s=60).ended() == [told]
+        else:
+            assert leader.poll() is None
+            leader.terminate()
+            leader.wait(DEADLINE_S)
+            assert Watch(folder, timeout_s=60).ended() == []
 
 
 def test_a_role_that_is_stopped_ends_the_run_and_is_named(folder, monkeypatch):

@@ -167,8 +167,9 @@ def test_an_interrupt_stops_everything_and_is_reported(tmp_path, interruptible):
 
 LEADER = """
     import multiprocessing, os, subprocess, sys, time
+    from pathlib import Path
     from rollout.watched_process import guard_session
-    guard_session()
+    guard_session(timeout_s=60, note=Path({pid!r} + ".stopped"))
     manager = multiprocessing.get_context("spawn").Manager()  # with a resource tracker, as Megatron's writers have
     writer = multiprocessing.get_context("fork").Process(target=time.sleep, args=(300,))
     writer.start()
