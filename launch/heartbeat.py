@@ -123,6 +123,13 @@ def _status(process: psutil.Process) -> str | None:
         return None
 
 
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return "gone by now"
+
+
 class Pulse:
     """A role's own sign of life, while inside. A thread of its own: it goes on while the role waits in a collective."""
 
@@ -159,7 +166,7 @@ class Pulse:
 
     def beat(self) -> None:
         children = self._me.children(recursive=True)
-        self._ended += self._stopped.end(children, lambda process: f"a process of {self._who}")
+        self._ended += self._stopped.end(children, lambda process: f"a process of {self._who}, {_name(process)}")
         used, now = sum(map(_cpu_seconds, [self._me, *children])), time.monotonic()
         share = max(used - self._cpu, 0.0) / max(now - self._cpu_at, 0.001)  # less than before: a child has ended
         self._cpu, self._cpu_at = used, now

@@ -15,6 +15,7 @@ STOP_GRACE_S = 3.0
 """Between SIGTERM and SIGKILL. SGLang looks at SIGTERM every 5 s only, and a server has nothing to save."""
 KILL_TIMEOUT_S = 30.0
 """For the kernel to take a killed server with all its memory apart."""
+POLL_S = 0.05
 LOG_TAIL_LINES = 40
 WATCHDOG = Path(__file__).parent / "watchdog.py"
 SESSION_GUARD = Path(__file__).parent / "session_guard.py"
@@ -73,8 +74,10 @@ def _end_for_good(process: subprocess.Popen, known: set[psutil.Process]) -> None
     process.wait(KILL_TIMEOUT_S)
     if process.stdin is not None:
         process.stdin.close()
-    _, alive = psutil.wait_procs(known, timeout=KILL_TIMEOUT_S)
-    alive = [member for member in alive if _lives(member)]
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    # Not psutil's wait_procs: it also waits for zombies, which stay until a parent that has adopted them looks.
+    while (alive := [member for member in known if _lives(member)]) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
     if alive:
         raise RuntimeError(f"processes of {process.args} survived SIGKILL: {alive}")
 

@@ -307,7 +307,7 @@ def victims(name: str, folder: Path) -> list[psutil.Process]:
 
 
 NAMED = {
-    "learner rank": r"rank 0 of this node \(pid {pid}\) was killed by SIGKILL",
+    "learner rank": r"rank \d of this node \(pid {pid}\) was killed by SIGKILL",
     "torchrun": r"ended with signal SIGKILL \(its torchrun, pid {pid}\)",
     "sglang": r"(?s)\(pid {pid}\) had been stopped \(SIGSTOP\) for 1 s, and was killed.*replica 0 \(pid {pid}\) was killed by SIGKILL",
 }  # fmt: skip

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -75,3 +76,32 @@ def test_a_server_outlasts_sigterm_exactly_where_its_owner_ignores_it(ignored):
         else:
             assert watchdog.wait(20) == 3
         assert_all_end([server])
+
+
+ADOPTER = """
+import ctypes, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER, as the supervisor is
+sys.exit(subprocess.run([sys.executable, "-c", sys.argv[1], sys.argv[2]]).returncode)
+"""
+OWNER = """
+import os, sys, time
+from pathlib import Path
+import psutil
+from rollout import watched_process
+from rollout.watched_process import end_watched, server_pid, start_watched
+watched_process.KILL_TIMEOUT_S = 1e9
+process = start_watched(["sh", "-c", "sleep 600 & wait"], log_file=Path(sys.argv[1]), environment=os.environ)
+while (pid := server_pid(process)) is None or not psutil.Process(pid).children():
+    time.sleep(0.01)
+(left,) = psutil.Process(pid).children()
+psutil.Process(pid).kill()
+while left.status() != psutil.STATUS_ZOMBIE:
+    time.sleep(0.01)
+end_watched([process])
+"""
+
+
+def test_the_end_of_a_server_does_not_wait_for_zombies_that_somebody_else_has_adopted(tmp_path):
+    """A serve role that did so told of a killed server half a minute late, after the learner that had lost it."""
+    command = [sys.executable, "-c", ADOPTER, OWNER, str(tmp_path / "log")]
+    assert subprocess.run(command, timeout=120, check=False, cwd=Path(__file__).resolve().parent.parent).returncode == 0
