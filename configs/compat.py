@@ -49,6 +49,7 @@ _DIVERGENCES = {
     for kind in ("k2", "k3")
 }
 _NEW_RULES = [*_RATIO_RULES, *_DIVERGENCES]
+REJECTED_TOKENS = "rejected tokens"
 _NO_THRESHOLD = "rollout_rs needs a threshold; verl has no default for it"
 
 _TOKEN, _SEQUENCE = {"rollout_is": "token"}, {"rollout_is": "sequence"}
@@ -112,7 +113,7 @@ def from_verl(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
         )
     if bypass and reject:
         read.notes.append(
-            "rejected tokens: Tandem averages over the kept ones; verl may count all of them in bypass mode, for which set denominator: all"
+            f"{REJECTED_TOKENS}: Tandem averages over the kept ones; verl may count all in bypass mode, for which set denominator: all"
         )
     mode = "bypass" if bypass else "decoupled"
     read.say(("bypass_mode",), f"mode: {mode}", first=True)

@@ -12,7 +12,7 @@ from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
 
-from configs.compat import VERL_PRESETS, from_verl
+from configs.compat import REJECTED_TOKENS, VERL_PRESETS, from_verl
 from configs.schema.correction import CorrectionConfig
 from configs.yaml_values import show
 
@@ -71,13 +71,14 @@ def preset_body(name: str) -> dict[str, Any]:
     return preset_body(ours) if ours else ALIASES[name].model_dump(mode="json", exclude_none=True)
 
 
-def alias_note(name: str) -> str | None:
-    """What an alias stands for, in words; None for other names."""
+def alias_notes(name: str) -> list[str]:
+    """What an alias stands for, and what verl does otherwise beside it; nothing for other names."""
     if name not in ALIASES:
-        return None
+        return []
     ours = preset_name(ALIASES[name])
     stands_for = ours or f"{{verl: {show(dict(VERL_PRESETS[name]))}}}, which no preset of Tandem is"
-    return f"{name} is a preset of verl -> {stands_for}"
+    beside = [note for note in from_verl(VERL_PRESETS[name])[1] if note.startswith(REJECTED_TOKENS)]
+    return [f"{name} is a preset of verl -> {stands_for}", *beside]
 
 
 def preset_name(correction: CorrectionConfig) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from configs.compat import from_roll, from_verl
 from configs.errors import ConfigError, Problem, did_you_mean
-from configs.presets import ALIASES, PRESETS, alias_note, preset_body
+from configs.presets import ALIASES, PRESETS, alias_notes, preset_body
 from configs.yaml_values import Value, show
 
 SHORTHANDS = ("preset", "verl", "roll")
@@ -72,8 +72,7 @@ def _require_one(used: Sequence[str], block: Value) -> None:
 def _body(key: str, given: Value) -> tuple[dict[str, Any], list[str]]:
     """What a shorthand stands for, and notes. Raises ConfigError."""
     if key == "preset":
-        body, note = _preset(given), alias_note(given.data)
-        return body, [f"correction.preset ({given.where}): {note}"] if note else []
+        return _preset(given), [f"correction.preset ({given.where}): {note}" for note in alias_notes(given.data)]
     if not isinstance(given.data, dict):
         error, fix = "must be a block of keys", f"write `correction: {{{key}: {{...}}}}` with the keys of that system's block"
         raise ConfigError([Problem(where=given.where, field=f"correction.{key}", value=show(given.plain()), error=error, fix=fix)])

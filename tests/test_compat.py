@@ -311,6 +311,7 @@ def test_notes_say_how_each_verl_key_was_understood():
         ({"bypass_mode": True, "rollout_token_veto_threshold": 1e-4}, "verl of November 2025 leaves it out"),
         ({"bypass_mode": True, "rollout_rs": ["token"], "rollout_rs_threshold": 2.0}, "verl of November 2025 leaves it out"),
         ({"bypass_mode": True, "use_policy_gradient": True}, "use_policy_gradient: true -> loss: policy_gradient"),
+        ({"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, "for which set denominator: all"),
     ],
 )
 def test_what_has_no_effect_is_said(block, note):

@@ -15,6 +15,7 @@ from tests.packed_batches import random_batch
 from trainer.advantages import compute_advantages
 from trainer.correction import correct, correct_current
 from trainer.inputs import MAX_LOGPROB
+from trainer.mismatch import mismatch_metrics, weight_metrics
 from trainer.policy_loss import policy_loss
 from trainer.shaped_rewards import kl_to_reference
 from trainer.value_loss import value_loss
@@ -105,6 +106,14 @@ def test_current_logprobs_of_half_precision_are_refused(dtype):
         policy_loss(batch_of(), half_T.float(), half_T, **TERMS)
     with pytest.raises(ValueError, match=r"values_T is b?float16"):
         value_loss(batch_of(), half_T, value_clip=None)
+
+
+@pytest.mark.parametrize("length", [1, 4, 6])
+def test_metrics_of_the_gap_take_one_number_per_valid_token(length):
+    bounds_S, whole_N, wrong_N = torch.tensor([0, 2, 5]), torch.full((5,), -1.0), torch.full((length,), -1.0)
+    for metrics, name in ((mismatch_metrics, "rollout_logprobs_N"), (weight_metrics, "weights_N")):
+        with pytest.raises(ValueError, match=rf"{name} has shape \({length},\), the responses 5 valid tokens"):
+            metrics(whole_N, wrong_N, bounds_S)
 
 
 # -------------------------------------------------------------------------------------------------------------------- values

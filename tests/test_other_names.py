@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from configs.compat import VERL_PRESETS, from_roll, from_verl
 from configs.loader import ConfigError, Problem, load_config, resolved_yaml
 from configs.other_names import NEARLY, OUR_NAMES
-from configs.presets import ALIASES, PRESETS, alias_note, preset_body
+from configs.presets import ALIASES, PRESETS, alias_notes, preset_body
 from configs.schema.correction import CorrectionConfig, DifferenceRule, DivergenceRule, ImportanceWeight, NoWeight, RatioRule
 from launch.replay import corrections_named
 from tests.packed_batches import random_batch
@@ -80,8 +80,9 @@ def test_an_alias_is_what_verl_s_preset_is(folder, name):
     assert load_config("base.yaml", [f"correction={{preset: {name}, denominator: all}}"]).correction.denominator == "all"
     Path("resolved.yaml").write_text(resolved_yaml(config), encoding="utf-8")
     assert load_config("resolved.yaml") == config
-    (note,) = notes
-    assert note == f"correction.preset (command line): {alias_note(name)}"
+    assert notes == [f"correction.preset (command line): {note}" for note in alias_notes(name)]
+    rejects_in_bypass = config.correction.mode == "bypass" and config.correction.reject
+    assert any("denominator: all" in note for note in notes) == bool(rejects_in_bypass)
     assert corrections_named([name])[name] == EXPECTED[name]
 
 
@@ -89,11 +90,11 @@ def test_an_alias_is_what_verl_s_preset_is(folder, name):
 def test_the_note_names_our_preset_where_it_is_the_same_and_no_other(name):
     if name in SAME_AS_OURS:
         assert ALIASES[name] == PRESETS[SAME_AS_OURS[name]]
-        assert alias_note(name) == f"{name} is a preset of verl -> {SAME_AS_OURS[name]}"
+        assert alias_notes(name)[0] == f"{name} is a preset of verl -> {SAME_AS_OURS[name]}"
     else:
         assert ALIASES[name] not in PRESETS.values()
-        assert "which no preset of Tandem is" in alias_note(name)
-    assert alias_note("pg_is") is None
+        assert "which no preset of Tandem is" in alias_notes(name)[0]
+    assert alias_notes("pg_is") == []
 
 
 def test_a_misspelt_alias_is_not_answered_with_another_algorithm(folder):

@@ -63,6 +63,7 @@ def mismatch_metrics(train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, bound
         by_position/BIN/...                                       the same over the tokens at those positions of all responses
     """
     bounds_R = _of_responses(bounds_S)
+    _require_lengths(bounds_R, train_logprobs_N=train_logprobs_N, rollout_logprobs_N=rollout_logprobs_N)
     lengths_R = bounds_R.diff()
     if not lengths_R.numel():
         return {}
@@ -115,6 +116,7 @@ def weight_metrics(
     Standard deviations divide by the count and are of the weights themselves, not of clamped ones.
     """
     bounds_R = _of_responses(bounds_S)
+    _require_lengths(bounds_R, raw_N=raw_N, weights_N=weights_N)
     if bounds_R.numel() == 1:
         return {}
     metrics: dict[str, Metric] = {}
@@ -358,6 +360,14 @@ def _spread_of(name: str, weights: Tensor, total: float) -> Metrics:
 def _of_responses(bounds_S: Tensor) -> Tensor:
     """The boundaries of the sequences that have a valid token, int64 [R + 1] on the CPU."""
     return bounds_S.to(device="cpu", dtype=torch.int64).unique_consecutive()
+
+
+def _require_lengths(bounds_R: Tensor, **values_N: Tensor) -> None:
+    """One number would be spread over all tokens, and further ones would be left out."""
+    for name, x_N in values_N.items():
+        if x_N.shape != (int(bounds_R[-1]),):
+            num_valid = int(bounds_R[-1])
+            raise ValueError(f"{name} has shape {tuple(x_N.shape)}, the responses {num_valid} valid tokens; pass one value for each")
 
 
 def _float64_copy(values: Tensor) -> Tensor:
