@@ -38,10 +38,11 @@ def own_address(nodes: NodesConfig | None) -> str:
 def role_environment(nodes: NodesConfig | None) -> dict[str, str]:
     """What gloo, NCCL and tensorpipe of a role on this host are told, so that they use the interface of ``own_address``.
 
-    Without ``nodes.interface`` NCCL is left to find the fastest one by itself, and what the environment says already is kept.
+    On one machine that is the loopback interface, whatever the environment says: what they listen on has no password. On several,
+    without ``nodes.interface`` NCCL is left to find the fastest one by itself, and what the environment says already is kept.
     """
     if nodes is None:
-        return {}
+        return dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _interface_with(LOOPBACK) or "lo")
     if nodes.interface is not None:
         return dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), nodes.interface) | {"NCCL_SOCKET_IFNAME": f"={nodes.interface}"}
     interface = _interface_with(own_address(nodes))

@@ -122,7 +122,8 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False, 
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor, causes_told(folder, config, supervisor):
         start_sampling(supervisor, folder, config)
         _wait_ready(supervisor, folder, config)
-        with RemoteSampler(folder.read_address("sample")["address"], timeout_s=config.launch.collective_timeout_s) as remote:
+        address, timeout_s = folder.read_address("sample")["address"], config.launch.collective_timeout_s
+        with RemoteSampler(address, timeout_s=timeout_s, key=folder.run_key()) as remote:
             try:
                 result = remote.evaluate(meanwhile=lambda: supervisor.check(may_end=()))
             except SamplingError as error:  # the role's own account of what went wrong

@@ -86,7 +86,11 @@ def _server_address(config: RunConfig, share: placement.ServerShare) -> str:
     first = config.rollout.first_port
     if share.node_rank:
         return "that of its first node"
-    return "two free ports" if first is None else f"port {first + 2 * share.replica} (HTTP), {first + 2 * share.replica + 1} (its ranks)"
+    meets = share.num_nodes > 1  # the ranks of one node meet in a file
+    if first is None:
+        return "two free ports" if meets else FREE_PORT
+    http = first + 2 * share.replica
+    return f"port {http} (HTTP), {http + 1} (its ranks)" if meets else f"port {http}"
 
 
 def _learner_rows(config: RunConfig | SftConfig, device: Device) -> Iterator[Row]:
@@ -96,8 +100,13 @@ def _learner_rows(config: RunConfig | SftConfig, device: Device) -> Iterator[Row
     for node in range(1 if nodes is None else nodes.learner):
         where = device.host if nodes is None else _node("learner", node, nodes)
         ranks = f"{_range(node * each, each)} of {config.layout.world_size}"
-        address = FREE_PORT if node == 0 else "that of its first node"
-        yield name, where, ranks, _devices(0, each, device), f"{address} (rendezvous)"
+        yield name, where, ranks, _devices(0, each, device), _rendezvous_address(nodes, node)
+
+
+def _rendezvous_address(nodes: NodesConfig | None, node: int) -> str:
+    if nodes is None or nodes.learner == 1:
+        return "no port: its ranks meet in a file"
+    return f"{FREE_PORT if node == 0 else 'that of its first node'} (rendezvous)"
 
 
 def _node(side: str, number: int, nodes: NodesConfig) -> str:

@@ -121,6 +121,7 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
         quantization=config.rollout.quantization,
         peer_timeout_s=config.launch.peer_timeout_s,
         turns=turns,
+        key=folder.run_key(),
     )
     # Last: once it is open, whoever fails has to close it.
     tracker = Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None
@@ -188,7 +189,7 @@ def _connect(folder: RunFolder, config: RunConfig):
     timeout_s = config.launch.start_timeout_s
     urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s)
     address = folder.wait_for_address("sample", timeout_s=timeout_s)["address"]
-    limits = {"timeout_s": _patience_s(config), "peer_timeout_s": config.launch.peer_timeout_s}
+    limits = {"timeout_s": _patience_s(config), "peer_timeout_s": config.launch.peer_timeout_s, "key": folder.run_key()}
     remote = RemoteSampler(address, **limits)
     control = SGLangControl(urls, tensor_parallel=config.rollout.tp, **limits)
     return remote, control

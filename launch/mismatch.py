@@ -158,7 +158,11 @@ async def _sample(folder: RunFolder, config: RunConfig, prompts: Sequence, urls:
     settings = config.rollout
     lengths = {"long": (1, settings.max_new_tokens), "short": (SHORT_PER_PROMPT, shortened(config, SHORT_PER_PROMPT))}
     async with SGLangClient(
-        urls, max_concurrency=settings.max_concurrency, timeout_s=settings.request_timeout_s, max_retries=settings.max_retries
+        urls,
+        max_concurrency=settings.max_concurrency,
+        timeout_s=settings.request_timeout_s,
+        max_retries=settings.max_retries,
+        key=folder.run_key(),
     ) as client:
         for name, (per_prompt, max_new_tokens) in lengths.items():
             groups = await sample_fixed(
@@ -192,6 +196,7 @@ async def _prefill(folder: RunFolder, config: RunConfig, samples: Path, url: str
             name=name,
             timeout_s=config.rollout.request_timeout_s,
             report=_say,
+            key=folder.run_key(),
         )
         found[name] = torch.tensor([x for row in rows for x in row], dtype=torch.float32)
     write_tensors(folder.path / "prefill.safetensors", found)

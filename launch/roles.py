@@ -49,7 +49,11 @@ def sample(folder: RunFolder, doing: Callable[[str], None] = lambda what: None) 
 
     try:
         host = own_address(config.launch.nodes)
-        asyncio.run(run_sample_role(config, server_urls=server_urls, announce=announce, log_dir=folder.logs, host=host, doing=doing))
+        asyncio.run(
+            run_sample_role(
+                config, server_urls=server_urls, announce=announce, log_dir=folder.logs, host=host, key=folder.run_key(), doing=doing
+            )
+        )
     finally:
         folder.withdraw("sample")
 
@@ -137,11 +141,10 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
     """
     run, label = ROLES[name], name
     config = config_of(folder, SftConfig if name == "sft-rank" else RunConfig)
-    if name in SIDES:
-        os.environ.update(role_environment(config.launch.nodes))
-        if name == "serve":
-            node = serving_node(config, node)
-            run, label = partial(serve, node=node), serve_roles(config)[node]
+    os.environ.update(role_environment(config.launch.nodes if name in SIDES else None))
+    if name == "serve":
+        node = serving_node(config, node)
+        run, label = partial(serve, node=node), serve_roles(config)[node]
     beat = f"rank-{os.environ.get('RANK', '0')}" if name in MEGATRON_ROLES else label
     note = stopped_note(folder, beat)
     note.parent.mkdir(exist_ok=True)
@@ -196,16 +199,16 @@ def command(role: str, folder: RunFolder, *, ranks: int = 1, node: int | None = 
     arguments = ["launch", role, str(folder.path), *([] if node is None else ["--node", str(node)])]
     if role not in MEGATRON_ROLES:
         return [sys.executable, "-m", *arguments]
-    return [sys.executable, "-m", "torch.distributed.run", *_meeting(rendezvous), f"--nproc-per-node={ranks}", "-m", *arguments]
+    return [sys.executable, "-m", "launch.rendezvous", *_meeting(rendezvous), f"--nproc-per-node={ranks}", "-m", *arguments]
 
 
 def _meeting(rendezvous: Rendezvous | None) -> list[str]:
     if rendezvous is None:
-        return ["--standalone"]
-    # No --node-rank: c10d has no use for it. It numbers nodes by their names, and the ranks of one node one after another.
+        return ["--rdzv-backend=tandem"]
+    # No --node-rank: the host is node 0, and the others are numbered as they come, each with its ranks one after another.
     return [
         f"--nnodes={rendezvous.nodes}",
-        "--rdzv-backend=c10d",
+        "--rdzv-backend=tandem",
         f"--rdzv-endpoint={rendezvous.endpoint}",
         f"--rdzv-id={rendezvous.id}",
         f"--rdzv-conf=join_timeout={math.ceil(rendezvous.timeout_s)},is_host={str(rendezvous.is_host).lower()}",

@@ -8,6 +8,7 @@
     job.json           the Slurm job that runs it, or ran it last         restarts.json, train.sbatch   of Slurm, too
     hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
     export/            a checkpoint's weights, in the same format        mlflow_run_id                 which a resumed run goes on with
+    key.yaml           the key of the run, for its owner's eyes: servers and sampler refuse whoever does not know it
     batches/           recorded steps, for `tandem replay`               replay/                       what it asks and finds
     request.json       what to do, of `tandem eval`, `mismatch`, ...     metrics.lost.jsonl            of an attempt without a checkpoint
 """
@@ -27,6 +28,7 @@ from typing import TextIO
 
 from configs.errors import ConfigError, Problem
 from parallel.checkpoint_files import is_valid, latest_valid, missing, step_folders, step_of
+from rollout.run_key import RunKey, run_key
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What flock says where a file system, or its server, has none."""
@@ -83,6 +85,10 @@ class RunFolder:
     def restarts(self) -> Path:
         """Failed starts without a newer checkpoint in between."""
         return self.path / "restarts.json"
+
+    def run_key(self) -> RunKey:
+        """What whoever talks to this run's servers and sampler has to prove; made by the first who asks. See ``rollout.run_key``."""
+        return run_key(self.path / "key.yaml")
 
     def address(self, role: str) -> Path:
         return self.path / "roles" / f"{role}.json"

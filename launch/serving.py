@@ -45,6 +45,7 @@ def serve(folder: RunFolder, node: int = 0, doing: Callable[[str], None] = lambd
         meeting_points=meeting_points(folder, config, shares, host),
         fp32_lm_head=config.model.fp32_lm_head,
         lends_memory=config.launch.placement == "colocated",
+        key=folder.run_key(),
     )
     try:
         fleet.start()

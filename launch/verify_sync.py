@@ -178,7 +178,10 @@ class Serving:
         )
         timeout_s = self.base.launch.collective_timeout_s
         urls = {tp: read_servers(folder, [ONE_MACHINE]) for tp, folder in folders.items()}
-        return {tp: lines.enter_context(SGLangControl(urls[tp], tensor_parallel=tp, timeout_s=timeout_s)) for tp in urls}
+        keys = {tp: folder.run_key() for tp, folder in folders.items()}
+        return {
+            tp: lines.enter_context(SGLangControl(urls[tp], tensor_parallel=tp, timeout_s=timeout_s, key=keys[tp])) for tp in self.tps
+        }
 
     def _start_fleet(self, supervisor: Supervisor, folder: RunFolder, tp: int, model: Path, replicas: int, first_gpu: int) -> None:
         rollout = self.base.rollout.model_copy(update={"tp": tp, "replicas": replicas, "first_port": None})
@@ -216,7 +219,8 @@ def _transfer_from(config: RunConfig, text: str, out: Path, controls: Mapping[in
     folder = _learner_folder(out, text)
     folder.path.mkdir()
     folder.config.write_text(resolved_yaml(config))
-    write_json(folder.path / "request.json", {"servers": [{"tp": tp, "urls": control.urls} for tp, control in controls.items()]})
+    servers = [{"tp": tp, "urls": control.urls, "key_file": str(control.key.file)} for tp, control in controls.items()]
+    write_json(folder.path / "request.json", {"servers": servers})
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:  # the servers go on when this one's roles have ended
         supervisor.start(start("verify-rank", folder, config, ranks=config.layout.world_size, show_stdout=True))
         supervisor.wait_until_done("verify-rank")
@@ -307,6 +311,7 @@ def send_other_weights(folder: RunFolder) -> None:
     from launch.learning import PROBE_PROMPT, PROBE_TOKENS
     from parallel.hf_files import PerturbedWeights
     from parallel.platform import collective_backend, init_distributed
+    from rollout.run_key import run_key
     from rollout.sglang_control import SGLangControl
     from trainer.learner import Learner
     from trainer.weight_sync import WeightSync
@@ -318,7 +323,9 @@ def send_other_weights(folder: RunFolder) -> None:
     learner.engine.load_weights(PerturbedWeights(config.model.path))
     learner.save_hf(folder.export)
     for servers in json.loads((folder.path / "request.json").read_text())["servers"]:
-        control = SGLangControl(servers["urls"], tensor_parallel=servers["tp"], timeout_s=timeout_s) if learner.is_first_rank else None
+        key, control = run_key(Path(servers["key_file"])), None
+        if learner.is_first_rank:
+            control = SGLangControl(servers["urls"], tensor_parallel=servers["tp"], timeout_s=timeout_s, key=key)
         learner.version = 0
         sync = WeightSync(
             learner,
@@ -330,6 +337,7 @@ def send_other_weights(folder: RunFolder) -> None:
             probe_prompt=PROBE_PROMPT,
             probe_tokens=PROBE_TOKENS,
             timeout_s=timeout_s,
+            key=key,
         )
         result = sync.publish()
         sync.close()

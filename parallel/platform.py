@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 # Before anything imports megatron.core: its repairs, and on a machine without CUDA the stand-ins.
 import parallel.megatron_setup  # noqa: F401
+from parallel.rank_store import STORE_VARIABLE
 
 
 def has_cuda() -> bool:
@@ -81,6 +82,8 @@ def side_stream(place: torch.device) -> Iterator[None]:
 def init_distributed(timeout_s: float) -> None:
     """Join the process group that torchrun's environment describes, or be a group of one where there is none.
 
+    On one node the ranks meet in a file (``launch/rendezvous.py``), on several at torchrun's MASTER_ADDR and MASTER_PORT.
+
     ``timeout_s`` seconds is the deadline of every collective. Calling it twice is harmless. Raises ValueError for a
     half-set environment.
     """
@@ -96,5 +99,9 @@ def init_distributed(timeout_s: float) -> None:
     if missing:
         store = dist.HashStore()
         dist.init_process_group(_group_backends(), store=store, rank=0, world_size=1, timeout=timeout)
+    elif STORE_VARIABLE in os.environ:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(os.environ[STORE_VARIABLE], size)
+        dist.init_process_group(_group_backends(), store=store, rank=rank, world_size=size, timeout=timeout)
     else:
         dist.init_process_group(_group_backends(), timeout=timeout)

@@ -6,6 +6,7 @@ server that dies can never hang the training collectives. Non-goals: choosing wh
 does both.
 """
 
+import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -139,11 +140,15 @@ class WeightBroadcaster:
     def __init__(self, *, world_size: int, backend: str, timeout_s: float, address: str = "127.0.0.1", group_name: str | None = None):
         """group_name: None for one that no other broadcaster of this process has."""
         self._timeout = timedelta(seconds=timeout_s)
-        # Port 0: the store takes a free port itself, so nothing can take it in between.
-        self._store = dist.TCPStore(address, 0, world_size, is_master=True, timeout=self._timeout, wait_for_workers=False)
+        # A store listens on every interface, unless it is handed a socket that listens already. Port 0: nothing can take it in between.
+        listening = socket.create_server((address, 0))
+        port = listening.getsockname()[1]
+        self._store = dist.TCPStore(
+            address, port, world_size, True, self._timeout, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
         self._backend, self._group, self._line = backend, None, Line()
-        self.address, self.port, self.world_size = address, self._store.port, world_size
-        self.group_name = group_name or f"tandem-weights-{self.port}"
+        self.address, self.port, self.world_size = address, port, world_size
+        self.group_name = group_name or f"tandem-weights-{port}"
 
     def join(self, check: Callable[[], None]) -> None:
         """Return when every rank is in the group."""

@@ -10,6 +10,8 @@ import time
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from rollout.run_key import RunKey
+
 PEER_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
 """Of one attempt."""
@@ -82,9 +84,12 @@ def heartbeats(peer_timeout_s: float) -> dict[int, int]:
 class Requester:
     """A ZeroMQ REQ socket that says when the one who is to answer is gone; otherwise it would wait for an answer that is lost."""
 
-    def __init__(self, context: zmq.Context, address: str, *, peer_timeout_s: float) -> None:
+    def __init__(self, context: zmq.Context, address: str, *, peer_timeout_s: float, key: RunKey | None = None) -> None:
         self._address, self._peer_timeout_s = address, peer_timeout_s
         self._socket = context.socket(zmq.REQ)
+        if key is not None:
+            self._socket.curve_serverkey, _ = key.curve_pair("sampler")
+            self._socket.curve_publickey, self._socket.curve_secretkey = key.curve_pair("learner")
         self._socket.setsockopt(zmq.LINGER, 0)
         for option, value in heartbeats(peer_timeout_s).items():
             self._socket.setsockopt(option, value)

@@ -16,6 +16,7 @@ import orjson
 
 from rollout.client import RolloutError
 from rollout.connections import PEER_TIMEOUT_S, connect
+from rollout.run_key import RunKey
 from rollout.sglang_client import REUSE_S, server_message
 
 
@@ -27,7 +28,8 @@ class ControlLine:
     """Used by one thread; answers are read in another. Whatever takes longer than ``timeout_s`` on the wire fails, and so does all that is
     under way when the server's host has answered nothing, not even its kernel's probes, for ``peer_timeout_s``."""
 
-    def __init__(self, url: str, *, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S) -> None:
+    def __init__(self, url: str, *, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S, key: RunKey | None = None) -> None:
+        self._proof = "".join(f"{name}: {value}\r\n" for name, value in (key.http_headers if key is not None else {}).items())
         self._url, self._timeout_s, self._peer_timeout_s = url, timeout_s, peer_timeout_s
         self._address = (urlsplit(url).hostname, urlsplit(url).port)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="control-line")
@@ -43,7 +45,7 @@ class ControlLine:
         what, content = f"{method} {self._url}{path}", b"" if body is None else orjson.dumps(body)
         head = (
             f"{method} {path} HTTP/1.1\r\nHost: {self._address[0]}:{self._address[1]}\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+            f"{self._proof}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         try:
             answers = self._open()

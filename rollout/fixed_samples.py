@@ -11,6 +11,7 @@ import orjson
 from configs.schema import RunConfig
 from rollout.client import GenerationClient, GenerationError
 from rollout.records import Completion, Prompt
+from rollout.run_key import RunKey
 from rollout.sampler import epoch_order
 from rollout.sglang_client import neutral_sampling_params, server_message
 from rollout.tasks import Task
@@ -76,6 +77,7 @@ async def prefill_logprobs(
     name: str,
     timeout_s: float,
     report: Report,
+    key: RunKey | None = None,
 ) -> list[list[float]]:
     """Log-probs of each sequence's last ``response_lengths`` tokens, by one prefill of the whole sequence at temperature 1.
 
@@ -86,7 +88,8 @@ async def prefill_logprobs(
     """
     found: list[list[float]] = []
     began, tokens = time.perf_counter(), 0
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session:
+    headers = key.http_headers if key is not None else None
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session:
         for rows in _requests(sequences):
             part = [list(sequences[row]) for row in rows]
             replies = await _score(session, url, part)

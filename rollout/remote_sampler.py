@@ -8,6 +8,7 @@ import zmq
 
 from rollout.connections import PEER_TIMEOUT_S, PeerLost, Requester
 from rollout.records import Group
+from rollout.run_key import RunKey
 from rollout.sample_messages import (
     Done,
     Evaluate,
@@ -44,8 +45,10 @@ class RemoteSampler:
     nobody takes that answer any more.
     """
 
-    def __init__(self, address: str, *, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S) -> None:
-        self._address, self._timeout_s, self._peer_timeout_s = address, timeout_s, peer_timeout_s
+    def __init__(
+        self, address: str, *, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S, key: RunKey | None = None
+    ) -> None:
+        self._address, self._timeout_s, self._peer_timeout_s, self._key = address, timeout_s, peer_timeout_s, key
         self._context = zmq.Context()
         self._channel: Requester | None = None
 
@@ -116,7 +119,7 @@ class RemoteSampler:
 
     def _open_channel(self) -> Requester:
         if self._channel is None:
-            self._channel = Requester(self._context, self._address, peer_timeout_s=self._peer_timeout_s)
+            self._channel = Requester(self._context, self._address, peer_timeout_s=self._peer_timeout_s, key=self._key)
         return self._channel
 
     def _drop_channel(self) -> None:

@@ -22,6 +22,7 @@ from configs.schema import RunConfig
 from configs.schema.rollout import RouterConfig
 from rollout.client import ClientStats, GenerationClient, GenerationError
 from rollout.records import Completion
+from rollout.run_key import RunKey
 from rollout.sglang_client import SGLangClient
 from rollout.sglang_command import LOOPBACK, Ports, choose_ports
 from rollout.watched_process import end_watched, how_it_ended, log_tail, start_watched
@@ -35,12 +36,15 @@ PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 
 
 @asynccontextmanager
-async def generation_client(config: RunConfig, urls: Sequence[str], *, log_dir: Path) -> AsyncIterator[GenerationClient]:
+async def generation_client(
+    config: RunConfig, urls: Sequence[str], *, log_dir: Path, key: RunKey | None = None
+) -> AsyncIterator[GenerationClient]:
     """What the sample role asks: the servers at ``urls``, or a router before them. Raises as ``Router`` does."""
     rollout = config.rollout
     with ExitStack() as stack:
         if rollout.router is not None:
-            router = Router(rollout.router, urls, log_file=log_dir / "router.log", request_timeout_s=rollout.request_timeout_s)
+            log_file, timeout_s = log_dir / "router.log", rollout.request_timeout_s
+            router = Router(rollout.router, urls, log_file=log_file, request_timeout_s=timeout_s, key=key)
             urls = [stack.enter_context(router).url]
         async with SGLangClient(
             urls,
@@ -49,6 +53,7 @@ async def generation_client(config: RunConfig, urls: Sequence[str], *, log_dir: 
             max_retries=rollout.max_retries,
             peer_timeout_s=config.launch.peer_timeout_s,
             whole_groups=rollout.router is None,
+            key=key,
         ) as client:
             yield client if rollout.router is None else _Routed(client, router)
 
@@ -88,8 +93,11 @@ class Router:
         urls: of the servers, which are healthy. request_timeout_s: of our client, which gives up first.
     """
 
-    def __init__(self, config: RouterConfig, urls: Sequence[str], *, log_file: Path, request_timeout_s: float) -> None:
+    def __init__(
+        self, config: RouterConfig, urls: Sequence[str], *, log_file: Path, request_timeout_s: float, key: RunKey | None = None
+    ) -> None:
         check_is_installed()
+        self._key = key
         self._config, self._urls, self._log_file, self._request_timeout_s = config, list(urls), log_file, request_timeout_s
         (self._ports,) = choose_ports([0], None)
         self._process: subprocess.Popen | None = None
@@ -112,7 +120,7 @@ class Router:
 
     def start(self) -> None:
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        command = router_command(self._config, self._urls, ports=self._ports, request_timeout_s=self._request_timeout_s)
+        command = router_command(self._config, self._urls, ports=self._ports, request_timeout_s=self._request_timeout_s, key=self._key)
         # Unlike our clients it would ask a proxy for the servers.
         environment = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
         environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -142,7 +150,7 @@ class Router:
         connection = http.client.HTTPConnection(LOOPBACK, self._ports.http, timeout=READY_REQUEST_TIMEOUT_S)
         with closing(connection):
             try:
-                connection.request("GET", "/workers")
+                connection.request("GET", "/workers", headers=self._key.http_headers if self._key is not None else {})
                 response = connection.getresponse()
                 return response.status == 200 and _healthy_workers(response.read()) == len(self._urls)
             except (OSError, http.client.HTTPException):
@@ -157,7 +165,9 @@ class Router:
             end_watched([process])
 
 
-def router_command(config: RouterConfig, urls: Sequence[str], *, ports: Ports, request_timeout_s: float) -> list[str]:
+def router_command(
+    config: RouterConfig, urls: Sequence[str], *, ports: Ports, request_timeout_s: float, key: RunKey | None = None
+) -> list[str]:
     """The command line. Its settings, beside addresses and policy:
 
     - health by /model_info, every 2 s: its default asks the server for a token, which a paused one never gives: after
@@ -179,7 +189,8 @@ def router_command(config: RouterConfig, urls: Sequence[str], *, ports: Ports, r
         "--log-level": "warn",
     }
     arguments = [str(part) for flag in flags.items() for part in flag]
-    return [sys.executable, "-m", f"{PACKAGE}.launch_router", "--worker-urls", *urls, "--disable-retries", *arguments]
+    start = [f"{PACKAGE}.launch_router"] if key is None else ["rollout.start_router", str(key.file)]
+    return [sys.executable, "-m", *start, "--worker-urls", *urls, "--disable-retries", *arguments]
 
 
 def check_is_installed() -> None:

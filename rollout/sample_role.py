@@ -8,15 +8,19 @@
 """
 
 import gc
+import hmac
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
 
 from configs.schema import RunConfig
 from rollout.client import GenerationError
@@ -25,6 +29,7 @@ from rollout.prompt_room import prompt_room
 from rollout.records import Prompt
 from rollout.rewards import RewardModelError, Scorer, WorkerStartError, may_read_rows
 from rollout.router import generation_client
+from rollout.run_key import RunKey
 from rollout.sample_messages import (
     Done,
     Evaluate,
@@ -64,10 +69,11 @@ async def run_sample_role(
     log_dir: Path,
     host: str = "127.0.0.1",
     doing: Callable[[str], None] = _unheard,
+    key: RunKey | None = None,
 ) -> None:
     """Serve the learner until it says stop. ``announce`` is called once with the address to ask, of ``host``, when requests can come.
 
-    log_dir: of a router, where the config asks for one.
+    log_dir: of a router, where the config asks for one. key: what the learner has to prove, and what the servers want proved.
 
     ``server_urls`` may be a function that waits for the servers: it is called once the data is loaded and checked and every reward
     model answers, so that this takes place while the servers start.
@@ -79,7 +85,7 @@ async def run_sample_role(
     tokenizer, task = load_checked_task(config)
     async with Scorer(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer:
         urls = server_urls() if callable(server_urls) else server_urls
-        async with generation_client(config, urls, log_dir=log_dir) as client:
+        async with generation_client(config, urls, log_dir=log_dir, key=key) as client:
             sampler = GroupSampler(
                 client=client,
                 task=task,
@@ -91,7 +97,7 @@ async def run_sample_role(
                 seed=config.seed,
             )
             gc.freeze()  # tokenizer, prompts and libraries live as long as the run; no collection needs to walk through them
-            await serve(sampler, announce=announce, host=host, peer_timeout_s=config.launch.peer_timeout_s, doing=doing)
+            await serve(sampler, announce=announce, host=host, peer_timeout_s=config.launch.peer_timeout_s, key=key, doing=doing)
 
 
 def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Task]:
@@ -140,14 +146,18 @@ async def serve(
     host: str = "127.0.0.1",
     peer_timeout_s: float = PEER_TIMEOUT_S,
     doing: Callable[[str], None] = _unheard,
+    key: RunKey | None = None,
 ) -> None:
     """Answer requests on a free port, one at a time, until Stop. A request that fails is answered with a Failure.
 
-    doing: told of each request, and when there is none.
+    Only a learner that proves ``key`` is heard; None, for tests alone: anyone. doing: told of each request, and when there is none.
     """
     context = zmq.asyncio.Context()
     try:
-        with context.socket(zmq.REP) as channel:
+        with only_learner(context, key), context.socket(zmq.REP) as channel:
+            if key is not None:
+                channel.curve_server = True
+                channel.curve_publickey, channel.curve_secretkey = key.curve_pair("sampler")
             channel.setsockopt(zmq.LINGER, LAST_REPLY_LINGER_MS)
             for option, value in heartbeats(peer_timeout_s).items():
                 channel.setsockopt(option, value)
@@ -155,7 +165,12 @@ async def serve(
             announce(f"tcp://{host}:{port}")
             while True:
                 doing("waiting for the learner")
-                request = msgspec.msgpack.decode(await channel.recv(), type=Request)
+                try:
+                    request = msgspec.msgpack.decode(await channel.recv(), type=Request)
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:  # of another version of Tandem: it has proved the key
+                    logger.error("a message that is no request was refused: %s", error)
+                    await channel.send(msgspec.msgpack.encode(Failure(f"this is no request of the sample role: {error}")))
+                    continue
                 doing(type(request).__name__)
                 try:
                     reply = await _answer(sampler, request)
@@ -167,6 +182,32 @@ async def serve(
                     return
     finally:
         context.term()
+
+
+@contextmanager
+def only_learner(context: zmq.asyncio.Context, key: RunKey | None) -> Iterator[None]:
+    """Inside, connections to the CURVE sockets of ``context`` are refused that do not prove to be the learner of this run."""
+    if key is None:
+        yield
+        return
+    learner, _ = key.curve_pair("learner")
+    door = AsyncioAuthenticator(context)
+    door.start()
+    door.configure_curve_callback(credentials_provider=_OnlyOne(learner))
+    try:
+        yield
+    finally:
+        door.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _OnlyOne:
+    """What pyzmq asks about a client's public key, in Z85 like ours."""
+
+    public: bytes
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return hmac.compare_digest(key, self.public)
 
 
 async def _answer(sampler: GroupSampler, request: Request) -> Reply:

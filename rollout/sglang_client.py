@@ -15,6 +15,7 @@ import orjson
 from rollout.client import ClientStats, GenerationError
 from rollout.connections import CONNECT_TIMEOUT_S, PEER_TIMEOUT_S, is_unreachable, watched_socket
 from rollout.records import Completion, FinishReason
+from rollout.run_key import RunKey
 
 T = TypeVar("T")
 
@@ -66,6 +67,7 @@ class SGLangClient:
         max_retries: int,
         peer_timeout_s: float = PEER_TIMEOUT_S,
         whole_groups: bool = True,
+        key: RunKey | None = None,
     ) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
@@ -82,6 +84,7 @@ class SGLangClient:
                 limit=0, keepalive_timeout=REUSE_S, socket_factory=partial(watched_socket, peer_timeout_s=peer_timeout_s)
             ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # the deadline is our own
+            headers=key.http_headers if key is not None else None,
         )
 
     async def __aenter__(self) -> "SGLangClient":

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema.rollout import RolloutConfig
+from rollout.run_key import RunKey
 from rollout.server_share import ServerShare
 
 LOOPBACK = "127.0.0.1"
@@ -60,6 +61,8 @@ OWNED_FLAGS = frozenset(
         "load-format",
         "rl-quant-profile",
         "enable-memory-saver",
+        "api-key",
+        "admin-api-key",
     }
 )
 """Flags that the schema's own fields or the design decide, by all their names; ``server_args`` may not override them."""
@@ -87,12 +90,14 @@ def server_command(
     meeting_point: str | None = None,
     fp32_lm_head: bool = False,
     lends_memory: bool = False,
+    key: RunKey | None = None,
 ) -> list[str]:
     """The command line of one replica, or of one node's share of it.
 
     Args:
         host: this node's address. meeting_point: HOST:PORT of the replica's first node, for one that takes several nodes.
         lends_memory: the replica can be asked to give its GPUs' memory back for a while.
+        key: what requests have to prove; SGLang reads it from its file.
     """
     flags: dict[str, str | int | float | bool] = {
         "model-path": str(model_path),
@@ -123,6 +128,8 @@ def server_command(
     else:
         flags |= {"device": "cpu", "skip-server-warmup": True}  # nothing is compiled on first use, and wait_healthy generates a token
     flags |= {name.replace("_", "-"): value for name, value in config.server_args.items()}
+    if key is not None:
+        flags["config"] = str(key.file)
     return [sys.executable, "-m", "sglang.launch_server", *_as_arguments(flags)]
 
 

@@ -40,6 +40,7 @@ from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S
 from rollout.control_line import ControlError, ControlLine
 from rollout.records import Completion
+from rollout.run_key import RunKey
 from rollout.sglang_client import finite_logprobs, neutral_sampling_params, parse_completion
 
 NO_UPDATE = "must run between begin_weight_update() and end_weight_update()"
@@ -101,16 +102,25 @@ class Pending:
 class SGLangControl:
     """Control of every replica at once; used by one thread. Each call waits at most ``timeout_s`` and then raises ControlError."""
 
-    def __init__(self, urls: Sequence[str], *, tensor_parallel: int, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        tensor_parallel: int,
+        timeout_s: float,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
+        key: RunKey | None = None,
+    ) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
         self.urls = [url.rstrip("/") for url in urls]
+        self.key = key
         self.group_name: str | None = None
         self._is_open = [False] * len(self.urls)
         """Of each replica: an update that another learner opened and never closed."""
         self._tensor_parallel = tensor_parallel
         self._timeout_s = timeout_s
-        self._lines = [ControlLine(url, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s) for url in self.urls]
+        self._lines = [ControlLine(url, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s, key=key) for url in self.urls]
 
     def __enter__(self) -> "SGLangControl":
         return self

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema.rollout import RolloutConfig
+from rollout.rank_meeting import RankMeeting
+from rollout.run_key import RunKey
 from rollout.server_share import ServerShare, on_one_machine
 from rollout.sglang_command import LOOPBACK, Ports, check_has_kernels, check_server_args, choose_ports, server_command, server_environment
 from rollout.watched_process import end_watched, how_it_ended, log_tail, server_pid, start_watched
@@ -40,6 +42,7 @@ class _Replica:
     process: subprocess.Popen
     ports: Ports
     log_file: Path
+    meeting: RankMeeting
     answers: bool
     """HTTP; where a replica takes several nodes, only its first one does."""
 
@@ -61,12 +64,14 @@ class ServerFleet:
         meeting_points: Mapping[int, str] | None = None,
         fp32_lm_head: bool = False,
         lends_memory: bool = False,
+        key: RunKey | None = None,
     ) -> None:
         """
         Args:
             shares: what runs on this node; None: every replica, from the first GPU on. host: this node's address, where they listen.
             meeting_points: of each replica that takes several nodes, where its ranks meet, HOST:PORT on its first node.
             fp32_lm_head: the output projection runs in float32. lends_memory: see ``server_command``.
+            key: what requests have to prove; None: nothing, for tests and benchmarks alone.
 
         Raises:
             ValueError: ``server_args`` holds a flag that another field decides, or the config needs kernels that CPU lacks.
@@ -82,6 +87,7 @@ class ServerFleet:
         self._cuda = cuda
         self._seed = seed
         self._fp32_lm_head, self._lends_memory = fp32_lm_head, lends_memory
+        self._key = key
         self._replicas: list[_Replica] = []
         self._pids: dict[int, int] = {}
         """Of the servers themselves, by replica; once they have been seen."""
@@ -127,12 +133,14 @@ class ServerFleet:
             meeting_point=self._meeting_points.get(share.replica),
             fp32_lm_head=self._fp32_lm_head,
             lends_memory=self._lends_memory,
+            key=self._key,
         )
         part = f".{share.node_rank}" if share.node_rank else ""
         log_file = self._log_dir / f"sglang-{share.replica}{part}.log"
-        environment = server_environment(share, place=place, threads=self._threads, cuda=self._cuda)
+        meeting = RankMeeting(share, self._meeting_points.get(share.replica))
+        environment = server_environment(share, place=place, threads=self._threads, cuda=self._cuda) | meeting.environment
         process = start_watched(command, log_file=log_file, environment=environment)
-        return _Replica(share.replica, process, ports, log_file, answers=share.node_rank == 0)
+        return _Replica(share.replica, process, ports, log_file, meeting, answers=share.node_rank == 0)
 
     def wait_healthy(
         self,
@@ -153,7 +161,7 @@ class ServerFleet:
             self.poll()
             left_s = started + timeout_s - time.monotonic()
             for replica in list(waiting):
-                if _is_healthy(self._host, replica.ports.http, min(HEALTH_REQUEST_TIMEOUT_S, max(left_s, 0.1))):
+                if _is_healthy(self._host, replica.ports.http, min(HEALTH_REQUEST_TIMEOUT_S, max(left_s, 0.1)), self._key):
                     waiting.remove(replica)
                     took_s = time.monotonic() - started
                     on_progress(f"SGLang replica {replica.number} is ready at {self._url(replica)} after {took_s:.0f} s")
@@ -182,7 +190,11 @@ class ServerFleet:
             RuntimeError: a process survived SIGKILL.
         """
         replicas, self._replicas = self._replicas, []
-        end_watched([replica.process for replica in replicas])
+        try:
+            end_watched([replica.process for replica in replicas])
+        finally:
+            for replica in replicas:
+                replica.meeting.close()
 
 
 def _late(waiting: Sequence[_Replica], timeout_s: float) -> str:
@@ -225,16 +237,17 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _is_healthy(host: str, port: int, timeout_s: float) -> bool:
+def _is_healthy(host: str, port: int, timeout_s: float, key: RunKey | None) -> bool:
     """Whether the server generates; while it still loads, the connection is refused or the answer is 503."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    headers = {} if key is None else key.http_headers
     with closing(connection):
         try:
-            connection.request("GET", "/model_info")
+            connection.request("GET", "/model_info", headers=headers)
             response = connection.getresponse()
             if response.status != 200 or "weight_version" not in json.loads(response.read()):
                 return False
-            connection.request("GET", "/health_generate")
+            connection.request("GET", "/health_generate", headers=headers)
             return connection.getresponse().status == 200
         except (OSError, http.client.HTTPException, json.JSONDecodeError):
             return False

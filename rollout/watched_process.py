@@ -23,7 +23,7 @@ SESSION_GUARD = Path(__file__).parent / "session_guard.py"
 
 def start_watched(command: Sequence[str], *, log_file: Path, environment: Mapping[str, str]) -> subprocess.Popen:
     """The watchdog of ``command``, all of whose output goes to ``log_file``. Raises OSError."""
-    with log_file.open("wb") as log:
+    with open(log_file, "wb", opener=_for_owner) as log:
         return subprocess.Popen(
             # The pipe is the lifeline: nobody writes to it, and its end of file tells the watchdog that this process is gone.
             [sys.executable, "-I", str(WATCHDOG), *command],
@@ -46,6 +46,11 @@ def guard_session(*, timeout_s: float, note: Path) -> None:
     nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     command = [sys.executable, "-I", str(SESSION_GUARD), str(os.getpid()), str(timeout_s), str(note.resolve())]
     subprocess.Popen(command, cwd="/", start_new_session=True, **nothing)
+
+
+def _for_owner(path: str, flags: int) -> int:
+    """An opener. A server prints its settings, the run's key among them."""
+    return os.open(path, flags, 0o600)
 
 
 def end_watched(processes: Sequence[subprocess.Popen]) -> None:

@@ -45,7 +45,7 @@ def network(monkeypatch):
 
 def test_one_machine_stays_on_its_loopback_address():
     assert own_address(None) == "127.0.0.1"
-    assert role_environment(None) == {}
+    assert role_environment(None) == dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
 
 
 def test_a_real_interface_gives_its_address_and_is_what_gloo_and_nccl_are_told():
@@ -244,9 +244,9 @@ def test_prepare_makes_the_folder_and_names_each_command_and_its_node(tmp_path, 
     learn, other = (found[f"# {where}:"] for where in
                     ("first node of the learner, 2 processes", "each other node of the learner (1), 2 processes on each"))  # fmt: skip
     assert [(a[-5:], b[-5:]) for a, b in zip(learn, other, strict=True) if a != b] == [("=true", "false")]  # is_host
-    assert learn[1:3] == ["-m", "torch.distributed.run"]
-    assert {"--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=first-node:29400"} <= set(learn)
-    assert f"--rdzv-id={folder.path.name}" in learn and "--standalone" not in learn
+    assert learn[1:3] == ["-m", "launch.rendezvous"]
+    assert {"--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=tandem", "--rdzv-endpoint=first-node:29400"} <= set(learn)
+    assert f"--rdzv-id={folder.path.name}" in learn
     assert learn[-4:] == ["-m", "launch", "learn", run]
     assert f"cd {tmp_path}" in lines and any(line.startswith("export OMP_NUM_THREADS=") for line in lines)
     assert folder.logs.is_dir()  # the commands write there
@@ -258,7 +258,7 @@ def test_prepare_takes_this_host_where_no_endpoint_is_given_and_none_for_a_singl
     several = capsys.readouterr().out
     assert re.search(r"--rdzv-endpoint=127\.0\.0\.1:\d+ ", several)
     prepare(config_file(tmp_path, model), ["launch.nodes.learner=1"])
-    assert "--standalone --nproc-per-node=4 -m launch learn" in capsys.readouterr().out
+    assert "--rdzv-backend=tandem --nproc-per-node=4 -m launch learn" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

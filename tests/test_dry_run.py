@@ -114,10 +114,10 @@ def test_one_machine(folder):
     found = table(config("layout.dp=2", "rollout.tp=2", "rollout.replicas=2", "rollout.first_port=30000"))
     here = "this machine"
     assert found == [
-        ["serve: SGLang 0", here, "TP 0-1 of 2", "GPU 2-3", "port 30000 (HTTP), 30001 (its ranks)"],
-        ["serve: SGLang 1", here, "TP 0-1 of 2", "GPU 4-5", "port 30002 (HTTP), 30003 (its ranks)"],
+        ["serve: SGLang 0", here, "TP 0-1 of 2", "GPU 2-3", "port 30000"],
+        ["serve: SGLang 1", here, "TP 0-1 of 2", "GPU 4-5", "port 30002"],
         ["sample", here, "1 process", "CPU", "a free port"],
-        ["learn", here, "0-1 of 2", "GPU 0-1", "a free port (rendezvous)"],
+        ["learn", here, "0-1 of 2", "GPU 0-1", "no port: its ranks meet in a file"],
     ]
     devices = [row[3] for row in table(config("layout.dp=2", "rollout.tp=2", "launch.placement=colocated"))]
     assert devices == ["GPU 0-1", "CPU", "GPU 0-1"], "both sides have the same GPUs"

@@ -187,7 +187,7 @@ def test_each_side_is_a_step_on_its_node(tmp_path):
     assert all("overlap" in options and "gres" not in options for options, _ in steps.values())
     assert steps["serve-0"][1] == ["launch", "serve", str(tmp_path), "--node", "0"]
     assert steps["sample"][1] == ["launch", "sample", str(tmp_path)]
-    assert "--standalone" in steps["learn-0"][1]
+    assert "--rdzv-backend=tandem" in steps["learn-0"][1]
 
 
 @pytest.mark.parametrize(("asked", "gres"), [(None, "gpu:8"), (0, None), (10, "gpu:10")])

@@ -46,6 +46,7 @@ from parallel.weight_transfer import Bucket, Buffers, UnderWay, WeightBroadcaste
 from rollout.client import RolloutError
 from rollout.connections import PEER_TIMEOUT_S
 from rollout.records import Completion
+from rollout.run_key import RunKey
 from rollout.sglang_control import ExpectedChecksums, Pending, Served, SGLangControl
 from trainer.learner import Learner
 from trainer.ranks import on_first_rank
@@ -105,10 +106,12 @@ class WeightSync:
         quantization: Quantization = "none",
         peer_timeout_s: float = PEER_TIMEOUT_S,
         turns: OwnDevices | None = None,
+        key: RunKey | None = None,
     ):
         """quantization: ``fake_int8`` rounds what is sent; see ``RolloutConfig``.
         samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it. address: of this rank's host, where
-        the servers reach it if it is a sender. turns: None where the servers have devices of their own."""
+        the servers reach it if it is a sender. turns: None where the servers have devices of their own.
+        key: what the servers want proved."""
         self._learner, self._control = learner, control
         self._turns = turns or OwnDevices()
         self._dtype = getattr(torch, rollout_dtype)
@@ -126,7 +129,7 @@ class WeightSync:
         if learner.groups.is_stage_first:
             # The control of rank 0 serves its own stage too.
             of_stage = control or SGLangControl(
-                urls[0], tensor_parallel=tensor_parallel, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s
+                urls[0], tensor_parallel=tensor_parallel, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s, key=key
             )
             with in_turn(learner.groups):
                 self._sender = StageSender(of_stage, tensor_parallel, backend, timeout_s, address, stage=learner.groups.pp_rank)
