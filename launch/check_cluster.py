@@ -13,6 +13,8 @@ from configs.schema.launch import LaunchConfig, NodesConfig
 from launch.checks import BadInput
 from launch.cluster_checks import Finding, Level, checks_of_node
 from launch.cluster_meeting import Meeting, checks_between, leave
+from launch.run_folder import RunFolder
+from launch.sockets import sockets_of
 
 
 def check_cluster(
@@ -33,6 +35,13 @@ def check_cluster(
     print(f"{name}{'see FAIL above: a run would not work' if worst else 'nothing found that would keep a run from working'}")
     sys.stdout.flush()
     os._exit(worst)  # a collective that hangs may have left its thread behind
+
+
+def check_sockets(folder: RunFolder) -> bool:
+    """Print what a run that is going on listens on here; whether all of it is where it should be."""
+    findings = list(sockets_of(folder))
+    print(*findings, sep="\n", flush=True)
+    return all(finding.level is not Level.FAIL for finding in findings)
 
 
 def _findings(nodes: NodesConfig | None, config: RunConfig | SftConfig | None, meeting: Meeting) -> Iterator[Finding]:

@@ -203,11 +203,16 @@ def check_cluster(
     nodes: Annotated[int | None, typer.Option(min=1, help="How many run this command; in a Slurm step they are known.")] = None,
     node: Annotated[int | None, typer.Option(min=0, help="Which of them this is, from 0.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the others, and for a collective.")] = 60.0,
+    run: Annotated[Path | None, typer.Option(help="A run that is going on: list what it listens on here, instead.", metavar="RUN")] = None,
 ) -> None:
     """What keeps a first job on a cluster from running: drivers, limits, shared folder, ports, interfaces. One call per node:
     srun --nodes 4 --ntasks-per-node 1 tandem check-cluster CONFIG"""
     from launch.check_cluster import check_cluster as check
+    from launch.check_cluster import check_sockets
+    from launch.commands import existing_run
 
+    if run is not None:
+        raise typer.Exit(0 if check_sockets(existing_run(run)) else 1)
     check(config, overrides or [], folder=folder, num_nodes=nodes, node=node, timeout_s=timeout)
 
 

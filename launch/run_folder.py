@@ -34,6 +34,9 @@ WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """What flock says where a file system, or its server, has none."""
 
 
+KEY = "key.yaml"
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     path: Path
@@ -88,7 +91,7 @@ class RunFolder:
 
     def run_key(self) -> RunKey:
         """What whoever talks to this run's servers and sampler has to prove; made by the first who asks. See ``rollout.run_key``."""
-        return run_key(self.path / "key.yaml")
+        return run_key(self.path / KEY)
 
     def address(self, role: str) -> Path:
         return self.path / "roles" / f"{role}.json"
@@ -149,6 +152,7 @@ class RunFolder:
         self._held.append(locked(self.path / "roles" / "lock"))
         for file in (self.path / "roles").glob("*.*"):
             file.unlink()
+        (self.path / KEY).unlink(missing_ok=True)  # each start has its own: a log shown to others tells nothing of the next
         if not step_folders(self.checkpoints):  # where all are damaged, the learner says so, and nothing begins anew
             self.put_metrics_aside()
 

@@ -21,6 +21,7 @@ from rollout.client import GenerationError
 from rollout.records import FinishReason, Group, Prompt, Score, TrajectoryStatus
 from rollout.remote_sampler import RemoteSampler
 from rollout.rewards import RewardModelError, WorkerStartError
+from rollout.run_key import run_key
 from rollout.sample_messages import SamplerState, SamplingError
 from rollout.sample_role import check_prompt_lengths, check_vocabulary, run_sample_role, serve
 from rollout.sampler import GroupSampler, choose_heldout, epoch_order
@@ -555,9 +556,9 @@ def test_short_texts_are_not_tokenised_to_know_that_they_fit():
 
 
 @pytest.fixture
-def served(tokenizer):
+def served(tokenizer, tmp_path):
     """Start a sample role in a thread for a given sampler, and hand out the learner's side; ends with ``stop``."""
-    threads, remotes = [], []
+    threads, remotes, key = [], [], run_key(tmp_path / "key.yaml")
 
     def start(sampler, timeout_s=20.0) -> RemoteSampler:
         addresses, ready = [], threading.Event()
@@ -566,11 +567,11 @@ def served(tokenizer):
             addresses.append(address)
             ready.set()
 
-        thread = threading.Thread(target=lambda: asyncio.run(serve(sampler, announce=announce)), daemon=True)
+        thread = threading.Thread(target=lambda: asyncio.run(serve(sampler, announce=announce, key=key)), daemon=True)
         thread.start()
         assert ready.wait(20)
         threads.append(thread)
-        remotes.append(RemoteSampler(addresses[0], timeout_s=timeout_s))
+        remotes.append(RemoteSampler(addresses[0], timeout_s=timeout_s, key=key))
         return remotes[-1]
 
     yield start
