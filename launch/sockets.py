@@ -94,10 +94,10 @@ def _ports_with_key(folder: RunFolder) -> dict[int, tuple[str, str]]:
 
 
 def _other(process: psutil.Process, port: int) -> tuple[str, str]:
-    """(what, protection). The ports of a router are on its command line."""
+    """(what, protection). The ports of a router are on the command line of its watchdog; it gives itself a title in place of its own."""
     try:
-        command = process.cmdline()
-    except psutil.NoSuchProcess:
+        command = process.parent().cmdline()
+    except (psutil.NoSuchProcess, AttributeError):  # AttributeError: no parent
         command = []
     if "rollout.start_router" in command:
         flag = command[command.index(str(port)) - 1] if str(port) in command else ""

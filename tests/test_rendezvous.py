@@ -50,7 +50,7 @@ def test_a_node_that_does_not_come_and_one_too_many_are_told(port):
     other = choose_ports([0], None)[0].http
     host, extra = agents(1, other)[0], SeveralNodes("run", host="127.0.0.1", port=other, nodes=1, is_host=False, timeout_s=60)
     info = host.next_rendezvous()
-    with pytest.raises(RendezvousTimeoutError, match="1 nodes have met .* already; this one is too many"):
+    with pytest.raises(RendezvousTimeoutError, match=r"1 nodes have met .* already; this one is too many"):
         extra.next_rendezvous()
     assert info.rank == 0
 

@@ -1,8 +1,13 @@
 """``rollout.router``: sglang-router between the sample role and real SGLang servers."""
 
 import asyncio
+import contextlib
 import importlib.util
 import json
+import os
+import random
+import subprocess
+import sys
 import time
 import urllib.request
 
@@ -13,12 +18,15 @@ from configs.loader import load_config
 from configs.schema.launch import LaunchConfig
 from configs.schema.rollout import RolloutConfig, RouterConfig
 from launch.dry_run import dry_run_lines
+from launch.run_folder import RunFolder
+from launch.sockets import BY_KEY, listening
 from rollout.client import GenerationError
 from rollout.router import Router, generation_client
 from rollout.sglang_control import SGLangControl
 from rollout.sglang_server import ServerFleet
 from rollout.tiny_model import make_tiny_countdown_model
-from tests.test_end_to_end import RECIPE, SMALL, assert_nothing_left, finish, start, steps_of
+from tests.fuzzing import ask_without_key, tell_to_stop, throw_at
+from tests.test_end_to_end import RECIPE, ROOT, SMALL, assert_nothing_left, finish, start, steps_of, wait_for
 
 PAUSE_S = 25.0
 """By health that asks for a token (5 s, three times, 2 s apart) a paused server counts as ill within that time."""
@@ -156,15 +164,59 @@ def test_dry_run_lists_the_router(folder):
     assert len(found) == 1 and "of this host alone" in found[0]
 
 
+WAITING_REWARD = """
+import time
+from pathlib import Path
+
+def score(prompt, response, reference):
+    metrics = Path("runs/latest/metrics.jsonl")
+    while metrics.exists() and metrics.read_text() and not Path("go-on").exists():  # after the first step
+        time.sleep(0.05)
+    return len(response) / 14
+"""
+
+
 @pytest.mark.engines
-def test_a_run_of_two_replicas_behind_a_router_is_exact(tmp_path):
+def test_a_run_of_two_replicas_behind_a_router_is_exact_whatever_strangers_send_to_its_ports(tmp_path):
     make_tiny_countdown_model(tmp_path / "model", seed=0)
-    router = ["rollout.replicas=2", "rollout.router.policy=cache_aware"]
-    process = start("train", RECIPE, *SMALL, *router, "evaluation.at_ends=false", "steps=2", cwd=tmp_path)
+    (tmp_path / "my_reward.py").write_text(WAITING_REWARD)
+    settings = ["rollout.replicas=2", "rollout.router.policy=cache_aware", "layout.dp=2", "evaluation.at_ends=false", "steps=3"]
+    settings += ["reward={type: function, function: 'my_reward:score', timeout_s: 600}"]
+    process = start("train", RECIPE, *SMALL, *settings, cwd=tmp_path)
+    with contextlib.ExitStack() as ending:
+        ending.callback(lambda: (tmp_path / "go-on").touch())
+        wait_for(lambda: (tmp_path / "runs/latest/metrics.jsonl").exists() and steps_of(tmp_path), process, "the first step")
+        ports = listening(RunFolder((tmp_path / "runs/latest").resolve()))
+        attack(ports)
+        assert process.poll() is None
+        listed = subprocess.run(
+            [sys.executable, "-m", "launch", "check-cluster", "--run", "runs/latest"],
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        assert listed.returncode == 0 and "FAIL" not in listed.stdout, listed
+        assert len(listed.stdout.splitlines()) == len(ports)
     said = finish(process)
     assert process.returncode == 0, said
     steps = steps_of(tmp_path)
-    assert [(step["step"], step["sync/version"]) for step in steps] == [(1, 1), (2, 2)]
+    assert [(step["step"], step["sync/version"]) for step in steps] == [(1, 1), (2, 2), (3, 3)]
     assert all(step["mismatch/logprob_gap_max"] <= 1e-4 for step in steps)
+    assert all(step["sampling/retries"] == 0 for step in steps if "sampling/retries" in step)
     assert (tmp_path / "runs/latest/logs/router.log").is_file()
     assert_nothing_left(tmp_path)
+
+
+def attack(ports) -> None:
+    """On every port that the run has open, each of which must be of this host alone."""
+    assert {port.address for port in ports} == {"127.0.0.1"}, ports
+    assert {"serve", "sample", "learn"} == {port.role for port in ports}
+    with_key = [port for port in ports if port.protection == BY_KEY]
+    assert sorted(port.what for port in with_key) == ["SGLang, HTTP"] * 2 + ["groups for the learner, ZeroMQ CURVE", "sglang-router, HTTP"]
+    rng = random.Random(0)
+    for port in ports:
+        assert throw_at((port.address, port.port), rng) > 0, port
+    for port in with_key:
+        if "HTTP" in port.what:
+            refusals = {401} if "SGLang" in port.what else {401, 404, 405}  # a router does not know all that a server does
+            assert ask_without_key((port.address, port.port)) <= refusals, port
+        else:
+            assert not tell_to_stop(f"tcp://{port.address}:{port.port}")
