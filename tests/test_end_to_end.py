@@ -328,7 +328,7 @@ def test_any_process_that_dies_ends_the_run_with_an_error_and_no_process(folder,
     said = finish(process)
     assert process.returncode == 1, said
     assert "role ended with" in said and re.search(NAMED[victim].format(pid=found[-1].pid), said), said
-    assert re.search(r"Saved: step \d+, in .*go on with `tandem train .* resume=", said), said
+    assert re.search(r"Saved: step \d+, in .*go on with `tandem resume ", said), said
     if victim == "sglang":  # the learner is well, and loses nothing
         newest = (folder / "runs" / "latest" / "checkpoints" / f"step_{steps_of(folder)[-1]['step']:06d}" / "complete.json")
         assert newest.exists(), said
