@@ -174,6 +174,7 @@ def _of_sft(config: SftConfig) -> Iterator[Finding]:
 
 def _of_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
     """Imports only what the config uses: the answer must come within seconds."""
+    yield from _of_bounds(config)
     owned = [*unless("rollout.server_args", check_server_args, config.rollout)]
     yield from owned or unless("rollout.server_args", check_flags_exist, config.rollout)
     if config.rollout.router is not None and "sample" in runs:
@@ -202,6 +203,23 @@ def _first_problem(task: TaskConfig) -> "Problem | None":
 def _tell(text: str) -> None:
     """On the error stream: a dry run's own output is a config again."""
     print(f"# {text}", file=sys.stderr, flush=True)
+
+
+def _of_bounds(config: RunConfig) -> Iterator[Finding]:
+    """Where the two engines agree to the bit every ratio is 1: bounds without it would turn the correction against what is right."""
+    weight = config.correction.weight
+    of_agreement = "the ratio 1 of two engines that agree; use bounds on both sides of 1, such as [0.5, 2]"
+    if weight.level != "none" and weight.bound != "none":
+        lower, upper = weight.lower, weight.upper
+        if lower is None and upper < 1:
+            yield "correction.weight", f"correction.weight.upper={upper} lowers {of_agreement}"
+        elif lower is not None and not lower <= 1 <= upper:
+            side = "lower" if lower > 1 else "upper"
+            yield f"correction.weight.{side}", f"correction.weight: [{lower}, {upper}] leaves out {of_agreement}"
+    for number, rule in enumerate(config.correction.reject, start=1):
+        if rule.rule == "ratio" and not rule.lower <= 1 <= rule.upper:
+            bounds = f"[{rule.lower}, {rule.upper}] of rule {number}"
+            yield "correction.reject", f"correction.reject: {bounds} leaves out {of_agreement}"
 
 
 def _of_resume(config: RunConfig, resume: Path) -> Iterator[str]:

@@ -188,6 +188,39 @@ TABLE = {
         command="sft", text=SFT, options="data.task.num_numbers=1", field="data.noise, data.task.num_numbers",
         value="data.noise: 0.3 (default), data.task.num_numbers: 1", error="needs wrong answers", fix="use noise=0 or more numbers",
     ),
+    # ---- numbers beyond reason
+    **{f"beyond reason: {field}={value}": Broken(
+        options=f"{field}={value}", field=field, value="(command line)", error=f"beyond reason: {error}", fix=f"use at {fix}",
+    ) for field, value, error, fix in [
+        ("steps", "1" + 23 * "0", "at a step a second", "most 1_000_000_000"),
+        ("rollout.group_size", "1000000000", "nobody samples so many responses", "most 65_536"),
+        ("rollout.prompts_per_step", "1000000000", "no cluster runs a million of these", "most 1_000_000"),
+        ("rollout.temperature", "1e30", "every token is nearly as likely", "most 100"),
+        ("rollout.temperature", "1e-9", "SGLang takes the likeliest token there", "least 0.001"),
+        ("evaluation.temperature", "1e30", "every token is nearly as likely", "most 100"),
+        ("learner.optimizer.lr", "1e6", "Adam moves every weight by about lr in a step", "most 1"),
+        ("learner.token_budget", "9999999999999999999999", "positions in a batch are numbers of 32 bits", "most 2_147_483_647"),
+        ("kl.coefficient", "1e6", "the rest of the loss would not count beside it", "most 1_000"),
+        ("layout.tp", "1" + 23 * "0", "no cluster runs a million", "most 1_000_000"),
+        ("launch.start_timeout_s", "1e30", "ZeroMQ waits for 24 days at most", "most 2_000_000"),
+        ("task.max_number", "1" + 30 * "0", "no small model adds such numbers", "most 1_000_000"),
+    ]},
+    "a single sibling": Broken(
+        options="rollout.group_size=1", field="advantage.type, rollout.group_size", value="rollout.group_size: 1 (command line)",
+        error="so that every advantage would be 0", fix="use 2 or more",
+    ),
+    **{f"bounds without 1: {options}": Broken(
+        options=options, field=field, value=value, error=f"{error} the ratio 1 of two engines that agree",
+        fix="use bounds on both sides of 1",
+    ) for options, field, value, error in [
+        ("correction.weight.upper=0.5", "correction.weight.upper", "0.5", "correction.weight.upper=0.5 lowers"),
+        ("correction.weight={bound: mask, lower: 2, upper: 3}", "correction.weight.lower", "2", "correction.weight: [2.0, 3.0] leaves out"),
+        ("correction.weight={bound: clip, lower: 0.1, upper: 0.5}", "correction.weight.upper", "0.5", "[0.1, 0.5] leaves out"),
+        (
+            "correction.reject=[{rule: k3, upper: 0.1},{rule: ratio, lower: 0, upper: 0.5}]", "correction.reject", "0.5",
+            "correction.reject: [0.0, 0.5] of rule 2 leaves out",
+        ),
+    ]},
     # ---- room for a prompt
     "response longer than the model's positions": Broken(
         options="rollout.max_new_tokens=100000 learner.token_budget=200000", field="rollout.max_new_tokens, learner.token_budget",
@@ -429,7 +462,7 @@ TABLE = {
         fix="use a smaller model, or plan for GPUs with --dry-run --gpu-memory GIB",
     ),
     "too many tokens for this machine": Broken(
-        options="--dry-run learner.token_budget=9999999999999999999999", field="learner.token_budget", value="9999999999999999999999",
+        options="--dry-run learner.token_budget=2000000000", field="learner.token_budget", value="2000000000",
         error="1 learner rank ", fix="use a smaller learner.token_budget",
     ),
     "too many servers for this machine": Broken(
@@ -446,7 +479,7 @@ TABLE = {
     ),
     "too many tokens of a warm start for this machine": Broken(
         command="sft", text="kind: sft\nmodel: {path: dense}\ndata: {type: countdown}\noutput: warm\nlayout: {dp: 2}\n",
-        options="--dry-run token_budget=9999999999999999999999", field="token_budget", value="9999999999999999999999",
+        options="--dry-run token_budget=2000000000", field="token_budget", value="2000000000",
         error="2 learner ranks", fix="use a smaller token_budget",
     ),
 }  # fmt: skip

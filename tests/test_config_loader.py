@@ -256,10 +256,13 @@ def run_configs(draw) -> RunConfig:
             "rollout": {
                 "server_args": draw(st.dictionaries(st.one_of(texts, tricky), scalars, max_size=4)),
                 "prompts_per_step": 8 * minibatches,
-                "temperature": draw(positive),
+                "temperature": draw(st.floats(1e-3, 100)),
                 "first_port": draw(st.none() | st.integers(1024, 65000)),
             },
-            "learner": {"minibatches": minibatches, "optimizer": {"lr": draw(positive), "betas": (draw(st.floats(0, 0.999)), 0.5)}},
+            "learner": {
+                "minibatches": minibatches,
+                "optimizer": {"lr": draw(st.floats(1e-12, 1)), "betas": (draw(st.floats(0, 0.999)), 0.5)},
+            },
             "objective": {"type": "clipped", "dual_clip": draw(st.none() | st.floats(1.001, 100))},
             "correction": draw(corrections),
             "tracking": {"experiment": draw(st.one_of(texts, tricky)), "uri": draw(st.none() | texts)},

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
 class Schema(BaseModel):
@@ -35,8 +35,52 @@ def _can_be_looked_at(value: Any) -> Any:
 
 
 GivenPath = Annotated[Path, BeforeValidator(_can_be_looked_at)]
+
+
+def at_most(limit: float, reason: str) -> AfterValidator:
+    """A generous bound: whoever exceeds it has mistyped, and would hear of it from a role, or never."""
+
+    def check(value: Any) -> Any:
+        if value > limit:
+            raise ValueError(f"beyond reason: {reason}; use at most {limit:_}")
+        return value
+
+    return AfterValidator(check)
+
+
+def at_least(limit: float, reason: str) -> AfterValidator:
+    """The same from below."""
+
+    def check(value: Any) -> Any:
+        if value < limit:
+            raise ValueError(f"beyond reason: {reason}; use at least {limit}")
+        return value
+
+    return AfterValidator(check)
+
+
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+Count = Annotated[PositiveInt, at_most(10**6, "no cluster runs a million of these at once")]
+"""Of processes, prompts or requests at a time: at most a million."""
+Siblings = Annotated[PositiveInt, at_most(2**16, "nobody samples so many responses to one prompt")]
+"""Samples of one prompt: at most 65536."""
+Steps = Annotated[PositiveInt, at_most(10**9, "at a step a second, thirty years have fewer")]
+"""At most a billion."""
+Tokens = Annotated[PositiveInt, at_most(2**31 - 1, "positions in a batch are numbers of 32 bits")]
+"""At most 2**31 - 1."""
+Seconds = Annotated[PositiveFloat, at_most(2 * 10**6, "ZeroMQ waits for 24 days at most")]
+"""At most two million, 23 days."""
+Temperature = Annotated[
+    PositiveFloat,
+    at_least(1e-3, "SGLang takes the likeliest token there, and its log-probs are those of another temperature"),
+    at_most(100, "every token is nearly as likely as any other there"),
+]
+"""Between 0.001 and 100."""
+LearningRate = Annotated[PositiveFloat, at_most(1, "Adam moves every weight by about lr in a step")]
+"""At most 1."""
+Coefficient = Annotated[NonNegativeFloat, at_most(1000, "the rest of the loss would not count beside it")]
+"""Of a term of the loss: at most 1000."""

@@ -1,6 +1,6 @@
 """The critic of PPO: a value model with weights and an optimizer of its own, for advantages by GAE."""
 
-from configs.schema.base import NonNegativeInt, PositiveFloat, Schema
+from configs.schema.base import LearningRate, NonNegativeInt, PositiveFloat, Schema
 from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
 
@@ -8,7 +8,7 @@ from configs.schema.model import ModelConfig
 class CriticOptimizerConfig(OptimizerConfig):
     """The learner's optimizer settings with a greater default step: the critic starts from a head of zeros and chases moving returns."""
 
-    lr: PositiveFloat = 1e-5
+    lr: LearningRate = 1e-5
     """Learning rate of the critic, after the warm-up."""
 
 

@@ -6,15 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from configs.schema.base import GivenPath, NonNegativeInt, PositiveFloat, PositiveInt, Schema
+from configs.schema.base import Count, GivenPath, NonNegativeInt, PositiveInt, Schema, Seconds, Siblings, Temperature
 
 
 class NodesConfig(Schema):
     """On which nodes the roles run: the learner's first, then the servers'. The sample role is on the learner's first node."""
 
-    learner: PositiveInt = 1
+    learner: Count = 1
     """Nodes of the learner."""
-    rollout: PositiveInt = 1
+    rollout: Count = 1
     """Nodes of the servers."""
     gpus_per_node: NonNegativeInt = 8
     """Of every node; 0: nodes without GPUs."""
@@ -92,21 +92,21 @@ class LaunchConfig(Schema):
     placement: Literal["separate", "colocated"] = "separate"
     """separate: learner and servers have GPUs of their own. colocated: they share them, each giving its memory back in the other's turn."""
     slurm: SlurmConfig = SlurmConfig()
-    threads_per_process: PositiveInt = 1
+    threads_per_process: Count = 1
     """OMP threads of every process on CPU: several processes with several threads each stall 10-40 times."""
-    start_timeout_s: PositiveFloat = 900.0
+    start_timeout_s: Seconds = 900.0
     """For all roles to report that they are ready."""
-    collective_timeout_s: PositiveFloat = 1800.0
+    collective_timeout_s: Seconds = 1800.0
     """Of torch.distributed and of the weight broadcast; ranks wait in a collective while rank 0 waits for samples."""
-    peer_timeout_s: PositiveFloat = 60.0
+    peer_timeout_s: Seconds = 60.0
     """After which a host that one waits for is given up if it answers nothing, not even its kernel's probes. Shorter cuts of the network
     are survived. What a busy host does may take its own, longer time (collective_timeout_s, rollout.request_timeout_s)."""
-    heartbeat_timeout_s: PositiveFloat = 40.0
+    heartbeat_timeout_s: Seconds = 40.0
     """For which the kernel must have stopped a process (SIGSTOP) before it is taken for dead, and killed; it is looked at every 10 s. Of
     processes that only are slow, or of a node that is not heard of, this long and longer, the console tells: time alone ends nothing."""
-    stop_grace_s: PositiveFloat = 10.0
+    stop_grace_s: Seconds = 10.0
     """Between SIGTERM and SIGKILL to a role's process group."""
-    stop_timeout_s: PositiveFloat = 600.0
+    stop_timeout_s: Seconds = 600.0
     """From a request to stop (SIGTERM or SIGUSR1 to ``tandem train``) to the learner's end, its checkpoint written; then all are ended."""
 
     @model_validator(mode="after")
@@ -137,9 +137,9 @@ class EvaluationConfig(Schema):
     """Evaluate before the first and after the last step."""
     max_prompts: PositiveInt | None = None
     """None: every held-out problem. A subset is drawn by hash, the same each time."""
-    samples_per_prompt: PositiveInt = 1
+    samples_per_prompt: Siblings = 1
     """Responses sampled for each held-out problem."""
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     """Of the softmax that evaluations sample from; independent of ``rollout.temperature``."""
 
 

@@ -7,26 +7,26 @@ from typing import Any, Literal
 from pydantic import ValidationError, model_validator
 
 from configs.errors import did_you_mean
-from configs.schema.base import PositiveInt, Schema
+from configs.schema.base import Count, Schema
 
 
 class LayoutConfig(Schema):
     """Sizes of Megatron's parallel groups. One copy of the model takes tp * cp * pp processes, of which there are dp copies."""
 
-    tp: PositiveInt = 1
+    tp: Count = 1
     """Tensor parallel: every matrix is split over this many ranks."""
-    pp: PositiveInt = 1
+    pp: Count = 1
     """Pipeline parallel: the layers are split over this many stages (1F1B)."""
-    vpp: PositiveInt = 1
+    vpp: Count = 1
     """Model chunks of each stage; above 1 the pipeline is interleaved."""
     sp: bool = False
     """Sequence parallel: between matrices, the tensor-parallel ranks split the tokens."""
-    cp: PositiveInt = 1
+    cp: Count = 1
     """Context parallel: sequences are split over this many ranks. Above 1 is refused, with Transformer Engine too: the learner does not
     split packed sequences."""
-    ep: PositiveInt = 1
+    ep: Count = 1
     """Expert parallel: the experts of a mixture-of-experts model are split over this many ranks of a stage (of its tp * cp * dp ranks)."""
-    dp: PositiveInt | Literal["auto"] = "auto"
+    dp: Count | Literal["auto"] = "auto"
     """Data parallel. auto: as many copies as the GPUs beside the servers are enough for; without a GPU, as few as ep allows, mostly one."""
 
     @model_validator(mode="after")

@@ -1,16 +1,26 @@
 """How the Megatron-Core learner updates: batches, optimizer, schedule, checkpoints."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Schema
+from configs.schema.base import (
+    Count,
+    LearningRate,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Schema,
+    Tokens,
+    at_most,
+)
 
 
 class OptimizerConfig(Schema):
     """AdamW of Megatron-Core with a linear warm-up."""
 
-    lr: PositiveFloat = 1e-6
+    lr: LearningRate = 1e-6
     """Learning rate, after the warm-up."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of a schedule that decays."""
@@ -22,7 +32,7 @@ class OptimizerConfig(Schema):
     """Decay of AdamW's two moments."""
     eps: PositiveFloat = 1e-8
     """Added to the root of AdamW's second moment."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Annotated[NonNegativeFloat, at_most(100, "it is a share of each weight, times lr")] = 0.0
     """Of AdamW, decoupled from the gradient."""
     clip_grad: PositiveFloat = 1.0
     """Largest norm of the whole gradient; a larger one is scaled down to it."""
@@ -41,14 +51,14 @@ class OptimizerConfig(Schema):
 class LearnerConfig(Schema):
     """How the learner updates the policy."""
 
-    minibatches: PositiveInt = 1
+    minibatches: Count = 1
     """Optimizer steps per rollout batch; prompts_per_step must divide by it."""
     old_logprobs: Literal["when_needed", "always"] = "when_needed"
     """Whether a forward pass before the update computes the log-probs of ``old``. when_needed: not where the update's own pass gives
     them, since with one minibatch current is old, and nothing before the update asks for them."""
-    token_budget: PositiveInt = 16384
+    token_budget: Tokens = 16384
     """Most tokens of one packed micro-batch on one rank; a longer single sequence is an error."""
-    logprob_chunk_tokens: PositiveInt = 1024
+    logprob_chunk_tokens: Tokens = 1024
     """Tokens whose float32 logits exist at once."""
     optimizer: OptimizerConfig = OptimizerConfig()
     recompute: Literal["none", "full"] = "none"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Schema
+from configs.schema.base import Coefficient, NonNegativeFloat, PositiveFloat, PositiveInt, Schema
 
 ClipLow = Annotated[float, Field(ge=0, lt=1)]
 UnitFraction = Annotated[float, Field(ge=0, le=1)]
@@ -178,7 +178,7 @@ class AdaptiveController(Schema):
 class KLConfig(Schema):
     """KL to the reference, which is the model at the start of the run, frozen."""
 
-    coefficient: NonNegativeFloat = 0.0
+    coefficient: Coefficient = 0.0
     """0 loads no reference. With an adaptive controller: the first value."""
     place: Literal["loss", "reward"] = "loss"
     """loss: coefficient times KL(current || ref) is added to the loss. reward: coefficient times the estimate of KL(old || ref) is
@@ -204,5 +204,5 @@ class KLConfig(Schema):
 class EntropyConfig(Schema):
     """A bonus for entropy."""
 
-    coefficient: NonNegativeFloat = 0.0
+    coefficient: Coefficient = 0.0
     """Of the entropy bonus that is subtracted from the loss."""

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import NonNegativeInt, PositiveFloat, PositiveInt, Schema
+from configs.schema.base import Count, NonNegativeInt, PositiveInt, Schema, Seconds, Siblings, Temperature, Tokens, at_most
 from configs.schema.model import Dtype
 
 
@@ -58,15 +58,15 @@ class RolloutConfig(Schema):
     fake_int8: the learner rounds what it sends to the 255 values of INT8, with a scale for each output channel, and the servers compute
     with the rounded numbers in ``dtype``, on any device: the error of INT8 weights, without INT8's speed and without that of rounded
     activations."""
-    prompts_per_step: PositiveInt = 32
+    prompts_per_step: Count = 32
     """P, prompts of one step; the step has P times ``group_size`` responses."""
-    group_size: PositiveInt = 8
+    group_size: Siblings = 8
     """G, siblings sampled per prompt."""
     dynamic_sampling: DynamicSampling = NoDynamicSampling()
     """Whether groups whose responses all score the same are trained on, or sampled anew."""
-    max_new_tokens: PositiveInt = 1024
+    max_new_tokens: Tokens = 1024
     """Most tokens of a response; a longer one is cut off, and scored as it is."""
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = 1.0
     """Of the softmax that training samples from; the learner computes its log-probs at the same one."""
     top_p: float = 1.0
     """1, since SGLang's log-probs ignore it: training with another is refused."""
@@ -76,24 +76,24 @@ class RolloutConfig(Schema):
     """0, since SGLang's log-probs ignore it: training with another is refused."""
     max_staleness: Literal[0] = 0
     """Versions a token may lag behind the learner. Only the synchronous loop exists: 0."""
-    replicas: PositiveInt = 1
+    replicas: Count = 1
     """Servers, each with a copy of the model."""
     router: RouterConfig | None = None
     """None: our own client sends each group, as one request, to the replica with the fewest samples in flight. A router gets each sample as
     a request of its own: it takes one set of sampling parameters, and so one seed, per request."""
-    tp: PositiveInt = 1
+    tp: Count = 1
     """SGLang's TP size of each replica."""
     first_port: int | None = Field(default=None, ge=1024, le=65000)
     """Replica i listens on first_port + 2 i; free ports are taken where this is not given."""
-    max_concurrency: PositiveInt = 512
+    max_concurrency: Count = 512
     """Samples in flight over all replicas; a group larger than this is sent in parts."""
-    request_timeout_s: PositiveFloat = 600.0
+    request_timeout_s: Seconds = 600.0
     """For one generation, from the request to its last token."""
     max_retries: NonNegativeInt = 3
     """Of a request whose transport failed; each is counted in the metrics."""
-    max_total_tokens: PositiveInt | None = None
+    max_total_tokens: Annotated[PositiveInt, at_most(2**40, "no memory holds so many")] | None = None
     """Size of SGLang's KV pool in tokens; None leaves it to SGLang (on CPU: 65536)."""
-    server_start_timeout_s: PositiveFloat = 600.0
+    server_start_timeout_s: Seconds = 600.0
     """For one server to load the model and answer."""
     server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further flags of ``sglang.launch_server``, without the dashes; ``true`` is a bare flag."""

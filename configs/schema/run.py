@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from configs.schema.alarms import AlarmsConfig
-from configs.schema.base import Contradictions, GivenPath, PositiveInt, Schema
+from configs.schema.base import Contradictions, Count, GivenPath, PositiveInt, Schema, Steps, Tokens, at_most
 from configs.schema.correction import CorrectionConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.launch import EvaluationConfig, LaunchConfig, RecordBatches, TrackingConfig
@@ -29,6 +29,8 @@ from configs.schema.task import AnyReward, CountdownReward, CountdownTask, Gsm8k
 
 DEFAULT_REWARD = {"countdown": CountdownReward(), "gsm8k": Gsm8kReward(), "jsonl": MathVerifyReward()}
 PER_SEQUENCE_OBJECTIVES = ("gspo", "gmpo")
+WITHIN_GROUPS = ("grpo", "rloo", "opo", "reinforce_pp_baseline")
+"""Advantages of a response against its siblings."""
 MEAN_OF_SEQUENCES = (*PER_SEQUENCE_OBJECTIVES, "sapo")
 """Their papers average over the tokens of a sequence, then over sequences."""
 
@@ -47,7 +49,7 @@ class RunConfig(Schema):
     """The run folder is named after it, ``NAME-DATE-TIME``, and so is the run in MLflow."""
     seed: Seed = 0
     """Of the order of the data, of the learner, and of sampling where the servers sample deterministically."""
-    steps: PositiveInt = 100
+    steps: Steps = 100
     """Training steps of the whole run, those before a resume included. A step samples once, and updates ``learner.minibatches`` times."""
     model: ModelConfig
     task: TaskConfig
@@ -84,6 +86,11 @@ class RunConfig(Schema):
         return self
 
     def _loss_contradictions(self) -> Iterator[str]:
+        if self.rollout.group_size == 1 and self.advantage.type in WITHIN_GROUPS:
+            yield (
+                f"advantage.type={self.advantage.type} compares the siblings of a prompt, of which rollout.group_size=1 has one, so that "
+                "every advantage would be 0; use 2 or more (4 to 16 are usual), or advantage.type=gae or reinforce_pp"
+            )
         objective = self.policy_objective.type
         if objective in PER_SEQUENCE_OBJECTIVES and self.aggregation.type != "sequence_mean_token_mean":
             yield (
@@ -211,7 +218,7 @@ class CountdownSftData(Schema):
     type: Literal["countdown"] = "countdown"
     task: CountdownTask = CountdownTask()
     """The problems, of which only those that are not held out are used."""
-    examples: PositiveInt = 90_000
+    examples: Annotated[PositiveInt, at_most(10**8, "they are all held in memory")] = 90_000
     """How many solutions are generated, before any of them repeats."""
     noise: Annotated[float, Field(ge=0, lt=1)] = 0.3
     """Share of the examples, from 0 to below 1, whose answer is wrong."""
@@ -249,18 +256,18 @@ class SftConfig(Schema):
     """The run folder is named after it, ``NAME-DATE-TIME``."""
     seed: Seed = 0
     """Of the order of the data."""
-    steps: PositiveInt = 700
+    steps: Steps = 700
     """Optimizer steps of the whole warm start."""
-    batch_size: PositiveInt = 128
+    batch_size: Count = 128
     """Examples of one step, over all ranks."""
     model: ModelConfig
     data: SftData
     output: GivenPath
     """Where the trained Hugging Face folder is written."""
     layout: LayoutConfig = LayoutConfig()
-    token_budget: PositiveInt = 16384
+    token_budget: Tokens = 16384
     """Most tokens of one packed micro-batch on one rank."""
-    logprob_chunk_tokens: PositiveInt = 1024
+    logprob_chunk_tokens: Tokens = 1024
     """Tokens whose float32 logits exist at once."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-3, min_lr=2e-4, schedule="cosine", betas=(0.9, 0.98))
     launch: LaunchConfig = LaunchConfig()

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.schema.base import Fraction, GivenPath, NonNegativeInt, PositiveFloat, PositiveInt, Schema
+from configs.schema.base import Count, Fraction, GivenPath, NonNegativeInt, PositiveInt, Schema, Seconds, at_most
 
 MAX_NUMBERS = 5
 """Of a Countdown problem: the expressions of more are too many to enumerate."""
@@ -21,9 +21,9 @@ class CountdownTask(Schema):
     type: Literal["countdown"] = "countdown"
     num_numbers: Annotated[int, Field(ge=1, le=MAX_NUMBERS, strict=True)] = 3
     """Numbers of a problem."""
-    max_number: PositiveInt = 20
+    max_number: Annotated[PositiveInt, at_most(10**6, "no small model adds such numbers")] = 20
     """Each number is between 1 and this."""
-    max_target: PositiveInt = 100
+    max_target: Annotated[PositiveInt, at_most(10**9, "no small model reaches such numbers")] = 100
     """The target is between 1 and this."""
     heldout_fraction: Fraction = 1 / 16
     """Share of the problems that are held out, by a hash of the problem: never seen in training, whatever the seed."""
@@ -92,7 +92,7 @@ class MathVerifyReward(Schema):
     type: Literal["math_verify"] = "math_verify"
     weight: Weight = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Seconds = 10.0
     """Of one sample; past it the sample scores 0 and is marked failed."""
     num_workers: PositiveInt | None = None
     """Processes that score at the same time, one sample each, started as they are needed; null: half of the cores, at most 32."""
@@ -108,11 +108,11 @@ class FunctionReward(Schema):
     """``module:function``, called as ``f(prompt_text, response_text, reference)``. It returns a number, or ``(number, parts)``, where
     ``parts`` is a dict of numbers, recorded as ``reward/part/NAME``. A function with a parameter ``row`` also gets the whole record of
     the data file, as a dict (None for countdown). The module is looked for in the current folder, and among the installed ones."""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Seconds = 10.0
     """Of one call; past it the sample scores 0 and is marked failed."""
     num_workers: PositiveInt | None = None
     """Processes that score at the same time, one sample each, started as they are needed; null: half of the cores, at most 32."""
-    import_timeout_s: PositiveFloat = 60.0
+    import_timeout_s: Seconds = 60.0
     """For a process to start and import the module."""
     check: Literal["call", "import", "none"] = "call"
     """What is tried before anything starts, in a process that is killed when it hangs. ``call``: the module is imported, and the function
@@ -172,11 +172,11 @@ class ModelReward(Schema):
     """``sglang``: ``/classify`` of a server started with ``--is-embedding``. ``json``: a server of the user's own."""
     text: RewardModelText = PlainText()
     """What of a sample the model reads. Prompt and response as they stand: no system prompt, no end token."""
-    batch_size: PositiveInt = 32
+    batch_size: Count = 32
     """Samples of one request, at most; fewer where no more come within a moment."""
-    max_concurrency: PositiveInt = 16
+    max_concurrency: Count = 16
     """Requests in flight over all replicas."""
-    timeout_s: PositiveFloat = 120.0
+    timeout_s: Seconds = 120.0
     """Of one attempt at a request."""
     max_retries: NonNegativeInt = 3
     """Further attempts at a request that got no answer, HTTP 429 or 5xx; after the last the run stops."""
