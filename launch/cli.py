@@ -51,7 +51,9 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: l
 DryRun = Annotated[
     bool,
     typer.Option(
-        "--dry-run", help="Print the resolved config, the processes, the batch, memory per rank and what is sent; start nothing."
+        "--dry-run",
+        help="Print the processes, data, batch, memory per rank and what is sent (into a file or a pipe also the resolved config); "
+        "start nothing.",
     ),
 ]
 GpuMemory = Annotated[
@@ -320,7 +322,7 @@ def slurm(
     array: Annotated[
         list[str] | None, typer.Option(help="Values of a key, e.g. seed=0,1,2: a run for each. Several times: for each combination.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved config and the script, write nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what --dry-run of train does, and the script; write nothing.")] = False,
     gpu_memory: Annotated[
         float | None, typer.Option(min=1, max=1_000_000, help="GiB of each of the job's GPUs, to check their memory too.", metavar="GIB")
     ] = None,

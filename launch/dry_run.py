@@ -1,8 +1,10 @@
-"""``--dry-run``: what a run would be. The resolved config as YAML, and in its comments the processes, the batch, memory and what is sent.
+"""``--dry-run``: what a run would be. First, as comments, processes, data, batch, memory and what is sent; then the resolved config.
 
+The output is a config again. A terminal gets the facts alone: the config, of some 150 lines, would push them out of sight.
 Everything follows from the config, the models' config.json and the task's files; nothing is started, and no engine is imported.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 
 from configs.loader import resolved_yaml
@@ -23,21 +25,34 @@ FREE_PORT = "a free port"
 Row = tuple[str, ...]
 
 
-def print_dry_run(config: RunConfig | SftConfig, runs: Sequence[str], gpu_memory: float | None = None, *, in_job: bool = False) -> None:
-    """``config`` as ``checks.load`` gives it for the roles ``runs`` (``checks.TRAINING``, ...); the output is a config again.
+def print_dry_run(
+    config: RunConfig | SftConfig,
+    runs: Sequence[str],
+    gpu_memory: float | None = None,
+    *,
+    in_job: bool = False,
+    further: Sequence[str] = (),
+) -> None:
+    """``config`` as ``checks.load`` gives it for the roles ``runs`` (``checks.TRAINING``, ...).
 
     gpu_memory: GiB of each GPU, where these are not the ones of this machine. in_job: it is to run on a Slurm job's nodes.
+    further: lines of facts that follow the others.
     """
     device = device_of(config, gpu_memory, in_job=in_job)
-    print(resolved_yaml(config))
-    for line in dry_run_lines(config, runs, device):
+    for line in [*dry_run_lines(config, runs, device), *further]:
         print(f"# {line}".rstrip())
+    if sys.stdout.isatty():
+        print("\nThe whole config, defaults included: send the output to a file (> FILE) or a pager (| less).")
+    else:
+        print(f"\n# the resolved config:\n{resolved_yaml(config)}")
 
 
 def dry_run_lines(config: RunConfig | SftConfig, runs: Sequence[str], device: Device) -> Iterator[str]:
     yield "processes that would be started:"
     yield from _indented(_aligned([("role", "node", "ranks", "devices", "address"), *_processes(config, runs, device)]))
     yield from ("", "commands:", *_indented(_commands(config, runs)))
+    if data := list(_data(config)):
+        yield from ("", "data:", *_indented(_aligned(data)))
     if "learn" in runs or "sft-rank" in runs:
         yield from ("", "batch of one step:", *_indented(batch_lines(config)))
     yield ""
@@ -136,6 +151,25 @@ def _commands(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[st
         else:
             command = [*roles.command(name, folder), *(["--node", "NODE"] if name == "serve" and nodes is not None else [])]
         yield f"{name}: {' '.join(command)}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------- data
+
+
+def _data(config: RunConfig | SftConfig) -> Iterator[Row]:
+    """Of files; the checks have read them."""
+    if isinstance(config, SftConfig):
+        return
+    for field in ("train_path", "heldout_path"):
+        path = getattr(config.task, field, None)
+        if path is None:
+            continue
+        survey = survey_of(config.task, path)
+        repeated = "" if survey.distinct == survey.count else f", {survey.distinct:,} of them distinct"
+        epochs = ""
+        if field == "train_path":
+            epochs = f"; {config.steps * config.rollout.prompts_per_step / survey.count:.3g} epochs in steps={config.steps}"
+        yield f"task.{field}", str(path), f"{survey.count:,} prompts{repeated}{epochs}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------- batch

@@ -45,9 +45,8 @@ def _slurm(config_path: Path, overrides: list[str], arrays: list[str], *, submit
     draft = slurm_script.script_text(configs[0], _draft_place(configs[0], arrays), submitted_from=Path.cwd(), count=_count(configs, arrays))
     slurm_script.check_script(draft, by_slurm=submit)
     if dry_run:
-        print_dry_run(configs[0], checks.TRAINING, gpu_memory, in_job=True)
-        print("# the batch script:")
-        print("\n".join(f"#   {line}".rstrip() for line in draft.splitlines()))
+        script = ("", "the batch script:", *(f"  {line}" for line in draft.splitlines()))
+        print_dry_run(configs[0], checks.TRAINING, gpu_memory, in_job=True, further=script)
         return
     if arrays:
         place, folders = _array(elements, configs)

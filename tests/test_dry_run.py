@@ -81,8 +81,25 @@ def test_the_output_is_the_resolved_config_and_says_what_would_be_started(folder
     Path("printed.yaml").write_text(printed)
     assert load_config("printed.yaml") == load_config(arguments[1], overrides)
     assert [words for words in says if words not in printed] == []
-    assert ("learn" in printed.partition("# processes")[2]) == (arguments[0] != "eval")
+    facts, _, _ = printed.partition("# the resolved config:")
+    assert facts.startswith("# processes that would be started:")
+    assert ("learn" in facts) == (arguments[0] != "eval")
     assert arguments[0] != "slurm" or "this machine" not in printed, "a job is not here"
+
+
+def test_a_terminal_shows_the_facts_alone(folder, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    commands.train(Path("run.yaml"), ["layout.dp=1"], dry_run=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "# processes that would be started:" and "> FILE" in lines[-1] and len(lines) < 60
+
+
+def test_what_the_data_hold(folder):
+    rows = [json.dumps({"question": str(i // 2), "answer": "#### 2"}) + "\n" for i in range(100)]
+    Path("train.jsonl").write_text("".join(rows))
+    task = "task={type: gsm8k, train_path: train.jsonl, apply_chat_template: false}"
+    lines = list(dry_run_lines(config(task, "steps=50", "rollout.prompts_per_step=4"), checks.TRAINING, CPU))
+    assert "  task.train_path  train.jsonl  100 prompts, 50 of them distinct; 2 epochs in steps=50" in lines
 
 
 def test_gpus_of_other_machines_are_for_planning_alone(folder):
