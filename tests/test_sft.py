@@ -18,6 +18,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
 from configs.schema.run import CountdownSftData, JsonlSftData, SftConfig
+from rollout.tasks.files import LONGEST_KEPT
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
 from tests.megatron_workers import relative_difference, run_ranks, work_sft
@@ -184,12 +185,14 @@ def test_a_run_learns_the_same_on_one_rank_and_on_two(model, tmp_path):
 @pytest.mark.engines
 def test_the_command_says_in_a_sentence_what_ended_it(model, tmp_path):
     path = tmp_path / "pairs.jsonl"
-    path.write_text(json.dumps({"prompt": "1", "response": "1" * 20}))
+    # The checks before a start tokenise the texts of most bytes alone: this one has fewer, and more tokens.
+    responses = [*["é" * 15] * LONGEST_KEPT, "1" * 20]
+    path.write_text("".join(json.dumps({"prompt": "1", "response": response}) + "\n" for response in responses))
     data = f"{{type: jsonl, path: {path}, apply_chat_template: false}}"
-    (tmp_path / "sft.yaml").write_text(f"kind: sft\nmodel: {{path: {model}}}\ndata: {data}\noutput: warm\ntoken_budget: 8\n")
+    (tmp_path / "sft.yaml").write_text(f"kind: sft\nmodel: {{path: {model}}}\ndata: {data}\noutput: warm\ntoken_budget: 20\n")
     command = [sys.executable, "-m", "launch", "sft", "sft.yaml", "batch_size=1", "layout.dp=1"]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert f"ValueError: {path}:line 1: takes 21 tokens, more than token_budget=8" in done.stderr
+    assert f"ValueError: {path}:line {len(responses)}: takes 21 tokens, more than token_budget=20" in done.stderr
     assert "Traceback" not in done.stderr and "Traceback" in next((tmp_path / "runs").glob("*/logs/sft-rank.log")).read_text()
