@@ -20,23 +20,26 @@ that span several fields run once the fields themselves are valid.
 
     errors.py       Problem and ConfigError              schema_shape.py   what the schema allows at each place
     yaml_values.py  YAML to values with lines, and back  wording.py        pydantic's errors in plain words
+    torn_overrides.py  overrides that a shell took apart  other_fields.py  fields by other systems' names
     shorthands.py   corrections by name, made explicit   named_files.py    the files that a config names
     other_names.py  values in verl's names, in ours
 """
 
+import errno
 import json
-import re
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from configs.errors import COMMAND_LINE, ConfigError, Problem, did_you_mean, shorten
-from configs.named_files import check_files, close_file
+from configs.named_files import check_files, close_name
 from configs.other_names import in_our_names
 from configs.schema import AnyConfig, RunConfig, SftConfig
 from configs.schema_shape import Shape
 from configs.shorthands import expand, with_named_preset
+from configs.torn_overrides import OVERRIDE, fix_for_no_override, rejoined
 from configs.wording import problem_of, problems_of
 from configs.yaml_values import Value, dump, read_yaml, show
 
@@ -179,7 +182,7 @@ def _read_file(path: Path, named_by: tuple[Path, ...], where: str, problems: lis
 
 def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -> Value:
     """What the file itself holds, ``extends`` included. Raises ConfigError."""
-    if path.resolve() in [p.resolve() for p in named_by]:
+    if os.path.realpath(path) in map(os.path.realpath, named_by):  # Path.resolve raises where links lead in a circle
         error = f"files extend each other: {' -> '.join(str(p) for p in (*named_by, path))}"
         raise ConfigError([Problem(where=where, field=field, value=str(path), error=error, fix="remove one of these extends")])
     try:
@@ -214,10 +217,12 @@ def _extended_names(extends: Value, problems: list[Problem]) -> list[tuple[str, 
 def _unreadable(path: Path, where: str, field: str, error: OSError | UnicodeDecodeError, relative: str) -> Problem:
     if isinstance(error, UnicodeDecodeError):
         wrong, fix = f"the file is not UTF-8 text (byte {error.start})", "save it as UTF-8"
-    elif isinstance(error, FileNotFoundError) and field == "CONFIG" and _OVERRIDE.fullmatch(str(path)):
+    elif isinstance(error, FileNotFoundError) and field == "CONFIG" and OVERRIDE.fullmatch(str(path)):
         wrong, fix = "this is an override, CONFIG a YAML file", f"name CONFIG first: `CONFIG {shorten(str(path))}`"
     elif isinstance(error, FileNotFoundError):
-        wrong, fix = f"no such file; names are relative to {relative}", close_file(path) or "correct the name"
+        wrong, fix = f"no such file; names are relative to {relative}", close_name(path) or "correct the name"
+    elif isinstance(error, OSError) and error.errno == errno.ELOOP:
+        wrong, fix = "its symbolic links lead in a circle", "make the link point to a file"
     elif isinstance(error, IsADirectoryError):
         wrong, fix = "this is a folder, not a file", "name a YAML file in it"
     else:
@@ -227,13 +232,15 @@ def _unreadable(path: Path, where: str, field: str, error: OSError | UnicodeDeco
 
 # ----------------------------------------------------------------------------------------------------------------- overrides
 
-_OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w-]*(\.[\w-]+)*)=(?P<value>.*)", re.DOTALL)
-
-
 def _read_overrides(overrides: Iterable[str], option: tuple[str, Sequence[str]], problems: list[Problem]) -> tuple[Value, list[Value]]:
     """All overrides as one layer, of two for the same key the later; and what each ``extends`` names, none of which replaces another."""
     layer, extended = Value({}, COMMAND_LINE), []
-    for text, where in [*((text, COMMAND_LINE) for text in overrides), *((text, option[0]) for text in option[1])]:
+    given = [(text, COMMAND_LINE, fix) for text, fix in rejoined(list(overrides))]
+    for text, where, fix in [*given, *((text, option[0], None) for text in option[1])]:
+        if fix is not None:
+            error = "the shell took this override apart"
+            problems.append(Problem(where=where, field="(override)", value=shorten(text), error=error, fix=shorten(fix)))
+            continue
         try:
             override = _read_override(text, where)
         except ConfigError as error:
@@ -248,14 +255,10 @@ def _read_overrides(overrides: Iterable[str], option: tuple[str, Sequence[str]],
 
 def _read_override(text: str, where: str) -> Value:
     """One override as a layer. Raises ConfigError."""
-    match = _OVERRIDE.fullmatch(text)
+    match = OVERRIDE.fullmatch(text)
     if match is None:
-        plain = text.lstrip("-")
-        fix = f"write `{plain}`, without dashes" if _OVERRIDE.fullmatch(plain) else "write for example `rollout.group_size=8`"
-        if text.endswith((".yaml", ".yml")):
-            fix = "name CONFIG first, overrides after it; `extends=FILE` lays a further file over it"
         error = "an override must have the form key.sub=value"
-        raise ConfigError([Problem(where=where, field="(override)", value=shorten(text), error=error, fix=fix)])
+        raise ConfigError([Problem(where=where, field="(override)", value=shorten(text), error=error, fix=fix_for_no_override(text))])
     key = match["key"]
     value = read_yaml(match["value"], where, override=key)
     if value is None:

@@ -1,6 +1,7 @@
 """The files and folders that a config names: those that are not there, with the line that names them."""
 
 import difflib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +28,10 @@ def check_files(config: RunConfig | SftConfig, tree: Value | None = None) -> lis
     ]
 
 
-def close_file(path: Path) -> str | None:
-    """A file of that folder with a similar name, as a fix; None where there is none."""
+def close_name(path: Path, *, is_folder: bool = False) -> str | None:
+    """A file (or folder) beside it with a similar name, as a fix; None where there is none."""
     try:
-        names = [p.name for p in path.parent.iterdir()]
+        names = [p.name for p in path.parent.iterdir() if p.name != path.name and (p.is_dir() if is_folder else p.is_file())]
     except OSError:
         return f"the folder {path.parent} does not exist either" if not path.parent.exists() else None
     close = difflib.get_close_matches(path.name, names, n=1)
@@ -48,7 +49,8 @@ def _file_problems(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path, s
             yield field, path, error, _fix_data(path)
     resume = config.resume if isinstance(config, RunConfig) else None
     if resume is not None and not resume.is_dir():
-        yield "resume", resume, "no such run folder", _fix_path(resume, "name a folder under launch.runs_dir, or remove resume")
+        fix = _fix_path(resume, "name a folder under launch.runs_dir, or remove resume", is_folder=True)
+        yield "resume", resume, "no such run folder", fix
 
 
 def _model_problems(field: str, model: Path, tokenizers: tuple[str, ...]) -> Iterator[tuple[str, Path, str, str]]:
@@ -108,7 +110,7 @@ def _fix_model(model: Path) -> str:
     if is_hub_id(model):
         where = f"models/{model.name}"
         return f"nothing is downloaded by itself: `hf download {model} --local-dir {where}`, then model.path={where}{_other_models()}"
-    return _fix_path(model, f"download the checkpoint to this disk first, and name its folder{_other_models()}")
+    return _fix_path(model, f"download the checkpoint to this disk first, and name its folder{_other_models()}", is_folder=True)
 
 
 def _other_models() -> str:
@@ -142,8 +144,8 @@ def is_hub_id(path: Path) -> bool:
     return is_name and not path.parent.exists() and path.parts[0] not in ("models", "data", "runs", "checkpoints")
 
 
-def _fix_path(path: Path, otherwise: str) -> str:
-    if str(path).startswith("~"):
-        return "write the path out: `~` is not expanded in a config"
-    close = None if path.exists() else close_file(path) if path.parent.exists() else None
+def _fix_path(path: Path, otherwise: str, *, is_folder: bool = False) -> str:
+    if path.is_symlink() and not path.exists():
+        return f"this is a symbolic link to {os.readlink(path)}, which is not there; correct the link"
+    close = None if path.exists() else close_name(path, is_folder=is_folder) if path.parent.exists() else None
     return close or (otherwise if path.is_absolute() else f"{otherwise}; relative paths start at the current folder, {Path.cwd()}")

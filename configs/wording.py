@@ -10,7 +10,9 @@ from pydantic_core import ErrorDetails
 
 from configs.compat import fix_for_foreign_key
 from configs.errors import NOT_SET, Problem, did_you_mean, dotted
+from configs.other_fields import OTHER_FIELDS
 from configs.schema.base import Contradictions, Schema
+from configs.schema.run import RunConfig
 from configs.schema_shape import Shape
 from configs.shorthands import SHORTHANDS
 from configs.yaml_values import Value, is_number_or_bool, show
@@ -74,9 +76,11 @@ def _translate(details: ErrorDetails, path: tuple, shape: Shape, parent: Shape, 
         case "extra_forbidden":
             known = [*parent.names(), *(SHORTHANDS if path[:-1] == ("correction",) else ())]
             error, fix = "unknown key", did_you_mean(str(path[-1]), known, "keys here", _elsewhere(path, root))
-            fix = fix_for_foreign_key(str(path[-1])) or fix
+            fix = fix_for_foreign_key(str(path[-1])) or _by_another_name(str(path[-1]), root) or fix
             if "." in str(path[-1]):
                 fix = f"dots are for the command line; in YAML write {_nested(str(path[-1]), found)}"
+            elif ":" in str(path[-1]) and value == "null":
+                fix = f"write a blank after the colon: `{str(path[-1]).replace(':', ': ', 1)}`"
         case "missing" | "too_long" if shape.length:
             error, fix = f"must be a list of {shape.length} values", f"correct the value{_default_note(shape)}"
         case "missing":
@@ -130,6 +134,8 @@ def _fix_value(kind: str, context: dict, path: tuple, shape: Shape, parent: Shap
         return f"write a list: `{name}: {show([found.plain()])}`"
     if kind.startswith(("model", "dict")) and data is None:
         return f"give it keys, or remove `{name}:`"
+    if shape.models and isinstance(data, str) and re.match(r"\w+:", data):
+        return f"quote the override, since the shell takes braces apart: '{name}={{{data.replace(':', ': ', 1)}, ...}}'"
     if shape.models:
         return f"give a block with keys of: {', '.join(shape.names())}"
     return f"correct the value{default or _described(shape)}"
@@ -152,6 +158,12 @@ def _described(shape: Shape) -> str:
 
 def _default_note(shape: Shape) -> str:
     return "" if shape.models or shape.default == NOT_SET else f" (default: {show(shape.default)})"
+
+
+def _by_another_name(key: str, root: Shape) -> str | None:
+    """What a field of another system is here; the names are those of training by RL."""
+    known = OTHER_FIELDS.get(key) if RunConfig in root.models else None
+    return f"here it is {known}" if known else None
 
 
 def _elsewhere(path: tuple, root: Shape) -> str | None:

@@ -4,6 +4,7 @@ Exit codes: 0 done; 1 a role failed, or a file cannot be used; 2 bad input, noth
 130 interrupted.
 """
 
+import difflib
 import errno
 import importlib.metadata
 import importlib.util
@@ -20,7 +21,15 @@ from typer.core import TyperGroup
 class Commands(TyperGroup):
     """The commands; an override with dashes, which is no option of the command, is told from a misspelt option."""
 
+    def list_commands(self, ctx):
+        """What help lists, and what is offered for a misspelt command."""
+        return [name for name in super().list_commands(ctx) if not self.commands[name].hidden]
+
     def resolve_command(self, ctx, args):
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(self.list_commands(ctx))}"
+            ctx.fail(f"No such command {args[0]!r}; {hint}")
         name, command, rest = super().resolve_command(ctx, args)
         options = {option for parameter in command.params for option in parameter.opts}
         if any(parameter.name == "overrides" for parameter in command.params):
@@ -384,7 +393,17 @@ def check_packages() -> None:
             )
 
 
+def check_current_folder() -> None:
+    """Paths start there, and Python looks for modules there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("tandem: the current folder does not exist any more; change to one that does, and start the command again", file=sys.stderr)
+        sys.exit(2)
+
+
 def main() -> None:
+    check_current_folder()
     check_packages()
     from configs.loader import ConfigError
     from launch.checks import BadInput

@@ -19,6 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
+from configs.other_fields import OTHER_FIELDS
+from configs.schema import RunConfig
+from configs.schema_shape import Shape
 from launch import cli
 from launch.supervisor import Supervisor
 from tests.model_folders import make_model_folder
@@ -116,6 +119,58 @@ TABLE = {
         text="learner.token_budget: 8192", field="learner.token_budget", value="8192", error="unknown key",
         fix="in YAML write `learner: {token_budget: 8192}`",
     ),
+    "links in a circle": Broken(
+        options="CONFIG=loop.yaml", field="CONFIG", value="loop.yaml", error="links lead in a circle", fix="make the link point to a file"
+    ),
+    "base of links in a circle": Broken(
+        text="extends: loop.yaml", field="extends", value="loop.yaml", error="links lead in a circle", fix="make the link point to a file"
+    ),
+    "a folder of a similar name": Broken(
+        options="CONFIG=stopped_earli", field="CONFIG", value="stopped_earli", error="no such file", fix="correct the name"
+    ),
+    "model of links in a circle": Broken(
+        options="model.path=loop", field="model.path", value="loop", error="no such folder", fix="a symbolic link to loop, which is not"
+    ),
+    # ---- overrides
+    "blanks around the sign": Broken(
+        options="steps = 5", field="(override)", value="steps = 5", error="the shell took this override apart", fix="steps=5"
+    ),
+    "a blank before the sign": Broken(
+        options="steps =5", field="(override)", value="steps =5", error="the shell took this override apart", fix="steps=5"
+    ),
+    "a blank after the sign": Broken(
+        options="steps= 5 seed=1", field="(override)", value="steps= 5", error="the shell took this override apart", fix="steps=5"
+    ),
+    "braces without quotes": Broken(
+        options="layout={tp:\\ 2,\\ dp:\\ 1} seed=1", field="(override)", value="layout={tp: 2, dp: 1}", error="took this override apart",
+        fix="quote the override, since the shell takes it apart at blanks: 'layout={tp: 2, dp: 1}'",
+    ),
+    "braces that the shell took": Broken(
+        options="layout=tp:2", field="layout", value="tp:2", error="must be a block of keys", fix="'layout={tp: 2, ...}'"
+    ),
+    "no blank after a colon": Broken(
+        options="task={type:jsonl}", field="task.type:jsonl", value="null", error="unknown key", fix="after the colon: `type: jsonl`"
+    ),
+    "a key to add": Broken(
+        options="++steps=5", field="(override)", value="++steps=5", error="key.sub=value", fix="write `steps=5`: a key is set"
+    ),
+    "a key to take away": Broken(
+        options="~critic", field="(override)", value="~critic", error="key.sub=value", fix="write `critic=null` where it may be nothing"
+    ),
+    "a colon for the sign": Broken(
+        options="steps:5", field="(override)", value="steps:5", error="key.sub=value", fix="write `steps=5`"
+    ),
+    **{f"{name} of other systems": Broken(
+        options=f"{name}=8", field=name, value="8", error="unknown key", fix=fix,
+    ) for name, fix in [
+        ("batch_size", "here it is `rollout.prompts_per_step` prompts, each with `rollout.group_size` responses"),
+        ("rollout.n_samples_per_prompt", "here it is `rollout.group_size`"),
+        ("learner.ppo_micro_batch_size_per_gpu", "here it is `learner.token_budget`"),
+        ("learning_rate", "here it is `learner.optimizer.lr`"),
+    ]},
+    **{f"path with {path}": Broken(
+        options=f"{field}={path}", field=field, value=path, error="is not expanded", fix=f"write the path out, {Path.home()}",
+    ) for field, path in [("model.path", "$HOME/m"), ("launch.runs_dir", "~/runs"), ("resume", "${HOME}/run")]},
     # ---- fields
     "unknown key": Broken(
         options="learner.optimiser.lr=1", field="learner.optimiser", value="{lr: 1}", error="unknown key", fix="did you mean `optimizer`?"
@@ -509,6 +564,8 @@ def folder(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     (tmp_path / "grpo.yaml").write_text("steps: 3\n")
     (tmp_path / "circle_a.yaml").write_text("extends: circle_b.yaml\n")
     (tmp_path / "circle_b.yaml").write_text("extends: circle_a.yaml\n")
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "stopped_early").mkdir()
     (tmp_path / "stopped_early" / "config.yaml").write_text(yaml.safe_dump(BASE))
     (tmp_path / "warm_start").mkdir()
@@ -557,8 +614,8 @@ def problems(said: str) -> list[dict[str, str]]:
 
 
 def split(options: str) -> list[str]:
-    """At spaces outside of braces."""
-    return re.findall(r"(?:\{(?:[^{}]|\{[^{}]*\})*\}|\S)+", options)
+    """At spaces outside of braces, and at those with a backslash."""
+    return [part for whole in re.findall(r"(?:\{(?:[^{}]|\{[^{}]*\})*\}|\S)+", options) for part in whole.split("\\ ")]
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -580,6 +637,36 @@ def test_a_broken_config_is_refused(name, folder, port, monkeypatch, capsys):
 def test_an_override_with_dashes(written, folder, monkeypatch, capsys):
     said = refused(["train", "run.yaml", "--dry-run", written], folder, monkeypatch, capsys)
     assert f"no such option; write {written.lstrip('-')}, without dashes" in said
+
+
+def test_fields_of_other_systems_are_told_by_fields_that_exist():
+    def exists(path: str) -> bool:
+        shape = Shape.of(RunConfig)
+        for part in path.partition("=")[0].split("."):
+            if part not in shape.names():
+                return False
+            shape = shape.child(part)
+        return True
+
+    named = {name for text in OTHER_FIELDS.values() for name in re.findall(r"`([^`]+)`", text)}
+    assert [name for name in named if not exists(name)] == []
+    assert not OTHER_FIELDS.keys() & RunConfig.model_fields.keys()
+
+
+def test_a_misspelt_command_is_not_answered_with_a_hidden_one(folder, monkeypatch, capsys):
+    said = refused(["trian"], folder, monkeypatch, capsys)
+    assert "did you mean 'train'?" in said and "sft-rank" not in said
+    assert "commands: " in (said := refused(["xyzzy"], folder, monkeypatch, capsys)) and "-rank" not in said
+
+
+def test_a_current_folder_that_is_gone_is_one_sentence(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "argv", ["tandem", "train", "run.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
 
 
 def test_a_misspelt_option_is_no_override(folder, monkeypatch, capsys):

@@ -212,7 +212,7 @@ texts = st.text(min_size=1, max_size=25)
 tricky = st.sampled_from(
     ["1e-4", "null", "~", "yes", "on", "0x1F", "1_000", "- a", "a: b", "#c", "'", '"', " x ", "\n", "\x85", "a\u2028b", ".inf", "0o7", "<<"]
 )
-paths = st.one_of(texts, tricky).map(Path)
+paths = st.one_of(texts, tricky).map(Path).filter(lambda path: not str(path).startswith(("~", "$")))  # which paths may not be
 positive = st.floats(min_value=1e-12, max_value=1e12)
 scalars = st.one_of(st.booleans(), st.integers(-(10**20), 10**20), st.floats(allow_nan=False), texts, tricky)
 
@@ -587,7 +587,7 @@ def test_model_folder_without_config_json(folder):
     assert (problem.field, problem.value) == ("model.path", "model")
     assert "has no config.json" in problem.error and "tokenizer" in problem.fix
     assert "this is a file" in the_problem("base.yaml", ["model.path=base.yaml"], files=True).error
-    assert "not expanded" in the_problem("base.yaml", ["model.path=~/m"], files=True).fix
+    assert "not expanded" in the_problem("base.yaml", ["model.path=~/m"], files=True).error
 
 
 @pytest.mark.parametrize(

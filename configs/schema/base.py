@@ -1,5 +1,7 @@
 """The base of every schema class, and the few types that several of them share."""
 
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +23,8 @@ class Contradictions(ValueError):
         self.said = tuple(said)
 
 
+_UNEXPANDED = re.compile(r"~[\w-]*(?=/|$)|\$\w+|\$\{\w+\}")
+"""What a shell replaces at the beginning of a path."""
 LONGEST_NAME, LONGEST_PATH = 255, 4000
 """Bytes. Linux takes 4096 of a path, of which this leaves some for the files in a folder."""
 
@@ -28,6 +32,9 @@ LONGEST_NAME, LONGEST_PATH = 255, 4000
 def _can_be_looked_at(value: Any) -> Any:
     if value == "":  # as a Path it would be the current folder
         raise ValueError("an empty path; name a file or folder, `.` for the current folder")
+    if isinstance(value, str) and (unexpanded := _UNEXPANDED.match(value)):
+        fix = f"write the path out, {os.path.expandvars(os.path.expanduser(value))}"
+        raise ValueError(f"a path in a config is taken as it stands, and `{unexpanded[0]}` in it is not expanded; {fix}")
     if isinstance(value, str) and (len(value.encode()) > LONGEST_PATH or any(len(n.encode()) > LONGEST_NAME for n in value.split("/"))):
         # of these even Path.exists raises
         raise ValueError(f"longer than a path ({LONGEST_PATH} bytes) or a name in it ({LONGEST_NAME}) may be; use shorter names")
