@@ -18,6 +18,7 @@ from configs.schema.launch import NodesConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.task import TaskConfig
 from launch.device_memory import Device, device_of, gpus_here, memory_problems
+from launch.disk_space import disk_problems
 from launch.input_checks import input_findings, unless
 from launch.placement import check_placement
 from launch.run_folder import RunFolder, check_can_be_made
@@ -88,6 +89,8 @@ def load(
         if runs and not of_layout:
             device = device_of(config, gpu_memory, in_job=in_job)
             yield from _of_devices(config, runs, device, is_here=is_here, fits_model=not against_model)
+        if is_here and not against_model and {"learn", "sft-rank"} & {*runs} and (config.model.path / "config.json").is_file():
+            yield from disk_problems(config, notes)
         if gpu_memory is None and getattr(config, "resume", None) is None:
             yield from unless("launch.runs_dir", check_can_be_made, "launch.runs_dir", config.launch.runs_dir)
 

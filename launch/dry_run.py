@@ -14,6 +14,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.task import CountdownTask
 from launch import placement, roles
 from launch.device_memory import Device, device_of, memory_lines
+from launch.disk_space import disk_lines
 from launch.input_checks import survey_of
 from launch.roles import Rendezvous
 from launch.run_folder import RunFolder
@@ -57,6 +58,8 @@ def dry_run_lines(config: RunConfig | SftConfig, runs: Sequence[str], device: De
         yield from ("", "batch of one step:", *_indented(batch_lines(config)))
     yield ""
     yield from memory_lines(config, device, runs)
+    if "learn" in runs or "sft-rank" in runs:
+        yield from ("", *disk_lines(config))
     if "learn" in runs:
         yield from ("", *_sent(config))
 

@@ -137,6 +137,12 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def stored_bytes(root: Path) -> int:
+    """Of all checkpoints under ``root`` and of a critic's, which lie in ``root/critic``."""
+    folders = [*valid_checkpoints(root).values(), *valid_checkpoints(Path(root) / "critic").values()]
+    return sum(record.bytes for folder in folders for record in read_manifest(folder).files.values())
+
+
 def write_manifest(folder: Path, *, world_size: int, hashed: Mapping[str, FileRecord] | None = None) -> None:
     """Of all files in ``folder``, which is complete then. ``hashed``: those whose digest is known; the others are hashed here."""
     hashed = hashed or {}
