@@ -28,6 +28,7 @@ that span several fields run once the fields themselves are valid.
 import errno
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -48,6 +49,8 @@ __all__ = ["ConfigError", "Finding", "Problem", "check_files", "load_config", "r
 Finding = tuple[str, str]
 """(the field that it is about, "what is wrong; fix"); see ``wording.problem_of``."""
 
+_MOST_BYTES = 10_000_000
+"""Of a config's file."""
 _ROOT = Shape.of(AnyConfig)
 
 
@@ -186,6 +189,7 @@ def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -
         error = f"files extend each other: {' -> '.join(str(p) for p in (*named_by, path))}"
         raise ConfigError([Problem(where=where, field=field, value=str(path), error=error, fix="remove one of these extends")])
     try:
+        _refuse_other_than_text(path, where, field)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         relative = "the file that names it" if named_by else f"the current folder, {Path.cwd()}"
@@ -200,6 +204,17 @@ def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -
         error, fix = f"a config is a mapping of keys, this file holds {holds}", "write `key: value` lines at its top level"
         raise ConfigError([Problem(where=own.where, field="(the whole file)", value=show(own.plain()), error=error, fix=fix)])
     return own
+
+
+def _refuse_other_than_text(path: Path, where: str, field: str) -> None:
+    """Of a pipe or a device the reading may never end, and a file of weights fills the memory. Raises ConfigError, or OSError."""
+    status, wrong = path.stat(), None
+    if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+        wrong = "a pipe, a socket or a device, and a config is read more than once"
+    elif stat.S_ISREG(status.st_mode) and status.st_size > _MOST_BYTES:
+        wrong = f"a file of {status.st_size:,} bytes; no config is that large"
+    if wrong is not None:
+        raise ConfigError([Problem(where=where, field=field, value=shorten(str(path)), error=f"this is {wrong}", fix="name a YAML file")])
 
 
 def _extended_names(extends: Value, problems: list[Problem]) -> list[tuple[str, str]]:

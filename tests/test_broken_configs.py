@@ -5,6 +5,7 @@ Every one goes through the command's own entry point, which must end with exit c
 
 import errno
 import json
+import os
 import re
 import resource
 import socket
@@ -124,6 +125,15 @@ TABLE = {
     ),
     "base of links in a circle": Broken(
         text="extends: loop.yaml", field="extends", value="loop.yaml", error="links lead in a circle", fix="make the link point to a file"
+    ),
+    "a pipe": Broken(
+        options="CONFIG=pipe.yaml", field="CONFIG", value="pipe.yaml", error="a pipe, a socket or a device", fix="name a YAML file"
+    ),
+    "a base that never ends": Broken(
+        text="extends: /dev/zero", field="extends", value="/dev/zero", error="a pipe, a socket or a device", fix="name a YAML file"
+    ),
+    "a file of weights": Broken(
+        options="CONFIG=large.bin", field="CONFIG", value="large.bin", error="20,000,000 bytes; no config", fix="name a YAML file"
     ),
     "a folder of a similar name": Broken(
         options="CONFIG=stopped_earli", field="CONFIG", value="stopped_earli", error="no such file", fix="correct the name"
@@ -566,6 +576,9 @@ def folder(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     (tmp_path / "circle_b.yaml").write_text("extends: circle_a.yaml\n")
     (tmp_path / "loop.yaml").symlink_to("loop.yaml")
     (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "large.bin").touch()
+    os.truncate(tmp_path / "large.bin", 20_000_000)
     (tmp_path / "stopped_early").mkdir()
     (tmp_path / "stopped_early" / "config.yaml").write_text(yaml.safe_dump(BASE))
     (tmp_path / "warm_start").mkdir()
