@@ -264,7 +264,7 @@ def mismatch(
         list[str], typer.Option(help="A rollout layout, e.g. tp=2; on CUDA also tp=2,deterministic or tp=2,attention=triton.")
     ] = ["tp=1"],  # noqa: B006
     prompts: Annotated[int, typer.Option(help="Of the task, the same ones for every pair.")] = 512,
-    threshold: Annotated[float, typer.Option(help="Of a response's max |dp|, counted beside 0.5.")] = 0.5,
+    threshold: Annotated[float, typer.Option(help="Of a response's max |Δp|, counted beside 0.5.")] = 0.5,
     out: Annotated[Path | None, typer.Option(help="A new folder; in launch.runs_dir if left out.", metavar="FOLDER")] = None,
     why: Annotated[bool, typer.Option("--why", help="Also switch one cause at a time, and rank them.")] = False,
 ) -> None:
@@ -405,6 +405,7 @@ def check_current_folder() -> None:
 def main() -> None:
     check_current_folder()
     check_packages()
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too, of every process of the run
     from configs.loader import ConfigError
     from launch.checks import BadInput
     from launch.stopping import RunStopped

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -349,33 +350,50 @@ def _wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) ->
         lambda: run_folder.read_servers(folder, serve_roles(config)) is not None and folder.read_address("sample") is not None,
         what=f"{what} and the sampler to be ready",
         timeout_s=config.launch.start_timeout_s,
-        while_waiting=_progress(f"starting {what}"),
+        while_waiting=_progress(f"starting {what} and the sampler (what they say: tandem logs {folder.path})"),
     )
     print(f"{what} and the sampler ready after {time.monotonic() - started:.0f} s", flush=True)
 
 
 def _progress(text: str) -> Callable[[float], None]:
-    """On a terminal a counting line; elsewhere a line every 15 seconds."""
-    interactive, said = sys.stdout.isatty(), -1
+    """On a terminal a counting line; elsewhere a line at the start, and later ones ever more rarely."""
+    interactive, due = sys.stdout.isatty(), 0.0
 
     def tell(waited: float) -> None:
-        nonlocal said
-        period = int(waited) if interactive else int(waited // 15)
-        if period != said:
-            said = period
-            print(f"{text} … {waited:.0f} s", end="\r" if interactive else "\n", flush=True)
+        nonlocal due
+        if waited < due:
+            return
+        if interactive:
+            print(f"{text} … {waited:.0f} s", end="\r", flush=True)
+        else:
+            print(f"{text} …" if due == 0 else f"… still starting after {waited:.0f} s", flush=True)
+        due = int(waited) + 1.0 if interactive else max(60.0, 2 * due)
 
     return tell
 
 
 def print_result(folder: RunFolder) -> None:
+    """What the run has reached, where it lies, and what one may do with it next; paths and commands hold in any folder."""
+    from trainer.mlflow_store import tracking_uri, without_password
+
     summary = json.loads(folder.summary.read_text())
     print()
     if summary["accuracy_after"] is not None:
         before = summary["accuracy_before"]
         text = f"{before:.1%} before, " if before is not None else ""
         print(f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {summary['steps']} steps")
-    store = folder.path / "mlflow.db"
-    print(f"report:     {folder.path / 'report.html'}")
-    print(f"checkpoint: {folder.hf}")
-    print(f"MLflow:     {'sqlite:///' + str(store) if store.exists() else 'the tracking URI of the config'}", flush=True)
+    uri = without_password(tracking_uri(load_config(folder.config, []), folder.path))
+    page, model = folder.path / "report.html", folder.hf
+    print(f"report:      {page} (open it in a browser)")
+    print(f"model:       {model} (Hugging Face format)")
+    print(f"MLflow:      {_command('mlflow')} ui --backend-store-uri {shlex.quote(uri)}")
+    print(f"all runs:    {_command('tandem')} list {shlex.quote(str(folder.path.parent))}")
+    if folder.newest_checkpoint() is not None:
+        print(f"go on:       {_command('tandem')} resume {shlex.quote(str(folder.path))} steps={2 * summary['steps']}")
+    print(f"your own:    {_command('tandem')} init FOLDER writes a config, a reward and example data to begin with", flush=True)
+
+
+def _command(name: str) -> str:
+    """As it can be typed here: by its name where that is on the path, else in full, where it lies beside this interpreter."""
+    beside = Path(sys.executable).with_name(name)
+    return name if shutil.which(name) or not beside.exists() else str(beside)

@@ -161,7 +161,8 @@ def compare_engines(run: "Run") -> None:
     run.weight_sync.take_over(sends=sends)
     gap = run.weight_sync.probe(START_PROBE_TEMPERATURE)
     if run.tracker is not None:
-        run.tracker.say(f"learner and servers agree to {gap:.1e} nats at temperature {START_PROBE_TEMPERATURE} before the first step")
+        probe = f"a probe prompt, sampled at its own temperature of {START_PROBE_TEMPERATURE}"
+        run.tracker.say(f"before the first step, learner and servers agree: log-probs of {probe}, differ by {gap:.1e} nats at most")
 
 
 def end_run(run: "Run") -> None:

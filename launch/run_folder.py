@@ -1,7 +1,8 @@
 """The folder of a run: who writes what where. Everything a run leaves behind is inside it.
 
     config.yaml        the resolved config, which every role reads       metrics.jsonl, console.log   one line per step
-    logs/ROLE.log      all that a role and its engine print              mlflow.db, mlartifacts/      unless a tracking URI is given
+    logs/ROLE.log      all that a role and its engine print              mlflow.db, mlartifacts/      of all runs, beside the run folders;
+                                                                         inside on file systems of a network; none with a tracking URI
     roles/ROLE.json    a role's address, once it is ready                checkpoints/step_000010/     resumable
                        (serve-0, serve-1, ... where servers are on several nodes)
     roles/NAME.beat    what a role or a learner rank is doing, while it lives; NAME.stopped: it was stopped (launch/heartbeat.py)

@@ -31,8 +31,8 @@ BEATS = 8
 ERROR_LINES = 3
 """Of an error that the overview shows."""
 QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
-RESULTS = (("reward", "reward/mean", ".3f"), ("|dp| max", "mismatch/abs_prob_max", ".1e"), ("ESS", "mismatch/ess", ".3f"))
-"""(title, metric, format); dp is p_rollout - p_old."""
+RESULTS = (("reward", "reward/mean", ".3f"), ("|Δp| max", "mismatch/abs_prob_max", ".1e"), ("ESS", "mismatch/ess", ".3f"))
+"""(title, metric, format); Δp is p_rollout - p_old."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -243,7 +243,7 @@ def test_buckets_show_the_mean_of_the_means_and_the_greatest_maximum_of_the_last
             **{f"mismatch/by_length/{b}/abs_prob_max": 0.9 if step == 2 else 0.01 * step for b in ("le_64", "over_4096")},
         }
 
-    axes = drawn("mismatch_where", metrics, range(1, 16))["dp by response length"]
+    axes = drawn("mismatch_where", metrics, range(1, 16))["Δp by response length"]
     means, maxima = ([bar.get_height() for bar in bars] for bars in axes.containers)
     assert means == pytest.approx([1e-3 * sum(range(6, 16)) / 10] * 2) and maxima == pytest.approx([0.15] * 2)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["≤ 64", "> 4096"]

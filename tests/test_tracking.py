@@ -22,8 +22,9 @@ from trainer import mlflow_store, tracking
 from trainer.alarms import check_alarms
 from trainer.interruption import StopRequested
 from trainer.loop import tell_of_failed_rewards
+from trainer.provenance import provenance
 from trainer.sampling import Sampled
-from trainer.tracking import HEADER_EVERY, Tracker, flatten, header, read_metrics, row
+from trainer.tracking import HEADER_EVERY, Tracker, columns_of, flatten, header, read_metrics, row
 
 FULL = {
     "reward/mean": 0.512,
@@ -33,6 +34,9 @@ FULL = {
     "mismatch/k3": 2.5e-6,
     "mismatch/ess": 0.998,
     "mismatch/kept_fraction": 1.0,
+    "response/length_mean": 10.25,
+    "loss/total": -0.0123,
+    "policy/ref_kl": 1.5e-3,
     "policy/entropy": 1.234,
     "optim/grad_norm": 0.321,
     "throughput/tokens_per_s": 123456.0,
@@ -46,6 +50,14 @@ FULL = {
 
 def make_config(**fields) -> RunConfig:
     return RunConfig.model_validate({"model": {"path": "model"}, "task": {"type": "countdown"}, "steps": 4, **fields})
+
+
+@pytest.fixture
+def tmp_path(tmp_path) -> Path:
+    """A run folder: the store is in the one that it lies in."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +74,7 @@ def time_to_close(monkeypatch):
 def client_of(run_dir: Path):
     from mlflow.tracking import MlflowClient
 
-    return MlflowClient(tracking_uri=f"sqlite:///{run_dir / 'mlflow.db'}")
+    return MlflowClient(tracking_uri=f"sqlite:///{mlflow_store.store_file(run_dir)}")
 
 
 def only_run(run_dir: Path):
@@ -97,7 +109,9 @@ def test_sqlite_store_holds_params_metrics_artifacts_and_status(tmp_path):
     assert [(m.step, m.value) for m in sorted(history, key=lambda m: m.step)] == [(1, 0.125), (2, 0.25), (3, 0.375)]
     assert run.data.metrics["many/1099"] == 1099.0
     assert {a.path for a in client.list_artifacts(run.info.run_id)} == {"config.yaml", "report.html", "figures"}
-    assert (tmp_path / "mlartifacts").is_dir()
+    assert (tmp_path.parent / "mlartifacts").is_dir()
+    assert run.info.run_name == "run seed 0"
+    assert run.data.tags["tandem.version.torch"] and run.data.tags["tandem.version.python"]
     assert (tmp_path / "mlflow_run_id").read_text(encoding="utf-8") == run.info.run_id
     assert (tmp_path / "config.yaml").read_text() == "name: written by whoever made the folder\n"
 
@@ -142,10 +156,63 @@ def test_mlflow_names_are_valid(name):
 
 
 def test_tracking_uri_precedence(tmp_path, monkeypatch):
-    assert mlflow_store.tracking_uri(make_config(), tmp_path) == f"sqlite:///{tmp_path / 'mlflow.db'}"
+    assert mlflow_store.tracking_uri(make_config(), tmp_path) == f"sqlite:///{tmp_path.parent / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///elsewhere.db")
     assert mlflow_store.tracking_uri(make_config(), tmp_path) == "sqlite:///elsewhere.db"
     assert mlflow_store.tracking_uri(make_config(tracking={"uri": "sqlite:///mine.db"}), tmp_path) == "sqlite:///mine.db"
+
+
+def test_runs_share_a_store_where_the_file_system_is_local(tmp_path, monkeypatch):
+    assert mlflow_store.file_system_of(Path("/proc")) == "proc"
+    monkeypatch.setattr(mlflow_store, "file_system_of", lambda folder: "ext4")
+    assert mlflow_store.store_file(tmp_path) == tmp_path.parent / "mlflow.db"
+    monkeypatch.setattr(mlflow_store, "file_system_of", lambda folder: "nfs4")
+    assert mlflow_store.store_file(tmp_path) == tmp_path / "mlflow.db"
+    monkeypatch.setattr(mlflow_store, "file_system_of", lambda folder: "ext4")
+    (tmp_path / "mlflow.db").touch()
+    assert mlflow_store.store_file(tmp_path) == tmp_path / "mlflow.db", "a run of an earlier version goes on in its own"
+
+
+def test_runs_that_start_together_stand_side_by_side_in_one_store(tmp_path):
+    """In a process each: one makes the tables, and none loses a metric to another's lock."""
+    code = """
+import pathlib, sys
+from configs.schema import RunConfig
+from trainer import tracking
+tracking.CLOSE_DEADLINE_S = 300.0
+config = RunConfig.model_validate({"model": {"path": "m"}, "task": {"type": "countdown"}, "seed": int(sys.argv[2])})
+with tracking.Tracker(config, pathlib.Path(sys.argv[1])) as tracker:
+    for step in range(1, 21):
+        tracker.log(step, {"reward/mean": step / 100})
+"""
+    folders = [tmp_path.parent / f"run-{seed}" for seed in range(3)]
+    command = [sys.executable, "-c", code]
+    processes = [subprocess.Popen([*command, str(folder), str(seed)], stdout=subprocess.DEVNULL) for seed, folder in enumerate(folders)]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0, 0]
+    client = client_of(tmp_path)
+    runs = client.search_runs([client.get_experiment_by_name("tandem").experiment_id])
+    assert sorted(run.info.run_name for run in runs) == ["run-0 seed 0", "run-1 seed 1", "run-2 seed 2"]
+    for run in runs:
+        assert run.info.status == "FINISHED" and len(client.get_metric_history(run.info.run_id, "reward/mean")) == 20
+
+
+def test_provenance_names_the_commit_of_a_checkout_and_of_nothing_else(tmp_path):
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    assert "mlflow.source.git.commit" not in provenance(tmp_path)
+    git("init", "-q")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-qm", "first")
+    clean = provenance(tmp_path)
+    assert len(clean["mlflow.source.git.commit"]) == 40 and clean["tandem.uncommitted_changes"] == "false"
+    (tmp_path / "a").write_text("2")
+    assert provenance(tmp_path)["tandem.uncommitted_changes"] == "true"
+    (tmp_path / "inside").mkdir()
+    assert "mlflow.source.git.commit" not in provenance(tmp_path / "inside"), "installed inside another checkout"
+    assert clean["tandem.version.torch"]
 
 
 # ---- metrics.jsonl
@@ -319,7 +386,7 @@ def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):
     store.parent.mkdir()
     tracker.log(2, {"reward/mean": 0.6})
     tracker.close("FINISHED")
-    client, run = only_run(store.parent)
+    client, run = only_run(store.parent / "run")
     assert sorted(m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")) == [0.5, 0.6]
     assert (store.parent / "mlartifacts" / run.info.run_id / "artifacts" / "config.yaml").is_file()  # not in the current folder
 
@@ -342,21 +409,43 @@ def test_header_and_rows_line_up_and_fit():
         titles, line, empty = header(num_steps), row(num_steps, num_steps, FULL, 123456.0), row(0, num_steps, {}, None)
         assert len(titles) == len(line) == len(empty) <= 160
         # every cell ends in the column where its title ends
-        ends = [m.end() for m in re.finditer(r"\|dp\|mean|\|dp\|max|k3 KL|\S+", titles)]
+        ends = [m.end() for m in re.finditer(r"ref KL|\S+", titles)]
         assert [m.end() for m in re.finditer(r"\S+", line)] == ends
         assert [m.end() for m in re.finditer(r"\S+", empty)] == ends
-        assert empty.split() == [f"0/{num_steps}"] + ["-"] * 15
+        assert empty.split() == [f"0/{num_steps}"] + ["-"] * 16
+
+
+def titles_of(**fields) -> list[str]:
+    return re.findall(r"ref KL|\S+", header(10, columns_of(make_config(**fields))))
+
+
+def test_columns_are_those_that_can_move():
+    titles = "step reward heldout length loss entropy grad |Δp|max ESS tok/s sample update sync left"
+    assert " ".join(titles_of()) == titles
+    rejecting = {"weight": {"level": "none"}, "reject": [{"rule": "k3", "upper": 0.01}]}
+    assert {"kept"} == set(titles_of(correction=rejecting)) - set(titles_of()) and "ESS" not in titles_of(correction=rejecting)
+    assert {"ref KL", "logprob"} == set(titles_of(kl={"coefficient": 0.1})) - set(titles_of())
+    assert "logprob" in titles_of(learner={"minibatches": 2})
+
+
+def test_the_time_left_has_the_last_evaluation_in_it(tmp_path, capsys):
+    with Tracker(make_config(steps=4), tmp_path) as tracker:
+        tracker.log(0, {"eval/accuracy": 0.5, "time/evaluation": 3600.0})
+        tracker.log(1, {"reward/mean": 0.5, "time/step": 2.0})
+        tracker.log(4, {"reward/mean": 0.5, "time/step": 2.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines[2:]] == ["1h00m", "0s"]
 
 
 def test_row_by_hand():
-    by_hand = "3/100 0.512 25.0% 1.2e-04 3.1e-02 2.5e-06 0.998 1.000 1.234 0.321 123k 3.2s 0.4s 1.5s 0.2s 1h02m"
+    by_hand = "3/100 0.512 25.0% 10.2 -1.23e-02 1.234 1.5e-03 0.321 3.1e-02 0.998 1.000 123k 3.2s 0.4s 1.5s 0.2s 1h02m"
     assert row(3, 100, FULL, 3725.0).split() == by_hand.split()
 
 
 @settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(FULL)), st.floats(allow_nan=False, allow_infinity=False)), st.integers(0, 10**5))
 def test_cells_never_run_together(metrics, step):
-    assert len(row(step, 10**5, metrics, None).split()) == 16
+    assert len(row(step, 10**5, metrics, None).split()) == 17
 
 
 def test_console_is_plain_in_a_pipe_and_repeats_its_header(tmp_path, capsys):

@@ -30,7 +30,7 @@ from tests.variant_workers import ADAPTIVE, STEPS, VARIANTS, first_step, variant
 from trainer.advantages import compute_advantages
 from trainer.correction import rule_names
 from trainer.metrics import Metric, merge_metrics
-from trainer.mlflow_store import mlflow_name
+from trainer.mlflow_store import mlflow_name, store_file
 from trainer.policy_loss import kept_factor
 from trainer.ranks import alone
 from trainer.recording import batch_file, read_batch
@@ -296,8 +296,8 @@ def test_many_learners_in_one_process_leave_no_memory_behind(finished):
 def test_mlflow_holds_what_the_record_holds(finished):
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(tracking_uri=f"sqlite:///{finished.run.resolve() / 'mlflow.db'}")
-    (run,) = client.search_runs([client.get_experiment_by_name("tandem").experiment_id])
+    client = MlflowClient(tracking_uri=f"sqlite:///{store_file(finished.run)}")
+    run = client.get_run((finished.run / "mlflow_run_id").read_text())
     assert run.info.status == "FINISHED"
     names = {name for row in finished.rows for name in row} - {"step", "elapsed_s"}
     assert set(run.data.metrics) == set(map(mlflow_name, names))

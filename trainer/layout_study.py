@@ -1,7 +1,7 @@
 """How far two engines disagree on the same tokens: sampled by one, scored by the other, as numbers with standard errors.
 
 Legend: R responses, N their tokens end to end, Q prompts. Log-probs are nats of the sampled tokens; p = exp of them.
-dp = |p_rollout - p_learner| of a token; a response has a max and a mean of it. d = log p_learner - log p_rollout, rho = exp(d).
+Δp = |p_rollout - p_learner| of a token; a response has a max and a mean of it. d = log p_learner - log p_rollout, rho = exp(d).
 Definitions are those of ``trainer/mismatch.py``, in float64: k1 = mean of -d, k3 = mean of rho - 1 - d; d is bounded to +-20 in rho and
 in k3, not in k1 nor in the greatest |d|.
 
@@ -30,7 +30,7 @@ from trainer.mismatch import NEAR_ONE
 from trainer.segments import max_per_sequence, sum_per_sequence
 
 HIGH_GAP = 0.5
-"""A response whose max dp is above this is what the source counts."""
+"""A response whose max Δp is above this is what the source counts."""
 LENGTH_EDGES = tuple(2**power for power in range(2, 15))
 """Upper edges, in tokens, of the buckets of length and position (from 1); the last bucket is open."""
 
@@ -150,8 +150,8 @@ def pair_statistics(rollout_N: Tensor, learner_N: Tensor, lengths_R: Tensor, *, 
     """One pair of engines on R responses. Names with ``_se`` are standard errors.
 
     responses, tokens                       counts
-    max_mean, max_median, max_max           of the responses' max dp; mean_mean of their mean dp
-    over_half, over_threshold (and _count)  share of responses with max dp above 0.5, above ``threshold``
+    max_mean, max_median, max_max           of the responses' max Δp; mean_mean of their mean Δp
+    over_half, over_threshold (and _count)  share of responses with max Δp above 0.5, above ``threshold``
     k1, k3                                  means over tokens, estimates of KL(rollout || learner) in nats; k1 may be negative
     outside (and _count)                    share of tokens with rho outside [0.9, 1.1]
     logprob_gap_max                         greatest |d|, nats
@@ -208,7 +208,7 @@ def _buckets(values: Tensor) -> list[tuple[int, int | None, Tensor]]:
 
 
 def by_length(max_R: Tensor, mean_R: Tensor, lengths_R: Tensor) -> list[Row]:
-    """Per bucket of response length (above < length <= up_to): counts, and means over its responses of their max and their mean dp."""
+    """Per bucket of response length (above < length <= up_to): counts, and means over its responses of their max and their mean Δp."""
     return [
         {
             "above": above,
@@ -240,7 +240,7 @@ def equal_tokens(long: Sampled, long_gap_N: Tensor, short: Sampled, short_gap_N:
 
     A maximum grows with the count of tokens, and one side often has more. So both are cut, prompt by prompt, to the ``tokens`` that the
     smaller side has. Means over the Q prompts, with standard errors:
-    long_max            max dp of the long response, cut                long_mean, short_mean   mean dp of the same tokens
+    long_max            max Δp of the long response, cut                long_mean, short_mean   mean Δp of the same tokens
     short_together_max  over the short responses to the prompt, cut     tokens                  per prompt and side, cut
     long_over_short     long_max - short_together_max, prompt by prompt long_tokens, short_tokens   per prompt, whole
     long_first_max      of the first ``first`` tokens of the long one
@@ -294,7 +294,7 @@ def _first_of_each(values_N: Tensor, lengths_Q: Tensor, kept_Q: Tensor) -> Tenso
 def compare(reference_N: Tensor, first_N: Tensor, second_N: Tensor, lengths_R: Tensor) -> Row:
     """Two engines' distances from a third (``reference_N``) on the same tokens; and from each other.
 
-    max_change, mean_change    second's less first's, of the responses' max and mean dp to the reference: means of paired differences
+    max_change, mean_change    second's less first's, of the responses' max and mean Δp to the reference: means of paired differences
     moved_mean                 mean over responses of the mean |p_second - p_first|; moved_max the greatest of any token
     moved_response_max         mean over responses of the max |p_second - p_first|
     bitwise                    whether first and second are the same numbers

@@ -36,7 +36,7 @@ def _figure(width: float, height: float) -> "Figure":
 
 
 def _distribution(result: Row) -> "Figure":
-    """Per rollout layout: the share of responses whose max dp is above x, one line per learner layout."""
+    """Per rollout layout: the share of responses whose max Δp is above x, one line per learner layout."""
     rollouts = list(dict.fromkeys(pair["rollout"] for pair in result["pairs"]))
     figure = _figure(max(7.0, 5.2 * len(rollouts)), 4.2)
     panels = figure.subplots(1, len(rollouts), sharex=True, sharey=True, squeeze=False)[0]
@@ -66,9 +66,9 @@ def _length(result: Row) -> "Figure":
         rows = pair["by_position"]
         ends = [row["up_to"] or 2 * row["above"] for row in rows]
         of_position.errorbar(ends, [row["mean"] for row in rows], [row["mean_se"] or 0 for row in rows], **style)
-    of_max.set(title="Max of a response", ylabel="mean over responses of max dp", xlabel="response length (tokens, mean of the bucket)")
-    of_mean.set(title="Mean of a response", ylabel="mean over responses of mean dp", xlabel="response length (tokens, mean of the bucket)")
-    of_position.set(title="By position", ylabel="mean dp of the tokens", xlabel="position in the response (up to)")
+    of_max.set(title="Max of a response", ylabel="mean over responses of max Δp", xlabel="response length (tokens, mean of the bucket)")
+    of_mean.set(title="Mean of a response", ylabel="mean over responses of mean Δp", xlabel="response length (tokens, mean of the bucket)")
+    of_position.set(title="By position", ylabel="mean Δp of the tokens", xlabel="position in the response (up to)")
     for axes in (of_max, of_mean, of_position):
         axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
@@ -100,7 +100,7 @@ def _equal_tokens(axes: "Axes", pairs: Sequence[Row]) -> None:
     one = pairs[0]["equal_tokens"]
     axes.set_xticks(range(len(pairs)), [f"{pair['learner']} |\n{pair['rollout']}" for pair in pairs], fontsize=7)
     title = f"{one['tokens']:.1f} tokens of one response, and of several"
-    axes.set(title=title, ylabel="mean over prompts of max dp")
+    axes.set(title=title, ylabel="mean over prompts of max Δp")
     axes.grid(axis="y", alpha=0.3)
     axes.legend(fontsize=8)
 

@@ -12,7 +12,7 @@ ABOUT = {
     "sp": "no sequence parallelism against SP at equal TP",
     "pp": "no pipeline against a pipeline",
 }
-PAIR_COLUMNS = ("learner", "rollout", "max dp", "mean dp", "> 0.5", "> {threshold:g}", "k1", "k3", "outside [0.9, 1.1]", "max |d|")
+PAIR_COLUMNS = ("learner", "rollout", "max Δp", "mean Δp", "> 0.5", "> {threshold:g}", "k1", "k3", "outside [0.9, 1.1]", "max |d|")
 SWITCH_TITLES = {
     "repeat": "noise level: scored twice, nothing switched",
     "packing": "packing: every sequence alone, not packed",
@@ -25,7 +25,7 @@ SWITCH_TITLES = {
 }
 """Of the learner; ``trainer/layout_scoring.py`` has what they do."""
 NOTES = """\
-dp = |p_rollout - p_learner| of a sampled token. *max dp*, *mean dp*: mean over responses of the greatest and of the mean dp of each.
+Δp = |p_rollout - p_learner| of a sampled token. *max Δp*, *mean Δp*: mean over responses of the greatest and of the mean Δp of each.
 k1, k3: estimates of KL(rollout || learner) in nats per token; d: the log-prob gap in nats; *outside*: share of tokens whose ratio of
 probabilities lies outside [0.9, 1.1]. After ±: one standard error, plain (s / sqrt(n) over responses or prompts; for k1, k3 and outside
 the linearised error of a ratio with responses as clusters), not bootstrapped. A difference counts as one beyond two standard errors, so

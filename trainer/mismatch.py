@@ -4,7 +4,7 @@ correction makes of it.
 Legend: S sequences, N the valid tokens alone (end to end), R responses (sequences with a valid token), B buckets,
 P pieces of responses, X several kinds of sums or maxima.
 ``train`` is old in decoupled mode and current in bypass; d = log pi_train - log pi_rollout of a token and rho = exp(d), with d (or its sum
-over a response) bounded to +-20 before exp; log-probs are nats. dp = |p_rollout - p_train| of the sampled token.
+over a response) bounded to +-20 before exp; log-probs are nats. Δp = |p_rollout - p_train| of the sampled token.
 Every function takes tensors of any part of a batch, detaches them, computes in float64 and returns metrics that merge exactly over
 micro-batches and ranks. A sequence without valid tokens is not counted anywhere.
 A metric that counted nothing is left out, or has no value.
@@ -29,7 +29,7 @@ LENGTH_EDGES = (64, 256, 1024, 4096)
 
 RESPONSE_MAX_EDGES = (0.001, 0.01, 0.1, 0.25, 0.5)
 RESPONSE_MEAN_EDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-"""Upper edges of the bins of a response's max and mean dp; a value on an edge belongs to the bin below it."""
+"""Upper edges of the bins of a response's max and mean Δp; a value on an edge belongs to the bin below it."""
 HIGH_GAP = 0.5
 """A response whose greatest dp is over this counts as one in which the engines contradict each other."""
 
@@ -55,7 +55,7 @@ def mismatch_metrics(train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, bound
         log_ppl_diff_mean, _abs, _max, _min    of log_ppl_train - log_ppl_rollout; ``abs`` is the mean of its absolute value
         chi2_sequence                      mean of (product of rho)^2, less 1; the product's logarithm is bounded
         response_abs_prob_max_mean         mean of the greatest dp of a response (the greatest over responses is abs_prob_max)
-        response_abs_prob_mean_mean, _max  mean and max of the mean dp of a response
+        response_abs_prob_mean_mean, _max  mean and max of the mean Δp of a response
         response_abs_prob_over             share of responses whose greatest dp is over 0.5
         response_abs_prob_max_share/BIN, response_abs_prob_mean_share/BIN      shares of responses per bin: le_0.001, ..., over_0.5
     By length of the response and by position in it (valid tokens counted from 1; BIN: le_64, le_256, le_1024, le_4096, over_4096):

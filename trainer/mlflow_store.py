@@ -8,6 +8,8 @@ items it is dropped. Each kind of trouble is logged once, and training goes on.
                   ── finish(status, deadline) ──> the thread sends what is left and ends; joined for at most the deadline
 """
 
+import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -20,12 +22,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from configs.schema import RunConfig
+from trainer.provenance import provenance
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 log = logging.getLogger(__name__)
 
 COMPLETE_UNTIL = "tandem.complete_until"
 """Tag of a run that was closed in order: the step up to which it has every metric, and none of a later one."""
+STORE = "mlflow.db"
+LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
+"""Those whose locks are the kernel's own; of any other nothing is assumed."""
 QUEUE_SIZE = 2000
 RETRY_S = 30.0
 
@@ -41,8 +47,39 @@ _ENVIRONMENT = {
 
 
 def tracking_uri(config: RunConfig, run_dir: Path) -> str:
-    """``tracking.uri``, else MLFLOW_TRACKING_URI, else the sqlite store of the run folder."""
-    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(run_dir / 'mlflow.db').resolve()}"
+    """``tracking.uri``, else MLFLOW_TRACKING_URI, else the sqlite store of ``store_file``."""
+    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{store_file(run_dir)}"
+
+
+def without_password(uri: str) -> str:
+    return re.sub(r"//[^/@]*@", "//", uri)
+
+
+def store_file(run_dir: Path) -> Path:
+    """The store of all runs beside this one, so that they stand side by side: ``mlflow.db`` in the folder of the run folders.
+
+    Several runs write to it at a time, each under sqlite's lock, which waits 20 s. The run has a store of its own where that is not safe:
+    on file systems of a network, whose locks sqlite cannot trust, or where the folder above cannot be written to; and where it has one
+    already, from an earlier version.
+    """
+    run_dir = run_dir.resolve()
+    own, shared = run_dir / STORE, run_dir.parent / STORE
+    safe = file_system_of(run_dir.parent) in LOCAL_FILE_SYSTEMS and os.access(run_dir.parent, os.W_OK)
+    return shared if safe and not own.exists() else own
+
+
+def file_system_of(folder: Path) -> str:
+    """Its type as the kernel names it (ext4, nfs4); "" where that is not known."""
+    try:
+        handle = os.open(folder, os.O_PATH)
+        try:
+            mount = re.search(r"^mnt_id:\s+(\d+)", Path(f"/proc/self/fdinfo/{handle}").read_text(), re.M)
+        finally:
+            os.close(handle)
+        line = mount and re.search(rf"^{mount[1]} .* - (\S+)", Path("/proc/self/mountinfo").read_text(), re.M)
+    except OSError:
+        return ""
+    return line[1] if line else ""
 
 
 def mlflow_name(name: str) -> str:
@@ -164,7 +201,8 @@ class MlflowThread(threading.Thread):
 
     def _send_all(self, rejected: type[Exception]) -> None:
         if self._run_id is None:
-            self._open_run()
+            with self._others_kept_out():
+                self._open_run()
         while batch := self._next_batch():
             try:
                 self._send(batch)
@@ -218,9 +256,20 @@ class MlflowThread(threading.Thread):
         id_file = self._run_dir / "mlflow_run_id"
         if self._continue_previous(id_file):
             return
-        run = self._client.create_run(self._experiment_id(), run_name=self._config.name, tags=self._tags)
+        name = f"{self._run_dir.resolve().name} seed {self._config.seed}"
+        run = self._client.create_run(self._experiment_id(), run_name=name, tags={**provenance(), **self._tags})
         self._run_id = run.info.run_id
         id_file.write_text(self._run_id, encoding="utf-8")
+
+    @contextlib.contextmanager
+    def _others_kept_out(self) -> Iterator[None]:
+        """Of runs that start at the same time only one makes the tables of a store that is a file beside them."""
+        if self._uri != f"sqlite:///{store_file(self._run_dir)}":
+            yield
+            return
+        with store_file(self._run_dir).with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _experiment_id(self) -> str:
         from mlflow.exceptions import MlflowException
@@ -277,7 +326,7 @@ class MlflowThread(threading.Thread):
 
     @property
     def _shown_uri(self) -> str:
-        return re.sub(r"//[^/@]*@", "//", self._uri)
+        return without_password(self._uri)
 
     def _warn_once(self, kind: str, message: str, *values: object) -> None:
         if kind not in self._warned:

@@ -110,11 +110,11 @@ PICTURES = (
     Picture(
         name="mismatch",
         title="Mismatch of the two engines",
-        about=f"dp = {_DP} of a sampled token: what SGLang and the learner say of the same token. The mean hardly moves with layouts and "
+        about=f"Δp = {_DP} of a sampled token: what SGLang and the learner say of the same token. The mean hardly moves with layouts and "
         "response length, the greatest one of a response does.",
         panels=(
             Lines(
-                title="dp of responses",
+                title="Δp of responses",
                 unit=_DP,
                 metrics={
                     "mismatch/abs_prob_max": "max over all tokens",
@@ -125,7 +125,7 @@ PICTURES = (
                 log=True,
             ),
             Lines(
-                title="Responses with a dp over 0.5",
+                title="Responses with a Δp over 0.5",
                 unit="share of responses",
                 metrics={"mismatch/response_abs_prob_over": "share"},
                 bounds=(0, None),
@@ -140,12 +140,12 @@ PICTURES = (
     Picture(
         name="mismatch_where",
         title="Where the mismatch is",
-        about="Responses by their greatest dp, and dp by length of the response and by position in it (mean over the last 10 steps of the "
+        about="Responses by their greatest Δp, and Δp by length of the response and by position in it (mean over the last 10 steps of the "
         "means, and their maximum). High bars at late positions only: a gap that builds up.",
         panels=(
-            Shares(title="Greatest dp of a response", unit="share of responses", prefix="mismatch/response_abs_prob_max_share"),
+            Shares(title="Greatest Δp of a response", unit="share of responses", prefix="mismatch/response_abs_prob_max_share"),
             Buckets(
-                title="dp by response length",
+                title="Δp by response length",
                 unit=_DP,
                 prefix="mismatch/by_length",
                 mean="abs_prob_mean",
@@ -153,7 +153,7 @@ PICTURES = (
                 axis="length (tokens)",
             ),
             Buckets(
-                title="dp by position",
+                title="Δp by position",
                 unit=_DP,
                 prefix="mismatch/by_position",
                 mean="abs_prob_mean",

@@ -12,7 +12,8 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
 
@@ -79,34 +80,52 @@ def _count(value: float) -> str:
     return f"{value:.0f}" if value < 1e5 else f"{value / 1e3:.0f}k" if value < 1e7 else f"{value / 1e6:.0f}M"
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One cell of a step's line. ``shown``: whether the quantity can move at all with this config."""
+
+    title: str
+    width: int
+    metric: str
+    show: Callable[[float], str]
+    shown: Callable[[RunConfig], bool] = lambda config: True
+
+
 _COLUMNS = (
-    ("reward", 7, "reward/mean", "{:.3f}".format),
-    ("heldout", 8, "eval/accuracy", "{:.1%}".format),
-    ("|dp|mean", 9, "mismatch/abs_prob_mean", "{:.1e}".format),
-    ("|dp|max", 9, "mismatch/abs_prob_max", "{:.1e}".format),
-    ("k3 KL", 9, "mismatch/k3", "{:.1e}".format),
-    ("ESS", 7, "mismatch/ess", "{:.3f}".format),
-    ("kept", 7, "mismatch/kept_fraction", "{:.3f}".format),
-    ("entropy", 8, "policy/entropy", "{:.3f}".format),
-    ("grad", 8, "optim/grad_norm", "{:.3g}".format),
-    ("tok/s", 7, "throughput/tokens_per_s", _count),
-    ("sample", 8, "time/sampling", _seconds),
-    ("logprob", 8, "time/logprobs", _seconds),
-    ("update", 8, "time/update", _seconds),
-    ("sync", 7, "time/sync", _seconds),
+    Column("reward", 7, "reward/mean", "{:.3f}".format),
+    Column("heldout", 8, "eval/accuracy", "{:.1%}".format),
+    Column("length", 8, "response/length_mean", "{:.1f}".format),
+    Column("loss", 10, "loss/total", "{:.2e}".format),
+    Column("entropy", 8, "policy/entropy", "{:.3f}".format),
+    Column("ref KL", 9, "policy/ref_kl", "{:.1e}".format, lambda config: config.kl.coefficient > 0),
+    Column("grad", 8, "optim/grad_norm", "{:.3g}".format),
+    Column("|Δp|max", 9, "mismatch/abs_prob_max", "{:.1e}".format),
+    Column("ESS", 7, "mismatch/ess", "{:.3f}".format, lambda config: config.correction.weight.level != "none"),
+    Column("kept", 7, "mismatch/kept_fraction", "{:.3f}".format, lambda config: config.rejects),
+    Column("tok/s", 7, "throughput/tokens_per_s", _count),
+    Column("sample", 8, "time/sampling", _seconds),
+    Column("logprob", 8, "time/logprobs", _seconds, lambda config: config.scores_old or config.kl.coefficient > 0),
+    Column("update", 8, "time/update", _seconds),
+    Column("sync", 7, "time/sync", _seconds),
 )
-"""(title, width, metric, format); dp is p_rollout - p_old."""
+"""Δp is p_rollout - p_old. Everything else that is measured stands in metrics.jsonl and in the report."""
 
 
-def header(num_steps: int) -> str:
-    return _step_cell("step", num_steps) + "".join(f"{title:>{width}}" for title, width, _, _ in _COLUMNS) + f"{'ETA':>8}"
+def columns_of(config: RunConfig) -> tuple[Column, ...]:
+    return tuple(column for column in _COLUMNS if column.shown(config))
 
 
-def row(step: int, num_steps: int, metrics: Mapping[str, float | None], eta_s: float | None) -> str:
+def header(num_steps: int, columns: Sequence[Column] = _COLUMNS) -> str:
+    return _step_cell("step", num_steps) + "".join(f"{column.title:>{column.width}}" for column in columns) + f"{'left':>8}"
+
+
+def row(
+    step: int, num_steps: int, metrics: Mapping[str, float | None], left_s: float | None, columns: Sequence[Column] = _COLUMNS
+) -> str:
     """One step as a line under ``header``; a metric that was not measured, or is not finite, is a dash."""
-    values = [(metrics.get(metric), width, show) for _, width, metric, show in _COLUMNS]
-    cells = [f" {'-' if value is None else show(value):>{width - 1}}" for value, width, show in values]
-    return _step_cell(f"{step}/{num_steps}", num_steps) + "".join(cells) + f"{'-' if eta_s is None else duration(eta_s):>8}"
+    values = [(metrics.get(column.metric), column) for column in columns]
+    cells = [f" {'-' if value is None else column.show(value):>{column.width - 1}}" for value, column in values]
+    return _step_cell(f"{step}/{num_steps}", num_steps) + "".join(cells) + f"{'-' if left_s is None else duration(left_s):>8}"
 
 
 def _step_cell(text: str, num_steps: int) -> str:
@@ -116,16 +135,17 @@ def _step_cell(text: str, num_steps: int) -> str:
 class _Console:
     """Lines to stdout, styled only on a terminal, and plain to console.log."""
 
-    def __init__(self, path: Path, num_steps: int):
+    def __init__(self, path: Path, config: RunConfig):
         self._file: TextIO = path.open("a", encoding="utf-8")
-        self._num_steps = num_steps
+        self._num_steps, self._columns = config.steps, columns_of(config)
         self._num_rows = 0
 
-    def step(self, step: int, metrics: Mapping[str, float | None], eta_s: float | None) -> None:
+    def step(self, step: int, metrics: Mapping[str, float | None], left_s: float | None) -> None:
         if self._num_rows % HEADER_EVERY == 0:
-            self._line(header(self._num_steps), style="bold")
+            self._line(header(self._num_steps, self._columns), style="bold")
         self._num_rows += 1
-        self._line(row(step, self._num_steps, metrics, eta_s), style="green" if metrics.get("eval/accuracy") is not None else None)
+        line = row(step, self._num_steps, metrics, left_s, self._columns)
+        self._line(line, style="green" if metrics.get("eval/accuracy") is not None else None)
 
     def say(self, text: str) -> None:
         self._line(text, style=None)
@@ -158,7 +178,7 @@ class Tracker:
 
     def __init__(self, config: RunConfig, run_dir: Path, *, resumed_from_step: int | None = None):
         """
-        run_dir: a folder with the run's config.yaml; metrics.jsonl, console.log and (where no other store is named) mlflow.db go there.
+        run_dir: a folder with the run's config.yaml; metrics.jsonl and console.log go there; mlflow.db: see ``store_file``.
         resumed_from_step: metrics of later steps, written before the interruption, are dropped.
         Raises ValueError where the folder already holds metrics and the run is not a resumed one; OSError where it cannot be written.
         """
@@ -173,12 +193,13 @@ class Tracker:
         self._elapsed_before = max((row.get("elapsed_s") or 0.0 for row in kept), default=0.0)
         self._started = time.monotonic()
         self._last_change: tuple[int, float] | None = None
+        self._ends_with_evaluation, self._evaluation_s = config.evaluation.at_ends, 0.0
         self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
         self._warned: set[str] = set()
         self._alarming: set[str] = set()
         self._closed = False
         self._path, self._file = path, path.open("a", encoding="utf-8")
-        self._console = _Console(run_dir / "console.log", config.steps)
+        self._console = _Console(run_dir / "console.log", config)
         tags = {"tandem.run_dir": str(run_dir.resolve())}
         if resumed_from_step is not None:
             tags["tandem.resumed_from_step"] = str(resumed_from_step)
@@ -212,7 +233,8 @@ class Tracker:
             self._file.flush()
         self._last_line = whole
         self._mlflow.put(_row_of(line))
-        self._console.step(step, values, self._eta(step, now, values.get("time/step")))
+        self._evaluation_s = values.get("time/evaluation") or self._evaluation_s
+        self._console.step(step, values, self._left_s(step, now, values.get("time/step")))
         for alarm in alarms:
             if alarm.name not in self._alarming:
                 self._console.alarm(f"  ! step {step}: {alarm.message}")
@@ -261,14 +283,18 @@ class Tracker:
             log.warning("metric %s is %s; recorded as null (said once)", name, value)
         return None
 
-    def _eta(self, step: int, now: float, step_s: float | None) -> float | None:
-        """Steps left times the mean of the last steps' seconds; the first step goes by its own ``time/step``."""
+    def _left_s(self, step: int, now: float, step_s: float | None) -> float | None:
+        """Until the run ends: steps left times the mean of the last steps' seconds (the first step goes by its own ``time/step``), and the
+        evaluation after the last one."""
         if self._last_change is not None and step > self._last_change[0]:
             self._pace.append((now - self._last_change[1]) / (step - self._last_change[0]))
         if self._last_change is None or step > self._last_change[0]:
             self._last_change = (step, now)
         pace = sum(self._pace) / len(self._pace) if self._pace else step_s
-        return None if pace is None else max(self._num_steps - step, 0) * pace
+        if pace is None:
+            return None
+        left = max(self._num_steps - step, 0)
+        return left * pace + (self._evaluation_s if left and self._ends_with_evaluation else 0.0)
 
 
 def _row_of(line: Mapping[str, Any]) -> Row:

@@ -124,7 +124,8 @@ class TrackingConfig(Schema):
     experiment: str = "tandem"
     """Name of the MLflow experiment that runs stand side by side in."""
     uri: str | None = None
-    """MLflow tracking URI; None: MLFLOW_TRACKING_URI if set, else a sqlite store inside the run folder."""
+    """MLflow tracking URI; None: MLFLOW_TRACKING_URI if set, else the sqlite store ``launch.runs_dir``/mlflow.db of all runs there (on a
+    file system of a network: one inside each run folder, since sqlite cannot trust its locks)."""
 
 
 class EvaluationConfig(Schema):

@@ -184,11 +184,14 @@ class RunConfig(Schema):
         return self.correction.mode == "decoupled" or self.learner.minibatches == 1
 
     @property
+    def rejects(self) -> bool:
+        """Whether a rule or the veto may take tokens or responses out of the loss."""
+        return bool(self.correction.reject) or self.correction.veto is not None
+
+    @property
     def rejects_in_loss(self) -> bool:
         """Whether what the loss is averaged over is known only after its forward pass."""
-        correction = self.correction
-        rejects = bool(correction.reject) or correction.veto is not None
-        return not self.scores_old and rejects and correction.denominator == "kept"
+        return not self.scores_old and self.rejects and self.correction.denominator == "kept"
 
     @property
     def critic_warmup_steps(self) -> int:
