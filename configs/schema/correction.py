@@ -91,6 +91,7 @@ class DifferenceRule(Schema):
     reduce: Literal["token", "sum", "mean", "segment_mean"] = "token"
     """Each token on its own, its whole sequence by the sum or mean over valid tokens, or its segment by the mean."""
     upper: PositiveFloat
+    """Largest difference that is kept."""
     lower: Annotated[float, Field(lt=0)] = Field(default_factory=lambda data: -data["upper"] if data.get("upper") else -1.0)
     """-upper where it is left out."""
 
