@@ -9,7 +9,9 @@ import asyncio
 import hashlib
 import json
 import logging
+import math
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -132,7 +134,7 @@ class GroupSampler:
             return None
         wanted = [(prompt, self._seeds(prompt, self._evaluation.samples_per_prompt, attempt=-1)) for prompt in prompts]
         sampled, _ = await self._sample_all(wanted, temperature=self._evaluation.temperature)
-        return _summarise([sample for samples in sampled for sample in samples])
+        return _summarise(sampled)
 
     def _seeds(self, prompt: Prompt, count: int, *, attempt: int) -> list[int]:
         return [_sample_seed(self._seed, prompt.prompt_id, sibling, attempt=attempt) for sibling in range(count)]
@@ -291,12 +293,20 @@ def _check_versions(groups: Sequence[Group], *, newest: int, max_staleness: int)
                 )
 
 
-def _summarise(samples: Sequence[_Sample]) -> EvaluationResult:
+def accuracy_error(right: Sequence[Sequence[bool]]) -> float | None:
+    """Standard error of the share of right samples, by problem: of a mean over clusters of one size, as which the problems were drawn."""
+    shares = [sum(samples) / len(samples) for samples in right]
+    return statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
+
+
+def _summarise(sampled: Sequence[Sequence[_Sample]]) -> EvaluationResult:
+    samples = [sample for samples in sampled for sample in samples]
     lengths = [len(sample.completion.token_ids) for sample in samples]
     return EvaluationResult(
         accuracy=sum(sample.score.correct for sample in samples) / len(samples),
         reward_mean=sum(sample.score.value for sample in samples) / len(samples),
         count=len(samples),
+        accuracy_error=accuracy_error([[sample.score.correct for sample in samples] for samples in sampled]),
         length_mean=sum(lengths) / len(lengths),
         truncated_fraction=sum(sample.completion.finish_reason is FinishReason.LENGTH for sample in samples) / len(samples),
     )

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from operator import attrgetter
 from pathlib import Path
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
+from rollout.sampler import accuracy_error
 from trainer.report import alarm_histories, changed_settings, write_report
 from trainer.report_drawing import Recorded, Series, draw, smooth
 from trainer.report_pictures import PICTURES, Lines
@@ -129,18 +131,23 @@ class Page(HTMLParser):
 
 
 def test_page_holds_every_figure_and_refers_to_nothing_outside(tmp_path):
-    summary = {"accuracy_before": 0.205, "accuracy_after": 0.6, "steps": 40, "seconds": {"install": 10, "rl": 300.4}}
+    seconds = {"install": 10, "sampling": 99, "start_up": 20, "training": 300.4}
+    summary = {"accuracy_before": 0.205, "accuracy_after": 0.6, "steps": 40, "seconds": seconds}
     path = write_report(make_run(tmp_path / "run", range(41), summary=summary))
     page = Page(path)
     assert path == tmp_path / "run" / "report.html"
     assert {p.stem for p in (path.parent / "figures").iterdir()} == ALL_FIGURES
-    embedded = [base64.b64decode(image.removeprefix("data:image/png;base64,")) for image in page.images]
-    assert sorted(embedded) == sorted(p.read_bytes() for p in (path.parent / "figures").iterdir())
-    assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
+    assert all(reference.startswith("data:image/svg+xml;base64,") for reference in page.references)
+    embedded = [base64.b64decode(image.removeprefix("data:image/svg+xml;base64,")).decode() for image in page.images]
+    assert len(embedded) > 2 * len(ALL_FIGURES), "a panel each"
+    assert all(ElementTree.fromstring(image).tag.endswith("}svg") for image in embedded)
+    titles = {picture.title for picture in PICTURES} | {"Where the time of a step goes"}
+    assert not any(f">{title}<" in image for title in titles for image in embedded), "the page has the title already"
+    assert len(path.read_bytes()) < 3_000_000
     source = path.read_text(encoding="utf-8")
     assert not re.search(r"https?:|@import|url\(", source)
     assert not page.tags & {"script", "link", "iframe", "object"}
-    for fact in ("Accuracy before 20.5% ± 2.0%", "Accuracy after 60.0% ± 2.4%", "Steps 40 of 40", "Seconds 310"):
+    for fact in ("Accuracy before 20.5% ± 2.0%", "Accuracy after 60.0% ± 2.4%", "Steps 40 of 40", "Wall time, start to end 5m20s"):
         assert fact in page.text
     assert "no summary.json" not in page.text
 
@@ -160,7 +167,7 @@ def test_unfinished_run_says_so_and_its_accuracy_is_so_far(tmp_path):
     assert "The run has no summary.json" in page.text
     assert "Accuracy so far 30.0%" in page.text
     assert "Steps 14 of 40" in page.text
-    assert "Seconds 84" in page.text
+    assert "Wall time so far 1m24s" in page.text
 
 
 @pytest.mark.parametrize("steps", [[0], [1], [0, 1]])
@@ -205,6 +212,25 @@ def test_what_never_happened_is_said_and_not_drawn(tmp_path):
     assert {p.stem for p in (path.parent / "figures").iterdir()} == {"update"}
     assert "mismatch/kept_fraction is 1 (the correction rejects no token)" in text
     assert re.search(r"The same at every step, so not drawn: sampling/resampled_groups is 0; .*mismatch/rejected/total/tokens is 0", text)
+
+
+def test_gaps_of_rounding_are_said_and_not_drawn_as_a_trend(tmp_path):
+    gap = {"mismatch/k3": 1e-13, "mismatch/chi2_token": 3e-12, "optim/grad_norm": 1.0}
+    path = write_report(make_run(tmp_path / "run", range(1, 20), metrics=lambda step: {k: v * (1 + step) for k, v in gap.items()}))
+    assert {p.stem for p in (path.parent / "figures").iterdir()} == {"update"}
+    assert re.search(r"Nothing but rounding \(nearer than 1e-05 [^)]*\), so not drawn: mismatch/k3, mismatch/chi2_token", Page(path).text)
+
+
+def test_the_error_of_accuracy_goes_from_problem_to_problem(tmp_path):
+    """Two answers to a problem that are always alike say as much as one."""
+    assert accuracy_error([[True, True], [False, False]] * 50) == pytest.approx(0.5 / 99**0.5)
+    assert accuracy_error([[True, False]] * 50) == 0
+    assert accuracy_error([[True, False]]) is None
+    evaluation = {"eval/accuracy": 0.5, "eval/count": 200.0}
+    errors = {0: 0.05, 1: 0.04}
+    path = write_report(make_run(tmp_path / "run", [0, 1], metrics=lambda step: {**evaluation, "eval/accuracy_error": errors[step]}))
+    text = Page(path).text
+    assert "Accuracy before 50.0% ± 5.0%" in text and "Accuracy so far 50.0% ± 4.0%" in text
 
 
 def make_recorded(**series) -> Recorded:
@@ -260,7 +286,7 @@ def test_shares_are_stacked_to_one_with_a_gap_where_no_step_is():
 
 @pytest.mark.parametrize(
     ("values", "scale"),
-    [((1e-4, 1e-1), "log"), ((1e-4, 2e-4), "linear"), ((-1e-4, 1e-3), "linear"), ((-1e-3, 50.0), "symlog"), ((0.0, 0.0), "linear")],
+    [((1e-4, 1e-1), "log"), ((1e-4, 2e-4), "linear"), ((-1e-4, 1e-3), "linear"), ((-1e-3, 50.0), "symlog"), ((0.5, 0.5), "linear")],
 )
 def test_the_scale_follows_the_values(values, scale):
     axes = drawn("divergence", lambda step: {"mismatch/chi2_token": values[step]}, [0, 1])["Chi-squared"]

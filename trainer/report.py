@@ -5,9 +5,10 @@ The page needs neither network nor scripts. What was not recorded, or never happ
 """
 
 import base64
+import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,9 @@ from configs.presets import DESCRIPTIONS, preset_name
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
 from trainer.alarms import Alarm, check_alarms
-from trainer.report_drawing import COLORS, Recorded, Series, draw, draw_stack, is_drawn, new_figure
-from trainer.report_pictures import FLAT_MEANS, PICTURES, Lines
-from trainer.tracking import flatten, read_metrics
+from trainer.report_drawing import ALONE, COLORS, Recorded, Series, draw, draw_alone, draw_stack, is_drawn, new_figure
+from trainer.report_pictures import FLAT_MEANS, PICTURES, ROUNDING, Lines
+from trainer.tracking import duration, flatten, read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,13 +76,13 @@ def write_report(run_dir: Path) -> Path:
     figures = run_dir / "figures"
     figures.mkdir(exist_ok=True)
     shown = []
-    for name, title, about, figure in _draw_all(run):
+    for name, title, about, figure, panels in _draw_all(run):
         path = figures / f"{name}.png"
         if figure is None:
             path.unlink(missing_ok=True)
             continue
         figure.savefig(path, dpi=120, metadata={"Software": None})
-        shown.append({"title": title, "about": about, "image": base64.b64encode(path.read_bytes()).decode("ascii")})
+        shown.append({"title": title, "about": about, "images": [_as_svg(panel) for panel in panels]})
     _note_the_data(run)
     page = run_dir / "report.html"
     page.write_text(_render(run, shown), encoding="utf-8")
@@ -172,10 +173,12 @@ def _note_the_data(run: _Run) -> None:
     absent = [m.removeprefix("1 - ") for panel, optional in panels if not optional for m in panel.metrics if not run.get(m)]
     if absent:
         run.notes.append(f"Not recorded, so not drawn: {', '.join(dict.fromkeys(absent))}.")
-    left_out = []
+    left_out, rounding = [], []
     for metric, is_shown in {m: is_drawn(panel, run.recorded) for panel, _ in panels for m in run.recorded.labelled(panel.metrics)}.items():
         series = run.get(metric)
         if len(set(series.values)) > 1:
+            if not is_shown:
+                rounding.append(metric)
             continue
         value, why = _number(series.values[0]), FLAT_MEANS.get((metric, series.values[0]))
         why = f" ({why})" if why else ""
@@ -183,6 +186,9 @@ def _note_the_data(run: _Run) -> None:
             left_out.append(f"{metric} is {value}{why}")
         elif len(series) >= _FEWEST_FLAT:
             run.notes.append(f"{metric} is {value} at all {len(series)} steps{why}.")
+    if rounding:
+        near = f"Nothing but rounding (nearer than {ROUNDING:g} to where the quantity rests)"
+        run.notes.append(f"{near}, so not drawn: {', '.join(rounding)}.")
     if left_out:
         run.notes.append(f"The same at every step, so not drawn: {'; '.join(left_out)}.")
 
@@ -190,18 +196,32 @@ def _note_the_data(run: _Run) -> None:
 # ------------------------------------------------------------------------------------------------------------------ drawing
 
 
-def _draw_all(run: _Run) -> "Iterator[tuple[str, str, str, Figure | None]]":
+def _draw_all(run: _Run) -> "Iterator[tuple[str, str, str, Figure | None, Iterable[Figure]]]":
+    """(name, title, about, the whole picture for its own file, its panels for the page)"""
     for picture in PICTURES:
-        yield picture.name, picture.title, picture.about, draw(picture, run.recorded, run.config)
+        panels = draw_alone(picture, run.recorded, run.config)
+        yield picture.name, picture.title, picture.about, draw(picture, run.recorded, run.config), panels
     about = "Seconds of each part of a step, stacked; `other` is what they leave of the whole step, which its evaluation comes after."
-    yield "step_time", "Where the time of a step goes", about, _draw_step_time(run)
+    title = "Where the time of a step goes"
+    whole, alone = _draw_step_time(run, title, None), _draw_step_time(run, "", ALONE)
+    yield "step_time", title, about, whole, [] if alone is None else [alone]
 
 
-def _draw_step_time(run: _Run) -> "Figure | None":
+def _as_svg(figure: "Figure") -> str:
+    """In base64, for the page: sharp at every width, and of a few kilobytes."""
+    from matplotlib import rc_context
+
+    drawn = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "tandem", "font.family": ["DejaVu Sans", "sans-serif"]}):
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+    return base64.b64encode(drawn.getvalue().encode()).decode("ascii")
+
+
+def _draw_step_time(run: _Run, title: str, size: tuple[float, float] | None) -> "Figure | None":
     steps, parts = _step_times(run)
     if not steps:
         return None
-    figure, (axes,) = new_figure(1, "Where the time of a step goes")
+    figure, (axes,) = new_figure(1, title, size=size)
     draw_stack(axes, steps, parts, (*COLORS[:5], "#bdbdbd"), title="")
     axes.set_ylabel("seconds")
     return figure
@@ -246,13 +266,13 @@ def _facts(run: _Run) -> list[tuple[str, str]]:
     accuracy = run.get("eval/accuracy")
     before = run.summary.get("accuracy_before", accuracy.values[0] if accuracy else None)
     after = run.summary.get("accuracy_after", accuracy.values[-1] if len(accuracy) > 1 else None)
-    counts = run.get("eval/count")
+    errors = _standard_errors(run)
     done = run.summary.get("steps", max(run.steps, default=0))
     return [
-        ("Accuracy before", _percent(before, counts.values[0] if counts else None)),
-        ("Accuracy after" if run.summary else "Accuracy so far", _percent(after, counts.values[-1] if counts else None)),
+        ("Accuracy before", _percent(before, errors[0])),
+        ("Accuracy after" if run.summary else "Accuracy so far", _percent(after, errors[1])),
         ("Steps", f"{done} of {run.config.steps}"),
-        ("Seconds", f"{_total_seconds(run):,.0f}"),
+        ("Wall time, start to end" if run.summary else "Wall time so far", duration(_total_seconds(run))),
     ]
 
 
@@ -279,19 +299,30 @@ def _alarm_text(history: AlarmHistory, num_steps: int) -> tuple[str, str, str]:
     return history.name, f"{when}; worst {worst} at step {history.worst_step}", history.worst.message
 
 
-def _percent(share: Any, count: float | None) -> str:
+def _standard_errors(run: _Run) -> tuple[float | None, float | None]:
+    """Of the first and of the last accuracy, as recorded. Of an earlier version's run: as if all answers to a problem were alike."""
+    recorded, accuracy, counts = run.get("eval/accuracy_error"), run.get("eval/accuracy"), run.get("eval/count")
+    if not (accuracy and counts):
+        return None, None
+    problems = [count / run.config.evaluation.samples_per_prompt for count in counts.values]
+    shares = (accuracy.values[0], problems[0]), (accuracy.values[-1], problems[-1])
+    first, last = (math.sqrt(share * (1 - share) / count) if count and 0 <= share <= 1 else None for share, count in shares)
+    return (recorded.values[0], recorded.values[-1]) if recorded else (first, last)
+
+
+def _percent(share: Any, error: float | None) -> str:
     if not isinstance(share, int | float):
         return "not measured"
-    error = f" ± {math.sqrt(share * (1 - share) / count):.1%}" if count and 0 <= share <= 1 else ""
-    return f"{share:.1%}{error}"
+    return f"{share:.1%}" + (f" ± {error:.1%}" if error is not None else "")
 
 
 def _total_seconds(run: _Run) -> float:
+    """Of the learner: its start and its steps, or what the steps so far have taken. The summary's other seconds are parts of these, or of
+    what came before the run (the quickstart's installation and warm start)."""
     seconds = run.summary.get("seconds")
-    parts = seconds.values() if isinstance(seconds, dict) else [seconds]
-    if isinstance(seconds, dict) and "total" in seconds:
-        parts = [seconds["total"]]
-    return sum(parts) if all(isinstance(s, int | float) for s in parts) else run.elapsed_s
+    if isinstance(seconds, dict) and isinstance(seconds.get("training"), int | float):
+        return seconds["training"] + (seconds.get("start_up") or 0.0)
+    return run.elapsed_s
 
 
 def _seconds_by_part(run: _Run) -> list[tuple[str, str, str]]:

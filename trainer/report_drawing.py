@@ -6,7 +6,7 @@ axes, so that they cover nothing.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+ALONE = (4.8, 3.5)
+"""Inches of a panel alone: on the 360 pixels of a phone its smallest letters are about 8 pixels high."""
 FEWEST_SMOOTHED = 12
 _LAST_STEPS = 10
 _LINEAR_BELOW = 1e-3
@@ -69,7 +71,7 @@ def is_drawn(panel: Panel, recorded: Recorded) -> bool:
     match panel:
         case Lines(metrics=metrics, idle=idle):
             values = [value for name in recorded.labelled(metrics) for value in recorded.get(name).values]
-            return any(value != idle for value in values)
+            return any(value != idle and abs(value - (idle or 0.0)) >= panel.noise for value in values)
         case Shares(prefix=prefix) | Buckets(prefix=prefix):
             return bool(recorded.edges(prefix))
         case _:
@@ -83,15 +85,34 @@ def draw(picture: Picture, recorded: Recorded, config: RunConfig) -> "Figure | N
         return None
     figure, all_axes = new_figure(len(panels), picture.title)
     for panel, axes in zip(panels, all_axes, strict=True):
-        match panel:
-            case Lines():
-                _draw_lines(axes, panel, recorded, config)
-            case Shares():
-                _draw_shares(axes, panel, recorded)
-            case Buckets():
-                _draw_buckets(axes, panel, recorded)
-            case _:
-                assert_never(panel)
+        _draw_panel(axes, panel, recorded, config)
+    _say_what_is_smoothed(figure, panels, recorded)
+    return figure
+
+
+def draw_alone(picture: Picture, recorded: Recorded, config: RunConfig) -> "Iterator[Figure]":
+    """Each panel as a figure of its own, which a page can lay out for the width of its screen."""
+    for panel in picture.panels:
+        if is_drawn(panel, recorded):
+            figure, (axes,) = new_figure(1, "", size=ALONE)
+            _draw_panel(axes, panel, recorded, config)
+            _say_what_is_smoothed(figure, [panel], recorded)
+            yield figure
+
+
+def _draw_panel(axes: "Axes", panel: Panel, recorded: Recorded, config: RunConfig) -> None:
+    match panel:
+        case Lines():
+            _draw_lines(axes, panel, recorded, config)
+        case Shares():
+            _draw_shares(axes, panel, recorded)
+        case Buckets():
+            _draw_buckets(axes, panel, recorded)
+        case _:
+            assert_never(panel)
+
+
+def _say_what_is_smoothed(figure: "Figure", panels: Sequence[Panel], recorded: Recorded) -> None:
     smoothed = [
         _width(series)
         for panel in panels
@@ -101,16 +122,17 @@ def draw(picture: Picture, recorded: Recorded, config: RunConfig) -> "Figure | N
     ]
     if smoothed:
         figure.supxlabel(f"lines: mean of {max(smoothed)} steps; pale: each step", fontsize=8, color="#555555", x=0.99, ha="right")
-    return figure
 
 
-def new_figure(num_panels: int, title: str) -> "tuple[Figure, Sequence[Axes]]":
+def new_figure(num_panels: int, title: str, *, size: tuple[float, float] | None = None) -> "tuple[Figure, Sequence[Axes]]":
+    """``size``: inches; None: for all panels in rows. A page shows the title itself, so "" leaves it out."""
     from matplotlib.figure import Figure  # slow to import; Figure itself draws with Agg, without a display or global state
 
     rows, columns = (1, num_panels) if num_panels <= 3 else (math.ceil(num_panels / 2), 2)
-    figure = Figure(figsize=(11, 0.6 + 3.3 * rows), layout="constrained")
+    figure = Figure(figsize=size or (11, 0.6 + 3.3 * rows), layout="constrained")
     figure.get_layout_engine().set(wspace=0.04, hspace=0.06)
-    figure.suptitle(title, fontsize=13, fontweight="bold")
+    if title:
+        figure.suptitle(title, fontsize=13, fontweight="bold")
     all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes in all_axes[num_panels:]:
         axes.remove()

@@ -27,6 +27,8 @@ class Lines:
     """The level of this alarm, where it is in view."""
     idle: float | None = None
     """The panel is left out where all values are this: nothing happened, which a note says in fewer words."""
+    noise: float = 0.0
+    """The panel is left out too where all values are nearer than this to ``idle`` (or to 0): rounding, whose trend says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,8 @@ class Picture:
     """Not every run has it: its absence is not worth a note."""
 
 
+ROUNDING = 1e-5
+"""Divergences below this are float32's rounding of log-probs; no level or bound is near them."""
 _DP = "|p_rollout - p_learner|"
 
 PICTURES = (
@@ -133,7 +137,11 @@ PICTURES = (
                 idle=0,
             ),
             Lines(
-                title="1 - Pearson's r of the probabilities", unit="1 - r", metrics={"1 - mismatch/prob_pearson": "1 - r"}, log=True
+                title="1 - Pearson's r of the probabilities",
+                unit="1 - r",
+                metrics={"1 - mismatch/prob_pearson": "1 - r"},
+                log=True,
+                noise=ROUNDING,
             ),
         ),
     ),
@@ -168,18 +176,20 @@ PICTURES = (
         about="k3 estimate of KL(rollout || learner); second moments of the ratios learner / rollout of tokens and of whole responses, "
         "less 1; differences of the responses' log-perplexities (above 0: the learner finds the samples less likely).",
         panels=(
-            Lines(title="KL, k3", unit="nats per token", metrics={"mismatch/k3": "k3"}, log=True, alarm="kl_max"),
+            Lines(title="KL, k3", unit="nats per token", metrics={"mismatch/k3": "k3"}, log=True, alarm="kl_max", noise=ROUNDING),
             Lines(
                 title="Chi-squared",
                 unit="E[ratio²] - 1",
                 metrics={"mismatch/chi2_sequence": "sequence", "mismatch/chi2_token": "token"},
                 log=True,
                 alarm="chi2_token_max",
+                noise=ROUNDING,
             ),
             Lines(
                 title="Log-perplexity, learner - rollout",
                 unit="nats per token",
                 metrics={"mismatch/log_ppl_diff_abs": "mean of |difference|", "mismatch/log_ppl_diff_mean": "mean difference"},
+                noise=ROUNDING,
             ),
         ),
     ),
@@ -263,7 +273,7 @@ PICTURES = (
                 metrics={"policy/clip_fraction": "clipped", "policy/dual_clip_fraction": "dual clip"},
                 bounds=(0, None),
             ),
-            Lines(title="KL(old || current), k1", unit="nats per token", metrics={"policy/ppo_kl": "k1"}, idle=0),
+            Lines(title="KL(old || current), k1", unit="nats per token", metrics={"policy/ppo_kl": "k1"}, idle=0, noise=ROUNDING),
             Lines(
                 title="Minibatches with a negative k1",
                 unit="share of minibatches",

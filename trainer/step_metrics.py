@@ -122,4 +122,4 @@ def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
         "eval/count": result.count,
         "eval/length_mean": result.length_mean,
         "eval/truncated_fraction": result.truncated_fraction,
-    }
+    } | ({} if result.accuracy_error is None else {"eval/accuracy_error": result.accuracy_error})
