@@ -152,7 +152,7 @@ def prepare(
 
 @app.command()
 def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
-    """Warm-start a model by supervised training."""
+    """Warm-start a model by supervised training on prompts with answers."""
     from launch import commands
 
     commands.sft(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
@@ -160,7 +160,7 @@ def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False
 
 @app.command("eval")
 def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
-    """Accuracy of model.path on the task's held-out problems."""
+    """Measure the accuracy of model.path on the task's held-out problems."""
     from launch import commands
 
     commands.evaluate(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
@@ -168,7 +168,7 @@ def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = 
 
 @app.command()
 def export(run: RunPath, out: Annotated[Path, typer.Argument(help="The folder to write", metavar="OUT")]) -> None:
-    """The newest weights of a run as a Hugging Face checkpoint."""
+    """Write the newest weights of a run as a Hugging Face checkpoint."""
     from launch import commands
 
     commands.export(run, out)
@@ -184,7 +184,7 @@ def report(run: RunPath) -> None:
 
 @app.command()
 def status(run: RunPath) -> None:
-    """What a run is doing: step, rate, time left, results, checkpoint, Slurm job, roles."""
+    """Say what a run is doing: step, rate, time left, results, checkpoint, Slurm job, roles."""
     from launch import commands
     from launch.status import status as look
 
@@ -194,11 +194,11 @@ def status(run: RunPath) -> None:
 @app.command()
 def logs(
     run: RunPath,
-    role: Annotated[str | None, typer.Option(help="learn, sample, serve, sglang-0, slurm, ...; all if left out.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until Ctrl-C.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of the end of each log.")] = 20,
+    role: Annotated[str | None, typer.Option(help="Show the logs of this role alone: learn, sample, serve, sglang-0, slurm, ...")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until the run ends or Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Show this many lines of the end of each log.")] = 20,
 ) -> None:
-    """The ends of a run's logs, per role and node."""
+    """Show the ends of a run's logs, per role and node."""
     from launch import commands
     from launch.status import log_files, show_logs
 
@@ -210,13 +210,13 @@ def logs(
 def check_cluster(
     config: Annotated[Path | None, typer.Argument(help="The config that is to run.", metavar="[CONFIG]")] = None,
     overrides: Overrides = None,
-    folder: Annotated[Path | None, typer.Option(help="Shared by the nodes; launch.runs_dir if left out.", metavar="FOLDER")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="How many run this command; in a Slurm step they are known.")] = None,
-    node: Annotated[int | None, typer.Option(min=0, help="Which of them this is, from 0.")] = None,
+    folder: Annotated[Path | None, typer.Option(help="A folder the nodes share; launch.runs_dir if left out.", metavar="FOLDER")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="The number of nodes that run this command; known in a Slurm step.")] = None,
+    node: Annotated[int | None, typer.Option(min=0, help="The number of this node among them, from 0.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the others, and for a collective.")] = 60.0,
     run: Annotated[Path | None, typer.Option(help="A run that is going on: list what it listens on here, instead.", metavar="RUN")] = None,
 ) -> None:
-    """What keeps a first job on a cluster from running: drivers, limits, shared folder, ports, interfaces. One call per node:
+    """Find what keeps a first job on a cluster from running: drivers, limits, shared folder, ports, interfaces. One call per node:
     srun --nodes 4 --ntasks-per-node 1 tandem check-cluster CONFIG"""
     from launch.check_cluster import check_cluster as check
     from launch.check_cluster import check_sockets
@@ -231,11 +231,11 @@ def check_cluster(
 def replay(
     run: RunPath,
     step: Annotated[int, typer.Option(help="A recorded step (record_batches in the config).")],
-    correction: Annotated[list[str] | None, typer.Option(help="A preset; may be given several times. All of them if left out.")] = None,
-    gradients: Annotated[bool, typer.Option("--gradients", help="Of the parameters, from the checkpoint the step started from.")] = False,
-    plot: Annotated[bool, typer.Option("--plot", help="Also a figure, in the run's figures/.")] = False,
+    correction: Annotated[list[str] | None, typer.Option(help="A preset to try; may be given several times. All if left out.")] = None,
+    gradients: Annotated[bool, typer.Option("--gradients", help="Also of the parameters, from the checkpoint before the step.")] = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Also draw a figure, in the run's figures/.")] = False,
 ) -> None:
-    """What other corrections would have made of a recorded step: weights, what is kept, loss and gradient; no engine needed."""
+    """Show what other corrections would have made of a recorded step: weights, what is kept, loss and gradient; no engine needed."""
     from launch import commands
 
     commands.replay(run, step, correction or [], gradients=gradients, plot=plot)
@@ -263,12 +263,12 @@ def mismatch(
     rollout: Annotated[
         list[str], typer.Option(help="A rollout layout, e.g. tp=2; on CUDA also tp=2,deterministic or tp=2,attention=triton.")
     ] = ["tp=1"],  # noqa: B006
-    prompts: Annotated[int, typer.Option(help="Of the task, the same ones for every pair.")] = 512,
-    threshold: Annotated[float, typer.Option(help="Of a response's max |Δp|, counted beside 0.5.")] = 0.5,
+    prompts: Annotated[int, typer.Option(help="Prompts of the task, the same ones for every pair.")] = 512,
+    threshold: Annotated[float, typer.Option(help="Count responses with a max |Δp| above it.")] = 0.5,
     out: Annotated[Path | None, typer.Option(help="A new folder; in launch.runs_dir if left out.", metavar="FOLDER")] = None,
     why: Annotated[bool, typer.Option("--why", help="Also switch one cause at a time, and rank them.")] = False,
 ) -> None:
-    """How far the probabilities of learner and rollout are apart, for every pair of layouts: sampled and scored by the real engines."""
+    """Measure how far learner and rollout are apart in probability, for every pair of layouts: sampled and scored by the real engines."""
     from launch import commands
     from launch.mismatch_plan import Request
 
@@ -279,10 +279,10 @@ def mismatch(
 @app.command("make-tiny-model")
 def make_tiny_model(
     folder: Annotated[Path, typer.Argument(help="The folder to write", metavar="FOLDER")],
-    seed: Annotated[int, typer.Option(help="Of the random weights.")] = 0,
-    family: Annotated[Literal["qwen3", "qwen3_moe", "mixtral"], typer.Option(help="Of the model.")] = "qwen3",
+    seed: Annotated[int, typer.Option(help="The seed of the random weights.")] = 0,
+    family: Annotated[Literal["qwen3", "qwen3_moe", "mixtral"], typer.Option(help="The family of the model.")] = "qwen3",
 ) -> None:
-    """A tiny model with a character tokenizer for Countdown, with random weights."""
+    """Make a tiny model with random weights and a character tokenizer, for Countdown."""
     from launch.checks import check_new_folder
 
     check_new_folder("FOLDER", folder)  # before the seconds that the function's imports take
@@ -295,11 +295,11 @@ def make_tiny_model(
 
 @app.command()
 def quickstart(
-    seed: Annotated[int, typer.Option(help="Of everything: model, data, training.")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="RL steps.")] = 150,
+    seed: Annotated[int, typer.Option(help="The seed of everything: model, data, training.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="The number of RL steps.")] = 150,
     install_seconds: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:
-    """The whole path on one machine: tiny model, warm start, RL, evaluation, export, report."""
+    """Go the whole path on one machine: tiny model, warm start, RL, evaluation, export, report."""
     from launch.quickstart import run_quickstart
 
     run_quickstart(seed=seed, steps=steps, install_seconds=install_seconds)
@@ -308,14 +308,14 @@ def quickstart(
 @app.command()
 def plan(
     config: ConfigPath,
-    gpus: Annotated[int, typer.Option(min=2, max=100_000, help="Of learner and servers together.")],
-    gpu_memory: Annotated[float, typer.Option(min=1, max=1_000_000, help="GiB of one GPU.")],
+    gpus: Annotated[int, typer.Option(min=2, max=100_000, help="The number of GPUs, of learner and servers together.")],
+    gpu_memory: Annotated[float, typer.Option(min=1, max=1_000_000, help="The memory of one GPU, in GiB.")],
     overrides: Overrides = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, max=1024, help="Tensor-parallel groups stay within a node.")] = 8,
-    measured: Annotated[Path | None, typer.Option(help="A table that `tandem mismatch` wrote; it decides before the rule.")] = None,
-    top: Annotated[int, typer.Option(min=1, help="Pairs to print.")] = 10,
+    gpus_per_node: Annotated[int, typer.Option(min=1, max=1024, help="GPUs of a node, within which tensor-parallel groups stay.")] = 8,
+    measured: Annotated[Path | None, typer.Option(help="A table of `tandem mismatch`; it decides first.")] = None,
+    top: Annotated[int, typer.Option(min=1, help="Print this many pairs.")] = 10,
 ) -> None:
-    """Layouts of learner and rollout that fit on some GPUs, by expected mismatch; of the model it needs config.json alone."""
+    """Find layouts of learner and rollout that fit on some GPUs, by expected mismatch; of the model it needs config.json alone."""
     from launch.plan import print_plans
     from parallel.planner import Cluster
 
@@ -329,14 +329,14 @@ def slurm(
     overrides: Overrides = None,
     submit: Annotated[bool, typer.Option("--submit", help="Also submit it, by sbatch.")] = False,
     array: Annotated[
-        list[str] | None, typer.Option(help="Values of a key, e.g. seed=0,1,2: a run for each. Several times: for each combination.")
+        list[str] | None, typer.Option(help="A run for each value of a key, e.g. seed=0,1,2; several times: for each combination.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what --dry-run of train does, and the script; write nothing.")] = False,
     gpu_memory: Annotated[
         float | None, typer.Option(min=1, max=1_000_000, help="GiB of each of the job's GPUs, to check their memory too.", metavar="GIB")
     ] = None,
 ) -> None:
-    """The batch script of this config for Slurm (launch.nodes, launch.slurm), in a new run folder."""
+    """Write the batch script of this config for Slurm (launch.nodes, launch.slurm), in a new run folder."""
     from launch.slurm_submit import slurm
 
     slurm(config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run, gpu_memory=gpu_memory)
@@ -364,14 +364,14 @@ def serve(
     run_folder: RunPath,
     node: Annotated[int | None, typer.Option(help="Of the servers' nodes, from 0; in a Slurm step SLURM_NODEID if left out.")] = None,
 ) -> None:
-    """One role alone: the SGLang servers of a run, or those of one node."""
+    """Run one role alone: the SGLang servers of a run, or those of one node."""
     from launch import commands
 
     commands.run_role("serve", run_folder, node)
 
 
-_role_command("sample", "One role alone: the sampling driver of a run.")
-_role_command("learn", "One role alone, under torchrun: a Megatron rank of a run.")
+_role_command("sample", "Run one role alone: the sampling driver of a run.")
+_role_command("learn", "Run one role alone, under torchrun: a Megatron rank of a run.")
 _role_command("sft-rank", "Under torchrun: a Megatron rank of a warm start.", hidden=True)
 _role_command("replay-rank", "A Megatron process that replays a step with gradients of the parameters.", hidden=True)
 _role_command("verify-rank", "Under torchrun: a Megatron rank that sends other weights to servers, to verify the transfer.", hidden=True)

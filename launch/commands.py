@@ -1,5 +1,6 @@
 """What the commands do: check everything, make the run folder, start roles, wait, report."""
 
+import atexit
 import contextlib
 import json
 import os
@@ -286,7 +287,19 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
     return study.run(plan, role)
 
 
+def quiet_end() -> None:
+    """Keep a process's last words free of what libraries say of themselves while the interpreter is taken apart, such as nanobind's list of
+    514 leaked functions: they look like an error at the end of a healthy log. Tracebacks are printed before this."""
+
+    def silence() -> None:
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+
+    atexit.register(silence)  # registered first, it runs last
+
+
 def run_role(name: str, run: Path, node: int | None = None) -> None:
+    quiet_end()
     try:
         roles.run_role(name, existing_run(run), node)
     except ValueError as error:  # before the role began

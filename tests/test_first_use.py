@@ -235,3 +235,27 @@ def test_help_is_light_and_lists_the_new_commands():
     assert all(name in done.stdout for name in ("init", "list", "resume", "schema"))
     heavy = ("torch", "mlflow", "numpy", "transformers")
     assert [line for line in done.stderr.splitlines() if line.split("|")[-1].strip() in heavy] == []
+
+
+def test_healthy_processes_end_without_what_libraries_say_of_themselves():
+    """A finaliser of the interpreter that writes to the error stream stands for nanobind's; a traceback is still there."""
+    code = """
+import ctypes, os
+from launch.commands import quiet_end
+quiet_end()
+late = ctypes.CFUNCTYPE(None)(lambda: None)
+class Noisy:
+    def __del__(self, write=os.write):
+        write(2, b"leaked 514 functions!")
+keep = Noisy()
+keep.cycle = keep
+import sys
+sys.noisy = keep
+print("said before the end", file=sys.stderr)
+"""
+    for more, words in (("", "said before the end\n"), ("raise ValueError('the cause')", "ValueError: the cause\n")):
+        done = subprocess.run([sys.executable, "-c", code + more], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.stderr.endswith(words), done.stderr
+    loud = code.replace("quiet_end()\n", "")
+    without = subprocess.run([sys.executable, "-c", loud], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "leaked 514 functions!" in without.stderr, "the check can fail"
