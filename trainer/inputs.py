@@ -26,9 +26,11 @@ _LOOK = "look at what computed it"
 
 
 def may_be_broken(x: Tensor, *, logprobs: bool = False) -> bool:
-    """Whether a closer look is due: some value is not finite or, of log-probs, above 0. One or two passes and no copy."""
-    # A sum is finite only where all of its terms are.
-    return x.numel() > 0 and not (math.isfinite(x.sum(dtype=torch.float64).item()) and (not logprobs or x.max().item() <= MAX_LOGPROB))
+    """Whether a closer look is due: some value is not finite or, of log-probs, above 0. One pass and no copy."""
+    if x.numel() == 0:
+        return False
+    least, greatest = torch.stack(torch.aminmax(x.detach())).tolist()  # NaN where one is among them
+    return not (math.isfinite(least) and math.isfinite(greatest) and (not logprobs or greatest <= MAX_LOGPROB))
 
 
 def broken_tokens(batch: PackedBatch, values_T: Tensor, *, logprobs: bool) -> Tensor:
