@@ -48,8 +48,8 @@ def correct(
 ) -> PaddedCorrection:
     mask_BL, lengths_B = batch.mask_BL, batch.lengths_B
     log_ratio_BL = batch.old_logprobs_BL - batch.rollout_logprobs_BL
-    if not log_ratio_BL.sum().isfinite():
-        raise ValueError("a log-prob is not finite")
+    if any(is_broken(x_BL, 0.01) for x_BL in (batch.rollout_logprobs_BL, batch.old_logprobs_BL)):
+        raise ValueError("a log-prob is not finite, or above 0")
     metrics = mismatch_metrics(batch, high_gap)
     ratio_BL = log_ratio_BL.clamp(-BOUND, BOUND).exp()
     weights_BL = torch.where(mask_BL, ratio_BL.clamp(max=weight_upper), 0.0)
@@ -230,7 +230,9 @@ def policy_loss(
             "loss/entropy": 0.0,
             "loss/total": loss.item(),
         }
-    if not log_ratio_BL.detach().sum().isfinite():
+    if is_broken(advantages_BL, math.inf) or is_broken(batch.old_logprobs_BL, 0.01):
+        raise ValueError("an advantage or a log-prob is not finite, or a log-prob is above 0")
+    if is_broken(current_logprobs_BL, 0.01):
         loss = loss * math.nan
     return loss, metrics
 
@@ -239,6 +241,12 @@ def pearson(x_BL: Tensor, y_BL: Tensor, count: int) -> float:
     """Zero off the mask, which no sum sees."""
     x, y, xx, yy, xy = x_BL.sum().item(), y_BL.sum().item(), dot(x_BL, x_BL), dot(y_BL, y_BL), dot(x_BL, y_BL)
     return (count * xy - x * y) / math.sqrt(count * xx - x * x) / math.sqrt(count * yy - y * y)
+
+
+def is_broken(x_BL: Tensor, at_most: float) -> bool:
+    """As the packed side checks its inputs; zeros off the mask do no harm."""
+    low, high = torch.stack(torch.aminmax(x_BL.detach())).tolist()
+    return not (math.isfinite(low) and math.isfinite(high) and high <= at_most)
 
 
 def extremes(x_BL: Tensor, mask_BL: Tensor) -> tuple[float, float]:
