@@ -270,6 +270,9 @@ def _read_overrides(overrides: Iterable[str], option: tuple[str, Sequence[str]],
 
 def _read_override(text: str, where: str) -> Value:
     """One override as a layer. Raises ConfigError."""
+    if not text.isascii() and (readable := text.encode(errors="backslashreplace").decode()) != text:
+        error, fix = "this is not UTF-8 text, or the locale is of another encoding", "write it in UTF-8, and set LC_ALL=C.UTF-8"
+        raise ConfigError([Problem(where=where, field="(override)", value=shorten(readable), error=error, fix=fix)])
     match = OVERRIDE.fullmatch(text)
     if match is None:
         error = "an override must have the form key.sub=value"

@@ -402,7 +402,16 @@ def check_current_folder() -> None:
         sys.exit(2)
 
 
+def open_what_is_closed() -> None:
+    """Standard streams that the caller closed lead nowhere, so that no file takes their number, and none of them is None."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        stream = open(number, "r" if number == 0 else "w", closefd=False)  # noqa: SIM115
+        setattr(sys, ("stdin", "stdout", "stderr")[number], stream)
+    os.close(number)
+
+
 def main() -> None:
+    open_what_is_closed()
     check_current_folder()
     check_packages()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too, of every process of the run

@@ -199,6 +199,6 @@ def _model(path: Path) -> Finding:
         for file in path.glob("*.safetensors"):
             with file.open("rb") as weights:
                 weights.read(8)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return fail("model", f"{path}: {error}", "put the model where every node sees it at this path")
     return ok("model", f"{path} is readable")

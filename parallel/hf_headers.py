@@ -76,7 +76,7 @@ def shard_of_names(folder: Path) -> dict[str, str] | None:
         return None
     try:
         mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsUnreadable(f"{index} is no index of safetensors ({_short(error)}); {_DOWNLOAD_AGAIN}") from error
     if not (isinstance(mapping, dict) and mapping and all(isinstance(file, str) and Path(file).name == file for file in mapping.values())):
         raise WeightsUnreadable(f"{index} names no files of the folder under `weight_map`; {_DOWNLOAD_AGAIN}")

@@ -55,6 +55,10 @@ class Architecture:
     """None: dense."""
 
 
+MOST_LAYERS = 10_000
+"""Far above any model; a number beyond it is a damaged file, whose checks would not end."""
+
+
 def read_hf_config(folder: Path) -> dict[str, Any]:
     """config.json of a Hugging Face folder. Raises ValueError naming the file where it is missing or no JSON object."""
     path = Path(folder) / "config.json"
@@ -64,6 +68,8 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"model.path={folder}: cannot read config.json ({error.strerror}); give a Hugging Face model folder") from error
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} nests its values too deep to be read; restore it") from error
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} holds {type(loaded).__name__}, not an object")
     return loaded
@@ -78,6 +84,8 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     _refuse_variants(hf_config, kind)
     heads, hidden_size = _size(hf_config, "num_attention_heads", kind), _size(hf_config, "hidden_size", kind)
     num_layers = _size(hf_config, "num_hidden_layers", kind)
+    if num_layers > MOST_LAYERS:  # each is planned for by itself
+        raise ValueError(f"config.json has num_hidden_layers={num_layers}, more than {MOST_LAYERS}; restore it")
     kv_heads = heads if hf_config.get("num_key_value_heads") is None else _size(hf_config, "num_key_value_heads", kind)
     if heads % kv_heads:
         raise ValueError(f"config.json has num_attention_heads={heads}, not a multiple of num_key_value_heads={kv_heads}; restore it")

@@ -101,7 +101,7 @@ def _eos_ids_in(path: Path) -> list[int]:
         return []
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # also a decoding error of UTF-8
+    except (ValueError, RecursionError) as error:  # also a decoding error of UTF-8, and values nested too deep
         raise ValueError(f"{path} is not valid JSON: {error}; restore the file of the model") from error
     ids = content.get("eos_token_id") if isinstance(content, dict) else None
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]

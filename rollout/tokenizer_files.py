@@ -147,7 +147,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {_cause(path, error)}; download or copy it again") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds a {type(found).__name__}, not an object; download or copy it again")

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -181,6 +182,9 @@ TABLE = {
     **{f"path with {path}": Broken(
         options=f"{field}={path}", field=field, value=path, error="is not expanded", fix=f"write the path out, {Path.home()}",
     ) for field, path in [("model.path", "$HOME/m"), ("launch.runs_dir", "~/runs"), ("resume", "${HOME}/run")]},
+    "bytes that are no text": Broken(
+        options="name=\udcce\udcb4", field="(override)", value="name=\\udcce", error="not UTF-8 text", fix="set LC_ALL=C.UTF-8"
+    ),
     # ---- fields
     "unknown key": Broken(
         options="learner.optimiser.lr=1", field="learner.optimiser", value="{lr: 1}", error="unknown key", fix="did you mean `optimizer`?"
@@ -357,6 +361,12 @@ TABLE = {
     ),
     "folder around the folder": Broken(
         options="model.path=around", field="model.path", value="around", error="has no config.json", fix="did you mean `around/model`?"
+    ),
+    "more layers than any model has": Broken(
+        options="model.path=endless", field="model.path", value="endless", error="num_hidden_layers=1000000000000", fix="restore it"
+    ),
+    "a model's config that nests too deep": Broken(
+        options="model.path=deep", field="model.path", value="deep", error="nests its values too deep", fix="restore it"
     ),
     "no task file": Broken(
         options="task={type: gsm8k, train_path: trian.jsonl}", field="task.train_path", value="trian.jsonl", error="no such file",
@@ -565,6 +575,10 @@ def folder(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     monkeypatch.chdir(tmp_path)
     for model in models.iterdir():
         (tmp_path / model.name).symlink_to(model)
+    endless = json.dumps(MODELS["dense"] | {"num_hidden_layers": 10**12})
+    for name, content in {"endless": endless, "deep": "[" * 20000 + "]" * 20000}.items():
+        shutil.copytree(tmp_path / "dense", tmp_path / name)
+        (tmp_path / name / "config.json").write_text(content)
     good = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
     (tmp_path / "train.jsonl").write_text(f"{good}\n{good[:-5]}\n")
     (tmp_path / "sound.jsonl").write_text(f"{good}\n")
@@ -670,6 +684,13 @@ def test_a_misspelt_command_is_not_answered_with_a_hidden_one(folder, monkeypatc
     said = refused(["trian"], folder, monkeypatch, capsys)
     assert "did you mean 'train'?" in said and "sft-rank" not in said
     assert "commands: " in (said := refused(["xyzzy"], folder, monkeypatch, capsys)) and "-rank" not in said
+
+
+def test_closed_standard_streams_lead_nowhere(folder):
+    command = [sys.executable, "-m", "launch", "train", "run.yaml", "--dry-run", "layout.dp=1"]
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", '"$@" <&- >&-', "sh", *command], env=env, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_current_folder_that_is_gone_is_one_sentence(tmp_path, monkeypatch, capsys):
