@@ -300,6 +300,8 @@ NEVER_ANSWERS = """
 import pathlib, sys, time, zmq
 from launch.run_folder import RunFolder
 folder, asked = RunFolder(pathlib.Path(sys.argv[1])), zmq.Context().socket(zmq.REP)
+asked.curve_server = True
+asked.curve_publickey, asked.curve_secretkey = folder.run_key().curve_pair("sampler")
 folder.announce("sample", {"address": f"tcp://127.0.0.1:{asked.bind_to_random_port('tcp://127.0.0.1')}"})
 asked.recv()
 (folder.path / "roles" / "asked").touch()
