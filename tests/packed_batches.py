@@ -30,7 +30,7 @@ def random_batch(lengths: list[int], *, seed: int, dtype: torch.dtype = torch.fl
     def normal(scale: float) -> Tensor:
         return torch.randn(total, generator=generator, dtype=torch.float64) * scale
 
-    rollout_T = -normal(1.0).abs() - 3.0  # so far below 0 that what is near it is a log-prob too
+    rollout_T = -normal(1.0).abs() - 4.0  # so far below 0 that what is near it is a log-prob too
     return PackedBatch(
         tokens_T=torch.randint(0, 50, (total,), generator=generator),
         targets_T=torch.randint(0, 50, (total,), generator=generator),

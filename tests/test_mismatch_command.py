@@ -127,7 +127,7 @@ def test_learners_are_as_small_as_they_can_be_and_fit(tmp_path, model, monkeypat
 
 def test_more_prompts_than_a_file_holds_are_refused(tmp_path, model):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?", "answer": "1"}) + "\n" for i in range(8)))
-    task = {"type": "jsonl", "train_path": str(tmp_path / "train.jsonl")}
+    task = {"type": "jsonl", "train_path": str(tmp_path / "train.jsonl"), "apply_chat_template": False}
     file = config_file(tmp_path, model, task=task, reward={"type": "gsm8k"})
 
     def load(option, more):

@@ -350,7 +350,7 @@ class SmallModel:
         ids = batch.sequence_ids_S.tolist()
         features = torch.cat([self.features[i] for i in ids])
         # A sum per token, not a matmul: its rounding must not depend on how many tokens come along.
-        logits_T = (features * self.parameters_D).sum(-1)
+        logits_T = 1.5 * torch.tanh((features * self.parameters_D).sum(-1))  # bounded: what is returned must stay a log-prob
         return torch.cat([self.base[i] for i in ids]) + logits_T, logits_T.square()
 
 
@@ -391,8 +391,9 @@ def test_loss_and_gradient_do_not_depend_on_ranks_budget_or_order(name, mode, le
 
     loss_scale, gradient_scale_D = magnitudes(model, batch, terms)
     assert abs(loss - expected_loss).item() <= 1e-6 * loss_scale
-    assert ((gradient - expected_gradient).abs() <= 1e-6 * gradient_scale_D).all()
-    assert values(metrics) == pytest.approx(values(expected_metrics), rel=1e-6, abs=1e-6)
+    # Of the largest entry: in a small one the tokens of a sequence cancel, and their rounding with them does not.
+    assert ((gradient - expected_gradient).abs() <= 1e-6 * gradient_scale_D.max()).all()
+    assert values(metrics) == pytest.approx(values(expected_metrics), rel=1e-6, abs=1e-6 * max(1.0, loss_scale))
 
 
 @pytest.mark.parametrize("name", NAMES)
