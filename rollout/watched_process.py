@@ -11,8 +11,6 @@ from pathlib import Path
 
 import psutil
 
-STOP_GRACE_S = 3.0
-"""Between SIGTERM and SIGKILL. SGLang looks at SIGTERM every 5 s only, and a server has nothing to save."""
 KILL_TIMEOUT_S = 30.0
 """For the kernel to take a killed server with all its memory apart."""
 POLL_S = 0.05
@@ -54,18 +52,17 @@ def _for_owner(path: str, flags: int) -> int:
 
 
 def end_watched(processes: Sequence[subprocess.Popen]) -> None:
-    """SIGTERM to the groups of all, the grace, SIGKILL to the groups.
+    """SIGKILL to the groups of all.
+
+    A server has nothing to save. SGLang looks at SIGTERM every 5 s only, and its main process takes the end of the others for a crash: it
+    would end the log of a healthy run with a crash report.
 
     Raises:
         RuntimeError: a process survived SIGKILL.
     """
     members = [_group_members(process.pid) for process in processes]
     for process in processes:
-        _signal_group(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + STOP_GRACE_S
-    for process in processes:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(max(deadline - time.monotonic(), 0.0))
+        _signal_group(process.pid, signal.SIGKILL)
     for process, known in zip(processes, members, strict=True):
         _end_for_good(process, known)
 
