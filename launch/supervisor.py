@@ -57,7 +57,7 @@ class Role:
     @property
     def program(self) -> str:
         """What the process itself is, where it is not the role's work alone."""
-        agents = {"srun": "its srun", "torch.distributed.run": "its torchrun"}
+        agents = {"srun": "its srun", "launch.rendezvous": "its torchrun"}
         return next((agents[word] for word in self.command if word in agents), "its process")
 
 

@@ -291,8 +291,8 @@ def test_an_interrupt_leaves_no_process_and_exit_code_130(folder, phase):
 def victims(name: str, folder: Path) -> list[psutil.Process]:
     """The processes of a run that a crash can hit."""
     marks = {
-        "learner rank": lambda line: "learn" in line and "torch.distributed.run" not in line,
-        "torchrun": lambda line: "torch.distributed.run" in line,
+        "learner rank": lambda line: "learn" in line and "launch.rendezvous" not in line,
+        "torchrun": lambda line: "launch.rendezvous" in line,
         "sample": lambda line: "sample" in line,
         "serve": lambda line: "serve" in line,
         "sglang": lambda line: "sglang.launch_server" in line,
@@ -301,7 +301,7 @@ def victims(name: str, folder: Path) -> list[psutil.Process]:
     for process in processes_of(folder):
         with contextlib.suppress(psutil.NoSuchProcess, AttributeError):  # it, or its parent, has ended meanwhile
             # A rank's writers of checkpoints have its command line, but are no children of torchrun.
-            is_rank = name != "learner rank" or "torch.distributed.run" in process.parent().cmdline()
+            is_rank = name != "learner rank" or "launch.rendezvous" in process.parent().cmdline()
             if marks[name](process.cmdline()) and is_rank:
                 found.append(process)
     return found

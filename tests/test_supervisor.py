@@ -132,7 +132,7 @@ def test_a_death_is_told_by_process_cause_and_last_words_of_this_life(tmp_path, 
     log.write_text(f"the words of an earlier life\n{TORCHRUN_SAYS.format(code=-11).replace('4711', '1147')}\n")
     if words is not None:
         error.write_text(words)
-    flags = ["-m", "torch.distributed.run"] if code.startswith("torchrun") else []
+    flags = ["-m", "launch.rendezvous"] if code.startswith("torchrun") else []
     command = [sys.executable, "-c", code.removeprefix("torchrun"), *flags]
     with pytest.raises(RoleFailed, match=told) as failure, Supervisor(grace_s=1) as supervisor:
         supervisor.start(Role(name="learn", command=command, log=log, error=error))
