@@ -67,7 +67,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "normalise, geometric": ("correction.weight={level: geometric, bound: clip, upper: 1.5, normalise: true}", TWO),
     "normalise, segment": ("correction.weight={level: segment, bound: mask, upper: 3.0, normalise: true}", TWO),
     "level segment_geometric": ("correction.weight={level: segment_geometric, upper: 1.2}",),
-    "rule difference": ("correction.reject=[{rule: difference, reduce: segment_mean, upper: 0.2}]",),
     "some rejected": (SOME,),
     "some rejected, two minibatches": (SOME, TWO),
     "some rejected, all counted": (SOME, "correction.denominator=all"),
