@@ -1,7 +1,7 @@
 """Resumable checkpoints with Megatron's dist_checkpointing: weights, optimizer, schedule, random state and the caller's own data.
 
 On disk: ``ROOT/step_000010/``, complete or absent. It is written under a hidden name, flushed, then renamed; ``complete.json``
-inside lists every file with its size and SHA-256 (``parallel/checkpoint_files.py``), which are compared before anything is loaded.
+inside lists every file with its size and hash (``parallel/checkpoint_files.py``), which are compared before anything is loaded.
 Weights and optimizer state are saved in a form that any layout can read again. Nothing that a checkpoint says is run.
 """
 

@@ -1,10 +1,11 @@
 """Files hashed while other processes still write them: a disk takes longer to store bytes than a core to hash them."""
 
 import contextlib
-import hashlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+import xxhash
 
 from parallel.checkpoint_files import FileRecord
 
@@ -50,7 +51,7 @@ def hashed_while_written(folder: Path, pattern: str) -> Iterator[dict[str, FileR
 
 
 def _hash_until(path: Path, over: threading.Event) -> FileRecord:
-    digest, size = hashlib.sha256(), 0
+    digest, size = xxhash.xxh3_128(), 0
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         is_last = False

@@ -19,14 +19,13 @@ def group_of(leader: int) -> list[psutil.Process]:
 
 def assert_all_end(processes: list[psutil.Process], timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
-    living = processes
-    while living and time.monotonic() < deadline:
-        living = [process for process in living if _lives(process)]
+    while (living := [process for process in processes if _lives(process)]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert living == []
 
 
 def _lives(process: psutil.Process) -> bool:
+    """A zombie has ended; it stays listed until its parent looks, which the first process of some containers never does."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -22,6 +22,7 @@ from launch.heartbeat import Pulse, StoppedProcesses, Watch, beat_file, read_bea
 from launch.run_folder import RunFolder, write_json
 from launch.status import _beats
 from launch.supervisor import Role, RoleFailed, Supervisor
+from tests.process_groups import assert_all_end
 
 IDLE = [sys.executable, "-c", "import time; time.sleep(300)"]
 DEADLINE_S = 120
@@ -207,8 +208,7 @@ def test_a_role_that_stays_stopped_is_ended_by_its_guard_on_whatever_host(folder
         if stays_stopped:
             leader.send_signal(signal.SIGSTOP)
             assert leader.wait(DEADLINE_S) == -signal.SIGKILL
-            psutil.wait_procs([left], timeout=DEADLINE_S)
-            assert not left.is_running(), "what it had started"
+            assert_all_end([left], DEADLINE_S)  # what it had started
             told = f"learner rank 3 (pid {leader.pid}) had been stopped (SIGSTOP) for 0 s, and was killed"
             assert Watch(folder, timeout_s=60).ended() == [told]
         else:

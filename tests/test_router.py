@@ -26,6 +26,7 @@ from rollout.sglang_control import SGLangControl
 from rollout.sglang_server import ServerFleet
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.fuzzing import ask_without_key, tell_to_stop, throw_at
+from tests.process_groups import assert_all_end
 from tests.test_end_to_end import RECIPE, ROOT, SMALL, assert_nothing_left, finish, start, steps_of, wait_for
 
 PAUSE_S = 25.0
@@ -51,7 +52,7 @@ def test_a_router_that_finds_no_server_says_so_and_is_gone(tmp_path, monkeypatch
         assert len(started) > 1
     finally:
         router.stop()
-    assert not any(process.is_running() for process in started)
+    assert_all_end(started)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import pytest
 import requests
 import torch
@@ -64,8 +63,7 @@ def fleet(model_dirs, tmp_path_factory):
         yield fleet
     finally:
         fleet.stop()
-    # One that has ended stays a zombie until whoever has adopted it looks.
-    assert [p for p in members if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    assert_all_end(members, 0.0)
 
 
 @pytest.fixture(scope="module")
