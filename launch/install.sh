@@ -12,7 +12,7 @@ gpus=0
 if command -v nvidia-smi >/dev/null 2>&1; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true); fi
 if [ "$gpus" -ge 2 ]; then kind=cuda; fi
 if [ "$gpus" -eq 1 ]; then say "One GPU found; learner and server need one each, so the CPU build is installed."; fi
-wanted="$kind $(cat "$root/launch/requirements/$kind.txt" "$root/launch/requirements/test.txt" "$root/setup.py" | sha256sum | cut -c1-16)"
+wanted="$kind $(cat "$root/launch/requirements/"{"$kind",test,docs}.txt "$root/setup.py" | sha256sum | cut -c1-16)"
 stamp="$venv/.tandem-installed"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
   say "Installation found in .venv ($kind); nothing to install."

@@ -1,0 +1,222 @@
+"""What the site holds beside the files of docs/: pages that live elsewhere in the repository, and pages made from the code.
+
+    included    README.md, trainer/README.md, launch/README.md, ... : their links are turned to pages of the site
+    generated   the configuration reference, from `tandem schema`; the tables of other systems' names; the list of commands
+
+Nothing of it is written into docs/, so nothing of it can be stale. A link to a file that is not there fails the build; a link to a file
+of the repository that is no page becomes plain text.
+"""
+
+import posixpath
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+INCLUDED = {
+    "README.md": "index.md",
+    "trainer/README.md": "corrections.md",
+    "launch/README.md": "cluster.md",
+    "configs/recipes/README.md": "recipes.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+"""File of the repository -> page of the site."""
+RESULTS = sorted((ROOT / "benchmarks" / "results").iterdir())
+MEASURED = {f"benchmarks/results/{file.name}": f"measured/{file.name}" for file in RESULTS if file.suffix in (".md", ".png")}
+NOT_RUN = "*The commands on this page are measurements. They take minutes to hours, so no test runs them.*"
+TEXT_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config) -> Files:
+    for source, page in {**INCLUDED, **MEASURED}.items():
+        path = ROOT / source
+        if path.suffix == ".md":
+            text = path.read_text(encoding="utf-8")
+            text = _after_title(text, NOT_RUN) if source in MEASURED else text
+            files.append(File.generated(config, page, content=with_links_of_the_site(text, source, page)))
+        else:
+            files.append(File.generated(config, page, abs_src_path=str(path)))
+    for page, text in generated_pages().items():
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page, **_) -> str:
+    """Files and tables named in a page of docs/ itself: ``{{ file: docs/examples/x.py }}`` and ``{{ other systems }}``."""
+    markdown = re.sub(r"\{\{ file: (\S+) \}\}", lambda found: _fenced(found[1]), markdown)
+    return markdown.replace("{{ other systems }}", other_systems()) if "{{ other systems }}" in markdown else markdown
+
+
+def _fenced(path: str) -> str:
+    file = ROOT / path
+    if not file.is_file():
+        raise PluginError(f"{path} is named in a page, but there is no such file")
+    language = {".py": "python", ".yaml": "yaml", ".jsonl": "json", ".jinja": "jinja"}.get(file.suffix, "text")
+    return f'```{language} title="{path}"\n{file.read_text(encoding="utf-8").rstrip()}\n```'
+
+
+def _after_title(text: str, note: str) -> str:
+    title, _, rest = text.partition("\n")
+    return f"{title}\n\n{note}\n{rest}"
+
+
+def with_links_of_the_site(text: str, source: str, page: str) -> str:
+    """The text of a file of the repository as a page: links to pages lead there, links to other files are plain text."""
+    pages = {**INCLUDED, **MEASURED}
+
+    def link(found: re.Match) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[2]))
+        if not (ROOT / target).exists():
+            raise PluginError(f"{source} links to {found[2]}, which is not there")
+        there = pages.get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else None)
+        if there is None:
+            return found[1]
+        return f"[{found[1]}]({posixpath.relpath(there, posixpath.dirname(page) or '.')}{found[3] or ''})"
+
+    parts = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)  # links are read outside of code
+    return "".join(part if part.startswith("```") else TEXT_LINK.sub(link, part) for part in parts)
+
+
+# ----------------------------------------------------------------------------------------------------------------- generated
+
+
+def generated_pages() -> dict[str, str]:
+    return {
+        "reference.md": reference("train", "Configuration reference", "Fields of a training run (`kind: train`)."),
+        "reference_sft.md": reference("sft", "Configuration of a warm start", "Fields of a supervised warm start (`kind: sft`)."),
+        "commands.md": commands(),
+        "measured/index.md": measured(),
+    }
+
+
+def reference(kind: str, title: str, about: str) -> str:
+    """From the output of ``tandem schema``: type, default, unit and meaning of every field, and of every variant of a block."""
+    lines = [
+        f"# {title}",
+        "",
+        f"{about} This page is made from the schema while the site is built. `tandem schema FIELD` prints the same on a terminal, and "
+        "`tandem schema --json` prints JSON Schema for editors.",
+    ]
+    section = ""
+    for path, facts, meaning in schema_entries(kind):
+        top = re.split(r"[.\[]", path)[0]
+        if top != section:
+            section = top
+            lines += ["", f"## {section}"]
+        if facts is None:
+            lines += ["", f"### {path}", "", _safe(meaning)]
+        else:
+            lines += ["", f"`{path}`", f":   *{_safe(facts)}*", "", f"    {_safe(meaning)}" if meaning else ""]
+    return "\n".join(lines) + "\n"
+
+
+def _safe(text: str) -> str:
+    """Plain text as Markdown: outside of code nothing in it is markup."""
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else re.sub(r"([*_\[\]])", r"\\\1", part.replace("<", "&lt;")) for part in parts)
+
+
+def schema_entries(kind: str) -> Iterator[tuple[str, str | None, str]]:
+    """(path, type with default and unit, meaning); the second is None for the heading of a variant."""
+    entry = re.compile(r"(?P<variant>-- )?(?P<path>\S+)(?:  \((?P<facts>.*)\))?")
+    path, facts, meaning = "", None, []
+    for line in [*tandem("schema", "--kind", kind).splitlines(), ""]:
+        if line.startswith("    "):
+            meaning.append(line.strip())
+            continue
+        if path:
+            yield path, facts, " ".join(meaning)
+        found = entry.fullmatch(line)
+        if line and found is None:
+            raise PluginError(f"tandem schema printed a line that is no field: {line!r}")
+        path, facts, meaning = (found["path"], found["facts"], []) if found else ("", None, [])
+
+
+def tandem(*arguments: str) -> str:
+    """The output of a command of Tandem, in this process."""
+    from launch.cli import app
+
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"})
+    if done.exit_code:
+        raise PluginError(f"tandem {' '.join(arguments)} failed: {done.output}") from done.exception
+    return done.output
+
+
+def commands() -> str:
+    """Every command of ``tandem --help``, with its options."""
+    import typer
+
+    from launch.cli import app
+
+    group = typer.main.get_command(app)
+    lines = ["# Commands", "", "`tandem COMMAND --help` prints the same. `CONFIG` is a YAML file; `key=value` overrides follow it.", ""]
+    lines += ["Exit codes: 0 done; 1 a role failed or a file cannot be used; 2 bad input, nothing was started; 75 stopped on request;"]
+    lines += ["130 interrupted."]
+    for name in sorted(group.commands):
+        command = group.commands[name]
+        if command.hidden:
+            continue
+        arguments = " ".join(p.metavar or p.name.upper() for p in command.params if p.param_type_name == "argument")
+        lines += ["", f"## {name}", "", f"`tandem {name} {arguments}`".replace(" `", "`"), "", " ".join((command.help or "").split())]
+        options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
+        lines += [""] + [f"- `{', '.join(p.opts)}`: {' '.join((p.help or '').split())}" for p in options]
+    return "\n".join(lines) + "\n"
+
+
+def measured() -> str:
+    lines = ["# Measured", "", "Each page has the machine, the command and the figures of one claim.", ""]
+    for source, page in MEASURED.items():
+        if source.endswith(".md"):
+            title = (ROOT / source).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            lines.append(f"- [{title}]({posixpath.basename(page)})")
+    return "\n".join(lines) + "\n"
+
+
+def other_systems() -> str:
+    """Tables of names: fields, values, verl's keys and presets of a correction."""
+    from configs.presets import ALIASES, preset_name
+
+    try:
+        from configs.other_systems import fields, roll, values, verl
+    except ImportError:  # before the move of the folders
+        from configs import compat as verl
+        from configs import compat_roll as roll
+        from configs import other_fields as fields
+        from configs import other_names as values
+
+    here: dict[str, list[str]] = {}
+    for theirs, ours in [*fields.OTHER_FIELDS.items(), *((key, f"`{ours}`") for key, ours in verl._FIELDS.items())]:
+        here.setdefault(_as_code(ours), []).append(theirs)
+    lines = ["### Fields", "", "| there (last part of the name) | here |", "|---|---|"]
+    lines += [f"| {', '.join(f'`{name}`' for name in theirs)} | {ours} |" for ours, theirs in here.items()]
+    lines += ["", "### Values", "", "| field | there | here |", "|---|---|---|"]
+    for (block, key), names in values.OUR_NAMES.items():
+        lines += [f"| `{block}.{key}` | `{theirs}` | `{ours}` |" for theirs, ours in names.items()]
+    lines += ["", "These are refused, since they nearly mean the same:", "", "| field | there | difference | fix |", "|---|---|---|---|"]
+    for (block, key), names in values.NEARLY.items():
+        lines += [f"| `{block}.{key}` | `{theirs}` | {error} | {fix} |" for theirs, (error, fix) in names.items()]
+    lines += ["", "### Keys of a correction", "", f"`correction: {{verl: {{...}}}}` reads {_codes(verl.VERL_KEYS)}.", ""]
+    lines += [f"`correction: {{roll: {{...}}}}` reads {_codes(roll.ROLL_KEYS)}, and of the newer block {_codes(roll.NEW_ROLL_KEYS)}."]
+    lines += ["", "### Presets of verl", "", "| preset there | here |", "|---|---|"]
+    lines += [f"| `{name}` | {_preset(preset_name(block))} |" for name, block in ALIASES.items()]
+    return "\n".join(lines)
+
+
+def _as_code(ours: str) -> str:
+    return ours.replace("|", "\\|")
+
+
+def _codes(names) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _preset(name: str | None) -> str:
+    return f"`{name}`" if name else "the same name; its parts are in the [guide](corrections.md#names-of-other-systems)"
