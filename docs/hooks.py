@@ -31,6 +31,7 @@ INCLUDED = {
 """File of the repository -> page of the site."""
 RESULTS = sorted((ROOT / "benchmarks" / "results").iterdir())
 MEASURED = {f"benchmarks/results/{file.name}": f"measured/{file.name}" for file in RESULTS if file.suffix in (".md", ".png")}
+FOLDERS = {"benchmarks/results": "measured/index.md"}
 NOT_RUN = "*The commands on this page are measurements. They take minutes to hours, so no test runs them.*"
 TEXT_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
 
@@ -70,7 +71,7 @@ def _after_title(text: str, note: str) -> str:
 
 def with_links_of_the_site(text: str, source: str, page: str) -> str:
     """The text of a file of the repository as a page: links to pages lead there, links to other files are plain text."""
-    pages = {**INCLUDED, **MEASURED}
+    pages = {**INCLUDED, **MEASURED, **FOLDERS}
 
     def link(found: re.Match) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), found[2]))

@@ -1,0 +1,118 @@
+"""The worked examples do what their pages say: rewards, data, a reward model's server, a replay."""
+
+import asyncio
+import importlib.util
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from configs.loader import load_config
+from rollout.records import FinishReason, Prompt
+from rollout.rewards import Scorer
+from rollout.tasks import load_task
+from rollout.tokenization import load_tokenizer
+from tests.docs.conftest import RECORDED_STEP
+from tests.docs.pages import DOCS
+
+EXAMPLES = DOCS / "examples"
+
+
+@pytest.mark.parametrize("page", sorted(EXAMPLES.glob("*.md")), ids=lambda page: page.stem)
+def test_an_example_is_short(page):
+    files = [file for file in EXAMPLES.joinpath(page.stem).rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    for file in [page, *files]:
+        assert len(file.read_text(encoding="utf-8").splitlines()) <= 60, file
+    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= 60
+    named = set(re.findall(r"\{\{ file: (\S+) \}\}", page.read_text(encoding="utf-8")))
+    shown = {str(file.relative_to(DOCS.parent)) for file in files}
+    assert named <= shown and {name for name in shown - named if not name.endswith("heldout.jsonl")} == set()
+
+
+def test_own_reward():
+    spec = importlib.util.spec_from_file_location("short_answers", EXAMPLES / "own_reward" / "short_answers.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    problem = "2 3 4=20"
+    right, wrong = module.score("", "(2+3)*4", problem), module.score("", "2+3+4", problem)
+    assert right == (pytest.approx(1.05), {"right": 1.0, "brevity": 0.5})
+    assert wrong[0] == 0.0 and wrong[1]["right"] == 0.0
+
+
+@pytest.fixture
+def own_data(workspace):
+    """The example's folder with the model that its page makes."""
+    folder = workspace / "docs" / "examples" / "own_data"
+    shutil.copytree(workspace / "models" / "tiny", folder / "model")
+    shutil.copy(folder / "chat_template.jinja", folder / "model")
+    return folder
+
+
+def test_own_data_go_through_the_template(own_data):
+    folder = own_data
+    config = load_config(folder / "experiment.yaml")
+    tokenizer = load_tokenizer(folder / "model")
+    task = config.task.model_copy(update={"train_path": folder / "train.jsonl", "heldout_path": folder / "heldout.jsonl"})
+    loaded = load_task(task, tokenizer=tokenizer)
+    assert tokenizer.decode(loaded.train[0].token_ids) == "(12+7=)" and loaded.train[0].reference == "19"
+    assert len(loaded.train) == 4 and len(loaded.heldout) == 2
+
+
+def test_a_broken_line_of_own_data_is_named(shell, own_data):
+    data = own_data / "train.jsonl"
+    data.write_text(data.read_text() + '{"prompt": "1+1="}\n')
+    said = shell("cd docs/examples/own_data && tandem train experiment.yaml --dry-run", exit_code=2)
+    assert "train.jsonl" in said.stderr and "line 5" in said.stderr and "answer" in said.stderr
+
+
+def test_reward_model():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = subprocess.Popen([sys.executable, str(EXAMPLES / "reward_model" / "server.py"), str(port)], stderr=subprocess.DEVNULL)
+    try:
+        wait_for(port)
+        config = load_config(EXAMPLES / "reward_model" / "experiment.yaml").reward
+        digits = config.parts["digits"].model_copy(update={"urls": (f"http://127.0.0.1:{port}/score",)})
+        config = config.model_copy(update={"parts": config.parts | {"digits": digits}})
+        score = asyncio.run(asyncio.wait_for(ask(config, "(2+3)*4", "2 3 4=20"), 60))
+    finally:
+        server.kill()
+        server.wait()
+    assert score.value == pytest.approx(1 + 0.2 * 3 / 7)
+    assert score.parts["digits"] == pytest.approx(3 / 7) and score.parts["right"] == 1.0
+
+
+async def ask(config, response, reference):
+    prompt = Prompt(prompt_id="p", token_ids=[1], text="2 3 4=20", task="countdown", reference=reference)
+    async with Scorer(config, max_new_tokens=14, num_workers=1) as scorer:
+        return await scorer.score(prompt, response, num_tokens=len(response), finish_reason=FinishReason.STOP)
+
+
+def wait_for(port, deadline_s=30.0):
+    ends = time.monotonic() + deadline_s
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            assert time.monotonic() < ends, "the server did not start"
+            time.sleep(0.05)
+
+
+def test_replay(shell, workspace):
+    said = shell(f"tandem replay runs/latest --step {RECORDED_STEP} --correction decoupled_token_is --correction decoupled_k3_rs --plot")
+    result = json.loads((workspace / "runs" / "latest" / "replay" / f"step_{RECORDED_STEP:06d}.json").read_text())
+    rows = {row["correction"]: row for row in result["rows"]}
+    assert list(rows) == ["as trained", "disabled", "decoupled_token_is", "decoupled_k3_rs"]
+    as_trained = {**rows["as trained"], "correction": "decoupled_token_is"}
+    assert as_trained == rows["decoupled_token_is"] and rows["disabled"]["cosine"] == pytest.approx(1.0)
+    assert 0.9 < rows["decoupled_token_is"]["weight_mean"] < 1.0  # the learner finds these samples a little less likely
+    page = (EXAMPLES / "replay.md").read_text(encoding="utf-8")
+    for column in ("weight", "max", "ESS", "bounded", "tokens kept", "sequences", "loss", "cosine", "as trained"):
+        assert column in page and column in said.stdout
+    assert (workspace / "runs" / "latest" / "figures" / f"replay_step_{RECORDED_STEP:06d}.png").stat().st_size > 5000

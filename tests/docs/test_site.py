@@ -1,0 +1,182 @@
+"""The site: it builds strictly, fetches nothing, lists every field of the schema, and names only what is there."""
+
+import ast
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, get_args, get_origin
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from configs.schema import RunConfig, SftConfig
+from tests.docs.pages import DOCS, OUTSIDE, ROOT, prose_files
+
+PACKAGES = ("configs", "rollout", "parallel", "trainer", "launch")
+
+
+def build(folder: Path, site: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("built") / "site"
+    done = subprocess.run(
+        ["bash", "launch/docs.sh", "--site-dir", str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_site_builds_strictly_with_every_page_of_its_menu(site):
+    pages = [page.removesuffix(".md") + ".html" for page in pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])]
+    assert len(pages) > 20 and [page for page in pages if not (site / page).is_file()] == []
+
+
+def pages_of(menu: object) -> Iterator[str]:
+    match menu:
+        case str():
+            yield menu
+        case dict():
+            for inner in menu.values():
+                yield from pages_of(inner)
+        case list():
+            for inner in menu:
+                yield from pages_of(inner)
+
+
+BROKEN = {
+    "link": ("docs/step.md", "[x](nowhere.md)", "nowhere.md"),
+    "anchor": ("docs/step.md", "[x](reference.md#nothing)", "nothing"),
+    "included link": ("launch/README.md", "[x](nowhere.txt)", "nowhere.txt"),
+    "included anchor": ("trainer/README.md", "[x](../launch/README.md#nothing)", "nothing"),
+    "file of an example": ("docs/step.md", "{{ file: docs/nothing.py }}", "docs/nothing.py"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_reference_fails_the_build(name, tmp_path):
+    file, text, named = BROKEN[name]
+    repository = tmp_path / "repository"
+    ignored = shutil.ignore_patterns(".*", "site", "runs", "models", "__pycache__", "build", "*.egg-info")
+    shutil.copytree(ROOT, repository, ignore=ignored)
+    with (repository / file).open("a") as page:
+        page.write(f"\n{text}\n")
+    done = build(repository, tmp_path / "site")
+    assert done.returncode != 0 and named in done.stdout + done.stderr
+
+
+def test_pages_fetch_nothing(site):
+    loads = re.compile(r'<(?:script|img|iframe|source)[^>]*\bsrc="(https?:|//)|<link[^>]*\bhref="(https?:|//)')
+    assert [page.name for page in site.rglob("*.html") if loads.search(page.read_text(encoding="utf-8"))] == []
+    assert [style for style in site.rglob("*.css") if re.search(r"@import|url\(['\"]?(https?:|//)", style.read_text())] == []
+
+
+# ------------------------------------------------------------------------------------------------------------------ reference
+
+
+def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """(dotted path, pydantic's field) of every field, those of every variant of a block among them; no help of the generator."""
+    for name, info in model.model_fields.items():
+        if prefix and get_origin(info.annotation) is Literal and len(get_args(info.annotation)) == 1:
+            continue  # it says which variant a block is
+        yield f"{prefix}{name}", info
+        for block, is_named in blocks_in(info.annotation):
+            yield from fields_of(block, f"{prefix}{name}.{'NAME.' if is_named else ''}")
+
+
+def blocks_in(annotation: object, is_named: bool = False) -> Iterator[tuple[type[BaseModel], bool]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation, is_named
+    elif get_origin(annotation) is Annotated:
+        yield from blocks_in(get_args(annotation)[0], is_named)
+    else:
+        for inner in get_args(annotation):
+            yield from blocks_in(inner, is_named or get_origin(annotation) is dict)
+
+
+@pytest.mark.parametrize(("page", "model"), [("reference.html", RunConfig), ("reference_sft.html", SftConfig)])
+def test_the_reference_lists_every_field_with_its_default(site, page, model):
+    text = (site / page).read_text(encoding="utf-8")
+    entries = re.findall(r"<dt><code>([^<]+)</code></dt>\s*<dd>\s*(.*?)</dd>", text, re.DOTALL)
+    listed: dict[str, list[str]] = {}
+    for path, told in entries:
+        listed.setdefault(path, []).append(html.unescape(re.sub(r"<[^>]+>", "", told)))
+    fields = list(fields_of(model))
+    assert len(fields) > (200 if model is RunConfig else 20)
+    assert {path for path, _ in fields} == listed.keys()
+    for path, info in fields:
+        if info.is_required():
+            assert any("required" in told for told in listed[path]), path
+        elif isinstance(info.default, bool | int | str) and not isinstance(info.default, Path):
+            assert any(f"default {json.dumps(info.default)}" in told for told in listed[path]), path
+        if path.endswith("_s"):
+            assert all("seconds" in told for told in listed[path]), path
+        if info.description:
+            first = re.split(r"[`*_<\[]", " ".join(info.description.split()))[0].strip()
+            assert any(first in " ".join(told.split()) for told in listed[path]), path
+
+
+def test_the_tables_of_other_systems_are_whole(site):
+    text = html.unescape((site / "coming_from.html").read_text(encoding="utf-8"))
+    from configs.presets import ALIASES
+
+    names = ["ppo_mini_batch_size", "eps_clip", "num_generations", "low_var_kl", "rollout_is_threshold", "kl_loss_coef", *ALIASES]
+    assert [name for name in names if f"<code>{name}</code>" not in text] == []
+
+
+def test_the_index_for_language_models_names_every_page(site):
+    links = re.findall(r"\]\((\S+?)\)", (site / "llms.txt").read_text(encoding="utf-8"))
+    menu = {page.removesuffix(".md") + ".html" for page in pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])}
+    assert set(links) == menu and len(links) == len(menu)
+
+
+# -------------------------------------------------------------------------------------------------------------------- honesty
+
+
+def said_by_the_code() -> set[str]:
+    """The texts in the product's code, without what is filled in."""
+    texts = set()
+    for file in (file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.add(node.value)
+    return texts
+
+
+def test_the_messages_of_troubleshooting_are_said_by_the_code():
+    rows = [line for line in (DOCS / "troubleshooting.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    messages = [re.match(r"\| `([^`]+)`", row)[1] for row in rows]
+    messages = [message for message in messages if "/" not in message and not message.startswith("step_")]
+    texts = said_by_the_code()
+    assert len(messages) > 20
+    assert [message for message in messages if not any(message in text for text in texts)] == []
+
+
+@pytest.mark.skipif(not (ROOT / "trainer" / "algorithm").is_dir(), reason="the folders have not been moved yet")
+def test_files_that_the_documents_name_are_there():
+    named = re.compile(r"`((?:configs|rollout|parallel|trainer|launch|tests|benchmarks|docs)/[\w./-]+?)`")
+    files = [*(file for file in prose_files() if file.name != "CHANGELOG.md"), ROOT / "CHANGELOG.md"]
+    missing = [
+        f"{file.relative_to(ROOT)}: {path}"
+        for file in files
+        for path in named.findall(file.read_text(encoding="utf-8"))
+        if not (ROOT / path).exists() and not (file.parent / path).exists()
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("file", [*OUTSIDE, "CHANGELOG.md", "docs"])
+def test_prose_names_no_registry_and_no_path_of_a_machine(file):
+    texts = [file.read_text(encoding="utf-8") for file in ([ROOT / file] if (ROOT / file).is_file() else sorted(DOCS.rglob("*.md")))]
+    assert [found for text in texts for found in re.findall(r"pypi\.\S+|/work/\S+|/home/\S+|/root/\S+", text)] == []
