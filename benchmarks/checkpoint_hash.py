@@ -56,8 +56,8 @@ def main() -> None:
 
 def measure(folder: Path, rounds: int, *, quick: bool) -> tuple[dict[str, list[float]], int]:
     """Seconds of each thing by its name, and the bytes of a checkpoint."""
-    from parallel import checkpoint
-    from parallel.checkpoint_files import hash_files, step_folder
+    from parallel.checkpoints import checkpoint
+    from parallel.checkpoints.files import hash_files, step_folder
 
     engine = make_engine(folder / "model", layers=1 if quick else CONFIG["layers"])
     seconds: dict[str, list[float]] = {name: [] for name in (WITHOUT, WITH, WAIT, ALONE, CHECK)}
@@ -84,7 +84,7 @@ def timed(action: Callable[..., object], *arguments: object) -> float:
 @contextlib.contextmanager
 def waits_timed(seconds: list[float]) -> Iterator[None]:
     """Inside, how long a save waits, after its last byte is on the disk, for files to be hashed to their ends."""
-    from parallel import checkpoint
+    from parallel.checkpoints import checkpoint
 
     follow = checkpoint.hashed_while_written
 
@@ -104,8 +104,9 @@ def waits_timed(seconds: list[float]) -> Iterator[None]:
 @contextlib.contextmanager
 def without_hashes() -> Iterator[None]:
     """The same way of saving, in which nothing is hashed."""
-    from parallel import checkpoint, checkpoint_files
-    from parallel.checkpoint_files import FileRecord
+    from parallel.checkpoints import checkpoint
+    from parallel.checkpoints import files as checkpoint_files
+    from parallel.checkpoints.files import FileRecord
 
     @contextlib.contextmanager
     def nothing_followed(folder: Path, pattern: str):
@@ -128,8 +129,8 @@ def make_engine(folder: Path, *, layers: int):
     from configs.schema.layout import LayoutConfig
     from configs.schema.learner import OptimizerConfig
     from configs.schema.model import ModelConfig
-    from parallel import platform
-    from parallel.megatron_engine import MegatronEngine
+    from parallel.engine import MegatronEngine
+    from parallel.megatron import platform
 
     shape = Qwen3Config(
         vocab_size=CONFIG["vocab"], hidden_size=CONFIG["hidden"], num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8,

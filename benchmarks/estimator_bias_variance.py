@@ -38,7 +38,7 @@ from tests.reference.enumerated_policy import (  # noqa: E402
     moments_of_kept_mean,
     moments_of_mean,
 )
-from trainer.segments import count_per_sequence  # noqa: E402
+from trainer.algorithm.segments import count_per_sequence  # noqa: E402
 
 CONFIG = {
     "vocab": 3,

@@ -54,8 +54,8 @@ def main() -> None:
 
 
 def measure(given, prompts: int, scratch: Path) -> Path:
-    from launch import commands
-    from launch.mismatch_plan import Request
+    from launch.commands import train as commands
+    from launch.studies.mismatch_plan import Request
 
     overrides = [*BFLOAT16, *given.override]
     if given.model is not None:
@@ -113,7 +113,7 @@ def is_sp_the_same(result: dict) -> bool:
 
 def publish(study: Path, results: Path, how: dict[str, str]) -> None:
     """The page of the study, headed with when, where and ``how``, beside its figures."""
-    from trainer.layout_study_text import markdown
+    from trainer.studies.layout_text import markdown
 
     result = json.loads((study / "mismatch.json").read_text())
     machine = hardware()

@@ -63,7 +63,7 @@ def run_variant(variant: str) -> dict:
 def measure(variant: str) -> dict:
     import torch
 
-    from parallel.vocab_parallel import linear_logprobs
+    from parallel.megatron.vocab_parallel import linear_logprobs
 
     generator = torch.Generator().manual_seed(0)
     hidden_TH = torch.randn(CONFIG["tokens"], CONFIG["hidden"], generator=generator).requires_grad_()

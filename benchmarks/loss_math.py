@@ -42,11 +42,11 @@ from configs.schema.correction import CorrectionConfig, ImportanceWeight, RatioR
 from configs.schema.objective import ClippedObjective, EntropyConfig, KLConfig  # noqa: E402
 from parallel.packing import PackedBatch  # noqa: E402
 from tests.reference import padded  # noqa: E402
-from trainer import correction as packed_correction  # noqa: E402
-from trainer.aggregation import GlobalCounts, aggregation_weights  # noqa: E402
-from trainer.correction import correct  # noqa: E402
-from trainer.metrics import values  # noqa: E402
-from trainer.policy_loss import policy_loss  # noqa: E402
+from trainer.algorithm import correction as packed_correction  # noqa: E402
+from trainer.algorithm.aggregation import GlobalCounts, aggregation_weights  # noqa: E402
+from trainer.algorithm.correction import correct  # noqa: E402
+from trainer.algorithm.policy_loss import policy_loss  # noqa: E402
+from trainer.ranks.metrics import values  # noqa: E402
 
 TARGETS = {"speedup": 3.0, "memory_ratio": 1 / 3}
 CONFIG = {
@@ -342,7 +342,7 @@ def parts_of_packed(median: int, *, rounds: int) -> dict[str, list[float]]:
 
 @contextmanager
 def clocked(seconds: dict[str, float], *names: str) -> Iterator[None]:
-    """Within it, functions of ``trainer.correction`` add what they take to ``seconds``."""
+    """Within it, functions of ``trainer.algorithm.correction`` add what they take to ``seconds``."""
     originals = {name: getattr(packed_correction, name) for name in names}
 
     def timed(name: str, function):

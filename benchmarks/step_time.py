@@ -60,8 +60,9 @@ def main() -> None:
 def supervise(config_path: Path, model: Path | None, overrides: list[str], rounds: int) -> dict:
     """Start the roles of a run, with this module in the learner's place."""
     from configs.loader import load_config, resolved_yaml
-    from launch import commands, run_folder
-    from launch.supervisor import Supervisor
+    from launch.commands import train as commands
+    from launch.processes import run_folder
+    from launch.processes.supervisor import Supervisor
     from rollout.tiny_model import make_tiny_countdown_model
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -93,8 +94,8 @@ def supervise(config_path: Path, model: Path | None, overrides: list[str], round
 
 def measure_rank(path: Path, rounds: int) -> None:
     """One learner rank: step, bare generation, bare update, in turn."""
-    from launch import learning
-    from launch.run_folder import RunFolder
+    from launch.processes.run_folder import RunFolder
+    from launch.roles import learn as learning
     from trainer.loop import train
 
     folder = RunFolder(path)
@@ -175,8 +176,8 @@ async def bare_generation(folder, config, groups, *, forced: bool) -> tuple[floa
     """(seconds, tokens) of one batched /generate per server for the step's prompts; ``forced``: each response to its length in the step."""
     import aiohttp
 
-    from launch.placement import serve_roles
-    from launch.run_folder import read_servers
+    from launch.processes.placement import serve_roles
+    from launch.processes.run_folder import read_servers
     from rollout.tokenization import end_token_ids, load_tokenizer
 
     stop_token_ids = end_token_ids(load_tokenizer(config.model.path), config.model.path)

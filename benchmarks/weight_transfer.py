@@ -69,8 +69,9 @@ def make_model(folder: Path) -> Path:
 def measure(model: Path, rounds: int, bucket_mib: int | None, scratch: Path, *, with_sglang: bool) -> dict:
     from configs.schema.layout import LayoutConfig
     from configs.schema.model import ModelConfig
-    from parallel import platform, weight_transfer
-    from parallel.megatron_engine import MegatronEngine
+    from parallel.engine import MegatronEngine
+    from parallel.megatron import platform
+    from parallel.weights import transfer as weight_transfer
 
     max_bytes = bucket_mib * 2**20 if bucket_mib else weight_transfer.BUCKET_BYTES["cpu"]
     buffers = weight_transfer.Buffers()
@@ -115,8 +116,8 @@ def sender(control):
 
 
 def transfer(to, engine, max_bytes: int, buffers, *, hashed: bool) -> None:
-    from parallel.weight_transfer import make_buckets
-    from rollout.sglang_control import ExpectedChecksums
+    from parallel.weights.transfer import make_buckets
+    from rollout.servers.control import ExpectedChecksums
 
     buckets = make_buckets(engine.export_hf(), dtype=torch.float32, max_bytes=max_bytes, buffers=buffers)
     expected = ExpectedChecksums(tensor_parallel=1, kv_heads=engine.architecture.num_kv_heads) if hashed else None
@@ -134,7 +135,7 @@ class servers:
 
     def __init__(self, model: Path, scratch: Path, wanted: bool):
         from configs.schema.rollout import RolloutConfig
-        from rollout.sglang_server import ServerFleet
+        from rollout.servers.fleet import ServerFleet
 
         self._fleet = None
         if wanted:
@@ -142,7 +143,7 @@ class servers:
             self._fleet = ServerFleet(config, model_path=model, log_dir=scratch / "logs", threads=1, cuda=False, seed=0)
 
     def __enter__(self):
-        from rollout.sglang_control import SGLangControl
+        from rollout.servers.control import SGLangControl
 
         if self._fleet is None:
             return None
@@ -161,7 +162,7 @@ class Receiver:
     urls = ("receiver",)
 
     def __enter__(self) -> "Receiver":
-        from rollout.sglang_command import REUSED_MEMORY
+        from rollout.servers.command import REUSED_MEMORY
 
         context = mp.get_context("spawn")
         self._ours, theirs = context.Pipe()
@@ -177,7 +178,7 @@ class Receiver:
         self._pool.shutdown(wait=False)
 
     def ask(self, request: tuple):
-        from rollout.sglang_control import Pending
+        from rollout.servers.control import Pending
 
         self._ours.send(request)
         return Pending(str(request[0]), [self._pool.submit(self._ours.recv)], TIMEOUT_S)

@@ -35,14 +35,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from configs.errors import COMMAND_LINE, ConfigError, Problem, did_you_mean, shorten
-from configs.named_files import check_files, close_name
-from configs.other_names import in_our_names
+from configs.other_systems.values import in_our_names
+from configs.reading.named_files import check_files, close_name
+from configs.reading.schema_shape import Shape
+from configs.reading.shorthands import expand, with_named_preset
+from configs.reading.torn_overrides import OVERRIDE, fix_for_no_override, rejoined
+from configs.reading.wording import problem_of, problems_of
+from configs.reading.yaml_values import Value, dump, read_yaml, show
 from configs.schema import AnyConfig, RunConfig, SftConfig
-from configs.schema_shape import Shape
-from configs.shorthands import expand, with_named_preset
-from configs.torn_overrides import OVERRIDE, fix_for_no_override, rejoined
-from configs.wording import problem_of, problems_of
-from configs.yaml_values import Value, dump, read_yaml, show
 
 __all__ = ["ConfigError", "Finding", "Problem", "check_files", "load_config", "resolved_yaml"]
 

@@ -1,7 +1,7 @@
 """Corrections by name: ``correction: decoupled_token_is`` in YAML, ``--correction decoupled_token_is`` in a replay.
 
 A preset says only what differs from the schema's defaults, so that one overridden key takes its companions along: ``weight.bound=none``
-over ``decoupled_token_is`` needs no word on ``upper``. How layers and overrides meet a name: ``configs/shorthands.py``.
+over ``decoupled_token_is`` needs no word on ``upper``. How layers and overrides meet a name: ``configs/reading/shorthands.py``.
 
 The first eight are those of the source documents, with their thresholds: 2 for weights, 1.001 for a geometric mean, 1e-4 for the veto that
 goes with it. The study of truncated importance sampling (Yao et al. 2025) gives no threshold for its variants: 2, as above.
@@ -12,9 +12,9 @@ from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
 
-from configs.compat import REJECTED_TOKENS, VERL_PRESETS, from_verl
+from configs.other_systems.verl import REJECTED_TOKENS, VERL_PRESETS, from_verl
+from configs.reading.yaml_values import show
 from configs.schema.correction import CorrectionConfig
-from configs.yaml_values import show
 
 _NO_WEIGHT = {"level": "none"}
 _TOKEN, _SEQUENCE = {"level": "token"}, {"level": "sequence"}

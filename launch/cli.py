@@ -1,4 +1,4 @@
-"""The ``tandem`` command: arguments in, one exit code out. What the commands do is in ``launch/commands.py``.
+"""The ``tandem`` command: arguments in, one exit code out. What the commands do is in ``launch/commands/train.py``.
 
 Exit codes: 0 done; 1 a role failed, or a file cannot be used; 2 bad input, nothing was started; 75 stopped on request, can go on;
 130 interrupted.
@@ -41,7 +41,7 @@ def _refuse_dashes(arguments: Iterable[str]) -> None:
     """Raises BadInput for one that has the key of a config."""
     for plain in (argument.lstrip("-") for argument in arguments):
         from configs.schema import RunConfig, SftConfig
-        from launch.checks import BadInput
+        from launch.checks.config import BadInput
 
         key, equals, _ = plain.partition("=")
         if equals and key.split(".")[0] in {*RunConfig.model_fields, *SftConfig.model_fields, "extends"}:
@@ -90,7 +90,7 @@ def options(
 @app.command()
 def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
     """Train by RL: SGLang servers, the sample role and the Megatron learner, from start to report."""
-    from launch import commands
+    from launch.commands import train as commands
 
     commands.train(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
@@ -98,7 +98,7 @@ def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = Fal
 @app.command()
 def resume(run: RunPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
     """Go on with a run that was stopped or failed, from its newest whole checkpoint; overrides (such as steps=300) change its config."""
-    from launch import commands
+    from launch.commands import train as commands
 
     commands.resume(run, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
@@ -109,7 +109,7 @@ def make_experiment(
     model: Annotated[Path | None, typer.Option(help="A Hugging Face folder, for the config's model.path.", metavar="PATH")] = None,
 ) -> None:
     """Write a commented config, a reward function and example data: the start of an experiment of your own."""
-    from launch import experiment
+    from launch.commands import init as experiment
 
     experiment.make_experiment(folder, model)
 
@@ -121,7 +121,7 @@ def schema(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON Schema, as editors read it.")] = False,
 ) -> None:
     """Print every field of a config: type, default, unit and meaning."""
-    from launch.schema_text import print_schema
+    from launch.commands.schema import print_schema
 
     print_schema(kind, field, as_json=as_json)
 
@@ -131,7 +131,7 @@ def list_runs(
     runs: Annotated[Path, typer.Argument(help="The folder of the runs (launch.runs_dir).", metavar="[RUNS]")] = Path("runs"),
 ) -> None:
     """List the runs of a folder, newest first: state, step, held-out accuracy, reward, age."""
-    from launch.run_list import run_table
+    from launch.commands.list_runs import run_table
 
     print(run_table(runs))
 
@@ -145,7 +145,7 @@ def prepare(
     ] = None,
 ) -> None:
     """Make the run folder of a run on several nodes (launch.nodes) and print what to start on each, for hosts without Slurm."""
-    from launch import prepare as preparation
+    from launch.commands import prepare as preparation
 
     preparation.prepare(config, overrides or [], endpoint=endpoint)
 
@@ -153,7 +153,7 @@ def prepare(
 @app.command()
 def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
     """Warm-start a model by supervised training on prompts with answers."""
-    from launch import commands
+    from launch.commands import train as commands
 
     commands.sft(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
@@ -161,7 +161,7 @@ def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False
 @app.command("eval")
 def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
     """Measure the accuracy of model.path on the task's held-out problems."""
-    from launch import commands
+    from launch.commands import train as commands
 
     commands.evaluate(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
@@ -169,7 +169,7 @@ def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = 
 @app.command()
 def export(run: RunPath, out: Annotated[Path, typer.Argument(help="The folder to write", metavar="OUT")]) -> None:
     """Write the newest weights of a run as a Hugging Face checkpoint."""
-    from launch import commands
+    from launch.commands import train as commands
 
     commands.export(run, out)
 
@@ -177,7 +177,7 @@ def export(run: RunPath, out: Annotated[Path, typer.Argument(help="The folder to
 @app.command()
 def report(run: RunPath) -> None:
     """Write report.html and figures for a run, finished or not."""
-    from launch import commands
+    from launch.commands import train as commands
 
     commands.report(run)
 
@@ -185,8 +185,8 @@ def report(run: RunPath) -> None:
 @app.command()
 def status(run: RunPath) -> None:
     """Say what a run is doing: step, rate, time left, results, checkpoint, Slurm job, roles."""
-    from launch import commands
-    from launch.status import status as look
+    from launch.commands import train as commands
+    from launch.commands.status import status as look
 
     print(look(commands.existing_run(run)))
 
@@ -199,8 +199,8 @@ def logs(
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Show this many lines of the end of each log.")] = 20,
 ) -> None:
     """Show the ends of a run's logs, per role and node."""
-    from launch import commands
-    from launch.status import log_files, show_logs
+    from launch.commands import train as commands
+    from launch.commands.status import log_files, show_logs
 
     folder = commands.existing_run(run)
     show_logs(folder, log_files(folder, role), lines=lines, follow=follow)
@@ -218,9 +218,9 @@ def check_cluster(
 ) -> None:
     """Find what keeps a first job on a cluster from running: drivers, limits, shared folder, ports, interfaces. One call per node:
     srun --nodes 4 --ntasks-per-node 1 tandem check-cluster CONFIG"""
-    from launch.check_cluster import check_cluster as check
-    from launch.check_cluster import check_sockets
-    from launch.commands import existing_run
+    from launch.commands.check_cluster import check_cluster as check
+    from launch.commands.check_cluster import check_sockets
+    from launch.commands.train import existing_run
 
     if run is not None:
         raise typer.Exit(0 if check_sockets(existing_run(run)) else 1)
@@ -236,7 +236,7 @@ def replay(
     plot: Annotated[bool, typer.Option("--plot", help="Also draw a figure, in the run's figures/.")] = False,
 ) -> None:
     """Show what other corrections would have made of a recorded step: weights, what is kept, loss and gradient; no engine needed."""
-    from launch import commands
+    from launch.commands import train as commands
 
     commands.replay(run, step, correction or [], gradients=gradients, plot=plot)
 
@@ -249,7 +249,7 @@ def verify_sync(
     rollout: Annotated[list[str] | None, typer.Option(help="A rollout layout, e.g. tp=2; may be given several times.")] = None,
 ) -> None:
     """Prove the weight transfer: servers that received weights from each learner layout answer, to the bit, like ones started from them."""
-    from launch import commands
+    from launch.commands import train as commands
 
     if not commands.verify_sync(config, overrides or [], learner or [], rollout or []):
         raise typer.Exit(1)
@@ -269,8 +269,8 @@ def mismatch(
     why: Annotated[bool, typer.Option("--why", help="Also switch one cause at a time, and rank them.")] = False,
 ) -> None:
     """Measure how far learner and rollout are apart in probability, for every pair of layouts: sampled and scored by the real engines."""
-    from launch import commands
-    from launch.mismatch_plan import Request
+    from launch.commands import train as commands
+    from launch.studies.mismatch_plan import Request
 
     request = Request(learners=tuple(learner), rollouts=tuple(rollout), prompts=prompts, threshold=threshold, out=out, why=why)
     commands.mismatch(config, overrides or [], request)
@@ -283,7 +283,7 @@ def make_tiny_model(
     family: Annotated[Literal["qwen3", "qwen3_moe", "mixtral"], typer.Option(help="The family of the model.")] = "qwen3",
 ) -> None:
     """Make a tiny model with random weights and a character tokenizer, for Countdown."""
-    from launch.checks import check_new_folder
+    from launch.checks.config import check_new_folder
 
     check_new_folder("FOLDER", folder)  # before the seconds that the function's imports take
 
@@ -300,7 +300,7 @@ def quickstart(
     install_seconds: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:
     """Go the whole path on one machine: tiny model, warm start, RL, evaluation, export, report."""
-    from launch.quickstart import run_quickstart
+    from launch.commands.quickstart import run_quickstart
 
     run_quickstart(seed=seed, steps=steps, install_seconds=install_seconds)
 
@@ -316,8 +316,8 @@ def plan(
     top: Annotated[int, typer.Option(min=1, help="Print this many pairs.")] = 10,
 ) -> None:
     """Find layouts of learner and rollout that fit on some GPUs, by expected mismatch; of the model it needs config.json alone."""
-    from launch.plan import print_plans
-    from parallel.planner import Cluster
+    from launch.commands.plan import print_plans
+    from parallel.planning.planner import Cluster
 
     cluster = Cluster(num_gpus=gpus, gpu_bytes=int(gpu_memory * 2**30), gpus_per_node=gpus_per_node)
     print_plans(config, overrides or [], cluster, measured=measured, count=top)
@@ -337,7 +337,7 @@ def slurm(
     ] = None,
 ) -> None:
     """Write the batch script of this config for Slurm (launch.nodes, launch.slurm), in a new run folder."""
-    from launch.slurm_submit import slurm
+    from launch.commands.slurm import slurm
 
     slurm(config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run, gpu_memory=gpu_memory)
 
@@ -345,14 +345,14 @@ def slurm(
 @app.command(hidden=True)
 def job(run: RunPath) -> None:
     """The supervisor inside a Slurm job, which the batch script of `tandem slurm` becomes."""
-    from launch.job import run_job
+    from launch.slurm.inside_job import run_job
 
     raise typer.Exit(run_job(run))
 
 
 def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
     def run(run_folder: RunPath) -> None:
-        from launch import commands
+        from launch.commands import train as commands
 
         commands.run_role(name, run_folder)
 
@@ -365,7 +365,7 @@ def serve(
     node: Annotated[int | None, typer.Option(help="Of the servers' nodes, from 0; in a Slurm step SLURM_NODEID if left out.")] = None,
 ) -> None:
     """Run one role alone: the SGLang servers of a run, or those of one node."""
-    from launch import commands
+    from launch.commands import train as commands
 
     commands.run_role("serve", run_folder, node)
 
@@ -416,9 +416,9 @@ def main() -> None:
     check_packages()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too, of every process of the run
     from configs.loader import ConfigError
-    from launch.checks import BadInput
-    from launch.stopping import RunStopped
-    from launch.supervisor import Interrupted, RoleFailed
+    from launch.checks.config import BadInput
+    from launch.processes.stopping import RunStopped
+    from launch.processes.supervisor import Interrupted, RoleFailed
 
     try:
         app()

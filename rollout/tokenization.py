@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.named_files import TOKENIZERS
+from configs.reading.named_files import TOKENIZERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

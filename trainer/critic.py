@@ -8,11 +8,11 @@ from torch import Tensor
 from configs.schema.critic import CriticConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.model import ModelConfig
-from parallel.layout import check_critic_vocabulary, read_hf_config
-from parallel.megatron_engine import ValueEngine
+from parallel.engine import ValueEngine
 from parallel.packing import PackedBatch
-from trainer.metrics import Metric, merge_metrics, merge_over_ranks
-from trainer.value_loss import value_loss
+from parallel.planning.layout import check_critic_vocabulary, read_hf_config
+from trainer.algorithm.value_loss import value_loss
+from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from configs.schema import RunConfig
 from configs.schema.objective import KLConfig
-from parallel.megatron_engine import MegatronEngine, UpdateResult, ValueEngine
+from parallel.engine import MegatronEngine, UpdateResult, ValueEngine
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group
+from trainer.algorithm.kl_reward import KLInReward
+from trainer.algorithm.policy_loss import kept_factor, policy_loss, scale_losses
+from trainer.batch.step_batch import StepBatch, split_groups, step_batch
 from trainer.critic import Critic, CriticUpdate
-from trainer.metrics import Metric, Reduction, merge_metrics, merge_over_ranks
-from trainer.policy_loss import kept_factor, policy_loss, scale_losses
-from trainer.ranks import total_over
-from trainer.shaped_rewards import KLInReward
-from trainer.step_batch import StepBatch, split_groups, step_batch
+from trainer.ranks.metrics import Metric, Reduction, merge_metrics, merge_over_ranks
+from trainer.ranks.totals import total_over
 
 LOSSES = ("loss/", "critic/loss")
 

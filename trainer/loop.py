@@ -24,16 +24,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from configs.schema import RunConfig
-from trainer.advantages import compute_advantages
-from trainer.alarms import check_alarms
-from trainer.correction import correct
-from trainer.interruption import INTERRUPTIONS, Postponed
+from trainer.algorithm.advantages import compute_advantages
+from trainer.algorithm.correction import correct
+from trainer.checkpointing import Checkpointer
 from trainer.learner import Learner
+from trainer.ranks.interruption import INTERRUPTIONS, Postponed
 from trainer.recording import Recorder
-from trainer.resume import Checkpointer
 from trainer.sampling import Sampled, SharedSampler
 from trainer.step_metrics import evaluation_metrics, step_metrics
-from trainer.tracking import Tracker
+from trainer.tracking.alarms import check_alarms
+from trainer.tracking.tracker import Tracker
 from trainer.turns import OwnDevices
 from trainer.weight_sync import WeightSync
 
@@ -56,7 +56,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a training run is made of; ``launch/learning.py`` builds it."""
+    """What a training run is made of; ``launch/roles/learn.py`` builds it."""
 
     config: RunConfig
     learner: Learner

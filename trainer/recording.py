@@ -22,7 +22,7 @@ from torch import Tensor
 from configs.schema.correction import CorrectionConfig
 from configs.schema.launch import RecordBatches, RecordEvery
 from parallel.packing import PackedBatch
-from trainer.step_batch import StepBatch
+from trainer.batch.step_batch import StepBatch
 
 if TYPE_CHECKING:
     from trainer.learner import Learner

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from rollout.records import Group
-from rollout.remote_sampler import RemoteSampler
-from rollout.sample_messages import EvaluationResult, SamplingStats
-from trainer.interruption import StopRequested
-from trainer.ranks import on_first_rank
+from rollout.sampling.messages import EvaluationResult, SamplingStats
+from rollout.sampling.remote import RemoteSampler
+from trainer.ranks.interruption import StopRequested
+from trainer.ranks.totals import on_first_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +21,9 @@ class Sampled:
 
 
 class SharedSampler:
-    """``next_groups`` and ``evaluate`` are collectives and raise an interruption on all ranks together (see trainer/interruption.py): that
-    the sample role failed, or that a stop was asked for before it answered. What it makes then is nobody's: the data stays where it was.
+    """``next_groups`` and ``evaluate`` are collectives. They raise an interruption on all ranks together (see
+    trainer/ranks/interruption.py) when the sample role fails, or when a stop is requested before it answers. Its result is discarded
+    then, and the data position does not advance.
 
     remote: None on all ranks but the first. stop_requested: why the run is to stop; None where it is not.
     """

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from configs.schema import SftConfig
 from configs.schema.run import CountdownSftData
-from parallel.layout import read_architecture, read_hf_config
-from parallel.megatron_engine import MegatronEngine
+from parallel.engine import MegatronEngine
 from parallel.packing import PackedBatch, pack_sequences
-from rollout.prompt_room import check_example_length
+from parallel.planning.layout import read_architecture, read_hf_config
+from rollout.sampling.prompt_room import check_example_length
 from rollout.tasks import generate_sft_examples, read_pairs
 from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
-from trainer.batching import packed_length, plan_batches
-from trainer.metrics import Metric, merge_metrics, merge_over_ranks
+from trainer.batch.plan import packed_length, plan_batches
+from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
 
 REPORT_EVERY_S = 5.0
 

@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 
 from rollout.records import FinishReason, Group
-from rollout.sample_messages import EvaluationResult, SamplingStats
+from rollout.sampling.messages import EvaluationResult, SamplingStats
+from trainer.algorithm.mismatch import negative_fraction, reward_metrics
+from trainer.algorithm.segments import count_per_sequence, sum_per_sequence
+from trainer.algorithm.value_loss import explained_variance
+from trainer.batch.step_batch import StepBatch
 from trainer.learner import Update
-from trainer.metrics import Metric, merge_metrics, merge_over_ranks, values
-from trainer.mismatch import negative_fraction, reward_metrics
+from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks, values
 from trainer.sampling import Sampled
-from trainer.segments import count_per_sequence, sum_per_sequence
-from trainer.step_batch import StepBatch
-from trainer.value_loss import explained_variance
 from trainer.weight_sync import SyncResult
 
 

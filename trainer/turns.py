@@ -17,11 +17,11 @@ from enum import Enum, auto
 
 import torch.distributed as dist
 
-from parallel import platform
-from rollout.sglang_control import SGLangControl
-from trainer.interruption import Postponed
+from parallel.megatron import platform
+from rollout.servers.control import SGLangControl
 from trainer.learner import Learner
-from trainer.ranks import on_first_rank
+from trainer.ranks.interruption import Postponed
+from trainer.ranks.totals import on_first_rank
 
 CACHE, WEIGHTS = "kv_cache", "weights"
 

@@ -39,17 +39,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema.rollout import Quantization
-from parallel.fake_quantization import with_int8_matrices
-from parallel.megatron_groups import Groups
-from parallel.platform import has_cuda
-from parallel.weight_transfer import Bucket, Buffers, UnderWay, WeightBroadcaster, make_buckets
+from parallel.megatron.groups import Groups
+from parallel.megatron.platform import has_cuda
+from parallel.weights.fake_quantization import with_int8_matrices
+from parallel.weights.transfer import Bucket, Buffers, UnderWay, WeightBroadcaster, make_buckets
 from rollout.client import RolloutError
 from rollout.connections import PEER_TIMEOUT_S
 from rollout.records import Completion
 from rollout.run_key import RunKey
-from rollout.sglang_control import ExpectedChecksums, Pending, Served, SGLangControl
+from rollout.servers.control import ExpectedChecksums, Pending, Served, SGLangControl
 from trainer.learner import Learner
-from trainer.ranks import on_first_rank
+from trainer.ranks.totals import on_first_rank
 from trainer.turns import OwnDevices
 
 GROUP = "tandem-weights"

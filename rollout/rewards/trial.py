@@ -21,7 +21,7 @@ from configs.schema.task import FunctionReward
 from rollout.rewards import worker
 from rollout.rewards.function import is_library
 from rollout.rewards.worker import Job, Reply, kill_tree, start_process
-from rollout.watched_process import how_it_ended
+from rollout.servers.watched_process import how_it_ended
 
 if TYPE_CHECKING:
     from rollout.tasks.task import Problem

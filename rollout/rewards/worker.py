@@ -28,7 +28,7 @@ from typing import Literal
 from rollout.records import Score
 from rollout.rewards.function import RewardFunction, describe, import_reward_function, place_of, takes_row, to_score
 from rollout.rewards.math_answers import math_verify_reward
-from rollout.watched_process import how_it_ended
+from rollout.servers.watched_process import how_it_ended
 
 START_TIMEOUT_S = 120.0
 """For a worker to start and import the reward, on a machine where all of them may be starting at once; more where the config says so."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from configs.schema.correction import CorrectionConfig
 from configs.schema.objective import ClippedObjective, EntropyConfig, KLConfig, PolicyGradientObjective
 from parallel.packing import PackedBatch
-from trainer.correction import Correction, correct, correct_current
-from trainer.policy_loss import policy_loss
-from trainer.segments import spread, sum_per_sequence
+from trainer.algorithm.correction import Correction, correct, correct_current
+from trainer.algorithm.policy_loss import policy_loss
+from trainer.algorithm.segments import spread, sum_per_sequence
 
 PROMPT = (0, 0)
 
