@@ -7,7 +7,9 @@ setup(
     version="0.1.0",
     description="RL post-training with a Megatron-Core learner and SGLang rollouts, honest about their mismatch",
     python_requires="==3.11.*",
-    packages=find_packages(include=[f"{name}*" for name in ("configs", "launch", "parallel", "rollout", "trainer")]),
+    packages=find_packages(
+        include=[f"{name}*" for name in ("configs", "launch", "parallel", "rollout", "trainer")]
+    ),
     package_data={
         "configs": ["recipes/*.yaml", "recipes/*/*.yaml", "debug/*.yaml"],
         "rollout": ["cpu_stand_ins/**/*.py"],

@@ -16,7 +16,12 @@ MAY_IMPORT = {
     "launch": {"launch", "trainer", "rollout", "parallel", "configs"},
 }
 ENGINE_HOMES = {
-    "megatron": ("parallel/engine.py", "parallel/megatron/", "parallel/checkpoints/", "parallel/weights/hf_conversion.py"),
+    "megatron": (
+        "parallel/engine.py",
+        "parallel/megatron/",
+        "parallel/checkpoints/",
+        "parallel/weights/hf_conversion.py",
+    ),
     "sglang": ("rollout/servers/",),
 }
 
@@ -78,6 +83,8 @@ def test_an_installation_holds_every_file_of_the_packages(tmp_path):
     build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    wanted = {f.relative_to(ROOT) for package in MAY_IMPORT for f in (ROOT / package).rglob("*") if f.is_file()}
+    wanted = {
+        f.relative_to(ROOT) for package in MAY_IMPORT for f in (ROOT / package).rglob("*") if f.is_file()
+    }
     wanted = {f for f in wanted if "__pycache__" not in f.parts and f.suffix != ".md"}
     assert {f.relative_to(tmp_path) for f in tmp_path.rglob("*") if f.is_file()} == wanted

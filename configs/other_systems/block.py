@@ -1,5 +1,5 @@
-"""A block of keys in the words of another system, read key by key. Nothing is dropped in silence: a key is honoured, a note says that it
-has no effect there either, or it is a problem with its fix.
+"""A block of keys in the words of another system, read key by key. Nothing is dropped in silence: a key is
+honoured, a note says that it has no effect there either, or it is a problem with its fix.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,15 @@ TWO_BOUNDS = 'write both as text, lower first: "0.5_2.0"'
 class ForeignBlock:
     """A block that is read key by key: what is wrong with it is gathered, and what was understood."""
 
-    def __init__(self, block: Mapping[str, Any], name: str, known: Sequence[str], *, path: tuple = (), outer: "ForeignBlock | None" = None):
+    def __init__(
+        self,
+        block: Mapping[str, Any],
+        name: str,
+        known: Sequence[str],
+        *,
+        path: tuple = (),
+        outer: "ForeignBlock | None" = None,
+    ):
         """path, outer: of a block inside another one, which gathers the problems and notes of both."""
         self.block, self.notes = block, [] if outer is None else outer.notes
         self._name, self._path, self._problems = name, path, [] if outer is None else outer._problems
@@ -26,7 +34,9 @@ class ForeignBlock:
 
     def refuse(self, key: str, error: str, fix: str) -> None:
         value = show(self.block[key]) if key in self.block else NOT_SET
-        self._problems.append(Problem(where=self._name, field=dotted((*self._path, key)), value=value, error=error, fix=fix))
+        self._problems.append(
+            Problem(where=self._name, field=dotted((*self._path, key)), value=value, error=error, fix=fix)
+        )
 
     def raise_problems(self) -> None:
         if self._problems:
@@ -72,13 +82,19 @@ class ForeignBlock:
             return None
         if is_number(value) and (value > 0 or (zero and value == 0)):
             return float(value)
-        self.refuse(key, "must be a number", f"use a number {'of at least' if zero else 'above'} 0, without quotes")
+        self.refuse(
+            key, "must be a number", f"use a number {'of at least' if zero else 'above'} 0, without quotes"
+        )
         return None
 
     def veto(self, key: str, default: float | None) -> float | None:
         value = self.number(key, default)
         if value is not None and value >= 1:
-            self.refuse(key, "would reject what the two policies agree on (rho = 1)", "use a value below 1; usual are 1e-4 to 1e-6")
+            self.refuse(
+                key,
+                "would reject what the two policies agree on (rho = 1)",
+                "use a value below 1; usual are 1e-4 to 1e-6",
+            )
         return value
 
     def any_number(self, key: str, default: float) -> float:
@@ -101,14 +117,25 @@ class ForeignBlock:
         """The blocks of keys in the list at a key."""
         items = self.get(key) or []
         if not isinstance(items, list | tuple) or not all(isinstance(item, Mapping) for item in items):
-            self.refuse(key, "must be a list of blocks", f"write a list of blocks with keys of: {', '.join(known)}")
+            self.refuse(
+                key, "must be a list of blocks", f"write a list of blocks with keys of: {', '.join(known)}"
+            )
             items = []
-        return [ForeignBlock(item, self._name, known, path=(*self._path, key, i), outer=self) for i, item in enumerate(items)]
+        return [
+            ForeignBlock(item, self._name, known, path=(*self._path, key, i), outer=self)
+            for i, item in enumerate(items)
+        ]
 
     def listed(self, key: str) -> list[Any]:
         """The parts of a text with commas, or of a list."""
         value = self.get(key)
-        parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+        parts = (
+            value.split(",")
+            if isinstance(value, str)
+            else value
+            if isinstance(value, list | tuple)
+            else [value]
+        )
         parts = [part.strip() if isinstance(part, str) else part for part in parts]
         return [part for part in parts if part not in (None, "")]
 
@@ -130,7 +157,11 @@ class ForeignBlock:
     def ordered(self, key: str, lower: float, upper: float) -> bool:
         if lower <= upper:
             return True
-        self.refuse(key, f"the lower bound {show(lower)} is above the upper bound {show(upper)}", "correct them; nothing could pass")
+        self.refuse(
+            key,
+            f"the lower bound {show(lower)} is above the upper bound {show(upper)}",
+            "correct them; nothing could pass",
+        )
         return False
 
 

@@ -2,14 +2,24 @@
 
 _STEP = "`rollout.prompts_per_step` prompts, each with `rollout.group_size` responses"
 _PARTS = "`learner.minibatches`, the number of optimizer steps that a step's batch is split into"
-_MICRO = "`learner.token_budget`, the tokens of a micro-batch: its number of sequences follows from their lengths"
+_MICRO = (
+    "`learner.token_budget`, the tokens of a micro-batch: its number of sequences follows from their lengths"
+)
 _GROUP = "`rollout.group_size`, the responses to a prompt"
 _LENGTH = "`rollout.max_new_tokens`, the tokens of a response"
-_PROMPT = "no field: a prompt may be as long as `rollout.max_new_tokens` and `learner.token_budget` leave room for"
+_PROMPT = (
+    "no field: a prompt may be as long as `rollout.max_new_tokens` and `learner.token_budget` leave room for"
+)
 _MODEL = "`model.path`, a Hugging Face folder on this disk"
 _STEPS = "`steps`, the number of times that prompts are sampled and learned from; epochs are not counted"
-_TP, _MEMORY = "`layout.tp` of the learner and `rollout.tp` of a server", "`rollout.server_args={mem_fraction_static: 0.8}`"
-_DATA, _HELDOUT = "`task.train_path`, beside `task.type=jsonl`", "`task.heldout_path`, beside `task.type=jsonl`"
+_TP, _MEMORY = (
+    "`layout.tp` of the learner and `rollout.tp` of a server",
+    "`rollout.server_args={mem_fraction_static: 0.8}`",
+)
+_DATA, _HELDOUT = (
+    "`task.train_path`, beside `task.type=jsonl`",
+    "`task.heldout_path`, beside `task.type=jsonl`",
+)
 _EVERY_EVALUATION, _EVERY_CHECKPOINT = "`evaluation.every`, in steps", "`checkpoint.every`, in steps"
 _RUNS = "`launch.runs_dir`, in which each run makes a folder of its own"
 _REWARD = "`reward={type: function, function: my_module:score}`"

@@ -1,7 +1,8 @@
-"""Values that verl names otherwise, as the names that the schema knows: ``kl: {estimator: low_var_kl}``, ``objective: {type: vanilla}``.
+"""Values that verl names otherwise, as the names that the schema knows: ``kl: {estimator: low_var_kl}``,
+``objective: {type: vanilla}``.
 
-Only names that stand for the same formula with the same defaults are taken. A name that stands for nearly the same is refused, with what
-differs and what to write.
+Only names that stand for the same formula with the same defaults are taken. A name that stands for nearly the
+same is refused, with what differs and what to write.
 """
 
 from collections.abc import Mapping
@@ -26,7 +27,10 @@ OUR_NAMES: Mapping[tuple[str, str], Mapping[str, str]] = {
         "k3+": "k3_straight_through",
         "low_var_kl+": "k3_straight_through",
     },
-    ("advantage", "type"): {"reinforce_plus_plus": "reinforce_pp", "reinforce_plus_plus_baseline": "reinforce_pp_baseline"},
+    ("advantage", "type"): {
+        "reinforce_plus_plus": "reinforce_pp",
+        "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    },
 }
 
 NEARLY: Mapping[tuple[str, str], Mapping[str, tuple[str, str]]] = {
@@ -43,24 +47,36 @@ NEARLY: Mapping[tuple[str, str], Mapping[str, tuple[str, str]]] = {
         )
     },
     ("kl", "estimator"): {
-        "full": ("neither system computes a divergence over the whole vocabulary", "use k3, or another estimator: k1, k2, abs")
+        "full": (
+            "neither system computes a divergence over the whole vocabulary",
+            "use k3, or another estimator: k1, k2, abs",
+        )
     },
 }
 
 
 def in_our_names(layer: Value, problems: list[Problem], notes: list[str]) -> Value:
-    """The layer with these values in our names, and a note on each. A block with a refused one is left out, and its problem noted."""
+    """The layer with these values in our names, and a note on each. A block with a refused one is left out,
+    and its problem noted."""
     for (block, key), names in OUR_NAMES.items():
         found = layer.at([block, key])
         if found is None or not isinstance(found.data, str):
             continue
         if found.data in NEARLY.get((block, key), {}):
             error, fix = NEARLY[block, key][found.data]
-            problems.append(Problem(where=found.where, field=f"{block}.{key}", value=show(found.data), error=error, fix=fix))
+            problems.append(
+                Problem(
+                    where=found.where, field=f"{block}.{key}", value=show(found.data), error=error, fix=fix
+                )
+            )
             layer = Value({name: value for name, value in layer.data.items() if name != block}, layer.where)
         elif found.data in names:
             notes.append(f"{block}.{key} ({found.where}): {found.data} is verl's name -> {names[found.data]}")
             inside = layer.data[block]
-            renamed = Value({**inside.data, key: Value(names[found.data], found.where)}, inside.where, afresh=inside.afresh)
+            renamed = Value(
+                {**inside.data, key: Value(names[found.data], found.where)},
+                inside.where,
+                afresh=inside.afresh,
+            )
             layer = Value({**layer.data, block: renamed}, layer.where)
     return layer

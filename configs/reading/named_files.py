@@ -20,10 +20,17 @@ _SIMILAR_MODELS = 3
 
 
 def check_files(config: RunConfig | SftConfig, tree: Value | None = None) -> list[Problem]:
-    """What is not there; an empty list where all is well. ``tree``: the YAML of the config, where its lines are known."""
+    """What is not there; an empty list where all is well. ``tree``: the YAML of the config, where its lines
+    are known."""
     tree = tree or Value({}, "config")
     return [
-        Problem(where=tree.where_of(field.split(".")), field=field, value=str(path), error=f"{error}: {path.absolute()}", fix=fix)
+        Problem(
+            where=tree.where_of(field.split(".")),
+            field=field,
+            value=str(path),
+            error=f"{error}: {path.absolute()}",
+            fix=fix,
+        )
         for field, path, error, fix in _file_problems(config)
     ]
 
@@ -31,7 +38,11 @@ def check_files(config: RunConfig | SftConfig, tree: Value | None = None) -> lis
 def close_name(path: Path, *, is_folder: bool = False) -> str | None:
     """A file (or folder) beside it with a similar name, as a fix; None where there is none."""
     try:
-        names = [p.name for p in path.parent.iterdir() if p.name != path.name and (p.is_dir() if is_folder else p.is_file())]
+        names = [
+            p.name
+            for p in path.parent.iterdir()
+            if p.name != path.name and (p.is_dir() if is_folder else p.is_file())
+        ]
     except OSError:
         return f"the folder {path.parent} does not exist either" if not path.parent.exists() else None
     close = difflib.get_close_matches(path.name, names, n=1)
@@ -42,7 +53,9 @@ def _file_problems(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path, s
     """(field, path, what is wrong, fix)"""
     yield from _model_problems("model.path", config.model.path, TOKENIZERS)
     if isinstance(config, RunConfig) and config.critic is not None and config.critic.model is not None:
-        yield from _model_problems("critic.model.path", config.critic.model.path, ())  # reads the policy's tokens
+        yield from _model_problems(
+            "critic.model.path", config.critic.model.path, ()
+        )  # reads the policy's tokens
     for field, path in _data_files(config):
         if not path.is_file():
             error = "a file is wanted, this is a folder" if path.is_dir() else "no such file"
@@ -53,7 +66,9 @@ def _file_problems(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path, s
         yield "resume", resume, "no such run folder", fix
 
 
-def _model_problems(field: str, model: Path, tokenizers: tuple[str, ...]) -> Iterator[tuple[str, Path, str, str]]:
+def _model_problems(
+    field: str, model: Path, tokenizers: tuple[str, ...]
+) -> Iterator[tuple[str, Path, str, str]]:
     if not model.is_dir():
         error = "a Hugging Face folder is wanted, this is a file" if model.exists() else "no such folder"
         yield field, model, error, _fix_model(model)
@@ -66,7 +81,9 @@ def _model_problems(field: str, model: Path, tokenizers: tuple[str, ...]) -> Ite
         yield field, model, f"the folder has no {' or '.join(tokenizers)}", _WHAT_A_FOLDER_HOLDS
 
 
-_WHAT_A_FOLDER_HOLDS = "name the folder that holds config.json, *.safetensors and the tokenizer, or download what is missing"
+_WHAT_A_FOLDER_HOLDS = (
+    "name the folder that holds config.json, *.safetensors and the tokenizer, or download what is missing"
+)
 
 
 def _fix_folder(model: Path) -> str:
@@ -76,7 +93,8 @@ def _fix_folder(model: Path) -> str:
 
 
 def missing_weights(model: Path) -> tuple[str, str] | None:
-    """(what is wrong, fix) of a folder without safetensors of the names that are read; None where they are there."""
+    """(what is wrong, fix) of a folder without safetensors of the names that are read; None where they are
+    there."""
     if any((model / name).is_file() for name in WEIGHTS):
         return None
     error = f"the folder has no {' or '.join(WEIGHTS)}"
@@ -97,7 +115,9 @@ def missing_weights(model: Path) -> tuple[str, str] | None:
 
 
 def _data_files(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path]]:
-    block, names = ("task", ("train_path", "heldout_path")) if isinstance(config, RunConfig) else ("data", ("path",))
+    block, names = (
+        ("task", ("train_path", "heldout_path")) if isinstance(config, RunConfig) else ("data", ("path",))
+    )
     for name in names:
         path = getattr(getattr(config, block), name, None)
         if path is not None:
@@ -110,7 +130,11 @@ def _fix_model(model: Path) -> str:
     if is_hub_id(model):
         where = f"models/{model.name}"
         return f"nothing is downloaded by itself: `hf download {model} --local-dir {where}`, then model.path={where}{_other_models()}"
-    return _fix_path(model, f"download the checkpoint to this disk first, and name its folder{_other_models()}", is_folder=True)
+    return _fix_path(
+        model,
+        f"download the checkpoint to this disk first, and name its folder{_other_models()}",
+        is_folder=True,
+    )
 
 
 def _other_models() -> str:
@@ -130,7 +154,9 @@ def _age(path: Path) -> float:
 
 def _fix_data(path: Path) -> str:
     if path.is_dir():
-        inside = sorted(file for pattern in ("*.jsonl", "*.parquet", "*/*.parquet") for file in path.glob(pattern))
+        inside = sorted(
+            file for pattern in ("*.jsonl", "*.parquet", "*/*.parquet") for file in path.glob(pattern)
+        )
         return f"name a file in it, such as {inside[0]}" if inside else "name a .jsonl or .parquet file"
     if is_hub_id(path) and path.suffix not in (".jsonl", ".parquet", ".json", ".ndjson"):
         fetch = f"`hf download {path} --repo-type dataset --local-dir data/{path.name}`"
@@ -141,11 +167,19 @@ def _fix_data(path: Path) -> str:
 def is_hub_id(path: Path) -> bool:
     """Whether this may be the name of something on the Hugging Face hub, OWNER/NAME, rather than a path."""
     is_name = _HUB_ID.fullmatch(str(path)) is not None
-    return is_name and not path.parent.exists() and path.parts[0] not in ("models", "data", "runs", "checkpoints")
+    return (
+        is_name
+        and not path.parent.exists()
+        and path.parts[0] not in ("models", "data", "runs", "checkpoints")
+    )
 
 
 def _fix_path(path: Path, otherwise: str, *, is_folder: bool = False) -> str:
     if path.is_symlink() and not path.exists():
         return f"this is a symbolic link to {os.readlink(path)}, which is not there; correct the link"
     close = None if path.exists() else close_name(path, is_folder=is_folder) if path.parent.exists() else None
-    return close or (otherwise if path.is_absolute() else f"{otherwise}; relative paths start at the current folder, {Path.cwd()}")
+    return close or (
+        otherwise
+        if path.is_absolute()
+        else f"{otherwise}; relative paths start at the current folder, {Path.cwd()}"
+    )

@@ -19,7 +19,8 @@ class Shape:
     """One place of the schema."""
 
     members: tuple[Any, ...] = ()
-    """What may stand there: the members of a union, or the one type, with pydantic's metadata. Empty: the schema has no such place."""
+    """What may stand there: the members of a union, or the one type, with pydantic's metadata. Empty: the
+    schema has no such place."""
     field: FieldInfo | None = None
     """None for an item of a list or a mapping, and for the root."""
 
@@ -30,7 +31,9 @@ class Shape:
     @property
     def models(self) -> list[type[Schema]]:
         """The classes that a block may be, picked by ``tag_key`` where they are several."""
-        return [m for m in self.members if isinstance(m, type) and get_origin(m) is None and issubclass(m, Schema)]
+        return [
+            m for m in self.members if isinstance(m, type) and get_origin(m) is None and issubclass(m, Schema)
+        ]
 
     @property
     def choices(self) -> list[Any]:
@@ -54,12 +57,20 @@ class Shape:
         """The key that says which variant a block is, where there are several."""
         if len(self.models) < 2:
             return None
-        return next(m.discriminator for m in (self.field, *self.members) if isinstance(m, FieldInfo) and m.discriminator)
+        return next(
+            m.discriminator
+            for m in (self.field, *self.members)
+            if isinstance(m, FieldInfo) and m.discriminator
+        )
 
     @property
     def tags(self) -> dict[str, type[Schema]]:
         """The variants by their tag."""
-        return {tag: model for model in self.models for tag in get_args(model.model_fields[self.tag_key].annotation)}
+        return {
+            tag: model
+            for model in self.models
+            for tag in get_args(model.model_fields[self.tag_key].annotation)
+        }
 
     @property
     def default(self) -> Any:
@@ -68,7 +79,8 @@ class Shape:
         return self.field.get_default(call_default_factory=True, validated_data={})
 
     def tag_of(self, block: Value | None) -> Any:
-        """The tag that a block gives or, where it gives none, that of the default; None where there is neither."""
+        """The tag that a block gives or, where it gives none, that of the default; None where there is
+        neither."""
         given = block.at([self.tag_key]) if block is not None else None
         if given is not None:
             return given.data

@@ -1,8 +1,9 @@
-"""Overrides that a shell took apart, or that another system writes another way: what was meant, and how to write it.
+"""Overrides that a shell took apart, or that another system writes another way: what was meant, and how to
+write it.
 
-    steps = 5               arrives as `steps`, `=`, `5`
-    layout={tp: 2, dp: 1}   arrives as `layout={tp:`, `2,`, `dp:`, `1}`; in bash without its blanks as `layout=tp:2`, `layout=dp:1`
-    +key=1, ~key            Hydra's way to add and to remove a key
+steps = 5               arrives as `steps`, `=`, `5`
+layout={tp: 2, dp: 1}   arrives as `layout={tp:`, `2,`, `dp:`, `1}`; in bash without its blanks as `layout=tp:2`, `layout=dp:1`
++key=1, ~key            Hydra's way to add and to remove a key
 """
 
 import re
@@ -41,7 +42,12 @@ def _pieces(texts: Sequence[str]) -> int:
     following = [*texts[1:3], "", ""]
     if _KEY.fullmatch(first) and following[0].startswith("="):
         return 3 if following[0] == "=" and following[1] else 2
-    if first.endswith("=") and _KEY.fullmatch(first[:-1]) and following[0] and not re.search(r"[=\s]|^-", following[0]):
+    if (
+        first.endswith("=")
+        and _KEY.fullmatch(first[:-1])
+        and following[0]
+        and not re.search(r"[=\s]|^-", following[0])
+    ):
         return 2
     return 1
 
@@ -57,7 +63,9 @@ def _open_brackets(text: str) -> int:
 
 def quoted(text: str) -> str:
     """For a shell, as little as it needs."""
-    return "'" + text.replace("'", "'\\''") + "'" if re.search(r"[\s{}\[\]*?$&|;<>()'\"~#!`\\]", text) else text
+    return (
+        "'" + text.replace("'", "'\\''") + "'" if re.search(r"[\s{}\[\]*?$&|;<>()'\"~#!`\\]", text) else text
+    )
 
 
 def fix_for_no_override(text: str) -> str:

@@ -1,4 +1,5 @@
-"""Pydantic's errors as problems: the line that set the field, its value, what is wrong in plain words, and what to write instead."""
+"""Pydantic's errors as problems: the line that set the field, its value, what is wrong in plain words, and
+what to write instead."""
 
 import re
 from collections.abc import Hashable, Iterator, Sequence
@@ -34,10 +35,13 @@ _COMPARISONS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def problems_of(error: ValidationError, tree: Value, root: Shape) -> Iterator[Problem]:
-    """``tree`` is what was validated, with its lines; ``root`` the schema class that it was validated against."""
+    """``tree`` is what was validated, with its lines; ``root`` the schema class that it was validated
+    against."""
     seen: set[tuple] = set()
     for details in error.errors(include_url=False):
-        if details["type"] == "default_factory_not_called":  # a default that follows from a field that is wrong itself
+        if (
+            details["type"] == "default_factory_not_called"
+        ):  # a default that follows from a field that is wrong itself
             continue
         path, shape, parent = _locate(root, details["loc"])
         if details["type"] == "missing" and isinstance(path[-1], int):  # an item of a list of so many
@@ -46,13 +50,16 @@ def problems_of(error: ValidationError, tree: Value, root: Shape) -> Iterator[Pr
             error = details["ctx"]["error"]
             for said in error.said if isinstance(error, Contradictions) else [str(error)]:
                 yield _contradiction(said, path, shape, tree)
-        elif path not in seen or details["type"].startswith("union"):  # a plain union gives one error per member
+        elif path not in seen or details["type"].startswith(
+            "union"
+        ):  # a plain union gives one error per member
             seen.add(path)
             yield _translate(details, path, shape, parent, tree, root)
 
 
 def _locate(root: Shape, loc: Sequence[str | int]) -> tuple[tuple, Shape, Shape]:
-    """Pydantic's location without the tags and labels that it inserts for unions; the shape there, and of its parent."""
+    """Pydantic's location without the tags and labels that it inserts for unions; the shape there, and of its
+    parent."""
     path: list[Hashable] = []
     shape = parent = root
     for part in loc:
@@ -66,7 +73,9 @@ def _locate(root: Shape, loc: Sequence[str | int]) -> tuple[tuple, Shape, Shape]
     return tuple(path), shape, parent
 
 
-def _translate(details: ErrorDetails, path: tuple, shape: Shape, parent: Shape, tree: Value, root: Shape) -> Problem:
+def _translate(
+    details: ErrorDetails, path: tuple, shape: Shape, parent: Shape, tree: Value, root: Shape
+) -> Problem:
     kind, context = details["type"], details.get("ctx", {})
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         path = (*path, shape.tag_key)
@@ -75,33 +84,56 @@ def _translate(details: ErrorDetails, path: tuple, shape: Shape, parent: Shape, 
     match kind:
         case "extra_forbidden":
             known = [*parent.names(), *(SHORTHANDS if path[:-1] == ("correction",) else ())]
-            error, fix = "unknown key", did_you_mean(str(path[-1]), known, "keys here", _elsewhere(path, root))
+            error, fix = (
+                "unknown key",
+                did_you_mean(str(path[-1]), known, "keys here", _elsewhere(path, root)),
+            )
             fix = fix_for_foreign_key(str(path[-1])) or _by_another_name(str(path[-1]), root) or fix
             if "." in str(path[-1]):
                 fix = f"dots are for the command line; in YAML write {_nested(str(path[-1]), found)}"
             elif ":" in str(path[-1]) and value == "null":
                 fix = f"write a blank after the colon: `{str(path[-1]).replace(':', ': ', 1)}`"
         case "missing" | "too_long" if shape.length:
-            error, fix = f"must be a list of {shape.length} values", f"correct the value{_default_note(shape)}"
+            error, fix = (
+                f"must be a list of {shape.length} values",
+                f"correct the value{_default_note(shape)}",
+            )
         case "missing":
             error, fix = "required, but not set", f"add `{dotted(path)}`{_described(shape)}"
         case "union_tag_not_found":
-            error, fix = "does not say which variant the block is", f"set it to one of: {', '.join(shape.tags)}"
+            error, fix = (
+                "does not say which variant the block is",
+                f"set it to one of: {', '.join(shape.tags)}",
+            )
         case "union_tag_invalid":
-            error, fix = "unknown variant", did_you_mean(str(context.get("tag")), list(shape.tags), "variants")
+            error, fix = (
+                "unknown variant",
+                did_you_mean(str(context.get("tag")), list(shape.tags), "variants"),
+            )
         case "literal_error":
             wanted = found.plain() if found is not None else ""
-            error, fix = "not one of the choices", did_you_mean(str(wanted), [str(choice) for choice in shape.choices], "choices")
+            error, fix = (
+                "not one of the choices",
+                did_you_mean(str(wanted), [str(choice) for choice in shape.choices], "choices"),
+            )
         case _:
-            error, fix = _wrong(kind, details["msg"], shape), _fix_value(kind, context, path, shape, parent, found)
+            error, fix = (
+                _wrong(kind, details["msg"], shape),
+                _fix_value(kind, context, path, shape, parent, found),
+            )
     return Problem(where=tree.where_of(path), field=dotted(path), value=value, error=error, fix=fix)
 
 
-# ------------------------------------------------------------------------------------------------------------- single fields
+# -------------------------------------------------------------------------------------------------------------
+# single fields
 
 
 def _wrong(kind: str, message: str, shape: Shape) -> str:
-    union = [_PLAIN_TYPES[member] for member in shape.members if isinstance(member, type) and member in _PLAIN_TYPES]
+    union = [
+        _PLAIN_TYPES[member]
+        for member in shape.members
+        if isinstance(member, type) and member in _PLAIN_TYPES
+    ]
     if kind.endswith(("_type", "_parsing", "_from_float")):
         union += [f"`{choice}`" for choice in shape.choices]
     if len(union) > 1:
@@ -111,10 +143,16 @@ def _wrong(kind: str, message: str, shape: Shape) -> str:
     stem = kind.split("_")[0]
     if kind.endswith(("_type", "_parsing", "_from_float")) and stem in _WRONG_TYPE:
         return _WRONG_TYPE[stem]
-    return message.replace("Input should", "must").replace("String should", "must").replace("must be a valid", "must be a")
+    return (
+        message.replace("Input should", "must")
+        .replace("String should", "must")
+        .replace("must be a valid", "must be a")
+    )
 
 
-def _fix_value(kind: str, context: dict, path: tuple, shape: Shape, parent: Shape, found: Value | None) -> str:
+def _fix_value(
+    kind: str, context: dict, path: tuple, shape: Shape, parent: Shape, found: Value | None
+) -> str:
     data = None if found is None else found.data
     name, default = dotted(path), _default_note(shape)
     bounds = [f"{words} {context[key]}" for key, words in _COMPARISONS.items() if key in context]
@@ -128,7 +166,11 @@ def _fix_value(kind: str, context: dict, path: tuple, shape: Shape, parent: Shap
         return f"write `{name}: {int(data)}`"
     if kind == "too_short":
         return f"give one or more{_described(shape)}"
-    if kind.startswith(("string", "path")) and isinstance(data, int | float) and parent.takes(path[-1], show(data)):
+    if (
+        kind.startswith(("string", "path"))
+        and isinstance(data, int | float)
+        and parent.takes(path[-1], show(data))
+    ):
         return f'put it in quotes: `{name}: "{show(data)}"`'
     if kind.startswith(("tuple", "list")) and data is not None and not shape.length:
         return f"write a list: `{name}: {show([found.plain()])}`"
@@ -167,11 +209,14 @@ def _by_another_name(key: str, root: Shape) -> str | None:
 
 
 def _elsewhere(path: tuple, root: Shape) -> str | None:
-    """Where else in the schema a key of this name exists: in another variant of its block, or at other places."""
+    """Where else in the schema a key of this name exists: in another variant of its block, or at other
+    places."""
     block = root
     for part in path[:-1]:
         block = block.child(part)
-    tags = [tag for tag, model in block.tags.items() if path[-1] in model.model_fields] if block.tag_key else []
+    tags = (
+        [tag for tag, model in block.tags.items() if path[-1] in model.model_fields] if block.tag_key else []
+    )
     if tags:
         return f"it goes with `{dotted((*path[:-1], block.tag_key))}` of: {', '.join(tags)}"
     places = [place for place in _all_paths(root, ()) if place[-1] == path[-1]]
@@ -184,19 +229,21 @@ def _all_paths(shape: Shape, prefix: tuple) -> Iterator[tuple]:
         yield from _all_paths(shape.child(key), (*prefix, key))
 
 
-# ------------------------------------------------------------------------------------------- fields that contradict each other
+# ------------------------------------------------------------------------------------------- fields that
+# contradict each other
 
 
 def problem_of(said: str, field: str, tree: Value, root: Shape) -> Problem:
-    """What a check beyond the schema found, "what is wrong; fix": of the fields that the text names, such as ``layout.tp``, or else of
-    ``field``."""
+    """What a check beyond the schema found, "what is wrong; fix": of the fields that the text names, such as
+    ``layout.tp``, or else of ``field``."""
     named = [tuple(name.split(".")) for name in dict.fromkeys(re.findall(r"[a-z_]\w*(?:\.[a-z_]\w*)+", said))]
     paths = [path for path in named if _is_leaf(root, path, tree)] or [tuple(field.split("."))]
     return _of_fields(said, paths, (), root, tree)
 
 
 def _contradiction(said: str, block: tuple, shape: Shape, tree: Value) -> Problem:
-    """What a validator of ours found, "what is wrong; fix": the fields that its text names, each with its value and place."""
+    """What a validator of ours found, "what is wrong; fix": the fields that its text names, each with its
+    value and place."""
     found = tree.at(block)
     if found is not None and not isinstance(found.data, dict):  # the text speaks of the field itself
         return _of_fields(said, [block], block, shape, tree)
@@ -211,7 +258,11 @@ def _of_fields(said: str, paths: Sequence[tuple], block: tuple, shape: Shape, tr
     values, places = [], []
     for path in paths:
         found = tree.at(path)
-        shown = f"{_default_of(shape, path[len(block) :])} (default)" if found is None else f"{show(found.plain())} ({found.where})"
+        shown = (
+            f"{_default_of(shape, path[len(block) :])} (default)"
+            if found is None
+            else f"{show(found.plain())} ({found.where})"
+        )
         values.append(shown if len(paths) == 1 else f"{dotted(path)}: {shown}")
         places += [] if found is None else [found.where]
     error, _, fix = said.rpartition("; ")
@@ -221,13 +272,22 @@ def _of_fields(said: str, paths: Sequence[tuple], block: tuple, shape: Shape, tr
         field=fields or "(the whole config)",
         value=", ".join(values),
         error=error or said,
-        fix=fix if error else f"change or remove one of: {fields}" if len(paths) > 1 else f"correct {fields or 'the config'}",
+        fix=fix
+        if error
+        else f"change or remove one of: {fields}"
+        if len(paths) > 1
+        else f"correct {fields or 'the config'}",
     )
 
 
 def _is_leaf(shape: Shape, path: tuple[str, ...], block: Value | None) -> bool:
     for part in path:
-        is_named_item = isinstance(block and block.data, dict) and part in block.data and not shape.models and shape.item is not None
+        is_named_item = (
+            isinstance(block and block.data, dict)
+            and part in block.data
+            and not shape.models
+            and shape.item is not None
+        )
         if part not in shape.names() and not is_named_item:
             return False
         block = block.at([part]) if block is not None else None

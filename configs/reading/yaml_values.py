@@ -1,7 +1,8 @@
 """YAML text to values that know the line that set them, and values back to text.
 
-Text is read by the core schema of YAML 1.2, and not by PyYAML's YAML 1.1, where `1e-4` is text and `no` is false. Beyond it, `90_000` is a
-number, and a repeated key is an error. Text is written so that readers of either version agree on it.
+Text is read by the core schema of YAML 1.2, and not by PyYAML's YAML 1.1, where `1e-4` is text and `no` is
+false. Beyond it, `90_000` is a number, and a repeated key is an error. Text is written so that readers of
+either version agree on it.
 """
 
 import re
@@ -16,7 +17,8 @@ import yaml
 from configs.errors import ConfigError, Problem, dotted, shorten
 from configs.schema.base import Schema
 
-# ------------------------------------------------------------------------------------------------------- YAML 1.2 for PyYAML
+# ------------------------------------------------------------------------------------------------------- YAML
+# 1.2 for PyYAML
 
 MAX_DEPTH = 100
 MAX_VALUES = 10_000
@@ -24,7 +26,9 @@ MAX_VALUES = 10_000
 
 _BOOL = re.compile(r"(true|True|TRUE|false|False|FALSE)$")
 _INT = re.compile(r"[-+]?[0-9](_?[0-9])*$|0x[0-9a-fA-F]+$|0o[0-7]+$")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9](_?[0-9])*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9](_?[0-9])*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
 _CORE_SCHEMA = (
     ("tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
     ("tag:yaml.org,2002:bool", _BOOL, list("tTfF")),
@@ -40,7 +44,8 @@ class _TooDeep(yaml.MarkedYAMLError):
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the core schema of YAML 1.2, and no deeper than MAX_DEPTH: its own recursion would end in Python's limit."""
+    """SafeLoader with the core schema of YAML 1.2, and no deeper than MAX_DEPTH: its own recursion would end
+    in Python's limit."""
 
     yaml_implicit_resolvers: ClassVar[dict] = {}
     _depth = 0
@@ -61,15 +66,20 @@ class _Loader(yaml.SafeLoader):
             return super().compose_node(parent, index)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """What is merged in (`<<`) as keys of the mapping's own, each once: else merges of merges would multiply them."""
+        """What is merged in (`<<`) as keys of the mapping's own, each once: else merges of merges would
+        multiply them."""
         with self.deeper(node.start_mark):
             super().flatten_mapping(node)
-        last = {(key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key): (key, value) for key, value in node.value}
+        last = {
+            (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key): (key, value)
+            for key, value in node.value
+        }
         node.value = list(last.values())
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes text which YAML 1.1 *or* 1.2 would read as something else, so that any reader agrees."""
+    """SafeDumper that quotes text which YAML 1.1 *or* 1.2 would read as something else, so that any reader
+    agrees."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -82,7 +92,8 @@ class _Shown(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Text with line breaks of any kind in double quotes: PyYAML's other styles turn U+0085 and its like into spaces."""
+    """Text with line breaks of any kind in double quotes: PyYAML's other styles turn U+0085 and its like into
+    spaces."""
     breaks = text.splitlines() != [text]
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if text and breaks else None)
 
@@ -117,7 +128,8 @@ def is_number_or_bool(text: str) -> bool:
     return any(pattern.match(text) for pattern in (_BOOL, _INT, _FLOAT))
 
 
-# ------------------------------------------------------------------------------------------------------------------- writing
+# -------------------------------------------------------------------------------------------------------------------
+# writing
 
 
 def dump(data: Any) -> str:
@@ -129,11 +141,14 @@ def show(value: Any) -> str:
     """A value as YAML would write it, on one line and not too long."""
     plain = value.model_dump(mode="json") if isinstance(value, Schema) else value
     plain = str(plain) if isinstance(plain, Path) else list(plain) if isinstance(plain, tuple) else plain
-    text = yaml.dump(plain, Dumper=_Shown, default_flow_style=True, sort_keys=False, width=2**20, allow_unicode=True)
+    text = yaml.dump(
+        plain, Dumper=_Shown, default_flow_style=True, sort_keys=False, width=2**20, allow_unicode=True
+    )
     return shorten(text.removesuffix("\n").removesuffix("\n...").strip())
 
 
-# ------------------------------------------------------------------------------------------------------------------- reading
+# -------------------------------------------------------------------------------------------------------------------
+# reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +179,17 @@ class Value:
 
     def where_of(self, path: Sequence[Hashable]) -> str:
         """The place that set the path, or its nearest ancestor that is set."""
-        return next(found.where for depth in range(len(path), -1, -1) if (found := self.at(path[:depth])) is not None)
+        return next(
+            found.where for depth in range(len(path), -1, -1) if (found := self.at(path[:depth])) is not None
+        )
 
 
 def read_yaml(text: str, source: str, override: str | None = None) -> Value | None:
     """The value of a YAML text, None where there is nothing in it.
 
     source: the file, or "command line".
-    override: the dotted key whose value the text is; places then name no line, and problems show the whole text.
-    Raises ConfigError where the text is no YAML, or holds what no config can.
+    override: the dotted key whose value the text is; places then name no line, and problems show the whole
+    text. Raises ConfigError where the text is no YAML, or holds what no config can.
     """
     return _Reader(text, source, override).read()
 
@@ -208,7 +225,9 @@ class _Reader:
         within = (*parents, id(node))
         with self._loader.deeper(node.start_mark):
             if isinstance(node, yaml.SequenceNode):
-                items = [self._value(item, (*path, str(index)), within) for index, item in enumerate(node.value)]
+                items = [
+                    self._value(item, (*path, str(index)), within) for index, item in enumerate(node.value)
+                ]
                 return Value(items, self._where(node.start_mark))
             if isinstance(node, yaml.MappingNode):
                 return Value(self._mapping(node, path, within), self._where(node.start_mark))
@@ -225,17 +244,25 @@ class _Reader:
             raise self._unusable(path, wrong, "write text, a number, true, false or null", node.start_mark)
         return data
 
-    def _mapping(self, node: yaml.MappingNode, path: tuple[str, ...], within: tuple[int, ...]) -> dict[str, Value]:
+    def _mapping(
+        self, node: yaml.MappingNode, path: tuple[str, ...], within: tuple[int, ...]
+    ) -> dict[str, Value]:
         self._refuse_repeated_keys(node, path)
         self._loader.flatten_mapping(node)  # `<<: *anchor`
         data = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise self._unusable(path, "a key that is a list or a block", "write text as the key", key_node.start_mark)
+                raise self._unusable(
+                    path, "a key that is a list or a block", "write text as the key", key_node.start_mark
+                )
             key = self._loader.construct_object(key_node)
             if not isinstance(key, str):
-                raise self._unusable(path, f"the key {key!r} is not text", "write the key in quotes", key_node.start_mark)
-            data[key] = Value(self._value(value_node, (*path, key), within).data, self._where(key_node.start_mark))
+                raise self._unusable(
+                    path, f"the key {key!r} is not text", "write the key in quotes", key_node.start_mark
+                )
+            data[key] = Value(
+                self._value(value_node, (*path, key), within).data, self._where(key_node.start_mark)
+            )
         return data
 
     def _refuse_repeated_keys(self, node: yaml.MappingNode, path: tuple[str, ...]) -> None:
@@ -245,7 +272,12 @@ class _Reader:
             if not isinstance(key, str):
                 continue  # no text: refused later
             if key in lines:
-                raise self._unusable((*path, key), f"the key is repeated; it is set first in line {lines[key]}", "keep one of them", mark)
+                raise self._unusable(
+                    (*path, key),
+                    f"the key is repeated; it is set first in line {lines[key]}",
+                    "keep one of them",
+                    mark,
+                )
             lines[key] = mark.line + 1
 
     # ---- what is wrong
@@ -262,7 +294,9 @@ class _Reader:
     def _unusable(self, path: tuple[str, ...], error: str, fix: str, mark: yaml.Mark) -> ConfigError:
         """Well-formed YAML that no config can hold."""
         field = dotted((self._override, *path) if self._override else path) or "(top level)"
-        return ConfigError([Problem(where=self._where(mark), field=field, value=self._line(mark), error=error, fix=fix)])
+        return ConfigError(
+            [Problem(where=self._where(mark), field=field, value=self._line(mark), error=error, fix=fix)]
+        )
 
     def _malformed(self, error: yaml.YAMLError) -> ConfigError:
         what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
@@ -278,4 +312,6 @@ class _Reader:
         where = self._where(mark) if mark else self._source
         value = self._line(mark) if mark else shorten(self._text) if self._override else "(the file)"
         field = self._override or "(YAML syntax)"
-        return ConfigError([Problem(where=where, field=field, value=value, error=f"malformed YAML: {what}{at}", fix=fix)])
+        return ConfigError(
+            [Problem(where=where, field=field, value=value, error=f"malformed YAML: {what}{at}", fix=fix)]
+        )

@@ -1,8 +1,8 @@
 """What only the nodes together can find out before a first job: shared folder, clocks, ports, collectives.
 
-    every node   writes its card (host, address, port) into a folder of this check, and waits for the cards of the others
-                 connects to every other node's port
-                 one all-reduce with gloo, and one with NCCL where there are GPUs
+every node   writes its card (host, address, port) into a folder of this check, and waits for the cards of the others
+             connects to every other node's port
+             one all-reduce with gloo, and one with NCCL where there are GPUs
 """
 
 import contextlib
@@ -42,14 +42,20 @@ class Meeting:
 
 
 def checks_between(nodes: NodesConfig | None, meeting: Meeting) -> Iterator[Finding]:
-    """What only several nodes together can tell. Each waits for the others for ``meeting.timeout_s``, and names those that are missing."""
+    """What only several nodes together can tell. Each waits for the others for ``meeting.timeout_s``, and
+    names those that are missing."""
     writable = _writable(meeting.folder)
     yield writable
     if meeting.num_nodes == 1 or writable.level is Level.FAIL:
         return
     address = own_address(nodes)
     with _Listener(address) as listener:
-        card = {"host": socket.gethostname(), "address": address, "port": listener.port, "written": time.time()}
+        card = {
+            "host": socket.gethostname(),
+            "address": address,
+            "port": listener.port,
+            "written": time.time(),
+        }
         seen = _exchange(meeting, "card", card)
         missing = sorted(set(range(meeting.num_nodes)) - seen.keys())
         if missing:
@@ -79,7 +85,11 @@ def _writable(folder: Path) -> Finding:
     except ValueError as error:
         return fail("folder", str(error))
     if free < FREE_SPACE:
-        return warn("folder", f"{folder.parent} has {free / GIB:.0f} GiB left", "checkpoints of a 7B model take about 100 GiB each")
+        return warn(
+            "folder",
+            f"{folder.parent} has {free / GIB:.0f} GiB left",
+            "checkpoints of a 7B model take about 100 GiB each",
+        )
     return ok("folder", f"{folder.parent} is writable, {free / GIB:.0f} GiB free")
 
 
@@ -113,7 +123,8 @@ def leave(meeting: Meeting) -> None:
 
 
 def _clocks(seen: dict[int, dict]) -> Finding:
-    """By when each says it wrote its file: an upper bound of the skew, since nodes may also start at different times."""
+    """By when each says it wrote its file: an upper bound of the skew, since nodes may also start at
+    different times."""
     times = [card["written"] for card in seen.values()]
     spread = max(times) - min(times)
     if spread > CLOCK_SKEW_S:
@@ -138,7 +149,9 @@ class _Listener:
         self.port: int = self._server.server_address[1]
 
     def __enter__(self) -> "_Listener":
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": POLL_S}, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": POLL_S}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -149,9 +162,13 @@ class _Listener:
 def _reachable(seen: dict[int, dict], meeting: Meeting) -> Iterator[Finding]:
     others = [card for node, card in sorted(seen.items()) if node != meeting.node]
     with ThreadPoolExecutor(max_workers=max(len(others), 1)) as pool:
-        problems = [problem for problem in pool.map(lambda card: _connect(card, meeting.timeout_s), others) if problem]
+        problems = [
+            problem for problem in pool.map(lambda card: _connect(card, meeting.timeout_s), others) if problem
+        ]
     for problem in problems:
-        yield fail("ports", problem, "open TCP ports above 1024 between the nodes, or set launch.nodes.interface")
+        yield fail(
+            "ports", problem, "open TCP ports above 1024 between the nodes, or set launch.nodes.interface"
+        )
     if not problems:
         yield ok("ports", f"a free port of each of {len(others)} other nodes answers")
 
@@ -163,7 +180,11 @@ def _connect(card: dict, timeout_s: float) -> str | None:
             answer = connection.recv(16).decode()
     except OSError as error:
         return f"{where} cannot be reached: {error}"
-    return None if answer == str(card["port"]) else f"{where} is answered by something else, which says {answer!r}"
+    return (
+        None
+        if answer == str(card["port"])
+        else f"{where} is answered by something else, which says {answer!r}"
+    )
 
 
 def _collectives(nodes: NodesConfig | None, meeting: Meeting, head: str) -> Iterator[Finding]:
@@ -176,7 +197,11 @@ def _collectives(nodes: NodesConfig | None, meeting: Meeting, head: str) -> Iter
         if port is None:
             yield fail(backend, "the first node offered no port for the collective")
             return
-        yield _within(meeting.timeout_s * 2, backend, lambda backend=backend, port=port: _all_reduce(backend, meeting, head, port))
+        yield _within(
+            meeting.timeout_s * 2,
+            backend,
+            lambda backend=backend, port=port: _all_reduce(backend, meeting, head, port),
+        )
 
 
 def _agreed_port(meeting: Meeting, backend: str, head: str) -> int | None:
@@ -192,7 +217,11 @@ def _all_reduce(backend: str, meeting: Meeting, head: str, port: int) -> Finding
         torch.cuda.set_device(0)
     limit = timedelta(seconds=meeting.timeout_s)
     dist.init_process_group(
-        backend, init_method=f"tcp://{head}:{port}", rank=meeting.node, world_size=meeting.num_nodes, timeout=limit
+        backend,
+        init_method=f"tcp://{head}:{port}",
+        rank=meeting.node,
+        world_size=meeting.num_nodes,
+        timeout=limit,
     )
     values = torch.ones(COLLECTIVE_BYTES[backend] // 4, device="cuda" if backend == "nccl" else "cpu")
     dist.all_reduce(torch.ones(1, device=values.device))  # the first one connects
@@ -204,7 +233,10 @@ def _all_reduce(backend: str, meeting: Meeting, head: str, port: int) -> Finding
     if total != meeting.num_nodes:
         return fail(backend, f"an all-reduce of ones over {meeting.num_nodes} nodes gave {total}")
     rate = COLLECTIVE_BYTES[backend] / seconds / 1e9
-    return ok(backend, f"all-reduce of {COLLECTIVE_BYTES[backend] // 2**20} MiB over {meeting.num_nodes} nodes: {rate:.2f} GB/s")
+    return ok(
+        backend,
+        f"all-reduce of {COLLECTIVE_BYTES[backend] // 2**20} MiB over {meeting.num_nodes} nodes: {rate:.2f} GB/s",
+    )
 
 
 def _within(seconds: float, check: str, work: Callable[[], Finding]) -> Finding:

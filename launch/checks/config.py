@@ -1,7 +1,8 @@
-"""What is checked before anything starts: the config against its models, its files, its nodes and this machine.
+"""What is checked before anything starts: the config against its models, its files, its nodes and this
+machine.
 
-Every problem that is found is reported at once, with the line that set its field. What is wrong with the config by itself comes first:
-only a valid one can be compared with anything.
+Every problem that is found is reported at once, with the line that set its field. What is wrong with the
+config by itself comes first: only a valid one can be compared with anything.
 """
 
 import os
@@ -22,10 +23,22 @@ from launch.checks.disk_space import disk_problems
 from launch.checks.inputs import input_findings, unless
 from launch.processes.placement import check_placement
 from launch.processes.run_folder import RunFolder, check_can_be_made
-from parallel.planning.layout import check_critic_vocabulary, layout_problems, read_architecture, read_hf_config, validate_rollout_layout
+from parallel.planning.layout import (
+    check_critic_vocabulary,
+    layout_problems,
+    read_architecture,
+    read_hf_config,
+    validate_rollout_layout,
+)
 from parallel.planning.planner import static_share
 from rollout.sampling.prompt_room import prompt_room
-from rollout.servers.command import check_flags_exist, check_has_kernels, check_quantization, check_server_args, choose_ports
+from rollout.servers.command import (
+    check_flags_exist,
+    check_has_kernels,
+    check_quantization,
+    check_server_args,
+    choose_ports,
+)
 
 if TYPE_CHECKING:
     from rollout.tasks import Problem
@@ -38,11 +51,13 @@ LAST_PORT = 65535
 
 
 LoadWith = Callable[[str, Sequence[str]], RunConfig]
-"""(option of a command, the overrides that it stands for) -> the config with them, with all checks before a start."""
+"""(option of a command, the overrides that it stands for) -> the config with them, with all checks before a
+start."""
 
 
 class BadInput(Exception):
-    """An argument that cannot be honoured; nothing was started. (What is wrong inside a config is a ConfigError.)"""
+    """An argument that cannot be honoured; nothing was started. (What is wrong inside a config is a
+    ConfigError.)"""
 
 
 def load(
@@ -58,17 +73,20 @@ def load(
 ) -> RunConfig | SftConfig:
     """The config, with everything checked that can be known before a process is started.
 
-    runs: the roles to be started with it, whose devices and memory are checked too; with none, the caller sees to them.
-    gpu_memory: GiB of each GPU, for planning what is to run on other machines: what this one has is then no matter.
-    in_job: it is to run on a Slurm job's nodes, whose GPUs and ports are not those of this machine either.
-    instead_of_nodes: of a command that starts its processes on this machine alone, what to do where the config has ``launch.nodes``.
-    option: further overrides, and what stands for them on the command line; see ``load_config``.
+    runs: the roles to be started with it, whose devices and memory are checked too; with none, the caller
+    sees to them. gpu_memory: GiB of each GPU, for planning what is to run on other machines: what this one
+    has is then no matter. in_job: it is to run on a Slurm job's nodes, whose GPUs and ports are not those of
+    this machine either. instead_of_nodes: of a command that starts its processes on this machine alone, what
+    to do where the config has ``launch.nodes``. option: further overrides, and what stands for them on the
+    command line; see ``load_config``.
     Raises ConfigError with every problem; BadInput for a config of another kind.
     """
     config = load_config(path, overrides, option=option)
     if not isinstance(config, kind):
         (wanted,) = get_args(kind.model_fields["kind"].annotation)
-        raise BadInput(f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}")
+        raise BadInput(
+            f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}"
+        )
     overrides, of_layout = _with_data_parallel_size(config, overrides)
     is_here = gpu_memory is None and not in_job and config.launch.nodes is None
     notes: list[str] = []
@@ -81,7 +99,10 @@ def load(
         yield from input_findings(config, notes)
         yield from _of_run(config, runs) if isinstance(config, RunConfig) else _of_sft(config)
         if runs == EVALUATION and getattr(config.task, "heldout_path", "generated") is None:
-            yield "task.heldout_path", "task.heldout_path=null gives no held-out problems to evaluate on; name a file of them"
+            yield (
+                "task.heldout_path",
+                "task.heldout_path=null gives no held-out problems to evaluate on; name a file of them",
+            )
         if isinstance(config, RunConfig):
             yield from _of_ports(config, is_here=is_here)
             if not of_layout:
@@ -89,7 +110,12 @@ def load(
         if runs and not of_layout:
             device = device_of(config, gpu_memory, in_job=in_job)
             yield from _of_devices(config, runs, device, is_here=is_here, fits_model=not against_model)
-        if is_here and not against_model and {"learn", "sft-rank"} & {*runs} and (config.model.path / "config.json").is_file():
+        if (
+            is_here
+            and not against_model
+            and {"learn", "sft-rank"} & {*runs}
+            and (config.model.path / "config.json").is_file()
+        ):
             yield from disk_problems(config, notes)
         if gpu_memory is None and getattr(config, "resume", None) is None:
             yield from unless("launch.runs_dir", check_can_be_made, "launch.runs_dir", config.launch.runs_dir)
@@ -100,11 +126,15 @@ def load(
     return config
 
 
-# ---------------------------------------------------------------------------------------------------------- layout.dp = auto
+# ----------------------------------------------------------------------------------------------------------
+# layout.dp = auto
 
 
-def _with_data_parallel_size(config: RunConfig | SftConfig, overrides: Sequence[str]) -> tuple[Sequence[str], list[Finding]]:
-    """``overrides`` with a number in the place of ``layout.dp=auto``; without one where there is none, and why."""
+def _with_data_parallel_size(
+    config: RunConfig | SftConfig, overrides: Sequence[str]
+) -> tuple[Sequence[str], list[Finding]]:
+    """``overrides`` with a number in the place of ``layout.dp=auto``; without one where there is none, and
+    why."""
     if config.layout.dp != "auto":
         return overrides, []
     nodes = config.launch.nodes if isinstance(config, RunConfig) else None
@@ -120,7 +150,11 @@ def _learner_gpus(config: RunConfig | SftConfig, nodes: NodesConfig | None) -> i
     if nodes is not None:
         return nodes.learner * nodes.gpus_per_node
     available, size = gpus_here(), config.layout.smallest().world_size
-    beside = config.rollout.replicas * config.rollout.tp if isinstance(config, RunConfig) and not _shares_gpus(config) else 0
+    beside = (
+        config.rollout.replicas * config.rollout.tp
+        if isinstance(config, RunConfig) and not _shares_gpus(config)
+        else 0
+    )
     free = available - beside
     return max(free - free % size, size) if available else 0
 
@@ -129,7 +163,8 @@ def _shares_gpus(config: RunConfig) -> bool:
     return config.launch.placement == "colocated"
 
 
-# --------------------------------------------------------------------------------------------------------- models and layouts
+# ---------------------------------------------------------------------------------------------------------
+# models and layouts
 
 
 def _of_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
@@ -148,12 +183,19 @@ def _of_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
         yield from unless("rollout.tp", validate_rollout_layout, hf_config, config.rollout.tp)
         yield from unless("rollout.server_args", static_share, config)
         yield from unless("rollout.quantization", check_quantization, config.rollout, architecture.model_type)
-        yield from unless("rollout.max_new_tokens", partial(prompt_room, config, "training", max_positions=architecture.max_positions))
+        yield from unless(
+            "rollout.max_new_tokens",
+            partial(prompt_room, config, "training", max_positions=architecture.max_positions),
+        )
         yield from _of_critic(config, hf_config, known=wrong)
 
 
 def _of_critic(config: RunConfig, hf_config: dict[str, Any], known: Sequence[str]) -> Iterator[Finding]:
-    if config.critic is None or config.critic.model is None or not (config.critic.model.path / "config.json").is_file():
+    if (
+        config.critic is None
+        or config.critic.model is None
+        or not (config.critic.model.path / "config.json").is_file()
+    ):
         return
     try:
         of_critic = read_hf_config(config.critic.model.path)
@@ -165,7 +207,8 @@ def _of_critic(config: RunConfig, hf_config: dict[str, Any], known: Sequence[str
     yield from unless("critic.model.path", check_critic_vocabulary, of_critic, hf_config)
 
 
-# ----------------------------------------------------------------------------------------------------- files, rewards, servers
+# ----------------------------------------------------------------------------------------------------- files,
+# rewards, servers
 
 
 def _of_sft(config: SftConfig) -> Iterator[Finding]:
@@ -188,13 +231,16 @@ def _of_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
         from rollout.rewards import check_reward
 
         field = "reward.function" if config.reward_type.type == "function" else "reward"
-        yield from unless(field, check_reward, config.reward_type, partial(_first_problem, config.task), _tell)
+        yield from unless(
+            field, check_reward, config.reward_type, partial(_first_problem, config.task), _tell
+        )
     if config.resume is not None and config.resume.is_dir():
         yield from (("resume", said) for said in _of_resume(config, config.resume))
 
 
 def _first_problem(task: TaskConfig) -> "Problem | None":
-    """A problem to try a reward on; None where the task's file is missing or broken, which is told of it by itself."""
+    """A problem to try a reward on; None where the task's file is missing or broken, which is told of it by
+    itself."""
     from rollout.tasks import first_problem
 
     try:
@@ -209,7 +255,8 @@ def _tell(text: str) -> None:
 
 
 def _of_bounds(config: RunConfig) -> Iterator[Finding]:
-    """Where the two engines agree to the bit every ratio is 1: bounds without it would turn the correction against what is right."""
+    """Where the two engines agree to the bit every ratio is 1: bounds without it would turn the correction
+    against what is right."""
     weight = config.correction.weight
     of_agreement = "the ratio 1 of two engines that agree; use bounds on both sides of 1, such as [0.5, 2]"
     if weight.level != "none" and weight.bound != "none":
@@ -218,7 +265,10 @@ def _of_bounds(config: RunConfig) -> Iterator[Finding]:
             yield "correction.weight", f"correction.weight.upper={upper} lowers {of_agreement}"
         elif lower is not None and not lower <= 1 <= upper:
             side = "lower" if lower > 1 else "upper"
-            yield f"correction.weight.{side}", f"correction.weight: [{lower}, {upper}] leaves out {of_agreement}"
+            yield (
+                f"correction.weight.{side}",
+                f"correction.weight: [{lower}, {upper}] leaves out {of_agreement}",
+            )
     for number, rule in enumerate(config.correction.reject, start=1):
         if rule.rule == "ratio" and not rule.lower <= 1 <= rule.upper:
             bounds = f"[{rule.lower}, {rule.upper}] of rule {number}"
@@ -251,7 +301,8 @@ def _of_resume(config: RunConfig, resume: Path) -> Iterator[str]:
             )
 
 
-# ------------------------------------------------------------------------------------------------------- ports and devices
+# -------------------------------------------------------------------------------------------------------
+# ports and devices
 
 
 def _of_ports(config: RunConfig, *, is_here: bool) -> Iterator[Finding]:
@@ -272,7 +323,9 @@ def _of_devices(
     if is_here:
         yield from _of_gpus(config, runs)
     if "serve" in runs:
-        yield from unless("rollout.quantization", partial(check_has_kernels, config.rollout, cuda=device.kind == "cuda"))
+        yield from unless(
+            "rollout.quantization", partial(check_has_kernels, config.rollout, cuda=device.kind == "cuda")
+        )
         if "learn" not in runs:
             yield from unless("rollout.quantization", check_served_as_saved, config, "eval")
     if fits_model and (config.model.path / "config.json").is_file():

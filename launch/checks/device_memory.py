@@ -1,7 +1,9 @@
-"""What the processes of a run need of their devices' memory, against what there is: for ``--dry-run``, and before every start.
+"""What the processes of a run need of their devices' memory, against what there is: for ``--dry-run``, and
+before every start.
 
-Figures are those of ``parallel/planning/memory.py``, for micro-batches filled up to the token budget. What cannot fit is refused; what
-takes more than ``USABLE_SHARE`` of a GPU is only called tight, since what is not itemised there is not known.
+Figures are those of ``parallel/planning/memory.py``, for micro-batches filled up to the token budget. What
+cannot fit is refused; what takes more than ``USABLE_SHARE`` of a GPU is only called tight, since what is not
+itemised there is not known.
 """
 
 import csv
@@ -21,7 +23,11 @@ from parallel.planning.planner import static_share
 
 CPU_CACHE_TOKENS = 65536
 """Of a server on CPU, where ``rollout.max_total_tokens`` does not say."""
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total,memory.used,driver_version", "--format=csv,noheader,nounits")
+NVIDIA_SMI = (
+    "nvidia-smi",
+    "--query-gpu=name,memory.total,memory.used,driver_version",
+    "--format=csv,noheader,nounits",
+)
 NVIDIA_SMI_TIMEOUT_S = 30.0
 
 
@@ -62,8 +68,8 @@ class Need:
 
 def device_of(config: RunConfig | SftConfig, gpu_memory: float | None, *, in_job: bool = False) -> Device:
     """
-    gpu_memory: GiB of each GPU of the machines that the run is planned for; None: it is to run here, on ``launch.nodes``, or in a job.
-    in_job: on the nodes of a Slurm job: ``launch.nodes``, or without them one.
+    gpu_memory: GiB of each GPU of the machines that the run is planned for; None: it is to run here, on
+    ``launch.nodes``, or in a job. in_job: on the nodes of a Slurm job: ``launch.nodes``, or without them one.
     """
     host = "the job's node" if in_job else "this machine"
     if gpu_memory is not None:
@@ -88,13 +94,19 @@ def gpus_here() -> int:
 
 
 def ask_gpus() -> list[dict[str, str]]:
-    """What the driver's own tool tells of each GPU: name, memory and used (MiB), driver; nothing where it does not answer."""
+    """What the driver's own tool tells of each GPU: name, memory and used (MiB), driver; nothing where it
+    does not answer."""
     names = ("name", "memory", "used", "driver")
     try:
-        answer = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+        answer = subprocess.run(
+            NVIDIA_SMI, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_TIMEOUT_S
+        )
     except (OSError, subprocess.SubprocessError):
         return []
-    return [dict(zip(names, (cell.strip() for cell in row), strict=True)) for row in csv.reader(answer.stdout.splitlines())]
+    return [
+        dict(zip(names, (cell.strip() for cell in row), strict=True))
+        for row in csv.reader(answer.stdout.splitlines())
+    ]
 
 
 def _smallest_gpu() -> int | None:
@@ -106,32 +118,46 @@ def _smallest_gpu() -> int | None:
 
 
 def need_of(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) -> Need:
-    """``runs``: the roles that the command starts. Raises ValueError for a model or a static share that cannot be used."""
+    """``runs``: the roles that the command starts. Raises ValueError for a model or a static share that
+    cannot be used."""
     architecture = read_architecture(read_hf_config(config.model.path))
     has_learner, has_servers = "learn" in runs or "sft-rank" in runs, "serve" in runs
     stages = _stages(config, device, architecture) if has_learner else []
     layout, server = config.layout, None
     if has_servers:
-        rollout, of_config = config.rollout, {"static_share": static_share(config), "quantization": config.rollout.quantization}
-        server = memory.rollout_memory(architecture, rollout.tp, rollout.dtype, device.bytes or 0, **of_config)
+        rollout, of_config = (
+            config.rollout,
+            {"static_share": static_share(config), "quantization": config.rollout.quantization},
+        )
+        server = memory.rollout_memory(
+            architecture, rollout.tp, rollout.dtype, device.bytes or 0, **of_config
+        )
     return Need(
         learner=max(stages, key=lambda stage: stage.total, default=None),
         learner_total=sum(stage.total for stage in stages) * layout.tp * layout.cp * layout.dp,
         server=server,
         num_server_ranks=config.rollout.replicas * config.rollout.tp if has_servers else 0,
-        cpu_cache=server.kv_bytes_per_token * (config.rollout.max_total_tokens or CPU_CACHE_TOKENS) if server else 0,
+        cpu_cache=server.kv_bytes_per_token * (config.rollout.max_total_tokens or CPU_CACHE_TOKENS)
+        if server
+        else 0,
     )
 
 
-def _stages(config: RunConfig | SftConfig, device: Device, architecture: Architecture) -> list[memory.LearnerMemory]:
+def _stages(
+    config: RunConfig | SftConfig, device: Device, architecture: Architecture
+) -> list[memory.LearnerMemory]:
     work = memory.work_of(config, device.kind, _critic_architecture(config, architecture))
-    return [memory.learner_memory(architecture, config.layout, work, stage) for stage in range(config.layout.pp)]
+    return [
+        memory.learner_memory(architecture, config.layout, work, stage) for stage in range(config.layout.pp)
+    ]
 
 
 def _critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> Architecture | None:
     if not isinstance(config, RunConfig) or config.critic is None:
         return None
-    return policy if config.critic.model is None else read_architecture(read_hf_config(config.critic.model.path))
+    return (
+        policy if config.critic.model is None else read_architecture(read_hf_config(config.critic.model.path))
+    )
 
 
 def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) -> Iterator[Finding]:
@@ -143,16 +169,25 @@ def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequenc
         yield from _of_machine(config, device, need, runs)
         return
     if need.learner is not None and need.learner.total > device.bytes:
-        yield "layout", f"{_learner_said(config, need.learner)}, more than the {device.text}; {_learner_fix(config, device)}"
+        yield (
+            "layout",
+            f"{_learner_said(config, need.learner)}, more than the {device.text}; {_learner_fix(config, device)}",
+        )
     if need.server is not None:
         yield from _of_server(config, device, need.server)
         if need.learner is not None and config.launch.placement == "colocated":
             yield from _of_shared_gpu(device, need)
 
 
-def _of_machine(config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]) -> Iterator[Finding]:
+def _of_machine(
+    config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]
+) -> Iterator[Finding]:
     if need.on_one_machine > device.bytes:
-        parts = [f"{_ranks(config.layout.world_size, 'learner')} {memory.size_text(need.learner_total)}"] if need.learner else []
+        parts = (
+            [f"{_ranks(config.layout.world_size, 'learner')} {memory.size_text(need.learner_total)}"]
+            if need.learner
+            else []
+        )
         if need.server:
             each = memory.size_text(need.server.weights + need.cpu_cache)
             parts.append(f"{_ranks(need.num_server_ranks, 'server')} {each} each")
@@ -175,10 +210,15 @@ def _largest_part(config: RunConfig | SftConfig, device: Device, need: Need, run
         dp = config.layout.dp
         saved["layout.dp"] = need.learner_total * (dp - 1) // dp
         if isinstance(config, RunConfig):
-            field, least = "learner.token_budget", {"learner": config.learner.model_copy(update={"token_budget": 1})}
+            field, least = (
+                "learner.token_budget",
+                {"learner": config.learner.model_copy(update={"token_budget": 1})},
+            )
         else:
             field, least = "token_budget", {"token_budget": 1}
-        saved[field] = need.learner_total - need_of(config.model_copy(update=least), device, runs).learner_total
+        saved[field] = (
+            need.learner_total - need_of(config.model_copy(update=least), device, runs).learner_total
+        )
     if need.server is not None:
         replicas = config.rollout.replicas
         of_servers = need.num_server_ranks * (need.server.weights + need.cpu_cache)
@@ -200,7 +240,8 @@ def _learner_fix(config: RunConfig | SftConfig, device: Device) -> str:
     fixes = [
         text
         for text, changed in _smaller(config)
-        if max(stage.total for stage in _stages(changed, device, architecture)) <= memory.USABLE_SHARE * device.bytes
+        if max(stage.total for stage in _stages(changed, device, architecture))
+        <= memory.USABLE_SHARE * device.bytes
     ]
     return f"use {' or '.join([*fixes[:1], 'a layout that splits the model further (`tandem plan` lists those that fit)'])}"
 
@@ -238,7 +279,8 @@ def _of_server(config: RunConfig, device: Device, server: memory.RolloutMemory) 
 
 
 def _of_shared_gpu(device: Device, need: Need) -> Iterator[Finding]:
-    """While weights are sent, both models are there; otherwise the GPU is the learner's or the servers' alone."""
+    """While weights are sent, both models are there; otherwise the GPU is the learner's or the servers'
+    alone."""
     learner, size = need.learner.lasting + need.learner.transfer, memory.size_text
     if learner + need.server.weights <= device.bytes:
         return
@@ -254,19 +296,25 @@ def memory_lines(config: RunConfig | SftConfig, device: Device, runs: Sequence[s
     need = need_of(config, device, runs)
     lines = []
     if need.learner is not None:
-        stage = f" (pipeline stage {need.learner.stage} of {config.layout.pp})" if config.layout.pp > 1 else ""
+        stage = (
+            f" (pipeline stage {need.learner.stage} of {config.layout.pp})" if config.layout.pp > 1 else ""
+        )
         items = sorted(need.learner.items().items(), key=lambda item: -item[1])
         title = f"memory of {'the fullest' if stage else 'a'} learner rank{stage}: {memory.size_text(need.learner.total)}"
         lines += [title + _of_device(need.learner.total, device), *_itemised(items)]
         if _is_tight(need.learner.total, device):
             lines.append(f"  tight: {_learner_fix(config, device)}")
         if isinstance(config, RunConfig):
-            lines.append("  of the transfer, and of activations, logits and pipeline together, the larger counts: never both are there")
+            lines.append(
+                "  of the transfer, and of activations, logits and pipeline together, the larger counts: never both are there"
+            )
     if need.server is not None:
         lines += _server_lines(need, device)
     if device.kind == "cpu" and device.bytes is not None:
         size = memory.size_text(need.on_one_machine)
-        lines.append(f"memory of all processes, the programs themselves left out: {size} of the {device.text}")
+        lines.append(
+            f"memory of all processes, the programs themselves left out: {size} of the {device.text}"
+        )
     return lines
 
 
@@ -297,7 +345,11 @@ def _server_lines(need: Need, device: Device) -> list[str]:
         items.append(("left to SGLang's activations", server.reserved))
         title = f": all of the {device.text}"
     each = memory.size_text(server.kv_bytes_per_token)
-    return [f"memory of a server rank{title}", *_itemised(items), f"  each token of a response takes {each} of the cache"]
+    return [
+        f"memory of a server rank{title}",
+        *_itemised(items),
+        f"  each token of a response takes {each} of the cache",
+    ]
 
 
 def _itemised(items: Sequence[tuple[str, int]]) -> list[str]:

@@ -1,8 +1,8 @@
 """What a run writes, against what its disk has free: for ``--dry-run``, and before every start.
 
-Bytes of a checkpoint per parameter: the weights in the model's dtype, AdamW's two moments in float32 (8), and a float32 copy of the weights
-(4) unless they are float32 themselves; the distributed optimizer saves that copy in any case. Recorded batches, logs and pictures are small
-beside these and are not counted.
+Bytes of a checkpoint per parameter: the weights in the model's dtype, AdamW's two moments in float32 (8), and
+a float32 copy of the weights (4) unless they are float32 themselves; the distributed optimizer saves that
+copy in any case. Recorded batches, logs and pictures are small beside these and are not counted.
 """
 
 import os
@@ -43,7 +43,11 @@ class DiskNeed:
 
     @property
     def text(self) -> str:
-        kept = f"{self.checkpoints} checkpoint(s) at once of {size_text(self.checkpoint)} each, " if self.checkpoints else ""
+        kept = (
+            f"{self.checkpoints} checkpoint(s) at once of {size_text(self.checkpoint)} each, "
+            if self.checkpoints
+            else ""
+        )
         there = f" ({size_text(self.there)} of it there already)" if self.there else ""
         return f"{kept}the trained model {size_text(self.model)}{there}"
 
@@ -54,11 +58,15 @@ def disk_need(config: RunConfig | SftConfig) -> DiskNeed:
     model = _parameters(policy) * BYTES[config.model.dtype]
     if isinstance(config, SftConfig):
         return DiskNeed(checkpoint=0, checkpoints=0, model=model, there=0)
-    checkpoint = _checkpoint_bytes(_parameters(policy), config.model.dtype, distributed=config.learner.optimizer.distributed)
+    checkpoint = _checkpoint_bytes(
+        _parameters(policy), config.model.dtype, distributed=config.learner.optimizer.distributed
+    )
     if config.critic is not None:
         of_critic = config.critic.model or config.model
         parameters = _parameters(read_architecture(read_hf_config(of_critic.path)), output=False)
-        checkpoint += _checkpoint_bytes(parameters, of_critic.dtype, distributed=config.critic.optimizer.distributed)
+        checkpoint += _checkpoint_bytes(
+            parameters, of_critic.dtype, distributed=config.critic.optimizer.distributed
+        )
     settings = config.checkpoint
     at_once = min(settings.keep + 1, -(-config.steps // settings.every)) if settings.every else 0
     there = stored_bytes(config.resume / "checkpoints") if config.resume else 0
@@ -75,7 +83,8 @@ def _checkpoint_bytes(parameters: int, dtype: str, *, distributed: bool) -> int:
 
 
 def disk_problems(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[Finding]:
-    """An error where the run could not even write its next checkpoint and its model; a note where it may run out of space later."""
+    """An error where the run could not even write its next checkpoint and its model; a note where it may run
+    out of space later."""
     field, folder = _place(config)
     need, free = disk_need(config), _free(folder)
     if free is None or free >= need.most:
@@ -106,6 +115,8 @@ def _free(folder: Path) -> int | None:
     """Bytes on the disk that ``folder`` is on, or will be; None where that is not told."""
     absolute = folder.absolute()
     try:
-        return shutil.disk_usage(next(path for path in (absolute, *absolute.parents) if os.path.exists(path))).free
+        return shutil.disk_usage(
+            next(path for path in (absolute, *absolute.parents) if os.path.exists(path))
+        ).free
     except OSError:
         return None

@@ -1,4 +1,5 @@
-"""The model's folder and the data, read before anything starts: weights by their headers, the tokenizer, its chat template, every record.
+"""The model's folder and the data, read before anything starts: weights by their headers, the tokenizer, its
+chat template, every record.
 
 What the roles would find of them seconds after their start is found here, without torch and transformers.
 """
@@ -61,7 +62,8 @@ def unless(field: str, check: Callable[..., object], *arguments: object) -> Iter
 
 @contextlib.contextmanager
 def reading_progress(path: Path) -> Iterator[Progress]:
-    """Says on stderr how far the reading of a large file has come: on a terminal in a line that vanishes, elsewhere in one now and then."""
+    """Says on stderr how far the reading of a large file has come: on a terminal in a line that vanishes,
+    elsewhere in one now and then."""
     began, next_line, on_terminal = time.monotonic(), _FIRST_LINE_S, sys.stderr.isatty()
     said = False
 
@@ -80,17 +82,23 @@ def reading_progress(path: Path) -> Iterator[Progress]:
             print("\033[K", end="", file=sys.stderr, flush=True)
 
 
-# --------------------------------------------------------------------------------------------------------- the model's folder
+# ---------------------------------------------------------------------------------------------------------
+# the model's folder
 
 
 def _of_weights(config: RunConfig | SftConfig) -> Iterator[Finding]:
     """By the headers of their files; a config.json that cannot be used has been named before."""
     critic = config.critic.model if isinstance(config, RunConfig) and config.critic is not None else None
-    folders = {"model.path": config.model.path} | ({} if critic is None else {"critic.model.path": critic.path})
+    folders = {"model.path": config.model.path} | (
+        {} if critic is None else {"critic.model.path": critic.path}
+    )
     for field, folder in folders.items():
         if missing_weights(folder) is None:
             with contextlib.suppress(ValueError):
-                yield from ((field, said) for said in weight_problems(folder, read_architecture(read_hf_config(folder))))
+                yield from (
+                    (field, said)
+                    for said in weight_problems(folder, read_architecture(read_hf_config(folder)))
+                )
 
 
 def _open_tokenizer(folder: Path) -> "Tokenizer | None":
@@ -112,7 +120,13 @@ def _of_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> Iter
     folder = config.model.path
     with contextlib.suppress(ValueError):  # of a broken config.json, which has been named before
         vocab_size = read_architecture(read_hf_config(folder)).vocab_size
-        yield from unless("model.path", check_vocabulary_size, getattr(tokenizer, "num_ids", None) or len(tokenizer), vocab_size, folder)
+        yield from unless(
+            "model.path",
+            check_vocabulary_size,
+            getattr(tokenizer, "num_ids", None) or len(tokenizer),
+            vocab_size,
+            folder,
+        )
     if not getattr(tokenizer, "may_have_defaults", False):
         yield from unless("model.path", end_token_ids, tokenizer, folder)
     data = config.data if isinstance(config, SftConfig) else config.task
@@ -138,7 +152,9 @@ def _check_template(tokenizer: "Tokenizer", system_prompt: str | None, field: st
             encode_prompt(tokenizer, "?", system_prompt=system_prompt, apply_chat_template=True)
     except Exception as error:  # a template is a program: transformers passes on whatever it fails with
         without = "remove task.system_prompt, " if system_prompt is not None else ""
-        raise ValueError(f"{error}; {without}restore the template that came with the model, or set {field}=false") from error
+        raise ValueError(
+            f"{error}; {without}restore the template that came with the model, or set {field}=false"
+        ) from error
 
 
 def _of_reward_tokenizers(config: RunConfig) -> Iterator[Finding]:
@@ -148,7 +164,8 @@ def _of_reward_tokenizers(config: RunConfig) -> Iterator[Finding]:
             yield from unless("reward", _open_tokenizer, part.text.tokenizer)
 
 
-# -------------------------------------------------------------------------------------------------------------------- the data
+# --------------------------------------------------------------------------------------------------------------------
+# the data
 
 
 def _of_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[str]) -> Iterator[Finding]:
@@ -187,7 +204,9 @@ def survey_of(task: FileTask, path: Path) -> "Survey":
 def _room(config: RunConfig, which: Literal["training", "held-out"]) -> PromptRoom | None:
     """None also where there is none at all, or config.json is broken: both are found before."""
     try:
-        return prompt_room(config, which, max_positions=read_architecture(read_hf_config(config.model.path)).max_positions)
+        return prompt_room(
+            config, which, max_positions=read_architecture(read_hf_config(config.model.path)).max_positions
+        )
     except ValueError:
         return None
 
@@ -205,7 +224,11 @@ def _of_lengths(
     too_long = [(tokens, where) for where, tokens in longest if tokens > room.tokens]
     if too_long:
         tokens, where = max(too_long, key=lambda found: found[0])
-        which = "the longest prompt" if len(too_long) == 1 else f"the longest of at least {len(too_long)} such prompts"
+        which = (
+            "the longest prompt"
+            if len(too_long) == 1
+            else f"the longest of at least {len(too_long)} such prompts"
+        )
         yield field, f"{field}: {room.too_long(f'{which}, {where},', tokens)}"
 
 
@@ -216,7 +239,12 @@ def _tokenised(
     from rollout.tasks.task import most_tokens
     from rollout.tokenization import encode_prompt
 
-    encode = partial(encode_prompt, tokenizer, system_prompt=task.system_prompt, apply_chat_template=task.apply_chat_template)
+    encode = partial(
+        encode_prompt,
+        tokenizer,
+        system_prompt=task.system_prompt,
+        apply_chat_template=task.apply_chat_template,
+    )
     around, left, found = len(encode("?")), MOST_BYTES_TOKENISED, []
     for where, text, _ in texts:
         if left <= 0 or around + most_tokens(text) <= room:
@@ -269,15 +297,21 @@ def _check_examples(config: SftConfig, survey: "Survey", tokenizer: "Tokenizer")
     from rollout.tasks.task import most_tokens
     from rollout.tokenization import encode_prompt
 
-    encode = partial(encode_prompt, tokenizer, system_prompt=None, apply_chat_template=config.data.apply_chat_template)
+    encode = partial(
+        encode_prompt, tokenizer, system_prompt=None, apply_chat_template=config.data.apply_chat_template
+    )
     try:
         max_positions = read_architecture(read_hf_config(config.model.path)).max_positions
         around, left = len(encode("?")), MOST_BYTES_TOKENISED
     except ValueError:  # of config.json or the template, which have been named before
         return
     for where, prompt, response in survey.longest:
-        if left <= 0 or around + most_tokens(prompt) + most_tokens(response) <= min(config.token_budget, max_positions):
+        if left <= 0 or around + most_tokens(prompt) + most_tokens(response) <= min(
+            config.token_budget, max_positions
+        ):
             continue
         left -= len(prompt) + len(response)
-        length = len(encode(prompt)) + len(tokenizer.encode(response, add_special_tokens=False))  # an end token more, and one place less
+        length = len(encode(prompt)) + len(
+            tokenizer.encode(response, add_special_tokens=False)
+        )  # an end token more, and one place less
         check_example_length(where, length, token_budget=config.token_budget, max_positions=max_positions)

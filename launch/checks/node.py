@@ -1,4 +1,5 @@
-"""What one node can find out by itself before a first job: versions, GPUs, driver, address, limits. Every problem comes with a fix.
+"""What one node can find out by itself before a first job: versions, GPUs, driver, address, limits. Every
+problem comes with a fix.
 
 ``tandem check-cluster`` prints these, then those of ``between_nodes.py``.
 """
@@ -59,7 +60,8 @@ def fail(check: str, text: str, fix: str = "") -> Finding:
 
 
 def checks_of_node(nodes: NodesConfig | None, config: RunConfig | SftConfig | None) -> Iterator[Finding]:
-    """What one node can tell by itself, of any config or of this one. ``nodes``: its own, or where several nodes are checked some."""
+    """What one node can tell by itself, of any config or of this one. ``nodes``: its own, or where several
+    nodes are checked some."""
     yield _versions()
     yield from _gpus(config)
     yield _address(nodes)
@@ -99,7 +101,11 @@ def _gpus(config: RunConfig | SftConfig | None) -> Iterator[Finding]:
         if gpus or asked_by:
             yield fail("gpus", f"{len(gpus)} GPUs are visible, {asked_by or f'the run takes {wanted}'}", look)
         else:
-            yield warn("gpus", f"none is visible: a run here would be on CPU, where it could take {wanted} GPUs", f"if it should, {look}")
+            yield warn(
+                "gpus",
+                f"none is visible: a run here would be on CPU, where it could take {wanted} GPUs",
+                f"if it should, {look}",
+            )
         return
     if not gpus:
         yield ok("gpus", "none here and none asked for: everything runs on CPU")
@@ -136,7 +142,11 @@ def _driver(driver: str) -> Finding:
         )
     needed = SMALLEST_DRIVER.get(cuda.split(".")[0])
     if needed is not None and int(driver.split(".")[0]) < needed:
-        return fail("driver", f"driver {driver} is too old for CUDA {cuda} of torch", f"ask for driver {needed} or newer")
+        return fail(
+            "driver",
+            f"driver {driver} is too old for CUDA {cuda} of torch",
+            f"ask for driver {needed} or newer",
+        )
     return ok("driver", f"driver {driver} with CUDA {cuda} of torch")
 
 
@@ -152,7 +162,11 @@ def _environment() -> Iterator[Finding]:
     """Variables of collectives that a login script or an old job left behind."""
     interfaces = {name for _, name in socket.if_nameindex()}
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        named = [name.lstrip("=") for name in os.environ.get(variable, "").split(",") if name and not name.startswith("^")]
+        named = [
+            name.lstrip("=")
+            for name in os.environ.get(variable, "").split(",")
+            if name and not name.startswith("^")
+        ]
         if named and not any(here.startswith(name) for name in named for here in interfaces):
             yield fail(
                 "environment",
@@ -161,7 +175,11 @@ def _environment() -> Iterator[Finding]:
             )
     infiniband = Path("/sys/class/infiniband")
     if os.environ.get("NCCL_IB_DISABLE") == "1" and infiniband.is_dir() and any(infiniband.iterdir()):
-        yield warn("environment", "NCCL_IB_DISABLE=1 on a node with InfiniBand", "unset it, or collectives go over TCP")
+        yield warn(
+            "environment",
+            "NCCL_IB_DISABLE=1 on a node with InfiniBand",
+            "unset it, or collectives go over TCP",
+        )
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         yield warn("environment", "NCCL_P2P_DISABLE=1: GPUs of a node talk through its memory", "unset it")
 
@@ -169,7 +187,11 @@ def _environment() -> Iterator[Finding]:
 def _limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < OPEN_FILES:
-        yield warn("limits", f"{soft} open files are allowed (hard limit {hard})", f"`ulimit -n {OPEN_FILES}` in launch.slurm.setup")
+        yield warn(
+            "limits",
+            f"{soft} open files are allowed (hard limit {hard})",
+            f"`ulimit -n {OPEN_FILES}` in launch.slurm.setup",
+        )
     else:
         yield ok("limits", f"{soft} open files")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -37,7 +37,9 @@ def listening(folder: RunFolder) -> list[Listening]:
     """Of the roles that have announced themselves from this host, and of every process that came from them."""
     with_key = _ports_with_key(folder)
     found = {
-        (pid, *address): Listening(role=role, pid=pid, address=address[0], port=address[1], what=what, protection=protection)
+        (pid, *address): Listening(
+            role=role, pid=pid, address=address[0], port=address[1], what=what, protection=protection
+        )
         for role, process in _processes(folder)
         for pid, address in _open_ports(process)
         for what, protection in [with_key.get(address[1]) or _other(process, address[1])]
@@ -51,13 +53,21 @@ def sockets_of(folder: RunFolder) -> Iterator[Finding]:
     expected = own_address(config.launch.nodes if isinstance(config, RunConfig) else None)
     ports = listening(folder)
     if not ports:
-        yield warn("sockets", f"no process of {folder.path} listens on this host", "ask while it runs, on a host that it runs on")
+        yield warn(
+            "sockets",
+            f"no process of {folder.path} listens on this host",
+            "ask while it runs, on a host that it runs on",
+        )
     for port in ports:
         text = f"{port.role:<8} {port.address}:{port.port:<5} {port.what}, protected by {port.protection} (pid {port.pid})"
         if port.address == expected:
             yield ok("sockets", text)
         else:
-            yield fail("sockets", text, f"only {expected} should be listened on; set launch.nodes.interface, or report this as a defect")
+            yield fail(
+                "sockets",
+                text,
+                f"only {expected} should be listened on; set launch.nodes.interface, or report this as a defect",
+            )
 
 
 def _processes(folder: RunFolder) -> Iterator[tuple[str, psutil.Process]]:
@@ -79,7 +89,11 @@ def _open_ports(process: psutil.Process) -> list[tuple[int, tuple[str, int]]]:
         connections = process.net_connections("tcp")
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return []
-    return [(process.pid, tuple(connection.laddr)) for connection in connections if connection.status == psutil.CONN_LISTEN]
+    return [
+        (process.pid, tuple(connection.laddr))
+        for connection in connections
+        if connection.status == psutil.CONN_LISTEN
+    ]
 
 
 def _ports_with_key(folder: RunFolder) -> dict[int, tuple[str, str]]:
@@ -94,12 +108,17 @@ def _ports_with_key(folder: RunFolder) -> dict[int, tuple[str, str]]:
 
 
 def _other(process: psutil.Process, port: int) -> tuple[str, str]:
-    """(what, protection). The ports of a router are on the command line of its watchdog; it gives itself a title in place of its own."""
+    """(what, protection). The ports of a router are on the command line of its watchdog; it gives itself a
+    title in place of its own."""
     try:
         command = process.parent().cmdline()
     except (psutil.NoSuchProcess, AttributeError):  # AttributeError: no parent
         command = []
     if "rollout.servers.start_router" in command:
         flag = command[command.index(str(port)) - 1] if str(port) in command else ""
-        return ("sglang-router, HTTP", BY_KEY) if flag == "--port" else ("sglang-router's figures, read only", BY_ADDRESS)
+        return (
+            ("sglang-router, HTTP", BY_KEY)
+            if flag == "--port"
+            else ("sglang-router's figures, read only", BY_ADDRESS)
+        )
     return "collectives of gloo or NCCL, or a store for them", BY_ADDRESS

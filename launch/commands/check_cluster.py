@@ -18,7 +18,13 @@ from launch.processes.run_folder import RunFolder
 
 
 def check_cluster(
-    config_path: Path | None, overrides: Sequence[str], *, folder: Path | None, num_nodes: int | None, node: int | None, timeout_s: float
+    config_path: Path | None,
+    overrides: Sequence[str],
+    *,
+    folder: Path | None,
+    num_nodes: int | None,
+    node: int | None,
+    timeout_s: float,
 ) -> NoReturn:
     """Print every finding of this node as it is made, and end the process: 1 where something fails, else 0."""
     config = None if config_path is None else load_config(config_path, overrides)
@@ -32,7 +38,9 @@ def check_cluster(
         print(f"{name}{finding}", flush=True)
         worst |= finding.level is Level.FAIL
     leave(meeting)
-    print(f"{name}{'see FAIL above: a run would not work' if worst else 'nothing found that would keep a run from working'}")
+    print(
+        f"{name}{'see FAIL above: a run would not work' if worst else 'nothing found that would keep a run from working'}"
+    )
     sys.stdout.flush()
     os._exit(worst)  # a collective that hangs may have left its thread behind
 
@@ -44,7 +52,9 @@ def check_sockets(folder: RunFolder) -> bool:
     return all(finding.level is not Level.FAIL for finding in findings)
 
 
-def _findings(nodes: NodesConfig | None, config: RunConfig | SftConfig | None, meeting: Meeting) -> Iterator[Finding]:
+def _findings(
+    nodes: NodesConfig | None, config: RunConfig | SftConfig | None, meeting: Meeting
+) -> Iterator[Finding]:
     alone = list(checks_of_node(nodes, config))
     yield from alone
     if not any(finding.level is Level.FAIL and finding.check == "address" for finding in alone):
@@ -54,7 +64,9 @@ def _findings(nodes: NodesConfig | None, config: RunConfig | SftConfig | None, m
 def _meeting(folder: Path, num_nodes: int | None, node: int | None, timeout_s: float) -> Meeting:
     """By the options; else by the environment of a Slurm step; else of this node alone."""
     if (num_nodes is None) != (node is None):
-        raise BadInput("--nodes and --node belong together: `tandem check-cluster --nodes 2 --node 0` on one node, `--node 1` on the other")
+        raise BadInput(
+            "--nodes and --node belong together: `tandem check-cluster --nodes 2 --node 0` on one node, `--node 1` on the other"
+        )
     in_step = "SLURM_STEP_ID" in os.environ
     if num_nodes is None or node is None:
         num_nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) if in_step else 1
@@ -63,4 +75,9 @@ def _meeting(folder: Path, num_nodes: int | None, node: int | None, timeout_s: f
         raise BadInput(f"--node {node} is not one of --nodes {num_nodes}, which are counted from 0")
     # Of this step, so that nobody reads what an earlier check left behind.
     name = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}" if in_step else "by-hand"
-    return Meeting(folder=folder.resolve() / f".check-cluster-{name}", node=node, num_nodes=num_nodes, timeout_s=timeout_s)
+    return Meeting(
+        folder=folder.resolve() / f".check-cluster-{name}",
+        node=node,
+        num_nodes=num_nodes,
+        timeout_s=timeout_s,
+    )

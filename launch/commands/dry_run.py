@@ -1,7 +1,9 @@
-"""``--dry-run``: what a run would be. First, as comments, processes, data, batch, memory and what is sent; then the resolved config.
+"""``--dry-run``: what a run would be. First, as comments, processes, data, batch, memory and what is sent;
+then the resolved config.
 
-The output is a config again. A terminal gets the facts alone: the config, of some 150 lines, would push them out of sight.
-Everything follows from the config, the models' config.json and the task's files; nothing is started, and no engine is imported.
+The output is a config again. A terminal gets the facts alone: the config, of some 150 lines, would push them
+out of sight. Everything follows from the config, the models' config.json and the task's files; nothing is
+started, and no engine is imported.
 """
 
 import sys
@@ -37,21 +39,25 @@ def print_dry_run(
 ) -> None:
     """``config`` as ``checks.load`` gives it for the roles ``runs`` (``checks.TRAINING``, ...).
 
-    gpu_memory: GiB of each GPU, where these are not the ones of this machine. in_job: it is to run on a Slurm job's nodes.
-    further: lines of facts that follow the others.
+    gpu_memory: GiB of each GPU, where these are not the ones of this machine. in_job: it is to run on a Slurm
+    job's nodes. further: lines of facts that follow the others.
     """
     device = device_of(config, gpu_memory, in_job=in_job)
     for line in [*dry_run_lines(config, runs, device), *further]:
         print(f"# {line}".rstrip())
     if sys.stdout.isatty():
-        print("\nThe whole config, defaults included: send the output to a file (> FILE) or a pager (| less).")
+        print(
+            "\nThe whole config, defaults included: send the output to a file (> FILE) or a pager (| less)."
+        )
     else:
         print(f"\n# the resolved config:\n{resolved_yaml(config)}")
 
 
 def dry_run_lines(config: RunConfig | SftConfig, runs: Sequence[str], device: Device) -> Iterator[str]:
     yield "processes that would be started:"
-    yield from _indented(_aligned([("role", "node", "ranks", "devices", "address"), *_processes(config, runs, device)]))
+    yield from _indented(
+        _aligned([("role", "node", "ranks", "devices", "address"), *_processes(config, runs, device)])
+    )
     yield from ("", "commands:", *_indented(_commands(config, runs)))
     if data := list(_data(config)):
         yield from ("", "data:", *_indented(_aligned(data)))
@@ -71,10 +77,13 @@ def _indented(lines: Sequence[str]) -> Iterator[str]:
 
 def _aligned(rows: Sequence[Row]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------------------ processes
+# ------------------------------------------------------------------------------------------------------------------
+# processes
 
 
 def _processes(config: RunConfig | SftConfig, runs: Sequence[str], device: Device) -> Iterator[Row]:
@@ -98,7 +107,13 @@ def _server_rows(config: RunConfig, runs: Sequence[str], device: Device) -> Iter
         first = share.node_rank * share.num_ranks
         ranks = f"TP {_range(first, share.num_ranks)} of {config.rollout.tp}"
         devices = _devices(share.first_gpu - unused, share.num_ranks, device)
-        yield f"{names[share.node]}: SGLang {share.replica}{part}", where, ranks, devices, _server_address(config, share)
+        yield (
+            f"{names[share.node]}: SGLang {share.replica}{part}",
+            where,
+            ranks,
+            devices,
+            _server_address(config, share),
+        )
 
 
 def _server_address(config: RunConfig, share: placement.ServerShare) -> str:
@@ -142,22 +157,31 @@ def _devices(first: int, count: int, device: Device) -> str:
 
 
 def _commands(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[str]:
-    """On each node that the table has the role on (is_host: on the first); what is only known at the start is in capitals."""
+    """On each node that the table has the role on (is_host: on the first); what is only known at the start is
+    in capitals."""
     folder = RunFolder(config.launch.runs_dir / f"{config.name}-DATE-TIME")
     nodes = config.launch.nodes
     meeting = None
     if nodes is not None and nodes.learner > 1:
         timeout_s = config.launch.start_timeout_s
-        meeting = Rendezvous(nodes=nodes.learner, endpoint="HOST:PORT", id=folder.path.name, timeout_s=timeout_s, is_host=True)
+        meeting = Rendezvous(
+            nodes=nodes.learner, endpoint="HOST:PORT", id=folder.path.name, timeout_s=timeout_s, is_host=True
+        )
     for name in runs:
         if name in roles.MEGATRON_ROLES:
-            command = roles.command(name, folder, ranks=placement.learner_ranks_per_node(config), rendezvous=meeting)
+            command = roles.command(
+                name, folder, ranks=placement.learner_ranks_per_node(config), rendezvous=meeting
+            )
         else:
-            command = [*roles.command(name, folder), *(["--node", "NODE"] if name == "serve" and nodes is not None else [])]
+            command = [
+                *roles.command(name, folder),
+                *(["--node", "NODE"] if name == "serve" and nodes is not None else []),
+            ]
         yield f"{name}: {' '.join(command)}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------- data
+# -----------------------------------------------------------------------------------------------------------------------
+# data
 
 
 def _data(config: RunConfig | SftConfig) -> Iterator[Row]:
@@ -176,7 +200,8 @@ def _data(config: RunConfig | SftConfig) -> Iterator[Row]:
         yield f"task.{field}", str(path), f"{survey.count:,} prompts{repeated}{epochs}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------- batch
+# ----------------------------------------------------------------------------------------------------------------------
+# batch
 
 
 def batch_lines(config: RunConfig | SftConfig) -> list[str]:
@@ -184,8 +209,14 @@ def batch_lines(config: RunConfig | SftConfig) -> list[str]:
     dp = config.layout.dp
     if isinstance(config, SftConfig):
         size, budget = config.batch_size, config.token_budget
-        rows = [("sequences of an optimizer step", f"{size}"), ("of a data-parallel rank", f"{size // dp} = {size} / dp {dp}")]
-        return [*_aligned(rows), f"micro-batches of a rank, of at most token_budget={budget} tokens: {_any_number(config, size // dp)}"]
+        rows = [
+            ("sequences of an optimizer step", f"{size}"),
+            ("of a data-parallel rank", f"{size // dp} = {size} / dp {dp}"),
+        ]
+        return [
+            *_aligned(rows),
+            f"micro-batches of a rank, of at most token_budget={budget} tokens: {_any_number(config, size // dp)}",
+        ]
     rollout, parts = config.rollout, config.learner.minibatches
     prompts, siblings = rollout.prompts_per_step, rollout.group_size
     of_step, of_minibatch = prompts * siblings, prompts * siblings // parts
@@ -202,7 +233,9 @@ def _resampled(config: RunConfig) -> list[str]:
     if sampling.type == "none":
         return []
     most = sampling.max_rounds * config.rollout.prompts_per_step
-    return [f"dynamic sampling: at most {most} prompts, in {sampling.max_rounds} rounds, until enough groups carry a signal"]
+    return [
+        f"dynamic sampling: at most {most} prompts, in {sampling.max_rounds} rounds, until enough groups carry a signal"
+    ]
 
 
 def _microbatches(config: RunConfig, each: int) -> list[str]:
@@ -216,7 +249,9 @@ def _microbatches(config: RunConfig, each: int) -> list[str]:
     prompt, source = _longest_prompt(config)
     longest = prompt + response - 1
     if longest <= budget:
-        most = most_microbatches(each, longest=longest, token_budget=budget, multiple=config.layout.microbatch_multiple)
+        most = most_microbatches(
+            each, longest=longest, token_budget=budget, multiple=config.layout.microbatch_multiple
+        )
         lines.append(f"  at most {most} where no prompt has more than {prompt} tokens ({source})")
     return lines
 
@@ -226,10 +261,12 @@ def _any_number(config: RunConfig | SftConfig, sequences: int) -> str:
 
 
 def most_microbatches(sequences: int, *, longest: int, token_budget: int, multiple: int) -> int:
-    """What a rank's ``sequences`` of at most ``longest`` places take at most, in multiples of ``multiple``, which divides ``sequences``.
+    """What a rank's ``sequences`` of at most ``longest`` places take at most, in multiples of ``multiple``,
+    which divides ``sequences``.
 
-    Each micro-batch that does not hold a further sequence has at least q = floor(token_budget / longest) of them, so that first fit, which
-    ``trainer/batching.plan_batches`` falls back to, needs no more than ceil(sequences / q).
+    Each micro-batch that does not hold a further sequence has at least q = floor(token_budget / longest) of
+    them, so that first fit, which ``trainer/batching.plan_batches`` falls back to, needs no more than
+    ceil(sequences / q).
     """
     return _up_to(-(-sequences // (token_budget // longest)), multiple)
 
@@ -244,13 +281,16 @@ def _longest_prompt(config: RunConfig) -> tuple[int, str]:
     if isinstance(task, CountdownTask):
         from rollout.tasks.countdown import prompt_text
 
-        return len(prompt_text(((task.max_number,) * task.num_numbers, task.max_target))) + 1, "the task's longest text"
+        return len(
+            prompt_text(((task.max_number,) * task.num_numbers, task.max_target))
+        ) + 1, "the task's longest text"
     around = len((task.system_prompt or "").encode())
     longest = survey_of(task, task.train_path).longest_bytes
     return longest + around, f"bytes of the longest of {task.train_path.name}, without the chat template"
 
 
-# --------------------------------------------------------------------------------------------------------------- weights sent
+# ---------------------------------------------------------------------------------------------------------------
+# weights sent
 
 
 def _sent(config: RunConfig) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""``tandem init``: a folder with a small experiment on own data and an own reward, to be changed by its owner."""
+"""``tandem init``: a folder with a small experiment on own data and an own reward, to be changed by its
+owner."""
 
 import shlex
 from pathlib import Path
@@ -71,11 +72,21 @@ def make_experiment(folder: Path, model: Path | None) -> None:
     path = MODEL_TO_CHOOSE if model is None else model.resolve()
     name = "".join(c if c.isalnum() else "-" for c in folder.name).strip("-") or "experiment"
     folder.mkdir(parents=True)
-    (folder / CONFIG).write_text(_YAML.format(name=name, model=yaml.safe_dump(str(path), default_style='"').strip()))
+    (folder / CONFIG).write_text(
+        _YAML.format(name=name, model=yaml.safe_dump(str(path), default_style='"').strip())
+    )
     (folder / "my_reward.py").write_text(_REWARD)
     for file, numbers in (("train.jsonl", range(10, 42)), ("heldout.jsonl", range(42, 50))):
-        lines = (f'{{"prompt": "{a}+{b}=", "answer": "{a + b}", "level": {a // 10}}}\n' for a in numbers for b in (7, 25))
+        lines = (
+            f'{{"prompt": "{a}+{b}=", "answer": "{a + b}", "level": {a // 10}}}\n'
+            for a in numbers
+            for b in (7, 25)
+        )
         (folder / file).write_text("".join(lines))
     change = f"set model.path in {CONFIG}, " if model is None else ""
-    print(f"wrote {folder}: {CONFIG}, my_reward.py, train.jsonl, heldout.jsonl (examples: put yours in their place)")
-    print(f"next: cd {shlex.quote(str(folder))}; {change}tandem train {CONFIG} --dry-run; then the same without --dry-run")
+    print(
+        f"wrote {folder}: {CONFIG}, my_reward.py, train.jsonl, heldout.jsonl (examples: put yours in their place)"
+    )
+    print(
+        f"next: cd {shlex.quote(str(folder))}; {change}tandem train {CONFIG} --dry-run; then the same without --dry-run"
+    )

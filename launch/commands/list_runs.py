@@ -16,15 +16,23 @@ TITLES = ("run", "state", "step", "held out", "reward", "last written")
 
 
 def run_table(runs_dir: Path, *, now: float | None = None) -> str:
-    """A line per run folder. ``now``: seconds since the epoch; None: this moment. Raises BadInput where there is no such folder."""
+    """A line per run folder. ``now``: seconds since the epoch; None: this moment. Raises BadInput where there
+    is no such folder."""
     if not runs_dir.is_dir():
-        raise BadInput(f"RUNS: {runs_dir} is not a folder; name the one that launch.runs_dir says, usually runs")
+        raise BadInput(
+            f"RUNS: {runs_dir} is not a folder; name the one that launch.runs_dir says, usually runs"
+        )
     now = time.time() if now is None else now
-    folders = [path for path in runs_dir.iterdir() if not path.is_symlink() and (path / "config.yaml").is_file()]
+    folders = [
+        path for path in runs_dir.iterdir() if not path.is_symlink() and (path / "config.yaml").is_file()
+    ]
     if not folders:
         raise BadInput(f"RUNS: {runs_dir} holds no runs; `tandem train CONFIG` makes one in launch.runs_dir")
     written = {path: _last_written(path) for path in folders}
-    rows = [(*_row(path), f"{duration(max(now - written[path], 0))} ago") for path in sorted(folders, key=lambda path: -written[path])]
+    rows = [
+        (*_row(path), f"{duration(max(now - written[path], 0))} ago")
+        for path in sorted(folders, key=lambda path: -written[path])
+    ]
     return "\n".join(_aligned([TITLES, *rows]))
 
 
@@ -72,7 +80,8 @@ def _last_metrics(file: Path) -> tuple[float | None, dict]:
 
 
 def _rows_from_the_end(file: Path) -> Iterator[dict]:
-    """Lines of a metrics.jsonl, the newest first. Of those before the newest only the ones with an evaluation are parsed."""
+    """Lines of a metrics.jsonl, the newest first. Of those before the newest only the ones with an evaluation
+    are parsed."""
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     newest = True
     for line in reversed(lines):
@@ -88,4 +97,6 @@ def _rows_from_the_end(file: Path) -> Iterator[dict]:
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

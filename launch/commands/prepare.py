@@ -1,4 +1,5 @@
-"""``tandem prepare``: a run on several nodes without Slurm. Makes the run folder and says what to start where; starts nothing."""
+"""``tandem prepare``: a run on several nodes without Slurm. Makes the run folder and says what to start
+where; starts nothing."""
 
 import os
 import re
@@ -22,7 +23,8 @@ def prepare(config_path: Path, overrides: list[str], *, endpoint: str | None = N
     """Prints one command per role and node.
 
     Args:
-        endpoint: HOST:PORT at which the learner's first node can be reached by its others; None: this host, and a port that is free now.
+        endpoint: HOST:PORT at which the learner's first node can be reached by its others; None: this host,
+        and a port that is free now.
     """
     given = load_config(config_path, overrides)
     # First: without nodes the devices that are checked would be those of this machine.
@@ -50,7 +52,9 @@ def _endpoint(config: RunConfig, given: str | None) -> str:
         return f"{address}:{free_port(address)}"
     host, _, port = given.rpartition(":")
     if not re.fullmatch(r"[\w.:-]+", host, re.ASCII) or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ValueError(f"--endpoint {given}: write HOST:PORT, such as node1:29400, of the learner's first node")
+        raise ValueError(
+            f"--endpoint {given}: write HOST:PORT, such as node1:29400, of the learner's first node"
+        )
     return given
 
 
@@ -66,7 +70,13 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
         others = f"# each other node of the learner ({nodes.learner - 1}), {ranks} processes on each:"
         timeout_s = config.launch.start_timeout_s
         meetings = {
-            where: Rendezvous(nodes=nodes.learner, endpoint=endpoint, id=folder.path.name, timeout_s=timeout_s, is_host=where != others)
+            where: Rendezvous(
+                nodes=nodes.learner,
+                endpoint=endpoint,
+                id=folder.path.name,
+                timeout_s=timeout_s,
+                is_host=where != others,
+            )
             for where in (*meetings, others)
         }
     return [
@@ -77,14 +87,20 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
         *(
             line
             for node, name in enumerate(serve_roles(config))
-            for line in (f"# node {node} of the servers:", _logged(roles.command("serve", folder, node=node), folder, name))
+            for line in (
+                f"# node {node} of the servers:",
+                _logged(roles.command("serve", folder, node=node), folder, name),
+            )
         ),
         "# first node of the learner:",
         _logged(roles.command("sample", folder), folder, "sample"),
         *(
             line
             for where, meeting in meetings.items()
-            for line in (where, _logged(roles.command("learn", folder, ranks=ranks, rendezvous=meeting), folder, "learn"))
+            for line in (
+                where,
+                _logged(roles.command("learn", folder, ranks=ranks, rendezvous=meeting), folder, "learn"),
+            )
         ),
         "# to stop: SIGTERM to the learner's processes; the servers end with Ctrl-C. The same lines again resume the run from its newest",
         "# checkpoint; where there is none, they begin it anew.",

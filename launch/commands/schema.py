@@ -1,4 +1,5 @@
-"""``tandem schema``: every field of a config with its type, default, unit and meaning, for people (text) and for editors (JSON Schema)."""
+"""``tandem schema``: every field of a config with its type, default, unit and meaning, for people (text) and
+for editors (JSON Schema)."""
 
 import json
 import textwrap
@@ -11,14 +12,21 @@ from configs.schema import RunConfig, SftConfig
 from launch.checks.config import BadInput
 
 KINDS = {"train": RunConfig, "sft": SftConfig}
-TYPES = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
+TYPES = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "null": "null",
+}
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 WIDTH = 120
 Node = Mapping[str, Any]
 
 
 def json_schema(kind: str) -> dict[str, Any]:
-    """JSON Schema of a config file of this kind, with what the loader understands beside the fields: ``extends`` and short corrections."""
+    """JSON Schema of a config file of this kind, with what the loader understands beside the fields:
+    ``extends`` and short corrections."""
     schema = KINDS[kind].model_json_schema()
     path = {"type": "string"}
     schema["properties"]["extends"] = {
@@ -29,8 +37,16 @@ def json_schema(kind: str) -> dict[str, Any]:
     if "correction" in schema["properties"]:
         preset = {"enum": list(DESCRIPTIONS)}
         block = {**schema["$defs"]["CorrectionConfig"], "additionalProperties": True}
-        block["properties"] = {**block["properties"], "preset": preset, "verl": {"type": "object"}, "roll": {"type": "object"}}
-        schema["$defs"]["CorrectionConfig"] = {"description": block.pop("description"), "anyOf": [preset, block]}
+        block["properties"] = {
+            **block["properties"],
+            "preset": preset,
+            "verl": {"type": "object"},
+            "roll": {"type": "object"},
+        }
+        schema["$defs"]["CorrectionConfig"] = {
+            "description": block.pop("description"),
+            "anyOf": [preset, block],
+        }
     return schema
 
 
@@ -43,7 +59,11 @@ def print_schema(kind: str, field: str | None, *, as_json: bool) -> None:
         return
     schema = KINDS[kind].model_json_schema()
     entries = list(_entries(schema, schema, ""))
-    wanted = [text for path, text in entries if field is None or path == field or path.startswith((f"{field}.", f"{field}["))]
+    wanted = [
+        text
+        for path, text in entries
+        if field is None or path == field or path.startswith((f"{field}.", f"{field}["))
+    ]
     if not wanted:
         paths = list(dict.fromkeys(path for path, _ in entries))
         raise BadInput(f"FIELD: {field} is no field of kind {kind}; {did_you_mean(field, paths, 'fields')}")
@@ -64,12 +84,17 @@ def _entries(node: Node, root: Node, prefix: str) -> Iterator[tuple[str, str]]:
 
 def _without_tag(block: Node) -> Node:
     """Its fields but for one that only says which variant this is."""
-    return {**block, "properties": {name: field for name, field in block["properties"].items() if "const" not in field}}
+    return {
+        **block,
+        "properties": {name: field for name, field in block["properties"].items() if "const" not in field},
+    }
 
 
 def _entry(path: str, field: Node, root: Node, *, required: bool) -> str:
     unit = ", seconds" if path.endswith("_s") else ""
-    default = "required" if required else f"default {json.dumps(field['default'])}" if _is_plain(field) else ""
+    default = (
+        "required" if required else f"default {json.dumps(field['default'])}" if _is_plain(field) else ""
+    )
     head = f"{path}  ({_type(field, root)}{unit}{f'; {default}' if default else ''})"
     blocks = [block for _, block in _blocks(field, root)]
     about = field.get("description") or (blocks[0].get("description", "") if len(blocks) == 1 else "")
@@ -78,7 +103,9 @@ def _entry(path: str, field: Node, root: Node, *, required: bool) -> str:
 
 def _titled(head: str, about: str) -> str:
     about = " ".join(about.replace("``", "`").split())
-    return head + (f"\n{textwrap.fill(about, WIDTH, initial_indent='    ', subsequent_indent='    ')}" if about else "")
+    return head + (
+        f"\n{textwrap.fill(about, WIDTH, initial_indent='    ', subsequent_indent='    ')}" if about else ""
+    )
 
 
 def _is_plain(field: Node) -> bool:

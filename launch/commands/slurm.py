@@ -20,7 +20,15 @@ from launch.slurm import script as slurm_script
 from launch.slurm.script import Place
 
 
-def slurm(config_path: Path, overrides: list[str], *, arrays: list[str], submit: bool, dry_run: bool, gpu_memory: float | None) -> None:
+def slurm(
+    config_path: Path,
+    overrides: list[str],
+    *,
+    arrays: list[str],
+    submit: bool,
+    dry_run: bool,
+    gpu_memory: float | None,
+) -> None:
     """Everything is checked before anything is written: the config of every run, and the script.
 
     gpu_memory: GiB of each of the job's GPUs; None: not known here, so that their memory is not checked.
@@ -32,21 +40,35 @@ def slurm(config_path: Path, overrides: list[str], *, arrays: list[str], submit:
         raise BadInput(f"{config_path}: {error}") from error
 
 
-def _slurm(config_path: Path, overrides: list[str], arrays: list[str], *, submit: bool, dry_run: bool, gpu_memory: float | None) -> None:
+def _slurm(
+    config_path: Path,
+    overrides: list[str],
+    arrays: list[str],
+    *,
+    submit: bool,
+    dry_run: bool,
+    gpu_memory: float | None,
+) -> None:
     elements = slurm_script.elements(arrays)
     if submit:
         slurm_script.require_sbatch()
     given = load_config(config_path, overrides)
     on_gpus = isinstance(given, RunConfig) and given.launch.nodes is None and given.launch.slurm.gpus != 0
     if on_gpus and given.layout.dp == "auto":
-        raise ValueError("layout.dp=auto takes the GPUs of this machine, not those of the job's node; set layout.dp, or launch.nodes")
+        raise ValueError(
+            "layout.dp=auto takes the GPUs of this machine, not those of the job's node; set layout.dp, or launch.nodes"
+        )
     where = {"runs": checks.TRAINING, "gpu_memory": gpu_memory, "in_job": True}
     configs = [checks.load(config_path, [*overrides, *element], RunConfig, **where) for element in elements]
     if gpu_memory is not None and not gpus_of_node(configs[0]):
-        raise ValueError(f"--gpu-memory {gpu_memory:g}: the job asks for no GPUs ({slurm_script.DECIDED['gpus']}); leave it out")
+        raise ValueError(
+            f"--gpu-memory {gpu_memory:g}: the job asks for no GPUs ({slurm_script.DECIDED['gpus']}); leave it out"
+        )
     for element, config in zip(elements, configs, strict=True):
         _check(element, config)
-    draft = slurm_script.script_text(configs[0], _draft_place(configs[0], arrays), submitted_from=Path.cwd(), count=_count(configs, arrays))
+    draft = slurm_script.script_text(
+        configs[0], _draft_place(configs[0], arrays), submitted_from=Path.cwd(), count=_count(configs, arrays)
+    )
     slurm_script.check_script(draft, by_slurm=submit)
     if dry_run:
         script = ("", "the batch script:", *(f"  {line}" for line in draft.splitlines()))
@@ -56,7 +78,9 @@ def _slurm(config_path: Path, overrides: list[str], arrays: list[str], *, submit
         place, folders = _array(elements, configs)
     else:
         place, folders = _single(configs[0])
-    text = slurm_script.script_text(configs[0], place, submitted_from=Path.cwd(), count=_count(configs, arrays))
+    text = slurm_script.script_text(
+        configs[0], place, submitted_from=Path.cwd(), count=_count(configs, arrays)
+    )
     place.script.write_text(text)
     for folder in folders:
         folder.logs.mkdir(exist_ok=True)  # Slurm does not
@@ -73,7 +97,9 @@ def _check(element: Sequence[str], config: RunConfig) -> None:
     if element and config.resume is not None:
         problems.append("resume: an array begins new runs; go on with each by itself")
     if config.resume is not None and (job := jobs.running_elsewhere(RunFolder(config.resume))) is not None:
-        problems.append(f"resume: {config.resume} is of job {job}, which runs or waits; wait for it, or end it with `scancel {job}`")
+        problems.append(
+            f"resume: {config.resume} is of job {job}, which runs or waits; wait for it, or end it with `scancel {job}`"
+        )
     if problems:
         where = f"{' '.join(element)}: " if element else ""
         raise ValueError("\n  ".join(where + problem for problem in problems))
@@ -100,7 +126,9 @@ def _array(elements: Sequence[Sequence[str]], configs: Sequence[RunConfig]) -> t
     runs_dir, folders = configs[0].launch.runs_dir, []
     array = run_folder.new_path(runs_dir, f"{configs[0].name}-array").resolve()
     for number, (element, config) in enumerate(zip(elements, configs, strict=True)):
-        folder = run_folder.create(runs_dir, slurm_script.element_name(config.name, element), resolved_yaml(config))
+        folder = run_folder.create(
+            runs_dir, slurm_script.element_name(config.name, element), resolved_yaml(config)
+        )
         folders.append(RunFolder(folder.path.resolve()))
         (array / str(number)).symlink_to(os.path.relpath(folders[-1].path, array))
     run_folder.point_latest(folders[-1])
@@ -112,8 +140,16 @@ def _submit(place: Place, folders: Sequence[RunFolder], *, array: bool) -> None:
         folder.job.unlink(missing_ok=True)  # of an earlier job
     job = slurm_script.submit(place.script)
     for number, folder in enumerate(folders):
-        with contextlib.suppress(FileExistsError), folder.job.open("x") as file:  # unless the job has begun already
+        with (
+            contextlib.suppress(FileExistsError),
+            folder.job.open("x") as file,
+        ):  # unless the job has begun already
             json.dump({"job_id": f"{job}_{number}" if array else job, "nodes": [], "restart": 0}, file)
     print(f"job:        {job}")
-    print(f"watch it:   squeue --jobs={job}; tandem status {folders[0].path}; tandem logs {folders[0].path} --follow")
-    print(f"stop it:    scancel {job}; or, to be requeued after a checkpoint: scancel --batch --signal=USR1 {job}", flush=True)
+    print(
+        f"watch it:   squeue --jobs={job}; tandem status {folders[0].path}; tandem logs {folders[0].path} --follow"
+    )
+    print(
+        f"stop it:    scancel {job}; or, to be requeued after a checkpoint: scancel --batch --signal=USR1 {job}",
+        flush=True,
+    )

@@ -1,6 +1,8 @@
-"""``tandem status`` and ``tandem logs``: what a run is doing, read from its folder by someone who only watches.
+"""``tandem status`` and ``tandem logs``: what a run is doing, read from its folder by someone who only
+watches.
 
-Nothing here talks to a role or takes a lock: a look never disturbs the run, and works from any machine that sees the folder.
+Nothing here talks to a role or takes a lock: a look never disturbs the run, and works from any machine that
+sees the folder.
 """
 
 import json
@@ -31,7 +33,11 @@ BEATS = 8
 ERROR_LINES = 3
 """Of an error that the overview shows."""
 QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
-RESULTS = (("reward", "reward/mean", ".3f"), ("|Δp| max", "mismatch/abs_prob_max", ".1e"), ("ESS", "mismatch/ess", ".3f"))
+RESULTS = (
+    ("reward", "reward/mean", ".3f"),
+    ("|Δp| max", "mismatch/abs_prob_max", ".1e"),
+    ("ESS", "mismatch/ess", ".3f"),
+)
 """(title, metric, format); Δp is p_rollout - p_old."""
 
 
@@ -59,9 +65,20 @@ def status(folder: RunFolder, *, now: float | None = None) -> Status:
     running = state.startswith("running")
     lines = [("run", f"{config['name'] if config else '(name unknown)'} in {folder.path}")]
     if job is not None:
-        lines.append(("job", f"{job['job_id']} {in_slurm}" + (f", start {job['restart'] + 1}" if job["restart"] else "")))
-    lines += _progress(folder.path / "metrics.jsonl", config["steps"] if config else None, now if running else None)
-    lines += [("checkpoint", _checkpoint(folder, now)), *(_roles(folder, damaged, now) if running else []), ("logs", _logs(folder))]
+        lines.append(
+            (
+                "job",
+                f"{job['job_id']} {in_slurm}" + (f", start {job['restart'] + 1}" if job["restart"] else ""),
+            )
+        )
+    lines += _progress(
+        folder.path / "metrics.jsonl", config["steps"] if config else None, now if running else None
+    )
+    lines += [
+        ("checkpoint", _checkpoint(folder, now)),
+        *(_roles(folder, damaged, now) if running else []),
+        ("logs", _logs(folder)),
+    ]
     return Status(state=state, lines=[*lines, *(("damaged", said) for said in damaged)])
 
 
@@ -73,7 +90,8 @@ def brief_state(folder: RunFolder) -> str:
 
 
 def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
-    """In the order of certainty: who holds the folder, what Slurm says of its job, what the run left when it ended."""
+    """In the order of certainty: who holds the folder, what Slurm says of its job, what the run left when it
+    ended."""
     if _is_held(folder.path / "roles" / "lock") or in_slurm.startswith("RUNNING"):
         asked = _read(folder.path / "roles" / "stop.json", {"reason": str}, damaged)
         return f"running, asked to stop: {asked['reason']}" if asked else "running"
@@ -97,8 +115,8 @@ def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
 
 
 def _progress(metrics_file: Path, steps: int | None, now: float | None) -> list[tuple[str, str]]:
-    """Step, pace and results so far; of a run that goes on at ``now`` also the time left, and when it was last heard of. ``steps``: of the
-    whole run; None where that is not known."""
+    """Step, pace and results so far; of a run that goes on at ``now`` also the time left, and when it was
+    last heard of. ``steps``: of the whole run; None where that is not known."""
     rows = read_metrics(metrics_file) if metrics_file.exists() else []
     trained = [row for row in rows if row["step"] > 0]
     if not trained:
@@ -112,12 +130,16 @@ def _progress(metrics_file: Path, steps: int | None, now: float | None) -> list[
         text += f", about {duration(left)} left; the last one {duration(max(now - metrics_file.stat().st_mtime, 0))} ago"
     heldout = {row["step"]: row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None}
     accuracies = ", ".join(f"{accuracy:.1%} at step {at}" for at, accuracy in heldout.items())
-    means = [(title, _means([row[metric] for row in trained if row.get(metric) is not None], show)) for title, metric, show in RESULTS]
+    means = [
+        (title, _means([row[metric] for row in trained if row.get(metric) is not None], show))
+        for title, metric, show in RESULTS
+    ]
     return [("step", text), *((title, text) for title, text in [*means, ("held out", accuracies)] if text)]
 
 
 def _whole_pace(trained: Sequence[dict], pace: float) -> float:
-    """Seconds from one step to the next, with the evaluations and checkpoints between them; ``pace`` where two steps are not known."""
+    """Seconds from one step to the next, with the evaluations and checkpoints between them; ``pace`` where
+    two steps are not known."""
     first, last = trained[-PACE_STEPS - 1 :][0], trained[-1]
     if last["step"] == first["step"] or None in (first.get("elapsed_s"), last.get("elapsed_s")):
         return pace
@@ -141,7 +163,8 @@ def _checkpoint(folder: RunFolder, now: float) -> str:
 
 
 def _slurm_state(job: dict) -> str:
-    """Of its job as Slurm tells it, with nodes and time left; "" where there is no Slurm here or it has forgotten the job."""
+    """Of its job as Slurm tells it, with nodes and time left; "" where there is no Slurm here or it has
+    forgotten the job."""
     if shutil.which("squeue") is None:
         return ""
     ask = ["squeue", "--noheader", "--jobs", str(job["job_id"]), "--states=all", "--format=%T on %N, %L left"]
@@ -166,10 +189,17 @@ def _beats(folder: RunFolder, now: float) -> list[tuple[str, str]]:
     """What each role is doing; of many ranks those that have been at it longest."""
     beats = sorted(read_beats(folder), key=lambda found: (found[0].who.startswith("learner"), found[0].since))
     lines = [
-        ("doing", f"{beat.who}: {beat.words(now)}; heard of {duration(max(now - written, 0))} ago (pid {beat.pid} on {beat.host})")
+        (
+            "doing",
+            f"{beat.who}: {beat.words(now)}; heard of {duration(max(now - written, 0))} ago (pid {beat.pid} on {beat.host})",
+        )
         for beat, written in beats[:BEATS]
     ]
-    return lines + ([("doing", f"… and {len(beats) - BEATS} learner ranks more, each not as long")] if len(beats) > BEATS else [])
+    return lines + (
+        [("doing", f"… and {len(beats) - BEATS} learner ranks more, each not as long")]
+        if len(beats) > BEATS
+        else []
+    )
 
 
 def _logs(folder: RunFolder) -> str:
@@ -183,17 +213,23 @@ def _is_held(lock: Path, locks: Path = Path("/proc/locks")) -> bool:
 
 
 def _holders(lock: Path, locks: Path = Path("/proc/locks")) -> list[int]:
-    """The processes of this machine that hold the lock file of a run. Asking for the lock oneself could make the run's own claim fail."""
+    """The processes of this machine that hold the lock file of a run. Asking for the lock oneself could make
+    the run's own claim fail."""
     try:
         name = _name_of_lock(lock)
         # 3: FLOCK  ADVISORY  WRITE 4711 08:02:1234 0 EOF
-        return [int(line.split("FLOCK", 1)[1].split()[2]) for line in locks.read_text().splitlines() if "FLOCK" in line and name in line]
+        return [
+            int(line.split("FLOCK", 1)[1].split()[2])
+            for line in locks.read_text().splitlines()
+            if "FLOCK" in line and name in line
+        ]
     except OSError:
         return []
 
 
 def _name_of_lock(file: Path) -> str:
-    """What the kernel calls a lock of ``file``, MAJOR:MINOR:INODE between spaces; where the device is not known, the end of that.
+    """What the kernel calls a lock of ``file``, MAJOR:MINOR:INODE between spaces; where the device is not
+    known, the end of that.
 
     The device is the mount's, which on btrfs and overlays is not the one that stat gives.
     """
@@ -203,15 +239,20 @@ def _name_of_lock(file: Path) -> str:
         mount = re.search(r"^mnt_id:\s+(\d+)", Path(f"/proc/self/fdinfo/{handle}").read_text(), re.M)
     finally:
         os.close(handle)
-    device = mount and re.search(rf"^{mount[1]} \d+ (\d+):(\d+) ", Path("/proc/self/mountinfo").read_text(), re.M)
+    device = mount and re.search(
+        rf"^{mount[1]} \d+ (\d+):(\d+) ", Path("/proc/self/mountinfo").read_text(), re.M
+    )
     return f" {int(device[1]):02x}:{int(device[2]):02x}:{inode} " if device else f":{inode} "
 
 
 def _read(
-    file: Path, fields: dict[str, type | tuple[type, ...]], damaged: list[str], parse: Callable[[str], object] = json.loads
+    file: Path,
+    fields: dict[str, type | tuple[type, ...]],
+    damaged: list[str],
+    parse: Callable[[str], object] = json.loads,
 ) -> dict | None:
-    """What the file holds, with these fields of these types at least; None where it is missing, or else: what is wrong is added to
-    ``damaged``."""
+    """What the file holds, with these fields of these types at least; None where it is missing, or else: what
+    is wrong is added to ``damaged``."""
     try:
         content = parse(file.read_text())
     except FileNotFoundError:
@@ -219,9 +260,15 @@ def _read(
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         damaged.append(f"{file} cannot be read ({' '.join(str(error).split())})")
         return None
-    wrong = [name for name, wanted in fields.items() if not isinstance(content, dict) or not isinstance(content.get(name), wanted)]
+    wrong = [
+        name
+        for name, wanted in fields.items()
+        if not isinstance(content, dict) or not isinstance(content.get(name), wanted)
+    ]
     if wrong or not isinstance(content, dict):
-        damaged.append(f"{file} {f'lacks a sound {wrong[0]!r}' if isinstance(content, dict) else 'holds no block of keys'}")
+        damaged.append(
+            f"{file} {f'lacks a sound {wrong[0]!r}' if isinstance(content, dict) else 'holds no block of keys'}"
+        )
         return None
     return content
 
@@ -231,26 +278,33 @@ def _log_files(folder: RunFolder) -> list[Path]:
 
 
 def log_files(folder: RunFolder, role: str | None) -> list[Path]:
-    """The logs of a run, or those of one role: ``serve`` stands for serve-0, serve-1, …. Raises BadInput, naming the roles there are."""
+    """The logs of a run, or those of one role: ``serve`` stands for serve-0, serve-1, …. Raises BadInput,
+    naming the roles there are."""
     files = _log_files(folder)
     if not files:
-        raise BadInput(f"RUN: {folder.path} has no logs yet; `tandem status {folder.path}` says what it is doing")
+        raise BadInput(
+            f"RUN: {folder.path} has no logs yet; `tandem status {folder.path}` says what it is doing"
+        )
     if role is None:
         return files
     chosen = [file for file in files if file.stem == role or file.stem.startswith(f"{role}-")]
     if not chosen:
-        raise BadInput(f"--role {role}: no such log in {folder.logs}; there are {', '.join(file.stem for file in files)}")
+        raise BadInput(
+            f"--role {role}: no such log in {folder.logs}; there are {', '.join(file.stem for file in files)}"
+        )
     return chosen
 
 
 def show_logs(folder: RunFolder, files: Sequence[Path], *, lines: int, follow: bool) -> None:
-    """The ends of ``files`` by coreutils' tail, in place of this process; ``follow``: and what is added, until the run ends or Ctrl-C."""
+    """The ends of ``files`` by coreutils' tail, in place of this process; ``follow``: and what is added,
+    until the run ends or Ctrl-C."""
     options = _following(folder) if follow else []
     os.execvp("tail", ["tail", f"--lines={lines}", *options, *map(str, files)])
 
 
 def _following(folder: RunFolder) -> list[str]:
-    """Options for tail; none of a run that has ended. Of one that runs on another machine the end is not known from here."""
+    """Options for tail; none of a run that has ended. Of one that runs on another machine the end is not
+    known from here."""
     if holders := [pid for pid in _holders(folder.path / "roles" / "lock") if pid > 0]:
         return ["--follow=name", "--retry", *(f"--pid={pid}" for pid in holders[:1])]
     state = brief_state(folder)

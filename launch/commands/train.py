@@ -35,9 +35,15 @@ HERE = "launch.nodes=null"
 WITHOUT_NODES = f"set {HERE}"
 
 
-def train(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> RunFolder | None:
+def train(
+    config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
+) -> RunFolder | None:
     if dry_run:
-        print_dry_run(checks.load(config_path, overrides, RunConfig, runs=TRAINING, gpu_memory=gpu_memory), TRAINING, gpu_memory)
+        print_dry_run(
+            checks.load(config_path, overrides, RunConfig, runs=TRAINING, gpu_memory=gpu_memory),
+            TRAINING,
+            gpu_memory,
+        )
         return None
     _refuse_other_machines(gpu_memory)
     instead = "use `tandem slurm`, `tandem prepare`, or remove it"
@@ -85,7 +91,9 @@ def _what_is_left(folder: RunFolder) -> str:
     return f"Saved: step {step_of(newest)}, in {newest}. When the cause is mended, go on with `tandem resume {folder.path}`"
 
 
-def resume(run: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> RunFolder | None:
+def resume(
+    run: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
+) -> RunFolder | None:
     """``train`` with the run's own config, ``overrides`` over it."""
     folder = existing_run(run)
     return train(folder.config, [f"resume={folder.path}", *overrides], dry_run=dry_run, gpu_memory=gpu_memory)
@@ -97,8 +105,17 @@ def _how_to_go_on(folder: RunFolder, outcome: stopping.Stopped) -> str:
     return f"stopped after step {outcome.step} on request; go on with `tandem resume {folder.path}`"
 
 
-def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> Path | None:
-    config = checks.load(config_path, overrides, SftConfig, runs=WARM_START, gpu_memory=gpu_memory, instead_of_nodes=WITHOUT_NODES)
+def sft(
+    config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
+) -> Path | None:
+    config = checks.load(
+        config_path,
+        overrides,
+        SftConfig,
+        runs=WARM_START,
+        gpu_memory=gpu_memory,
+        instead_of_nodes=WITHOUT_NODES,
+    )
     if dry_run:
         print_dry_run(config, WARM_START, gpu_memory)
         return None
@@ -111,8 +128,17 @@ def sft(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_m
     return config.output
 
 
-def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None) -> float | None:
-    config = checks.load(config_path, overrides, RunConfig, runs=EVALUATION, gpu_memory=gpu_memory, instead_of_nodes=WITHOUT_NODES)
+def evaluate(
+    config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
+) -> float | None:
+    config = checks.load(
+        config_path,
+        overrides,
+        RunConfig,
+        runs=EVALUATION,
+        gpu_memory=gpu_memory,
+        instead_of_nodes=WITHOUT_NODES,
+    )
     if dry_run:
         print_dry_run(config, EVALUATION, gpu_memory)
         return None
@@ -123,7 +149,10 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False, 
     config = config.model_copy(update={"layout": LayoutConfig(dp=1)})  # no learner takes part
     folder = run_folder.create(config.launch.runs_dir, f"{config.name}-eval", resolved_yaml(config))
     run_folder.write_json(folder.path / "request.json", {"first_gpu": 0})
-    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor, causes_told(folder, config, supervisor):
+    with (
+        Supervisor(grace_s=config.launch.stop_grace_s) as supervisor,
+        causes_told(folder, config, supervisor),
+    ):
         start_sampling(supervisor, folder, config)
         _wait_ready(supervisor, folder, config)
         address, timeout_s = folder.read_address("sample")["address"], config.launch.collective_timeout_s
@@ -133,19 +162,26 @@ def evaluate(config_path: Path, overrides: list[str], *, dry_run: bool = False, 
             except SamplingError as error:  # the role's own account of what went wrong
                 raise RoleFailed(str(error)) from error
     if result is None:
-        raise RoleFailed(f"{config_path}: the task has no held-out problems to evaluate on; raise task.heldout_fraction")
-    run_folder.write_json(folder.summary, {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)})
+        raise RoleFailed(
+            f"{config_path}: the task has no held-out problems to evaluate on; raise task.heldout_fraction"
+        )
+    run_folder.write_json(
+        folder.summary, {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)}
+    )
     print(f"accuracy {result.accuracy:.4f} on {result.count} held-out samples; {folder.summary}", flush=True)
     return result.accuracy
 
 
 def _refuse_other_machines(gpu_memory: float | None) -> None:
     if gpu_memory is not None:
-        raise BadInput(f"--gpu-memory {gpu_memory:g} is of GPUs of other machines than this one; use it with --dry-run, or leave it out")
+        raise BadInput(
+            f"--gpu-memory {gpu_memory:g} is of GPUs of other machines than this one; use it with --dry-run, or leave it out"
+        )
 
 
 def export(run: Path, out: Path) -> None:
-    """The newest weights of a run: its finished model, or a checkpoint where that is newer (a resumed run that was stopped)."""
+    """The newest weights of a run: its finished model, or a checkpoint where that is newer (a resumed run
+    that was stopped)."""
     folder = existing_run(run)
     checks.check_new_folder("OUT", out)
     with _exporting_alone(folder):
@@ -160,8 +196,13 @@ def _exporting_alone(folder: RunFolder) -> Iterator[None]:
         (folder.path / "roles").mkdir(exist_ok=True)
         lock = run_folder.locked(folder.path / "roles" / "export-lock")
     except BlockingIOError:
-        raise BadInput(f"RUN: {folder.path} is being exported by another process; wait for it, or stop it first") from None
-    except (OSError, ValueError):  # a run of somebody else, on a disk that cannot be written to or without locks: as well as it goes
+        raise BadInput(
+            f"RUN: {folder.path} is being exported by another process; wait for it, or stop it first"
+        ) from None
+    except (
+        OSError,
+        ValueError,
+    ):  # a run of somebody else, on a disk that cannot be written to or without locks: as well as it goes
         lock = contextlib.nullcontext()
     with lock:
         yield
@@ -201,7 +242,9 @@ def _export_checkpoint(folder: RunFolder) -> None:
     """Into the run's own ``export/``."""
     if folder.newest_checkpoint() is None:
         why = folder.why_no_checkpoint()
-        raise BadInput(f"RUN: {folder.path} has neither a finished model nor a complete checkpoint{why}; set checkpoint.every to get them")
+        raise BadInput(
+            f"RUN: {folder.path} has neither a finished model nor a complete checkpoint{why}; set checkpoint.every to get them"
+        )
     config = load_config(folder.config, [])
     remove_leftovers(folder.path, folder.export.name)  # of an export that was killed
     folder.forget("export-rank")
@@ -229,7 +272,11 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
 
     steps = recorded_steps(folder.batches)
     if step not in steps:
-        which = f"recorded are {steps}" if steps else "none is recorded; train with record_batches=all or record_batches.every=N"
+        which = (
+            f"recorded are {steps}"
+            if steps
+            else "none is recorded; train with record_batches=all or record_batches.every=N"
+        )
         raise BadInput(f"--step {step}: {run} has no recorded batch of this step; {which}")
     config: RunConfig = load_config(folder.config, [])
     try:
@@ -238,7 +285,10 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
             replays.starting_weights(folder, step)
             replays.write_request(folder, step, names)
             folder.forget("replay-rank")
-            print(f"replaying {len(corrections) + 1} corrections, each with a forward and a backward pass …", flush=True)
+            print(
+                f"replaying {len(corrections) + 1} corrections, each with a forward and a backward pass …",
+                flush=True,
+            )
             with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
                 supervisor.start(role("replay-rank", folder, config))
                 supervisor.wait_until_done("replay-rank")
@@ -247,7 +297,9 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
     except ValueError as error:
         raise BadInput(f"RUN {run}: {error}") from error
     result = replays.read_result(folder, step)
-    print(f"step {step} of {run}; ESS of ratios and of bounded weights; gradient of the {result['gradient_of']}, cosine to `disabled`")
+    print(
+        f"step {step} of {run}; ESS of ratios and of bounded weights; gradient of the {result['gradient_of']}, cosine to `disabled`"
+    )
     print(replays.table(result), flush=True)
     if plot:
         path = folder.figures / f"replay_step_{step:06d}.png"
@@ -290,8 +342,9 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
 
 
 def quiet_end() -> None:
-    """Keep a process's last words free of what libraries say of themselves while the interpreter is taken apart, such as nanobind's list of
-    514 leaked functions: they look like an error at the end of a healthy log. Tracebacks are printed before this."""
+    """Keep a process's last words free of what libraries say of themselves while the interpreter is taken
+    apart, such as nanobind's list of 514 leaked functions: they look like an error at the end of a healthy
+    log. Tracebacks are printed before this."""
 
     def silence() -> None:
         sys.stderr.flush()
@@ -310,7 +363,9 @@ def run_role(name: str, run: Path, node: int | None = None) -> None:
 
 def existing_run(run: Path) -> RunFolder:
     if not (run / "config.yaml").is_file():
-        raise BadInput(f"RUN: {run} is not a run folder (it has no config.yaml); runs/latest is the newest run")
+        raise BadInput(
+            f"RUN: {run} is not a run folder (it has no config.yaml); runs/latest is the newest run"
+        )
     return RunFolder(run.resolve())
 
 
@@ -322,7 +377,9 @@ def folder_of(config: RunConfig) -> RunFolder:
     try:
         folder.claim()
     except BlockingIOError:
-        raise BadInput(f"resume: {config.resume} is being run by another process; wait for it, or stop it first") from None
+        raise BadInput(
+            f"resume: {config.resume} is being run by another process; wait for it, or stop it first"
+        ) from None
     except ValueError as error:
         raise BadInput(f"launch.runs_dir: {error}") from error
     if config.resume is not None:
@@ -332,10 +389,14 @@ def folder_of(config: RunConfig) -> RunFolder:
     return folder
 
 
-def role(name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: int = 1, show_stdout: bool = False) -> Role:
+def role(
+    name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: int = 1, show_stdout: bool = False
+) -> Role:
     command = roles.command(name, folder, ranks=ranks)
     log, error = folder.logs / f"{name}.log", folder.error(name)
-    return Role(name=name, command=command, log=log, error=error, env=environment(config), show_stdout=show_stdout)
+    return Role(
+        name=name, command=command, log=log, error=error, env=environment(config), show_stdout=show_stdout
+    )
 
 
 def environment(config: RunConfig | SftConfig) -> dict[str, str]:
@@ -362,10 +423,15 @@ def _wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) ->
     what = f"{count} SGLang server{'s' if count > 1 else ''}"
     started = time.monotonic()
     supervisor.wait_for(
-        lambda: run_folder.read_servers(folder, serve_roles(config)) is not None and folder.read_address("sample") is not None,
+        lambda: (
+            run_folder.read_servers(folder, serve_roles(config)) is not None
+            and folder.read_address("sample") is not None
+        ),
         what=f"{what} and the sampler to be ready",
         timeout_s=config.launch.start_timeout_s,
-        while_waiting=_progress(f"starting {what} and the sampler (what they say: tandem logs {folder.path})"),
+        while_waiting=_progress(
+            f"starting {what} and the sampler (what they say: tandem logs {folder.path})"
+        ),
     )
     print(f"{what} and the sampler ready after {time.monotonic() - started:.0f} s", flush=True)
 
@@ -388,7 +454,8 @@ def _progress(text: str) -> Callable[[float], None]:
 
 
 def print_result(folder: RunFolder) -> None:
-    """What the run has reached, where it lies, and what one may do with it next; paths and commands hold in any folder."""
+    """What the run has reached, where it lies, and what one may do with it next; paths and commands hold in
+    any folder."""
     from trainer.tracking.mlflow_thread import tracking_uri, without_password
 
     summary = json.loads(folder.summary.read_text())
@@ -404,11 +471,17 @@ def print_result(folder: RunFolder) -> None:
     print(f"MLflow:      {_command('mlflow')} ui --backend-store-uri {shlex.quote(uri)}")
     print(f"all runs:    {_command('tandem')} list {shlex.quote(str(folder.path.parent))}")
     if folder.newest_checkpoint() is not None:
-        print(f"go on:       {_command('tandem')} resume {shlex.quote(str(folder.path))} steps={2 * summary['steps']}")
-    print(f"your own:    {_command('tandem')} init FOLDER writes a config, a reward and example data to begin with", flush=True)
+        print(
+            f"go on:       {_command('tandem')} resume {shlex.quote(str(folder.path))} steps={2 * summary['steps']}"
+        )
+    print(
+        f"your own:    {_command('tandem')} init FOLDER writes a config, a reward and example data to begin with",
+        flush=True,
+    )
 
 
 def _command(name: str) -> str:
-    """As it can be typed here: by its name where that is on the path, else in full, where it lies beside this interpreter."""
+    """As it can be typed here: by its name where that is on the path, else in full, where it lies beside this
+    interpreter."""
     beside = Path(sys.executable).with_name(name)
     return name if shutil.which(name) or not beside.exists() else str(beside)

@@ -1,4 +1,5 @@
-"""Where the roles of a run reach this host: one address for everything that listens here, and the interface that collectives use."""
+"""Where the roles of a run reach this host: one address for everything that listens here, and the interface
+that collectives use."""
 
 import os
 import socket
@@ -16,11 +17,13 @@ SOMEWHERE = ("203.0.113.1", 9)
 def own_address(nodes: NodesConfig | None) -> str:
     """The IPv4 address of this host in a run.
 
-    The loopback address where the run is on one machine; else that of ``nodes.interface``; else what this host's name stands for, unless
-    that is a loopback address; else the one that the default route leaves from.
+    The loopback address where the run is on one machine; else that of ``nodes.interface``; else what this
+    host's name stands for, unless that is a loopback address; else the one that the default route leaves
+    from.
 
     Raises:
-        ValueError: the interface has no address or does not exist here, or none is given and nothing leads to another host.
+        ValueError: the interface has no address or does not exist here, or none is given and nothing leads to
+        another host.
     """
     if nodes is None:
         return LOOPBACK
@@ -36,17 +39,26 @@ def own_address(nodes: NodesConfig | None) -> str:
 
 
 def role_environment(nodes: NodesConfig | None) -> dict[str, str]:
-    """What gloo, NCCL and tensorpipe of a role on this host are told, so that they use the interface of ``own_address``.
+    """What gloo, NCCL and tensorpipe of a role on this host are told, so that they use the interface of
+    ``own_address``.
 
-    On one machine that is the loopback interface, whatever the environment says: what they listen on has no password. On several,
-    without ``nodes.interface`` NCCL is left to find the fastest one by itself, and what the environment says already is kept.
+    On one machine that is the loopback interface, whatever the environment says: what they listen on has no
+    password. On several, without ``nodes.interface`` NCCL is left to find the fastest one by itself, and what
+    the environment says already is kept.
     """
     if nodes is None:
-        return dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _interface_with(LOOPBACK) or "lo")
+        return dict.fromkeys(
+            ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+            _interface_with(LOOPBACK) or "lo",
+        )
     if nodes.interface is not None:
-        return dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), nodes.interface) | {"NCCL_SOCKET_IFNAME": f"={nodes.interface}"}
+        return dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), nodes.interface) | {
+            "NCCL_SOCKET_IFNAME": f"={nodes.interface}"
+        }
     interface = _interface_with(own_address(nodes))
-    found = dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface) if interface is not None else {}
+    found = (
+        dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface) if interface is not None else {}
+    )
     return {name: value for name, value in found.items() if name not in os.environ}
 
 
@@ -58,7 +70,8 @@ def free_port(address: str) -> int:
 def _addresses() -> dict[str, list[str]]:
     """IPv4, by interface."""
     return {
-        name: [entry.address for entry in entries if entry.family == socket.AF_INET] for name, entries in psutil.net_if_addrs().items()
+        name: [entry.address for entry in entries if entry.family == socket.AF_INET]
+        for name, entries in psutil.net_if_addrs().items()
     }
 
 
@@ -67,7 +80,9 @@ def _address_of(interface: str) -> str:
     if found:
         return found[0]
     what = "has no IPv4 address" if found == [] else "does not exist"
-    raise ValueError(f"launch.nodes.interface: {interface} {what} on {socket.gethostname()}; use one of: {_interfaces_here()}")
+    raise ValueError(
+        f"launch.nodes.interface: {interface} {what} on {socket.gethostname()}; use one of: {_interfaces_here()}"
+    )
 
 
 def _interface_with(address: str) -> str | None:
@@ -75,7 +90,10 @@ def _interface_with(address: str) -> str | None:
 
 
 def _interfaces_here() -> str:
-    return ", ".join(f"{name} ({' '.join(found)})" for name, found in sorted(_addresses().items()) if found) or "none is up"
+    return (
+        ", ".join(f"{name} ({' '.join(found)})" for name, found in sorted(_addresses().items()) if found)
+        or "none is up"
+    )
 
 
 def _of_host_name() -> str | None:
@@ -85,7 +103,9 @@ def _of_host_name() -> str | None:
         return None
     # A name that stands for an address of another host (an old entry) is of no use either.
     here = {address for addresses in _addresses().values() for address in addresses}
-    return next((address for *_, (address, _) in found if address in here and not address.startswith("127.")), None)
+    return next(
+        (address for *_, (address, _) in found if address in here and not address.startswith("127.")), None
+    )
 
 
 def _of_default_route() -> str | None:

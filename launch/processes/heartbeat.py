@@ -1,14 +1,17 @@
-"""Signs of life: every role says what it is doing, and processes that are stopped (SIGSTOP) are found and ended.
+"""Signs of life: every role says what it is doing, and processes that are stopped (SIGSTOP) are found and
+ended.
 
     role (serve, sample, each learner rank)          supervisor, and `tandem status`
     Pulse, a thread ── roles/NAME.beat, every 10 s ──> what it is doing and since when, whether its processes use the CPU
        └─ looks at its own children                  Watch, a thread: looks at what the supervisor has started, such as torchrun
-    its guard, a process ── roles/NAME.stopped ──────> that the role itself was stopped (rollout/servers/session_guard.py)
+    its guard, a process ── roles/NAME.stopped ──────> that the role itself was stopped
+    (rollout/servers/session_guard.py)
 
-What ends a process is its state, never time alone: one that the kernel has stopped in ``heartbeat_timeout_s`` of looks in a row is killed.
-From then on it is a death like any other, which whoever waits for it sees at once. A process that runs is only told of, however slow it is:
-nobody can tell a long transfer from one that hangs. On several nodes pulses and guards look on each; what they say comes through the shared
-folder, maybe a minute late.
+What ends a process is its state, never time alone: one that the kernel has stopped in ``heartbeat_timeout_s``
+of looks in a row is killed. From then on it is a death like any other, which whoever waits for it sees at
+once. A process that runs is only told of, however slow it is: nobody can tell a long transfer from one that
+hangs. On several nodes pulses and guards look on each; what they say comes through the shared folder, maybe a
+minute late.
 """
 
 import contextlib
@@ -27,7 +30,8 @@ from launch.processes.run_folder import RunFolder, write_json
 
 BEAT_S = 10.0
 MISSED = 3
-"""Times BEAT_S between two looks after which nothing is concluded from the first: this process was stopped itself, with the others."""
+"""Times BEAT_S between two looks after which nothing is concluded from the first: this process was stopped
+itself, with the others."""
 BUSY = 0.2
 """Share of one core that counts as work; a poll or a beat takes less."""
 UNUSUAL = 3.0
@@ -87,7 +91,8 @@ def read_beats(folder: RunFolder) -> list[tuple[Beat, float]]:
 
 
 class StoppedProcesses:
-    """Finds processes that stay stopped, looked at every BEAT_S or so. A debugger's stop is another state, and counts as running."""
+    """Finds processes that stay stopped, looked at every BEAT_S or so. A debugger's stop is another state,
+    and counts as running."""
 
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic):
         self._timeout_s, self._clock = timeout_s, clock
@@ -131,7 +136,8 @@ def _name(process: psutil.Process) -> str:
 
 
 class Pulse:
-    """A role's own sign of life, while inside. A thread of its own: it goes on while the role waits in a collective."""
+    """A role's own sign of life, while inside. A thread of its own: it goes on while the role waits in a
+    collective."""
 
     def __init__(self, folder: RunFolder, name: str, *, timeout_s: float):
         self._file, self._who = beat_file(folder, name), in_words(name)
@@ -159,16 +165,22 @@ class Pulse:
 
     def _run(self) -> None:
         while True:
-            with contextlib.suppress(OSError, psutil.Error):  # a full disk, or a child that has just ended: the next beat will tell
+            with contextlib.suppress(
+                OSError, psutil.Error
+            ):  # a full disk, or a child that has just ended: the next beat will tell
                 self.beat()
             if self._over.wait(BEAT_S):
                 return
 
     def beat(self) -> None:
         children = self._me.children(recursive=True)
-        self._ended += self._stopped.end(children, lambda process: f"a process of {self._who}, {_name(process)}")
+        self._ended += self._stopped.end(
+            children, lambda process: f"a process of {self._who}, {_name(process)}"
+        )
         used, now = sum(map(_cpu_seconds, [self._me, *children])), time.monotonic()
-        share = max(used - self._cpu, 0.0) / max(now - self._cpu_at, 0.001)  # less than before: a child has ended
+        share = max(used - self._cpu, 0.0) / max(
+            now - self._cpu_at, 0.001
+        )  # less than before: a child has ended
         self._cpu, self._cpu_at = used, now
         beat = Beat(
             who=self._who, pid=self._me.pid, started=self._me.create_time(), host=socket.gethostname(), doing=self._doing,
@@ -222,7 +234,11 @@ class Watch:
         """What was stopped and has been killed, by whomever: the cause of whatever fails after it."""
         notes = sorted((self._folder.path / "roles").glob("*.stopped"))
         of_guards = [f"{in_words(note.stem)} {note.read_text()}" for note in notes]
-        return [*self._ended, *of_guards, *(line for beat, _ in read_beats(self._folder) for line in beat.ended)]
+        return [
+            *self._ended,
+            *of_guards,
+            *(line for beat, _ in read_beats(self._folder) for line in beat.ended),
+        ]
 
     def _run(self) -> None:
         while not self._over.wait(BEAT_S):
@@ -233,7 +249,12 @@ class Watch:
         beats = read_beats(self._folder)
         names = self._started()
         self._ended += self._stopped.end(names, names.__getitem__)
-        texts = [text for beat, written in beats for text in (self._slow(beat), self._silent(beat, written)) if text]
+        texts = [
+            text
+            for beat, written in beats
+            for text in (self._slow(beat), self._silent(beat, written))
+            if text
+        ]
         for text in texts[:LINES]:
             self._say(f"slow: {text}")
         if len(texts) > LINES:
@@ -248,9 +269,15 @@ class Watch:
         self._last[beat.who] = beat
         longest = self._longest.get((beat.who, beat.doing))
         usual = FIRST_TIME * self._timeout_s if longest is None else max(UNUSUAL * longest, self._timeout_s)
-        if now - beat.since <= usual or beat.doing in WAITING or not self._is_new((beat.who, beat.doing, beat.since)):
+        if (
+            now - beat.since <= usual
+            or beat.doing in WAITING
+            or not self._is_new((beat.who, beat.doing, beat.since))
+        ):
             return None
-        return f"{beat.who} has been {beat.words(now)}" + ("" if longest is None else f" (the longest so far took {longest:.0f} s)")
+        return f"{beat.who} has been {beat.words(now)}" + (
+            "" if longest is None else f" (the longest so far took {longest:.0f} s)"
+        )
 
     def _silent(self, beat: Beat, written: float) -> str | None:
         """Of a role whose beats do not come, by this host's clock alone; once."""
@@ -265,7 +292,9 @@ class Watch:
         process = _process_of(beat) if is_here else None
         state = f"its process is {_status(process)}" if process is not None else "its process is gone"
         what = state if is_here else "its node is down, or cut off from the shared folder"
-        return f"{beat.who} (pid {beat.pid} on {beat.host}) has not been heard of for {silent_s:.0f} s; {what}"
+        return (
+            f"{beat.who} (pid {beat.pid} on {beat.host}) has not been heard of for {silent_s:.0f} s; {what}"
+        )
 
     def _is_new(self, what: tuple[str, str, float]) -> bool:
         is_new = what not in self._told

@@ -1,7 +1,9 @@
-"""Which process of a run is on which node and which devices: arithmetic on the config alone, the same on every node.
+"""Which process of a run is on which node and which devices: arithmetic on the config alone, the same on
+every node.
 
-Nodes are counted within a side: the learner's from 0, and the servers' from 0. Learner ranks fill their nodes evenly, in order. Replicas
-fill the servers' nodes in order; one that is larger than a node takes several, each with an equal share of its tensor-parallel ranks.
+Nodes are counted within a side: the learner's from 0, and the servers' from 0. Learner ranks fill their nodes
+evenly, in order. Replicas fill the servers' nodes in order; one that is larger than a node takes several,
+each with an equal share of its tensor-parallel ranks.
 """
 
 from configs.schema import RunConfig, SftConfig
@@ -18,21 +20,38 @@ def serve_roles(config: RunConfig) -> list[str]:
 
 
 def servers(config: RunConfig) -> list[ServerShare]:
-    """Every replica's share on every node it takes, by replica. Raises ValueError where they do not fit; see ``check_placement``."""
+    """Every replica's share on every node it takes, by replica. Raises ValueError where they do not fit; see
+    ``check_placement``."""
     rollout, nodes = config.rollout, config.launch.nodes or NodesConfig()
-    first_gpu = config.layout.world_size if config.launch.nodes is None and config.launch.placement == "separate" else 0
+    first_gpu = (
+        config.layout.world_size
+        if config.launch.nodes is None and config.launch.placement == "separate"
+        else 0
+    )
     if nodes.rollout > rollout.replicas:
         spread = _whole(nodes.rollout, rollout.replicas, "launch.nodes.rollout", "rollout.replicas")
         ranks = _whole(rollout.tp, spread, "rollout.tp", "the nodes of a replica")
         return [
-            ServerShare(replica=r, node=r * spread + k, node_rank=k, num_nodes=spread, first_gpu=first_gpu, num_ranks=ranks)
+            ServerShare(
+                replica=r,
+                node=r * spread + k,
+                node_rank=k,
+                num_nodes=spread,
+                first_gpu=first_gpu,
+                num_ranks=ranks,
+            )
             for r in range(rollout.replicas)
             for k in range(spread)
         ]
     per_node = _whole(rollout.replicas, nodes.rollout, "rollout.replicas", "launch.nodes.rollout")
     return [
         ServerShare(
-            replica=r, node=r // per_node, node_rank=0, num_nodes=1, first_gpu=first_gpu + r % per_node * rollout.tp, num_ranks=rollout.tp
+            replica=r,
+            node=r // per_node,
+            node_rank=0,
+            num_nodes=1,
+            first_gpu=first_gpu + r % per_node * rollout.tp,
+            num_ranks=rollout.tp,
         )
         for r in range(rollout.replicas)
     ]
@@ -73,16 +92,20 @@ def check_gpus_of_job(config: RunConfig) -> list[str]:
     if asked is None:
         return []
     if config.launch.nodes is not None:
-        return [f"launch.slurm.gpus={asked} is of a run on one node; with launch.nodes set launch.nodes.gpus_per_node, and remove it"]
+        return [
+            f"launch.slurm.gpus={asked} is of a run on one node; with launch.nodes set launch.nodes.gpus_per_node, and remove it"
+        ]
     needed = _ranks_of_machine(config)
     if 0 < asked < needed:
-        return [f"launch.slurm.gpus={asked}, but learner (layout) and servers (rollout) take {needed}; ask for as many, or leave it out"]
+        return [
+            f"launch.slurm.gpus={asked}, but learner (layout) and servers (rollout) take {needed}; ask for as many, or leave it out"
+        ]
     return []
 
 
 def check_placement(config: RunConfig) -> list[str]:
-    """What does not fit, each in a sentence with field, value and fix; empty where all does. Of several nodes only: one machine's GPUs are
-    counted when they are taken (``checks``)."""
+    """What does not fit, each in a sentence with field, value and fix; empty where all does. Of several nodes
+    only: one machine's GPUs are counted when they are taken (``checks``)."""
     nodes = config.launch.nodes
     if nodes is None:
         return []
@@ -130,5 +153,7 @@ def _check_learner(config: RunConfig, nodes: NodesConfig) -> None:
 
 def _whole(count: int, parts: int, of: str, over: str) -> int:
     if count % parts:
-        raise ValueError(f"{of}: {count} cannot be spread evenly over {over}: {parts}; use a multiple of {parts}")
+        raise ValueError(
+            f"{of}: {count} cannot be spread evenly over {over}: {parts}; use a multiple of {parts}"
+        )
     return count // parts

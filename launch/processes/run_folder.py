@@ -1,17 +1,18 @@
 """The folder of a run: who writes what where. Everything a run leaves behind is inside it.
 
-    config.yaml        the resolved config, which every role reads       metrics.jsonl, console.log   one line per step
-    logs/ROLE.log      all that a role and its engine print              mlflow.db, mlartifacts/      of all runs, beside the run folders;
-                                                                         inside on file systems of a network; none with a tracking URI
-    roles/ROLE.json    a role's address, once it is ready                checkpoints/step_000010/     resumable
-                       (serve-0, serve-1, ... where servers are on several nodes)
-    roles/NAME.beat    what a role or a learner rank is doing, while it lives; NAME.stopped: it was stopped (launch/processes/heartbeat.py)
-    job.json           the Slurm job that runs it, or ran it last         restarts.json, train.sbatch   of Slurm, too
-    hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
-    export/            a checkpoint's weights, in the same format        mlflow_run_id                 which a resumed run goes on with
-    key.yaml           the key of the run, for its owner's eyes: servers and sampler refuse whoever does not know it
-    batches/           recorded steps, for `tandem replay`               replay/                       what it asks and finds
-    request.json       what to do, of `tandem eval`, `mismatch`, ...     metrics.lost.jsonl            of an attempt without a checkpoint
+config.yaml        the resolved config, which every role reads       metrics.jsonl, console.log   one line per step
+logs/ROLE.log      all that a role and its engine print              mlflow.db, mlartifacts/      of all runs, beside the run folders;
+                                                                     inside on file systems of a network; none
+                                                                     with a tracking URI
+roles/ROLE.json    a role's address, once it is ready                checkpoints/step_000010/     resumable
+                   (serve-0, serve-1, ... where servers are on several nodes)
+roles/NAME.beat    what a role or a learner rank is doing, while it lives; NAME.stopped: it was stopped (launch/processes/heartbeat.py)
+job.json           the Slurm job that runs it, or ran it last         restarts.json, train.sbatch   of Slurm, too
+hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
+export/            a checkpoint's weights, in the same format        mlflow_run_id                 which a resumed run goes on with
+key.yaml           the key of the run, for its owner's eyes: servers and sampler refuse whoever does not know it
+batches/           recorded steps, for `tandem replay`               replay/                       what it asks and finds
+request.json       what to do, of `tandem eval`, `mismatch`, ...     metrics.lost.jsonl            of an attempt without a checkpoint
 """
 
 import contextlib
@@ -91,7 +92,8 @@ class RunFolder:
         return self.path / "restarts.json"
 
     def run_key(self) -> RunKey:
-        """What whoever talks to this run's servers and sampler has to prove; made by the first who asks. See ``rollout.run_key``."""
+        """What whoever talks to this run's servers and sampler has to prove; made by the first who asks. See
+        ``rollout.run_key``."""
         return run_key(self.path / KEY)
 
     def address(self, role: str) -> Path:
@@ -101,7 +103,8 @@ class RunFolder:
         return self.path / "roles" / f"{role}.error"
 
     def report_error(self, role: str, error: BaseException) -> None:
-        """What ended ``role``, for the supervisor to show. The first of several ranks has the cause; the others lost a peer.
+        """What ended ``role``, for the supervisor to show. The first of several ranks has the cause; the
+        others lost a peer.
 
         Best effort: on a full disk the log has to do.
         """
@@ -111,7 +114,8 @@ class RunFolder:
                 file.write(f"{type(error).__name__}: {error}")
 
     def forget(self, role: str) -> None:
-        """For a role to call as it starts: nobody may talk to the servers of its last life, nor read its last error."""
+        """For a role to call as it starts: nobody may talk to the servers of its last life, nor read its last
+        error."""
         self.address(role).unlink(missing_ok=True)
         self.error(role).unlink(missing_ok=True)
 
@@ -134,7 +138,8 @@ class RunFolder:
         return newest is not None and is_valid(self.critic_checkpoints / newest.name)
 
     def has_final_model(self) -> bool:
-        """Whether ``hf/`` is of the newest step: a run that was resumed and stopped has checkpoints that are newer."""
+        """Whether ``hf/`` is of the newest step: a run that was resumed and stopped has checkpoints that are
+        newer."""
         newest = self.newest_checkpoint()
         if not self.hf.is_dir() or not self.summary.is_file():
             return False
@@ -143,7 +148,8 @@ class RunFolder:
     def claim(self) -> None:
         """Make this process the one that runs the folder; the lock goes with the process.
 
-        Where an earlier attempt ended before its first checkpoint, the run begins anew, and what that attempt logged is put aside.
+        Where an earlier attempt ended before its first checkpoint, the run begins anew, and what that attempt
+        logged is put aside.
 
         Raises:
             BlockingIOError: another process is running it.
@@ -153,8 +159,12 @@ class RunFolder:
         self._held.append(locked(self.path / "roles" / "lock"))
         for file in (self.path / "roles").glob("*.*"):
             file.unlink()
-        (self.path / KEY).unlink(missing_ok=True)  # each start has its own: a log shown to others tells nothing of the next
-        if not step_folders(self.checkpoints):  # where all are damaged, the learner says so, and nothing begins anew
+        (self.path / KEY).unlink(
+            missing_ok=True
+        )  # each start has its own: a log shown to others tells nothing of the next
+        if not step_folders(
+            self.checkpoints
+        ):  # where all are damaged, the learner says so, and nothing begins anew
             self.put_metrics_aside()
 
     def put_metrics_aside(self) -> None:
@@ -179,18 +189,23 @@ class RunFolder:
         except FileNotFoundError:
             return None
 
-    def wait_for_address(self, role: str, *, timeout_s: float, alive: Callable[[], None] = lambda: None) -> dict:
+    def wait_for_address(
+        self, role: str, *, timeout_s: float, alive: Callable[[], None] = lambda: None
+    ) -> dict:
         deadline = time.monotonic() + timeout_s
         while (address := self.read_address(role)) is None:
             alive()
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the {role} role did not report its address in {self.path} within {timeout_s:.0f} s")
+                raise TimeoutError(
+                    f"the {role} role did not report its address in {self.path} within {timeout_s:.0f} s"
+                )
             time.sleep(0.1)
         return address
 
 
 def read_servers(folder: RunFolder, names: Sequence[str]) -> list[str] | None:
-    """The addresses of all replicas, in order, as the serve roles of those names report them; None until all have."""
+    """The addresses of all replicas, in order, as the serve roles of those names report them; None until all
+    have."""
     reported = [folder.read_address(name) for name in names]
     return None if None in reported else [url for address in reported for url in address["urls"]]
 
@@ -198,7 +213,8 @@ def read_servers(folder: RunFolder, names: Sequence[str]) -> list[str] | None:
 def wait_for_servers(
     folder: RunFolder, names: Sequence[str], *, timeout_s: float, alive: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """``read_servers`` once all of them are there; ``alive`` is called again and again until then, and ends the wait by raising.
+    """``read_servers`` once all of them are there; ``alive`` is called again and again until then, and ends
+    the wait by raising.
 
     Raises:
         TimeoutError: it names the roles that are missing, with what they left behind.
@@ -224,7 +240,8 @@ def _trace(folder: RunFolder, name: str) -> str:
 
 
 def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
-    """A new folder ``runs_dir/name-DATE-TIME`` with the resolved config. Raises ConfigError where it cannot be written."""
+    """A new folder ``runs_dir/name-DATE-TIME`` with the resolved config. Raises ConfigError where it cannot
+    be written."""
     folder = RunFolder(new_path(runs_dir, name))
     with _writing_in("launch.runs_dir", runs_dir):
         write_text(folder.config, config_yaml)
@@ -232,7 +249,8 @@ def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
 
 
 def change_config(folder: RunFolder, config_yaml: str) -> None:
-    """Of a run that is resumed. Raises ConfigError where it cannot be written; then the run has the one it had."""
+    """Of a run that is resumed. Raises ConfigError where it cannot be written; then the run has the one it
+    had."""
     with _writing_in("resume", folder.path):
         write_text(folder.config, config_yaml)
 
@@ -252,17 +270,21 @@ def new_path(runs_dir: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def _writing_in(field: str, folder: Path) -> Iterator[None]:
-    """What ``check_can_be_made`` could not foresee: a disk that is full, a name that is too long, a folder made in the meantime."""
+    """What ``check_can_be_made`` could not foresee: a disk that is full, a name that is too long, a folder
+    made in the meantime."""
     try:
         yield
     except OSError as error:
         said = f"the run folder cannot be written: {error}"
         fix = "give a folder that can be written to, on a disk that is not full"
-        raise ConfigError([Problem(where="config", field=field, value=str(folder), error=said, fix=fix)]) from error
+        raise ConfigError(
+            [Problem(where="config", field=field, value=str(folder), error=said, fix=fix)]
+        ) from error
 
 
 def check_can_be_made(field: str, folder: Path) -> None:
-    """Whether ``folder``, the value of ``field``, is a folder that can be written to, or can become one. Leaves nothing behind.
+    """Whether ``folder``, the value of ``field``, is a folder that can be written to, or can become one.
+    Leaves nothing behind.
 
     Raises:
         ValueError: naming the field, the value, what is in its way and the fix.
@@ -272,7 +294,8 @@ def check_can_be_made(field: str, folder: Path) -> None:
     try:
         with contextlib.suppress(FileNotFoundError):
             absolute.lstat()  # a name may be too long
-        # Permissions alone say nothing of read-only file systems, or to root. On Linux the file never has a name.
+        # Permissions alone say nothing of read-only file systems, or to root. On Linux the file never has a
+        # name.
         with tempfile.TemporaryFile(dir=nearest):
             pass
     except OSError as error:
@@ -302,7 +325,8 @@ def locked(path: Path) -> TextIO:
 
 
 def point_latest(folder: RunFolder) -> None:
-    """``latest``, beside the training runs, is the newest of them; replaced by a rename, so that it always points somewhere."""
+    """``latest``, beside the training runs, is the newest of them; replaced by a rename, so that it always
+    points somewhere."""
     fresh = folder.path.parent / f".latest-{os.getpid()}"
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.path.name)

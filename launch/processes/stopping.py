@@ -1,4 +1,5 @@
-"""How a run is asked to stop, and what comes of it. The run folder carries the words between supervisor and learner, wherever they are.
+"""How a run is asked to stop, and what comes of it. The run folder carries the words between supervisor and
+learner, wherever they are.
 
     roles/stop.json      {"reason"}          a stop is asked for: by the supervisor, or by a learner rank that got SIGTERM itself
     roles/stopped.json   {"step", "reason"}  what the learner says as its last word: the newest step, of which there is a checkpoint
@@ -6,12 +7,15 @@
 
     whoever wants the run to stop ── SIGUSR1, SIGTERM ──> supervisor ── stop.json ──> learner, rank 0 (looks while it waits for samples)
     Slurm ── SIGTERM to everything ──> learner ranks ───────────────── stop.json ──┘      │
-                                                                                          ├─ drops the step that waits, or finishes it
+                                                                                          ├─ drops the step
+                                                                                          that waits, or
+                                                                                          finishes it
     exit code 75, or requeued  <── supervisor, when the learner has ended <── stopped.json ┴─ writes a checkpoint
 
-A rank gets SIGTERM twice where Slurm sends it to everything (torchrun, which got it too, passes it on): it counts as one request.
-Torchrun also sends SIGTERM to its ranks when it fails itself. They stop in the same way, with a checkpoint, but the run has failed: the
-supervisor takes it for a stop only if somebody else asked, torchrun says that it got the signal, or it ended well.
+A rank gets SIGTERM twice where Slurm sends it to everything (torchrun, which got it too, passes it on): it
+counts as one request. Torchrun also sends SIGTERM to its ranks when it fails itself. They stop in the same
+way, with a checkpoint, but the run has failed: the supervisor takes it for a stop only if somebody else
+asked, torchrun says that it got the signal, or it ended well.
 """
 
 import contextlib
@@ -88,18 +92,22 @@ def read_stopped(folder: RunFolder) -> Stopped | None:
     return Stopped(**found) if found is not None else None
 
 
-# --------------------------------------------------------------------------------------------------------------- the supervisor
+# ---------------------------------------------------------------------------------------------------------------
+# the supervisor
 
 
-def wait_for_learner(supervisor: Supervisor, signals: "StopSignals", *, timeout_s: float, names: Sequence[str] = ("learn",)) -> Outcome:
-    """Inside ``signals``: wait until the learner's roles, one for each of its nodes, have ended, and pass requests to stop on to them.
+def wait_for_learner(
+    supervisor: Supervisor, signals: "StopSignals", *, timeout_s: float, names: Sequence[str] = ("learn",)
+) -> Outcome:
+    """Inside ``signals``: wait until the learner's roles, one for each of its nodes, have ended, and pass
+    requests to stop on to them.
 
-    SIGUSR1 and the first SIGTERM ask for a stop; until the learner can heed one (it is still starting), and on the second SIGTERM, they
-    are KeyboardInterrupt, as Ctrl-C is. Where a role of the rollout side has failed the learner, which is well, is asked to stop too, so
-    that its last complete step is not lost.
+    SIGUSR1 and the first SIGTERM ask for a stop; until the learner can heed one (it is still starting), and
+    on the second SIGTERM, they are KeyboardInterrupt, as Ctrl-C is. Where a role of the rollout side has
+    failed the learner, which is well, is asked to stop too, so that its last complete step is not lost.
 
-    timeout_s: from the request to the learner's end. When it has passed: KeyboardInterrupt, or after a failure RoleFailed.
-    Raises RoleFailed when the learner has failed, or any other role before it.
+    timeout_s: from the request to the learner's end. When it has passed: KeyboardInterrupt, or after a
+    failure RoleFailed. Raises RoleFailed when the learner has failed, or any other role before it.
     """
     folder = signals.folder
     failure: RoleFailed | None = None
@@ -109,7 +117,9 @@ def wait_for_learner(supervisor: Supervisor, signals: "StopSignals", *, timeout_
             with _cause_named(supervisor, folder, names):
                 _check_learner(supervisor, folder, names)
             failure = _failure_of_others(supervisor, folder, names)
-            reason = signals.reason or (failure and str(failure).splitlines()[0].rstrip(".")) or signals.look()
+            reason = (
+                signals.reason or (failure and str(failure).splitlines()[0].rstrip(".")) or signals.look()
+            )
             if reason:
                 asked_at = time.monotonic()
                 request_stop(folder, reason)
@@ -124,7 +134,11 @@ def wait_for_learner(supervisor: Supervisor, signals: "StopSignals", *, timeout_
     if failure is None and stopped is not None and not _was_asked_for(supervisor, signals, names):
         failure = next(supervisor.failure(name) for name in names if supervisor.exit_code(name) != 0)
     if failure is not None:
-        kept = f"\nThe learner was well: a checkpoint of step {stopped.step}, the last complete one, is there." if stopped else ""
+        kept = (
+            f"\nThe learner was well: a checkpoint of step {stopped.step}, the last complete one, is there."
+            if stopped
+            else ""
+        )
         raise RoleFailed(f"{failure}{kept}")
     if stopped is not None:  # whatever the exit code: torchrun's own is 1 when it got SIGTERM too
         return stopped
@@ -134,17 +148,20 @@ def wait_for_learner(supervisor: Supervisor, signals: "StopSignals", *, timeout_
 
 
 def _was_asked_for(supervisor: Supervisor, signals: "StopSignals", names: Sequence[str]) -> bool:
-    """Whether a stop that the learner has heeded was a request. A torchrun that fails sends SIGTERM to its ranks, too."""
+    """Whether a stop that the learner has heeded was a request. A torchrun that fails sends SIGTERM to its
+    ranks, too."""
     if signals.reason is not None or not (stop_reason(signals.folder) or "").startswith(SIGTERM_TO_RANK):
         return True
     return all(
-        supervisor.exit_code(name) == 0 or TERMINATED_AGENT.search(supervisor.last_lines(name, AGENT_LINES)) for name in names
+        supervisor.exit_code(name) == 0 or TERMINATED_AGENT.search(supervisor.last_lines(name, AGENT_LINES))
+        for name in names
     )
 
 
 @contextlib.contextmanager
 def _cause_named(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]) -> Iterator[None]:
-    """A learner that has lost a server or the sample role ends too, maybe before its role has noticed: that one's failure comes first."""
+    """A learner that has lost a server or the sample role ends too, maybe before its role has noticed: that
+    one's failure comes first."""
     try:
         yield
     except RoleFailed as loss:
@@ -186,8 +203,8 @@ def _heeds(folder: RunFolder) -> bool:
 
 
 class StopSignals:
-    """While inside, SIGUSR1 and SIGTERM are requests to a learner that can heed one, and KeyboardInterrupt before it can. A context
-    manager, of the main thread, to be inside of when the learner is started."""
+    """While inside, SIGUSR1 and SIGTERM are requests to a learner that can heed one, and KeyboardInterrupt
+    before it can. A context manager, of the main thread, to be inside of when the learner is started."""
 
     def __init__(self, folder: RunFolder):
         self.folder = folder
@@ -196,7 +213,9 @@ class StopSignals:
         self._looked_at = -LOOK_EVERY_S
 
     def __enter__(self) -> "StopSignals":
-        self._previous = {number: signal.signal(number, self._take) for number in (signal.SIGTERM, signal.SIGUSR1)}
+        self._previous = {
+            number: signal.signal(number, self._take) for number in (signal.SIGTERM, signal.SIGUSR1)
+        }
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -218,14 +237,17 @@ class StopSignals:
         return stop_reason(self.folder)
 
 
-# ------------------------------------------------------------------------------------------------------------------ the learner
+# ------------------------------------------------------------------------------------------------------------------
+# the learner
 
 
 class StopListener:
-    """A learner rank's ear for requests to stop. For the main thread to make, once, before anything else of the rank.
+    """A learner rank's ear for requests to stop. For the main thread to make, once, before anything else of
+    the rank.
 
-    SIGTERM becomes stop.json by a thread of its own, at once, even while the main thread waits in a collective, as all ranks but the first
-    do while samples are made. Where the supervisor ends everything, or torchrun the peers of a rank that failed, it is KeyboardInterrupt.
+    SIGTERM becomes stop.json by a thread of its own, at once, even while the main thread waits in a
+    collective, as all ranks but the first do while samples are made. Where the supervisor ends everything, or
+    torchrun the peers of a rank that failed, it is KeyboardInterrupt.
     """
 
     def __init__(self, folder: RunFolder, *, is_first_rank: bool):
@@ -233,7 +255,11 @@ class StopListener:
         self._reason: str | None = None
         self._looked_at = -LOOK_EVERY_S
         if is_first_rank:  # of an earlier life, where no supervisor has cleared the folder
-            for file in (*map(folder.address, ("stop", "stopped", "learn")), folder.error("learn"), ending(folder)):
+            for file in (
+                *map(folder.address, ("stop", "stopped", "learn")),
+                folder.error("learn"),
+                ending(folder),
+            ):
                 file.unlink(missing_ok=True)
         self._awake, wake = socket.socketpair()
         wake.setblocking(False)
@@ -260,5 +286,7 @@ class StopListener:
         while numbers := self._awake.recv(64):
             if signal.SIGTERM in numbers and not self._is_end():
                 self._reason = self._reason or f"{SIGTERM_TO_RANK} {os.environ.get('RANK', '0')}"
-                with contextlib.suppress(OSError):  # a full disk: rank 0 has got the signal too, or torchrun ends this rank
+                with contextlib.suppress(
+                    OSError
+                ):  # a full disk: rank 0 has got the signal too, or torchrun ends this rank
                     request_stop(self._folder, self._reason)

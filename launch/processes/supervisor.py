@@ -1,9 +1,11 @@
-"""Starts roles as process groups of their own, watches them, and ends every process of every group, whatever happens.
+"""Starts roles as process groups of their own, watches them, and ends every process of every group, whatever
+happens.
 
-Who ends whom: the supervisor ends a role's whole group (SIGTERM, grace, SIGKILL) when it finishes itself, when any role
-fails, or on Ctrl-C; if the supervisor dies, the kernel sends each role SIGTERM (PR_SET_PDEATHSIG). What a dead process of a role
-leaves behind in a session of its own (a torchrun rank's checkpoint writer) becomes a child of the supervisor, which is the
-"subreaper" of its descendants, and is ended with the rest. How SIGTERM can be a request to stop instead: launch/processes/stopping.py.
+Who ends whom: the supervisor ends a role's whole group (SIGTERM, grace, SIGKILL) when it finishes itself,
+when any role fails, or on Ctrl-C; if the supervisor dies, the kernel sends each role SIGTERM
+(PR_SET_PDEATHSIG). What a dead process of a role leaves behind in a session of its own (a torchrun rank's
+checkpoint writer) becomes a child of the supervisor, which is the "subreaper" of its descendants, and is
+ended with the rest. How SIGTERM can be a request to stop instead: launch/processes/stopping.py.
 """
 
 import contextlib
@@ -39,12 +41,14 @@ class RoleFailed(RuntimeError):
 
 
 class Interrupted(RuntimeError):
-    """Ctrl-C or SIGTERM, after everything has been stopped (KeyboardInterrupt itself would be typer's to handle)."""
+    """Ctrl-C or SIGTERM, after everything has been stopped (KeyboardInterrupt itself would be typer's to
+    handle)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """One process to start. ``stdout`` to the terminal (the learner's step lines) or, like stderr always, into ``log``."""
+    """One process to start. ``stdout`` to the terminal (the learner's step lines) or, like stderr always,
+    into ``log``."""
 
     name: str
     command: Sequence[str]
@@ -76,15 +80,21 @@ class Supervisor:
     """A context manager: leaving it, on any path, leaves no process behind."""
 
     def __init__(self, *, grace_s: float, ending: Path | None = None):
-        """ending: a file to make before the roles are ended; to a learner SIGTERM is a request to stop until it is there."""
+        """ending: a file to make before the roles are ended; to a learner SIGTERM is a request to stop until
+        it is there."""
         self._grace_s, self._ending = grace_s, ending
         self._running: dict[str, _Running] = {}
 
     def __enter__(self) -> "Supervisor":
         # A closed terminal (SIGHUP) ends a run like Ctrl-C, unless nohup had it ignored.
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            print(f"started in the background, where Ctrl-C does nothing: `kill {os.getpid()}` ends this", flush=True)
-        stops = [signal.SIGTERM, signal.SIGUSR1] + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN)
+            print(
+                f"started in the background, where Ctrl-C does nothing: `kill {os.getpid()}` ends this",
+                flush=True,
+            )
+        stops = [signal.SIGTERM, signal.SIGUSR1] + [signal.SIGHUP] * (
+            signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+        )
         self._on_interrupt = signal.getsignal(signal.SIGINT)
         self._previous = {number: signal.signal(number, _raise_interrupt) for number in stops}
         self._was_subreaper = ctypes.c_int()
@@ -122,20 +132,29 @@ class Supervisor:
         self._running[role.name] = _Running(role=role, process=process, log_start=log_start)
 
     def wait_for(
-        self, condition: Callable[[], bool], *, what: str, timeout_s: float, while_waiting: Callable[[float], None] = lambda waited: None
+        self,
+        condition: Callable[[], bool],
+        *,
+        what: str,
+        timeout_s: float,
+        while_waiting: Callable[[float], None] = lambda waited: None,
     ) -> None:
-        """Return once ``condition()`` holds; raise RoleFailed if a role ends first, well or not, or the deadline passes."""
+        """Return once ``condition()`` holds; raise RoleFailed if a role ends first, well or not, or the
+        deadline passes."""
         started = time.monotonic()
         while not condition():
             self.check(may_end=())
             waited = time.monotonic() - started
             if waited > timeout_s:
-                raise RoleFailed(f"waited {timeout_s:.0f} s for {what}; raise launch.start_timeout_s if it only needs longer")
+                raise RoleFailed(
+                    f"waited {timeout_s:.0f} s for {what}; raise launch.start_timeout_s if it only needs longer"
+                )
             while_waiting(waited)
             time.sleep(POLL_S)
 
     def wait_until_done(self, name: str) -> None:
-        """Return when role ``name`` has ended well; raise RoleFailed when it, or any other role before it, has failed."""
+        """Return when role ``name`` has ended well; raise RoleFailed when it, or any other role before it,
+        has failed."""
         process = self._running[name].process
         while process.poll() is None:
             self.check(may_end=(name, "sample"))
@@ -158,7 +177,8 @@ class Supervisor:
         return self._running[name].process.poll()
 
     def failure(self, name: str) -> RoleFailed:
-        """That this role has ended, and all that is known of it: which process, how, and its last words in this life."""
+        """That this role has ended, and all that is known of it: which process, how, and its last words in
+        this life."""
         running = self._running[name]
         code = running.process.poll()
         which = f" ({running.role.program}, pid {running.process.pid})" if code < 0 else ""
@@ -169,14 +189,22 @@ class Supervisor:
         """Of the role's log, as far as this life wrote it."""
         return self._running[name].last_lines(lines)
 
-    def check(self, may_end: Sequence[str], *, among: Sequence[str] | None = None, but_not: Sequence[str] = ()) -> None:
-        """Raise RoleFailed for the first role that has ended; those of ``may_end`` (sample is told to stop) may have, with code 0.
+    def check(
+        self, may_end: Sequence[str], *, among: Sequence[str] | None = None, but_not: Sequence[str] = ()
+    ) -> None:
+        """Raise RoleFailed for the first role that has ended; those of ``may_end`` (sample is told to stop)
+        may have, with code 0.
 
         Looks ``among`` these roles (None: all), but not at those of ``but_not``.
         """
         for name, running in self._running.items():
             code = running.process.poll()
-            if code is None or (code == 0 and name in may_end) or name in but_not or (among is not None and name not in among):
+            if (
+                code is None
+                or (code == 0 and name in may_end)
+                or name in but_not
+                or (among is not None and name not in among)
+            ):
                 continue
             raise self.failure(name)
 
@@ -196,7 +224,9 @@ class Supervisor:
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
         deadline = time.monotonic() + max(self._grace_s, KILL_TIMEOUT_S)
-        while (left := self._descendants()) and time.monotonic() < deadline:  # again: a killed process hands its children over to us
+        while (
+            left := self._descendants()
+        ) and time.monotonic() < deadline:  # again: a killed process hands its children over to us
             kill(left)
         self._running.clear()
 
@@ -219,7 +249,8 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Not sys.exit: a thread that still waits for a server or a peer would keep this rank, and so the run, alive for minutes.
+    """Not sys.exit: a thread that still waits for a server or a peer would keep this rank, and so the run,
+    alive for minutes.
 
     Nobody else cleans up then: child processes (a checkpoint's writers) are ended here.
     """
@@ -236,7 +267,8 @@ DEAD_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (
 
 
 def _cause(running: _Running) -> str:
-    """The ranks that torchrun saw killed, which leave no words, and those of the role, where it left any; else its log's end."""
+    """The ranks that torchrun saw killed, which leave no words, and those of the role, where it left any;
+    else its log's end."""
     role = running.role
     try:
         words = role.error.read_text() if role.error is not None else ""

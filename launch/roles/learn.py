@@ -1,4 +1,5 @@
-"""The learn role: one Megatron rank, from its parts to its export. ``trainer/loop.py`` is what happens in between."""
+"""The learn role: one Megatron rank, from its parts to its export. ``trainer/loop.py`` is what happens in
+between."""
 
 import contextlib
 import gc
@@ -53,7 +54,9 @@ def learn(folder: RunFolder, doing: Callable[[str], None] = lambda what: None) -
                 started = time.perf_counter()
                 evaluate_before(run)
                 train(run)
-                run.weight_sync.probe(run.config.rollout.temperature)  # of the last update, which nothing was sampled from
+                run.weight_sync.probe(
+                    run.config.rollout.temperature
+                )  # of the last update, which nothing was sampled from
                 run.turns.learners()
                 doing("export")
             trained = time.perf_counter()
@@ -70,7 +73,9 @@ def learn(folder: RunFolder, doing: Callable[[str], None] = lambda what: None) -
             report_stopped(folder, Stopped(step=run.checkpointer.complete, reason=str(interruption)))
         dist.barrier()  # the first rank has closed its tracker: torchrun ends the others as soon as one of them has failed
         if is_stop:
-            exit_now(0)  # the sample role may be busy for long with what nobody takes any more: the supervisor ends it
+            exit_now(
+                0
+            )  # the sample role may be busy for long with what nobody takes any more: the supervisor ends it
         raise
     end_run(run)
 
@@ -110,7 +115,8 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
         control,
         rollout_dtype=config.rollout.dtype,
         tensor_parallel=config.rollout.tp,
-        # NCCL refuses two ranks of a group on one GPU; gloo takes a GPU's tensors through host memory. Not run on GPUs by this project.
+        # NCCL refuses two ranks of a group on one GPU; gloo takes a GPU's tensors through host memory. Not
+        # run on GPUs by this project.
         backend="gloo" if colocated else collective_backend(),
         temperature=config.rollout.temperature,
         probe_prompt=PROBE_PROMPT,
@@ -142,10 +148,15 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
 
 
 def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int | None) -> None:
-    """What an earlier attempt has left of steps that are done again, and of writes it was killed in: each as large as the model.
+    """What an earlier attempt has left of steps that are done again, and of writes it was killed in: each as
+    large as the model.
 
     No supervisor may have cleared the folder. It is this run's alone: no other learner is writing there."""
-    for parent, name in ((folder.checkpoints, "step_*"), (folder.critic_checkpoints, "step_*"), (folder.path, folder.hf.name)):
+    for parent, name in (
+        (folder.checkpoints, "step_*"),
+        (folder.critic_checkpoints, "step_*"),
+        (folder.path, folder.hf.name),
+    ):
         remove_leftovers(parent, name)
     recorder.forget_after(resumed_from or 0)
     if resumed_from is None:
@@ -153,16 +164,19 @@ def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int
 
 
 def compare_engines(run: "Run") -> None:
-    """Before the first step: the servers get the weights of a resumed run, or rounded ones, or where they lent their memory to the learner;
-    then they must give the learner's log-probs.
+    """Before the first step: the servers get the weights of a resumed run, or rounded ones, or where they
+    lent their memory to the learner; then they must give the learner's log-probs.
 
-    Servers that have outlived the learner of an earlier attempt get the weights too, unless they still hold those of the start."""
+    Servers that have outlived the learner of an earlier attempt get the weights too, unless they still hold
+    those of the start."""
     sends = run.first_step > 1 or run.config.rollout.quantization == "fake_int8" or run.turns.are_shared
     run.weight_sync.take_over(sends=sends)
     gap = run.weight_sync.probe(START_PROBE_TEMPERATURE)
     if run.tracker is not None:
         probe = f"a probe prompt, sampled at its own temperature of {START_PROBE_TEMPERATURE}"
-        run.tracker.say(f"before the first step, learner and servers agree: log-probs of {probe}, differ by {gap:.1e} nats at most")
+        run.tracker.say(
+            f"before the first step, learner and servers agree: log-probs of {probe}, differ by {gap:.1e} nats at most"
+        )
 
 
 def end_run(run: "Run") -> None:
@@ -176,8 +190,9 @@ def end_run(run: "Run") -> None:
 
 
 def wait_for_rollout(folder: RunFolder, config: RunConfig) -> None:
-    """Return when servers and sample role are ready. Every rank looks for itself: one that waited for rank 0 in a collective would give up
-    after ``collective_timeout_s``, however long the servers may take to start."""
+    """Return when servers and sample role are ready. Every rank looks for itself: one that waited for rank 0
+    in a collective would give up after ``collective_timeout_s``, however long the servers may take to start.
+    """
     wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)
     folder.wait_for_address("sample", timeout_s=config.launch.start_timeout_s)
 
@@ -190,14 +205,19 @@ def _connect(folder: RunFolder, config: RunConfig):
     timeout_s = config.launch.start_timeout_s
     urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s)
     address = folder.wait_for_address("sample", timeout_s=timeout_s)["address"]
-    limits = {"timeout_s": _patience_s(config), "peer_timeout_s": config.launch.peer_timeout_s, "key": folder.run_key()}
+    limits = {
+        "timeout_s": _patience_s(config),
+        "peer_timeout_s": config.launch.peer_timeout_s,
+        "key": folder.run_key(),
+    }
     remote = RemoteSampler(address, **limits)
     control = SGLangControl(urls, tensor_parallel=config.rollout.tp, **limits)
     return remote, control
 
 
 def _connect_and_make_room(folder: RunFolder, config: RunConfig):
-    """The same before there is a learner, which shares the servers' devices: they have given their memory back at return, on all ranks."""
+    """The same before there is a learner, which shares the servers' devices: they have given their memory
+    back at return, on all ranks."""
     import torch.distributed as dist
 
     from trainer.ranks.totals import on_first_rank
@@ -209,5 +229,6 @@ def _connect_and_make_room(folder: RunFolder, config: RunConfig):
 
 
 def _patience_s(config: RunConfig) -> float:
-    """With the rollout side: less than that of the ranks which wait in a collective meanwhile, so that they hear what has failed."""
+    """With the rollout side: less than that of the ranks which wait in a collective meanwhile, so that they
+    hear what has failed."""
     return 0.9 * config.launch.collective_timeout_s

@@ -2,11 +2,13 @@
 
 ``python -m launch.roles.rendezvous`` takes torchrun's arguments and ``--rdzv-backend=tandem``.
 
-torchrun's own rendezvous (``--standalone``, c10d) listens on every interface without a password, and unpickles what its store holds:
-whoever reaches the port runs code in the run. Here nothing is unpickled, and
+torchrun's own rendezvous (``--standalone``, c10d) listens on every interface without a password, and
+unpickles what its store holds: whoever reaches the port runs code in the run. Here nothing is unpickled, and
 
-- on one node nothing listens: the ranks' store is a file in memory, which no other user can open and which goes with torchrun;
-- on several nodes the store listens on the one address that the others were given. It has no password: see launch/README.md.
+- on one node nothing listens: the ranks' store is a file in memory, which no other user can open and which
+  goes with torchrun;
+- on several nodes the store listens on the one address that the others were given. It has no password: see
+  launch/README.md.
 """
 
 import os
@@ -78,10 +80,19 @@ class OneNode(_Rendezvous):
 
 
 class SeveralNodes(_Rendezvous):
-    """An agent per node. The host's is node 0 and holds the store, which the ranks use too; the others are numbered as they come."""
+    """An agent per node. The host's is node 0 and holds the store, which the ranks use too; the others are
+    numbered as they come."""
 
     def __init__(
-        self, run_id: str, *, host: str, port: int, nodes: int, is_host: bool, timeout_s: float, own_address: str | None = None
+        self,
+        run_id: str,
+        *,
+        host: str,
+        port: int,
+        nodes: int,
+        is_host: bool,
+        timeout_s: float,
+        own_address: str | None = None,
     ) -> None:
         super().__init__(run_id)
         self._host, self._port, self._nodes, self._is_host = host, port, nodes, is_host
@@ -101,7 +112,9 @@ class SeveralNodes(_Rendezvous):
         store = dist.PrefixStore(self._run_id, self._open())
         node = 0 if self._is_host else store.add("agents", 1)
         if node >= self._nodes:
-            raise RendezvousTimeoutError(f"{self._nodes} nodes have met at {self._host}:{self._port} already; this one is too many")
+            raise RendezvousTimeoutError(
+                f"{self._nodes} nodes have met at {self._host}:{self._port} already; this one is too many"
+            )
         store.set(f"agent/{node}", b"")
         everyone = [f"agent/{number}" for number in range(self._nodes)]
         try:
@@ -117,13 +130,25 @@ class SeveralNodes(_Rendezvous):
     def _open(self) -> dist.TCPStore:
         # A store listens on every interface, unless it is handed a socket that listens already.
         listening = self._listen().detach() if self._is_host else None
-        return dist.TCPStore(self._host, self._port, None, self._is_host, self._timeout, wait_for_workers=False, master_listen_fd=listening)
+        return dist.TCPStore(
+            self._host,
+            self._port,
+            None,
+            self._is_host,
+            self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
 
     def _listen(self) -> socket.socket:
         listening = socket.create_server((self._own_address, self._port))
-        if (address := listening.getsockname()[0]).startswith("127.") and not self._own_address.startswith("127."):
+        if (address := listening.getsockname()[0]).startswith("127.") and not self._own_address.startswith(
+            "127."
+        ):
             listening.close()
-            raise OSError(f"{self._own_address} stands for {address} on this host, where no other node comes; give --local-addr=ADDRESS")
+            raise OSError(
+                f"{self._own_address} stands for {address} on this host, where no other node comes; give --local-addr=ADDRESS"
+            )
         return listening
 
 

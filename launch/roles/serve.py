@@ -17,7 +17,8 @@ from rollout.servers.share import ServerShare
 
 
 def serve(folder: RunFolder, node: int = 0, doing: Callable[[str], None] = lambda what: None) -> None:
-    """Start the SGLang servers of one node, announce them when they are healthy, watch them until SIGTERM; all are gone at return."""
+    """Start the SGLang servers of one node, announce them when they are healthy, watch them until SIGTERM;
+    all are gone at return."""
     config: RunConfig = load_config(folder.config, [])
     shares = shares_of(folder, config, node)
     led = [f"replica-{share.replica}" for share in shares if share.node_rank == 0]
@@ -62,7 +63,8 @@ def serve(folder: RunFolder, node: int = 0, doing: Callable[[str], None] = lambd
 
 
 def shares_of(folder: RunFolder, config: RunConfig, node: int) -> list[ServerShare]:
-    """Their GPUs come after the learner's where those are here too, unless a request (of several fleets on one machine) says where."""
+    """Their GPUs come after the learner's where those are here too, unless a request (of several fleets on
+    one machine) says where."""
     shares = servers_on(config, node)
     request = folder.path / "request.json"
     asked = json.loads(request.read_text()) if request.exists() else {}
@@ -70,8 +72,11 @@ def shares_of(folder: RunFolder, config: RunConfig, node: int) -> list[ServerSha
     return [replace(share, first_gpu=share.first_gpu + moved_by) for share in shares]
 
 
-def meeting_points(folder: RunFolder, config: RunConfig, shares: Sequence[ServerShare], host: str) -> dict[int, str]:
-    """Of each replica that takes several nodes: its first node says where in the run folder, and the others wait for that."""
+def meeting_points(
+    folder: RunFolder, config: RunConfig, shares: Sequence[ServerShare], host: str
+) -> dict[int, str]:
+    """Of each replica that takes several nodes: its first node says where in the run folder, and the others
+    wait for that."""
     from rollout.servers.command import choose_ports
 
     for share in shares:
@@ -87,11 +92,14 @@ def meeting_points(folder: RunFolder, config: RunConfig, shares: Sequence[Server
 
 
 def serving_node(config: RunConfig, asked: int | None) -> int:
-    """Which of the servers' nodes this is: the one asked for, or by the place of this process in its Slurm step. Raises ValueError."""
+    """Which of the servers' nodes this is: the one asked for, or by the place of this process in its Slurm
+    step. Raises ValueError."""
     names = serve_roles(config)
     by_slurm = os.environ.get("SLURM_NODEID", "0") if config.launch.nodes is not None else "0"
     node = int(by_slurm) if asked is None else asked
     if not 0 <= node < len(names):
         how = f"--node {node}" if asked is not None else f"SLURM_NODEID={node}"
-        raise ValueError(f"{how}: the servers of this run are on {len(names)} node{'s' * (len(names) > 1)}, counted from 0")
+        raise ValueError(
+            f"{how}: the servers of this run are on {len(names)} node{'s' * (len(names) > 1)}, counted from 0"
+        )
     return node

@@ -21,7 +21,10 @@ def write_summary(folder: RunFolder, *, seconds: Mapping[str, float]) -> dict:
         "accuracy_before": measured.get(0),
         "accuracy_after": measured[max(measured)] if max(measured, default=0) > 0 else None,
         "steps": max((s["step"] for s in steps), default=0),
-        "seconds": {**{k: round(v, 2) for k, v in spent.items()}, **{k: round(v, 2) for k, v in seconds.items()}},
+        "seconds": {
+            **{k: round(v, 2) for k, v in spent.items()},
+            **{k: round(v, 2) for k, v in seconds.items()},
+        },
     }
     write_json(folder.summary, summary)
     return summary

@@ -1,6 +1,8 @@
-"""What each role runs, given a run folder: serve (SGLang), sample (groups), learn (Megatron ranks, under torchrun), and how it is started.
+"""What each role runs, given a run folder: serve (SGLang), sample (groups), learn (Megatron ranks, under
+torchrun), and how it is started.
 
-Roles find each other through ``RUN/roles/*.json``, so each can be started by itself, on any node that sees the run folder.
+Roles find each other through ``RUN/roles/*.json``, so each can be started by itself, on any node that sees
+the run folder.
 """
 
 import asyncio
@@ -51,7 +53,13 @@ def sample(folder: RunFolder, doing: Callable[[str], None] = lambda what: None) 
         host = own_address(config.launch.nodes)
         asyncio.run(
             run_sample_role(
-                config, server_urls=server_urls, announce=announce, log_dir=folder.logs, host=host, key=folder.run_key(), doing=doing
+                config,
+                server_urls=server_urls,
+                announce=announce,
+                log_dir=folder.logs,
+                host=host,
+                key=folder.run_key(),
+                doing=doing,
             )
         )
     finally:
@@ -92,7 +100,8 @@ def export(folder: RunFolder) -> None:
 
 
 def replay(folder: RunFolder) -> None:
-    """What the request file asks of a recorded step, with gradients of the parameters; one process, whatever layout trained."""
+    """What the request file asks of a recorded step, with gradients of the parameters; one process, whatever
+    layout trained."""
     import torch.distributed as dist
 
     from launch.studies.replay import answer_request
@@ -125,7 +134,9 @@ def config_of(folder: RunFolder, kind: type = RunConfig) -> RunConfig | SftConfi
     config = load_config(folder.config, [])
     if not isinstance(config, kind):
         (wanted,) = get_args(kind.model_fields["kind"].annotation)
-        raise ValueError(f"RUN: {folder.path} is a run of kind {config.kind}; this is for runs of kind {wanted}")
+        raise ValueError(
+            f"RUN: {folder.path} is a run of kind {config.kind}; this is for runs of kind {wanted}"
+        )
     return config
 
 
@@ -136,7 +147,8 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
         node: of the servers' nodes, for the serve role.
 
     Raises:
-        ValueError: the folder is of a run of another kind, there is no such node, or this host has no address that the others could
+        ValueError: the folder is of a run of another kind, there is no such node, or this host has no address
+        that the others could
             reach. Nothing was started.
     """
     run, label = ROLES[name], name
@@ -156,13 +168,15 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
     else:
         folder.forget(label)
         if IN_JOB in os.environ:
-            # Slurm sends it to everything at once, while the learner still finishes its step with us. The job's supervisor ends us.
+            # Slurm sends it to everything at once, while the learner still finishes its step with us. The
+            # job's supervisor ends us.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with Pulse(folder, beat, timeout_s=config.launch.heartbeat_timeout_s) as pulse:
             run(folder, **({"doing": pulse.doing} if name in SIDES else {}))
     except BaseException as error:
-        # Nothing may interrupt or stop the way out, whatever fails on it (a full disk, the SIGTERM of a peer's failure).
+        # Nothing may interrupt or stop the way out, whatever fails on it (a full disk, the SIGTERM of a
+        # peer's failure).
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             if isinstance(error, Exception):
@@ -180,32 +194,51 @@ class Rendezvous:
     endpoint: str
     """HOST:PORT of the learner's first node, whose agent listens there."""
     is_host: bool
-    """Whether the agent is that one. It cannot find out by itself where the name of its host stands for another address."""
+    """Whether the agent is that one. It cannot find out by itself where the name of its host stands for
+    another address."""
     address: str | None = None
-    """Of this agent's node, where its ranks are met if they are the first. None: what the host calls itself, which may be localhost."""
+    """Of this agent's node, where its ranks are met if they are the first. None: what the host calls itself,
+    which may be localhost."""
     id: str
     """The same for all agents of one start of one run."""
     timeout_s: float
     """For all of them to have come."""
 
 
-def command(role: str, folder: RunFolder, *, ranks: int = 1, node: int | None = None, rendezvous: Rendezvous | None = None) -> list[str]:
+def command(
+    role: str,
+    folder: RunFolder,
+    *,
+    ranks: int = 1,
+    node: int | None = None,
+    rendezvous: Rendezvous | None = None,
+) -> list[str]:
     """The command line that starts ``role``; Megatron roles run under torchrun.
 
     Args:
-        ranks: of a Megatron role, on each node. node: of the servers, where there are several. rendezvous: of a Megatron role on several
+        ranks: of a Megatron role, on each node. node: of the servers, where there are several. rendezvous: of
+        a Megatron role on several
             nodes; None: all ranks are here.
     """
     arguments = ["launch", role, str(folder.path), *([] if node is None else ["--node", str(node)])]
     if role not in MEGATRON_ROLES:
         return [sys.executable, "-m", *arguments]
-    return [sys.executable, "-m", "launch.roles.rendezvous", *_meeting(rendezvous), f"--nproc-per-node={ranks}", "-m", *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "launch.roles.rendezvous",
+        *_meeting(rendezvous),
+        f"--nproc-per-node={ranks}",
+        "-m",
+        *arguments,
+    ]
 
 
 def _meeting(rendezvous: Rendezvous | None) -> list[str]:
     if rendezvous is None:
         return ["--rdzv-backend=tandem"]
-    # No --node-rank: the host is node 0, and the others are numbered as they come, each with its ranks one after another.
+    # No --node-rank: the host is node 0, and the others are numbered as they come, each with its ranks one
+    # after another.
     return [
         f"--nnodes={rendezvous.nodes}",
         "--rdzv-backend=tandem",

@@ -1,4 +1,5 @@
-"""The supervisor inside a Slurm job: the batch script of ``tandem slurm`` becomes ``python -m launch job RUN``.
+"""The supervisor inside a Slurm job: the batch script of ``tandem slurm`` becomes ``python -m launch job
+RUN``.
 
     nodes of the job           steps, each with its log in RUN/logs
     the first of the learner   learn-0: a torchrun, where those of the others meet; and beside it sample
@@ -11,15 +12,16 @@
                                                      for a checkpoint, as after a failure
     SIGTERM: pre-emption, requeue or scancel         stopped with a checkpoint, exit code 75; Slurm starts it again where it means to
     a role fails                                     `scontrol requeue`, launch.slurm.max_restarts times without a newer checkpoint
-                                                     in between, each a little later than the last; then exit code 1
+                                                     in between, each a little later than the last; then exit
+                                                     code 1
     bad input                                        exit code 2: it would fail again
 
-SIGTERM to an ``srun`` kills its step at once, which is how servers are ended. Where Slurm itself ends a job, it sends SIGTERM to every
-process of every step, and SIGKILL after its KillWait (30 s by default): until then the roles hold out (``roles.IN_JOB``), and the
-learner writes its checkpoint.
+SIGTERM to an ``srun`` kills its step at once, which is how servers are ended. Where Slurm itself ends a job,
+it sends SIGTERM to every process of every step, and SIGKILL after its KillWait (30 s by default): until then
+the roles hold out (``roles.IN_JOB``), and the learner writes its checkpoint.
 
-By hand: ``scancel --batch --signal=USR1 JOB`` stops and requeues, ``scancel JOB`` stops for good. (Without ``--batch`` a signal goes to
-the steps, past this supervisor.)
+By hand: ``scancel --batch --signal=USR1 JOB`` stops and requeues, ``scancel JOB`` stops for good. (Without
+``--batch`` a signal goes to the steps, past this supervisor.)
 """
 
 import contextlib
@@ -79,7 +81,9 @@ def run_job(run: Path) -> int:
         raise BadInput(f"RUN: {folder.path}: {error}") from error
     with Signals() as signals:
         job.record(folder)
-        print(f"run {folder.path}, job {job.id} (start {job.restart + 1}) on {' '.join(job.nodes)}", flush=True)
+        print(
+            f"run {folder.path}, job {job.id} (start {job.restart + 1}) on {' '.join(job.nodes)}", flush=True
+        )
         print(f"logs of its steps: {' '.join(str(role.log) for role in steps)}", flush=True)
         try:
             outcome = _supervise(folder, config, steps, pause_s=jobs.pause_s(folder) if job.restart else 0.0)
@@ -94,7 +98,8 @@ def run_job(run: Path) -> int:
 
 
 def _outcome_seen(folder: RunFolder, config: RunConfig) -> stopping.Outcome | RoleFailed:
-    """The learner has ended well: finished, or stopped. Its last words may come from another node, and take their time to be seen here."""
+    """The learner has ended well: finished, or stopped. Its last words may come from another node, and take
+    their time to be seen here."""
     deadline = time.monotonic() + SEEN_TIMEOUT_S
     while time.monotonic() < deadline:
         if (stopped := stopping.read_stopped(folder)) is not None:
@@ -102,7 +107,9 @@ def _outcome_seen(folder: RunFolder, config: RunConfig) -> stopping.Outcome | Ro
         if jobs.is_finished(folder, config):
             return stopping.Finished()
         time.sleep(ECHO_EVERY_S)
-    return RoleFailed(f"the learner ended without an error, but left no results in {folder.path}; do all nodes share its file system?")
+    return RoleFailed(
+        f"the learner ended without an error, but left no results in {folder.path}; do all nodes share its file system?"
+    )
 
 
 def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
@@ -115,12 +122,15 @@ def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
         )
     other = jobs.running_elsewhere(folder, job)
     if other is not None:
-        raise BadInput(f"RUN: {folder.path} is being run by job {other}; wait for it, or end it with `scancel {other}`")
+        raise BadInput(
+            f"RUN: {folder.path} is being run by job {other}; wait for it, or end it with `scancel {other}`"
+        )
     _claim(folder, may_be_our_own=job.restart > 0 and jobs.recorded(folder) in job.names)
 
 
 def _claim(folder: RunFolder, *, may_be_our_own: bool) -> None:
-    """An earlier life of this job, whose node has died, may hold the folder until the shared file system gives its locks up."""
+    """An earlier life of this job, whose node has died, may hold the folder until the shared file system
+    gives its locks up."""
     deadline = time.monotonic() + (LOCK_TIMEOUT_S if may_be_our_own else 0.0)
     while True:
         try:
@@ -134,10 +144,15 @@ def _claim(folder: RunFolder, *, may_be_our_own: bool) -> None:
         time.sleep(ECHO_EVERY_S)
 
 
-def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role], *, pause_s: float) -> stopping.Outcome:
+def _supervise(
+    folder: RunFolder, config: RunConfig, steps: Sequence[Role], *, pause_s: float
+) -> stopping.Outcome:
     notice_s = config.launch.slurm.notice_s
     ending = stopping.ending(folder)
-    with Supervisor(grace_s=config.launch.stop_grace_s, ending=ending) as supervisor, stopping.StopSignals(folder) as signals:
+    with (
+        Supervisor(grace_s=config.launch.stop_grace_s, ending=ending) as supervisor,
+        stopping.StopSignals(folder) as signals,
+    ):
         if pause_s > 0:
             print(f"starting in {pause_s:.0f} s: the last start left no checkpoint", flush=True)
             time.sleep(pause_s)  # a signal ends it, as it does everything here
@@ -156,12 +171,18 @@ def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
     """Every role of the run as a step of the job."""
     nodes, env = config.launch.nodes, commands.environment(config) | {roles.IN_JOB: "1"}
     # On one node all three share its GPUs, of which the learner has the first.
-    learners, servers = (job.nodes[: nodes.learner], job.nodes[nodes.learner :]) if nodes is not None else (job.nodes, job.nodes)
+    learners, servers = (
+        (job.nodes[: nodes.learner], job.nodes[nodes.learner :])
+        if nodes is not None
+        else (job.nodes, job.nodes)
+    )
     gpus = gpus_of_node(config)
 
     def step(name: str, host: str, command: Sequence[str], *, gpus: int, error: str) -> Role:
         command = [*_srun(name, host, config, gpus=gpus), *command]
-        return Role(name=name, command=command, log=folder.logs / f"{name}.log", error=folder.error(error), env=env)
+        return Role(
+            name=name, command=command, log=folder.logs / f"{name}.log", error=folder.error(error), env=env
+        )
 
     serve = [
         step(name, host, roles.command("serve", folder, node=i), gpus=gpus, error=name)
@@ -184,7 +205,14 @@ def _torchruns(folder: RunFolder, config: RunConfig, job: Job) -> list[list[str]
     endpoint, label = f"{addresses[0]}:{free_port(addresses[0])}", f"{job.id}-{job.restart}"
     timeout_s = config.launch.start_timeout_s
     meetings = [
-        roles.Rendezvous(nodes=nodes.learner, endpoint=endpoint, id=label, timeout_s=timeout_s, is_host=i == 0, address=address)
+        roles.Rendezvous(
+            nodes=nodes.learner,
+            endpoint=endpoint,
+            id=label,
+            timeout_s=timeout_s,
+            is_host=i == 0,
+            address=address,
+        )
         for i, address in enumerate(addresses)
     ]
     return [roles.command("learn", folder, ranks=ranks, rendezvous=meeting) for meeting in meetings]
@@ -199,7 +227,8 @@ def _address(host: str) -> str | None:
 
 
 def _srun(name: str, host: str, config: RunConfig, *, gpus: int) -> list[str]:
-    """Of a step on one node. ``--overlap``, and all CPUs: by default a step has one, and waits until others leave it some."""
+    """Of a step on one node. ``--overlap``, and all CPUs: by default a step has one, and waits until others
+    leave it some."""
     slurm = config.launch.slurm
     options = {
         "nodes": "1",
@@ -216,14 +245,23 @@ def _srun(name: str, host: str, config: RunConfig, *, gpus: int) -> list[str]:
     }
     if gpus_of_node(config):
         options["gres"] = f"gpu:{gpus}" if gpus else "none"
-    return ["srun", "--overlap", *(f"--{option}={value}" for option, value in options.items() if value is not None)]
+    return [
+        "srun",
+        "--overlap",
+        *(f"--{option}={value}" for option, value in options.items() if value is not None),
+    ]
 
 
-# --------------------------------------------------------------------------------------------------------------- what comes after
+# ---------------------------------------------------------------------------------------------------------------
+# what comes after
 
 
 def _after(
-    folder: RunFolder, config: RunConfig, job: Job, what: stopping.Stopped | Interrupted | RoleFailed, signals: frozenset[signal.Signals]
+    folder: RunFolder,
+    config: RunConfig,
+    job: Job,
+    what: stopping.Stopped | Interrupted | RoleFailed,
+    signals: frozenset[signal.Signals],
 ) -> int:
     """Of a start that did not finish the run: the exit code, once the job is requeued where it is to go on."""
     failed, limit = isinstance(what, RoleFailed), config.launch.slurm.max_restarts
@@ -233,7 +271,11 @@ def _after(
         return os.EX_TEMPFAIL
     without_checkpoint = failed or isinstance(what, Interrupted)
     if without_checkpoint and (failed or signal.SIGUSR1 in signals) and not jobs.may_restart(folder, limit):
-        cause = "mend the cause" if failed else "raise launch.slurm.notice_s above the time of an update and a checkpoint"
+        cause = (
+            "mend the cause"
+            if failed
+            else "raise launch.slurm.notice_s above the time of an update and a checkpoint"
+        )
         _say(f"{limit + 1} starts have ended without a newer checkpoint (launch.slurm.max_restarts={limit}): this job is not requeued; "
              f"{cause}, then go on with `{_by_hand(folder)}`")  # fmt: skip
     elif failed or signal.SIGUSR1 in signals:
@@ -271,7 +313,8 @@ def _say(text: str) -> None:
 
 
 class Signals:
-    """Which signals this process has got, whoever handles them: the supervisor's handlers come and go. A context manager."""
+    """Which signals this process has got, whoever handles them: the supervisor's handlers come and go. A
+    context manager."""
 
     def __enter__(self) -> "Signals":
         self._received: set[signal.Signals] = set()
@@ -305,7 +348,9 @@ def echoed(path: Path) -> Iterator[None]:
                 position += len(text)
                 print(text.decode(errors="replace"), end="", flush=True)
 
-    thread = threading.Thread(target=follow, args=(path.stat().st_size if path.exists() else 0,), name="echo", daemon=True)
+    thread = threading.Thread(
+        target=follow, args=(path.stat().st_size if path.exists() else 0,), name="echo", daemon=True
+    )
     thread.start()
     try:
         yield

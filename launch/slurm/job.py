@@ -1,4 +1,5 @@
-"""What is known of a Slurm job, by itself and from outside: ``RUN/job.json`` {job_id, nodes, restart}, and ``RUN/restarts.json``."""
+"""What is known of a Slurm job, by itself and from outside: ``RUN/job.json`` {job_id, nodes, restart}, and
+``RUN/restarts.json``."""
 
 import json
 import os
@@ -12,7 +13,18 @@ from launch.processes.run_folder import RunFolder, write_json
 
 TIMEOUT_S = 60
 """Of a question to Slurm's controller."""
-OVER = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"}
+OVER = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+}
 """States of a job that has ended and will not run again."""
 
 
@@ -31,7 +43,9 @@ class Job:
         """Raises BadInput outside a job."""
         env = os.environ
         if "SLURM_JOB_ID" not in env or "SLURM_JOB_NODELIST" not in env:
-            raise BadInput("job: this process is not inside a Slurm job; submit the script that `tandem slurm` writes")
+            raise BadInput(
+                "job: this process is not inside a Slurm job; submit the script that `tandem slurm` writes"
+            )
         names = {env["SLURM_JOB_ID"]}
         if "SLURM_ARRAY_JOB_ID" in env:
             names.add(f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}")
@@ -46,11 +60,13 @@ class Job:
         write_json(folder.job, {"job_id": self.id, "nodes": list(self.nodes), "restart": self.restart})
 
     def requeue(self) -> None:
-        """Have Slurm start this job again. It ends this process soon. Raises RuntimeError where Slurm refuses."""
+        """Have Slurm start this job again. It ends this process soon. Raises RuntimeError where Slurm
+        refuses."""
         try:
             _ask("scontrol", "requeue", self.id)
         except RuntimeError as error:
-            # Already done: by Slurm itself, which has lost a node of the job and leaves the others KillWait to end.
+            # Already done: by Slurm itself, which has lost a node of the job and leaves the others KillWait
+            # to end.
             if "is pending execution" not in str(error):
                 raise
 
@@ -64,7 +80,8 @@ def recorded(folder: RunFolder) -> str | None:
 
 
 def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
-    """The id of another job than ``job`` that runs this folder or waits to, as far as Slurm knows; None where there is none.
+    """The id of another job than ``job`` that runs this folder or waits to, as far as Slurm knows; None where
+    there is none.
 
     Beside the lock of ``RunFolder.claim``, which on some shared file systems only one host sees.
     """
@@ -97,10 +114,12 @@ def may_restart(folder: RunFolder, limit: int) -> bool:
 
 
 def pause_s(folder: RunFolder) -> float:
-    """Before another start: 0, 15, 30, 60, 60, ... seconds, by the number of those before it that left no newer checkpoint.
+    """Before another start: 0, 15, 30, 60, 60, ... seconds, by the number of those before it that left no
+    newer checkpoint.
 
-    What has failed at once may do so again, and use up all restarts in seconds: Slurm kills what a returned node still holds of the job by
-    a number that the new start's step has too, again and again for some time (seen: two starts in 14 s).
+    What has failed at once may do so again, and use up all restarts in seconds: Slurm kills what a returned
+    node still holds of the job by a number that the new start's step has too, again and again for some time
+    (seen: two starts in 14 s).
     """
     failures = _failures(folder)
     return min(15.0 * 2 ** (failures - 1), 60.0) if failures else 0.0

@@ -4,7 +4,8 @@
     an array     a folder of its own with train.sbatch and a link to the run folder of each element, named by its number, by which
                  Slurm finds the element's log and the script its run
 
-All is checked before anything is written: every element's config, the script by ``bash -n`` and, to submit it, by ``sbatch --test-only``.
+All is checked before anything is written: every element's config, the script by ``bash -n`` and, to submit
+it, by ``sbatch --test-only``.
 """
 
 import itertools
@@ -52,7 +53,8 @@ DECIDED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a script's runs and logs are, as text of the script (``run``) and as Slurm's file pattern (``log``)."""
+    """Where a script's runs and logs are, as text of the script (``run``) and as Slurm's file pattern
+    (``log``)."""
 
     script: Path
     run: str
@@ -69,7 +71,8 @@ def place_of_array(folder: Path) -> Place:
 
 
 def elements(arrays: Sequence[str]) -> list[tuple[str, ...]]:
-    """The overrides of every element: all combinations of ``key=v1,v2,...``, the last key's values changing fastest.
+    """The overrides of every element: all combinations of ``key=v1,v2,...``, the last key's values changing
+    fastest.
 
     Raises ValueError for what is not such a list.
     """
@@ -78,30 +81,42 @@ def elements(arrays: Sequence[str]) -> list[tuple[str, ...]]:
         key, _, values = text.partition("=")
         parts = [value.strip() for value in values.split(",")]
         if not key or not all(parts):
-            raise ValueError(f"--array {text}: not a list of values; write key=v1,v2, such as --array seed=0,1,2")
+            raise ValueError(
+                f"--array {text}: not a list of values; write key=v1,v2, such as --array seed=0,1,2"
+            )
         if set(values) & set("[]{}\"'"):
-            raise ValueError(f"--array {text}: values with brackets or quotes cannot be listed; submit such runs one by one")
+            raise ValueError(
+                f"--array {text}: values with brackets or quotes cannot be listed; submit such runs one by one"
+            )
         if key in keys or len(set(parts)) < len(parts):
-            raise ValueError(f"--array {text}: {'the key' if key in keys else 'a value'} is given twice; give each once")
+            raise ValueError(
+                f"--array {text}: {'the key' if key in keys else 'a value'} is given twice; give each once"
+            )
         if key == "resume" or key.startswith("launch."):
-            raise ValueError(f"--array {text}: one job array asks for the same of Slurm for every run; submit such runs one by one")
+            raise ValueError(
+                f"--array {text}: one job array asks for the same of Slurm for every run; submit such runs one by one"
+            )
         keys.add(key)
         choices.append([f"{key}={value}" for value in parts])
     return list(itertools.product(*choices))
 
 
 def element_name(name: str, overrides: Sequence[str]) -> str:
-    """What the run folder of an array's element is called; without characters that a file name or Slurm may not have."""
+    """What the run folder of an array's element is called; without characters that a file name or Slurm may
+    not have."""
     return "-".join([name, *(re.sub(r"[^A-Za-z0-9._=+-]", "_", text)[-60:] for text in overrides)])
 
 
 def check(config: RunConfig) -> list[str]:
-    """What keeps this config, which is sound (``checks.load``), from being a Slurm job, each in a sentence with the fix."""
+    """What keeps this config, which is sound (``checks.load``), from being a Slurm job, each in a sentence
+    with the fix."""
     slurm, problems = config.launch.slurm, check_gpus_of_job(config)
     for option in slurm.options:
         name = option.removeprefix("--").split("=")[0]
         if name in DECIDED:
-            problems.append(f"launch.slurm.options: --{name} is decided by {DECIDED[name]}; set that, and remove it here")
+            problems.append(
+                f"launch.slurm.options: --{name} is decided by {DECIDED[name]}; set that, and remove it here"
+            )
     limit = seconds(slurm.time)
     if slurm.notice_s + SIGNAL_SLACK_S >= limit:
         problems.append(
@@ -142,7 +157,8 @@ def directives(config: RunConfig, *, log: str, count: int | None = None) -> list
 
 
 def script_text(config: RunConfig, place: Place, *, submitted_from: Path, count: int | None = None) -> str:
-    """The whole batch script. Raises ValueError where the folder's path has characters that Slurm would read otherwise."""
+    """The whole batch script. Raises ValueError where the folder's path has characters that Slurm would read
+    otherwise."""
     if not re.fullmatch(r"[A-Za-z0-9._/+=@,:%-]+", place.log) or "%" in str(place.script):
         raise ValueError(
             f"launch.runs_dir: the path {str(place.script.parent)!r} has spaces or other characters that a line of a batch script cannot "
@@ -160,7 +176,8 @@ def script_text(config: RunConfig, place: Place, *, submitted_from: Path, count:
 
 
 def check_script(text: str, *, by_slurm: bool) -> None:
-    """By the shell, and by Slurm where it is to be submitted (which reads no shell). Raises ValueError with what they say."""
+    """By the shell, and by Slurm where it is to be submitted (which reads no shell). Raises ValueError with
+    what they say."""
     for command, of, fix in (
         (["bash", "-n"], "the shell", "mend launch.slurm.setup"),
         (["sbatch", "--test-only"], "sbatch", "ask for what the cluster has (launch.nodes, launch.slurm)"),
@@ -172,14 +189,18 @@ def check_script(text: str, *, by_slurm: bool) -> None:
 
 def require_sbatch() -> None:
     if shutil.which("sbatch") is None:
-        raise ValueError("--submit: there is no `sbatch` here; run it where Slurm is, or leave --submit out and take the script there")
+        raise ValueError(
+            "--submit: there is no `sbatch` here; run it where Slurm is, or leave --submit out and take the script there"
+        )
 
 
 def submit(script: Path) -> str:
     """The number of the new job. Raises ValueError with what ``sbatch`` says where it refuses."""
     done = _run(["sbatch", "--parsable", str(script)])
     if done.returncode:
-        raise ValueError(f"sbatch refuses {script}: {' '.join(done.stderr.split())}; the script is kept, to be submitted later")
+        raise ValueError(
+            f"sbatch refuses {script}: {' '.join(done.stderr.split())}; the script is kept, to be submitted later"
+        )
     return done.stdout.strip().split(";")[0]
 
 

@@ -1,5 +1,5 @@
-"""``tandem mismatch``: which pair of learner and rollout layout disagrees least, and why. Sampled once per rollout layout with the real
-server, scored once per learner layout with the real engine.
+"""``tandem mismatch``: which pair of learner and rollout layout disagrees least, and why. Sampled once per
+rollout layout with the real server, scored once per learner layout with the real engine.
 
     OUT/rollout-TP.../      serve + mismatch-draw: samples.long, samples.short, prefill.safetensors     one start per rollout layout,
     OUT/learner-TP.../      score-rank, under torchrun: scores.safetensors, switches.safetensors        then one per learner layout,
@@ -28,7 +28,10 @@ from launch.studies.mismatch_result import evaluate, write
 def run(plan: Plan, start: StartRole) -> Path:
     """Everything, from the first server to the last figure; returns the folder."""
     config = plan.parts[0].config
-    out = plan.request.out or run_folder.create(config.launch.runs_dir, f"{config.name}-mismatch", resolved_yaml(config)).path
+    out = (
+        plan.request.out
+        or run_folder.create(config.launch.runs_dir, f"{config.name}-mismatch", resolved_yaml(config)).path
+    )
     out = out.resolve()
     skipped = list(plan.skipped)
     rollouts = plan.of("rollout", "mode", "dtype")
@@ -48,7 +51,10 @@ def run(plan: Plan, start: StartRole) -> Path:
     sampled = [part for part in plan.of("rollout", "mode") if part.text in samples]
     learners = plan.of("learner", "why")
     for number, part in enumerate(learners, 1):
-        print(f"\n[{number}/{len(learners)}] learner {part.text}: starting {part.config.layout.world_size} rank(s)", flush=True)
+        print(
+            f"\n[{number}/{len(learners)}] learner {part.text}: starting {part.config.layout.world_size} rank(s)",
+            flush=True,
+        )
         try:
             _score_with(part, plan, out, start, sampled)
         except RoleFailed as error:
@@ -88,10 +94,19 @@ def _score_with(part: Part, plan: Plan, out: Path, start: StartRole, sampled: Se
     base = sampled[0].samples(out, "long")
     sets = {f"{sampled[0].text}/long": str(base)}
     if part.kind == "learner":
-        sets |= {f"{one.text}/{length}": str(one.samples(out, length)) for one in sampled for length in ("long", "short")}
-    write_json(folder.path / "request.json", {"sets": sets, "switches": str(base) if _has_switches(part, plan) else None})
+        sets |= {
+            f"{one.text}/{length}": str(one.samples(out, length))
+            for one in sampled
+            for length in ("long", "short")
+        }
+    write_json(
+        folder.path / "request.json",
+        {"sets": sets, "switches": str(base) if _has_switches(part, plan) else None},
+    )
     with Supervisor(grace_s=part.config.launch.stop_grace_s) as supervisor:
-        supervisor.start(start("score-rank", folder, part.config, ranks=part.config.layout.world_size, show_stdout=True))
+        supervisor.start(
+            start("score-rank", folder, part.config, ranks=part.config.layout.world_size, show_stdout=True)
+        )
         supervisor.wait_until_done("score-rank")
 
 
@@ -106,7 +121,8 @@ def _prepared(part: Part, out: Path) -> RunFolder:
     return folder
 
 
-# --------------------------------------------------------------------------------------------------------------------- roles
+# ---------------------------------------------------------------------------------------------------------------------
+# roles
 
 
 def draw(folder: RunFolder) -> None:
@@ -121,7 +137,9 @@ def draw(folder: RunFolder) -> None:
     tokenizer, task = load_checked_task(config)
     prompts = fixed_prompts(task, request["prompts"], seed=config.seed)
     timeout_s = config.launch.start_timeout_s
-    urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s, alive=_every(15.0, "  waiting for SGLang"))
+    urls = wait_for_servers(
+        folder, serve_roles(config), timeout_s=timeout_s, alive=_every(15.0, "  waiting for SGLang")
+    )
     stops = end_token_ids(tokenizer, config.model.path)
     if request["sample"]:
         asyncio.run(_sample(folder, config, prompts, urls, stops))
@@ -150,13 +168,18 @@ def _say(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
-async def _sample(folder: RunFolder, config: RunConfig, prompts: Sequence, urls: Sequence[str], stops: Sequence[int]) -> None:
+async def _sample(
+    folder: RunFolder, config: RunConfig, prompts: Sequence, urls: Sequence[str], stops: Sequence[int]
+) -> None:
     from rollout.sampling.fixed_samples import sample_fixed, shortened
     from rollout.servers.client import SGLangClient
     from trainer.studies.layout_statistics import join_samples, write_samples
 
     settings = config.rollout
-    lengths = {"long": (1, settings.max_new_tokens), "short": (SHORT_PER_PROMPT, shortened(config, SHORT_PER_PROMPT))}
+    lengths = {
+        "long": (1, settings.max_new_tokens),
+        "short": (SHORT_PER_PROMPT, shortened(config, SHORT_PER_PROMPT)),
+    }
     async with SGLangClient(
         urls,
         max_concurrency=settings.max_concurrency,
@@ -176,8 +199,13 @@ async def _sample(folder: RunFolder, config: RunConfig, prompts: Sequence, urls:
                 name=name,
                 report=_say,
             )
-            samples = [(which, c.token_ids, c.rollout_logprobs) for which, group in enumerate(groups) for c in group]
-            write_samples(folder.path / f"samples.{name}.safetensors", join_samples([prompt.token_ids for prompt in prompts], samples))
+            samples = [
+                (which, c.token_ids, c.rollout_logprobs) for which, group in enumerate(groups) for c in group
+            ]
+            write_samples(
+                folder.path / f"samples.{name}.safetensors",
+                join_samples([prompt.token_ids for prompt in prompts], samples),
+            )
 
 
 async def _prefill(folder: RunFolder, config: RunConfig, samples: Path, url: str, *, repeat: bool) -> None:
@@ -221,7 +249,13 @@ def score(folder: RunFolder) -> None:
     if request["switches"]:
         answers = score_under_switches(config, scorer, read_samples(Path(request["switches"])), _say)
         if first:
-            write_tensors(folder.path / "switches.safetensors", {n: found for n, (found, _) in answers.items() if found is not None})
-            write_json(folder.path / "left_out.json", {name: reason for name, (_, reason) in answers.items() if reason})
+            write_tensors(
+                folder.path / "switches.safetensors",
+                {n: found for n, (found, _) in answers.items() if found is not None},
+            )
+            write_json(
+                folder.path / "left_out.json",
+                {name: reason for name, (_, reason) in answers.items() if reason},
+            )
     dist.barrier()
     dist.destroy_process_group()

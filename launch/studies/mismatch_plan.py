@@ -40,8 +40,8 @@ class Part:
     text: str
     """The layout, as the user writes it."""
     kind: str
-    """rollout; mode (a rollout layout in another mode of the server); dtype (a server of another dtype, which --why has score tokens);
-    learner; why (a learner layout that only --why asks for)."""
+    """rollout; mode (a rollout layout in another mode of the server); dtype (a server of another dtype, which
+    --why has score tokens); learner; why (a learner layout that only --why asks for)."""
     config: RunConfig
 
     def folder(self, out: Path) -> RunFolder:
@@ -64,14 +64,19 @@ class Plan:
 
 
 def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
-    """Every part with its checked config. ``gpus`` are visible, each part has all of them for itself; 0 means that it runs on CPU.
+    """Every part with its checked config. ``gpus`` are visible, each part has all of them for itself; 0 means
+    that it runs on CPU.
 
     Raises ValueError, naming the option or what a layout makes of the config.
     """
     if request.prompts < 2:
-        raise ValueError(f"--prompts {request.prompts}: give at least 2, since errors are estimated from their spread")
+        raise ValueError(
+            f"--prompts {request.prompts}: give at least 2, since errors are estimated from their spread"
+        )
     if not 0 < request.threshold < 1:
-        raise ValueError(f"--threshold {request.threshold}: a difference of probabilities lies between 0 and 1")
+        raise ValueError(
+            f"--threshold {request.threshold}: a difference of probabilities lies between 0 and 1"
+        )
     if request.out is not None and request.out.exists():
         raise ValueError(f"--out {request.out} exists already; name a new folder, or remove it first")
     request = replace(
@@ -84,8 +89,12 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
         if twice is not None:
             raise ValueError(f"{option} {twice} is given twice; give each layout once")
     if not _is_plain(request.rollouts[0]):
-        raise ValueError(f"--rollout {request.rollouts[0]}: the first one must be a layout alone, to compare modes of the server with")
-    parts = [_rollout_part("rollout" if _is_plain(text) else "mode", text, load, gpus) for text in request.rollouts]
+        raise ValueError(
+            f"--rollout {request.rollouts[0]}: the first one must be a layout alone, to compare modes of the server with"
+        )
+    parts = [
+        _rollout_part("rollout" if _is_plain(text) else "mode", text, load, gpus) for text in request.rollouts
+    ]
     _check_enough(request.prompts, parts[0].config.task)
     parts += [_learner_part("learner", text, load, request.prompts, gpus) for text in request.learners]
     skipped = [] if gpus else [NO_MODES_ON_CPU]
@@ -103,7 +112,9 @@ def _check_enough(prompts: int, task: TaskConfig) -> None:
 
     available = sum(1 for _ in read_records(task.train_path))
     if prompts > available:
-        raise ValueError(f"--prompts {prompts}: {task.train_path} holds {available} training prompts; ask for at most so many")
+        raise ValueError(
+            f"--prompts {prompts}: {task.train_path} holds {available} training prompts; ask for at most so many"
+        )
 
 
 def _learner_layout(text: str) -> LayoutConfig:
@@ -122,7 +133,9 @@ def _learner_part(kind: str, text: str, load: LoadWith, prompts: int, gpus: int)
         except ValueError as error:
             raise ValueError(f"--learner {text}: {error}") from error
     if prompts % config.layout.dp:
-        raise ValueError(f"--prompts {prompts} does not divide by the dp={config.layout.dp} of --learner {text}; use a multiple of it")
+        raise ValueError(
+            f"--prompts {prompts} does not divide by the dp={config.layout.dp} of --learner {text}; use a multiple of it"
+        )
     return Part(text=text, kind=kind, config=config)
 
 
@@ -136,14 +149,27 @@ def _rollout_words(text: str) -> list[str]:
     for word in words:
         name, given, value = word.partition("=")
         if name not in ROLLOUT_WORDS:
-            raise ValueError(f"--rollout {text}: unknown word {name!r}; {did_you_mean(name, ROLLOUT_WORDS, 'words')}")
-        reads = not given if name == "deterministic" else value.isdecimal() if name == "tp" else value.replace("_", "").isalnum()
+            raise ValueError(
+                f"--rollout {text}: unknown word {name!r}; {did_you_mean(name, ROLLOUT_WORDS, 'words')}"
+            )
+        reads = (
+            not given
+            if name == "deterministic"
+            else value.isdecimal()
+            if name == "tp"
+            else value.replace("_", "").isalnum()
+        )
         if not reads:
-            raise ValueError(f"--rollout {text}: {word!r} cannot be read; write tp=N, attention=NAME or deterministic alone")
+            raise ValueError(
+                f"--rollout {text}: {word!r} cannot be read; write tp=N, attention=NAME or deterministic alone"
+            )
     names = [word.partition("=")[0] for word in words]
     if len(set(names)) < len(names):
         raise ValueError(f"--rollout {text} says something twice; say it once")
-    return sorted(words if "tp" in names else ["tp=1", *words], key=lambda word: ROLLOUT_WORDS.index(word.partition("=")[0]))
+    return sorted(
+        words if "tp" in names else ["tp=1", *words],
+        key=lambda word: ROLLOUT_WORDS.index(word.partition("=")[0]),
+    )
 
 
 def _rollout_part(kind: str, text: str, load: LoadWith, gpus: int) -> Part:
@@ -170,10 +196,16 @@ def _rollout_part(kind: str, text: str, load: LoadWith, gpus: int) -> Part:
 
 
 def _parts_of_why(request: Request, load: LoadWith, gpus: int) -> tuple[list[Part], list[str]]:
-    """Layouts and servers that only --why asks for, each one step from the first of the user's; what does not fit is left out, and said."""
+    """Layouts and servers that only --why asks for, each one step from the first of the user's; what does not
+    fit is left out, and said."""
     first = parse_layout(request.learners[0])
     tp = max(2, first.tp)
-    wanted = [("tp", "tp=1" if first.tp > 1 else "tp=2"), ("sp", f"tp={tp}"), ("sp", f"tp={tp},sp"), ("pp", "pp=2")]
+    wanted = [
+        ("tp", "tp=1" if first.tp > 1 else "tp=2"),
+        ("sp", f"tp={tp}"),
+        ("sp", f"tp={tp},sp"),
+        ("pp", "pp=2"),
+    ]
     parts, skipped, known = [], [], list(request.learners)
     for about, text in wanted:
         if text in known:
@@ -187,7 +219,9 @@ def _parts_of_why(request: Request, load: LoadWith, gpus: int) -> tuple[list[Par
     other = "float32" if server.dtype != "float32" else "bfloat16"
     if server.temperature == 1.0:  # at any other, servers score nothing
         overrides = [*ONE_PROCESS, f"rollout.tp={server.tp}", f"rollout.dtype={other}"]
-        parts.append(Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=load("--why", overrides)))
+        parts.append(
+            Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=load("--why", overrides))
+        )
     if gpus:
         modes = ["deterministic", *(f"attention={name}" for name in ATTENTION_BACKENDS)]
         texts = [f"tp={server.tp},{mode}" for mode in modes]

@@ -1,4 +1,5 @@
-"""What a study of mismatch found: from the files of its parts to mismatch.json, figures, mismatch.md and the printed table."""
+"""What a study of mismatch found: from the files of its parts to mismatch.json, figures, mismatch.md and the
+printed table."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,20 +17,29 @@ if TYPE_CHECKING:
     from trainer.studies.layout_statistics import Sampled
 
 
-def evaluate(plan: Plan, config: RunConfig, out: Path, sampled: Sequence[Part], skipped: Sequence[str]) -> dict[str, Any]:
+def evaluate(
+    plan: Plan, config: RunConfig, out: Path, sampled: Sequence[Part], skipped: Sequence[str]
+) -> dict[str, Any]:
     """The content of mismatch.json, from the files of the parts."""
     from trainer.studies.layout_statistics import compare_layouts, read_samples, read_tensors
     from trainer.studies.layout_text import findings
 
     learners = plan.of("learner")
-    scores = {part.text: read_tensors(part.folder(out).path / "scores.safetensors") for part in plan.of("learner", "why")}
+    scores = {
+        part.text: read_tensors(part.folder(out).path / "scores.safetensors")
+        for part in plan.of("learner", "why")
+    }
     layouts = {part.text: part.config.layout for part in plan.of("learner", "why")}
     rows: dict[str, list] = {"rollout": [], "mode": []}
     comparisons = []
     for part in sampled:
         sets = {length: read_samples(part.samples(out, length)) for length in ("long", "short")}
         for learner in learners:
-            about = {"learner": learner.text, "rollout": part.text, "aligned": _aligned(learner.config.layout, part.config)}
+            about = {
+                "learner": learner.text,
+                "rollout": part.text,
+                "aligned": _aligned(learner.config.layout, part.config),
+            }
             rows[part.kind].append(about | _pair(sets, scores[learner.text], part, plan.request.threshold))
         if part.kind == "rollout":
             of_part = {learner.text: scores[learner.text][f"{part.text}/long"] for learner in learners}
@@ -56,7 +66,9 @@ def _aligned(learner: LayoutConfig, config: RunConfig) -> bool:
     return learner.tp == config.rollout.tp and not learner.sp and learner.pp == 1
 
 
-def _pair(sets: Mapping[str, "Sampled"], scores: Mapping[str, "Tensor"], part: Part, threshold: float) -> dict[str, Any]:
+def _pair(
+    sets: Mapping[str, "Sampled"], scores: Mapping[str, "Tensor"], part: Part, threshold: float
+) -> dict[str, Any]:
     from rollout.sampling.fixed_samples import shortened
     from trainer.studies.layout_statistics import equal_tokens, pair_statistics, probability_gaps
 
@@ -69,9 +81,19 @@ def _pair(sets: Mapping[str, "Sampled"], scores: Mapping[str, "Tensor"], part: P
 
 
 def _causes(
-    plan: Plan, out: Path, base: Part, scores: Mapping[str, Mapping[str, "Tensor"]], layouts: Mapping[str, LayoutConfig]
+    plan: Plan,
+    out: Path,
+    base: Part,
+    scores: Mapping[str, Mapping[str, "Tensor"]],
+    layouts: Mapping[str, LayoutConfig],
 ) -> tuple[dict[str, Any], list[str]]:
-    from trainer.studies.layout_statistics import compare, compare_layouts, rank_causes, read_samples, read_tensors
+    from trainer.studies.layout_statistics import (
+        compare,
+        compare_layouts,
+        rank_causes,
+        read_samples,
+        read_tensors,
+    )
     from trainer.studies.layout_text import SWITCH_TITLES
 
     first = next(part for part in plan.of("learner") if part.text == plan.request.learners[0])
@@ -85,23 +107,37 @@ def _causes(
     switches = folder.path / "switches.safetensors"
     for name, switched in read_tensors(switches).items() if switches.exists() else ():
         title = SWITCH_TITLES[name].format(**words)
-        rows.append({"cause": title, "side": "learner", **compare(sampled.logprobs_N, baseline, switched, lengths)})
+        rows.append(
+            {"cause": title, "side": "learner", **compare(sampled.logprobs_N, baseline, switched, lengths)}
+        )
     for row in compare_layouts(first.config.layout.tp, sampled, of_base, layouts):
-        rows.append({"cause": f"{row['about'].upper()}: {row['second']} instead of {row['first']}", "side": "learner", **row})
+        rows.append(
+            {
+                "cause": f"{row['about'].upper()}: {row['second']} instead of {row['first']}",
+                "side": "learner",
+                **row,
+            }
+        )
     if switches.exists():
-        left_out += [f"cause {name}: {why}" for name, why in json.loads((folder.path / "left_out.json").read_text()).items()]
+        left_out += [
+            f"cause {name}: {why}"
+            for name, why in json.loads((folder.path / "left_out.json").read_text()).items()
+        ]
     if base.config.rollout.temperature == 1.0:
         found, failed = _server_causes(plan, out, base, sampled, baseline)
         rows, left_out = rows + found, left_out + failed
     else:
-        left_out.append("causes on the server: SGLang gives prefill log-probs at temperature 1 alone; use rollout.temperature=1")
+        left_out.append(
+            "causes on the server: SGLang gives prefill log-probs at temperature 1 alone; use rollout.temperature=1"
+        )
     return {"learner": first.text, "rollout": base.text, "ranked": rank_causes(rows)}, left_out
 
 
 def _server_causes(
     plan: Plan, out: Path, base: Part, sampled: "Sampled", learner_N: "Tensor"
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The same tokens scored by the servers; the distance is to the learner's log-probs. And what is left out, with its reason."""
+    """The same tokens scored by the servers; the distance is to the learner's log-probs. And what is left
+    out, with its reason."""
     from trainer.studies.layout_statistics import compare, read_tensors
 
     lengths, servers = sampled.response_lengths_R, plan.of("rollout", "dtype")
@@ -120,16 +156,29 @@ def _server_causes(
     ]
     for text, file in files.items():
         if text != base.text and file.exists():
-            rows.append((f"prefill by {text} instead of {base.text}", own["prefill"], read_tensors(file)["prefill"]))
-    found = [{"cause": name, "side": "server", **compare(learner_N, first_N, second_N, lengths)} for name, first_N, second_N in rows]
+            rows.append(
+                (f"prefill by {text} instead of {base.text}", own["prefill"], read_tensors(file)["prefill"])
+            )
+    found = [
+        {"cause": name, "side": "server", **compare(learner_N, first_N, second_N, lengths)}
+        for name, first_N, second_N in rows
+    ]
     return found, left_out
 
 
 def _setting(plan: Plan, config: RunConfig) -> dict[str, Any]:
     import torch
 
-    device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU (gloo; SGLang's torch_native attention)"
-    attention = "" if torch.cuda.is_available() or config.model.dtype == "float32" else ", its core attention in float32 on CPU"
+    device = (
+        torch.cuda.get_device_name(0)
+        if torch.cuda.is_available()
+        else "CPU (gloo; SGLang's torch_native attention)"
+    )
+    attention = (
+        ""
+        if torch.cuda.is_available() or config.model.dtype == "float32"
+        else ", its core attention in float32 on CPU"
+    )
     return {
         "model": config.model.path.name,
         "device": device,
@@ -151,7 +200,9 @@ def write(result: Mapping[str, Any], out: Path) -> None:
     figures = draw_study(result, out)
     (out / "mismatch.md").write_text(markdown(result, [figure.name for figure in figures]))
     _print(result)
-    print(f"\n{out / 'mismatch.md'}, mismatch.json, {', '.join(figure.name for figure in figures)}", flush=True)
+    print(
+        f"\n{out / 'mismatch.md'}, mismatch.json, {', '.join(figure.name for figure in figures)}", flush=True
+    )
 
 
 def _print(result: Mapping[str, Any]) -> None:
@@ -162,11 +213,25 @@ def _print(result: Mapping[str, Any]) -> None:
 
     console = Console()
     console = console if console.is_terminal else Console(width=160)
-    tables = [("Mismatch by pair of layouts", pair_titles(result["threshold"]), [pair_cells(row) for row in result["pairs"]])]
+    tables = [
+        (
+            "Mismatch by pair of layouts",
+            pair_titles(result["threshold"]),
+            [pair_cells(row) for row in result["pairs"]],
+        )
+    ]
     if result["server_modes"]:
-        tables.append(("Modes of the server", tables[0][1], [pair_cells(row) for row in result["server_modes"]]))
+        tables.append(
+            ("Modes of the server", tables[0][1], [pair_cells(row) for row in result["server_modes"]])
+        )
     if result["causes"]:
-        tables.append(("Why: one thing switched at a time", CAUSE_TITLES, [cause_cells(row) for row in result["causes"]["ranked"]]))
+        tables.append(
+            (
+                "Why: one thing switched at a time",
+                CAUSE_TITLES,
+                [cause_cells(row) for row in result["causes"]["ranked"]],
+            )
+        )
     for title, titles, rows in tables:
         table = Table(*titles, title=title, title_justify="left")
         for cells in rows:

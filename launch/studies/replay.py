@@ -1,4 +1,5 @@
-"""``tandem replay``: what other corrections would have made of a recorded step, as a table and, with --plot, as a figure."""
+"""``tandem replay``: what other corrections would have made of a recorded step, as a table and, with --plot,
+as a figure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,8 @@ COLUMNS = (
     ("|gradient|", "gradient_norm", "{:.3g}"),
     ("cosine", "cosine", "{:.4f}"),
 )
-"""ESS is of the ratios, ``bounded`` of the weights; the cosine is of the angle to the gradient without correction."""
+"""ESS is of the ratios, ``bounded`` of the weights; the cosine is of the angle to the gradient without
+correction."""
 
 
 def corrections_named(names: Sequence[str]) -> dict[str, CorrectionConfig]:
@@ -40,7 +42,9 @@ def corrections_named(names: Sequence[str]) -> dict[str, CorrectionConfig]:
     """
     unknown = next((name for name in names if name not in PRESETS | ALIASES), None)
     if unknown is not None:
-        raise ValueError(f"--correction {unknown}: no such preset; {did_you_mean(unknown, list(PRESETS), 'presets')}")
+        raise ValueError(
+            f"--correction {unknown}: no such preset; {did_you_mean(unknown, list(PRESETS), 'presets')}"
+        )
     wanted = dict.fromkeys([UNCORRECTED, *(names or PRESETS)])
     return {name: (PRESETS | ALIASES)[name] for name in wanted}
 
@@ -63,8 +67,11 @@ def answer_request(folder: RunFolder) -> None:
     write_results(folder, request["step"], corrections_named(request["corrections"]), with_gradients=True)
 
 
-def write_results(folder: RunFolder, step: int, corrections: Mapping[str, CorrectionConfig], *, with_gradients: bool) -> None:
-    """Replay in this process and write ``result_file``: the step's own correction first, then ``corrections``.
+def write_results(
+    folder: RunFolder, step: int, corrections: Mapping[str, CorrectionConfig], *, with_gradients: bool
+) -> None:
+    """Replay in this process and write ``result_file``: the step's own correction first, then
+    ``corrections``.
 
     with_gradients: of the parameters, in an initialised process group of one.
     """
@@ -73,12 +80,22 @@ def write_results(folder: RunFolder, step: int, corrections: Mapping[str, Correc
 
     config: RunConfig = load_config(folder.config, [])
     recorded = read_batch(batch_file(folder.batches, step))
-    gradient = of_parameters(_engine_before(folder, step), temperature=config.rollout.temperature) if with_gradients else of_logprobs
+    gradient = (
+        of_parameters(_engine_before(folder, step), temperature=config.rollout.temperature)
+        if with_gradients
+        else of_logprobs
+    )
     corrections = {AS_TRAINED: recorded.correction, **corrections}
     base = replay(recorded, config, UNCORRECTED, corrections[UNCORRECTED], gradient)
     # One at a time: a gradient of the parameters is as large as the model.
-    rows = [_row(base if name == UNCORRECTED else replay(recorded, config, name, c, gradient), base) for name, c in corrections.items()]
-    write_json(result_file(folder, step), {"step": step, "gradient_of": "parameters" if with_gradients else "log-probs", "rows": rows})
+    rows = [
+        _row(base if name == UNCORRECTED else replay(recorded, config, name, c, gradient), base)
+        for name, c in corrections.items()
+    ]
+    write_json(
+        result_file(folder, step),
+        {"step": step, "gradient_of": "parameters" if with_gradients else "log-probs", "rows": rows},
+    )
 
 
 def _row(one: "Replayed", base: "Replayed") -> dict[str, Any]:
@@ -119,7 +136,9 @@ def _engine_before(folder: RunFolder, step: int):
     from trainer.learner import Learner
 
     config: RunConfig = load_config(folder.config, [*ONE_PROCESS])
-    engine = Learner.of_policy_alone(config).engine  # ref log-probs are recorded, and a critic's loss is no part of a replay
+    engine = Learner.of_policy_alone(
+        config
+    ).engine  # ref log-probs are recorded, and a critic's loss is no part of a replay
     checkpoint = starting_weights(folder, step)
     if checkpoint is not None:
         engine.load(checkpoint)
@@ -149,7 +168,9 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         (f"gradient norm ({result['gradient_of']})", "gradient_norm"),
         ("cosine to the uncorrected gradient", "cosine"),
     )
-    for index, (axes, (title, key)) in enumerate(zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True)):
+    for index, (axes, (title, key)) in enumerate(
+        zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True)
+    ):
         axes.barh(names, [row[key] or 0.0 for row in rows], color="#3b6ea5")
         axes.set_title(title, fontsize=9)
         axes.tick_params(labelsize=8)

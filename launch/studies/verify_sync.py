@@ -1,4 +1,5 @@
-"""``tandem verify-sync``: proves that servers which received weights by transfer serve what servers started from those weights serve.
+"""``tandem verify-sync``: proves that servers which received weights by transfer serve what servers started
+from those weights serve.
 
     servers (one fleet per rollout TP)      hold the config's model A; asked                                                  (1)
     for each learner layout:                servers set back to A, which must then be as in (1)
@@ -6,9 +7,10 @@
                                             the export is compared with those weights, tensor by tensor; the servers asked    (2)
     servers again, started from an export   asked                                                                             (3)
 
-Asked are log-probs of fixed prompts, greedy continuations and SGLang's checksum of every tensor on every rank. (2) must be (3) to the
-bit, for every layout and TP; (1) must differ from (3) in every tensor, or this check could not fail. All layouts export the same, so each
-server starts once. Every part is a run folder of its own inside one folder, with its config, logs and exports.
+Asked are log-probs of fixed prompts, greedy continuations and SGLang's checksum of every tensor on every
+rank. (2) must be (3) to the bit, for every layout and TP; (1) must differ from (3) in every tensor, or this
+check could not fail. All layouts export the same, so each server starts once. Every part is a run folder of
+its own inside one folder, with its config, logs and exports.
 """
 
 import json
@@ -60,9 +62,11 @@ class Finding:
         return not self.export and not any(self.served.values())
 
 
-def make_plan(learners: Sequence[str], rollouts: Sequence[str], load: LoadWith, *, gpus: int) -> tuple[dict[str, RunConfig], list[int]]:
-    """The checked config of every ``--learner`` layout (or the config's own), by its name, and the rollout TPs. ``gpus`` are visible; 0:
-    everything runs on CPU.
+def make_plan(
+    learners: Sequence[str], rollouts: Sequence[str], load: LoadWith, *, gpus: int
+) -> tuple[dict[str, RunConfig], list[int]]:
+    """The checked config of every ``--learner`` layout (or the config's own), by its name, and the rollout
+    TPs. ``gpus`` are visible; 0: everything runs on CPU.
 
     Raises ValueError, naming the option; ConfigError for what a layout makes of the config.
     """
@@ -107,11 +111,13 @@ def rollout_sizes(texts: Sequence[str]) -> list[int]:
     return list(dict.fromkeys(int(text.partition("=")[2]) for text in texts))
 
 
-# ------------------------------------------------------------------------------------------------------- in the command's process
+# ------------------------------------------------------------------------------------------------------- in
+# the command's process
 
 
 def run(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRole) -> bool:
-    """The whole proof, for learner layouts by the user's names. ``start(name, folder, config, ...)`` makes a role."""
+    """The whole proof, for learner layouts by the user's names. ``start(name, folder, config, ...)`` makes a
+    role."""
     from rollout.servers.control import ControlError
 
     try:
@@ -129,7 +135,9 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRol
     first_gpu = max(config.layout.world_size for config in configs.values())
     serving = Serving(out=out, base=base, tps=tps, start=start, first_gpu=first_gpu)
     with Supervisor(grace_s=base.launch.stop_grace_s) as supervisor, ExitStack() as lines:
-        controls = serving.begin(supervisor, lines, name="servers", model=base.model.path, replicas=base.rollout.replicas)
+        controls = serving.begin(
+            supervisor, lines, name="servers", model=base.model.path, replicas=base.rollout.replicas
+        )
         original = {tp: _ask(control, base) for tp, control in controls.items()}
         for number, (text, config) in enumerate(configs.items(), 1):
             print(f"[{number}/{len(configs)}] learner {text}: {config.layout.world_size} rank(s)", flush=True)
@@ -139,7 +147,9 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRol
             transferred |= {(text, tp): _ask(control, base) for tp, control in controls.items()}
             exports[text] = wrong_tensors(folder.export, config)
             if number > 1:
-                shutil.rmtree(folder.export)  # it is as large as the model, and found to be the first one's equal or not
+                shutil.rmtree(
+                    folder.export
+                )  # it is as large as the model, and found to be the first one's equal or not
     with Supervisor(grace_s=base.launch.stop_grace_s) as supervisor, ExitStack() as lines:
         model = _learner_folder(out, texts[0]).export
         controls = serving.begin(supervisor, lines, name="reference", model=model, replicas=1)
@@ -147,7 +157,10 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRol
     _check_that_it_can_fail(original, reference)
     findings = [_finding(text, exports[text], tps, transferred, reference) for text in texts]
     print(f"\n{table(findings, tps)}", flush=True)
-    write_json(out / "result.json", {"findings": [{"layout": f.layout, "export": f.export, "served": f.served} for f in findings]})
+    write_json(
+        out / "result.json",
+        {"findings": [{"layout": f.layout, "export": f.export, "served": f.served} for f in findings]},
+    )
     return all(finding.is_good for finding in findings)
 
 
@@ -161,11 +174,15 @@ class Serving:
     start: StartRole
     first_gpu: int
 
-    def begin(self, supervisor: Supervisor, lines: ExitStack, *, name: str, model: Path, replicas: int) -> dict[int, "SGLangControl"]:
+    def begin(
+        self, supervisor: Supervisor, lines: ExitStack, *, name: str, model: Path, replicas: int
+    ) -> dict[int, "SGLangControl"]:
         """Returns when all are ready."""
         from rollout.servers.control import SGLangControl
 
-        print(f"{name}: starting SGLang with {', '.join(f'tp={tp}' for tp in self.tps)} on {model}", flush=True)
+        print(
+            f"{name}: starting SGLang with {', '.join(f'tp={tp}' for tp in self.tps)} on {model}", flush=True
+        )
         folders = {tp: RunFolder(self.out / f"{name}-tp{tp}") for tp in self.tps}
         first_gpu = self.first_gpu
         for tp, folder in folders.items():
@@ -180,13 +197,20 @@ class Serving:
         urls = {tp: read_servers(folder, [ONE_MACHINE]) for tp, folder in folders.items()}
         keys = {tp: folder.run_key() for tp, folder in folders.items()}
         return {
-            tp: lines.enter_context(SGLangControl(urls[tp], tensor_parallel=tp, timeout_s=timeout_s, key=keys[tp])) for tp in self.tps
+            tp: lines.enter_context(
+                SGLangControl(urls[tp], tensor_parallel=tp, timeout_s=timeout_s, key=keys[tp])
+            )
+            for tp in self.tps
         }
 
-    def _start_fleet(self, supervisor: Supervisor, folder: RunFolder, tp: int, model: Path, replicas: int, first_gpu: int) -> None:
+    def _start_fleet(
+        self, supervisor: Supervisor, folder: RunFolder, tp: int, model: Path, replicas: int, first_gpu: int
+    ) -> None:
         rollout = self.base.rollout.model_copy(update={"tp": tp, "replicas": replicas, "first_port": None})
         served = self.base.model.model_copy(update={"path": model.resolve()})
-        config = self.base.model_copy(update={"rollout": rollout, "model": served, "layout": LayoutConfig(dp=1)})
+        config = self.base.model_copy(
+            update={"rollout": rollout, "model": served, "layout": LayoutConfig(dp=1)}
+        )
         folder.path.mkdir()
         folder.config.write_text(resolved_yaml(config))
         write_json(folder.path / "request.json", {"first_gpu": first_gpu})
@@ -198,31 +222,49 @@ def _ask(control: "SGLangControl", config: RunConfig) -> list[Answers]:
     """Of every replica."""
     prompts = fixed_prompts(read_hf_config(config.model.path)["vocab_size"])
     continuations = control.greedy(prompts, max_new_tokens=CONTINUED_TOKENS)
-    return [Answers(checksums=c, continuations=x) for c, x in zip(control.checksums(), continuations, strict=True)]
+    return [
+        Answers(checksums=c, continuations=x) for c, x in zip(control.checksums(), continuations, strict=True)
+    ]
 
 
 def fixed_prompts(vocab_size: int) -> list[list[int]]:
     """Of 3, 10, 17, ... tokens, each with another first token, so that no two share a cached beginning."""
-    return [[(1 + i + 5 * j + i * j * j) % vocab_size for j in range(3 + 7 * i)] for i in range(min(NUM_PROMPTS, vocab_size))]
+    return [
+        [(1 + i + 5 * j + i * j * j) % vocab_size for j in range(3 + 7 * i)]
+        for i in range(min(NUM_PROMPTS, vocab_size))
+    ]
 
 
-def _set_back(controls: Mapping[int, "SGLangControl"], base: RunConfig, original: Mapping[int, Sequence[Answers]]) -> None:
+def _set_back(
+    controls: Mapping[int, "SGLangControl"], base: RunConfig, original: Mapping[int, Sequence[Answers]]
+) -> None:
     for tp, control in controls.items():
         control.load_from_disk(base.model.path, version=0)
         for found, wanted in zip(control.checksums(), original[tp], strict=True):
             if found != wanted.checksums:
                 wrong = _few(_differing(found, wanted.checksums))
-                raise RoleFailed(f"servers of tp={tp}, set back to {base.model.path}, are not as at their start: {wrong}")
+                raise RoleFailed(
+                    f"servers of tp={tp}, set back to {base.model.path}, are not as at their start: {wrong}"
+                )
 
 
-def _transfer_from(config: RunConfig, text: str, out: Path, controls: Mapping[int, "SGLangControl"], start: StartRole) -> RunFolder:
+def _transfer_from(
+    config: RunConfig, text: str, out: Path, controls: Mapping[int, "SGLangControl"], start: StartRole
+) -> RunFolder:
     folder = _learner_folder(out, text)
     folder.path.mkdir()
     folder.config.write_text(resolved_yaml(config))
-    servers = [{"tp": tp, "urls": control.urls, "key_file": str(control.key.file)} for tp, control in controls.items()]
+    servers = [
+        {"tp": tp, "urls": control.urls, "key_file": str(control.key.file)}
+        for tp, control in controls.items()
+    ]
     write_json(folder.path / "request.json", {"servers": servers})
-    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:  # the servers go on when this one's roles have ended
-        supervisor.start(start("verify-rank", folder, config, ranks=config.layout.world_size, show_stdout=True))
+    with Supervisor(
+        grace_s=config.launch.stop_grace_s
+    ) as supervisor:  # the servers go on when this one's roles have ended
+        supervisor.start(
+            start("verify-rank", folder, config, ranks=config.layout.world_size, show_stdout=True)
+        )
         supervisor.wait_until_done("verify-rank")
     return folder
 
@@ -240,13 +282,18 @@ def wrong_tensors(export: Path, config: RunConfig) -> list[str]:
 
     found, wanted = HuggingFaceWeights(export), PerturbedWeights(config.model.path)
     dtype = getattr(torch, config.model.dtype)
-    # What the model has, not what its folder holds: that may repeat a tied embedding, or keep buffers that no model needs.
+    # What the model has, not what its folder holds: that may repeat a tied embedding, or keep buffers that no
+    # model needs.
     names = all_hf_names(read_architecture(read_hf_config(config.model.path)))
-    return sorted((found.names ^ names) | {n for n in found.names & names if not torch.equal(found.read(n), wanted.read(n).to(dtype))})
+    return sorted(
+        (found.names ^ names)
+        | {n for n in found.names & names if not torch.equal(found.read(n), wanted.read(n).to(dtype))}
+    )
 
 
 def differences(found: Answers, wanted: Answers) -> list[str]:
-    """What of ``found`` is not, to the bit, as ``wanted``: tensors by SGLang's names first, then what shows of them."""
+    """What of ``found`` is not, to the bit, as ``wanted``: tensors by SGLang's names first, then what shows
+    of them."""
     said = _differing(found.checksums, wanted.checksums)
     for i, (one, other) in enumerate(zip(found.continuations, wanted.continuations, strict=True)):
         if one.prompt_logprobs != other.prompt_logprobs:
@@ -260,19 +307,27 @@ def _differing(found: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]
     return sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
 
 
-def _check_that_it_can_fail(original: Mapping[int, Sequence[Answers]], reference: Mapping[int, Answers]) -> None:
+def _check_that_it_can_fail(
+    original: Mapping[int, Sequence[Answers]], reference: Mapping[int, Answers]
+) -> None:
     """What was served before differs from the reference in every tensor, and in some log-prob.
 
-    Of the vocabulary's rows the ranks after the first may hold padding alone, which is the same in any model: there they may agree.
+    Of the vocabulary's rows the ranks after the first may hold padding alone, which is the same in any model:
+    there they may agree.
     """
     for tp, answers in original.items():
         for before in answers:
             same = before.checksums.keys() - set(_differing(before.checksums, reference[tp].checksums))
             same = {name for name in same if not _may_be_padding(name)}
-            unmoved = all(one == other for one, other in zip(before.continuations, reference[tp].continuations, strict=True))
+            unmoved = all(
+                one == other
+                for one, other in zip(before.continuations, reference[tp].continuations, strict=True)
+            )
             if same or unmoved:
                 what = _few(sorted(same)) if same else "every log-prob"
-                raise RoleFailed(f"the check cannot fail: servers of tp={tp} had the reference's {what} before any transfer")
+                raise RoleFailed(
+                    f"the check cannot fail: servers of tp={tp} had the reference's {what} before any transfer"
+                )
 
 
 def _may_be_padding(name: str) -> bool:
@@ -281,18 +336,30 @@ def _may_be_padding(name: str) -> bool:
 
 
 def _finding(
-    text: str, export: list[str], tps: Sequence[int], transferred: Mapping[tuple[str, int], list[Answers]], reference: Mapping[int, Answers]
+    text: str,
+    export: list[str],
+    tps: Sequence[int],
+    transferred: Mapping[tuple[str, int], list[Answers]],
+    reference: Mapping[int, Answers],
 ) -> Finding:
-    served = {tp: [x for answers in transferred[text, tp] for x in differences(answers, reference[tp])] for tp in tps}
+    served = {
+        tp: [x for answers in transferred[text, tp] for x in differences(answers, reference[tp])]
+        for tp in tps
+    }
     return Finding(layout=text, export=export, served=served)
 
 
 def table(findings: Sequence[Finding], tps: Sequence[int]) -> str:
     """A Markdown table: learner layouts by rollout TPs."""
     rows = [["learner", "export", *(f"rollout tp={tp}" for tp in tps)]]
-    rows += [[f.layout, _few(f.export) or "ok", *(_few(f.served[tp]) or "ok" for tp in tps)] for f in findings]
+    rows += [
+        [f.layout, _few(f.export) or "ok", *(_few(f.served[tp]) or "ok" for tp in tps)] for f in findings
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |" for row in rows]
+    lines = [
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))} |"
+        for row in rows
+    ]
     return "\n".join([lines[0], f"|{'|'.join('-' * (width + 2) for width in widths)}|", *lines[1:]])
 
 
@@ -301,11 +368,13 @@ def _few(names: Sequence[str]) -> str:
     return f"{len(names)} differ: {', '.join(names[:SHOWN_NAMES])}{more}" if names else ""
 
 
-# ------------------------------------------------------------------------------------------------------- in each rank of a learner
+# ------------------------------------------------------------------------------------------------------- in
+# each rank of a learner
 
 
 def send_other_weights(folder: RunFolder) -> None:
-    """Load weights that no server holds, export them, and send them to all servers of the request as a training run does."""
+    """Load weights that no server holds, export them, and send them to all servers of the request as a
+    training run does."""
     import torch.distributed as dist
 
     from launch.roles.learn import PROBE_PROMPT, PROBE_TOKENS
@@ -325,7 +394,9 @@ def send_other_weights(folder: RunFolder) -> None:
     for servers in json.loads((folder.path / "request.json").read_text())["servers"]:
         key, control = run_key(Path(servers["key_file"])), None
         if learner.is_first_rank:
-            control = SGLangControl(servers["urls"], tensor_parallel=servers["tp"], timeout_s=timeout_s, key=key)
+            control = SGLangControl(
+                servers["urls"], tensor_parallel=servers["tp"], timeout_s=timeout_s, key=key
+            )
         learner.version = 0
         sync = WeightSync(
             learner,
@@ -343,6 +414,9 @@ def send_other_weights(folder: RunFolder) -> None:
         sync.close()
         if learner.is_first_rank:
             gap, mib = result.max_logprob_gap, result.bytes / 2**20
-            print(f"    sent {mib:.1f} MiB to rollout tp={servers['tp']} in {result.seconds:.2f} s, probe gap {gap:.1e} nats", flush=True)
+            print(
+                f"    sent {mib:.1f} MiB to rollout tp={servers['tp']} in {result.seconds:.2f} s, probe gap {gap:.1e} nats",
+                flush=True,
+            )
     dist.barrier()
     dist.destroy_process_group()

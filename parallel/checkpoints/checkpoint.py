@@ -1,8 +1,10 @@
-"""Resumable checkpoints with Megatron's dist_checkpointing: weights, optimizer, schedule, random state and the caller's own data.
+"""Resumable checkpoints with Megatron's dist_checkpointing: weights, optimizer, schedule, random state and
+the caller's own data.
 
-On disk: ``ROOT/step_000010/``, complete or absent. It is written under a hidden name, flushed, then renamed; ``complete.json``
-inside lists every file with its size and hash (``parallel/checkpoints/files.py``), which are compared before anything is loaded.
-Weights and optimizer state are saved in a form that any layout can read again. Nothing that a checkpoint says is run.
+On disk: ``ROOT/step_000010/``, complete or absent. It is written under a hidden name, flushed, then renamed;
+``complete.json`` inside lists every file with its size and hash (``parallel/checkpoints/files.py``), which
+are compared before anything is loaded. Weights and optimizer state are saved in a form that any layout can
+read again. Nothing that a checkpoint says is run.
 """
 
 import json
@@ -29,7 +31,15 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from parallel.checkpoints import pickles as checkpoint_pickles
 from parallel.checkpoints import writers as checkpoint_writers
-from parallel.checkpoints.files import DamagedManifest, FileRecord, Manifest, damage, read_manifest, share, write_manifest
+from parallel.checkpoints.files import (
+    DamagedManifest,
+    FileRecord,
+    Manifest,
+    damage,
+    read_manifest,
+    share,
+    write_manifest,
+)
 from parallel.checkpoints.hashes import hashed_while_written
 from parallel.megatron import platform
 from parallel.weights.hf_files import replace_folder
@@ -61,7 +71,8 @@ def optimizer_parts(optimizer) -> list:
 
 
 def initialise_optimizer_state(optimizer) -> None:
-    """Zero moments for every parameter that has none: loading needs the state to be there, with a step tensor per parameter."""
+    """Zero moments for every parameter that has none: loading needs the state to be there, with a step tensor
+    per parameter."""
     for part in optimizer_parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
         _complete_steps(part)
@@ -75,15 +86,19 @@ def _complete_steps(part) -> None:
 
 
 def _count_without_parameters(optimizer, steps: int) -> None:
-    """Of a model with experts, a pipeline stage may have none: Megatron reads the step of a distributed optimizer from its parameters."""
+    """Of a model with experts, a pipeline stage may have none: Megatron reads the step of a distributed
+    optimizer from its parameters."""
     for part in optimizer_parts(optimizer):
-        is_distributed = isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW)
+        is_distributed = isinstance(part, DistributedOptimizer) and isinstance(
+            part.optimizer, torch.optim.AdamW
+        )
         if is_distributed and not any(group["params"] for group in part.optimizer.param_groups):
             part.optimizer.state["no parameter"] = {"step": torch.tensor(float(steps))}
 
 
 def _restore_missing_step(optimizer, state: dict[Any, Any], steps: int) -> None:
-    """A plain optimizer's state has no count, which torch's AdamW misses: saved before its first step, or by a rank 0 without experts."""
+    """A plain optimizer's state has no count, which torch's AdamW misses: saved before its first step, or by
+    a rank 0 without experts."""
     parts = optimizer_parts(optimizer)
     for i, part in enumerate(parts):
         of_part = state[i] if len(parts) > 1 else state
@@ -93,11 +108,12 @@ def _restore_missing_step(optimizer, state: dict[Any, Any], steps: int) -> None:
 
 
 def save(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler, extra: Mapping[str, Any]) -> None:
-    """Write ``folder`` (``checkpoint_files.step_folder(root, step)``), replacing an older one of that name. A collective.
+    """Write ``folder`` (``checkpoint_files.step_folder(root, step)``), replacing an older one of that name. A
+    collective.
 
-    ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is anything JSON can hold. Raises CheckpointError on every
-    rank where the disk is full or a write fails on any of them; earlier checkpoints stay valid and nothing partial is left. Raises
-    ValueError for ``extra`` that is no JSON.
+    ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is anything JSON can hold.
+    Raises CheckpointError on every rank where the disk is full or a write fails on any of them; earlier
+    checkpoints stay valid and nothing partial is left. Raises ValueError for ``extra`` that is no JSON.
     """
     folder = Path(folder)
     try:
@@ -127,17 +143,24 @@ def save(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler, extra:
         _together(lambda: prepare(state), only_rank_0=True)
         with checkpoint_writers.sigterm_blocked(), checkpoint_writers.watched():
             records = _gathered(_together(write))
-        _together(lambda: finish({name: record for of_rank in records for name, record in of_rank.items()}), only_rank_0=True)
+        _together(
+            lambda: finish({name: record for of_rank in records for name, record in of_rank.items()}),
+            only_rank_0=True,
+        )
     except CheckpointError as error:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"could not write checkpoint {folder}: {error}; earlier checkpoints are unchanged") from error
+        raise CheckpointError(
+            f"could not write checkpoint {folder}: {error}; earlier checkpoints are unchanged"
+        ) from error
 
 
 def verified(folder: Path) -> WholeCheckpoint:
-    """The checkpoint in ``folder``, after every bit of it was compared with its manifest; each rank reads a share. A collective.
+    """The checkpoint in ``folder``, after every bit of it was compared with its manifest; each rank reads a
+    share. A collective.
 
-    Raises, on every rank, DamagedCheckpoint, which names the files; CheckpointError where it cannot be read, or has another format.
+    Raises, on every rank, DamagedCheckpoint, which names the files; CheckpointError where it cannot be read,
+    or has another format.
     """
 
     def look() -> tuple[Manifest | None, list[str]]:
@@ -159,9 +182,11 @@ def verified(folder: Path) -> WholeCheckpoint:
 
 
 def newest_whole(newest_first: Iterable[Sequence[Path]]) -> tuple[list[WholeCheckpoint], dict[Path, str]]:
-    """The first entry whose checkpoints are all whole, and what is wrong with the entries before it, by their first folders. A collective.
+    """The first entry whose checkpoints are all whole, and what is wrong with the entries before it, by their
+    first folders. A collective.
 
-    An entry is what must be of one step: a policy's checkpoint, or a policy's and a critic's. Raises CheckpointError where none is whole.
+    An entry is what must be of one step: a policy's checkpoint, or a policy's and a critic's. Raises
+    CheckpointError where none is whole.
     """
     damaged: dict[Path, str] = {}
     for folders in newest_first:
@@ -169,15 +194,20 @@ def newest_whole(newest_first: Iterable[Sequence[Path]]) -> tuple[list[WholeChec
             return [verified(folder) for folder in folders], damaged
         except DamagedCheckpoint as error:
             damaged[folders[0]] = str(error)
-    raise CheckpointError(f"no checkpoint of this run is whole: {'; '.join(damaged.values()) or 'there is none'}; put one back from a copy")
+    raise CheckpointError(
+        f"no checkpoint of this run is whole: {'; '.join(damaged.values()) or 'there is none'}; put one back from a copy"
+    )
 
 
-def load(checkpoint: Path | WholeCheckpoint, *, chunks: Sequence[Module], optimizer, scheduler) -> dict[str, Any]:
+def load(
+    checkpoint: Path | WholeCheckpoint, *, chunks: Sequence[Module], optimizer, scheduler
+) -> dict[str, Any]:
     """Restore what ``save`` wrote and return its ``extra``. The layout may differ from the one that saved.
 
-    A folder is verified first. The running config decides learning rates and schedule, the checkpoint how many steps were done. Random
-    state is restored where the number of processes is the same. A collective. Raises CheckpointError on every rank where the folder is no
-    whole checkpoint (DamagedCheckpoint), or holds another model, or anything that could run code, for any of them.
+    A folder is verified first. The running config decides learning rates and schedule, the checkpoint how
+    many steps were done. Random state is restored where the number of processes is the same. A collective.
+    Raises CheckpointError on every rank where the folder is no whole checkpoint (DamagedCheckpoint), or holds
+    another model, or anything that could run code, for any of them.
     """
     whole = checkpoint if isinstance(checkpoint, WholeCheckpoint) else verified(checkpoint)
     folder = whole.folder
@@ -214,15 +244,22 @@ def _content_metadata() -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         # The other formats cannot be read by another layout, or fail to load with torch's AdamW.
         "distrib_optim_sharding_type": "fully_reshardable",
-        # Without it every data-parallel rank, not the first alone, would hold the whole float32 state of its part of the model.
+        # Without it every data-parallel rank, not the first alone, would hold the whole float32 state of its
+        # part of the model.
         "distrib_optim_fully_reshardable_mem_efficient": True,
     }
 
 
-def _state(chunks: Sequence[Module], optimizer, scheduler, *, is_loading: bool, with_random: bool = True) -> dict[str, Any]:
+def _state(
+    chunks: Sequence[Module], optimizer, scheduler, *, is_loading: bool, with_random: bool = True
+) -> dict[str, Any]:
     _count_without_parameters(optimizer, scheduler.num_steps)
-    metadata = {**_content_metadata(), "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    # A tensor is known by its own name in the whole model, never by where it stands in this dictionary: any layout finds it.
+    metadata = {
+        **_content_metadata(),
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    # A tensor is known by its own name in the whole model, never by where it stands in this dictionary: any
+    # layout finds it.
     model_state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
     state = {
         **model_state,
@@ -257,7 +294,8 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def _require_space(folder: Path, state: Any) -> None:
-    """Seen before a byte is written: rank 0's own share (an estimate; one rank of each other stage or slice holds as much) must fit."""
+    """Seen before a byte is written: rank 0's own share (an estimate; one rank of each other stage or slice
+    holds as much) must fit."""
     needed = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
     free = shutil.disk_usage(folder).free
     if needed > free:
@@ -282,12 +320,16 @@ def _reason(error: BaseException) -> str:
 
 
 def _together(action: Callable[[], T], *, only_rank_0: bool = False) -> T | None:
-    """What ``action`` gives on this rank, run on every rank (or on rank 0): raises CheckpointError on all of them if it failed on any."""
+    """What ``action`` gives on this rank, run on every rank (or on rank 0): raises CheckpointError on all of
+    them if it failed on any."""
     result, failure = None, None
     if not only_rank_0 or dist.get_rank() == 0:
         try:
             result = action()
-        except (Exception, CheckpointException) as error:  # whatever a writer raises, the other ranks must hear of it rather than wait
+        except (
+            Exception,
+            CheckpointException,
+        ) as error:  # whatever a writer raises, the other ranks must hear of it rather than wait
             failure = _reason(error)
     for rank, text in enumerate(_gathered(failure)):
         if text is not None:

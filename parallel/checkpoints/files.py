@@ -1,10 +1,14 @@
-"""Which checkpoints are there, whether they are whole, and how they are removed; without torch, so for checks before a start too.
+"""Which checkpoints are there, whether they are whole, and how they are removed; without torch, so for checks
+before a start too.
 
-On disk: ``ROOT/step_000010/``. The manifest ``complete.json`` inside, which ``parallel/checkpoints/checkpoint.py`` writes last, lists every
-other file with its size and its XXH3 (128 bits), and ends with a SHA-256 of itself. XXH3 is no cryptographic hash: it finds what disks,
-memory and copies do to files. Whoever may write to the folder can write a manifest that fits. Two questions are asked of a checkpoint:
+On disk: ``ROOT/step_000010/``. The manifest ``complete.json`` inside, which
+``parallel/checkpoints/checkpoint.py`` writes last, lists every other file with its size and its XXH3 (128
+bits), and ends with a SHA-256 of itself. XXH3 is no cryptographic hash: it finds what disks, memory and
+copies do to files. Whoever may write to the folder can write a manifest that fits. Two questions are asked of
+a checkpoint:
 - Is it there in full? ``is_valid`` compares sizes, in milliseconds: for status, dry runs and supervisors.
-- Is every bit as it was written? ``damage`` reads everything. Whoever loads asks this first (``checkpoint.verified``).
+- Is every bit as it was written? ``damage`` reads everything. Whoever loads asks this first
+  (``checkpoint.verified``).
 """
 
 import errno
@@ -24,7 +28,8 @@ import xxhash
 FORMAT = 2
 MANIFEST = "complete.json"
 HASH_THREADS = 4
-"""Of one process. xxhash leaves the interpreter to others meanwhile; one thread reads and hashes 5 to 10 GB/s."""
+"""Of one process. xxhash leaves the interpreter to others meanwhile; one thread reads and hashes 5 to 10
+GB/s."""
 _STEP = re.compile(r"step_(\d{6,})")
 
 
@@ -101,7 +106,14 @@ def missing(folder: Path) -> str | None:
         manifest = read_manifest(folder)
     except (OSError, ValueError) as error:
         return str(error)
-    return next((said for name, record in manifest.files.items() if (said := _difference_in_size(folder, name, record))), None)
+    return next(
+        (
+            said
+            for name, record in manifest.files.items()
+            if (said := _difference_in_size(folder, name, record))
+        ),
+        None,
+    )
 
 
 def _difference_in_size(folder: Path, name: str, record: FileRecord) -> str | None:
@@ -113,7 +125,8 @@ def _difference_in_size(folder: Path, name: str, record: FileRecord) -> str | No
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DamagedManifest where a single bit is not as it was written; OtherFormat, with the fix; OSError where it cannot be read."""
+    """Raises DamagedManifest where a single bit is not as it was written; OtherFormat, with the fix; OSError
+    where it cannot be read."""
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -147,9 +160,14 @@ def stored_bytes(root: Path) -> int:
 
 
 def write_manifest(folder: Path, *, world_size: int, hashed: Mapping[str, FileRecord] | None = None) -> None:
-    """Of all files in ``folder``, which is complete then. ``hashed``: those whose digest is known; the others are hashed here."""
+    """Of all files in ``folder``, which is complete then. ``hashed``: those whose digest is known; the others
+    are hashed here."""
     hashed = hashed or {}
-    names = {os.path.relpath(os.path.join(parent, name), folder) for parent, _, names in os.walk(folder) for name in names}
+    names = {
+        os.path.relpath(os.path.join(parent, name), folder)
+        for parent, _, names in os.walk(folder)
+        for name in names
+    }
     files = {**hash_files(folder, names - hashed.keys() - {MANIFEST}), **hashed}
     (folder / MANIFEST).write_text(Manifest(world_size=world_size, files=files).text(), encoding="utf-8")
 
@@ -187,14 +205,19 @@ def damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[s
         written = manifest.files[name]
         if found.bytes != written.bytes:
             return _difference_in_size(folder, name, written)
-        return None if found == written else f"{name} is damaged: its hash is not the one that it was written with"
+        return (
+            None
+            if found == written
+            else f"{name} is damaged: its hash is not the one that it was written with"
+        )
 
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         yield from filter(None, pool.map(look, names))
 
 
 def set_aside(folder: Path) -> Path:
-    """Give a checkpoint that cannot be used a name under which nobody looks for one; returns its new path. For one rank to call."""
+    """Give a checkpoint that cannot be used a name under which nobody looks for one; returns its new path.
+    For one rank to call."""
     names = (f"{folder.name}.damaged{number}" for number in itertools.chain([""], itertools.count(2)))
     target = next(path for path in map(folder.with_name, names) if not os.path.lexists(path))
     return folder.rename(target)
@@ -214,6 +237,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_leftovers(parent: Path, name: str) -> None:
-    """The hidden folders of writers of ``parent/name`` (a pattern) that were killed. Only where nobody else can be writing there now."""
+    """The hidden folders of writers of ``parent/name`` (a pattern) that were killed. Only where nobody else
+    can be writing there now."""
     for folder in Path(parent).glob(f".{name}.*"):
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""Files hashed while other processes still write them: a disk takes longer to store bytes than a core to hash them."""
+"""Files hashed while other processes still write them: a disk takes longer to store bytes than a core to hash
+them."""
 
 import contextlib
 import threading
@@ -15,10 +16,11 @@ CHUNK_BYTES = 4 << 20
 
 @contextlib.contextmanager
 def hashed_while_written(folder: Path, pattern: str) -> Iterator[dict[str, FileRecord]]:
-    """Inside, files of ``folder`` that fit the pattern are followed as they grow: by name, what is given here holds them at the end.
+    """Inside, files of ``folder`` that fit the pattern are followed as they grow: by name, what is given here
+    holds them at the end.
 
-    Their writers only append, and are done when the block ends. Bytes are read back from the page cache as they come, while the writers
-    wait for the disk. Raises OSError at the end where a file could not be read.
+    Their writers only append, and are done when the block ends. Bytes are read back from the page cache as
+    they come, while the writers wait for the disk. Raises OSError at the end where a file could not be read.
     """
     over, records, failures = threading.Event(), {}, []
 
@@ -34,7 +36,9 @@ def hashed_while_written(folder: Path, pattern: str) -> Iterator[dict[str, FileR
         while not is_last:
             is_last = over.wait(LOOK_EVERY_S)
             for path in set(folder.glob(pattern)) - followers.keys():
-                followers[path] = threading.Thread(target=follow, args=(path,), name=f"hash-{path.name}", daemon=True)
+                followers[path] = threading.Thread(
+                    target=follow, args=(path,), name=f"hash-{path.name}", daemon=True
+                )
                 followers[path].start()
         for thread in followers.values():
             thread.join()

@@ -1,7 +1,8 @@
-"""A learner's tensors in host memory while others use its device, and back, with every tensor object as Megatron made it.
+"""A learner's tensors in host memory while others use its device, and back, with every tensor object as
+Megatron made it.
 
-Parameters, gradients and optimizer state are views of few storages (Megatron's buffers). A storage is emptied in place and filled again, so
-whatever refers to it, by whatever view, goes on doing so.
+Parameters, gradients and optimizer state are views of few storages (Megatron's buffers). A storage is emptied
+in place and filled again, so whatever refers to it, by whatever view, goes on doing so.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,10 +28,16 @@ class Offloaded:
         chunks: of the model. trained: the same as Megatron wraps them, empty where there is no ``optimizer``.
     """
 
-    def __init__(self, chunks: Sequence[Module], trained: Sequence[DistributedDataParallel], optimizer: Any | None):
+    def __init__(
+        self, chunks: Sequence[Module], trained: Sequence[DistributedDataParallel], optimizer: Any | None
+    ):
         if optimizer is not None:
             optimizer.zero_grad()  # its own copies of the gradients, which the next backward pass would throw away
-        gradients = _storages(buffer.grad_data for chunk in trained for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
+        gradients = _storages(
+            buffer.grad_data
+            for chunk in trained
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        )
         kept = _storages(_lasting(chunks, trained, optimizer))
         self._kept = [(storage, _host_copy(storage)) for key, storage in kept.items() if key not in gradients]
         self._gradients = [(storage, storage.nbytes()) for storage in gradients.values()]
@@ -48,12 +55,18 @@ class Offloaded:
             _bytes_of(storage).zero_()
 
 
-def _lasting(chunks: Sequence[Module], trained: Sequence[DistributedDataParallel], optimizer: Any | None) -> Iterator[Tensor]:
+def _lasting(
+    chunks: Sequence[Module], trained: Sequence[DistributedDataParallel], optimizer: Any | None
+) -> Iterator[Tensor]:
     for chunk in chunks:
         yield from chunk.parameters()
         yield from chunk.buffers()
     for chunk in trained:
-        yield from (buffer.param_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers) if buffer.param_data is not None)
+        yield from (
+            buffer.param_data
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+            if buffer.param_data is not None
+        )
     for part in optimizer_parts(optimizer) if optimizer is not None else ():
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -62,7 +75,8 @@ def _lasting(chunks: Sequence[Module], trained: Sequence[DistributedDataParallel
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
-    """Each once, by what identifies it; of tensors on this process's device alone (an optimizer may count its steps on the host)."""
+    """Each once, by what identifies it; of tensors on this process's device alone (an optimizer may count its
+    steps on the host)."""
     device = platform.device().type
     found = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device)
     return {storage._cdata: storage for storage in found}

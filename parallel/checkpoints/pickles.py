@@ -1,8 +1,9 @@
-"""Megatron's and torch's checkpoints hold pickles, which can run any code: here, only what a checkpoint of Tandem is made of is unpickled.
+"""Megatron's and torch's checkpoints hold pickles, which can run any code: here, only what a checkpoint of
+Tandem is made of is unpickled.
 
-    .metadata       torch reads it with ``pickle.load``: the classes below and dtypes, nothing else
-    *.distcp        torch reads objects in it with ``torch.load(weights_only=False)``; it is told to refuse that
-    common.pt       ``torch.load``, which is careful unless the environment says otherwise
+.metadata       torch reads it with ``pickle.load``: the classes below and dtypes, nothing else
+*.distcp        torch reads objects in it with ``torch.load(weights_only=False)``; it is told to refuse that
+common.pt       ``torch.load``, which is careful unless the environment says otherwise
 """
 
 import contextlib
@@ -18,7 +19,8 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 CAREFUL, CARELESS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-"""In the environment; torch heeds them whatever the caller of ``torch.load`` asks for. Torch refuses both at once."""
+"""In the environment; torch heeds them whatever the caller of ``torch.load`` asks for. Torch refuses both at
+once."""
 METADATA_CLASSES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -35,14 +37,17 @@ class MetadataUnpickler(pickle.Unpickler):
     """Raises pickle.UnpicklingError at a name that is no part of a checkpoint."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in METADATA_CLASSES.get(module, ()) or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        if name in METADATA_CLASSES.get(module, ()) or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f".metadata: GLOBAL {module}.{name} is no part of a checkpoint")
 
 
 @contextlib.contextmanager
 def restricted() -> Iterator[None]:
-    """Inside, reading a checkpoint runs none of its code: a pickle of anything else is a pickle.UnpicklingError (see ``reason``)."""
+    """Inside, reading a checkpoint runs none of its code: a pickle of anything else is a
+    pickle.UnpicklingError (see ``reason``)."""
     refused: list[pickle.UnpicklingError] = []
 
     def load(file: IO[bytes]) -> Any:

@@ -13,9 +13,9 @@ LOOK_EVERY_S = 1.0
 
 @contextlib.contextmanager
 def sigterm_blocked() -> Iterator[None]:
-    """For the processes that Megatron starts inside, which inherit it, for good: those that write, and one that lives on until the next
-    checkpoint. Slurm sends SIGTERM to every process of a job, and then the last checkpoint is still to be written. They end with this
-    process, or by SIGKILL."""
+    """For the processes that Megatron starts inside, which inherit it, for good: those that write, and one
+    that lives on until the next checkpoint. Slurm sends SIGTERM to every process of a job, and then the last
+    checkpoint is still to be written. They end with this process, or by SIGKILL."""
     resource_tracker.ensure_running()  # now, since it lets the signal through again when it starts its own process
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
@@ -28,8 +28,8 @@ def sigterm_blocked() -> Iterator[None]:
 def watched() -> Iterator[None]:
     """Inside, this process ends (exit code 1) where one that it has write its part is killed.
 
-    The kernel does that for want of memory, and Megatron would wait for that part for ever. An exception would not do: the other ranks are
-    inside Megatron's collectives, and end with this one.
+    The kernel does that for want of memory, and Megatron would wait for that part for ever. An exception
+    would not do: the other ranks are inside Megatron's collectives, and end with this one.
     """
     over, others = threading.Event(), set(process._children)
     thread = threading.Thread(target=_watch, args=(over, others), name="checkpoint-writers", daemon=True)
@@ -44,7 +44,9 @@ def watched() -> Iterator[None]:
 def _watch(over: threading.Event, others: set[process.BaseProcess]) -> None:
     seen: set[process.BaseProcess] = set()
     while not over.wait(LOOK_EVERY_S):
-        seen |= set(process._children) - others  # active_children() forgets one that has ended before anybody saw it
+        seen |= (
+            set(process._children) - others
+        )  # active_children() forgets one that has ended before anybody saw it
         for writer in seen:
             if (writer.exitcode or 0) < 0:
                 said = f"a process that wrote a part of the checkpoint was killed by {signal.Signals(-writer.exitcode).name}"

@@ -1,19 +1,22 @@
-"""Packed causal attention with rotary positions, without Transformer Engine, and what every layer needs to know of a micro-batch.
+"""Packed causal attention with rotary positions, without Transformer Engine, and what every layer needs to
+know of a micro-batch.
 
-Legend: S sequences, T packed tokens, N sequences of one bucket, L their common length, A query heads, K key/value heads,
-D head dimension, F = D / 2 rotary frequencies.
+Legend: S sequences, T packed tokens, N sequences of one bucket, L their common length, A query heads, K
+key/value heads, D head dimension, F = D / 2 rotary frequencies.
 
-Sequences of equal length form a bucket and run as one batched causal SDPA. The model sees its tokens in the order of the
-buckets (``PackedPlan.order_T``), so that within a layer a bucket is a slice: nothing is gathered or scattered per layer, and
-256 sequences of 15 tokens cost a handful of calls.
+Sequences of equal length form a bucket and run as one batched causal SDPA. The model sees its tokens in the
+order of the buckets (``PackedPlan.order_T``), so that within a layer a bucket is a slice: nothing is gathered
+or scattered per layer, and 256 sequences of 15 tokens cost a handful of calls.
 
-Sequence parallelism splits the model's tokens over ranks: the plan then ends with sequences of one token each, which nobody reads
-and which make the number of tokens divide. They are copies of the batch's first token, and their gradient is exactly zero.
+Sequence parallelism splits the model's tokens over ranks: the plan then ends with sequences of one token
+each, which nobody reads and which make the number of tokens divide. They are copies of the batch's first
+token, and their gradient is exactly zero.
 
-Why the score pass and the train pass of one micro-batch agree bitwise: both see the same plan, hence the same tensors with
-the same shapes and strides, the same kernels and the same order of sums. Nothing here depends on whether gradients are
-recorded: rotation is a function of its own with one forward, and SDPA is asked for no dropout. A *different* split into
-micro-batches changes shapes and with them rounding (about 1e-6 relative in float32).
+Why the score pass and the train pass of one micro-batch agree bitwise: both see the same plan, hence the same
+tensors with the same shapes and strides, the same kernels and the same order of sums. Nothing here depends on
+whether gradients are recorded: rotation is a function of its own with one forward, and SDPA is asked for no
+dropout. A *different* split into micro-batches changes shapes and with them rounding (about 1e-6 relative in
+float32).
 """
 
 from dataclasses import dataclass
@@ -41,7 +44,8 @@ class PackedPlan:
     """All that depends on a micro-batch's lengths alone, computed once, on the CPU, before the first layer."""
 
     order_T: Tensor | None
-    """int64: place i of the model's order holds token order_T[i] of the batch, a dummy the batch's first. None: already in order."""
+    """int64: place i of the model's order holds token order_T[i] of the batch, a dummy the batch's first.
+    None: already in order."""
     inverse_T: Tensor | None
     """int64: token t of the batch is at place inverse_T[t] of the model's order."""
     buckets: tuple[Bucket, ...]
@@ -55,17 +59,24 @@ class PackedPlan:
         return values_T if self.inverse_T is None else values_T[self.inverse_T]
 
 
-def plan_packing(cu_seqlens: Tensor, device: torch.device, *, keep_order: bool = False, multiple: int = 1) -> PackedPlan:
-    """The plan of sequences at ``cu_seqlens`` (int [S + 1], on the CPU). Index tensors are placed on ``device``.
+def plan_packing(
+    cu_seqlens: Tensor, device: torch.device, *, keep_order: bool = False, multiple: int = 1
+) -> PackedPlan:
+    """The plan of sequences at ``cu_seqlens`` (int [S + 1], on the CPU). Index tensors are placed on
+    ``device``.
 
-    Sequences are sorted by length, stably; with ``keep_order`` they stay where they are and neighbours of equal length form
-    the buckets. Dummy sequences of one token follow until the model's tokens are a multiple of ``multiple``.
-    Raises ValueError for an empty sequence or cu_seqlens that do not start at 0.
+    Sequences are sorted by length, stably; with ``keep_order`` they stay where they are and neighbours of
+    equal length form the buckets. Dummy sequences of one token follow until the model's tokens are a multiple
+    of ``multiple``. Raises ValueError for an empty sequence or cu_seqlens that do not start at 0.
     """
     lengths_S = torch.diff(cu_seqlens.to(torch.int64))
     if cu_seqlens.numel() < 2 or int(cu_seqlens[0]) != 0 or int(lengths_S.min()) < 1:
-        raise ValueError(f"cu_seqlens must rise from 0 with every sequence at least one token long, got {cu_seqlens.tolist()[:10]}")
-    sorted_S, rows_S = (lengths_S, torch.arange(lengths_S.numel())) if keep_order else torch.sort(lengths_S, stable=True)
+        raise ValueError(
+            f"cu_seqlens must rise from 0 with every sequence at least one token long, got {cu_seqlens.tolist()[:10]}"
+        )
+    sorted_S, rows_S = (
+        (lengths_S, torch.arange(lengths_S.numel())) if keep_order else torch.sort(lengths_S, stable=True)
+    )
     values, counts = torch.unique_consecutive(sorted_S, return_counts=True)
     buckets, start = [], 0
     for length, count in zip(values.tolist(), counts.tolist(), strict=True):
@@ -76,7 +87,9 @@ def plan_packing(cu_seqlens: Tensor, device: torch.device, *, keep_order: bool =
     if num_dummies:
         buckets.append(Bucket(start=start, count=num_dummies, length=1))
     elif torch.equal(rows_S, torch.arange(rows_S.numel())):
-        return PackedPlan(order_T=None, inverse_T=None, buckets=tuple(buckets), cu_seqlens=bounds.to(torch.int32))
+        return PackedPlan(
+            order_T=None, inverse_T=None, buckets=tuple(buckets), cu_seqlens=bounds.to(torch.int32)
+        )
     first_S = cu_seqlens[:-1].to(torch.int64)[rows_S]
     order_T = torch.repeat_interleave(first_S - bounds[:-1], sorted_S) + torch.arange(start)
     inverse_T = torch.empty_like(order_T)
@@ -89,22 +102,30 @@ def plan_packing(cu_seqlens: Tensor, device: torch.device, *, keep_order: bool =
     )
 
 
-def rotary_tables(inv_freq_F: Tensor, attention_factor: float, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin of position times frequency, each [T, 1, F], times the attention factor (yarn), computed in float32.
+def rotary_tables(
+    inv_freq_F: Tensor, attention_factor: float, positions_T: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position times frequency, each [T, 1, F], times the attention factor (yarn), computed in
+    float32.
 
     They are rounded to ``dtype``, the model's, as transformers and SGLang do.
     """
     angles_TF = positions_T.float().unsqueeze(1) * inv_freq_F.float().unsqueeze(0)
-    return tuple((table_TF * attention_factor).to(dtype).unsqueeze(1) for table_TF in (angles_TF.cos(), angles_TF.sin()))
+    return tuple(
+        (table_TF * attention_factor).to(dtype).unsqueeze(1)
+        for table_TF in (angles_TF.cos(), angles_TF.sin())
+    )
 
 
 def rotate(heads_TAD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-    """Rotary embedding of halves: (a, b) -> (a cos - b sin, b cos + a sin), a and b the halves of D (RoFormer, GPT-NeoX layout)."""
+    """Rotary embedding of halves: (a, b) -> (a cos - b sin, b cos + a sin), a and b the halves of D
+    (RoFormer, GPT-NeoX layout)."""
     return _Rotate.apply(heads_TAD, cos_T1F, sin_T1F)
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation by the opposite angle (times the attention factor, which cos and sin carry)."""
+    """The gradient of a rotation is the rotation by the opposite angle (times the attention factor, which cos
+    and sin carry)."""
 
     @staticmethod
     def forward(ctx, heads, cos, sin):
@@ -127,7 +148,13 @@ def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def packed_attention(
-    query_TAD: Tensor, key_TKD: Tensor, value_TKD: Tensor, buckets: tuple[Bucket, ...], *, scale: float | None, dtype: torch.dtype
+    query_TAD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    buckets: tuple[Bucket, ...],
+    *,
+    scale: float | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """softmax(q k^T scale + causal mask) v within each sequence: [T, A, D] in the dtype of the query.
 
@@ -139,11 +166,19 @@ def packed_attention(
     return out_TAD.to(query_TAD.dtype)
 
 
-def _bucket_attention(query_TAD: Tensor, key_TKD: Tensor, value_TKD: Tensor, bucket: Bucket, scale: float | None) -> Tensor:
+def _bucket_attention(
+    query_TAD: Tensor, key_TKD: Tensor, value_TKD: Tensor, bucket: Bucket, scale: float | None
+) -> Tensor:
     query_NALD, key_NKLD, value_NKLD = (
-        x[bucket.start : bucket.stop].unflatten(0, (bucket.count, bucket.length)).transpose(1, 2) for x in (query_TAD, key_TKD, value_TKD)
+        x[bucket.start : bucket.stop].unflatten(0, (bucket.count, bucket.length)).transpose(1, 2)
+        for x in (query_TAD, key_TKD, value_TKD)
     )
     out_NALD = F.scaled_dot_product_attention(
-        query_NALD, key_NKLD, value_NKLD, is_causal=True, scale=scale, enable_gqa=query_NALD.shape[1] != key_NKLD.shape[1]
+        query_NALD,
+        key_NKLD,
+        value_NKLD,
+        is_causal=True,
+        scale=scale,
+        enable_gqa=query_NALD.shape[1] != key_NKLD.shape[1],
     )
     return out_NALD.transpose(1, 2).flatten(0, 1)

@@ -15,7 +15,8 @@ from configs.schema.layout import LayoutConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Where this process stands, in Megatron's order: tensor-parallel neighbours first, then context, data and pipeline."""
+    """Where this process stands, in Megatron's order: tensor-parallel neighbours first, then context, data
+    and pipeline."""
 
     rank: int
     world_size: int
@@ -49,7 +50,8 @@ class _Sizes(NamedTuple):
 
 
 def join_groups(layout: LayoutConfig, seed: int, timeout_s: float) -> None:
-    """Megatron's process groups, built once per process; a second engine must ask for the same layout, and shares the first's deadline."""
+    """Megatron's process groups, built once per process; a second engine must ask for the same layout, and
+    shares the first's deadline."""
     if not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s} must be above 0")
     wanted = _Sizes(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, cp=layout.cp, ep=layout.ep)
@@ -65,7 +67,9 @@ def join_groups(layout: LayoutConfig, seed: int, timeout_s: float) -> None:
         )
         model_parallel_cuda_manual_seed(seed)
     elif wanted != (running := _running_sizes()):
-        raise ValueError(f"this process already runs a layout of {running}; a second engine cannot have {wanted}")
+        raise ValueError(
+            f"this process already runs a layout of {running}; a second engine cannot have {wanted}"
+        )
 
 
 def _running_sizes() -> _Sizes:
@@ -94,5 +98,9 @@ def groups_of_this_process() -> Groups:
 
 
 def is_stage_first() -> bool:
-    """Whether this rank is the one of its pipeline stage that writes and sends: the first. (Stages are consecutive ranks.)"""
-    return dist.get_rank() % (dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()) == 0
+    """Whether this rank is the one of its pipeline stage that writes and sends: the first. (Stages are
+    consecutive ranks.)"""
+    return (
+        dist.get_rank() % (dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size())
+        == 0
+    )

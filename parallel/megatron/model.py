@@ -1,10 +1,12 @@
-"""Megatron-Core ``GPTModel`` from a Hugging Face config.json, dense or with experts; as a policy or as a critic.
+"""Megatron-Core ``GPTModel`` from a Hugging Face config.json, dense or with experts; as a policy or as a
+critic.
 
 Legend: T packed tokens, V vocabulary, H hidden size, F rotary frequencies.
 
-Megatron's own rotary embedding is off (``position_embedding_type="none"``): the core attention rotates queries and keys itself,
-after Megatron's query/key norm and so at the same place in the mathematics, from one table per micro-batch. That handles every
-static rope_type of transformers exactly, packed, and without a Python loop over sequences.
+Megatron's own rotary embedding is off (``position_embedding_type="none"``): the core attention rotates
+queries and keys itself, after Megatron's query/key norm and so at the same place in the mathematics, from one
+table per micro-batch. That handles every static rope_type of transformers exactly, packed, and without a
+Python loop over sequences.
 """
 
 from collections.abc import Mapping
@@ -18,7 +20,10 @@ from torch import Tensor, nn
 
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_layer_with_transformer_engine_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
@@ -31,7 +36,13 @@ from parallel.megatron import moe as megatron_moe
 from parallel.megatron import platform
 from parallel.megatron.attention import PackedPlan, packed_attention, plan_packing, rotary_tables, rotate
 from parallel.megatron.vocab_parallel import linear_logprobs
-from parallel.planning.layout import Architecture, Experts, check_rope_type, padded_vocab_size, read_architecture
+from parallel.planning.layout import (
+    Architecture,
+    Experts,
+    check_rope_type,
+    padded_vocab_size,
+    read_architecture,
+)
 
 
 def rotary_frequencies(folder: Path, model_type: str) -> tuple[Tensor, float]:
@@ -46,14 +57,19 @@ def rotary_frequencies(folder: Path, model_type: str) -> tuple[Tensor, float]:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     kind = config.rope_parameters["rope_type"]
     check_rope_type(kind, model_type)
-    compute = LlamaRotaryEmbedding.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+    compute = (
+        LlamaRotaryEmbedding.compute_default_rope_parameters
+        if kind == "default"
+        else ROPE_INIT_FUNCTIONS[kind]
+    )
     inv_freq_F, attention_factor = compute(config, device=torch.device("cpu"))
     return inv_freq_F.float(), float(attention_factor)
 
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """What Megatron hands to every layer: its own packed-sequence fields, the plan and the rotary tables of the micro-batch."""
+    """What Megatron hands to every layer: its own packed-sequence fields, the plan and the rotary tables of
+    the micro-batch."""
 
     plan: PackedPlan | None = None
     cos_T1F: Tensor | None = None
@@ -66,8 +82,11 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused):
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device()))
-        # Megatron then sums this weight's gradient over tensor-parallel ranks, each of which saw its own tokens.
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device())
+        )
+        # Megatron then sums this weight's gradient over tensor-parallel ranks, each of which saw its own
+        # tokens.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,21 +98,28 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class PackedCoreAttention(nn.Module):
-    """Megatron's ``core_attention`` slot without Transformer Engine: rotation, then causal attention within each sequence."""
+    """Megatron's ``core_attention`` slot without Transformer Engine: rotation, then causal attention within
+    each sequence."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
         super().__init__()
         self.scale = softmax_scale
         self.dtype = platform.attention_dtype(config.params_dtype)
 
-    def forward(self, query_TAD, key_TKD, value_TKD, attention_mask, *, packed_seq_params: PackedSequences, **unused) -> Tensor:
+    def forward(
+        self, query_TAD, key_TKD, value_TKD, attention_mask, *, packed_seq_params: PackedSequences, **unused
+    ) -> Tensor:
         packed = packed_seq_params
         query_TAD, key_TKD = (rotate(x, packed.cos_T1F, packed.sin_T1F) for x in (query_TAD, key_TKD))
-        out_TAD = packed_attention(query_TAD, key_TKD, value_TKD, packed.plan.buckets, scale=self.scale, dtype=self.dtype)
+        out_TAD = packed_attention(
+            query_TAD, key_TKD, value_TKD, packed.plan.buckets, scale=self.scale, dtype=self.dtype
+        )
         return out_TAD.flatten(1)
 
 
-def _block_spec(config: TransformerConfig, architecture: Architecture, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _block_spec(
+    config: TransformerConfig, architecture: Architecture, vp_stage: int | None
+) -> TransformerBlockSubmodules:
     """The layers of this rank, each dense or with experts, and the final norm."""
     make_layer, norm = _local_layer, RMSNorm
     if platform.uses_transformer_engine():
@@ -111,7 +137,9 @@ def _block_spec(config: TransformerConfig, architecture: Architecture, vp_stage:
 def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
     """A layer without Transformer Engine."""
     spec: ModuleSpec = get_gpt_layer_local_spec(
-        num_experts=experts and experts.num_experts, qk_layernorm=architecture.qk_norm, normalization="RMSNorm"
+        num_experts=experts and experts.num_experts,
+        qk_layernorm=architecture.qk_norm,
+        normalization="RMSNorm",
     )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
@@ -126,7 +154,9 @@ def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleS
 
 def _transformer_engine_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
     spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=experts and experts.num_experts, moe_grouped_gemm=platform.uses_grouped_gemm(), qk_layernorm=architecture.qk_norm
+        num_experts=experts and experts.num_experts,
+        moe_grouped_gemm=platform.uses_grouped_gemm(),
+        qk_layernorm=architecture.qk_norm,
     )
     spec.submodules.self_attention.submodules.core_attention = _transformer_engine_attention()
     if experts:
@@ -138,13 +168,33 @@ def _transformer_engine_attention() -> type:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class RotaryTEAttention(TEDotProductAttention):
-        """Transformer Engine's packed attention on queries and keys that were rotated like everywhere else in this file."""
+        """Transformer Engine's packed attention on queries and keys that were rotated like everywhere else in
+        this file."""
 
-        def forward(self, query_TAD, key_TKD, value_TKD, attention_mask, attn_mask_type, packed_seq_params=None, **rest):
-            query_TAD, key_TKD = (rotate(x, packed_seq_params.cos_T1F, packed_seq_params.sin_T1F) for x in (query_TAD, key_TKD))
-            own = PackedSeqParams(**{f.name: getattr(packed_seq_params, f.name) for f in fields(PackedSeqParams)})
+        def forward(
+            self,
+            query_TAD,
+            key_TKD,
+            value_TKD,
+            attention_mask,
+            attn_mask_type,
+            packed_seq_params=None,
+            **rest,
+        ):
+            query_TAD, key_TKD = (
+                rotate(x, packed_seq_params.cos_T1F, packed_seq_params.sin_T1F) for x in (query_TAD, key_TKD)
+            )
+            own = PackedSeqParams(
+                **{f.name: getattr(packed_seq_params, f.name) for f in fields(PackedSeqParams)}
+            )
             return super().forward(
-                query_TAD, key_TKD, value_TKD, attention_mask, attn_mask_type=attn_mask_type, packed_seq_params=own, **rest
+                query_TAD,
+                key_TKD,
+                value_TKD,
+                attention_mask,
+                attn_mask_type=attn_mask_type,
+                packed_seq_params=own,
+                **rest,
             )
 
     return RotaryTEAttention
@@ -157,10 +207,15 @@ def _leave(tensor: Tensor) -> Tensor:
 def transformer_config(
     architecture: Architecture, dtype: torch.dtype, recompute: str, *, sequence_parallel: bool = False
 ) -> TransformerConfig:
-    """Sizes from the architecture, parallel sizes from Megatron's groups, no dropout, and no fusion that needs Apex or CUDA."""
+    """Sizes from the architecture, parallel sizes from Megatron's groups, no dropout, and no fusion that
+    needs Apex or CUDA."""
     pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
+    full = (
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        if recompute == "full"
+        else {}
+    )
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -185,7 +240,8 @@ def transformer_config(
         sequence_parallel=sequence_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
         virtual_pipeline_model_parallel_size=virtual,
-        # Interleaved, both neighbours may be one rank, and batched messages to it would be mixed up. 1F1B refuses to overlap.
+        # Interleaved, both neighbours may be one rank, and batched messages to it would be mixed up. 1F1B
+        # refuses to overlap.
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
@@ -194,8 +250,9 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",
         # Must hold before DDP is built: otherwise gradients come out divided by the data-parallel size.
         calculate_per_token_loss=True,
-        # Every parameter is read from the checkpoint, so nothing is drawn. Megatron's initialisation must run all the same:
-        # it is where a parameter learns that it is a shard (which gradient norm, export and checkpoints ask for).
+        # Every parameter is read from the checkpoint, so nothing is drawn. Megatron's initialisation must run
+        # all the same: it is where a parameter learns that it is a shard (which gradient norm, export and
+        # checkpoints ask for).
         perform_initialization=True,
         init_method=_leave,
         output_layer_init_method=_leave,
@@ -225,10 +282,11 @@ class Backbone:
 
 
 class PackedGPTModel(GPTModel):
-    """A ``GPTModel`` on packed micro-batches; what its last stage makes of the hidden states is the subclass's ``_postprocess``.
+    """A ``GPTModel`` on packed micro-batches; what its last stage makes of the hidden states is the
+    subclass's ``_postprocess``.
 
-    ``shares_output``: the output layer's weight is the embedding's, or a copy of it on the last of several pipeline stages, which Megatron
-    keeps equal: it sums the gradients of both.
+    ``shares_output``: the output layer's weight is the embedding's, or a copy of it on the last of several
+    pipeline stages, which Megatron keeps equal: it sums the gradients of both.
     """
 
     def __init__(self, backbone: Backbone, *, shares_output: bool):
@@ -250,15 +308,22 @@ class PackedGPTModel(GPTModel):
         self.attention_factor = backbone.attention_factor
 
     def pack(self, cu_seqlens: Tensor, positions_T: Tensor) -> PackedSequences:
-        """The plan and rotary tables of a micro-batch. Transformer Engine packs by itself and needs no reordering."""
+        """The plan and rotary tables of a micro-batch. Transformer Engine packs by itself and needs no
+        reordering."""
         place = positions_T.device
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        plan = plan_packing(cu_seqlens, place, keep_order=platform.uses_transformer_engine(), multiple=multiple)
+        plan = plan_packing(
+            cu_seqlens, place, keep_order=platform.uses_transformer_engine(), multiple=multiple
+        )
         longest = int(torch.diff(cu_seqlens).max())
         if longest > self.architecture.max_positions:
-            raise ValueError(f"a sequence of {longest} tokens exceeds max_position_embeddings={self.architecture.max_positions}")
+            raise ValueError(
+                f"a sequence of {longest} tokens exceeds max_position_embeddings={self.architecture.max_positions}"
+            )
         positions_T = plan.to_model_order(positions_T)
-        cos_T1F, sin_T1F = rotary_tables(self.inv_freq_F, self.attention_factor, positions_T, self.config.params_dtype)
+        cos_T1F, sin_T1F = rotary_tables(
+            self.inv_freq_F, self.attention_factor, positions_T, self.config.params_dtype
+        )
         bounds = plan.cu_seqlens.to(place)
         return PackedSequences(
             qkv_format="thd",
@@ -285,33 +350,53 @@ class LogprobGPTModel(PackedGPTModel):
         self.head_dtype = torch.float32 if fp32_lm_head else backbone.config.params_dtype
 
     def logprobs(
-        self, *, tokens_T: Tensor, targets_T: Tensor, packed: PackedSequences, temperature: float, with_entropy: bool
+        self,
+        *,
+        tokens_T: Tensor,
+        targets_T: Tensor,
+        packed: PackedSequences,
+        temperature: float,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None] | Tensor:
-        """float32 (logprobs_T, entropy_T or None) in the order of ``tokens_T`` on the last stage, hidden states on earlier ones."""
-        request = {"targets_T": packed.plan.to_model_order(targets_T), "temperature": temperature, "with_entropy": with_entropy}
+        """float32 (logprobs_T, entropy_T or None) in the order of ``tokens_T`` on the last stage, hidden
+        states on earlier ones."""
+        request = {
+            "targets_T": packed.plan.to_model_order(targets_T),
+            "temperature": temperature,
+            "with_entropy": with_entropy,
+        }
         found = self._answer(tokens_T, packed, request)
         if not self.post_process:
             return found
         return tuple(None if x is None else packed.plan.to_batch_order(x) for x in found)
 
     def logits(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
-        """[T, V] over the full vocabulary, gathered over ranks, without padding: for comparing, not for training."""
+        """[T, V] over the full vocabulary, gathered over ranks, without padding: for comparing, not for
+        training."""
         found = self._answer(tokens_T, packed, None)
         return packed.plan.to_batch_order(found) if self.post_process else found
 
     def _answer(self, tokens_T: Tensor, packed: PackedSequences, request: dict | None):
-        # Megatron passes extra_block_kwargs to layers; the request travels on the side, for _postprocess alone.
+        # Megatron passes extra_block_kwargs to layers; the request travels on the side, for _postprocess
+        # alone.
         self._request = request
         return self._run(tokens_T, packed)
 
     def _postprocess(self, hidden_states, **unused):
         if not self.post_process:
             return hidden_states
-        weight_VH = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else self.output_layer.weight
+        weight_VH = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
         group = self.pg_collection.tp
-        # Forward gathers (or passes on); backward sums over tensor-parallel ranks, each of which knows its own vocabulary only.
+        # Forward gathers (or passes on); backward sums over tensor-parallel ranks, each of which knows its
+        # own vocabulary only.
         if self.config.sequence_parallel:
-            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True
+            )
         else:
             hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
         hidden_TH = hidden_states.squeeze(1)
@@ -334,9 +419,10 @@ class LogprobGPTModel(PackedGPTModel):
 class ValueGPTModel(PackedGPTModel):
     """A critic: the same backbone, and a linear head H -> 1 without bias in the place of the vocabulary.
 
-    The head starts at zero, so that every value is exactly 0 until the first update: the first advantages are those of the returns
-    alone. A random projection of the hidden states would enter them as noise of any size, and teach nothing. Its gradient is not zero
-    (the hidden states are not); the backbone's is, in the first step alone.
+    The head starts at zero, so that every value is exactly 0 until the first update: the first advantages are
+    those of the returns alone. A random projection of the hidden states would enter them as noise of any
+    size, and teach nothing. Its gradient is not zero (the hidden states are not); the backbone's is, in the
+    first step alone.
     """
 
     def __init__(self, backbone: Backbone):
@@ -347,18 +433,21 @@ class ValueGPTModel(PackedGPTModel):
             config = backbone.config
             self.value_head = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
             nn.init.zeros_(self.value_head.weight)
-            # Replicated: without sequence parallelism every tensor-parallel rank sees all tokens and has the whole gradient; with it
-            # each has that of its own tokens, and Megatron then sums them.
+            # Replicated: without sequence parallelism every tensor-parallel rank sees all tokens and has the
+            # whole gradient; with it each has that of its own tokens, and Megatron then sums them.
             self.value_head.weight.sequence_parallel = config.sequence_parallel
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
         # Past GPTModel's, which looks for the output layer's weight.
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
     def values(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
         """float32 values_T in the order of ``tokens_T`` on the last stage, hidden states on earlier ones.
 
-        V_t = w . h_t, h_t the final hidden state at input token t: the value of the state in which ``targets_T[t]`` is chosen.
+        V_t = w . h_t, h_t the final hidden state at input token t: the value of the state in which
+        ``targets_T[t]`` is chosen.
         """
         found = self._run(tokens_T, packed)
         return packed.plan.to_batch_order(found) if self.post_process else found
@@ -370,7 +459,9 @@ class ValueGPTModel(PackedGPTModel):
         values_T11 = F.linear(hidden_states.float(), self.value_head.weight.float())
         if self.config.sequence_parallel:
             # Every rank's loss is of all values: backward keeps this rank's tokens, it sums nothing.
-            values_T11 = tensor_parallel.gather_from_sequence_parallel_region(values_T11, tensor_parallel_output_grad=False)
+            values_T11 = tensor_parallel.gather_from_sequence_parallel_region(
+                values_T11, tensor_parallel_output_grad=False
+            )
         return values_T11.flatten()
 
 
@@ -385,12 +476,16 @@ def build_model(
     chunk_tokens: int = 1024,
     fp32_lm_head: bool = False,
 ) -> LogprobGPTModel:
-    """A chunk of the policy, its weights unset: ``hf_conversion.load_hf`` fills them. Needs Megatron's parallel groups.
+    """A chunk of the policy, its weights unset: ``hf_conversion.load_hf`` fills them. Needs Megatron's
+    parallel groups.
 
-    ``vp_stage`` is which of this rank's chunks, None where each rank has one. ``fp32_lm_head``: the output projection in float32.
+    ``vp_stage`` is which of this rank's chunks, None where each rank has one. ``fp32_lm_head``: the output
+    projection in float32.
     """
     backbone = _backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)
-    return LogprobGPTModel(backbone, chunk_tokens=chunk_tokens, fp32_lm_head=fp32_lm_head).to(platform.device())
+    return LogprobGPTModel(backbone, chunk_tokens=chunk_tokens, fp32_lm_head=fp32_lm_head).to(
+        platform.device()
+    )
 
 
 def build_value_model(
@@ -403,11 +498,18 @@ def build_value_model(
     vp_stage: int | None = None,
 ) -> ValueGPTModel:
     """A chunk of the critic, its head zero and its other weights unset like ``build_model``'s."""
-    return ValueGPTModel(_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)).to(platform.device())
+    return ValueGPTModel(_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)).to(
+        platform.device()
+    )
 
 
 def _backbone(
-    folder: Path, hf_config: Mapping[str, Any], dtype: torch.dtype, recompute: str, sequence_parallel: bool, vp_stage: int | None
+    folder: Path,
+    hf_config: Mapping[str, Any],
+    dtype: torch.dtype,
+    recompute: str,
+    sequence_parallel: bool,
+    vp_stage: int | None,
 ) -> Backbone:
     architecture = read_architecture(hf_config)
     inv_freq_F, attention_factor = rotary_frequencies(folder, architecture.model_type)

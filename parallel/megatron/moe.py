@@ -1,9 +1,11 @@
-"""Mixture-of-experts layers of Qwen3-MoE and Mixtral in Megatron-Core: configuration, layer specification and router.
+"""Mixture-of-experts layers of Qwen3-MoE and Mixtral in Megatron-Core: configuration, layer specification and
+router.
 
 Legend: T tokens of this rank, E experts, K experts per token, H hidden size.
 
-Every expert lives whole on one rank (Megatron's expert tensor-parallel size is 1): expert parallelism splits the list of experts, and
-tokens travel to them and back (all-to-all). No token is dropped and no loss balances the experts.
+Every expert lives whole on one rank (Megatron's expert tensor-parallel size is 1): expert parallelism splits
+the list of experts, and tokens travel to them and back (all-to-all). No token is dropped and no loss balances
+the experts.
 """
 
 from collections.abc import Iterator
@@ -45,10 +47,12 @@ def config_fields(experts: Experts | None) -> dict[str, Any]:
 
 
 class Router(TopKRouter):
-    """As transformers and SGLang route: p_TE = softmax_E(x_TH W_EH^T), and of the K largest, those or their shares of their sum.
+    """As transformers and SGLang route: p_TE = softmax_E(x_TH W_EH^T), and of the K largest, those or their
+    shares of their sum.
 
-    The logits are in the model's dtype, like theirs, so that a bfloat16 learner and server choose alike; from the softmax on it is
-    float32. Megatron's own takes the softmax of the chosen logits, which is p only where they are renormalised.
+    The logits are in the model's dtype, like theirs, so that a bfloat16 learner and server choose alike; from
+    the softmax on it is float32. Megatron's own takes the softmax of the chosen logits, which is p only where
+    they are renormalised.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection=None, *, norm_topk: bool):
@@ -73,11 +77,13 @@ def use_router(layer: ModuleSpec, experts: Experts) -> None:
 
 
 def mark_expert_parameters(model: nn.Module) -> None:
-    """Tell Megatron which parameters are reduced over the ranks that hold the same expert, not over the data-parallel ones.
+    """Tell Megatron which parameters are reduced over the ranks that hold the same expert, not over the
+    data-parallel ones.
 
-    It knows by itself where experts are split. Where they are not, under tensor with sequence parallelism every tensor-parallel rank has
-    all experts but only its own tokens, and without this their gradients would silently stay those of one rank.
-    And with it experts have an optimizer of their own in every layout, so that a checkpoint of one loads into the other.
+    It knows by itself where experts are split. Where they are not, under tensor with sequence parallelism
+    every tensor-parallel rank has all experts but only its own tokens, and without this their gradients would
+    silently stay those of one rank. And with it experts have an optimizer of their own in every layout, so
+    that a checkpoint of one loads into the other.
     """
     for layer in _moe_layers(model):
         for parameter in layer.experts.parameters():

@@ -13,11 +13,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from configs.schema.learner import OptimizerConfig
 
 FIRST_LOSS_SCALE, LEAST_LOSS_SCALE = 2.0**16, 1.0
-"""Of a float16 model. Megatron forgives one overflow, then halves the scale on each; after a thousand steps without one it doubles the
-scale, and forgives one again."""
+"""Of a float16 model. Megatron forgives one overflow, then halves the scale on each; after a thousand steps
+without one it doubles the scale, and forgives one again."""
 
 
-def build_optimizer(trained: Sequence[Module], config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizer:
+def build_optimizer(
+    trained: Sequence[Module], config: OptimizerConfig, dtype: torch.dtype
+) -> MegatronOptimizer:
     """AdamW on chunks of a model that Megatron's DistributedDataParallel wraps. ``dtype``: the model's."""
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -41,7 +43,8 @@ def build_optimizer(trained: Sequence[Module], config: OptimizerConfig, dtype: t
 
 
 def build_scheduler(optimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
-    """Step k of n (from 1) runs at lr k / warmup while warming up, and a decaying schedule reaches min_lr at step n."""
+    """Step k of n (from 1) runs at lr k / warmup while warming up, and a decaying schedule reaches min_lr at
+    step n."""
     if total_steps < 1:
         raise ValueError(f"total_optimizer_steps={total_steps} must be at least 1")
     if config.schedule != "constant" and config.warmup_steps >= total_steps:

@@ -1,4 +1,5 @@
-"""The only file that knows CUDA from CPU: device, collective backend, which layers Megatron is built from, start and stop."""
+"""The only file that knows CUDA from CPU: device, collective backend, which layers Megatron is built from,
+start and stop."""
 
 import importlib.util
 import os
@@ -29,24 +30,28 @@ def collective_backend() -> str:
 
 
 def _group_backends() -> str:
-    """Of the default group, and of every group made from it: gloo stays for CPU tensors and pickled objects where NCCL serves the GPU."""
+    """Of the default group, and of every group made from it: gloo stays for CPU tensors and pickled objects
+    where NCCL serves the GPU."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
 def uses_transformer_engine() -> bool:
-    """Whether layers come from Transformer Engine (fused norms, flash attention) or from Megatron's local ones and ours."""
+    """Whether layers come from Transformer Engine (fused norms, flash attention) or from Megatron's local
+    ones and ours."""
     return has_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def uses_grouped_gemm() -> bool:
-    """Whether a rank's experts run as one grouped matrix product (Transformer Engine's) or one after the other."""
+    """Whether a rank's experts run as one grouped matrix product (Transformer Engine's) or one after the
+    other."""
     return uses_transformer_engine()
 
 
 def attention_dtype(model_dtype: torch.dtype) -> torch.dtype:
     """In which dtype our own attention runs.
 
-    On CPU float32 even for a bfloat16 model: torch's bfloat16 attention backward is several times slower there, and less exact.
+    On CPU float32 even for a bfloat16 model: torch's bfloat16 attention backward is several times slower
+    there, and less exact.
     """
     return model_dtype if has_cuda() else torch.float32
 
@@ -65,7 +70,8 @@ def synchronize() -> None:
 
 @contextmanager
 def side_stream(place: torch.device) -> Iterator[None]:
-    """Work given to the device inside comes after what was given before, beside what other threads give meanwhile; done on leaving.
+    """Work given to the device inside comes after what was given before, beside what other threads give
+    meanwhile; done on leaving.
 
     On CPU work is done when a call returns, in whatever thread.
     """
@@ -82,17 +88,20 @@ def side_stream(place: torch.device) -> Iterator[None]:
 def init_distributed(timeout_s: float) -> None:
     """Join the process group that torchrun's environment describes, or be a group of one where there is none.
 
-    On one node the ranks meet in a file (``launch/roles/rendezvous.py``), on several at torchrun's MASTER_ADDR and MASTER_PORT.
+    On one node the ranks meet in a file (``launch/roles/rendezvous.py``), on several at torchrun's
+    MASTER_ADDR and MASTER_PORT.
 
-    ``timeout_s`` seconds is the deadline of every collective. Calling it twice is harmless. Raises ValueError for a
-    half-set environment.
+    ``timeout_s`` seconds is the deadline of every collective. Calling it twice is harmless. Raises ValueError
+    for a half-set environment.
     """
     if dist.is_initialized():
         return
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     if missing and len(missing) < len(names) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(f"environment variables {missing} are missing beside WORLD_SIZE={os.environ['WORLD_SIZE']}; start with torchrun")
+        raise ValueError(
+            f"environment variables {missing} are missing beside WORLD_SIZE={os.environ['WORLD_SIZE']}; start with torchrun"
+        )
     if has_cuda():
         torch.cuda.set_device(device())
     timeout = timedelta(seconds=timeout_s)

@@ -1,7 +1,8 @@
-"""What Megatron-Core 0.16 needs before its first use: import this module before ``megatron.core``, on every platform.
+"""What Megatron-Core 0.16 needs before its first use: import this module before ``megatron.core``, on every
+platform.
 
-On CPU and CUDA alike it silences warnings about absent kernels and repairs the distributed optimizer's checkpoints; without CUDA
-``parallel.megatron.cpu`` puts its stand-ins in place besides, first.
+On CPU and CUDA alike it silences warnings about absent kernels and repairs the distributed optimizer's
+checkpoints; without CUDA ``parallel.megatron.cpu`` puts its stand-ins in place besides, first.
 """
 
 import warnings
@@ -9,18 +10,24 @@ import warnings
 import torch
 
 # Before the imports below, which warn.
-warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine|dynamic_context|script_method|custom_fwd|custom_bwd).*")
+warnings.filterwarnings(
+    "ignore", message=".*(Apex|Transformer Engine|dynamic_context|script_method|custom_fwd|custom_bwd).*"
+)
 # Of every expert under sequence parallelism: experts are not split, whatever the rest of the layer is.
-warnings.filterwarnings("ignore", message="`sequence_parallel` is set to `True`, but tensor model parallel size is 1.")
+warnings.filterwarnings(
+    "ignore", message="`sequence_parallel` is set to `True`, but tensor model parallel size is 1."
+)
 
 import parallel.megatron.cpu  # noqa: E402, F401
 
 
 def _repair_distributed_optimizer() -> None:
-    """Torch's AdamW keeps a ``step`` tensor per parameter; Megatron's distributed optimizer loses it, then shares one.
+    """Torch's AdamW keeps a ``step`` tensor per parameter; Megatron's distributed optimizer loses it, then
+    shares one.
 
-    Without this, loading a checkpoint fails with KeyError('step'), or (one tensor shared by all parameters) every parameter
-    advances the step of all others, silently. TE's and Apex's Adam keep ``step`` elsewhere and pass through unchanged.
+    Without this, loading a checkpoint fails with KeyError('step'), or (one tensor shared by all parameters)
+    every parameter advances the step of all others, silently. TE's and Apex's Adam keep ``step`` elsewhere
+    and pass through unchanged.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -45,10 +52,11 @@ def _repair_distributed_optimizer() -> None:
 
 
 def _repair_checkpoints_of_several_buckets() -> None:
-    """The distributed optimizer gathers its state without the padding between buckets, then cuts parameters out where they are with it.
+    """The distributed optimizer gathers its state without the padding between buckets, then cuts parameters
+    out where they are with it.
 
-    A copy of a tied embedding on another pipeline stage takes a bucket of its own: every parameter after the first bucket would be saved
-    as a shifted piece of its neighbours, silently.
+    A copy of a tied embedding on another pipeline stage takes a bucket of its own: every parameter after the
+    first bucket would be saved as a shifted piece of its neighbours, silently.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -71,7 +79,9 @@ def _with_padding(flat: torch.Tensor, buffer) -> torch.Tensor:
         return flat
     whole, start = flat.new_zeros(buffer.numel), 0
     for bucket in buffer.buckets:
-        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = flat[start : start + bucket.numel_unpadded]
+        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = flat[
+            start : start + bucket.numel_unpadded
+        ]
         start += bucket.numel_unpadded
     return whole
 

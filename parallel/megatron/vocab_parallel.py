@@ -2,8 +2,9 @@
 
 Legend: T packed tokens, C tokens of one chunk, H hidden size, V this rank's rows of the output projection.
 
-The output projection is fused with the log-softmax chunk by chunk: float32 logits exist for C tokens at a time, neither
-forward nor backward holds those of a whole micro-batch. Backward computes each chunk's logits again.
+The output projection is fused with the log-softmax chunk by chunk: float32 logits exist for C tokens at a
+time, neither forward nor backward holds those of a whole micro-batch. Backward computes each chunk's logits
+again.
 """
 
 import torch
@@ -23,31 +24,44 @@ def linear_logprobs(
     with_entropy: bool = True,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(x)[target] and the entropy of softmax(x), for x = hidden @ weight^T / temperature over the full vocabulary.
+    """log softmax(x)[target] and the entropy of softmax(x), for x = hidden @ weight^T / temperature over the
+    full vocabulary.
 
     With Z = sum_v exp(x_v) over all ranks and p = exp(x) / Z:
-    ``logprobs_T = x_target - log Z`` and ``entropy_T = log Z - sum_v p_v x_v``, both float32 [T], in nats. Gradients:
-    d logprob / dx_v = 1[v = target] - p_v and d entropy / dx_v = -p_v (log p_v + entropy).
-    The division by temperature is the one SGLang applies before its own log-softmax. The projection and its backward run in ``dtype``
-    (None: that of ``hidden_TH``), to which hidden states and weight are converted; everything after it runs in float32.
+    ``logprobs_T = x_target - log Z`` and ``entropy_T = log Z - sum_v p_v x_v``, both float32 [T], in nats.
+    Gradients: d logprob / dx_v = 1[v = target] - p_v and d entropy / dx_v = -p_v (log p_v + entropy).
+    The division by temperature is the one SGLang applies before its own log-softmax. The projection and its
+    backward run in ``dtype`` (None: that of ``hidden_TH``), to which hidden states and weight are converted;
+    everything after it runs in float32.
 
-    ``weight_VH`` holds rows [rank V, rank V + V) of the vocabulary; rows from ``vocab_size`` on are padding and take no part.
-    ``group`` is the tensor-parallel group, None (or one rank) for an unsharded vocabulary. Two all-reduces per call whatever
-    the number of chunks. The returned values are the same on every rank; the gradient of ``hidden_TH`` is this rank's part,
-    which the caller sums over the group. The log-probs do not depend on ``with_entropy``.
+    ``weight_VH`` holds rows [rank V, rank V + V) of the vocabulary; rows from ``vocab_size`` on are padding
+    and take no part. ``group`` is the tensor-parallel group, None (or one rank) for an unsharded vocabulary.
+    Two all-reduces per call whatever the number of chunks. The returned values are the same on every rank;
+    the gradient of ``hidden_TH`` is this rank's part, which the caller sums over the group. The log-probs do
+    not depend on ``with_entropy``.
 
     Raises ValueError for shapes that do not fit, temperature <= 0 and chunk_tokens < 1.
     """
     _check(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group)
     logprobs_T, entropy_T = _LinearLogprobs.apply(
-        hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group, with_entropy, dtype or hidden_TH.dtype
+        hidden_TH,
+        weight_VH,
+        targets_T,
+        vocab_size,
+        temperature,
+        chunk_tokens,
+        group,
+        with_entropy,
+        dtype or hidden_TH.dtype,
     )
     return logprobs_T, entropy_T if with_entropy else None
 
 
 def _check(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group) -> None:
     if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
-        raise ValueError(f"hidden {tuple(hidden_TH.shape)} and weight {tuple(weight_VH.shape)} must be [T, H] and [V, H] of the same H")
+        raise ValueError(
+            f"hidden {tuple(hidden_TH.shape)} and weight {tuple(weight_VH.shape)} must be [T, H] and [V, H] of the same H"
+        )
     if targets_T.shape != hidden_TH.shape[:1]:
         raise ValueError(f"targets {tuple(targets_T.shape)} must be [T] like hidden {tuple(hidden_TH.shape)}")
     if not temperature > 0:
@@ -55,7 +69,9 @@ def _check(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_token
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
     if vocab_size > weight_VH.shape[0] * _size(group):
-        raise ValueError(f"vocab_size={vocab_size} exceeds the {weight_VH.shape[0]} rows on each of {_size(group)} ranks")
+        raise ValueError(
+            f"vocab_size={vocab_size} exceeds the {weight_VH.shape[0]} rows on each of {_size(group)} ranks"
+        )
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
@@ -73,18 +89,41 @@ def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> 
     logits_CV = hidden_CH @ weight_VH.t()
     if temperature == 1.0:
         return logits_CV.float()
-    return logits_CV.float().div_(temperature) if logits_CV.dtype != torch.float32 else logits_CV.div_(temperature)
+    return (
+        logits_CV.float().div_(temperature)
+        if logits_CV.dtype != torch.float32
+        else logits_CV.div_(temperature)
+    )
 
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group, with_entropy, dtype):
+    def forward(
+        ctx,
+        hidden_TH,
+        weight_VH,
+        targets_T,
+        vocab_size,
+        temperature,
+        chunk_tokens,
+        group,
+        with_entropy,
+        dtype,
+    ):
         first, count = _real_rows(weight_VH, vocab_size, group)
         rows_VH = weight_VH[:count].to(dtype)
-        maximum_T, sums_3T = _local_sums(hidden_TH, rows_VH, targets_T - first, temperature, chunk_tokens, with_entropy)
+        maximum_T, sums_3T = _local_sums(
+            hidden_TH, rows_VH, targets_T - first, temperature, chunk_tokens, with_entropy
+        )
         log_z_T, logprobs_T, entropy_T = _combine(maximum_T, sums_3T, group)
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_z_T, entropy_T)
-        ctx.first, ctx.count, ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = first, count, temperature, chunk_tokens, with_entropy
+        ctx.first, ctx.count, ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = (
+            first,
+            count,
+            temperature,
+            chunk_tokens,
+            with_entropy,
+        )
         ctx.dtype = dtype
         ctx.set_materialize_grads(False)
         return logprobs_T, entropy_T
@@ -125,8 +164,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _local_sums(hidden_TH, rows_VH, local_targets_T, temperature, chunk_tokens, with_entropy) -> tuple[Tensor, Tensor]:
-    """This rank's maximum m over its rows, and [sum exp(x - m), x_target or 0, sum exp(x - m) (x - m)], each [T]."""
+def _local_sums(
+    hidden_TH, rows_VH, local_targets_T, temperature, chunk_tokens, with_entropy
+) -> tuple[Tensor, Tensor]:
+    """This rank's maximum m over its rows, and [sum exp(x - m), x_target or 0, sum exp(x - m) (x - m)], each
+    [T]."""
     num_tokens = hidden_TH.shape[0]
     maximum_T = hidden_TH.new_full((num_tokens,), -torch.inf, dtype=torch.float32)
     sums_3T = hidden_TH.new_zeros((3, num_tokens), dtype=torch.float32)
@@ -147,7 +189,9 @@ def _local_sums(hidden_TH, rows_VH, local_targets_T, temperature, chunk_tokens, 
     return maximum_T, sums_3T
 
 
-def _combine(maximum_T: Tensor, sums_3T: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+def _combine(
+    maximum_T: Tensor, sums_3T: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Over all ranks: (log Z, log-prob of the target, entropy), each [T].
 
     The common maximum is taken off before anything is subtracted, so that large logits cost no digits.
@@ -160,20 +204,27 @@ def _combine(maximum_T: Tensor, sums_3T: Tensor, group: dist.ProcessGroup | None
         # to the common maximum M: exp(x - M) = exp(x - m) exp(m - M), and x - M = (x - m) + (m - M)
         shift_T = torch.where(maximum_T == -torch.inf, 0.0, maximum_T - total_T)
         scale_T = torch.where(maximum_T == -torch.inf, 0.0, shift_T.exp())
-        sums_3T = torch.stack((sums_3T[0] * scale_T, sums_3T[1], (sums_3T[2] + sums_3T[0] * shift_T) * scale_T))
+        sums_3T = torch.stack(
+            (sums_3T[0] * scale_T, sums_3T[1], (sums_3T[2] + sums_3T[0] * shift_T) * scale_T)
+        )
         dist.all_reduce(sums_3T, group=group)
     log_sum_T = sums_3T[0].log()
     return total_T + log_sum_T, (sums_3T[1] - total_T) - log_sum_T, log_sum_T - sums_3T[2] / sums_3T[0]
 
 
 def _grad_logits(logits_CV, local_targets_C, log_z_C, entropy_C, grad_logprobs_C, grad_entropy_C) -> Tensor:
-    """d loss / d x [C, V]: g (1[target] - p) - h p (log p + entropy), g and h the gradients of log-prob and entropy."""
+    """d loss / d x [C, V]: g (1[target] - p) - h p (log p + entropy), g and h the gradients of log-prob and
+    entropy."""
     logp_CV = logits_CV.sub_(log_z_C.unsqueeze(1))
     probabilities_CV = logp_CV.exp()
     if grad_entropy_C is None:
         grad_CV = probabilities_CV.mul_(-grad_logprobs_C.unsqueeze(1))
     else:
-        factor_CV = logp_CV.add_(entropy_C.unsqueeze(1)).mul_(grad_entropy_C.unsqueeze(1)).add_(grad_logprobs_C.unsqueeze(1))
+        factor_CV = (
+            logp_CV.add_(entropy_C.unsqueeze(1))
+            .mul_(grad_entropy_C.unsqueeze(1))
+            .add_(grad_logprobs_C.unsqueeze(1))
+        )
         grad_CV = probabilities_CV.mul_(factor_CV).neg_()
     here_C = (local_targets_C >= 0) & (local_targets_C < grad_CV.shape[1])
     if grad_CV.shape[1]:

@@ -1,4 +1,5 @@
-"""What a model is and what a layout asks of it: pure arithmetic on config.json, without torch, so that it runs before anything starts."""
+"""What a model is and what a layout asks of it: pure arithmetic on config.json, without torch, so that it
+runs before anything starts."""
 
 import itertools
 import json
@@ -19,9 +20,11 @@ STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The mixture-of-experts part of a model. The router's weights are its softmax over all experts at the chosen ones.
+    """The mixture-of-experts part of a model. The router's weights are its softmax over all experts at the
+    chosen ones.
 
-    ``norm_topk``: they are divided by their sum. ``is_sparse``: of each layer, whether it has experts or a dense MLP.
+    ``norm_topk``: they are divided by their sum. ``is_sparse``: of each layer, whether it has experts or a
+    dense MLP.
     """
 
     num_experts: int
@@ -60,12 +63,15 @@ MOST_LAYERS = 10_000
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder. Raises ValueError naming the file where it is missing or no JSON object."""
+    """config.json of a Hugging Face folder. Raises ValueError naming the file where it is missing or no JSON
+    object."""
     path = Path(folder) / "config.json"
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"model.path={folder}: cannot read config.json ({error.strerror}); give a Hugging Face model folder") from error
+        raise ValueError(
+            f"model.path={folder}: cannot read config.json ({error.strerror}); give a Hugging Face model folder"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     except RecursionError as error:
@@ -76,7 +82,8 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
 
 
 def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
-    """Raises ValueError for a model or variant that this learner does not compute exactly, and for missing or impossible sizes."""
+    """Raises ValueError for a model or variant that this learner does not compute exactly, and for missing or
+    impossible sizes."""
     kind = hf_config.get("model_type")
     if kind not in SUPPORTED:
         supported = ", ".join(f"{name} ({title})" for name, title in SUPPORTED.items())
@@ -85,10 +92,18 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     heads, hidden_size = _size(hf_config, "num_attention_heads", kind), _size(hf_config, "hidden_size", kind)
     num_layers = _size(hf_config, "num_hidden_layers", kind)
     if num_layers > MOST_LAYERS:  # each is planned for by itself
-        raise ValueError(f"config.json has num_hidden_layers={num_layers}, more than {MOST_LAYERS}; restore it")
-    kv_heads = heads if hf_config.get("num_key_value_heads") is None else _size(hf_config, "num_key_value_heads", kind)
+        raise ValueError(
+            f"config.json has num_hidden_layers={num_layers}, more than {MOST_LAYERS}; restore it"
+        )
+    kv_heads = (
+        heads
+        if hf_config.get("num_key_value_heads") is None
+        else _size(hf_config, "num_key_value_heads", kind)
+    )
     if heads % kv_heads:
-        raise ValueError(f"config.json has num_attention_heads={heads}, not a multiple of num_key_value_heads={kv_heads}; restore it")
+        raise ValueError(
+            f"config.json has num_attention_heads={heads}, not a multiple of num_key_value_heads={kv_heads}; restore it"
+        )
     if hf_config.get("head_dim") is None and hidden_size % heads:
         raise ValueError(
             f"config.json has hidden_size={hidden_size}, which does not divide by num_attention_heads={heads}, and no head_dim; restore it"
@@ -100,7 +115,9 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=hidden_size // heads if hf_config.get("head_dim") is None else _size(hf_config, "head_dim", kind),
+        head_dim=hidden_size // heads
+        if hf_config.get("head_dim") is None
+        else _size(hf_config, "head_dim", kind),
         intermediate_size=_size(hf_config, "intermediate_size", kind),
         norm_eps=_positive_number(hf_config, "rms_norm_eps", kind),
         max_positions=_size(hf_config, "max_position_embeddings", kind),
@@ -117,14 +134,20 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> E
     elif kind == "qwen3_moe":
         size_name, norm_topk = "moe_intermediate_size", bool(hf_config.get("norm_topk_prob", False))
         dense = hf_config.get("mlp_only_layers") or ()
-        every = 1 if hf_config.get("decoder_sparse_step") is None else _size(hf_config, "decoder_sparse_step", kind)
+        every = (
+            1
+            if hf_config.get("decoder_sparse_step") is None
+            else _size(hf_config, "decoder_sparse_step", kind)
+        )
     else:
         return None
     # Today's transformers writes Mixtral's name for either family.
     count_name = "num_experts" if "num_experts" in hf_config else "num_local_experts"
     count, chosen = _size(hf_config, count_name, kind), _size(hf_config, "num_experts_per_tok", kind)
     if chosen > count:
-        raise ValueError(f"config.json has num_experts_per_tok={chosen}, more than its {count_name}={count}; restore it")
+        raise ValueError(
+            f"config.json has num_experts_per_tok={chosen}, more than its {count_name}={count}; restore it"
+        )
     is_sparse = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers))
     if not any(is_sparse):
         raise ValueError(
@@ -143,7 +166,9 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> E
 def _size(hf_config: Mapping[str, Any], name: str, kind: str) -> int:
     value = _field(hf_config, name, kind)
     if type(value) is not int or value < 1:
-        raise ValueError(f"config.json of a {kind} model has {name}={value!r}; it must be a whole number of at least 1")
+        raise ValueError(
+            f"config.json of a {kind} model has {name}={value!r}; it must be a whole number of at least 1"
+        )
     return value
 
 
@@ -156,14 +181,17 @@ def _positive_number(hf_config: Mapping[str, Any], name: str, kind: str) -> floa
 
 def _field(hf_config: Mapping[str, Any], name: str, kind: str) -> Any:
     if name not in hf_config:
-        raise ValueError(f"config.json of a {kind} model lacks {name!r}; restore the file that came with the model")
+        raise ValueError(
+            f"config.json of a {kind} model lacks {name!r}; restore the file that came with the model"
+        )
     return hf_config[name]
 
 
 def _refuse_variants(hf_config: Mapping[str, Any], kind: str) -> None:
     refused = {
         "use_sliding_window": bool(hf_config.get("use_sliding_window")),
-        "sliding_window": kind == "mixtral" and hf_config.get("sliding_window") is not None,  # which has no use_sliding_window
+        "sliding_window": kind == "mixtral"
+        and hf_config.get("sliding_window") is not None,  # which has no use_sliding_window
         "layer_types": any(t != "full_attention" for t in hf_config.get("layer_types") or ()),
         "attention_bias": kind != "qwen2" and bool(hf_config.get("attention_bias")),
         "mlp_bias": bool(hf_config.get("mlp_bias")),
@@ -177,12 +205,15 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str) -> None:
     }
     for name, found in refused.items():
         if found:
-            raise ValueError(f"config.json has {name}={hf_config[name]!r}, which the learner does not compute; use a {kind} without it")
+            raise ValueError(
+                f"config.json has {name}={hf_config[name]!r}, which the learner does not compute; use a {kind} without it"
+            )
     check_rope_type(_rope_type(hf_config), kind)
 
 
 def _rope_type(hf_config: Mapping[str, Any]) -> Any:
-    """Under ``rope_parameters`` in today's files and ``rope_scaling`` (null: none) in earlier ones, which also wrote ``type``."""
+    """Under ``rope_parameters`` in today's files and ``rope_scaling`` (null: none) in earlier ones, which
+    also wrote ``type``."""
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"config.json has rope parameters {rope!r}; they must be an object or null")
@@ -202,34 +233,45 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     return -(-vocab_size // tensor_parallel) * tensor_parallel
 
 
-def validate_layout(hf_config: Mapping[str, Any], layout: LayoutConfig, *, num_processes: int | None = None) -> None:
+def validate_layout(
+    hf_config: Mapping[str, Any], layout: LayoutConfig, *, num_processes: int | None = None
+) -> None:
     """Whether the learner can compute this model in this layout. ``hf_config`` is the model's config.json.
 
-    - tp: query heads and the intermediate size of dense layers must divide by it. Key/value heads must too, or it by them: Megatron then
-      copies each head to several ranks. The vocabulary is padded, and so are the tokens of a micro-batch under sp: any number fits.
+    - tp: query heads and the intermediate size of dense layers must divide by it. Key/value heads must too,
+      or it by them: Megatron then copies each head to several ranks. The vocabulary is padded, and so are the
+      tokens of a micro-batch under sp: any number fits.
     - pp, vpp: their product must divide the layers; all chunks are equally deep.
-    - ep: must divide the experts, of which a dense model has none; an expert is never split, whatever tp. Layers with experts and
-      tp > 1 need sp, since tokens travel to experts from where they are split.
-    - cp: 1. Split sequences need Transformer Engine's attention, which exists on CUDA alone, and batches that are split over context
-      ranks, which this learner does not do.
+    - ep: must divide the experts, of which a dense model has none; an expert is never split, whatever tp.
+      Layers with experts and tp > 1 need sp, since tokens travel to experts from where they are split.
+    - cp: 1. Split sequences need Transformer Engine's attention, which exists on CUDA alone, and batches that
+      are split over context ranks, which this learner does not do.
     - ``num_processes``, where given, must be the layout's product of sizes.
 
-    Raises ValueError for what ``read_architecture`` refuses, and for everything of the above that does not hold, all at once: see
-    ``layout_problems``.
+    Raises ValueError for what ``read_architecture`` refuses, and for everything of the above that does not
+    hold, all at once: see ``layout_problems``.
     """
     problems = layout_problems(read_architecture(hf_config), layout, num_processes)
     if problems:
         raise ValueError("\n  ".join(problems))
 
 
-def layout_problems(architecture: Architecture, layout: LayoutConfig, num_processes: int | None = None) -> list[str]:
-    """What keeps the learner from this layout, each with the nearest values of its field. Where these do not help, or there are several
-    problems, the last one is followed by a line with the nearest layouts that work."""
+def layout_problems(
+    architecture: Architecture, layout: LayoutConfig, num_processes: int | None = None
+) -> list[str]:
+    """What keeps the learner from this layout, each with the nearest values of its field. Where these do not
+    help, or there are several problems, the last one is followed by a line with the nearest layouts that
+    work."""
     misfits = _misfits(architecture, layout, num_processes)
     values = {field: _nearest_values(architecture, layout, field, num_processes) for field in misfits}
-    texts = [f"{reason}; {f'use {values[field]}' if values[field] else f'no {field} alone mends it'}" for field, reason in misfits.items()]
+    texts = [
+        f"{reason}; {f'use {values[field]}' if values[field] else f'no {field} alone mends it'}"
+        for field, reason in misfits.items()
+    ]
     if len(misfits) > 1 or "dp" in misfits or not all(values.values()):
-        found = " or ".join(f"{{{layout_yaml(fitting)}}}" for fitting in _nearest_layouts(architecture, layout, num_processes))
+        found = " or ".join(
+            f"{{{layout_yaml(fitting)}}}" for fitting in _nearest_layouts(architecture, layout, num_processes)
+        )
         texts[-1] += f"\n  the nearest layouts that work: {found}"
     return texts
 
@@ -247,7 +289,9 @@ def _misfits(a: Architecture, layout: LayoutConfig, num_processes: int | None) -
     elif a.experts is not None and a.experts.num_experts % layout.ep:
         found["ep"] = f"layout.ep={layout.ep} does not divide the model's num_experts={a.experts.num_experts}"
     if a.experts is not None and layout.tp > 1 and not layout.sp:
-        found["sp"] = f"layout.tp={layout.tp} without sp: tokens travel to the model's experts from where they are split"
+        found["sp"] = (
+            f"layout.tp={layout.tp} without sp: tokens travel to the model's experts from where they are split"
+        )
     if layout.cp > 1:
         found["cp"] = (
             f"layout.cp={layout.cp} needs the attention of Transformer Engine, which exists on CUDA alone, and batches whose sequences are "
@@ -278,23 +322,37 @@ def _world_misfit(layout: LayoutConfig, num_processes: int | None) -> dict[str, 
         sizes = ", ".join(f"{name}={getattr(layout, name)}" for name in ("tp", "cp", "pp", "dp"))
         return {"dp": f"{num_processes} processes do not fit a layout of {sizes}"}
     if layout.tp * layout.cp * copies % layout.ep:
-        return {"ep": f"layout.ep={layout.ep} does not divide the tp*cp*dp={layout.tp * layout.cp * copies} ranks of a pipeline stage"}
+        return {
+            "ep": f"layout.ep={layout.ep} does not divide the tp*cp*dp={layout.tp * layout.cp * copies} ranks of a pipeline stage"
+        }
     return {}
 
 
 def _nearest_values(a: Architecture, layout: LayoutConfig, field: str, num_processes: int | None) -> str:
-    """The values of one field, the others as they are, that mend its misfit: the nearest below and above. "" where there are none."""
+    """The values of one field, the others as they are, that mend its misfit: the nearest below and above. ""
+    where there are none."""
     if field == "dp":
         return _nearest_dp(layout, num_processes)
     if field in ("sp", "cp"):
         candidates = [("sp", True), ("tp", 1)] if field == "sp" else [("cp", 1)]
-        return " or ".join(f"{name}={str(value).lower()}" for name, value in candidates if _changed(layout, name, value))
-    most = {"tp": a.num_heads, "pp": a.num_layers, "vpp": a.num_layers, "ep": a.experts.num_experts if a.experts else 1}
+        return " or ".join(
+            f"{name}={str(value).lower()}" for name, value in candidates if _changed(layout, name, value)
+        )
+    most = {
+        "tp": a.num_heads,
+        "pp": a.num_layers,
+        "vpp": a.num_layers,
+        "ep": a.experts.num_experts if a.experts else 1,
+    }
     texts = []
     for name in ("pp", "vpp") if field == "pp" and layout.vpp > 1 else (field,):
         now = getattr(layout, name)
         candidates = {n: _changed(layout, name, n) for n in range(1, most[name] + 1)}
-        fits = [n for n, changed in candidates.items() if changed and field not in _misfits(a, changed, num_processes)]
+        fits = [
+            n
+            for n, changed in candidates.items()
+            if changed and field not in _misfits(a, changed, num_processes)
+        ]
         near = [*[n for n in fits if n < now][-1:], *[n for n in fits if n > now][:1]]
         texts += [f"{name}={n}" for n in near]
     return " or ".join(texts)
@@ -306,7 +364,9 @@ def _nearest_dp(layout: LayoutConfig, num_processes: int) -> str:
     while layout.tp * layout.cp * wanted % layout.ep:
         wanted += 1
     start = f"{layout.model_size * wanted} processes"
-    return start if rest or copies < 1 or _changed(layout, "dp", copies) is None else f"dp={copies}, or {start}"
+    return (
+        start if rest or copies < 1 or _changed(layout, "dp", copies) is None else f"dp={copies}, or {start}"
+    )
 
 
 def _changed(layout: LayoutConfig, name: str, value: int | bool) -> LayoutConfig | None:
@@ -317,23 +377,32 @@ def _changed(layout: LayoutConfig, name: str, value: int | bool) -> LayoutConfig
         return None
 
 
-def _nearest_layouts(a: Architecture, layout: LayoutConfig, num_processes: int | None, count: int = 3) -> list[LayoutConfig]:
-    """The layouts that work on as many processes, by the sum of |log2 of the ratio| over all sizes; sp or not is as far as a factor 2.
+def _nearest_layouts(
+    a: Architecture, layout: LayoutConfig, num_processes: int | None, count: int = 3
+) -> list[LayoutConfig]:
+    """The layouts that work on as many processes, by the sum of |log2 of the ratio| over all sizes; sp or not
+    is as far as a factor 2.
 
     Where neither ``num_processes`` nor dp is given, on any number: dp stays auto.
     """
     world = num_processes or (layout.world_size if layout.dp != "auto" else None)
     found = []
     for candidate in fitting_layouts(a, world, chunks=sorted({1, layout.vpp})):
-        steps = [abs(math.log2(getattr(candidate, name) / getattr(layout, name))) for name in ("tp", "pp", "vpp", "ep", "cp")]
+        steps = [
+            abs(math.log2(getattr(candidate, name) / getattr(layout, name)))
+            for name in ("tp", "pp", "vpp", "ep", "cp")
+        ]
         if layout.dp != "auto":
             steps.append(abs(math.log2(candidate.dp / layout.dp)))
         found.append((round(sum(steps) + (candidate.sp != layout.sp), 9), layout_text(candidate), candidate))
     return [candidate for *_, candidate in sorted(found, key=lambda entry: entry[:2])[:count]]
 
 
-def fitting_layouts(a: Architecture, world: int | None, *, chunks: Sequence[int] = (1,)) -> Iterator[LayoutConfig]:
-    """Every layout of ``world`` processes that the learner can compute the model in, with these numbers of chunks to a pipeline stage.
+def fitting_layouts(
+    a: Architecture, world: int | None, *, chunks: Sequence[int] = (1,)
+) -> Iterator[LayoutConfig]:
+    """Every layout of ``world`` processes that the learner can compute the model in, with these numbers of
+    chunks to a pipeline stage.
 
     ``world=None``: on any number, dp is auto.
     """
@@ -355,7 +424,9 @@ def divisors(number: int) -> list[int]:
 
 def layout_yaml(layout: LayoutConfig) -> str:
     """``layout_text`` as fields of a YAML block: ``tp: 2, sp: true, dp: 4``."""
-    return ", ".join(part.replace("=", ": ") if "=" in part else f"{part}: true" for part in layout_text(layout).split(","))
+    return ", ".join(
+        part.replace("=", ": ") if "=" in part else f"{part}: true" for part in layout_text(layout).split(",")
+    )
 
 
 def check_critic_vocabulary(critic: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
@@ -369,11 +440,12 @@ def check_critic_vocabulary(critic: Mapping[str, Any], policy: Mapping[str, Any]
 
 
 def validate_rollout_layout(hf_config: Mapping[str, Any], tensor_parallel: int) -> None:
-    """Whether SGLang can serve this model over ``tensor_parallel`` ranks. ``hf_config`` is the model's config.json.
+    """Whether SGLang can serve this model over ``tensor_parallel`` ranks. ``hf_config`` is the model's
+    config.json.
 
-    Query heads and the intermediate size (an expert's too) must divide by it. Key/value heads must divide by it too, or, where there are
-    fewer heads than ranks, ranks by heads: each head is then copied to several ranks. Any vocabulary fits: SGLang pads it to a multiple
-    of the ranks.
+    Query heads and the intermediate size (an expert's too) must divide by it. Key/value heads must divide by
+    it too, or, where there are fewer heads than ranks, ranks by heads: each head is then copied to several
+    ranks. Any vocabulary fits: SGLang pads it to a multiple of the ranks.
 
     Raises ValueError for what ``read_architecture`` refuses, and naming the first number that does not fit.
     """

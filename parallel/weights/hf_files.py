@@ -1,7 +1,9 @@
-"""Folders of safetensors as Hugging Face lays them out: read a tensor at a time, written by one or several processes, all or nothing.
+"""Folders of safetensors as Hugging Face lays them out: read a tensor at a time, written by one or several
+processes, all or nothing.
 
-Who writes what: the pipeline stages' writers (``ShardWriter``) each put shards of their own into one hidden folder beside the final one;
-the first of them names all shards, writes the index and what belongs beside it, and renames the folder (``finish_folder``).
+Who writes what: the pipeline stages' writers (``ShardWriter``) each put shards of their own into one hidden
+folder beside the final one; the first of them names all shards, writes the index and what belongs beside it,
+and renames the folder (``finish_folder``).
 """
 
 import hashlib
@@ -29,7 +31,8 @@ COMPANIONS = (
 
 
 class HuggingFaceWeights:
-    """The tensors of a folder's safetensors, read one at a time. Raises ValueError naming what cannot be read."""
+    """The tensors of a folder's safetensors, read one at a time. Raises ValueError naming what cannot be
+    read."""
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
@@ -41,14 +44,18 @@ class HuggingFaceWeights:
             return {name: self.folder / file for name, file in mapping.items()}
         single = self.folder / SINGLE
         if not single.is_file():
-            raise ValueError(f"model.path={self.folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors")
+            raise ValueError(
+                f"model.path={self.folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors"
+            )
         return dict.fromkeys(self._open(single).keys(), single)
 
     @staticmethod
     def _open(path: Path):
         try:
             return safe_open(path, framework="pt", device="cpu")
-        except Exception as error:  # safetensors raises its own type for a broken file, OSError for a missing one
+        except (
+            Exception
+        ) as error:  # safetensors raises its own type for a broken file, OSError for a missing one
             raise ValueError(f"{path} is no readable safetensors file: {error}") from error
 
     @property
@@ -61,9 +68,11 @@ class HuggingFaceWeights:
 
 
 class PerturbedWeights(HuggingFaceWeights):
-    """Other weights than the folder's, the same wherever they are read: every tensor gets noise of its own, seeded by its name.
+    """Other weights than the folder's, the same wherever they are read: every tensor gets noise of its own,
+    seeded by its name.
 
-    t' = t + (0.01 + 0.05 std(t)) e, e standard normal: no tensor stays as it is, and the model stays one that says something.
+    t' = t + (0.01 + 0.05 std(t)) e, e standard normal: no tensor stays as it is, and the model stays one that
+    says something.
     """
 
     def read(self, name: str) -> Tensor:
@@ -91,7 +100,8 @@ def hidden_folder(final: Path) -> Path:
 
 
 class ShardWriter:
-    """Collects tensors and writes a shard whenever the next one would not fit. ``number`` tells the files of several writers apart."""
+    """Collects tensors and writes a shard whenever the next one would not fit. ``number`` tells the files of
+    several writers apart."""
 
     def __init__(self, folder: Path, *, number: int, max_shard_bytes: int):
         self.shards: list[Shard] = []
@@ -116,8 +126,11 @@ class ShardWriter:
         self._pending, self._pending_bytes = {}, 0
 
 
-def finish_folder(temporary: Path, final: Path, shards: Sequence[Shard], *, source: Path, dtype: torch.dtype) -> None:
-    """Make ``temporary`` with its ``shards`` a Hugging Face folder (config and tokenizer of ``source``) and rename it to ``final``."""
+def finish_folder(
+    temporary: Path, final: Path, shards: Sequence[Shard], *, source: Path, dtype: torch.dtype
+) -> None:
+    """Make ``temporary`` with its ``shards`` a Hugging Face folder (config and tokenizer of ``source``) and
+    rename it to ``final``."""
     _name_shards(temporary, shards)
     for name in COMPANIONS:
         if (source / name).is_file():
@@ -165,7 +178,8 @@ def _flush(path: str | Path) -> None:
 
 
 def replace_folder(temporary: Path, final: Path) -> None:
-    """``temporary`` becomes ``final``, flushed first. What stood there is moved aside, and removed once the new one is in place."""
+    """``temporary`` becomes ``final``, flushed first. What stood there is moved aside, and removed once the
+    new one is in place."""
     flush_folder(temporary)
     aside = None
     if final.exists():

@@ -1,6 +1,8 @@
-"""Whether the weights of a Hugging Face folder are those of its config.json, by its files' headers alone: in milliseconds, without torch.
+"""Whether the weights of a Hugging Face folder are those of its config.json, by its files' headers alone: in
+milliseconds, without torch.
 
-Names and shapes are those that ``hf_conversion`` reads, so that a folder which passes here fills every parameter of the learner.
+Names and shapes are those that ``hf_conversion`` reads, so that a folder which passes here fills every
+parameter of the learner.
 """
 
 import json
@@ -36,7 +38,8 @@ class WeightsUnreadable(ValueError):
 
 
 def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
-    """What keeps the learner from loading the folder's weights, each as "what is wrong; fix". An empty list where nothing does."""
+    """What keeps the learner from loading the folder's weights, each as "what is wrong; fix". An empty list
+    where nothing does."""
     try:
         headers = read_headers(folder)
     except WeightsUnreadable as error:
@@ -56,7 +59,11 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
         except WeightsUnreadable as error:
             broken.append(str(error))
             continue
-        found.update(headers if mapping is None else {name: header for name, header in headers.items() if mapping.get(name) == file})
+        found.update(
+            headers
+            if mapping is None
+            else {name: header for name, header in headers.items() if mapping.get(name) == file}
+        )
     if broken:
         raise WeightsUnreadable("\n".join(_first(broken, "broken files")))
     lost = sorted((mapping or {}).keys() - found.keys())
@@ -77,27 +84,41 @@ def shard_of_names(folder: Path) -> dict[str, str] | None:
     try:
         mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise WeightsUnreadable(f"{index} is no index of safetensors ({_short(error)}); {_DOWNLOAD_AGAIN}") from error
-    if not (isinstance(mapping, dict) and mapping and all(isinstance(file, str) and Path(file).name == file for file in mapping.values())):
+        raise WeightsUnreadable(
+            f"{index} is no index of safetensors ({_short(error)}); {_DOWNLOAD_AGAIN}"
+        ) from error
+    if not (
+        isinstance(mapping, dict)
+        and mapping
+        and all(isinstance(file, str) and Path(file).name == file for file in mapping.values())
+    ):
         raise WeightsUnreadable(f"{index} names no files of the folder under `weight_map`; {_DOWNLOAD_AGAIN}")
     missing = sorted({file for file in mapping.values() if not (Path(folder) / file).is_file()})
     if missing:
         shown = ", ".join(missing[:_FEW])
-        raise WeightsUnreadable(f"{INDEX} names {len(missing)} files that are not there: {shown}; download or copy them into {folder}")
+        raise WeightsUnreadable(
+            f"{INDEX} names {len(missing)} files that are not there: {shown}; download or copy them into {folder}"
+        )
     return mapping
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """The tensors of one safetensors file. Raises WeightsUnreadable naming the file, what is wrong and the fix.
+    """The tensors of one safetensors file. Raises WeightsUnreadable naming the file, what is wrong and the
+    fix.
 
     The library has compared every offset with the file's size: a file cut short does not open.
     """
     try:
         with safe_open(path, framework="np") as file:
             slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118 - no mapping
-            return {name: TensorHeader(shape=tuple(part.get_shape()), dtype=part.get_dtype()) for name, part in slices}
+            return {
+                name: TensorHeader(shape=tuple(part.get_shape()), dtype=part.get_dtype())
+                for name, part in slices
+            }
     except (SafetensorError, OSError) as error:
-        raise WeightsUnreadable(f"{path} is no readable safetensors file: {_cause(path, error)}; {_DOWNLOAD_AGAIN}") from error
+        raise WeightsUnreadable(
+            f"{path} is no readable safetensors file: {_cause(path, error)}; {_DOWNLOAD_AGAIN}"
+        ) from error
 
 
 def _cause(path: Path, error: Exception) -> str:
@@ -113,7 +134,9 @@ def _cause(path: Path, error: Exception) -> str:
         return "it is a pointer of Git LFS, not the weights themselves (`git lfs pull` fetches them)"
     said = _short(error)
     if "incomplete metadata" in said or "not fully covered" in said:
-        return f"its {size:,} bytes are not as many as its header speaks of, so it was cut short or overwritten"
+        return (
+            f"its {size:,} bytes are not as many as its header speaks of, so it was cut short or overwritten"
+        )
     return f"{said.removeprefix('Error while deserializing header: ')} ({size:,} bytes)"
 
 
@@ -124,7 +147,9 @@ def _name_problems(headers: Mapping[str, TensorHeader], shapes: Shapes, folder: 
     if missing := sorted(shapes.keys() - headers.keys()):
         yield f"{folder} lacks {len(missing)} tensors that its config.json asks for: {_listed(missing)}; {_TWO_MODELS}"
     # A tied model's folder may repeat the embedding as lm_head; config.json decides, as in transformers.
-    left_over = sorted(name for name in headers.keys() - shapes.keys() if name != TOP[OUTPUT] and not IGNORED.match(name))
+    left_over = sorted(
+        name for name in headers.keys() - shapes.keys() if name != TOP[OUTPUT] and not IGNORED.match(name)
+    )
     if left_over:
         yield f"{folder} has {len(left_over)} tensors that its config.json does not account for: {_listed(left_over)}; {_TWO_MODELS}"
 
@@ -137,7 +162,11 @@ def _shape_problems(headers: Mapping[str, TensorHeader], shapes: Shapes, folder:
     if wrong:
         shown = _listed([f"{name} is {headers[name].shape}, not {shapes[name]}" for name in wrong])
         yield f"{len(wrong)} tensors of {folder} have another shape than its config.json asks for: {shown}; {_TWO_MODELS}"
-    other = [f"{name} ({headers[name].dtype})" for name in sorted(shapes.keys() & headers.keys()) if headers[name].dtype not in FLOATING]
+    other = [
+        f"{name} ({headers[name].dtype})"
+        for name in sorted(shapes.keys() & headers.keys())
+        if headers[name].dtype not in FLOATING
+    ]
     if other:
         yield f"{len(other)} tensors of {folder} are quantised: {_listed(other)}; use the model as it was before, in F32, F16 or BF16"
 
@@ -147,7 +176,11 @@ def _listed(items: list[str]) -> str:
 
 
 def _first(lines: list[str], of: str) -> list[str]:
-    return lines if len(lines) <= _FEW else [*lines[:_FEW], f"{len(lines) - _FEW} further {of}; {_DOWNLOAD_AGAIN}"]
+    return (
+        lines
+        if len(lines) <= _FEW
+        else [*lines[:_FEW], f"{len(lines) - _FEW} further {of}; {_DOWNLOAD_AGAIN}"]
+    )
 
 
 def _short(error: Exception) -> str:

@@ -1,4 +1,5 @@
-"""How Megatron's tensors are called and how Hugging Face's: strings alone, with the global numbers of layers and experts."""
+"""How Megatron's tensors are called and how Hugging Face's: strings alone, with the global numbers of layers
+and experts."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +13,9 @@ TOP = {EMBEDDING: "model.embed_tokens.weight", FINAL_NORM: "model.norm.weight", 
 
 _LAYER = {
     "input_layernorm.weight": ("input_layernorm.weight",),
-    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),  # Transformer Engine fuses the norm
+    "self_attention.linear_qkv.layer_norm_weight": (
+        "input_layernorm.weight",
+    ),  # Transformer Engine fuses the norm
     "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
     "self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
     "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
@@ -65,7 +68,9 @@ def hf_names(name: str, architecture: Architecture) -> tuple[str, ...]:
         return (TOP[name],)
     layer, rest = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name).groups()
     expert = expert_of(rest)
-    suffixes = _LAYER[rest] if rest in _LAYER else _EXPERT_MLP[architecture.model_type][_EXPERT.sub("{}", rest)]
+    suffixes = (
+        _LAYER[rest] if rest in _LAYER else _EXPERT_MLP[architecture.model_type][_EXPERT.sub("{}", rest)]
+    )
     return tuple(f"model.layers.{layer}.{suffix.format(expert)}" for suffix in suffixes)
 
 
@@ -83,11 +88,24 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     a = architecture
     heads, kv_heads, dense = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.intermediate_size
     of_experts = a.experts.intermediate_size if a.experts else dense
-    rows = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "q_norm": a.head_dim, "k_norm": a.head_dim}
-    rows |= {"embed_tokens": a.vocab_size, "lm_head": a.vocab_size, "gate": a.experts.num_experts if a.experts else 0}
+    rows = {
+        "q_proj": heads,
+        "k_proj": kv_heads,
+        "v_proj": kv_heads,
+        "q_norm": a.head_dim,
+        "k_norm": a.head_dim,
+    }
+    rows |= {
+        "embed_tokens": a.vocab_size,
+        "lm_head": a.vocab_size,
+        "gate": a.experts.num_experts if a.experts else 0,
+    }
     columns = {"o_proj": heads}
     of_mlp = {
-        wide: (rows | dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), wide), columns | dict.fromkeys(("down_proj", "w2"), wide))
+        wide: (
+            rows | dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), wide),
+            columns | dict.fromkeys(("down_proj", "w2"), wide),
+        )
         for wide in (dense, of_experts)
     }
     shapes = {}
@@ -95,7 +113,9 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         module, kind = name.split(".")[-2:]
         rows_here, columns_here = of_mlp[of_experts if ".experts." in name else dense]
         is_vector = kind == "bias" or module.endswith("norm")
-        shapes[name] = (rows_here.get(module, a.hidden_size),) + (() if is_vector else (columns_here.get(module, a.hidden_size),))
+        shapes[name] = (rows_here.get(module, a.hidden_size),) + (
+            () if is_vector else (columns_here.get(module, a.hidden_size),)
+        )
     return shapes
 
 

@@ -1,9 +1,10 @@
-"""Learner -> server weights: full Hugging Face tensors, flattened into buckets, broadcast in process groups of their own.
+"""Learner -> server weights: full Hugging Face tensors, flattened into buckets, broadcast in process groups
+of their own.
 
-Who is in a group: rank 0 is a sender, the first rank of a pipeline stage of the learner; the servers' tensor-parallel ranks follow,
-replica after replica. Every stage has a group of its own. Groups are apart from the learner's own (another rendezvous store), so a
-server that dies can never hang the training collectives. Non-goals: choosing when to send, and talking HTTP; ``trainer/weight_sync.py``
-does both.
+Who is in a group: rank 0 is a sender, the first rank of a pipeline stage of the learner; the servers'
+tensor-parallel ranks follow, replica after replica. Every stage has a group of its own. Groups are apart from
+the learner's own (another rendezvous store), so a server that dies can never hang the training collectives.
+Non-goals: choosing when to send, and talking HTTP; ``trainer/weight_sync.py`` does both.
 """
 
 import socket
@@ -25,8 +26,9 @@ from parallel.megatron import platform
 T = TypeVar("T")
 
 BUCKET_BYTES = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
-"""By device. On a GPU the requests' latency counts, so buckets are large. On CPU the copies count: a small bucket stays in the cache
-until it is sent, and the receiver's allocator gives it the last one's memory again (see ``sglang_command.REUSED_MEMORY``)."""
+"""By device. On a GPU the requests' latency counts, so buckets are large. On CPU the copies count: a small
+bucket stays in the cache until it is sent, and the receiver's allocator gives it the last one's memory again
+(see ``sglang_command.REUSED_MEMORY``)."""
 CHECK_EVERY_S = 0.05
 
 
@@ -34,7 +36,8 @@ CHECK_EVERY_S = 0.05
 class Bucket:
     """Consecutive tensors of one dtype as one flat byte string, in the order of ``names``.
 
-    One dtype per bucket keeps every tensor's byte offset a multiple of its item size, which the receiver needs to view it.
+    One dtype per bucket keeps every tensor's byte offset a multiple of its item size, which the receiver
+    needs to view it.
     """
 
     names: list[str]
@@ -70,17 +73,24 @@ class Buffers:
         return self._flat[0]
 
     def release(self) -> None:
-        """Between transfers a GPU's memory is the training's: its allocator gives it back at once when asked again."""
+        """Between transfers a GPU's memory is the training's: its allocator gives it back at once when asked
+        again."""
         self._flat = [flat if flat is not None and flat.device.type == "cpu" else None for flat in self._flat]
 
 
 def make_buckets(
-    tensors: Iterable[tuple[str, Tensor]], *, dtype: torch.dtype, buffers: Buffers | None = None, max_bytes: int | None = None
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    dtype: torch.dtype,
+    buffers: Buffers | None = None,
+    max_bytes: int | None = None,
 ) -> Iterator[Bucket]:
-    """Group ``(name, full tensor)`` pairs into buckets of at most ``max_bytes`` (a larger single tensor gets its own).
+    """Group ``(name, full tensor)`` pairs into buckets of at most ``max_bytes`` (a larger single tensor gets
+    its own).
 
-    Each tensor is converted and copied straight into one of two buffers: a bucket's bytes hold until the next but one is asked for. A
-    tensor that fills a bucket by itself is sent from where it is, unless it has to be converted.
+    Each tensor is converted and copied straight into one of two buffers: a bucket's bytes hold until the next
+    but one is asked for. A tensor that fills a bucket by itself is sent from where it is, unless it has to be
+    converted.
     max_bytes: None for ``BUCKET_BYTES`` of the device.
     """
     buffers = buffers or Buffers()
@@ -126,25 +136,47 @@ class _Filling:
         self.size += size
 
     def bucket(self, *, is_last: bool) -> Bucket:
-        return Bucket(names=self.names, dtype=self._dtype, shapes=self._shapes, bytes=self.buffer[: self.size], is_last=is_last)
+        return Bucket(
+            names=self.names,
+            dtype=self._dtype,
+            shapes=self._shapes,
+            bytes=self.buffer[: self.size],
+            is_last=is_last,
+        )
 
 
 class WeightBroadcaster:
-    """Rank 0 of a transfer group: make it, tell the receivers its ``port`` over HTTP, ``join``, ``start`` bucket after bucket, ``close``.
+    """Rank 0 of a transfer group: make it, tell the receivers its ``port`` over HTTP, ``join``, ``start``
+    bucket after bucket, ``close``.
 
-    ``join``, and ``wait`` of what ``start`` gives, block until the receivers have done their part. A receiver that has refused never
-    will, and says so only in its HTTP answer: ``check`` is called again and again meanwhile and ends the wait by raising. ``address`` is
-    this host's, as the receivers reach it.
+    ``join``, and ``wait`` of what ``start`` gives, block until the receivers have done their part. A receiver
+    that has refused never will, and says so only in its HTTP answer: ``check`` is called again and again
+    meanwhile and ends the wait by raising. ``address`` is this host's, as the receivers reach it.
     """
 
-    def __init__(self, *, world_size: int, backend: str, timeout_s: float, address: str = "127.0.0.1", group_name: str | None = None):
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        address: str = "127.0.0.1",
+        group_name: str | None = None,
+    ):
         """group_name: None for one that no other broadcaster of this process has."""
         self._timeout = timedelta(seconds=timeout_s)
-        # A store listens on every interface, unless it is handed a socket that listens already. Port 0: nothing can take it in between.
+        # A store listens on every interface, unless it is handed a socket that listens already. Port 0:
+        # nothing can take it in between.
         listening = socket.create_server((address, 0))
         port = listening.getsockname()[1]
         self._store = dist.TCPStore(
-            address, port, world_size, True, self._timeout, wait_for_workers=False, master_listen_fd=listening.detach()
+            address,
+            port,
+            world_size,
+            True,
+            self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
         )
         self._backend, self._group, self._line = backend, None, Line()
         self.address, self.port, self.world_size = address, port, world_size
@@ -155,7 +187,8 @@ class WeightBroadcaster:
         self._group = self._line.begin(self._make_group).wait(check)
 
     def _make_group(self) -> dist.ProcessGroup:
-        # init_process_group would replace the learner's default group; a second, independent world has no public constructor.
+        # init_process_group would replace the learner's default group; a second, independent world has no
+        # public constructor.
         group, _ = _new_process_group_helper(
             self.world_size,
             0,
@@ -193,7 +226,8 @@ class UnderWay(Generic[T]):
         self._result = result
 
     def wait(self, check: Callable[[], None]) -> T:
-        """What the work gives; ``check()`` is called every 50 ms until then. Where check raises, the work is left behind."""
+        """What the work gives; ``check()`` is called every 50 ms until then. Where check raises, the work is
+        left behind."""
         while True:
             try:
                 return self._result.result(timeout=CHECK_EVERY_S)
@@ -206,7 +240,8 @@ class UnderWay(Generic[T]):
 class Line:
     """One thing after another, in a thread of its own.
 
-    A daemon, unlike those of an executor: work that never ends (a receiver is gone) does not keep the process from its end.
+    A daemon, unlike those of an executor: work that never ends (a receiver is gone) does not keep the process
+    from its end.
     """
 
     def __init__(self) -> None:

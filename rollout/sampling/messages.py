@@ -47,7 +47,8 @@ class EvaluationResult:
     truncated_fraction: float
     """Of the samples, those that ``max_new_tokens`` cut off."""
     accuracy_error: float | None = None
-    """Standard error of the accuracy, from problem to problem: samples of one problem are not independent. None of a single problem."""
+    """Standard error of the accuracy, from problem to problem: samples of one problem are not independent.
+    None of a single problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

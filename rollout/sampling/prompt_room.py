@@ -1,4 +1,5 @@
-"""How many tokens are left to a prompt beside ``rollout.max_new_tokens``. Known without a tokenizer, so before anything is started."""
+"""How many tokens are left to a prompt beside ``rollout.max_new_tokens``. Known without a tokenizer, so
+before anything is started."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -23,17 +24,23 @@ class PromptRoom:
         )
 
 
-def prompt_room(config: RunConfig, which: Literal["training", "held-out"], *, max_positions: int | None) -> PromptRoom | None:
+def prompt_room(
+    config: RunConfig, which: Literal["training", "held-out"], *, max_positions: int | None
+) -> PromptRoom | None:
     """What the limits of a sequence leave to a prompt; None where there is no limit.
 
-    A sequence must fit into the model's positions and the servers' KV pool, and a training sequence also into one micro-batch of the
-    learner. ``max_positions`` is the model's max_position_embeddings, None where its config.json does not say.
+    A sequence must fit into the model's positions and the servers' KV pool, and a training sequence also into
+    one micro-batch of the learner. ``max_positions`` is the model's max_position_embeddings, None where its
+    config.json does not say.
 
     Raises:
         ValueError: no room at all, naming the limits and the fix.
     """
     limits = {"learner.token_budget": config.learner.token_budget} if which == "training" else {}
-    limits |= {"max_position_embeddings": max_positions, "rollout.max_total_tokens": config.rollout.max_total_tokens}
+    limits |= {
+        "max_position_embeddings": max_positions,
+        "rollout.max_total_tokens": config.rollout.max_total_tokens,
+    }
     known = {name: limit for name, limit in limits.items() if limit is not None}
     if not known:
         return None
@@ -42,12 +49,15 @@ def prompt_room(config: RunConfig, which: Literal["training", "held-out"], *, ma
     raised = [f"raise {name}" for name, limit in known.items() if limit == smallest and "." in name]
     fixes = " or ".join(["lower rollout.max_new_tokens", *raised])
     if smallest - max_new < 1:
-        raise ValueError(f"rollout.max_new_tokens={max_new} leaves no room for a {which} prompt within {within}; {fixes}")
+        raise ValueError(
+            f"rollout.max_new_tokens={max_new} leaves no room for a {which} prompt within {within}; {fixes}"
+        )
     return PromptRoom(tokens=smallest - max_new, within=within, fixes=fixes, max_new_tokens=max_new)
 
 
 def check_example_length(where: str, length: int, *, token_budget: int, max_positions: int) -> None:
-    """Of an example of a supervised warm start: one that is too long would end the training whenever it is drawn, maybe hours later.
+    """Of an example of a supervised warm start: one that is too long would end the training whenever it is
+    drawn, maybe hours later.
 
     Raises:
         ValueError: naming where it stands, its length, the limit and the fix.

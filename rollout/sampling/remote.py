@@ -39,16 +39,27 @@ def _nothing() -> None:
 class RemoteSampler:
     """Asks the sample role at ``address`` (``tcp://host:port``); used by one thread.
 
-    Every method raises SamplingError when the sample role answers that it failed (with its reason), or does not answer in ``timeout_s``,
-    or is gone: its process has ended, or its host has said nothing for ``peer_timeout_s``.
-    ``meanwhile`` is called again and again while an answer that can take minutes is waited for; what it raises ends the waiting, and
-    nobody takes that answer any more.
+    Every method raises SamplingError when the sample role answers that it failed (with its reason), or does
+    not answer in ``timeout_s``, or is gone: its process has ended, or its host has said nothing for
+    ``peer_timeout_s``.
+    ``meanwhile`` is called again and again while an answer that can take minutes is waited for; what it
+    raises ends the waiting, and nobody takes that answer any more.
     """
 
     def __init__(
-        self, address: str, *, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S, key: RunKey | None = None
+        self,
+        address: str,
+        *,
+        timeout_s: float,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
+        key: RunKey | None = None,
     ) -> None:
-        self._address, self._timeout_s, self._peer_timeout_s, self._key = address, timeout_s, peer_timeout_s, key
+        self._address, self._timeout_s, self._peer_timeout_s, self._key = (
+            address,
+            timeout_s,
+            peer_timeout_s,
+            key,
+        )
         self._context = zmq.Context()
         self._channel: Requester | None = None
 
@@ -65,7 +76,8 @@ class RemoteSampler:
     def next_groups(
         self, count: int, *, newest: int, max_staleness: int, meanwhile: Callable[[], None] = _nothing
     ) -> tuple[list[Group], SamplingStats]:
-        """The next ``count`` prompts with their scored siblings, no token older than ``newest - max_staleness``."""
+        """The next ``count`` prompts with their scored siblings, no token older than ``newest -
+        max_staleness``."""
         reply = self._ask(NextGroups(count, newest, max_staleness), Groups, meanwhile)
         return reply.groups, reply.stats
 
@@ -78,7 +90,8 @@ class RemoteSampler:
         return msgspec.to_builtins(self._ask(GetState(), State).state)
 
     def load_state(self, state: dict[str, int] | None) -> None:
-        """Go on from a ``state()`` of the same seed and data; None: begin anew, wherever an earlier learner has left off."""
+        """Go on from a ``state()`` of the same seed and data; None: begin anew, wherever an earlier learner
+        has left off."""
         try:
             known = msgspec.convert(state, SamplerState | None)
         except msgspec.ValidationError as error:
@@ -101,7 +114,9 @@ class RemoteSampler:
         if isinstance(reply, Failure):
             raise SamplingError(f"the sample role failed: {reply.message}")
         if not isinstance(reply, expected):
-            raise SamplingError(f"the sample role answered {type(request).__name__} with {type(reply).__name__}; are both of one version?")
+            raise SamplingError(
+                f"the sample role answered {type(request).__name__} with {type(reply).__name__}; are both of one version?"
+            )
         return reply
 
     def _wait_for_answer(self, channel: Requester, request: Request, meanwhile: Callable[[], None]) -> None:
@@ -119,7 +134,9 @@ class RemoteSampler:
 
     def _open_channel(self) -> Requester:
         if self._channel is None:
-            self._channel = Requester(self._context, self._address, peer_timeout_s=self._peer_timeout_s, key=self._key)
+            self._channel = Requester(
+                self._context, self._address, peer_timeout_s=self._peer_timeout_s, key=self._key
+            )
         return self._channel
 
     def _drop_channel(self) -> None:

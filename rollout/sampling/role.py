@@ -1,10 +1,11 @@
 """The sample role: groups of scored responses, handed to the learner on request.
 
-    learner (rank 0)                         this process, one event loop
-    RemoteSampler --- request, ZeroMQ ---> serve: one request at a time
-                                             └─ GroupSampler: one task per group
-                                                  generate (HTTP, bounded by the client) -> decode -> score, a task per sample
-                  <-- reply or Failure ---
+learner (rank 0)                         this process, one event loop
+RemoteSampler --- request, ZeroMQ ---> serve: one request at a time
+                                         └─ GroupSampler: one task per group
+                                              generate (HTTP, bounded by the client) -> decode -> score, a
+                                              task per sample
+              <-- reply or Failure ---
 """
 
 import gc
@@ -71,12 +72,14 @@ async def run_sample_role(
     doing: Callable[[str], None] = _unheard,
     key: RunKey | None = None,
 ) -> None:
-    """Serve the learner until it says stop. ``announce`` is called once with the address to ask, of ``host``, when requests can come.
+    """Serve the learner until it says stop. ``announce`` is called once with the address to ask, of ``host``,
+    when requests can come.
 
-    log_dir: of a router, where the config asks for one. key: what the learner has to prove, and what the servers want proved.
+    log_dir: of a router, where the config asks for one. key: what the learner has to prove, and what the
+    servers want proved.
 
-    ``server_urls`` may be a function that waits for the servers: it is called once the data is loaded and checked and every reward
-    model answers, so that this takes place while the servers start.
+    ``server_urls`` may be a function that waits for the servers: it is called once the data is loaded and
+    checked and every reward model answers, so that this takes place while the servers start.
 
     Raises:
         ValueError: the task, one of its prompts, the reward or the tokenizer cannot be used.
@@ -97,20 +100,33 @@ async def run_sample_role(
                 seed=config.seed,
             )
             gc.freeze()  # tokenizer, prompts and libraries live as long as the run; no collection needs to walk through them
-            await serve(sampler, announce=announce, host=host, peer_timeout_s=config.launch.peer_timeout_s, key=key, doing=doing)
+            await serve(
+                sampler,
+                announce=announce,
+                host=host,
+                peer_timeout_s=config.launch.peer_timeout_s,
+                key=key,
+                doing=doing,
+            )
 
 
 def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Task]:
-    """The task, with the model's tokenizer. Raises ValueError where either, or one of the prompts, cannot be used."""
+    """The task, with the model's tokenizer. Raises ValueError where either, or one of the prompts, cannot be
+    used."""
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(tokenizer, config.model.path)
     task = load_task(config.task, tokenizer=tokenizer, keep_rows=may_read_rows(config.reward_type))
-    check_prompt_lengths(task, config, max_positions=_read_json(config.model.path / "config.json").get("max_position_embeddings"))
+    check_prompt_lengths(
+        task,
+        config,
+        max_positions=_read_json(config.model.path / "config.json").get("max_position_embeddings"),
+    )
     return tokenizer, task
 
 
 def check_prompt_lengths(task: Task, config: RunConfig, *, max_positions: int | None) -> None:
-    """Refuse prompts that leave no room for ``max_new_tokens``: they would end the run when their turn comes, maybe hours later.
+    """Refuse prompts that leave no room for ``max_new_tokens``: they would end the run when their turn comes,
+    maybe hours later.
 
     ``max_positions``, and what limits a sequence: see ``prompt_room``.
 
@@ -121,18 +137,27 @@ def check_prompt_lengths(task: Task, config: RunConfig, *, max_positions: int | 
     _check_longest(task.heldout, "held-out", config, max_positions)
 
 
-def _check_longest(prompts: Sequence[Prompt], which: Literal["training", "held-out"], config: RunConfig, max_positions: int | None) -> None:
+def _check_longest(
+    prompts: Sequence[Prompt],
+    which: Literal["training", "held-out"],
+    config: RunConfig,
+    max_positions: int | None,
+) -> None:
     room = prompt_room(config, which, max_positions=max_positions) if prompts else None
     if room is None:
         return
     prompt = longest_above(prompts, room.tokens)
     if prompt is not None:
-        raise ValueError(room.too_long(f"{which} prompt {prompt.place or prompt.prompt_id}", len(prompt.token_ids)))
+        raise ValueError(
+            room.too_long(f"{which} prompt {prompt.place or prompt.prompt_id}", len(prompt.token_ids))
+        )
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> None:
     """See ``tokenization.check_vocabulary_size``."""
-    check_vocabulary_size(len(tokenizer), _read_json(Path(model_dir) / "config.json").get("vocab_size"), model_dir)
+    check_vocabulary_size(
+        len(tokenizer), _read_json(Path(model_dir) / "config.json").get("vocab_size"), model_dir
+    )
 
 
 def _read_json(path: Path) -> dict:
@@ -148,9 +173,11 @@ async def serve(
     doing: Callable[[str], None] = _unheard,
     key: RunKey | None = None,
 ) -> None:
-    """Answer requests on a free port, one at a time, until Stop. A request that fails is answered with a Failure.
+    """Answer requests on a free port, one at a time, until Stop. A request that fails is answered with a
+    Failure.
 
-    Only a learner that proves ``key`` is heard; None, for tests alone: anyone. doing: told of each request, and when there is none.
+    Only a learner that proves ``key`` is heard; None, for tests alone: anyone. doing: told of each request,
+    and when there is none.
     """
     context = zmq.asyncio.Context()
     try:
@@ -167,9 +194,14 @@ async def serve(
                 doing("waiting for the learner")
                 try:
                     request = msgspec.msgpack.decode(await channel.recv(), type=Request)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:  # of another version of Tandem: it has proved the key
+                except (
+                    msgspec.DecodeError,
+                    UnicodeDecodeError,
+                ) as error:  # of another version of Tandem: it has proved the key
                     logger.error("a message that is no request was refused: %s", error)
-                    await channel.send(msgspec.msgpack.encode(Failure(f"this is no request of the sample role: {error}")))
+                    await channel.send(
+                        msgspec.msgpack.encode(Failure(f"this is no request of the sample role: {error}"))
+                    )
                     continue
                 doing(type(request).__name__)
                 try:
@@ -186,7 +218,8 @@ async def serve(
 
 @contextmanager
 def only_learner(context: zmq.asyncio.Context, key: RunKey | None) -> Iterator[None]:
-    """Inside, connections to the CURVE sockets of ``context`` are refused that do not prove to be the learner of this run."""
+    """Inside, connections to the CURVE sockets of ``context`` are refused that do not prove to be the learner
+    of this run."""
     if key is None:
         yield
         return

@@ -1,8 +1,9 @@
 """Prompts -> groups of scored responses: one task per group, generate -> decode -> score, a task per sample.
 
-Only ``next_groups`` moves the position in the data, and only when all its groups are complete; so a state taken between two
-requests resumes exactly. With dynamic sampling it samples in rounds, and the position counts every prompt that was sampled.
-Not its concern: weights, versions (the learner says what is newest), and which replica answers.
+Only ``next_groups`` moves the position in the data, and only when all its groups are complete; so a state
+taken between two requests resumes exactly. With dynamic sampling it samples in rounds, and the position
+counts every prompt that was sampled. Not its concern: weights, versions (the learner says what is newest),
+and which replica answers.
 """
 
 import asyncio
@@ -41,7 +42,8 @@ class _Sample:
 
 
 class GroupSampler:
-    """Samples groups of siblings in a seeded order of the prompts, and evaluates on held-out ones; used by one task at a time."""
+    """Samples groups of siblings in a seeded order of the prompts, and evaluates on held-out ones; used by
+    one task at a time."""
 
     def __init__(
         self,
@@ -70,7 +72,9 @@ class GroupSampler:
 
     @property
     def state(self) -> SamplerState:
-        return SamplerState(position=self._position, next_group_id=self._next_group_id, num_prompts=len(self._task.train))
+        return SamplerState(
+            position=self._position, next_group_id=self._next_group_id, num_prompts=len(self._task.train)
+        )
 
     def load_state(self, state: SamplerState | None) -> None:
         """Go on from where another sampler of the same seed and data stood; None: begin anew.
@@ -88,14 +92,17 @@ class GroupSampler:
             )
         self._position, self._next_group_id = state.position, state.next_group_id
 
-    async def next_groups(self, count: int, *, newest: int, max_staleness: int) -> tuple[list[Group], SamplingStats]:
+    async def next_groups(
+        self, count: int, *, newest: int, max_staleness: int
+    ) -> tuple[list[Group], SamplingStats]:
         """The next ``count`` prompts in order, each with ``group_size`` scored siblings.
 
-        With dynamic sampling: the next ``count`` whose siblings differ, in the order of their prompts. Where the rounds do not bring
-        enough of them, the first groups without signal are kept in their places.
+        With dynamic sampling: the next ``count`` whose siblings differ, in the order of their prompts. Where
+        the rounds do not bring enough of them, the first groups without signal are kept in their places.
 
         Raises:
-            SamplingError: a token was sampled by weights older than ``newest - max_staleness``, or newer than ``newest``; or every reward
+            SamplingError: a token was sampled by weights older than ``newest - max_staleness``, or newer than
+            ``newest``; or every reward
                 of a round failed.
             GenerationError: a completion could not be obtained. The position stays where it was.
         """
@@ -106,14 +113,20 @@ class GroupSampler:
         while (missing := count - sum(has_signal)) and len(spent) < max_rounds:
             prompts = [self._prompt_at(self._position + len(groups) + i) for i in range(missing)]
             first_id, size = self._next_group_id + len(groups), self._rollout.group_size
-            wanted = [(prompt, self._seeds(prompt, size, attempt=first_id + i)) for i, prompt in enumerate(prompts)]
+            wanted = [
+                (prompt, self._seeds(prompt, size, attempt=first_id + i)) for i, prompt in enumerate(prompts)
+            ]
             sampled, stats = await self._sample_all(wanted, temperature=self._rollout.temperature)
             fresh = [_make_group(first_id + i, prompt, sampled[i]) for i, prompt in enumerate(prompts)]
             _check_versions(fresh, newest=newest, max_staleness=max_staleness)
             groups += fresh
-            has_signal += [_has_signal([sample.score for sample in samples], self._dynamic) for samples in sampled]
+            has_signal += [
+                _has_signal([sample.score for sample in samples], self._dynamic) for samples in sampled
+            ]
             spent.append(stats)
-        stats = replace(_total(spent), resampled_groups=len(groups) - count, filled_groups=count - sum(has_signal))
+        stats = replace(
+            _total(spent), resampled_groups=len(groups) - count, filled_groups=count - sum(has_signal)
+        )
         if stats.filled_groups:
             logger.warning(
                 "only %d of %d groups have differing rewards after %d rounds and %d prompts; %d without signal are trained on too",
@@ -132,31 +145,43 @@ class GroupSampler:
         prompts = choose_heldout(self._task.heldout, self._evaluation.max_prompts)
         if not prompts:
             return None
-        wanted = [(prompt, self._seeds(prompt, self._evaluation.samples_per_prompt, attempt=-1)) for prompt in prompts]
+        wanted = [
+            (prompt, self._seeds(prompt, self._evaluation.samples_per_prompt, attempt=-1))
+            for prompt in prompts
+        ]
         sampled, _ = await self._sample_all(wanted, temperature=self._evaluation.temperature)
         return _summarise(sampled)
 
     def _seeds(self, prompt: Prompt, count: int, *, attempt: int) -> list[int]:
-        return [_sample_seed(self._seed, prompt.prompt_id, sibling, attempt=attempt) for sibling in range(count)]
+        return [
+            _sample_seed(self._seed, prompt.prompt_id, sibling, attempt=attempt) for sibling in range(count)
+        ]
 
     async def _sample_all(
         self, wanted: Sequence[tuple[Prompt, list[int]]], *, temperature: float
     ) -> tuple[list[list[_Sample]], SamplingStats]:
-        """For each prompt one sample per seed, all in the order asked for; every prompt is asked at once, and the client bounds how many
-        samples reach the servers. The first failure cancels the rest. Raises SamplingError where not one reward could be computed."""
+        """For each prompt one sample per seed, all in the order asked for; every prompt is asked at once, and
+        the client bounds how many samples reach the servers. The first failure cancels the rest. Raises
+        SamplingError where not one reward could be computed."""
         started, before, retries_before = time.perf_counter(), self._client.stats, self._scorer.retries
         try:
             async with asyncio.TaskGroup() as tasks:
-                groups = [tasks.create_task(self._sample_group(prompt, seeds, temperature, tasks)) for prompt, seeds in wanted]
+                groups = [
+                    tasks.create_task(self._sample_group(prompt, seeds, temperature, tasks))
+                    for prompt, seeds in wanted
+                ]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
         sampled = [
-            [_Sample(completion=completion, score=score.result()) for completion, score in group.result()] for group in groups
+            [_Sample(completion=completion, score=score.result()) for completion, score in group.result()]
+            for group in groups
         ]
         failures = _failed_rewards([prompt for prompt, _ in wanted], sampled)
         num_scored = sum(map(len, sampled))
         if failures and len(failures) == num_scored:
-            raise SamplingError(f"the rewards of all {num_scored} samples failed: nothing can be learned; the first: {failures[0]}")
+            raise SamplingError(
+                f"the rewards of all {num_scored} samples failed: nothing can be learned; the first: {failures[0]}"
+            )
         client = self._client.stats - before
         return sampled, SamplingStats(
             seconds=time.perf_counter() - started,
@@ -171,7 +196,8 @@ class GroupSampler:
     async def _sample_group(
         self, prompt: Prompt, seeds: Sequence[int], temperature: float, tasks: asyncio.TaskGroup
     ) -> list[tuple[Completion, asyncio.Task[Score]]]:
-        """The completions, each with the task that scores it: scoring starts here, while other groups are still being sampled."""
+        """The completions, each with the task that scores it: scoring starts here, while other groups are
+        still being sampled."""
         completions = await self._client.generate_group(
             prompt.token_ids,
             max_new_tokens=self._rollout.max_new_tokens,
@@ -179,40 +205,55 @@ class GroupSampler:
             stop_token_ids=self._stop_token_ids,
             seeds=seeds,
         )
-        return [(completion, tasks.create_task(self._score(prompt, completion))) for completion in completions]
+        return [
+            (completion, tasks.create_task(self._score(prompt, completion))) for completion in completions
+        ]
 
     async def _score(self, prompt: Prompt, completion: Completion) -> Score:
         text, num_tokens = self._response_text(completion), len(completion.token_ids)
-        return await self._scorer.score(prompt, text, num_tokens=num_tokens, finish_reason=completion.finish_reason)
+        return await self._scorer.score(
+            prompt, text, num_tokens=num_tokens, finish_reason=completion.finish_reason
+        )
 
     def _response_text(self, completion: Completion) -> str:
-        # Only the end itself is dropped: a special token in the middle must stay visible, or `1<pad>+2` would score as `1+2`.
+        # Only the end itself is dropped: a special token in the middle must stay visible, or `1<pad>+2` would
+        # score as `1+2`.
         ended = bool(completion.token_ids) and completion.token_ids[-1] in self._stop_token_ids
-        return self._tokenizer.decode(completion.token_ids[:-1] if ended else completion.token_ids, skip_special_tokens=False)
+        return self._tokenizer.decode(
+            completion.token_ids[:-1] if ended else completion.token_ids, skip_special_tokens=False
+        )
 
     def _prompt_at(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self._task.train))
         if epoch != self._order_epoch:
-            self._order, self._order_epoch = epoch_order(len(self._task.train), seed=self._seed, epoch=epoch), epoch
+            self._order, self._order_epoch = (
+                epoch_order(len(self._task.train), seed=self._seed, epoch=epoch),
+                epoch,
+            )
         return self._task.train[self._order[index]]
 
 
 def epoch_order(num_prompts: int, *, seed: int, epoch: int) -> list[int]:
-    """The permutation in which an epoch goes through the training prompts; a function of seed and epoch alone."""
+    """The permutation in which an epoch goes through the training prompts; a function of seed and epoch
+    alone."""
     order = list(range(num_prompts))
     random.Random(f"tandem prompt order {seed} {epoch}").shuffle(order)
     return order
 
 
 def choose_heldout(heldout: Sequence[Prompt], max_prompts: int | None) -> list[Prompt]:
-    """Every held-out prompt, or the ``max_prompts`` whose ids hash lowest: the same ones whatever the order of the file."""
+    """Every held-out prompt, or the ``max_prompts`` whose ids hash lowest: the same ones whatever the order
+    of the file."""
     if max_prompts is None or max_prompts >= len(heldout):
         return list(heldout)
-    return sorted(heldout, key=lambda prompt: hashlib.sha256(prompt.prompt_id.encode()).digest())[:max_prompts]
+    return sorted(heldout, key=lambda prompt: hashlib.sha256(prompt.prompt_id.encode()).digest())[
+        :max_prompts
+    ]
 
 
 def choose_groups(has_signal: Sequence[bool], count: int) -> list[int]:
-    """Indices of the ``count`` groups to train on, ascending: all with signal, filled up with the first ones without."""
+    """Indices of the ``count`` groups to train on, ascending: all with signal, filled up with the first ones
+    without."""
     without = [i for i, signal in enumerate(has_signal) if not signal]
     return sorted([i for i, signal in enumerate(has_signal) if signal] + without[: count - sum(has_signal)])
 
@@ -238,17 +279,21 @@ def _total(rounds: Sequence[SamplingStats]) -> SamplingStats:
     numbers = [field.name for field in fields(SamplingStats) if field.name != "first_failure"]
     failures = [stats.first_failure for stats in rounds if stats.first_failure is not None]
     return SamplingStats(
-        **{name: sum(getattr(stats, name) for stats in rounds) for name in numbers}, first_failure=next(iter(failures), None)
+        **{name: sum(getattr(stats, name) for stats in rounds) for name in numbers},
+        first_failure=next(iter(failures), None),
     )
 
 
 def _make_group(group_id: int, prompt: Prompt, samples: Sequence[_Sample]) -> Group:
-    trajectories = [_make_trajectory(group_id, sibling, prompt, sample) for sibling, sample in enumerate(samples)]
+    trajectories = [
+        _make_trajectory(group_id, sibling, prompt, sample) for sibling, sample in enumerate(samples)
+    ]
     return Group(group_id=group_id, prompt_id=prompt.prompt_id, trajectories=trajectories)
 
 
 def _make_trajectory(group_id: int, sibling_id: int, prompt: Prompt, sample: _Sample) -> Trajectory:
-    """Lists aligned with prompt + response, zeros on the prompt. This is the only place where the two are joined."""
+    """Lists aligned with prompt + response, zeros on the prompt. This is the only place where the two are
+    joined."""
     completion, score = sample.completion, sample.score
     num_prompt, num_response = len(prompt.token_ids), len(completion.token_ids)
     return Trajectory(
@@ -277,14 +322,20 @@ def _failed_rewards(prompts: Sequence[Prompt], sampled: Sequence[Sequence[_Sampl
     for failure in failed[:MAX_LOGGED_FAILURES]:
         logger.warning("reward failed for %s", failure)
     if len(failed) > MAX_LOGGED_FAILURES:
-        logger.warning("the rewards of %d further samples failed, all scored 0", len(failed) - MAX_LOGGED_FAILURES)
+        logger.warning(
+            "the rewards of %d further samples failed, all scored 0", len(failed) - MAX_LOGGED_FAILURES
+        )
     return failed
 
 
 def _check_versions(groups: Sequence[Group], *, newest: int, max_staleness: int) -> None:
     for group in groups:
         for trajectory in group.trajectories:
-            versions = [v for v, response in zip(trajectory.token_versions, trajectory.response_mask, strict=True) if response]
+            versions = [
+                v
+                for v, response in zip(trajectory.token_versions, trajectory.response_mask, strict=True)
+                if response
+            ]
             wrong = [v for v in versions if not newest - max_staleness <= v <= newest]
             if wrong:
                 raise SamplingError(
@@ -294,7 +345,8 @@ def _check_versions(groups: Sequence[Group], *, newest: int, max_staleness: int)
 
 
 def accuracy_error(right: Sequence[Sequence[bool]]) -> float | None:
-    """Standard error of the share of right samples, by problem: of a mean over clusters of one size, as which the problems were drawn."""
+    """Standard error of the share of right samples, by problem: of a mean over clusters of one size, as which
+    the problems were drawn."""
     shares = [sum(samples) / len(samples) for samples in right]
     return statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
 
@@ -308,5 +360,6 @@ def _summarise(sampled: Sequence[Sequence[_Sample]]) -> EvaluationResult:
         count=len(samples),
         accuracy_error=accuracy_error([[sample.score.correct for sample in samples] for samples in sampled]),
         length_mean=sum(lengths) / len(lengths),
-        truncated_fraction=sum(sample.completion.finish_reason is FinishReason.LENGTH for sample in samples) / len(samples),
+        truncated_fraction=sum(sample.completion.finish_reason is FinishReason.LENGTH for sample in samples)
+        / len(samples),
     )

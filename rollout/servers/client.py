@@ -46,13 +46,15 @@ class _Replica:
 class SGLangClient:
     """A ``GenerationClient`` over HTTP; made and used inside one event loop.
 
-    The samples of a group are one request, which saves the server most of its work per request. It goes to the replica with the fewest
-    samples in flight. At most ``max_concurrency`` samples are in flight over all replicas: the others wait here in order of arrival,
-    and a larger group is several requests, one after another. An attempt that fails in transport (connection refused or reset, 5xx,
-    any sample aborted by the server) is repeated as a whole up to ``max_retries`` times, on a replica that has not failed this
-    request if there is one. Attempts that did not reach a host are repeated for ``peer_timeout_s`` before they count: the network may
-    come back. After that time a host that answers nothing at all, not even its kernel's probes, is given up in the middle of a request.
-    ``timeout_s`` bounds all attempts of a request together, without its wait for places.
+    The samples of a group are one request, which saves the server most of its work per request. It goes to
+    the replica with the fewest samples in flight. At most ``max_concurrency`` samples are in flight over all
+    replicas: the others wait here in order of arrival, and a larger group is several requests, one after
+    another. An attempt that fails in transport (connection refused or reset, 5xx, any sample aborted by the
+    server) is repeated as a whole up to ``max_retries`` times, on a replica that has not failed this request
+    if there is one. Attempts that did not reach a host are repeated for ``peer_timeout_s`` before they count:
+    the network may come back. After that time a host that answers nothing at all, not even its kernel's
+    probes, is given up in the middle of a request. ``timeout_s`` bounds all attempts of a request together,
+    without its wait for places.
 
     Args:
         whole_groups: False: each sample is a request of its own. ``urls`` is then a router's.
@@ -81,9 +83,13 @@ class SGLangClient:
         self._stats = ClientStats()
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(
-                limit=0, keepalive_timeout=REUSE_S, socket_factory=partial(watched_socket, peer_timeout_s=peer_timeout_s)
+                limit=0,
+                keepalive_timeout=REUSE_S,
+                socket_factory=partial(watched_socket, peer_timeout_s=peer_timeout_s),
             ),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # the deadline is our own
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=CONNECT_TIMEOUT_S
+            ),  # the deadline is our own
             headers=key.http_headers if key is not None else None,
         )
 
@@ -101,25 +107,41 @@ class SGLangClient:
         return self._stats
 
     async def generate_group(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, stop_token_ids: Sequence[int], seeds: Sequence[int]
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        seeds: Sequence[int],
     ) -> list[Completion]:
-        """See ``GenerationClient``. Seeds have an effect only on servers with ``enable-deterministic-inference``."""
+        """See ``GenerationClient``. Seeds have an effect only on servers with
+        ``enable-deterministic-inference``."""
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
         sampling["stop_token_ids"] = list(stop_token_ids)
         samplings = [sampling | {"sampling_seed": seed} for seed in seeds]
         if not self._whole_groups:
-            return [only for (only,) in await _all_or_none(self._request(list(prompt_ids), [one]) for one in samplings)]
+            return [
+                only
+                for (only,) in await _all_or_none(self._request(list(prompt_ids), [one]) for one in samplings)
+            ]
         completions: list[Completion] = []
         for start in range(0, len(samplings), self._max_concurrency):
-            completions += await self._request(list(prompt_ids), samplings[start : start + self._max_concurrency])
+            completions += await self._request(
+                list(prompt_ids), samplings[start : start + self._max_concurrency]
+            )
         return completions
 
     async def _request(self, prompt_ids: list[int], samplings: list[dict[str, object]]) -> list[Completion]:
-        """One completion per item of ``samplings``, at most ``max_concurrency`` of them, by one HTTP request (and its repetitions)."""
+        """One completion per item of ``samplings``, at most ``max_concurrency`` of them, by one HTTP request
+        (and its repetitions)."""
         count = len(samplings)
-        # Ids in a list even for one sample: SGLang then answers with a list. A router takes no list of parameters.
+        # Ids in a list even for one sample: SGLang then answers with a list. A router takes no list of
+        # parameters.
         sampling = samplings if self._whole_groups else samplings[0]
-        body = orjson.dumps({"input_ids": [prompt_ids] * count, "sampling_params": sampling, "return_logprob": True})
+        body = orjson.dumps(
+            {"input_ids": [prompt_ids] * count, "sampling_params": sampling, "return_logprob": True}
+        )
         async with self._take_places(count):
             self._stats = replace(self._stats, requests=self._stats.requests + count)
             try:
@@ -136,7 +158,9 @@ class SGLangClient:
     async def _take_places(self, count: int) -> AsyncIterator[None]:
         taken = 0
         try:
-            async with self._turn:  # one at a time: two that each hold a part of what they need would wait for one another
+            async with (
+                self._turn
+            ):  # one at a time: two that each hold a part of what they need would wait for one another
                 while taken < count:
                     await self._places.acquire()
                     taken += 1
@@ -163,7 +187,9 @@ class SGLangClient:
                 replica.in_flight -= count
             if num_counted > self._max_retries:
                 last = failures[-1 - self._max_retries :]
-                raise GenerationError(f"{len(failures)} attempts at {count} samples failed (max_retries={self._max_retries}): {last}")
+                raise GenerationError(
+                    f"{len(failures)} attempts at {count} samples failed (max_retries={self._max_retries}): {last}"
+                )
             self._stats = replace(self._stats, retries=self._stats.retries + 1)
             if len(failed) == len(self._replicas):  # nobody left to ask at once
                 failed.clear()
@@ -174,17 +200,27 @@ class SGLangClient:
         return min(candidates, key=lambda index: self._replicas[index].in_flight)
 
     async def _attempt(self, url: str, body: bytes, count: int) -> list[Completion]:
-        async with self._session.post(f"{url}/generate", data=body, headers={"Content-Type": "application/json"}) as response:
+        async with self._session.post(
+            f"{url}/generate", data=body, headers={"Content-Type": "application/json"}
+        ) as response:
             content = await response.read()
             if response.status >= 500:
                 failed = _NotReached if _error_code(content) in FROM_UNREACHED else _AttemptFailed
                 raise failed(f"HTTP {response.status}: {server_message(content)}")
             if response.status != 200:
-                raise GenerationError(f"{url} refused a request with HTTP {response.status}: {server_message(content)}")
+                raise GenerationError(
+                    f"{url} refused a request with HTTP {response.status}: {server_message(content)}"
+                )
         replies = orjson.loads(content)
         if not isinstance(replies, list) or len(replies) != count:
-            found = f"a list of {len(replies)}" if isinstance(replies, list) else f"a single {type(replies).__name__}"
-            raise GenerationError(f"{url} answered a request for {count} samples with {found}, not a list of one reply each")
+            found = (
+                f"a list of {len(replies)}"
+                if isinstance(replies, list)
+                else f"a single {type(replies).__name__}"
+            )
+            raise GenerationError(
+                f"{url} answered a request for {count} samples with {found}, not a list of one reply each"
+            )
         for reply in replies:
             finish = reply["meta_info"]["finish_reason"]
             if finish["type"] == "abort":
@@ -206,7 +242,8 @@ async def _all_or_none(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 class _Patience:
-    """With a network that is cut: ``seconds`` from the first attempt that did not reach a host, or lost it, on."""
+    """With a network that is cut: ``seconds`` from the first attempt that did not reach a host, or lost it,
+    on."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -224,7 +261,8 @@ class _Patience:
 
 
 def neutral_sampling_params(*, max_new_tokens: int, temperature: float) -> dict[str, object]:
-    """Sampling from the full distribution at ``temperature``, with nothing left to a server's or a model's defaults."""
+    """Sampling from the full distribution at ``temperature``, with nothing left to a server's or a model's
+    defaults."""
     return {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -241,13 +279,16 @@ def parse_completion(reply: Mapping) -> Completion:
     """The record of one sample in a ``/generate`` reply that was asked with ``return_logprob``.
 
     Raises:
-        GenerationError: ids, log-probs and versions do not fit together, a log-prob is not finite, or a version is not a decimal number.
+        GenerationError: ids, log-probs and versions do not fit together, a log-prob is not finite, or a
+        version is not a decimal number.
     """
     meta = reply["meta_info"]
     triples = meta["output_token_logprobs"]
     token_ids = [int(token) for _, token, *_ in triples]
     if token_ids != reply["output_ids"]:
-        raise GenerationError(f"the server's log-probs are of other tokens than its output: {token_ids} and {reply['output_ids']}")
+        raise GenerationError(
+            f"the server's log-probs are of other tokens than its output: {token_ids} and {reply['output_ids']}"
+        )
     return Completion(
         token_ids=token_ids,
         rollout_logprobs=finite_logprobs(triples),
@@ -257,7 +298,8 @@ def parse_completion(reply: Mapping) -> Completion:
 
 
 def finite_logprobs(triples: Sequence[Sequence]) -> list[float]:
-    """Of SGLang's (log-prob, id, text) of each token. What is not finite comes as null, as JSON has no word for it.
+    """Of SGLang's (log-prob, id, text) of each token. What is not finite comes as null, as JSON has no word
+    for it.
 
     Raises:
         GenerationError: a log-prob is not finite, naming the token's place.
@@ -271,14 +313,17 @@ def finite_logprobs(triples: Sequence[Sequence]) -> list[float]:
 
 
 def _versions_per_token(meta: Mapping, num_tokens: int) -> list[int]:
-    """Spans ``{version, start, end}`` cover the output in order: a pause for new weights may fall inside a response."""
+    """Spans ``{version, start, end}`` cover the output in order: a pause for new weights may fall inside a
+    response."""
     versions: list[int] = []
     for span in meta["weight_versions"]:
         if span["start"] != len(versions):
             raise GenerationError(f"weight version spans leave a gap: {meta['weight_versions']}")
         versions += [_version_number(span["version"])] * (span["end"] - span["start"])
     if len(versions) != num_tokens:
-        raise GenerationError(f"weight version spans {meta['weight_versions']} do not cover {num_tokens} tokens")
+        raise GenerationError(
+            f"weight version spans {meta['weight_versions']} do not cover {num_tokens} tokens"
+        )
     return versions
 
 

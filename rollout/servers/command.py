@@ -1,6 +1,7 @@
 """How one SGLang server is started: its command line, its environment, its ports.
 
-Not its concern: which GPUs this machine may use: CUDA_VISIBLE_DEVICES is inherited, and a share names some of those.
+Not its concern: which GPUs this machine may use: CUDA_VISIBLE_DEVICES is inherited, and a share names some of
+those.
 """
 
 import difflib
@@ -23,11 +24,11 @@ LOOPBACK = "127.0.0.1"
 INITIAL_WEIGHT_VERSION = 0
 """What the servers call the weights that they loaded from disk."""
 REUSED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20)}
-"""For glibc on CPU: blocks of up to 32 MiB (its maximum), such as received weights, get the memory of the last ones again. By default
-each is new pages, which takes half as long as receiving into them."""
+"""For glibc on CPU: blocks of up to 32 MiB (its maximum), such as received weights, get the memory of the
+last ones again. By default each is new pages, which takes half as long as receiving into them."""
 KEEP_IDLE_S = 120
-"""Servers keep idle connections much longer than clients use them again (``REUSE_S``): one that a server closed during a cut of the network
-would take the next request with it."""
+"""Servers keep idle connections much longer than clients use them again (``REUSE_S``): one that a server
+closed during a cut of the network would take the next request with it."""
 STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
 
 OWNED_FLAGS = frozenset(
@@ -65,9 +66,11 @@ OWNED_FLAGS = frozenset(
         "admin-api-key",
     }
 )
-"""Flags that the schema's own fields or the design decide, by all their names; ``server_args`` may not override them."""
+"""Flags that the schema's own fields or the design decide, by all their names; ``server_args`` may not
+override them."""
 FP8_MODELS = ("qwen2", "qwen3")
-"""Model types whose loader SGLang 0.5.23 lets load new weights into FP8 ones (its ``supports_quantized_rl_reload``)."""
+"""Model types whose loader SGLang 0.5.23 lets load new weights into FP8 ones (its
+``supports_quantized_rl_reload``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +98,8 @@ def server_command(
     """The command line of one replica, or of one node's share of it.
 
     Args:
-        host: this node's address. meeting_point: HOST:PORT of the replica's first node, for one that takes several nodes.
-        lends_memory: the replica can be asked to give its GPUs' memory back for a while.
+        host: this node's address. meeting_point: HOST:PORT of the replica's first node, for one that takes
+        several nodes. lends_memory: the replica can be asked to give its GPUs' memory back for a while.
         key: what requests have to prove; SGLang reads it from its file.
     """
     flags: dict[str, str | int | float | bool] = {
@@ -126,7 +129,10 @@ def server_command(
         if lends_memory:
             flags["enable-memory-saver"] = True
     else:
-        flags |= {"device": "cpu", "skip-server-warmup": True}  # nothing is compiled on first use, and wait_healthy generates a token
+        flags |= {
+            "device": "cpu",
+            "skip-server-warmup": True,
+        }  # nothing is compiled on first use, and wait_healthy generates a token
     flags |= {name.replace("_", "-"): value for name, value in config.server_args.items()}
     if key is not None:
         flags["config"] = str(key.file)
@@ -144,35 +150,53 @@ def _as_arguments(flags: dict[str, str | int | float | bool]) -> list[str]:
 
 
 def server_environment(share: ServerShare, *, place: int, threads: int, cuda: bool) -> dict[str, str]:
-    """The environment of one replica: this process's, nothing looked up on the network, and the CPU engine where there is no CUDA.
+    """The environment of one replica: this process's, nothing looked up on the network, and the CPU engine
+    where there is no CUDA.
 
     Args:
         place: of the share among those on this node, which are all of one size.
     """
     environment = dict(os.environ)
-    environment |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
+    environment |= {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
     environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = str(KEEP_IDLE_S)
-    # For a router, which asks /health before it takes a server: as it is, that asks for a token, and a paused server would never give one.
+    # For a router, which asks /health before it takes a server: as it is, that asks for a token, and a paused
+    # server would never give one.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     if cuda:
         return environment
     paths = [str(STAND_INS), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
+    environment |= {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
     environment |= REUSED_MEMORY
     if share.num_ranks * share.num_nodes > 1:
         cpus = sorted(os.sched_getaffinity(0))
-        environment["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(cpus, place=place, num_ranks=share.num_ranks, threads=threads)
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(
+            cpus, place=place, num_ranks=share.num_ranks, threads=threads
+        )
     return environment
 
 
 def cpu_binding(cpus: list[int], *, place: int, num_ranks: int, threads: int) -> str:
-    """Cores of each TP rank of a replica as SGLang reads them, ``0,1|2,3``; ranks share cores where there are too few."""
+    """Cores of each TP rank of a replica as SGLang reads them, ``0,1|2,3``; ranks share cores where there are
+    too few."""
     ranks = range(place * num_ranks, (place + 1) * num_ranks)
-    return "|".join(",".join(str(cpus[(rank * threads + i) % len(cpus)]) for i in range(min(threads, len(cpus)))) for rank in ranks)
+    return "|".join(
+        ",".join(str(cpus[(rank * threads + i) % len(cpus)]) for i in range(min(threads, len(cpus))))
+        for rank in ranks
+    )
 
 
 def choose_ports(replicas: Sequence[int], first_port: int | None, host: str = LOOPBACK) -> list[Ports]:
-    """Ports first_port + 2 i (HTTP) and the next (rank meeting point) of each replica i of this node, or free ones, all of ``host``.
+    """Ports first_port + 2 i (HTTP) and the next (rank meeting point) of each replica i of this node, or free
+    ones, all of ``host``.
 
     Raises:
         ValueError: one of the given ports is taken or out of range, or too few are free.
@@ -182,7 +206,9 @@ def choose_ports(replicas: Sequence[int], first_port: int | None, host: str = LO
     chosen = [Ports(http=first_port + 2 * i, nccl=first_port + 2 * i + 1) for i in replicas]
     last = max(ports.nccl for ports in chosen)
     if last > 65535:
-        raise ValueError(f"rollout.first_port={first_port} with {max(replicas) + 1} replicas needs ports up to {last}; choose a lower one")
+        raise ValueError(
+            f"rollout.first_port={first_port} with {max(replicas) + 1} replicas needs ports up to {last}; choose a lower one"
+        )
     for port in (port for ports in chosen for port in (ports.http, ports.nccl)):
         if not _is_free(host, port):
             raise ValueError(
@@ -193,7 +219,8 @@ def choose_ports(replicas: Sequence[int], first_port: int | None, host: str = LO
 
 
 def _free_ports(replicas: int, host: str) -> list[Ports]:
-    """Below the kernel's range for outgoing connections, one of which could otherwise take a port while its server still loads."""
+    """Below the kernel's range for outgoing connections, one of which could otherwise take a port while its
+    server still loads."""
     try:
         lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:
@@ -201,10 +228,16 @@ def _free_ports(replicas: int, host: str) -> list[Ports]:
     top = lowest_outgoing if lowest_outgoing > 4096 else 65536
     candidates = list(range(max(2048, top - 16384), top - 1, 2))
     random.SystemRandom().shuffle(candidates)
-    free = (Ports(http=port, nccl=port + 1) for port in candidates if _is_free(host, port) and _is_free(host, port + 1))
+    free = (
+        Ports(http=port, nccl=port + 1)
+        for port in candidates
+        if _is_free(host, port) and _is_free(host, port + 1)
+    )
     chosen = [ports for ports, _ in zip(free, range(replicas), strict=False)]
     if len(chosen) < replicas:
-        raise ValueError(f"fewer than {2 * replicas} free ports between {candidates[0]} and {top} on {host}; set rollout.first_port")
+        raise ValueError(
+            f"fewer than {2 * replicas} free ports between {candidates[0]} and {top} on {host}; set rollout.first_port"
+        )
     return chosen
 
 
@@ -247,19 +280,26 @@ def check_flags_exist(config: RolloutConfig) -> None:
         flag = name.replace("_", "-")
         if known and flag.removeprefix("no-") not in known:  # some can be turned off so
             close = difflib.get_close_matches(flag, known, n=1)
-            fix = f"did you mean {close[0]!r}?" if close else "`python -m sglang.launch_server --help` lists them"
+            fix = (
+                f"did you mean {close[0]!r}?"
+                if close
+                else "`python -m sglang.launch_server --help` lists them"
+            )
             raise ValueError(f"rollout.server_args: SGLang has no flag {name!r}; {fix}")
 
 
 def flags_of_sglang() -> list[str]:
-    """What SGLang's sources declare as flags, and a few settings without one; importing SGLang would take seconds.
+    """What SGLang's sources declare as flags, and a few settings without one; importing SGLang would take
+    seconds.
 
-    Each is a field, ``model_path: A[...]``, or text, ``"--model"``: an alias, or an argument by itself. Empty where SGLang is not
-    installed, or arranged otherwise.
+    Each is a field, ``model_path: A[...]``, or text, ``"--model"``: an alias, or an argument by itself. Empty
+    where SGLang is not installed, or arranged otherwise.
     """
     found = importlib.util.find_spec("sglang")
     home = Path(found.origin).parent / "srt" if found and found.origin else Path()
-    fields = "".join(file.read_text(encoding="utf-8") for file in (home / "arg_groups" / "fields").glob("*.py"))
+    fields = "".join(
+        file.read_text(encoding="utf-8") for file in (home / "arg_groups" / "fields").glob("*.py")
+    )
     if not fields:
         return []
     text = fields + (home / "server_args.py").read_text(encoding="utf-8")

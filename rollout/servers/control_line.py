@@ -1,7 +1,8 @@
 """One HTTP/1.1 connection to a server, on which the next request may travel before the last one is answered.
 
-The server reads requests in the order in which they were sent and answers one before it begins the next (pipelining, RFC 9112 §9.3.2):
-whoever needs two things done one after the other need not wait for the first answer to ask for the second.
+The server reads requests in the order in which they were sent and answers one before it begins the next
+(pipelining, RFC 9112 §9.3.2): whoever needs two things done one after the other need not wait for the first
+answer to ask for the second.
 """
 
 import socket
@@ -25,11 +26,16 @@ class ControlError(RolloutError):
 
 
 class ControlLine:
-    """Used by one thread; answers are read in another. Whatever takes longer than ``timeout_s`` on the wire fails, and so does all that is
-    under way when the server's host has answered nothing, not even its kernel's probes, for ``peer_timeout_s``."""
+    """Used by one thread; answers are read in another. Whatever takes longer than ``timeout_s`` on the wire
+    fails, and so does all that is under way when the server's host has answered nothing, not even its
+    kernel's probes, for ``peer_timeout_s``."""
 
-    def __init__(self, url: str, *, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S, key: RunKey | None = None) -> None:
-        self._proof = "".join(f"{name}: {value}\r\n" for name, value in (key.http_headers if key is not None else {}).items())
+    def __init__(
+        self, url: str, *, timeout_s: float, peer_timeout_s: float = PEER_TIMEOUT_S, key: RunKey | None = None
+    ) -> None:
+        self._proof = "".join(
+            f"{name}: {value}\r\n" for name, value in (key.http_headers if key is not None else {}).items()
+        )
         self._url, self._timeout_s, self._peer_timeout_s = url, timeout_s, peer_timeout_s
         self._address = (urlsplit(url).hostname, urlsplit(url).port)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="control-line")
@@ -41,7 +47,8 @@ class ControlLine:
         """The connection failed, or the server said that it will close it."""
 
     def ask(self, method: str, path: str, body: dict | None) -> Future[dict]:
-        """Send a request; its JSON answer, {} where it is none. A ControlError of the future says what failed, or the server's refusal."""
+        """Send a request; its JSON answer, {} where it is none. A ControlError of the future says what
+        failed, or the server's refusal."""
         what, content = f"{method} {self._url}{path}", b"" if body is None else orjson.dumps(body)
         head = (
             f"{method} {path} HTTP/1.1\r\nHost: {self._address[0]}:{self._address[1]}\r\n"
@@ -61,7 +68,9 @@ class ControlLine:
     def close(self) -> None:
         """What is not answered yet fails."""
         self._drop()
-        self._reader.shutdown(wait=False)  # what is still in its line finds the connection gone, and fails by that
+        self._reader.shutdown(
+            wait=False
+        )  # what is still in its line finds the connection gone, and fails by that
 
     def _open(self) -> BufferedReader:
         """What the answers come by: of the same connection as before where it can be used again."""
@@ -71,8 +80,14 @@ class ControlLine:
         if self._socket is None:
             self._socket = connect(self._address, peer_timeout_s=self._peer_timeout_s)
             self._socket.settimeout(self._timeout_s)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or a second small request waits for the first's receipt
-            self._answers, self._is_over, self._answered_at = self._socket.makefile("rb"), False, time.monotonic()
+            self._socket.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+            )  # or a second small request waits for the first's receipt
+            self._answers, self._is_over, self._answered_at = (
+                self._socket.makefile("rb"),
+                False,
+                time.monotonic(),
+            )
         return self._answers
 
     def _drop(self) -> None:

@@ -1,8 +1,9 @@
 """The SGLang servers of one node: start, health, watch, and an end that leaves no process behind.
 
 Each replica, or this node's share of one that takes several nodes, is a watched process (see there).
-ServerFleet is used by one thread. Not its concern: requests (``sglang_client``), weights (``sglang_control``), command lines
-(``sglang_command``), and which share is on which node and GPUs: it is given them.
+ServerFleet is used by one thread. Not its concern: requests (``sglang_client``), weights
+(``sglang_control``), command lines (``sglang_command``), and which share is on which node and GPUs: it is
+given them.
 """
 
 import http.client
@@ -16,7 +17,15 @@ from pathlib import Path
 
 from configs.schema.rollout import RolloutConfig
 from rollout.run_key import RunKey
-from rollout.servers.command import LOOPBACK, Ports, check_has_kernels, check_server_args, choose_ports, server_command, server_environment
+from rollout.servers.command import (
+    LOOPBACK,
+    Ports,
+    check_has_kernels,
+    check_server_args,
+    choose_ports,
+    server_command,
+    server_environment,
+)
 from rollout.servers.rank_meeting import RankMeeting
 from rollout.servers.share import ServerShare, on_one_machine
 from rollout.servers.watched_process import end_watched, how_it_ended, log_tail, server_pid, start_watched
@@ -68,13 +77,15 @@ class ServerFleet:
     ) -> None:
         """
         Args:
-            shares: what runs on this node; None: every replica, from the first GPU on. host: this node's address, where they listen.
-            meeting_points: of each replica that takes several nodes, where its ranks meet, HOST:PORT on its first node.
-            fp32_lm_head: the output projection runs in float32. lends_memory: see ``server_command``.
+            shares: what runs on this node; None: every replica, from the first GPU on. host: this node's
+            address, where they listen. meeting_points: of each replica that takes several nodes, where its
+            ranks meet, HOST:PORT on its first node. fp32_lm_head: the output projection runs in float32.
+            lends_memory: see ``server_command``.
             key: what requests have to prove; None: nothing, for tests and benchmarks alone.
 
         Raises:
-            ValueError: ``server_args`` holds a flag that another field decides, or the config needs kernels that CPU lacks.
+            ValueError: ``server_args`` holds a flag that another field decides, or the config needs kernels
+            that CPU lacks.
         """
         check_server_args(config)
         check_has_kernels(config, cuda=cuda)
@@ -104,15 +115,20 @@ class ServerFleet:
         """Start every share and return at once.
 
         Raises:
-            ValueError: there are too few GPUs, a port is taken, or the model folder is missing; then nothing was started.
+            ValueError: there are too few GPUs, a port is taken, or the model folder is missing; then nothing
+            was started.
         """
         if self._replicas:
             raise RuntimeError("the servers were started already")
         if not (self._model_path / "config.json").is_file():
-            raise ValueError(f"{self._model_path} has no config.json; give the folder of a Hugging Face model")
+            raise ValueError(
+                f"{self._model_path} has no config.json; give the folder of a Hugging Face model"
+            )
         if self._cuda:
             check_gpus_of(self._shares, available=visible_gpus())
-        all_ports = choose_ports([share.replica for share in self._shares], self._config.first_port, self._host)
+        all_ports = choose_ports(
+            [share.replica for share in self._shares], self._config.first_port, self._host
+        )
         self._log_dir.mkdir(parents=True, exist_ok=True)
         try:
             for place, (share, ports) in enumerate(zip(self._shares, all_ports, strict=True)):
@@ -138,7 +154,10 @@ class ServerFleet:
         part = f".{share.node_rank}" if share.node_rank else ""
         log_file = self._log_dir / f"sglang-{share.replica}{part}.log"
         meeting = RankMeeting(share, self._meeting_points.get(share.replica))
-        environment = server_environment(share, place=place, threads=self._threads, cuda=self._cuda) | meeting.environment
+        environment = (
+            server_environment(share, place=place, threads=self._threads, cuda=self._cuda)
+            | meeting.environment
+        )
         process = start_watched(command, log_file=log_file, environment=environment)
         return _Replica(share.replica, process, ports, log_file, meeting, answers=share.node_rank == 0)
 
@@ -149,7 +168,8 @@ class ServerFleet:
         *,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Return when every replica that answers from here has generated a token, or as soon as ``should_stop`` says so.
+        """Return when every replica that answers from here has generated a token, or as soon as
+        ``should_stop`` says so.
 
         Raises:
             ServerDied: one ended meanwhile.
@@ -161,10 +181,14 @@ class ServerFleet:
             self.poll()
             left_s = started + timeout_s - time.monotonic()
             for replica in list(waiting):
-                if _is_healthy(self._host, replica.ports.http, min(HEALTH_REQUEST_TIMEOUT_S, max(left_s, 0.1)), self._key):
+                if _is_healthy(
+                    self._host, replica.ports.http, min(HEALTH_REQUEST_TIMEOUT_S, max(left_s, 0.1)), self._key
+                ):
                     waiting.remove(replica)
                     took_s = time.monotonic() - started
-                    on_progress(f"SGLang replica {replica.number} is ready at {self._url(replica)} after {took_s:.0f} s")
+                    on_progress(
+                        f"SGLang replica {replica.number} is ready at {self._url(replica)} after {took_s:.0f} s"
+                    )
             if waiting and left_s <= 0:
                 raise TimeoutError(_late(waiting, timeout_s))
             if waiting:
@@ -181,7 +205,12 @@ class ServerFleet:
                 self._pids[replica.number] = pid
             code = replica.process.poll()
             if code is not None:
-                raise ServerDied(replica.number, self._pids.get(replica.number, replica.process.pid), code, replica.log_file)
+                raise ServerDied(
+                    replica.number,
+                    self._pids.get(replica.number, replica.process.pid),
+                    code,
+                    replica.log_file,
+                )
 
     def stop(self) -> None:
         """End every replica, see ``end_watched``. May be called twice.

@@ -1,4 +1,5 @@
-"""Where the tensor-parallel ranks of one replica meet: on one node in a file in memory, on several at an address of the first one.
+"""Where the tensor-parallel ranks of one replica meet: on one node in a file in memory, on several at an
+address of the first one.
 
 By itself SGLang has them meet in a store that listens on every interface, with no password.
 """
@@ -15,7 +16,8 @@ class RankMeeting:
     """Open from before the servers' start until their end. ``environment`` is what they are told.
 
     Args:
-        address: HOST:PORT on the replica's first node, for one that takes several; None: it is on this node alone.
+        address: HOST:PORT on the replica's first node, for one that takes several; None: it is on this node
+        alone.
 
     Raises:
         OSError: the first node cannot listen there.
@@ -29,12 +31,19 @@ class RankMeeting:
             self.environment = {OVERRIDE: f"file:///proc/{os.getpid()}/fd/{self._file}"}
             return
         host, _, port = address.rpartition(":")
-        self.environment = {OVERRIDE: "env://", "MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        self.environment = {
+            OVERRIDE: "env://",
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         if share.node_rank == 0:
             from torch.distributed import TCPStore  # seconds; other fleets never come here
 
             listening = socket.create_server((host, int(port)))
-            self._store = TCPStore(host, int(port), None, True, wait_for_workers=False, master_listen_fd=listening.detach())
+            self._store = TCPStore(
+                host, int(port), None, True, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
 
     def close(self) -> None:
         self._store = None

@@ -2,7 +2,8 @@
 
     sample role --/generate--> sglang-router (here, on the loopback interface) --/generate--> servers
 
-The learner's control of the servers does not come by here: the router knows nothing of pauses and weights. Tried with sglang-router 0.3.2.
+The learner's control of the servers does not come by here: the router knows nothing of pauses and weights.
+Tried with sglang-router 0.3.2.
 """
 
 import http.client
@@ -94,11 +95,22 @@ class Router:
     """
 
     def __init__(
-        self, config: RouterConfig, urls: Sequence[str], *, log_file: Path, request_timeout_s: float, key: RunKey | None = None
+        self,
+        config: RouterConfig,
+        urls: Sequence[str],
+        *,
+        log_file: Path,
+        request_timeout_s: float,
+        key: RunKey | None = None,
     ) -> None:
         check_is_installed()
         self._key = key
-        self._config, self._urls, self._log_file, self._request_timeout_s = config, list(urls), log_file, request_timeout_s
+        self._config, self._urls, self._log_file, self._request_timeout_s = (
+            config,
+            list(urls),
+            log_file,
+            request_timeout_s,
+        )
         (self._ports,) = choose_ports([0], None)
         self._process: subprocess.Popen | None = None
 
@@ -120,7 +132,13 @@ class Router:
 
     def start(self) -> None:
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
-        command = router_command(self._config, self._urls, ports=self._ports, request_timeout_s=self._request_timeout_s, key=self._key)
+        command = router_command(
+            self._config,
+            self._urls,
+            ports=self._ports,
+            request_timeout_s=self._request_timeout_s,
+            key=self._key,
+        )
         # Unlike our clients it would ask a proxy for the servers.
         environment = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
         environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -137,20 +155,26 @@ class Router:
             self.poll()
             if time.monotonic() > deadline:
                 waited = f"{START_TIMEOUT_S:g} s"
-                raise TimeoutError(f"sglang-router had not found all of {self._urls} after {waited}; {self._last_words()}")
+                raise TimeoutError(
+                    f"sglang-router had not found all of {self._urls} after {waited}; {self._last_words()}"
+                )
             time.sleep(POLL_S)  # between looks at the conditions above
 
     def poll(self) -> None:
         """Look at the process once. Raises RouterEnded."""
         code = self._process.poll()
         if code is not None:
-            raise RouterEnded(f"sglang-router (pid {self._process.pid}) {how_it_ended(code)}; {self._last_words()}")
+            raise RouterEnded(
+                f"sglang-router (pid {self._process.pid}) {how_it_ended(code)}; {self._last_words()}"
+            )
 
     def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection(LOOPBACK, self._ports.http, timeout=READY_REQUEST_TIMEOUT_S)
         with closing(connection):
             try:
-                connection.request("GET", "/workers", headers=self._key.http_headers if self._key is not None else {})
+                connection.request(
+                    "GET", "/workers", headers=self._key.http_headers if self._key is not None else {}
+                )
                 response = connection.getresponse()
                 return response.status == 200 and _healthy_workers(response.read()) == len(self._urls)
             except (OSError, http.client.HTTPException):
@@ -166,12 +190,17 @@ class Router:
 
 
 def router_command(
-    config: RouterConfig, urls: Sequence[str], *, ports: Ports, request_timeout_s: float, key: RunKey | None = None
+    config: RouterConfig,
+    urls: Sequence[str],
+    *,
+    ports: Ports,
+    request_timeout_s: float,
+    key: RunKey | None = None,
 ) -> list[str]:
     """The command line. Its settings, beside addresses and policy:
 
-    - health by /model_info, every 2 s: its default asks the server for a token, which a paused one never gives: after
-      half a minute every server would count as ill, and requests would be answered 503;
+    - health by /model_info, every 2 s: its default asks the server for a token, which a paused one never
+      gives: after half a minute every server would count as ill, and requests would be answered 503;
     - no retries of its own: ``SGLangClient`` repeats what failed, and counts it;
     - a server that broke connections is tried again after 5 s, not 60.
     """
@@ -196,7 +225,9 @@ def router_command(
 def check_is_installed() -> None:
     """Raises ValueError."""
     if importlib.util.find_spec(PACKAGE) is None:
-        raise ValueError("rollout.router needs the package sglang-router; pip install sglang-router==0.3.2, or leave rollout.router out")
+        raise ValueError(
+            "rollout.router needs the package sglang-router; pip install sglang-router==0.3.2, or leave rollout.router out"
+        )
 
 
 def _healthy_workers(content: bytes) -> int:

@@ -1,13 +1,18 @@
-"""Ends what a process leaves behind in its session, and that process where it stays stopped (SIGSTOP), which would hold the whole run.
+"""Ends what a process leaves behind in its session, and that process where it stays stopped (SIGSTOP), which
+would hold the whole run.
 
-``python -I session_guard.py PID TIMEOUT_S NOTE``, started by that process, the session's leader. NOTE: a file to make when it was stopped.
+``python -I session_guard.py PID TIMEOUT_S NOTE``, started by that process, the session's leader. NOTE: a file
+to make when it was stopped.
 
-    leader (a learner rank, a role) ── forks, spawns ──> checkpoint writers, resource trackers, reward workers, ...
-        └─ starts ──> guard, in a session of its own: waits for the leader's end, then SIGKILL to all that is left of its session
+    leader (a learner rank, a role) ── forks, spawns ──> checkpoint writers, resource trackers, reward
+    workers, ...
+        └─ starts ──> guard, in a session of its own: waits for the leader's end, then SIGKILL to all that is
+        left of its session
 
-A leader that gets SIGKILL ends nothing by itself, and its supervisor may have been killed with it. Time alone never makes it a stopped one:
-it must be found in that state at every look of TIMEOUT_S, and a guard that is stopped itself, with all of a job, looks no more.
-Standard library only: it starts beside every role, under ``-I``, whatever the working directory and PYTHONPATH are.
+A leader that gets SIGKILL ends nothing by itself, and its supervisor may have been killed with it. Time alone
+never makes it a stopped one: it must be found in that state at every look of TIMEOUT_S, and a guard that is
+stopped itself, with all of a job, looks no more. Standard library only: it starts beside every role, under
+``-I``, whatever the working directory and PYTHONPATH are.
 """
 
 import os

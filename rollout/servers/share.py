@@ -24,5 +24,6 @@ class ServerShare:
 def on_one_machine(replicas: int, tp: int, *, first_gpu: int = 0) -> list[ServerShare]:
     """Every replica whole, one after another on the GPUs of this machine."""
     return [
-        ServerShare(replica=r, node=0, node_rank=0, num_nodes=1, first_gpu=first_gpu + r * tp, num_ranks=tp) for r in range(replicas)
+        ServerShare(replica=r, node=0, node_rank=0, num_nodes=1, first_gpu=first_gpu + r * tp, num_ranks=tp)
+        for r in range(replicas)
     ]

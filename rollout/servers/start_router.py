@@ -1,6 +1,8 @@
-"""``python -m rollout.servers.start_router KEY_FILE ARGUMENT...``: sglang-router, which takes its key from its command line only.
+"""``python -m rollout.servers.start_router KEY_FILE ARGUMENT...``: sglang-router, which takes its key from
+its command line only.
 
-Every user of a host can read command lines. This one names the key's file; the key itself is added inside the process.
+Every user of a host can read command lines. This one names the key's file; the key itself is added inside the
+process.
 """
 
 import sys

@@ -1,15 +1,19 @@
-"""Runs one server, SGLang's or the router, so that no process of it outlives its owner: ``python -I watchdog.py COMMAND...``.
+"""Runs one server, SGLang's or the router, so that no process of it outlives its owner: ``python -I
+watchdog.py COMMAND...``.
 
     owner (a role) --stdin pipe--> watchdog --child--> server --> its own processes
                                    └─ one session and process group of its own ──┘
 
 Three ways to end, and each ends the whole group:
-  * the owner dies in whatever way, SIGKILL included: the kernel closes its end of the pipe, the watchdog reads the end of file;
+  * the owner dies in whatever way, SIGKILL included: the kernel closes its end of the pipe, the watchdog
+    reads the end of file;
   * the server exits by itself: the watchdog kills what it left behind and exits with the server's code;
-  * the watchdog itself is killed: the kernel sends the server SIGKILL (PR_SET_PDEATHSIG), whose workers ask for the same.
-SIGTERM to the group reaches the server directly; the watchdog only waits for it. Where the owner ignores SIGTERM (in a Slurm job, where
-it comes to everything at once) the server must outlast it too, though it has a handler of its own: it never gets the signal then.
-Standard library only: it starts before anything heavy, under ``-I``, whatever the working directory and PYTHONPATH are.
+  * the watchdog itself is killed: the kernel sends the server SIGKILL (PR_SET_PDEATHSIG), whose workers ask
+    for the same.
+SIGTERM to the group reaches the server directly; the watchdog only waits for it. Where the owner ignores
+SIGTERM (in a Slurm job, where it comes to everything at once) the server must outlast it too, though it has a
+handler of its own: it never gets the signal then. Standard library only: it starts before anything heavy,
+under ``-I``, whatever the working directory and PYTHONPATH are.
 """
 
 import ctypes

@@ -1,4 +1,5 @@
-"""Processes that do not outlive their owner: each a session and process group of its own under ``watchdog.py``."""
+"""Processes that do not outlive their owner: each a session and process group of its own under
+``watchdog.py``."""
 
 import os
 import signal
@@ -19,11 +20,14 @@ WATCHDOG = Path(__file__).parent / "watchdog.py"
 SESSION_GUARD = Path(__file__).parent / "session_guard.py"
 
 
-def start_watched(command: Sequence[str], *, log_file: Path, environment: Mapping[str, str]) -> subprocess.Popen:
+def start_watched(
+    command: Sequence[str], *, log_file: Path, environment: Mapping[str, str]
+) -> subprocess.Popen:
     """The watchdog of ``command``, all of whose output goes to ``log_file``. Raises OSError."""
     with open(log_file, "wb", opener=_for_owner) as log:
         return subprocess.Popen(
-            # The pipe is the lifeline: nobody writes to it, and its end of file tells the watchdog that this process is gone.
+            # The pipe is the lifeline: nobody writes to it, and its end of file tells the watchdog that this
+            # process is gone.
             [sys.executable, "-I", str(WATCHDOG), *command],
             stdin=subprocess.PIPE,
             stdout=log,
@@ -34,15 +38,22 @@ def start_watched(command: Sequence[str], *, log_file: Path, environment: Mappin
 
 
 def guard_session(*, timeout_s: float, note: Path) -> None:
-    """Have all that this process leaves behind in its session end with it, however it ends; and this process where it stays stopped for
-    ``timeout_s``, of which ``note`` is made.
+    """Have all that this process leaves behind in its session end with it, however it ends; and this process
+    where it stays stopped for ``timeout_s``, of which ``note`` is made.
 
     Nothing to do where it does not lead the session: that is the shell's of whoever started it by hand.
     """
     if os.getsid(0) != os.getpid():
         return
     nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    command = [sys.executable, "-I", str(SESSION_GUARD), str(os.getpid()), str(timeout_s), str(note.resolve())]
+    command = [
+        sys.executable,
+        "-I",
+        str(SESSION_GUARD),
+        str(os.getpid()),
+        str(timeout_s),
+        str(note.resolve()),
+    ]
     subprocess.Popen(command, cwd="/", start_new_session=True, **nothing)
 
 
@@ -54,8 +65,8 @@ def _for_owner(path: str, flags: int) -> int:
 def end_watched(processes: Sequence[subprocess.Popen]) -> None:
     """SIGKILL to the groups of all.
 
-    A server has nothing to save. SGLang looks at SIGTERM every 5 s only, and its main process takes the end of the others for a crash: it
-    would end the log of a healthy run with a crash report.
+    A server has nothing to save. SGLang looks at SIGTERM every 5 s only, and its main process takes the end
+    of the others for a crash: it would end the log of a healthy run with a crash report.
 
     Raises:
         RuntimeError: a process survived SIGKILL.
@@ -77,7 +88,8 @@ def _end_for_good(process: subprocess.Popen, known: set[psutil.Process]) -> None
     if process.stdin is not None:
         process.stdin.close()
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    # Not psutil's wait_procs: it also waits for zombies, which stay until a parent that has adopted them looks.
+    # Not psutil's wait_procs: it also waits for zombies, which stay until a parent that has adopted them
+    # looks.
     while (alive := [member for member in known if _lives(member)]) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     if alive:
@@ -110,7 +122,8 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """In words, of a watched process or any other: its exit code, negative or above 128 where a signal ended it."""
+    """In words, of a watched process or any other: its exit code, negative or above 128 where a signal ended
+    it."""
     number = -code if code < 0 else code - 128
     try:
         return f"was killed by {signal.Signals(number).name}"
@@ -126,7 +139,8 @@ def server_pid(process: subprocess.Popen) -> int | None:
 
 
 def log_tail(log_file: Path, lines: int = LOG_TAIL_LINES, *, start: int = 0) -> str:
-    """The last lines of a log, without its progress bars. start: bytes that are another process's, such as those of an earlier life."""
+    """The last lines of a log, without its progress bars. start: bytes that are another process's, such as
+    those of an earlier life."""
     try:
         with log_file.open("rb") as log:
             log.seek(max(log.seek(0, os.SEEK_END) - 65536, start))

@@ -1,6 +1,8 @@
-"""Configs that cannot work, and what is said of each: the field, its value, what is wrong and what to write instead.
+"""Configs that cannot work, and what is said of each: the field, its value, what is wrong and what to write
+instead.
 
-Every one goes through the command's own entry point, which must end with exit code 2, having written and started nothing.
+Every one goes through the command's own entry point, which must end with exit code 2, having written and
+started nothing.
 """
 
 import errno
@@ -57,7 +59,9 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "other-kind": {"model_type": "gpt2"},
 }  # fmt: skip
-SFT = yaml.safe_dump({"kind": "sft", "model": {"path": "dense"}, "data": {"type": "countdown"}, "output": "new"})
+SFT = yaml.safe_dump(
+    {"kind": "sft", "model": {"path": "dense"}, "data": {"type": "countdown"}, "output": "new"}
+)
 REWARDS = """\
 def score(prompt, response, reference):
     return 0.0
@@ -74,7 +78,8 @@ BASE = {"model": {"path": "dense"}, "task": {"type": "countdown"}, "rollout": {"
 
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """``text`` is the config, BASE where it is none; ``options`` what else is on the command line. The rest is what must be said."""
+    """``text`` is the config, BASE where it is none; ``options`` what else is on the command line. The rest
+    is what must be said."""
 
     options: str = ""
     text: str | None = None
@@ -620,7 +625,9 @@ def port() -> Iterator[str]:
         yield str(taken.getsockname()[1])
 
 
-def refused(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> str:
+def refused(
+    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> str:
     """What the command says of it, once it is known that it did nothing else."""
     before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
     monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
@@ -637,12 +644,23 @@ def refused(arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch,
 def problems(said: str) -> list[dict[str, str]]:
     """The blocks of an error, by their labels."""
     blocks = said.split("\n\n")[1:]
-    return [dict(re.findall(r"^  (field|value|error|fix): +((?:.|\n(?!  (?:field|value|error|fix):))+)", block, re.M)) for block in blocks]
+    return [
+        dict(
+            re.findall(
+                r"^  (field|value|error|fix): +((?:.|\n(?!  (?:field|value|error|fix):))+)", block, re.M
+            )
+        )
+        for block in blocks
+    ]
 
 
 def split(options: str) -> list[str]:
     """At spaces outside of braces, and at those with a backslash."""
-    return [part for whole in re.findall(r"(?:\{(?:[^{}]|\{[^{}]*\})*\}|\S)+", options) for part in whole.split("\\ ")]
+    return [
+        part
+        for whole in re.findall(r"(?:\{(?:[^{}]|\{[^{}]*\})*\}|\S)+", options)
+        for part in whole.split("\\ ")
+    ]
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -656,11 +674,17 @@ def test_a_broken_config_is_refused(name, folder, port, monkeypatch, capsys):
     if options and options[0].startswith("CONFIG="):
         config = options.pop(0).removeprefix("CONFIG=")
     found = problems(refused([case.command, config, *options], folder, monkeypatch, capsys))
-    wanted = {label: getattr(case, label).replace("TAKEN", port) for label in ("field", "value", "error", "fix")}
-    assert any(all(words in block[label] for label, words in wanted.items()) for block in found), f"{wanted} is none of\n{found}"
+    wanted = {
+        label: getattr(case, label).replace("TAKEN", port) for label in ("field", "value", "error", "fix")
+    }
+    assert any(all(words in block[label] for label, words in wanted.items()) for block in found), (
+        f"{wanted} is none of\n{found}"
+    )
 
 
-@pytest.mark.parametrize("written", ["--steps=3", "-steps=3", "--learner.optimizer.lr=3", "--extends=grpo.yaml"])
+@pytest.mark.parametrize(
+    "written", ["--steps=3", "-steps=3", "--learner.optimizer.lr=3", "--extends=grpo.yaml"]
+)
 def test_an_override_with_dashes(written, folder, monkeypatch, capsys):
     said = refused(["train", "run.yaml", "--dry-run", written], folder, monkeypatch, capsys)
     assert f"no such option; write {written.lstrip('-')}, without dashes" in said
@@ -689,7 +713,13 @@ def test_a_misspelt_command_is_not_answered_with_a_hidden_one(folder, monkeypatc
 def test_closed_standard_streams_lead_nowhere(folder):
     command = [sys.executable, "-m", "launch", "train", "run.yaml", "--dry-run", "layout.dp=1"]
     env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(["bash", "-c", '"$@" <&- >&-', "sh", *command], env=env, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(
+        ["bash", "-c", '"$@" <&- >&-', "sh", *command],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -708,7 +738,8 @@ def test_a_misspelt_option_is_no_override(folder, monkeypatch, capsys):
 
 
 def test_everything_that_is_wrong_is_said_at_once(folder, port, monkeypatch, capsys):
-    """Of the model, the layouts of both engines, files, rewards, servers, ports and nodes; each with the line that sets it."""
+    """Of the model, the layouts of both engines, files, rewards, servers, ports and nodes; each with the line
+    that sets it."""
     content = {
         "model": {"path": "dense"},
         "task": {"type": "gsm8k", "train_path": "train.jsonl", "heldout_path": "none.jsonl"},
@@ -721,7 +752,9 @@ def test_everything_that_is_wrong_is_said_at_once(folder, port, monkeypatch, cap
     said = refused(["train", "broken.yaml"], folder, monkeypatch, capsys)
     fields = [block["field"] for block in problems(said)]
     line = 1 + Path("broken.yaml").read_text().splitlines().index("layout:") + 1
-    assert f"broken.yaml:{line}\n  field: layout.tp" in said and said.startswith(f"tandem: {len(fields)} problems in the configuration")
+    assert f"broken.yaml:{line}\n  field: layout.tp" in said and said.startswith(
+        f"tandem: {len(fields)} problems in the configuration"
+    )
     assert fields == [
         "task.heldout_path", "layout.tp", "layout.pp", "layout.cp", "rollout.tp", "task.train_path", "rollout.server_args",
         "reward.function", "resume", "resume", "rollout.first_port",
@@ -730,8 +763,15 @@ def test_everything_that_is_wrong_is_said_at_once(folder, port, monkeypatch, cap
 
 def test_all_contradictions_are_said_at_once(folder, monkeypatch, capsys):
     """They are in the way of everything else, since there is no config to compare with anything."""
-    options = ["rollout.prompts_per_step=10", "learner.minibatches=4", "rollout.max_new_tokens=512", "learner.token_budget=256"]
-    said = refused(["train", "run.yaml", "critic={}", "model.path=none", *options], folder, monkeypatch, capsys)
+    options = [
+        "rollout.prompts_per_step=10",
+        "learner.minibatches=4",
+        "rollout.max_new_tokens=512",
+        "learner.token_budget=256",
+    ]
+    said = refused(
+        ["train", "run.yaml", "critic={}", "model.path=none", *options], folder, monkeypatch, capsys
+    )
     assert [block["field"] for block in problems(said)] == [
         "advantage.type", "rollout.prompts_per_step, learner.minibatches", "rollout.max_new_tokens, learner.token_budget",
     ]  # fmt: skip
@@ -739,19 +779,35 @@ def test_all_contradictions_are_said_at_once(folder, monkeypatch, capsys):
 
 def test_what_is_wrong_does_not_hide_what_fits(folder, monkeypatch, capsys):
     """The same command without the mistake is accepted."""
-    monkeypatch.setattr(sys, "argv", ["tandem", "train", "run.yaml", "--dry-run", "layout.tp=2", "layout.pp=2", "layout.dp=1"])
+    monkeypatch.setattr(
+        sys, "argv", ["tandem", "train", "run.yaml", "--dry-run", "layout.tp=2", "layout.pp=2", "layout.dp=1"]
+    )
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code in (0, None), capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("command", "text", "wanted"), [("sft", None, "sft"), ("train", SFT, "train"), ("eval", SFT, "train")])
+@pytest.mark.parametrize(
+    ("command", "text", "wanted"), [("sft", None, "sft"), ("train", SFT, "train"), ("eval", SFT, "train")]
+)
 def test_a_config_of_another_kind_is_refused(command, text, wanted, folder, monkeypatch, capsys):
     Path("given.yaml").write_text(text or yaml.safe_dump(BASE))
-    assert refused([command, "given.yaml", "--dry-run"], folder, monkeypatch, capsys).endswith(f"this command takes kind: {wanted}\n")
+    assert refused([command, "given.yaml", "--dry-run"], folder, monkeypatch, capsys).endswith(
+        f"this command takes kind: {wanted}\n"
+    )
 
 
-OF_ANY_CONFIG = ["train", "sft", "eval", "plan --gpus 8 --gpu-memory 80", "mismatch", "verify-sync", "slurm", "prepare", "check-cluster"]
+OF_ANY_CONFIG = [
+    "train",
+    "sft",
+    "eval",
+    "plan --gpus 8 --gpu-memory 80",
+    "mismatch",
+    "verify-sync",
+    "slurm",
+    "prepare",
+    "check-cluster",
+]
 
 
 @pytest.mark.parametrize("command", OF_ANY_CONFIG)
@@ -759,13 +815,22 @@ OF_ANY_CONFIG = ["train", "sft", "eval", "plan --gpus 8 --gpu-memory 80", "misma
 def test_a_model_whose_path_is_too_long_is_no_traceback(command, path, folder, monkeypatch, capsys):
     name, *options = command.split()
     Path("given.yaml").write_text(SFT if name == "sft" else yaml.safe_dump(BASE))
-    (found,) = problems(refused([name, "given.yaml", *options, f"model.path={path}"], folder, monkeypatch, capsys))
-    assert found["field"] == "model.path" and "use shorter names" in found["fix"] and len(found["value"]) < 200
+    (found,) = problems(
+        refused([name, "given.yaml", *options, f"model.path={path}"], folder, monkeypatch, capsys)
+    )
+    assert (
+        found["field"] == "model.path" and "use shorter names" in found["fix"] and len(found["value"]) < 200
+    )
 
 
-@pytest.mark.parametrize(("command", "is_refused"), [("train", True), ("eval", True), ("mismatch", False), ("verify-sync", False)])
-def test_a_router_that_is_not_installed_is_missed_where_one_is_used(command, is_refused, folder, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("command", "is_refused"), [("train", True), ("eval", True), ("mismatch", False), ("verify-sync", False)]
+)
+def test_a_router_that_is_not_installed_is_missed_where_one_is_used(
+    command, is_refused, folder, monkeypatch, capsys
+):
     """Together with another mistake, so that nothing starts."""
+
     def check_is_installed() -> None:
         raise ValueError("sglang-router is missing; install it")
 
@@ -777,26 +842,37 @@ def test_a_router_that_is_not_installed_is_missed_where_one_is_used(command, is_
 
 def test_a_run_folder_that_cannot_be_made_after_all_is_no_traceback(folder, monkeypatch, capsys):
     """Such as on a disk that has filled up since it was looked at."""
+
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "mkdir", full)
     (found,) = problems(refused(["train", "run.yaml", "layout.dp=1"], folder, monkeypatch, capsys))
-    assert (found["field"], found["value"]) == ("launch.runs_dir", "runs") and "No space left" in found["error"]
+    assert (found["field"], found["value"]) == ("launch.runs_dir", "runs") and "No space left" in found[
+        "error"
+    ]
 
 
 def cpu_seconds_of_children() -> float:
-    """Of those that have ended: on a quiet machine the time until the answer, on a busy one still the command's own."""
+    """Of those that have ended: on a quiet machine the time until the answer, on a busy one still the
+    command's own."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     return spent.ru_utime + spent.ru_stime
 
 
 @pytest.mark.parametrize("name", ["unknown key", "no such reward function", "too large for both on one GPU"])
 def test_the_answer_comes_within_seconds(name, folder):
-    """In a process of its own: most of the time is that of starting Python and importing what the checks need."""
+    """In a process of its own: most of the time is that of starting Python and importing what the checks
+    need."""
     began = cpu_seconds_of_children()
     command = [sys.executable, "-m", "launch", "train", "run.yaml", *split(TABLE[name].options)]
-    done = subprocess.run(command, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     took = cpu_seconds_of_children() - began
     assert done.returncode == 2 and TABLE[name].fix in done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr

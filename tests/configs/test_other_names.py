@@ -1,6 +1,8 @@
-"""Names of other systems: verl's presets and values, each the same algorithm or an error; ROLL's ``train_infer_correction`` block.
+"""Names of other systems: verl's presets and values, each the same algorithm or an error; ROLL's
+``train_infer_correction`` block.
 
-ROLL's formulas stand here as its configuration describes them, in plain loops. Legend: S sequences, L padded length.
+ROLL's formulas stand here as its configuration describes them, in plain loops. Legend: S sequences, L padded
+length.
 """
 
 import math
@@ -15,12 +17,23 @@ from configs.loader import ConfigError, Problem, load_config, resolved_yaml
 from configs.other_systems.values import NEARLY, OUR_NAMES
 from configs.other_systems.verl import VERL_PRESETS, from_roll, from_verl
 from configs.presets import ALIASES, PRESETS, alias_notes, preset_body
-from configs.schema.correction import CorrectionConfig, DifferenceRule, DivergenceRule, ImportanceWeight, NoWeight, RatioRule
+from configs.schema.correction import (
+    CorrectionConfig,
+    DifferenceRule,
+    DivergenceRule,
+    ImportanceWeight,
+    NoWeight,
+    RatioRule,
+)
 from launch.studies.replay import corrections_named
 from tests.support.packed_batches import random_batch
 from trainer.algorithm.correction import correct
 
-NONE, TOKEN, SEQUENCE = NoWeight(), ImportanceWeight(level="token", upper=2.0), ImportanceWeight(level="sequence", upper=2.0)
+NONE, TOKEN, SEQUENCE = (
+    NoWeight(),
+    ImportanceWeight(level="token", upper=2.0),
+    ImportanceWeight(level="sequence", upper=2.0),
+)
 GEOMETRIC = RatioRule(level="geometric", lower=1 / 1.001, upper=1 / 0.999)
 """0.999 <= 1 / rho <= 1.001"""
 K3 = DivergenceRule(rule="k3", reduce="mean", upper=0.01)
@@ -63,7 +76,8 @@ def the_problem(*overrides: str) -> Problem:
     return problem
 
 
-# ------------------------------------------------------------------------------------------------------------- verl's presets
+# -------------------------------------------------------------------------------------------------------------
+# verl's presets
 
 
 def test_every_alias_is_expected_and_none_hides_a_preset_of_ours():
@@ -77,7 +91,10 @@ def test_an_alias_is_what_verl_s_preset_is(folder, name):
     config = load_config("base.yaml", [f"correction={name}"], notes=notes)
     assert config.correction == ALIASES[name] == from_verl(VERL_PRESETS[name])[0] == EXPECTED[name]
     assert CorrectionConfig.model_validate(preset_body(name)) == EXPECTED[name]
-    assert load_config("base.yaml", [f"correction={{preset: {name}, denominator: all}}"]).correction.denominator == "all"
+    assert (
+        load_config("base.yaml", [f"correction={{preset: {name}, denominator: all}}"]).correction.denominator
+        == "all"
+    )
     Path("resolved.yaml").write_text(resolved_yaml(config), encoding="utf-8")
     assert load_config("resolved.yaml") == config
     assert notes == [f"correction.preset (command line): {note}" for note in alias_notes(name)]
@@ -98,12 +115,15 @@ def test_the_note_names_our_preset_where_it_is_the_same_and_no_other(name):
 
 
 def test_a_misspelt_alias_is_not_answered_with_another_algorithm(folder):
-    assert the_problem("correction=bypass_pg_iss").fix.startswith("did you mean `bypass_pg_is`? presets: decoupled_token_is")
+    assert the_problem("correction=bypass_pg_iss").fix.startswith(
+        "did you mean `bypass_pg_is`? presets: decoupled_token_is"
+    )
     with pytest.raises(ValueError, match="no such preset"):
         corrections_named(["bypass_pg_iss"])
 
 
-# -------------------------------------------------------------------------------------------------------------- verl's values
+# --------------------------------------------------------------------------------------------------------------
+# verl's values
 
 
 CASES = [(*place, theirs, ours) for place, names in OUR_NAMES.items() for theirs, ours in names.items()]
@@ -119,33 +139,48 @@ def test_a_value_in_verl_s_name_is_ours(folder, block, key, theirs, ours):
 
 def test_names_of_the_source_are_known():
     """Of the KL estimators, aggregations and loss of the guide to verl's losses."""
-    assert OUR_NAMES["kl", "estimator"] | {"kl": "k1", "mse": "k2", "low_var_kl": "k3"} == OUR_NAMES["kl", "estimator"]
-    assert {"token-mean", "seq-mean-token-mean", "seq-mean-token-sum"} <= OUR_NAMES["aggregation", "type"].keys()
+    assert (
+        OUR_NAMES["kl", "estimator"] | {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+        == OUR_NAMES["kl", "estimator"]
+    )
+    assert {"token-mean", "seq-mean-token-mean", "seq-mean-token-sum"} <= OUR_NAMES[
+        "aggregation", "type"
+    ].keys()
     assert OUR_NAMES["objective", "type"]["vanilla"] == "clipped"
 
 
 def test_values_in_a_file_and_beside_other_keys(folder):
     Path("top.yaml").write_text(
-        "extends: base.yaml\nobjective: {type: vanilla, clip_high: 0.28}\nkl: {estimator: low_var_kl, coefficient: 0.1}\n", encoding="utf-8"
+        "extends: base.yaml\nobjective: {type: vanilla, clip_high: 0.28}\nkl: {estimator: low_var_kl, coefficient: 0.1}\n",
+        encoding="utf-8",
     )
     config = load_config("top.yaml", ["objective.clip_low=0.1"])
-    assert (config.objective.type, config.objective.clip_low, config.objective.clip_high) == ("clipped", 0.1, 0.28)
+    assert (config.objective.type, config.objective.clip_low, config.objective.clip_high) == (
+        "clipped",
+        0.1,
+        0.28,
+    )
     assert (config.kl.estimator, config.kl.coefficient) == ("k3", 0.1)
 
 
-@pytest.mark.parametrize(("block", "key", "theirs"), [(*place, name) for place, names in NEARLY.items() for name in names])
+@pytest.mark.parametrize(
+    ("block", "key", "theirs"), [(*place, name) for place, names in NEARLY.items() for name in names]
+)
 def test_what_is_nearly_the_same_is_refused_with_what_differs(folder, block, key, theirs):
     problem = the_problem(f"{block}.{key}={theirs}")
     assert (problem.where, problem.field, problem.value) == ("command line", f"{block}.{key}", theirs)
     assert (problem.error, problem.fix) == NEARLY[block, key][theirs]
 
 
-@pytest.mark.parametrize(("key", "home"), [("loss_agg_mode", "aggregation.type"), ("clip_ratio_c", "objective.dual_clip")])
+@pytest.mark.parametrize(
+    ("key", "home"), [("loss_agg_mode", "aggregation.type"), ("clip_ratio_c", "objective.dual_clip")]
+)
 def test_a_field_of_verl_is_told_its_name_here(folder, key, home):
     assert the_problem(f"{key}=3").fix == f"verl's {key} is `{home}` here"
 
 
-# ------------------------------------------------------------------------------------------------------- train_infer_correction
+# -------------------------------------------------------------------------------------------------------
+# train_infer_correction
 
 
 def groups_of(mask: list[bool], level: str) -> list[list[int]]:
@@ -168,7 +203,8 @@ def split_at_gaps(places: list[int]) -> list[list[int]]:
 
 
 def aggregated(x: list[float], mask: list[bool], level: str) -> list[float]:
-    """The value itself, its sum over the sequence, or its mean over the sequence (geometric) or segment; 0 off the mask."""
+    """The value itself, its sum over the sequence, or its mean over the sequence (geometric) or segment; 0
+    off the mask."""
     out = [0.0] * len(x)
     for group in groups_of(mask, level):
         total = math.fsum(x[i] for i in group)
@@ -198,15 +234,33 @@ one_filter = st.fixed_dictionaries(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5), seed=st.integers(0, 999),
 )  # fmt: skip
 def test_rolls_newer_block_weighs_and_keeps_as_it_does_there(level, upper, filters, lengths, seed):
-    is_weight = {"enabled": level is not None, "upper_bound": upper} | ({} if level is None else {"weight_type": level})
-    config, _ = from_roll({"train_infer_correction": {"is_weight": is_weight, "filters": filters}, "enable_old_logprobs_recompute": True})
+    is_weight = {"enabled": level is not None, "upper_bound": upper} | (
+        {} if level is None else {"weight_type": level}
+    )
+    config, _ = from_roll(
+        {
+            "train_infer_correction": {"is_weight": is_weight, "filters": filters},
+            "enable_old_logprobs_recompute": True,
+        }
+    )
     batch = random_batch(lengths, seed=seed, dtype=torch.float64)
     found = correct(batch, config)
-    tensors = (batch.old_logprobs_T, batch.rollout_logprobs_T, batch.response_mask_T, found.weights_T, found.keep_T)
+    tensors = (
+        batch.old_logprobs_T,
+        batch.rollout_logprobs_T,
+        batch.response_mask_T,
+        found.weights_T,
+        found.keep_T,
+    )
     rows = [x_T.split(lengths) for x_T in tensors]
-    for old, rollout, mask, weights, kept in zip(*([row.tolist() for row in part] for part in rows), strict=True):
+    for old, rollout, mask, weights, kept in zip(
+        *([row.tolist() for row in part] for part in rows), strict=True
+    ):
         ratios = {a: aggregated([o - r for o, r in zip(old, rollout, strict=True)], mask, a) for a in LEVELS}
-        gaps = {a: aggregated([math.exp(o) - math.exp(r) for o, r in zip(old, rollout, strict=True)], mask, a) for a in LEVELS}
+        gaps = {
+            a: aggregated([math.exp(o) - math.exp(r) for o, r in zip(old, rollout, strict=True)], mask, a)
+            for a in LEVELS
+        }
         for i, valid in enumerate(mask):
             weight = 1.0 if level is None else min(math.exp(ratios[level][i]), upper or math.inf)
             assert weights[i] == pytest.approx(weight if valid else 0.0, rel=1e-9)
@@ -290,4 +344,7 @@ def test_a_problem_of_a_filter_names_its_line(folder):
     with pytest.raises(ConfigError) as raised:
         load_config("top.yaml")
     (problem,) = raised.value.problems
-    assert (problem.where, problem.field) == ("top.yaml:7", "correction.roll.train_infer_correction.filters.0.agg_type")
+    assert (problem.where, problem.field) == (
+        "top.yaml:7",
+        "correction.roll.train_infer_correction.filters.0.agg_type",
+    )

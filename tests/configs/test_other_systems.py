@@ -1,7 +1,8 @@
-"""Blocks of verl and ROLL: what each accepts and weighs is what the original formula does, on random log-ratios; notes; refusals.
+"""Blocks of verl and ROLL: what each accepts and weighs is what the original formula does, on random
+log-ratios; notes; refusals.
 
-The originals stand here as their documents and sources state them, in plain torch on padded rows. Legend: S sequences, L padded length.
-log_ratio_SL = log pi_train - log pi_rollout, mask_SL bool.
+The originals stand here as their documents and sources state them, in plain torch on padded rows. Legend: S
+sequences, L padded length. log_ratio_SL = log pi_train - log pi_rollout, mask_SL bool.
 """
 
 import math
@@ -21,7 +22,8 @@ from configs.schema.correction import CorrectionConfig, DivergenceRule, Importan
 from tests.support.packed_batches import random_batch
 from trainer.algorithm.correction import correct, correct_current
 
-# ----------------------------------------------------------------------------------------------------------------- the originals
+# -----------------------------------------------------------------------------------------------------------------
+# the originals
 
 
 def sums(x_SL: Tensor, mask_SL: Tensor) -> Tensor:
@@ -40,10 +42,17 @@ def maxima(x_SL: Tensor, mask_SL: Tensor) -> Tensor:
     return x_SL.masked_fill(~mask_SL, -math.inf).amax(-1, keepdim=True).expand_as(x_SL)
 
 
-def verl_new_keep(log_ratio_SL: Tensor, mask_SL: Tensor, option: str, lower: float | None, upper: float) -> Tensor:
-    """``token_k1`` and the like: the statistic is -log r, log(r)^2 / 2 or r - 1 - log r, aggregated; k1 is held between two logarithms."""
+def verl_new_keep(
+    log_ratio_SL: Tensor, mask_SL: Tensor, option: str, lower: float | None, upper: float
+) -> Tensor:
+    """``token_k1`` and the like: the statistic is -log r, log(r)^2 / 2 or r - 1 - log r, aggregated; k1 is
+    held between two logarithms."""
     scope, kind = option.rsplit("_", 1)
-    statistics = {"k1": -log_ratio_SL, "k2": 0.5 * log_ratio_SL**2, "k3": log_ratio_SL.exp() - 1 - log_ratio_SL}
+    statistics = {
+        "k1": -log_ratio_SL,
+        "k2": 0.5 * log_ratio_SL**2,
+        "k3": log_ratio_SL.exp() - 1 - log_ratio_SL,
+    }
     aggregate = {"token": no_aggregate, "seq_sum": sums, "seq_mean": means, "seq_max": maxima}[scope]
     statistic = aggregate(statistics[kind], mask_SL)
     if kind == "k1":
@@ -55,7 +64,8 @@ LEVELS = {"token": no_aggregate, "sequence": sums, "geometric": means}
 
 
 def ratio_keep(log_ratio_SL: Tensor, mask_SL: Tensor, level: str, lower: float, upper: float) -> Tensor:
-    """verl up to December 2025, and ROLL: the ratio of a token, the product or the geometric mean of a sequence within two bounds."""
+    """verl up to December 2025, and ROLL: the ratio of a token, the product or the geometric mean of a
+    sequence within two bounds."""
     ratio = LEVELS[level](log_ratio_SL, mask_SL).exp()
     return (ratio >= lower) & (ratio <= upper)
 
@@ -68,17 +78,21 @@ def raw_weight(log_ratio_SL: Tensor, mask_SL: Tensor, level: str) -> Tensor:
     return LEVELS[level](log_ratio_SL, mask_SL).exp()
 
 
-# ------------------------------------------------------------------------------------------------------------------------- ours
+# -------------------------------------------------------------------------------------------------------------------------
+# ours
 
 
 def random_rows(seed: int, num_sequences: int = 80) -> tuple[Tensor, Tensor]:
-    """(log_ratio_SL, mask_SL): sequences that differ in length and in how far they are off, in both directions; each has a valid token."""
+    """(log_ratio_SL, mask_SL): sequences that differ in length and in how far they are off, in both
+    directions; each has a valid token."""
     generator = torch.Generator().manual_seed(seed)
     length = 9
     mask_SL = torch.rand(num_sequences, length, generator=generator) < 0.7
     mask_SL[:, 0] = True
     shift_S1 = 0.2 * torch.randn(num_sequences, 1, generator=generator, dtype=torch.float64)
-    return shift_S1 + 0.5 * torch.randn(num_sequences, length, generator=generator, dtype=torch.float64), mask_SL
+    return shift_S1 + 0.5 * torch.randn(
+        num_sequences, length, generator=generator, dtype=torch.float64
+    ), mask_SL
 
 
 def ours(config: CorrectionConfig, log_ratio_SL: Tensor, mask_SL: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,7 +107,9 @@ def ours(config: CorrectionConfig, log_ratio_SL: Tensor, mask_SL: Tensor) -> tup
     return correction.keep_T.view(mask_SL.shape), correction.weights_T.view(mask_SL.shape)
 
 
-def assert_same_set(config: CorrectionConfig, log_ratio_SL: Tensor, mask_SL: Tensor, original_SL: Tensor) -> None:
+def assert_same_set(
+    config: CorrectionConfig, log_ratio_SL: Tensor, mask_SL: Tensor, original_SL: Tensor
+) -> None:
     keep_SL, _ = ours(config, log_ratio_SL, mask_SL)
     assert torch.equal(keep_SL, original_SL & mask_SL)
 
@@ -103,7 +119,8 @@ def assert_divides(keep_SL: Tensor, mask_SL: Tensor) -> None:
     assert 0.05 < (keep_SL & mask_SL).sum() / mask_SL.sum() < 0.95
 
 
-# ------------------------------------------------------------------------------------------------------------------------- verl
+# -------------------------------------------------------------------------------------------------------------------------
+# verl
 
 NEW_RULES = [
     ("token_k1", "0.6_1.4"),
@@ -141,12 +158,18 @@ def test_verl_rules_accept_what_they_accept_there(option, threshold, bypass):
 
 
 def test_bounds_of_k1_act_on_the_inverse_ratio():
-    """By hand: "0.5_1.25" keeps 0.8 <= rho <= 2, where the same numbers of the older rule keep 0.5 <= rho <= 1.25."""
+    """By hand: "0.5_1.25" keeps 0.8 <= rho <= 2, where the same numbers of the older rule keep 0.5 <= rho <=
+    1.25."""
     new, _ = from_verl({"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5_1.25"})
-    old, _ = from_verl({"rollout_rs": "token", "rollout_rs_threshold": 1.25, "rollout_rs_threshold_lower": 0.5})
+    old, _ = from_verl(
+        {"rollout_rs": "token", "rollout_rs_threshold": 1.25, "rollout_rs_threshold_lower": 0.5}
+    )
     assert new.reject == (RatioRule(level="token", lower=0.8, upper=2.0),)
     assert old.reject == (RatioRule(level="token", lower=0.5, upper=1.25),)
-    log_ratio_SL, mask_SL = torch.tensor([[0.6, 1.0, 1.6]], dtype=torch.float64).log(), torch.ones(1, 3, dtype=torch.bool)
+    log_ratio_SL, mask_SL = (
+        torch.tensor([[0.6, 1.0, 1.6]], dtype=torch.float64).log(),
+        torch.ones(1, 3, dtype=torch.bool),
+    )
     assert ours(new, log_ratio_SL, mask_SL)[0].tolist() == [[False, True, True]]
     assert ours(old, log_ratio_SL, mask_SL)[0].tolist() == [[True, True, False]]
 
@@ -185,7 +208,10 @@ def test_several_verl_rules_must_all_pass(rules, thresholds):
 
 def test_one_verl_threshold_for_all_rules():
     config, _ = from_verl({"rollout_rs": "token_k2,seq_mean_k3", "rollout_rs_threshold": 0.3})
-    assert config.reject == (DivergenceRule(rule="k2", reduce="token", upper=0.3), DivergenceRule(rule="k3", reduce="mean", upper=0.3))
+    assert config.reject == (
+        DivergenceRule(rule="k2", reduce="token", upper=0.3),
+        DivergenceRule(rule="k3", reduce="mean", upper=0.3),
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,7 +226,9 @@ def test_one_verl_threshold_for_all_rules():
     ],
 )
 def test_verl_rules_of_november_2025(level, upper, lower):
-    config, _ = from_verl({"rollout_rs": level, "rollout_rs_threshold": upper, "rollout_rs_threshold_lower": lower})
+    config, _ = from_verl(
+        {"rollout_rs": level, "rollout_rs_threshold": upper, "rollout_rs_threshold_lower": lower}
+    )
     log_ratio_SL, mask_SL = random_rows(seed=3)
     keep_SL = ratio_keep(log_ratio_SL, mask_SL, level, 1 / upper if lower is None else lower, upper)
     assert_divides(keep_SL, mask_SL)
@@ -208,10 +236,18 @@ def test_verl_rules_of_november_2025(level, upper, lower):
 
 
 def test_verl_veto_stands_beside_rules_and_weights():
-    block = {"rollout_rs": "geometric", "rollout_rs_threshold": 1.3, "rollout_token_veto_threshold": 0.6, "rollout_is": "token"}
+    block = {
+        "rollout_rs": "geometric",
+        "rollout_rs_threshold": 1.3,
+        "rollout_token_veto_threshold": 0.6,
+        "rollout_is": "token",
+    }
     config, _ = from_verl(block)
     log_ratio_SL, mask_SL = random_rows(seed=4)
-    veto_SL, rule_SL = veto_keep(log_ratio_SL, mask_SL, 0.6), ratio_keep(log_ratio_SL, mask_SL, "geometric", 1 / 1.3, 1.3)
+    veto_SL, rule_SL = (
+        veto_keep(log_ratio_SL, mask_SL, 0.6),
+        ratio_keep(log_ratio_SL, mask_SL, "geometric", 1 / 1.3, 1.3),
+    )
     assert_divides(rule_SL & ~veto_SL, mask_SL)
     assert_same_set(config, log_ratio_SL, mask_SL, veto_SL & rule_SL)
 
@@ -220,15 +256,22 @@ def test_verl_veto_stands_beside_rules_and_weights():
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("threshold", [2.0, "1.5", "0.5_2.0"])
 def test_verl_weights(level, normalise, threshold):
-    """Truncated or, with two bounds, zero outside of them (IcePop); normalised over tokens, or over sequences."""
-    config, _ = from_verl({"rollout_is": level, "rollout_is_threshold": threshold, "rollout_is_batch_normalize": normalise})
+    """Truncated or, with two bounds, zero outside of them (IcePop); normalised over tokens, or over
+    sequences."""
+    config, _ = from_verl(
+        {"rollout_is": level, "rollout_is_threshold": threshold, "rollout_is_batch_normalize": normalise}
+    )
     log_ratio_SL, mask_SL = random_rows(seed=5)
     raw = raw_weight(log_ratio_SL, mask_SL, level)
     _, upper = both_bounds(threshold)
-    expected = torch.where((raw >= 0.5) & (raw <= 2.0), raw, 0.0) if "_" in str(threshold) else raw.clamp(max=upper)
+    expected = (
+        torch.where((raw >= 0.5) & (raw <= 2.0), raw, 0.0) if "_" in str(threshold) else raw.clamp(max=upper)
+    )
     assert not torch.equal(expected, raw)
     if normalise:
-        expected = expected / (expected[mask_SL].mean() if level == "token" else means(expected, mask_SL)[:, 0].mean())
+        expected = expected / (
+            expected[mask_SL].mean() if level == "token" else means(expected, mask_SL)[:, 0].mean()
+        )
     torch.testing.assert_close(ours(config, log_ratio_SL, mask_SL)[1], expected * mask_SL, rtol=1e-12, atol=0)
 
 
@@ -238,11 +281,23 @@ def test_verl_loss_and_mode():
         return config.mode, config.loss, config.weight.level
 
     assert of(rollout_is="token") == ("decoupled", "objective", "token")
-    assert of(rollout_is="token", bypass_mode=False, loss_type="ppo_clip", use_policy_gradient=False) == ("decoupled", "objective", "token")
+    assert of(rollout_is="token", bypass_mode=False, loss_type="ppo_clip", use_policy_gradient=False) == (
+        "decoupled",
+        "objective",
+        "token",
+    )
     assert of(rollout_is="token", bypass_mode=True) == ("bypass", "objective", "none")
     assert of(rollout_is="token", bypass_mode=True, loss_type="ppo_clip") == ("bypass", "objective", "none")
-    assert of(rollout_is="token", bypass_mode=True, loss_type="reinforce") == ("bypass", "policy_gradient", "token")
-    assert of(rollout_is="sequence", bypass_mode=True, use_policy_gradient=True) == ("bypass", "policy_gradient", "sequence")
+    assert of(rollout_is="token", bypass_mode=True, loss_type="reinforce") == (
+        "bypass",
+        "policy_gradient",
+        "token",
+    )
+    assert of(rollout_is="sequence", bypass_mode=True, use_policy_gradient=True) == (
+        "bypass",
+        "policy_gradient",
+        "sequence",
+    )
     assert of(bypass_mode=True, use_policy_gradient=True) == ("bypass", "policy_gradient", "none")
 
 
@@ -256,7 +311,11 @@ NOVEMBER = {
     "decoupled_token_is": {"rollout_is": "token"},
     "decoupled_seq_is": {"rollout_is": "sequence"},
     "decoupled_seq_is_rs": {"rollout_is": "sequence", "rollout_rs": "sequence", "rollout_rs_threshold": 2.0},
-    "decoupled_geo_rs": {"rollout_rs": "geometric", "rollout_rs_threshold": 1.001, "rollout_token_veto_threshold": 1e-4},
+    "decoupled_geo_rs": {
+        "rollout_rs": "geometric",
+        "rollout_rs_threshold": 1.001,
+        "rollout_token_veto_threshold": 1e-4,
+    },
     "ppo_is_bypass": {"rollout_is": "token", "bypass_mode": True},
     "pg_rs": {
         "rollout_rs": "geometric",
@@ -267,8 +326,17 @@ NOVEMBER = {
     },
     "pg_is": {"rollout_is": "sequence", "bypass_mode": True, "use_policy_gradient": True},
     "disabled": {"rollout_is": None, "rollout_rs": None},
-    "decoupled_k3_rs_token_is": {"rollout_is": "token", "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01},
-    "pg_token_icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0", "bypass_mode": True, "loss_type": "reinforce"},
+    "decoupled_k3_rs_token_is": {
+        "rollout_is": "token",
+        "rollout_rs": "seq_mean_k3",
+        "rollout_rs_threshold": 0.01,
+    },
+    "pg_token_icepop": {
+        "rollout_is": "token",
+        "rollout_is_threshold": "0.5_5.0",
+        "bypass_mode": True,
+        "loss_type": "reinforce",
+    },
 }
 
 
@@ -303,15 +371,39 @@ def test_notes_say_how_each_verl_key_was_understood():
 @pytest.mark.parametrize(
     ("block", "note"),
     [
-        ({"rollout_is": None, "rollout_is_threshold": 2.0}, "rollout_is_threshold: 2.0 -> no effect: rollout_is is null"),
-        ({"rollout_is": None, "rollout_is_batch_normalize": True}, "rollout_is_batch_normalize: true -> no effect: rollout_is is null"),
-        ({"rollout_is": "token", "rollout_is_threshold": None}, "weight: {level: none}, since verl weighs nothing without a threshold"),
-        ({"rollout_rs": None, "rollout_rs_threshold": 2.0}, "rollout_rs_threshold: 2.0 -> no effect: rollout_rs is null"),
-        ({"rollout_is": "token", "bypass_mode": True}, "rollout_is: token -> no effect: in bypass mode with PPO's loss"),
+        (
+            {"rollout_is": None, "rollout_is_threshold": 2.0},
+            "rollout_is_threshold: 2.0 -> no effect: rollout_is is null",
+        ),
+        (
+            {"rollout_is": None, "rollout_is_batch_normalize": True},
+            "rollout_is_batch_normalize: true -> no effect: rollout_is is null",
+        ),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": None},
+            "weight: {level: none}, since verl weighs nothing without a threshold",
+        ),
+        (
+            {"rollout_rs": None, "rollout_rs_threshold": 2.0},
+            "rollout_rs_threshold: 2.0 -> no effect: rollout_rs is null",
+        ),
+        (
+            {"rollout_is": "token", "bypass_mode": True},
+            "rollout_is: token -> no effect: in bypass mode with PPO's loss",
+        ),
         ({"bypass_mode": True, "rollout_token_veto_threshold": 1e-4}, "verl of November 2025 leaves it out"),
-        ({"bypass_mode": True, "rollout_rs": ["token"], "rollout_rs_threshold": 2.0}, "verl of November 2025 leaves it out"),
-        ({"bypass_mode": True, "use_policy_gradient": True}, "use_policy_gradient: true -> loss: policy_gradient"),
-        ({"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, "for which set denominator: all"),
+        (
+            {"bypass_mode": True, "rollout_rs": ["token"], "rollout_rs_threshold": 2.0},
+            "verl of November 2025 leaves it out",
+        ),
+        (
+            {"bypass_mode": True, "use_policy_gradient": True},
+            "use_policy_gradient: true -> loss: policy_gradient",
+        ),
+        (
+            {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0},
+            "for which set denominator: all",
+        ),
     ],
 )
 def test_what_has_no_effect_is_said(block, note):
@@ -320,7 +412,11 @@ def test_what_has_no_effect_is_said(block, note):
 
 
 def every_key_noted(block: dict, notes: list[str]) -> bool:
-    return all(any(f"{key}: " in note for note in notes) for key, value in block.items() if value not in (None, False))
+    return all(
+        any(f"{key}: " in note for note in notes)
+        for key, value in block.items()
+        if value not in (None, False)
+    )
 
 
 @settings(deadline=None, max_examples=200)
@@ -331,7 +427,9 @@ def every_key_noted(block: dict, notes: list[str]) -> bool:
             "rollout_is": st.sampled_from([None, "token", "sequence"]),
             "rollout_is_threshold": st.sampled_from([None, 2.0, "0.5_5.0"]),
             "rollout_is_batch_normalize": st.booleans(),
-            "rollout_rs": st.sampled_from([None, "token", "geometric", "token_k1", "seq_mean_k3", "token_k1,seq_sum_k1"]),
+            "rollout_rs": st.sampled_from(
+                [None, "token", "geometric", "token_k1", "seq_mean_k3", "token_k1,seq_sum_k1"]
+            ),
             "rollout_rs_threshold": st.sampled_from([None, 2.0, 1.001, "0.5_2.0"]),
             "rollout_rs_threshold_lower": st.sampled_from([None, 0.5]),
             "rollout_token_veto_threshold": st.sampled_from([None, 1e-4]),
@@ -350,17 +448,29 @@ def test_no_verl_key_is_dropped_in_silence(block):
         assert every_key_noted(block, notes), notes
 
 
-# ------------------------------------------------------------------------------------------------------------------------- ROLL
+# -------------------------------------------------------------------------------------------------------------------------
+# ROLL
 
 
-def roll_weight(log_ratio_SL: Tensor, mask_SL: Tensor, level: str | None, lower: float, upper: float) -> Tensor:
-    return torch.ones_like(log_ratio_SL) if level is None else raw_weight(log_ratio_SL, mask_SL, level).clamp(lower, upper)
+def roll_weight(
+    log_ratio_SL: Tensor, mask_SL: Tensor, level: str | None, lower: float, upper: float
+) -> Tensor:
+    return (
+        torch.ones_like(log_ratio_SL)
+        if level is None
+        else raw_weight(log_ratio_SL, mask_SL, level).clamp(lower, upper)
+    )
 
 
 @pytest.mark.parametrize(("lower", "upper"), [(0.0, 2.0), (0.0, 1.2), (0.7, 1.5)])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_roll_weights(level, lower, upper):
-    block = {"infer_correction": True, "infer_is_mode": level, "infer_is_threshold_min": lower, "infer_is_threshold_max": upper}
+    block = {
+        "infer_correction": True,
+        "infer_is_mode": level,
+        "infer_is_threshold_min": lower,
+        "infer_is_threshold_max": upper,
+    }
     config, _ = from_roll(block)
     log_ratio_SL, mask_SL = random_rows(seed=6)
     expected = roll_weight(log_ratio_SL, mask_SL, level, lower, upper)
@@ -378,10 +488,22 @@ def test_roll_without_weights(off):
     "extra",
     [
         {"enable_token_reject": True},
-        {"enable_token_reject": True, "infer_token_mask_threshold_min": 0.6, "infer_token_mask_threshold_max": 1.3},
+        {
+            "enable_token_reject": True,
+            "infer_token_mask_threshold_min": 0.6,
+            "infer_token_mask_threshold_max": 1.3,
+        },
         {"enable_seq_reject": "sequence"},
-        {"enable_seq_reject": "sequence", "infer_seq_mask_threshold_min": 0.5, "infer_seq_mask_threshold_max": 1.5},
-        {"enable_seq_reject": "geometric", "infer_seq_mask_threshold_min": 0.9, "infer_seq_mask_threshold_max": 1.2},
+        {
+            "enable_seq_reject": "sequence",
+            "infer_seq_mask_threshold_min": 0.5,
+            "infer_seq_mask_threshold_max": 1.5,
+        },
+        {
+            "enable_seq_reject": "geometric",
+            "infer_seq_mask_threshold_min": 0.9,
+            "infer_seq_mask_threshold_max": 1.2,
+        },
         {"enable_catastrophic_reject": True, "infer_catastrophic_threshold": 0.3},
         {
             "enable_token_reject": True,
@@ -419,17 +541,28 @@ def test_roll_rejects_what_it_rejects_there(extra):
 
 
 def test_roll_defaults_are_those_of_its_documentation():
-    config, notes = from_roll({"infer_correction": True, "enable_token_reject": True, "enable_catastrophic_reject": True})
+    config, notes = from_roll(
+        {"infer_correction": True, "enable_token_reject": True, "enable_catastrophic_reject": True}
+    )
     assert config == CorrectionConfig(
-        weight=ImportanceWeight(level="token", upper=2.0), reject=(RatioRule(level="token", lower=0.0, upper=2.0),), veto=1e-4
+        weight=ImportanceWeight(level="token", upper=2.0),
+        reject=(RatioRule(level="token", lower=0.0, upper=2.0),),
+        veto=1e-4,
     )
     assert any("infer_is_mode is left out -> token" in note for note in notes)
-    sequence, _ = from_roll({"infer_correction": True, "infer_is_mode": "none", "enable_seq_reject": "sequence"})
-    assert sequence == CorrectionConfig(weight=NoWeight(), reject=(RatioRule(level="sequence", lower=0.1, upper=10.0),))
+    sequence, _ = from_roll(
+        {"infer_correction": True, "infer_is_mode": "none", "enable_seq_reject": "sequence"}
+    )
+    assert sequence == CorrectionConfig(
+        weight=NoWeight(), reject=(RatioRule(level="sequence", lower=0.1, upper=10.0),)
+    )
 
 
 def test_roll_switched_off():
-    for block, said in [({}, "left out"), ({"infer_correction": False, "infer_is_mode": "token"}, "infer_correction: false")]:
+    for block, said in [
+        ({}, "left out"),
+        ({"infer_correction": False, "infer_is_mode": "token"}, "infer_correction: false"),
+    ]:
         config, (note,) = from_roll(block)
         assert config == PRESETS["disabled"]
         assert said in note and "metrics only" in note
@@ -464,26 +597,93 @@ def test_notes_say_how_each_roll_key_was_understood():
     ]
 
 
-# --------------------------------------------------------------------------------------------------------------------- refusals
+# ---------------------------------------------------------------------------------------------------------------------
+# refusals
 
 VERL_ERRORS = [
     # block, field, value, in the error, in the fix
     ({"rollout_iss": "token"}, "rollout_iss", "token", "unknown key", "did you mean `rollout_is`?"),
     ({"zzz": 1}, "zzz", "1", "unknown key", "keys of this block: rollout_is, rollout_is_threshold"),
-    ({"rollout_is": "geometric"}, "rollout_is", "geometric", "not one of the choices", "choices: token, sequence"),
+    (
+        {"rollout_is": "geometric"},
+        "rollout_is",
+        "geometric",
+        "not one of the choices",
+        "choices: token, sequence",
+    ),
     ({"rollout_is": True}, "rollout_is", "true", "not one of the choices", "choices: token, sequence"),
-    ({"rollout_is": "token", "rollout_is_threshold": 0}, "rollout_is_threshold", "0", "neither a number above 0", "lower first"),
-    ({"rollout_is": "token", "rollout_is_threshold": "a_2"}, "rollout_is_threshold", "a_2", "neither a number", "lower first"),
-    ({"rollout_is": "token", "rollout_is_threshold": "1_2_3"}, "rollout_is_threshold", "'1_2_3'", "nor two of them", "lower first"),
-    ({"rollout_is": "token", "rollout_is_threshold": True}, "rollout_is_threshold", "true", "neither a number", "lower first"),
-    ({"rollout_is": "token", "rollout_is_threshold": [2.0]}, "rollout_is_threshold", "[2.0]", "neither a number", "lower first"),
-    ({"rollout_is": "token", "rollout_is_threshold": math.inf}, "rollout_is_threshold", ".inf", "neither a number", "lower first"),
-    ({"rollout_is_threshold": "5.0_0.5"}, "rollout_is_threshold", "5.0_0.5", "lower bound 5.0 is above the upper bound 0.5", "correct"),
-    ({"rollout_is_batch_normalize": "yes"}, "rollout_is_batch_normalize", "yes", "must be true or false", "without quotes"),
+    (
+        {"rollout_is": "token", "rollout_is_threshold": 0},
+        "rollout_is_threshold",
+        "0",
+        "neither a number above 0",
+        "lower first",
+    ),
+    (
+        {"rollout_is": "token", "rollout_is_threshold": "a_2"},
+        "rollout_is_threshold",
+        "a_2",
+        "neither a number",
+        "lower first",
+    ),
+    (
+        {"rollout_is": "token", "rollout_is_threshold": "1_2_3"},
+        "rollout_is_threshold",
+        "'1_2_3'",
+        "nor two of them",
+        "lower first",
+    ),
+    (
+        {"rollout_is": "token", "rollout_is_threshold": True},
+        "rollout_is_threshold",
+        "true",
+        "neither a number",
+        "lower first",
+    ),
+    (
+        {"rollout_is": "token", "rollout_is_threshold": [2.0]},
+        "rollout_is_threshold",
+        "[2.0]",
+        "neither a number",
+        "lower first",
+    ),
+    (
+        {"rollout_is": "token", "rollout_is_threshold": math.inf},
+        "rollout_is_threshold",
+        ".inf",
+        "neither a number",
+        "lower first",
+    ),
+    (
+        {"rollout_is_threshold": "5.0_0.5"},
+        "rollout_is_threshold",
+        "5.0_0.5",
+        "lower bound 5.0 is above the upper bound 0.5",
+        "correct",
+    ),
+    (
+        {"rollout_is_batch_normalize": "yes"},
+        "rollout_is_batch_normalize",
+        "yes",
+        "must be true or false",
+        "without quotes",
+    ),
     ({"bypass_mode": 1}, "bypass_mode", "1", "must be true or false", "without quotes"),
-    ({"loss_type": "grpo", "bypass_mode": True}, "loss_type", "grpo", "not one of the choices", "choices: ppo_clip, reinforce"),
+    (
+        {"loss_type": "grpo", "bypass_mode": True},
+        "loss_type",
+        "grpo",
+        "not one of the choices",
+        "choices: ppo_clip, reinforce",
+    ),
     ({"loss_type": "reinforce"}, "loss_type", "reinforce", "in bypass mode alone", "set bypass_mode: true"),
-    ({"use_policy_gradient": True}, "use_policy_gradient", "true", "in bypass mode alone", "objective.type: policy_gradient"),
+    (
+        {"use_policy_gradient": True},
+        "use_policy_gradient",
+        "true",
+        "in bypass mode alone",
+        "objective.type: policy_gradient",
+    ),
     (
         {"use_policy_gradient": True, "loss_type": "ppo_clip", "bypass_mode": True},
         "use_policy_gradient",
@@ -492,15 +692,38 @@ VERL_ERRORS = [
         "keep one",
     ),
     (
-        {"rollout_is": "token", "rollout_is_batch_normalize": True, "bypass_mode": True, "loss_type": "reinforce"},
+        {
+            "rollout_is": "token",
+            "rollout_is_batch_normalize": True,
+            "bypass_mode": True,
+            "loss_type": "reinforce",
+        },
         "rollout_is_batch_normalize",
         "true",
         "its mean over the step is not",
         "set it to false",
     ),
-    ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2.0}, "rollout_rs", "token_k4", "token_k4 is not a rule", "did you mean"),
-    ({"rollout_rs": "zzz", "rollout_rs_threshold": 2.0}, "rollout_rs", "zzz", "zzz is not a rule", "rules: token_k1, seq_sum_k1"),
-    ({"rollout_rs": "token,seq_mean_k3", "rollout_rs_threshold": 2.0}, "rollout_rs", "token,seq_mean_k3", "token is not a rule", "token_k"),
+    (
+        {"rollout_rs": "token_k4", "rollout_rs_threshold": 2.0},
+        "rollout_rs",
+        "token_k4",
+        "token_k4 is not a rule",
+        "did you mean",
+    ),
+    (
+        {"rollout_rs": "zzz", "rollout_rs_threshold": 2.0},
+        "rollout_rs",
+        "zzz",
+        "zzz is not a rule",
+        "rules: token_k1, seq_sum_k1",
+    ),
+    (
+        {"rollout_rs": "token,seq_mean_k3", "rollout_rs_threshold": 2.0},
+        "rollout_rs",
+        "token,seq_mean_k3",
+        "token is not a rule",
+        "token_k",
+    ),
     ({"rollout_rs": "token_k1"}, "rollout_rs_threshold", "(not set)", "needs a threshold", "two bounds"),
     ({"rollout_rs": "sequence"}, "rollout_rs_threshold", "(not set)", "needs a threshold", "without quotes"),
     (
@@ -510,8 +733,20 @@ VERL_ERRORS = [
         "must be a number for rollout_rs: geometric",
         "the lower one is rollout_rs_threshold_lower",
     ),
-    ({"rollout_rs": "token", "rollout_rs_threshold": -2.0}, "rollout_rs_threshold", "-2.0", "must be a number", "above 0"),
-    ({"rollout_rs": "token", "rollout_rs_threshold": 0.5}, "rollout_rs_threshold", "0.5", "2.0 is above the upper bound 0.5", "correct"),
+    (
+        {"rollout_rs": "token", "rollout_rs_threshold": -2.0},
+        "rollout_rs_threshold",
+        "-2.0",
+        "must be a number",
+        "above 0",
+    ),
+    (
+        {"rollout_rs": "token", "rollout_rs_threshold": 0.5},
+        "rollout_rs_threshold",
+        "0.5",
+        "2.0 is above the upper bound 0.5",
+        "correct",
+    ),
     (
         {"rollout_rs": "token_k1", "rollout_rs_threshold": [0.5, 2.0]},
         "rollout_rs_threshold",
@@ -519,8 +754,20 @@ VERL_ERRORS = [
         "2 thresholds, but the number of rules is 1",
         '"0.5_2.0"',
     ),
-    ({"rollout_rs": "token_k3", "rollout_rs_threshold": "0.5_2.0"}, "rollout_rs_threshold", "0.5_2.0", "upper bound alone", "2.0"),
-    ({"rollout_rs": "token_k1", "rollout_rs_threshold": "2.0_0.5"}, "rollout_rs_threshold", "2.0_0.5", "nothing could", "correct"),
+    (
+        {"rollout_rs": "token_k3", "rollout_rs_threshold": "0.5_2.0"},
+        "rollout_rs_threshold",
+        "0.5_2.0",
+        "upper bound alone",
+        "2.0",
+    ),
+    (
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": "2.0_0.5"},
+        "rollout_rs_threshold",
+        "2.0_0.5",
+        "nothing could",
+        "correct",
+    ),
     (
         {"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0, "rollout_rs_threshold_lower": 0.5},
         "rollout_rs_threshold_lower",
@@ -528,19 +775,49 @@ VERL_ERRORS = [
         "goes with the older rules (token, sequence, geometric)",
         '"0.5_2.0"',
     ),
-    ({"rollout_token_veto_threshold": 1.0}, "rollout_token_veto_threshold", "1.0", "would reject what the two policies agree on", "1e-4"),
+    (
+        {"rollout_token_veto_threshold": 1.0},
+        "rollout_token_veto_threshold",
+        "1.0",
+        "would reject what the two policies agree on",
+        "1e-4",
+    ),
     ({"rollout_token_veto_threshold": 0}, "rollout_token_veto_threshold", "0", "must be a number", "above 0"),
 ]
 
 ROLL_ERRORS = [
     ({"infer_is_modes": "token"}, "infer_is_modes", "token", "unknown key", "did you mean `infer_is_mode`?"),
     ({"infer_correction": "yes"}, "infer_correction", "yes", "must be true or false", "without quotes"),
-    ({"infer_is_mode": "geometric"}, "infer_is_mode", "geometric", "not one of the choices", "choices: token, sequence, none"),
-    ({"infer_is_threshold_max": "2.0"}, "infer_is_threshold_max", "'2.0'", "must be a number", "without quotes"),
+    (
+        {"infer_is_mode": "geometric"},
+        "infer_is_mode",
+        "geometric",
+        "not one of the choices",
+        "choices: token, sequence, none",
+    ),
+    (
+        {"infer_is_threshold_max": "2.0"},
+        "infer_is_threshold_max",
+        "'2.0'",
+        "must be a number",
+        "without quotes",
+    ),
     ({"infer_is_threshold_max": None}, "infer_is_threshold_max", "null", "must be a number", "above 0"),
     ({"infer_is_threshold_min": -1}, "infer_is_threshold_min", "-1", "must be a number", "of at least 0"),
-    ({"infer_is_threshold_min": 3.0}, "infer_is_threshold_min", "3.0", "3.0 is above the upper bound 2.0", "correct"),
-    ({"enable_seq_reject": True}, "enable_seq_reject", "true", "not one of the choices", "choices: sequence, geometric, none"),
+    (
+        {"infer_is_threshold_min": 3.0},
+        "infer_is_threshold_min",
+        "3.0",
+        "3.0 is above the upper bound 2.0",
+        "correct",
+    ),
+    (
+        {"enable_seq_reject": True},
+        "enable_seq_reject",
+        "true",
+        "not one of the choices",
+        "choices: sequence, geometric, none",
+    ),
     (
         {"enable_token_reject": True, "infer_token_mask_threshold_min": 5.0},
         "infer_token_mask_threshold_min",
@@ -554,11 +831,16 @@ ROLL_ERRORS = [
 
 def the_problem(error: ConfigError) -> Problem:
     (problem,) = error.problems
-    assert all(part and part in str(error) for part in (problem.where, problem.field, problem.value, problem.error, problem.fix))
+    assert all(
+        part and part in str(error)
+        for part in (problem.where, problem.field, problem.value, problem.error, problem.fix)
+    )
     return problem
 
 
-CASES = [("verl", from_verl, *case) for case in VERL_ERRORS] + [("roll", from_roll, *case) for case in ROLL_ERRORS]
+CASES = [("verl", from_verl, *case) for case in VERL_ERRORS] + [
+    ("roll", from_roll, *case) for case in ROLL_ERRORS
+]
 
 
 @pytest.fixture
@@ -574,7 +856,11 @@ def write(name: str, text: str) -> str:
     return name
 
 
-@pytest.mark.parametrize(("system", "read", "block", "field", "value", "error", "fix"), CASES, ids=[f"{c[0]}-{c[2]}" for c in CASES])
+@pytest.mark.parametrize(
+    ("system", "read", "block", "field", "value", "error", "fix"),
+    CASES,
+    ids=[f"{c[0]}-{c[2]}" for c in CASES],
+)
 def test_what_cannot_be_honoured_is_refused(folder, system, read, block, field, value, error, fix):
     with pytest.raises(ConfigError) as raised:
         read(block)
@@ -588,7 +874,11 @@ def test_what_cannot_be_honoured_is_refused(folder, system, read, block, field, 
         load_config(path)
     found = the_problem(raised.value)
     line = 4 + list(block).index(field) if field in block else 3
-    assert (found.where, found.field, found.value) == (f"top.yaml:{line}", f"correction.{system}.{field}", value)
+    assert (found.where, found.field, found.value) == (
+        f"top.yaml:{line}",
+        f"correction.{system}.{field}",
+        value,
+    )
     assert (found.error, found.fix) == (problem.error, problem.fix)
 
 
@@ -598,11 +888,24 @@ def dump(value: object) -> str:
 
 def test_all_problems_of_a_block_are_reported_at_once():
     with pytest.raises(ConfigError) as raised:
-        from_verl({"rollout_iss": "token", "bypass_mode": "yes", "rollout_rs": "zzz", "rollout_token_veto_threshold": 3})
-    assert [p.field for p in raised.value.problems] == ["rollout_iss", "bypass_mode", "rollout_rs", "rollout_token_veto_threshold"]
+        from_verl(
+            {
+                "rollout_iss": "token",
+                "bypass_mode": "yes",
+                "rollout_rs": "zzz",
+                "rollout_token_veto_threshold": 3,
+            }
+        )
+    assert [p.field for p in raised.value.problems] == [
+        "rollout_iss",
+        "bypass_mode",
+        "rollout_rs",
+        "rollout_token_veto_threshold",
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------------------ in a config
+# ------------------------------------------------------------------------------------------------------------------
+# in a config
 
 
 def test_a_block_in_a_config(folder):
@@ -610,9 +913,16 @@ def test_a_block_in_a_config(folder):
     path = write("top.yaml", f"extends: base.yaml\n{block}")
     notes: list[str] = []
     config = load_config(path, notes=notes)
-    expected = CorrectionConfig(weight=ImportanceWeight(upper=2.0), reject=(RatioRule(level="token", lower=0.8, upper=2.0),), veto=1e-5)
+    expected = CorrectionConfig(
+        weight=ImportanceWeight(upper=2.0),
+        reject=(RatioRule(level="token", lower=0.8, upper=2.0),),
+        veto=1e-5,
+    )
     assert config.correction == expected  # nothing of base.yaml is left
-    assert notes[0] == "correction.verl (top.yaml:2): rollout_is: token -> weight: {level: token, bound: truncate, upper: 2.0}"
+    assert (
+        notes[0]
+        == "correction.verl (top.yaml:2): rollout_is: token -> weight: {level: token, bound: truncate, upper: 2.0}"
+    )
     assert "verl bounds 1 / rho there" in notes[1] and len(notes) == 2
     assert load_config(write("resolved.yaml", resolved_yaml(config))) == config
     assert load_config(path, ["correction.weight.upper=3"]).correction.weight == ImportanceWeight(upper=3.0)
@@ -622,7 +932,10 @@ def test_a_block_in_a_config(folder):
 
 
 def test_a_block_over_a_block_of_the_same_system_is_read_together_with_it(folder):
-    path = write("top.yaml", "extends: base.yaml\ncorrection: {verl: {rollout_is: sequence, rollout_is_threshold: 3.0}}\n")
+    path = write(
+        "top.yaml",
+        "extends: base.yaml\ncorrection: {verl: {rollout_is: sequence, rollout_is_threshold: 3.0}}\n",
+    )
     weight = load_config(path, ["correction.verl.rollout_is_threshold=5.0"]).correction.weight
     assert weight == ImportanceWeight(level="sequence", upper=5.0)
     assert load_config(path, ["correction.roll.infer_correction=true"]).correction == PRESETS["tis"]

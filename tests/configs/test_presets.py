@@ -1,4 +1,5 @@
-"""Presets: what each stands for, how a name in a layer meets the layers below and above it, and what wrong names are told."""
+"""Presets: what each stands for, how a name in a layer meets the layers below and above it, and what wrong
+names are told."""
 
 from pathlib import Path
 
@@ -18,7 +19,11 @@ GEOMETRIC = RatioRule(level="geometric", lower=1 / 1.001, upper=1.001)
 K3 = DivergenceRule(rule="k3", reduce="mean", upper=0.01)
 HIGH_TOKENS = RatioRule(level="token", lower=0.0, upper=2.0)
 
-DECOUPLED, BYPASS, GRADIENT = ("decoupled", "objective"), ("bypass", "objective"), ("bypass", "policy_gradient")
+DECOUPLED, BYPASS, GRADIENT = (
+    ("decoupled", "objective"),
+    ("bypass", "objective"),
+    ("bypass", "policy_gradient"),
+)
 EXPECTED = {
     # of the documents
     "decoupled_token_is": (DECOUPLED, TOKEN, (), None),
@@ -93,7 +98,9 @@ def the_problem(path: str, *overrides: str) -> Problem:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_preset_is_what_the_documents_say(name):
     (mode, loss), weight, reject, veto = EXPECTED[name]
-    expected = CorrectionConfig(mode=mode, loss=loss, weight=weight, reject=reject, veto=veto, denominator="kept")
+    expected = CorrectionConfig(
+        mode=mode, loss=loss, weight=weight, reject=reject, veto=veto, denominator="kept"
+    )
     assert PRESETS[name] == expected
     assert CorrectionConfig.model_validate(preset_body(name)) == expected
 
@@ -142,7 +149,9 @@ def test_keys_beside_the_name_say_otherwise(folder):
 def test_a_key_takes_its_companions_along(folder):
     """A preset leaves to the schema what the schema would fill in, so a changed key does not contradict it."""
     assert correction_of(top("decoupled_token_is"), "correction.weight.bound=none") == PRESETS["vanilla_is"]
-    clip = correction_of(top("decoupled_seq_is"), "correction.weight.bound=clip", "correction.weight.upper=4.0").weight
+    clip = correction_of(
+        top("decoupled_seq_is"), "correction.weight.bound=clip", "correction.weight.upper=4.0"
+    ).weight
     assert clip == ImportanceWeight(level="sequence", bound="clip", lower=0.25, upper=4.0)
 
 
@@ -156,7 +165,9 @@ def test_later_layers_merge_over_a_name(folder):
     path = top("{weight: {upper: 3.0}}", extends="named.yaml")
     assert correction_of(path).weight == ImportanceWeight(level="sequence", upper=3.0)
     assert correction_of(path, "correction.weight.upper=4", "correction.veto=1e-5").weight.upper == 4.0
-    assert correction_of("named.yaml", "correction.weight.upper=3").weight == ImportanceWeight(level="sequence", upper=3.0)
+    assert correction_of("named.yaml", "correction.weight.upper=3").weight == ImportanceWeight(
+        level="sequence", upper=3.0
+    )
 
 
 def test_a_later_name_replaces_an_earlier_one_with_all_that_was_said_over_it(folder):
@@ -166,8 +177,13 @@ def test_a_later_name_replaces_an_earlier_one_with_all_that_was_said_over_it(fol
 
 
 def test_overrides_in_any_order(folder):
-    for overrides in (["correction=decoupled_geo_rs", "correction.veto=1e-5"], ["correction.veto=1e-5", "correction=decoupled_geo_rs"]):
-        assert correction_of("base.yaml", *overrides) == PRESETS["decoupled_geo_rs"].model_copy(update={"veto": 1e-5})
+    for overrides in (
+        ["correction=decoupled_geo_rs", "correction.veto=1e-5"],
+        ["correction.veto=1e-5", "correction=decoupled_geo_rs"],
+    ):
+        assert correction_of("base.yaml", *overrides) == PRESETS["decoupled_geo_rs"].model_copy(
+            update={"veto": 1e-5}
+        )
     assert correction_of("base.yaml", "correction=pg_is", "correction=pg_rs") == PRESETS["pg_rs"]
 
 
@@ -181,12 +197,18 @@ def test_a_correction_without_a_name_merges_as_before(folder):
 
 def test_an_unknown_name(folder):
     problem = the_problem(top("decoupled_token_si"))
-    assert (problem.where, problem.field, problem.value) == ("top.yaml:2", "correction.preset", "decoupled_token_si")
+    assert (problem.where, problem.field, problem.value) == (
+        "top.yaml:2",
+        "correction.preset",
+        "decoupled_token_si",
+    )
     assert problem.error == "no such preset"
     assert problem.fix == f"did you mean `decoupled_token_is`? presets: {', '.join(PRESETS)}"
     assert the_problem(top("zzz")).fix == f"presets: {', '.join(PRESETS)}"
     assert the_problem("base.yaml", "correction=zzz").where == "command line"
-    assert the_problem(top("{preset: 3, loss: policy_gradient}")).value == "3"  # its other keys are not judged without it
+    assert (
+        the_problem(top("{preset: 3, loss: policy_gradient}")).value == "3"
+    )  # its other keys are not judged without it
     assert the_problem(top("{preset: null}")).value == "null"
     assert the_problem(top("{preset: [pg_is]}")).value == "[pg_is]"
 
@@ -199,12 +221,17 @@ def test_more_than_one_start(folder):
 
 
 def test_an_error_names_the_line_of_the_key_and_of_the_preset(folder):
-    Path("top.yaml").write_text("extends: base.yaml\ncorrection:\n  preset: decoupled_token_is\n  mode: bypass\n", encoding="utf-8")
+    Path("top.yaml").write_text(
+        "extends: base.yaml\ncorrection:\n  preset: decoupled_token_is\n  mode: bypass\n", encoding="utf-8"
+    )
     problem = the_problem("top.yaml")
     assert problem.where == "top.yaml:4, top.yaml:3, preset decoupled_token_is"
     assert "correction.mode: bypass (top.yaml:4)" in problem.value
     assert "correction.weight.level: token (top.yaml:3, preset decoupled_token_is)" in problem.value
-    assert "weight.level=token would count the gap twice" in problem.error and "loss: policy_gradient" in problem.fix
+    assert (
+        "weight.level=token would count the gap twice" in problem.error
+        and "loss: policy_gradient" in problem.fix
+    )
 
     problem = the_problem("top.yaml", "correction.mode=decoupled", "correction.veto=2")
     assert (problem.where, problem.field, problem.value) == ("command line", "correction.veto", "2")
@@ -216,12 +243,20 @@ def test_an_error_names_the_line_of_the_key_and_of_the_preset(folder):
 
 def test_a_key_that_the_weight_of_the_preset_does_not_have(folder):
     problem = the_problem(top("{preset: decoupled_geo_rs, weight: {upper: 3.0}}"))
-    assert (problem.where, problem.field, problem.error) == ("top.yaml:2", "correction.weight.upper", "unknown key")
+    assert (problem.where, problem.field, problem.error) == (
+        "top.yaml:2",
+        "correction.weight.upper",
+        "unknown key",
+    )
     levels = "token, sequence, geometric, segment, segment_geometric"
     assert problem.fix == f"it goes with `correction.weight.level` of: {levels}; keys here: level"
 
 
 def test_a_misspelt_preset_key(folder):
     problem = the_problem(top("{presett: pg_is}"))
-    assert (problem.field, problem.error, problem.fix) == ("correction.presett", "unknown key", "did you mean `preset`?")
+    assert (problem.field, problem.error, problem.fix) == (
+        "correction.presett",
+        "unknown key",
+        "did you mean `preset`?",
+    )
     assert "verl, roll" in the_problem(top("{zzz: 1}")).fix

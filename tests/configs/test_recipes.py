@@ -1,7 +1,8 @@
-"""Every shipped recipe, over both tasks, as a user would start it: read, checked against its model, planned for 80 GiB, and dry-run.
+"""Every shipped recipe, over both tasks, as a user would start it: read, checked against its model, planned
+for 80 GiB, and dry-run.
 
-Of the models there is config.json alone (``model_configs/``, of the public model cards); weights are headers without numbers, the
-tokenizer is a small one, data a few lines in the form of the public files.
+Of the models there is config.json alone (``model_configs/``, of the public model cards); weights are headers
+without numbers, the tokenizer is a small one, data a few lines in the form of the public files.
 """
 
 import json
@@ -22,7 +23,16 @@ from launch.cli import app
 from launch.commands import train as commands
 from launch.processes.placement import check_placement
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config
-from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, RolloutMemory, rollout_memory, stage_parameters, work_of, worst_stage
+from parallel.planning.memory import (
+    GIB,
+    USABLE_SHARE,
+    LearnerMemory,
+    RolloutMemory,
+    rollout_memory,
+    stage_parameters,
+    work_of,
+    worst_stage,
+)
 from parallel.planning.planner import Cluster, plan
 from tests.support.model_folders import make_model_folder
 
@@ -30,7 +40,11 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "configs" / "recipes"
 MODEL_CONFIGS = Path(__file__).parents[1] / "model_configs"
 PARTS = {"grpo", "dapo", "fp8_rollout"}
-OF_MODELS = sorted(file.stem for file in RECIPES.glob("*.yaml") if file.stem not in PARTS and not file.stem.startswith("countdown"))
+OF_MODELS = sorted(
+    file.stem
+    for file in RECIPES.glob("*.yaml")
+    if file.stem not in PARTS and not file.stem.startswith("countdown")
+)
 STUDIES = sorted(f"studies/{file.stem}" for file in (RECIPES / "studies").glob("*.yaml"))
 TASKS = ["gsm8k", "dapo_math"]
 LONGEST_PROMPT = 2048
@@ -57,7 +71,9 @@ class Case:
         return RECIPES / f"{self.recipe}.yaml"
 
     def __str__(self) -> str:
-        return "+".join([self.recipe, *(text.rpartition("/")[2].removesuffix(".yaml") for text in self.overrides)])
+        return "+".join(
+            [self.recipe, *(text.rpartition("/")[2].removesuffix(".yaml") for text in self.overrides)]
+        )
 
 
 def over(part: str) -> str:
@@ -70,9 +86,17 @@ def is_large(recipe: str) -> bool:
 
 CASES = [
     *(Case(recipe, (over(f"tasks/{task}"),)) for recipe in OF_MODELS for task in TASKS),
-    # As the recipes of the large dense models say, their activations of sequences of 24576 tokens have to be split.
-    *(Case(recipe, (over("dapo"), *(("layout.sp=true",) if is_large(recipe) else ()))) for recipe in OF_MODELS),
-    *(Case(recipe, (over("fp8_rollout"),)) for recipe in OF_MODELS if recipe.startswith("qwen") and "_a" not in recipe),
+    # As the recipes of the large dense models say, their activations of sequences of 24576 tokens have to be
+    # split.
+    *(
+        Case(recipe, (over("dapo"), *(("layout.sp=true",) if is_large(recipe) else ())))
+        for recipe in OF_MODELS
+    ),
+    *(
+        Case(recipe, (over("fp8_rollout"),))
+        for recipe in OF_MODELS
+        if recipe.startswith("qwen") and "_a" not in recipe
+    ),
     *(Case(study, gpu_gib=48 if "0_5b" in study else 80) for study in STUDIES),
 ]
 
@@ -86,7 +110,9 @@ def tree(tmp_path_factory) -> Path:
     data = folder / "data"
     (data / "gsm8k").mkdir(parents=True)
     for name in ("train", "test"):
-        (data / "gsm8k" / f"{name}.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "One and one.\n#### 2"}) + "\n")
+        (data / "gsm8k" / f"{name}.jsonl").write_text(
+            json.dumps({"question": "1 + 1?", "answer": "One and one.\n#### 2"}) + "\n"
+        )
     row = {
         "data_source": "math_dapo", "prompt": [{"content": "Solve the following math problem: 30 + 4?", "role": "user"}], "ability": "MATH",
         "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}, "extra_info": {"index": "9a9b6eb4"},
@@ -113,7 +139,9 @@ def gpus_of(config: RunConfig) -> int:
 def memory_of(config: RunConfig, gpu_bytes: int) -> tuple[LearnerMemory, RolloutMemory]:
     architecture, rollout = architecture_of(config), config.rollout
     work = work_of(config, "cuda", architecture if config.critic is not None else None)
-    server = rollout_memory(architecture, rollout.tp, rollout.dtype, gpu_bytes, quantization=rollout.quantization)
+    server = rollout_memory(
+        architecture, rollout.tp, rollout.dtype, gpu_bytes, quantization=rollout.quantization
+    )
     return worst_stage(architecture, config.layout, work), server
 
 
@@ -129,7 +157,11 @@ def test_a_recipe_is_valid_fits_its_gpus_and_is_planned(case):
         assert config.layout.world_size == nodes.learner * nodes.gpus_per_node
         assert config.rollout.replicas * config.rollout.tp == nodes.rollout * nodes.gpus_per_node
     assert config.layout.tp == config.rollout.tp, "aligned, or the recipe says why not"
-    assert config.rollout.max_new_tokens + LONGEST_PROMPT <= config.learner.token_budget <= architecture_of(config).max_positions
+    assert (
+        config.rollout.max_new_tokens + LONGEST_PROMPT
+        <= config.learner.token_budget
+        <= architecture_of(config).max_positions
+    )
     learner, server = memory_of(config, case.gpu_gib * GIB)
     assert learner.total <= USABLE_SHARE * case.gpu_gib * GIB
     assert server.tokens >= SERVED_AT_ONCE * config.rollout.max_new_tokens
@@ -142,7 +174,9 @@ def test_a_recipe_is_valid_fits_its_gpus_and_is_planned(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_recipe_is_dry_run(case, tree):
     before = sorted(path.name for path in tree.iterdir())
-    done = CliRunner().invoke(app, ["train", str(case.file), *case.overrides, "--dry-run", "--gpu-memory", str(case.gpu_gib)])
+    done = CliRunner().invoke(
+        app, ["train", str(case.file), *case.overrides, "--dry-run", "--gpu-memory", str(case.gpu_gib)]
+    )
     assert done.exit_code == 0, done.output
     assert f"name: {load_config(case.file).name}" in done.output
     assert sorted(path.name for path in tree.iterdir()) == before
@@ -150,7 +184,11 @@ def test_a_recipe_is_dry_run(case, tree):
 
 def test_every_size_of_the_list_has_a_recipe_and_its_card_s_size():
     configs = [load_config(RECIPES / f"{recipe}.yaml") for recipe in OF_MODELS]
-    assert sorted(config.model.path.name for config in configs) == sorted(BILLIONS) == sorted(path.name for path in MODEL_CONFIGS.iterdir())
+    assert (
+        sorted(config.model.path.name for config in configs)
+        == sorted(BILLIONS)
+        == sorted(path.name for path in MODEL_CONFIGS.iterdir())
+    )
     for config in configs:
         parameters = sum(stage_parameters(architecture_of(config), LayoutConfig(), 0))
         name = config.model.path.name
@@ -164,9 +202,16 @@ def test_one_task_takes_the_whole_place_of_another(recipe):
     gsm8k, dapo_math = (load_config(file, [over(f"tasks/{task}")]) for task in TASKS)
     assert load_config(file) in (gsm8k, dapo_math) and gsm8k != dapo_math
     for first, second, alone in (("gsm8k", "dapo_math", dapo_math), ("dapo_math", "gsm8k", gsm8k)):
-        assert load_config(file, [f"extends=[{RECIPES}/tasks/{first}.yaml, {RECIPES}/tasks/{second}.yaml]"]) == alone
+        assert (
+            load_config(file, [f"extends=[{RECIPES}/tasks/{first}.yaml, {RECIPES}/tasks/{second}.yaml]"])
+            == alone
+        )
     for config in (gsm8k, dapo_math):
-        assert config.model == gsm8k.model and config.layout == gsm8k.layout and config.correction == gsm8k.correction
+        assert (
+            config.model == gsm8k.model
+            and config.layout == gsm8k.layout
+            and config.correction == gsm8k.correction
+        )
 
 
 def test_corrections_fit_the_kind_of_model():
@@ -181,22 +226,42 @@ def differences(first: str, second: str) -> dict[str, tuple]:
 
     def flat(value, path=()):
         if isinstance(value, dict):
-            return {key: found for name, inner in value.items() for key, found in flat(inner, (*path, name)).items()}
+            return {
+                key: found
+                for name, inner in value.items()
+                for key, found in flat(inner, (*path, name)).items()
+            }
         return {".".join(path): value}
 
     a, b = (flat(load_config(RECIPES / "studies" / f"{name}.yaml").model_dump()) for name in (first, second))
-    return {key: (a.get(key), b.get(key)) for key in a.keys() | b.keys() if a.get(key) != b.get(key) and key != "name"}
+    return {
+        key: (a.get(key), b.get(key))
+        for key in a.keys() | b.keys()
+        if a.get(key) != b.get(key) and key != "name"
+    }
 
 
 def test_studies_differ_in_what_they_study_alone():
-    truncation = {"correction.weight.level", "correction.weight.bound", "correction.weight.upper", "correction.weight.lower"}
+    truncation = {
+        "correction.weight.level",
+        "correction.weight.bound",
+        "correction.weight.upper",
+        "correction.weight.lower",
+    }
     for without, with_it in (("dapo_32b_bf16", "dapo_32b_bf16_tis"), ("ppo_0_5b_int8", "ppo_0_5b_int8_tis")):
         found = differences(without, with_it)
         assert found["correction.weight.upper"] == (None, 2.0)
         assert found.keys() <= truncation | {"correction.weight.normalise"}
     assert differences("ppo_0_5b_bf16", "ppo_0_5b_int8") == {"rollout.quantization": ("none", "fake_int8")}
     for correction in ("ppo_is", "vanilla_is"):
-        assert preset_name(load_config(RECIPES / "studies/ppo_0_5b_int8_tis.yaml", [f"correction={correction}"]).correction) is not None
+        assert (
+            preset_name(
+                load_config(
+                    RECIPES / "studies/ppo_0_5b_int8_tis.yaml", [f"correction={correction}"]
+                ).correction
+            )
+            is not None
+        )
 
 
 def test_an_fp8_rollout_is_refused_without_gpus_before_a_start(tree):

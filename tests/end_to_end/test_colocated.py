@@ -1,4 +1,5 @@
-"""Learner and servers taking turns on the same devices: who is asked what in which order, and that nothing is lost on the way."""
+"""Learner and servers taking turns on the same devices: who is asked what in which order, and that nothing is
+lost on the way."""
 
 import json
 import re
@@ -19,8 +20,24 @@ from rollout.records import Completion
 from rollout.servers.command import Ports, server_command
 from rollout.servers.control import ControlError, Pending
 from rollout.servers.share import ServerShare
-from tests.end_to_end.test_end_to_end import RECIPE, SMALL, assert_nothing_left, finish, processes_of, start, steps_of
-from tests.support.megatron_workers import learner_config, make_batch, make_engine, make_hf_model, run_ranks, weighted_loss, weights_of
+from tests.end_to_end.test_end_to_end import (
+    RECIPE,
+    SMALL,
+    assert_nothing_left,
+    finish,
+    processes_of,
+    start,
+    steps_of,
+)
+from tests.support.megatron_workers import (
+    learner_config,
+    make_batch,
+    make_engine,
+    make_hf_model,
+    run_ranks,
+    weighted_loss,
+    weights_of,
+)
 from tests.support.offload_workers import bytes_there, work_offloaded_updates
 from tests.trainer.test_weight_sync import GROUPS, PROMPT, TEMPERATURE, TIMEOUT_S, FakeControl, train
 from trainer import weight_sync
@@ -28,7 +45,8 @@ from trainer.learner import Learner
 from trainer.turns import CACHE, WEIGHTS, SharedDevices, make_room
 from trainer.weight_sync import WeightSync
 
-# -------------------------------------------------------------------------------------------------------------------- offload
+# --------------------------------------------------------------------------------------------------------------------
+# offload
 
 CASES = [
     {"dtype": "float32", "distributed": True},
@@ -52,7 +70,9 @@ def assert_same(found: list[dict]) -> None:
         assert resident["norms"] == offloaded["norms"] and len(set(resident["norms"])) == 3, case
         for name in ("logprobs", "state"):
             assert all(map(torch.equal, resident[name], offloaded[name])), (case, name)
-        assert all(torch.equal(resident["weights"][name], tensor) for name, tensor in offloaded["weights"].items()), case
+        assert all(
+            torch.equal(resident["weights"][name], tensor) for name, tensor in offloaded["weights"].items()
+        ), case
 
 
 def test_an_offloaded_engine_takes_no_memory_and_goes_on_bitwise(folder):
@@ -75,10 +95,13 @@ def test_a_saved_checkpoint_of_an_engine_that_was_away_is_that_of_one_that_was_n
     wanted = [engine.update([batch], weighted_loss, temperature=1.0).grad_norm, weights_of(engine)]
     engine.load(tmp_path / "saved")
     found = [engine.update([batch], weighted_loss, temperature=1.0).grad_norm, weights_of(engine)]
-    assert wanted[0] == found[0] and all(torch.equal(found[1][name], tensor) for name, tensor in wanted[1].items())
+    assert wanted[0] == found[0] and all(
+        torch.equal(found[1][name], tensor) for name, tensor in wanted[1].items()
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------------- turns
+# ----------------------------------------------------------------------------------------------------------------------
+# turns
 
 
 class LendingControl(FakeControl):
@@ -98,12 +121,16 @@ class LendingControl(FakeControl):
         assert not self.samples and self.held >= set(tags)
         self.held -= set(tags)
         if WEIGHTS in tags:  # what comes back is memory that holds anything
-            self.replicas[0].tensors = {name: tensor * torch.nan for name, tensor in self.replicas[0].tensors.items()}
+            self.replicas[0].tensors = {
+                name: tensor * torch.nan for name, tensor in self.replicas[0].tensors.items()
+            }
 
     def resume_memory(self, tags: Sequence[str]) -> None:
         self._say(f"take {' '.join(tags)}")
         assert not self.held & set(tags)
-        assert CACHE not in tags or learner_bytes(self._learner) == 0, "the cache has no room beside the learner"
+        assert CACHE not in tags or learner_bytes(self._learner) == 0, (
+            "the cache has no room beside the learner"
+        )
         self.held |= set(tags)
 
     def resume(self) -> None:
@@ -115,7 +142,9 @@ class LendingControl(FakeControl):
         assert self.held == {WEIGHTS}
         return super().open_update()
 
-    def probe(self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float) -> list[Completion]:
+    def probe(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> list[Completion]:
         assert self.samples and learner_bytes(self._learner) == 0
         return super().probe(prompt_ids, max_new_tokens=max_new_tokens, temperature=temperature)
 
@@ -178,7 +207,11 @@ def test_the_order_of_a_step(learner, control):
         train(learner)
         sync.publish()
         assert said(control) == TRANSFER
-        assert (control.replicas[0].version, control.held, control.samples) == (version, {CACHE, WEIGHTS}, True)
+        assert (control.replicas[0].version, control.held, control.samples) == (
+            version,
+            {CACHE, WEIGHTS},
+            True,
+        )
     with turns.learner_there():
         served = weights_of(learner.engine)
         assert said(control) == ["pause", "release kv_cache"], "the servers keep their weights meanwhile"
@@ -225,14 +258,21 @@ def test_only_servers_on_a_gpu_need_the_flag():
     def command(*, cuda: bool, lends_memory: bool) -> list[str]:
         share = ServerShare(replica=0, node=0, node_rank=0, num_nodes=1, first_gpu=0, num_ranks=1)
         return server_command(
-            RolloutConfig(), share=share, model_path=Path("m"), ports=Ports(http=2, nccl=3), cuda=cuda, seed=0, lends_memory=lends_memory
+            RolloutConfig(),
+            share=share,
+            model_path=Path("m"),
+            ports=Ports(http=2, nccl=3),
+            cuda=cuda,
+            seed=0,
+            lends_memory=lends_memory,
         )
 
     for cuda, lends in ((False, False), (False, True), (True, False), (True, True)):
         assert ("--enable-memory-saver" in command(cuda=cuda, lends_memory=lends)) == (cuda and lends)
 
 
-# ------------------------------------------------------------------------------------------------------------ the real engines
+# ------------------------------------------------------------------------------------------------------------
+# the real engines
 
 
 @pytest.fixture
@@ -245,7 +285,9 @@ def run_folder(tmp_path) -> Iterator[Path]:
         process.kill()
 
 
-CONTROL = re.compile(r"POST /(\w*(?:pause|continue)_generation|\w+_memory_occupation|\w+_weight_update|update_weights_from_distributed) ")
+CONTROL = re.compile(
+    r"POST /(\w*(?:pause|continue)_generation|\w+_memory_occupation|\w+_weight_update|update_weights_from_distributed) "
+)
 STEP = [
     "pause_generation", "release_memory_occupation", "resume_memory_occupation", "pause_generation", "begin_weight_update",
     "update_weights_from_distributed", "end_weight_update", "resume_memory_occupation", "continue_generation",
@@ -262,8 +304,11 @@ def control_calls(log: Path) -> list[str]:
 
 @pytest.mark.engines
 def test_a_colocated_run_is_exact_resumes_and_exports(run_folder):
-    """On CPU the servers have no memory to give back, but everything is asked of them and of the learner as on a GPU."""
-    (run_folder / "my_reward.py").write_text("def score(prompt, response, reference):\n    return len(response) / 14\n")
+    """On CPU the servers have no memory to give back, but everything is asked of them and of the learner as
+    on a GPU."""
+    (run_folder / "my_reward.py").write_text(
+        "def score(prompt, response, reference):\n    return len(response) / 14\n"
+    )
     settings = [
         *SMALL, "launch.placement=colocated", "layout.dp=2", "checkpoint.every=2", "kl.coefficient=0.01", "evaluation.at_ends=false",
         "reward.type=function", "reward.function=my_reward:score", "rollout.server_args.log_level_http=info",
@@ -275,9 +320,19 @@ def test_a_colocated_run_is_exact_resumes_and_exports(run_folder):
     assert [s["step"] for s in steps] == [1, 2, 3]
     assert all(s["mismatch/logprob_gap_max"] <= 1e-4 and s["optim/grad_norm"] > 0 for s in steps)
     assert steps[1]["policy/ref_kl"] > 0, "the policy has moved away from its reference"
-    # The start: room for the learner, a look at the servers, then its weights, and a probe. The end: a probe, and room for the export.
+    # The start: room for the learner, a look at the servers, then its weights, and a probe. The end: a probe,
+    # and room for the export.
     first = [*STEP[:2], *TAKEN_OVER, *STEP[2:]]
-    assert control_calls(run / "logs" / "sglang-0.log") == [*first, *BESIDE, *STEP, *STEP, *BESIDE, *STEP, *BESIDE, *STEP[:2]]
+    assert control_calls(run / "logs" / "sglang-0.log") == [
+        *first,
+        *BESIDE,
+        *STEP,
+        *STEP,
+        *BESIDE,
+        *STEP,
+        *BESIDE,
+        *STEP[:2],
+    ]
     assert_nothing_left(run_folder)
 
     process = start("train", RECIPE, *settings, "steps=4", f"resume={run.resolve()}", cwd=run_folder)
@@ -294,5 +349,7 @@ def test_a_colocated_run_is_exact_resumes_and_exports(run_folder):
     output = finish(exported)
     assert exported.returncode == 0, output
     found = load_file(run_folder / "out" / "model.safetensors")
-    assert found.keys() == trained.keys() and all(torch.equal(found[name], tensor) for name, tensor in trained.items())
+    assert found.keys() == trained.keys() and all(
+        torch.equal(found[name], tensor) for name, tensor in trained.items()
+    )
     assert_nothing_left(run_folder)

@@ -35,10 +35,19 @@ pytestmark = pytest.mark.engines
 
 def start(*arguments: str, cwd: Path) -> subprocess.Popen:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    # A shell starts its background jobs, such as a whole test run, with SIGINT ignored, and children inherit that.
+    # A shell starts its background jobs, such as a whole test run, with SIGINT ignored, and children inherit
+    # that.
     interruptible = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     command = [sys.executable, "-c", interruptible, sys.executable, "-m", "launch", *arguments]
-    return subprocess.Popen(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def finish(process: subprocess.Popen, *, deadline_s: float = DEADLINE_S) -> str:
@@ -55,7 +64,9 @@ def processes_of(folder: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and (str(folder) in " ".join(process.cmdline()) or str(folder) in process.cwd()):
+            if process.status() != psutil.STATUS_ZOMBIE and (
+                str(folder) in " ".join(process.cmdline()) or str(folder) in process.cwd()
+            ):
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -79,7 +90,9 @@ def wait_for(condition: Callable[[], object], process: subprocess.Popen, what: s
 
 def wait_for_steps(folder: Path, count: int, process: subprocess.Popen) -> None:
     metrics = folder / "runs" / "latest" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= count, process, f"{count} steps")
+    wait_for(
+        lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= count, process, f"{count} steps"
+    )
 
 
 def steps_of(folder: Path) -> list[dict]:
@@ -97,13 +110,27 @@ def folder(tmp_path) -> Iterator[Path]:
 
 
 RECIPE = str(ROOT / "configs/recipes/countdown_tiny.yaml")
-SMALL = ["model.path=model", "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluation.max_prompts=16", "evaluation.every=0"]
+SMALL = [
+    "model.path=model",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "evaluation.max_prompts=16",
+    "evaluation.every=0",
+]
 
 
 def test_a_float32_run_on_two_data_parallel_ranks_is_exact(folder):
     # A random model solves nothing; rewarding length gives it something to learn from the first step on.
-    (folder / "my_reward.py").write_text("def score(prompt, response, reference):\n    return len(response) / 14\n")
-    settings = [*SMALL, "checkpoint.every=2", "reward.type=function", "reward.function=my_reward:score", "learner.old_logprobs=always"]
+    (folder / "my_reward.py").write_text(
+        "def score(prompt, response, reference):\n    return len(response) / 14\n"
+    )
+    settings = [
+        *SMALL,
+        "checkpoint.every=2",
+        "reward.type=function",
+        "reward.function=my_reward:score",
+        "learner.old_logprobs=always",
+    ]
     process = start("train", RECIPE, *settings, "steps=3", cwd=folder)
     said = finish(process)
     assert process.returncode == 0, said
@@ -116,17 +143,23 @@ def test_a_float32_run_on_two_data_parallel_ranks_is_exact(folder):
         assert step["mismatch/logprob_gap_max"] <= 1e-4
         assert step["sync/version"] == step["step"]
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["steps"] == 3 and 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
+    assert (
+        summary["steps"] == 3 and 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
+    )
     assert steps[0]["optim/grad_norm"] > 0
     assert set(summary["seconds"]) >= {"sampling", "logprobs", "update", "sync", "evaluation"}
     assert (run / "report.html").stat().st_size > 10_000
     assert (run.parent / "mlflow.db").exists() and not (run / "mlflow.db").exists()
-    trained, start_weights = load_file(run / "hf" / "model.safetensors"), load_file(folder / "model" / "model.safetensors")
+    trained, start_weights = (
+        load_file(run / "hf" / "model.safetensors"),
+        load_file(folder / "model" / "model.safetensors"),
+    )
     assert trained.keys() == start_weights.keys()
     assert any(not torch.equal(trained[k], start_weights[k]) for k in trained), "nothing was learned"
     assert_nothing_left(folder)
 
-    # A resumed run goes on from step 2's checkpoint: step 3 again, then step 4, each with the next four prompts.
+    # A resumed run goes on from step 2's checkpoint: step 3 again, then step 4, each with the next four
+    # prompts.
     process = start("train", RECIPE, *settings, "steps=4", f"resume={run.resolve()}", cwd=folder)
     said = finish(process)
     assert process.returncode == 0, said
@@ -144,7 +177,9 @@ def test_a_float32_run_on_two_data_parallel_ranks_is_exact(folder):
         assert exported.returncode == 0, said
         found = load_file(folder / out / "model.safetensors")
         assert found.keys() == final.keys()
-        assert all(torch.equal(found[name], final[name]) for name in final), f"{out} differs from the trained weights"
+        assert all(torch.equal(found[name], final[name]) for name in final), (
+            f"{out} differs from the trained weights"
+        )
         shutil.rmtree(run / "hf", ignore_errors=True)
     assert_nothing_left(folder)
 
@@ -162,11 +197,15 @@ def test_every_term_at_once_on_two_tensor_parallel_ranks(folder):
         "    return float(len(response)) / 14\n"
     )
     reward = ["reward.type=function", "reward.function=my_reward:score"]
-    process = start("train", str(ROOT / "configs/debug/countdown_smoke.yaml"), "model.path=model", *reward, cwd=folder)
+    process = start(
+        "train", str(ROOT / "configs/debug/countdown_smoke.yaml"), "model.path=model", *reward, cwd=folder
+    )
     said = finish(process)
     assert process.returncode == 0, said
     steps = steps_of(folder)
-    assert sum(step["reward/failed"] for step in steps) > 0, "a reward that raises is scored 0 and counted, and the run goes on"
+    assert sum(step["reward/failed"] for step in steps) > 0, (
+        "a reward that raises is scored 0 and counted, and the run goes on"
+    )
     assert "odd answers are not for me" in (folder / "runs" / "latest" / "logs" / "sample.log").read_text()
     assert [s["step"] for s in steps] == [1, 2]
     for step in steps:
@@ -178,9 +217,18 @@ def test_every_term_at_once_on_two_tensor_parallel_ranks(folder):
 
 
 def test_a_run_goes_on_in_another_layout(folder):
-    """Interleaved pipeline stages send to servers of two tensor-parallel ranks; their checkpoint goes on with sequence parallelism."""
-    settings = [*SMALL, "rollout.tp=2", "evaluation.at_ends=false", "checkpoint.every=1", "learner.token_budget=64"]
-    (folder / "my_reward.py").write_text("def score(prompt, response, reference):\n    return len(response) / 14\n")
+    """Interleaved pipeline stages send to servers of two tensor-parallel ranks; their checkpoint goes on with
+    sequence parallelism."""
+    settings = [
+        *SMALL,
+        "rollout.tp=2",
+        "evaluation.at_ends=false",
+        "checkpoint.every=1",
+        "learner.token_budget=64",
+    ]
+    (folder / "my_reward.py").write_text(
+        "def score(prompt, response, reference):\n    return len(response) / 14\n"
+    )
     settings += ["reward.type=function", "reward.function=my_reward:score", "learner.old_logprobs=always"]
     first = ["layout.dp=1", "layout.pp=2", "layout.vpp=2", "steps=2"]
     second = ["layout.dp=1", "layout.tp=2", "layout.sp=true", "steps=3", "resume=runs/latest"]
@@ -209,7 +257,8 @@ def score(prompt, response, reference):
 
 
 def test_a_pre_empted_run_goes_on_with_the_step_that_was_being_sampled(folder):
-    """SIGTERM while the third step's samples are scored: it is dropped, and the second step saved, though the run keeps no checkpoints."""
+    """SIGTERM while the third step's samples are scored: it is dropped, and the second step saved, though the
+    run keeps no checkpoints."""
     (folder / "my_reward.py").write_text(HOLDING_REWARD.format(folder=str(folder)))
     settings = ["model.path=model", "steps=5", "checkpoint.every=0", "record_batches=all"]
     settings += ["launch.stop_timeout_s=120", "launch.stop_grace_s=60"]
@@ -225,7 +274,9 @@ def test_a_pre_empted_run_goes_on_with_the_step_that_was_being_sampled(folder):
     last = steps_of(folder)[-1]["step"]
     go_on = rf"stopped after step {last} on request; go on with `tandem resume \S*{run.name}`"
     assert "stopping (SIGTERM)" in said and re.search(go_on, said), said
-    assert 2 <= last < 5 and [path.name for path in (run / "checkpoints").glob("step_*")] == [f"step_{last:06d}"]
+    assert 2 <= last < 5 and [path.name for path in (run / "checkpoints").glob("step_*")] == [
+        f"step_{last:06d}"
+    ]
     assert not (run / "hf").exists() and not (run / "summary.json").exists()
     assert mlflow_statuses(run) == ["KILLED"]
     assert_nothing_left(folder)
@@ -246,7 +297,9 @@ def test_a_pre_empted_run_goes_on_with_the_step_that_was_being_sampled(folder):
 
 def mlflow_statuses(run: Path) -> list[str]:
     with contextlib.closing(sqlite3.connect(run.parent / "mlflow.db")) as store:
-        found = store.execute("select status from runs where name like ? order by start_time", (f"{run.name} %",))
+        found = store.execute(
+            "select status from runs where name like ? order by start_time", (f"{run.name} %",)
+        )
         return [status for (status,) in found]
 
 
@@ -256,7 +309,11 @@ def recorded_prompts(run: Path) -> list[list[int]]:
     for step in recorded_steps(run / "batches"):
         batch = read_batch(batch_file(run / "batches", step))
         ends = batch.packed.cu_seqlens.tolist()
-        first_of_group = [i for i, group in enumerate(batch.group_ids_S.tolist()) if group not in batch.group_ids_S[:i].tolist()]
+        first_of_group = [
+            i
+            for i, group in enumerate(batch.group_ids_S.tolist())
+            if group not in batch.group_ids_S[:i].tolist()
+        ]
         for i in first_of_group:
             first_response = batch.packed.response_mask_T[ends[i] : ends[i + 1]].tolist().index(True)
             found.append(batch.packed.tokens_T[ends[i] : ends[i] + first_response + 1].tolist())
@@ -299,7 +356,9 @@ def victims(name: str, folder: Path) -> list[psutil.Process]:
     }
     found = []
     for process in processes_of(folder):
-        with contextlib.suppress(psutil.NoSuchProcess, AttributeError):  # it, or its parent, has ended meanwhile
+        with contextlib.suppress(
+            psutil.NoSuchProcess, AttributeError
+        ):  # it, or its parent, has ended meanwhile
             # A rank's writers of checkpoints have its command line, but are no children of torchrun.
             is_rank = name != "learner rank" or "launch.roles.rendezvous" in process.parent().cmdline()
             if marks[name](process.cmdline()) and is_rank:
@@ -317,7 +376,13 @@ NAMED = {
 @pytest.mark.parametrize("victim", NAMED)
 def test_any_process_that_dies_ends_the_run_with_an_error_and_no_process(folder, victim):
     # With checkpoints: their writer is a process of a rank's, in no group of the supervisor's.
-    settings = [*SMALL, "steps=1000", "evaluation.at_ends=false", "checkpoint.every=1", "launch.heartbeat_timeout_s=1"]
+    settings = [
+        *SMALL,
+        "steps=1000",
+        "evaluation.at_ends=false",
+        "checkpoint.every=1",
+        "launch.heartbeat_timeout_s=1",
+    ]
     process = start("train", RECIPE, *settings, cwd=folder)
     wait_for_steps(folder, 2, process)
     found = victims(victim, folder)
@@ -331,6 +396,13 @@ def test_any_process_that_dies_ends_the_run_with_an_error_and_no_process(folder,
     assert "role ended with" in said and re.search(NAMED[victim].format(pid=found[-1].pid), said), said
     assert re.search(r"Saved: step \d+, in .*go on with `tandem resume ", said), said
     if victim == "sglang":  # the learner is well, and loses nothing
-        newest = (folder / "runs" / "latest" / "checkpoints" / f"step_{steps_of(folder)[-1]['step']:06d}" / "complete.json")
+        newest = (
+            folder
+            / "runs"
+            / "latest"
+            / "checkpoints"
+            / f"step_{steps_of(folder)[-1]['step']:06d}"
+            / "complete.json"
+        )
         assert newest.exists(), said
     assert_nothing_left(folder)

@@ -1,8 +1,10 @@
-"""Every preset, objective, advantage, KL form and aggregation on the real engines: two steps each, on one start of them.
+"""Every preset, objective, advantage, KL form and aggregation on the real engines: two steps each, on one
+start of them.
 
-One run of ``tests/support/variant_workers.py`` serves all tests but the last, which is the command itself: a critic, KL in the reward, a
-resume and a replay. Oracles of the first run: its own recorded batches replayed in this process alone, with log-probs and gradients of
-Hugging Face's model, which shares neither engine, packing nor ranks with the run.
+One run of ``tests/support/variant_workers.py`` serves all tests but the last, which is the command itself: a
+critic, KL in the reward, a resume and a replay. Oracles of the first run: its own recorded batches replayed
+in this process alone, with log-probs and gradients of Hugging Face's model, which shares neither engine,
+packing nor ranks with the run.
 """
 
 import json
@@ -51,7 +53,8 @@ RECORDED = [name for name in VARIANTS if variant_config(name, Path("model")).lea
 def make_model(folder: Path) -> None:
     make_tiny_countdown_model(folder, seed=0)
     weights = load_file(folder / "model.safetensors")
-    # Its <pad> starts as zeros, which a norm magnifies so much that this one row would be all that a gradient's norm shows.
+    # Its <pad> starts as zeros, which a norm magnifies so much that this one row would be all that a
+    # gradient's norm shows.
     row = weights["model.embed_tokens.weight"][1]
     row.normal_(std=0.02, generator=torch.Generator().manual_seed(0))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -94,7 +97,9 @@ class Finished:
         from transformers import Qwen3ForCausalLM
 
         model = Qwen3ForCausalLM.from_pretrained(self.folder / "model", attn_implementation="eager")
-        model.get_input_embeddings().padding_idx = None  # an id like any other once it is sampled; it would get no gradient
+        model.get_input_embeddings().padding_idx = (
+            None  # an id like any other once it is sampled; it would get no gradient
+        )
         return model
 
 
@@ -117,7 +122,8 @@ def finished(tmp_path_factory) -> Iterator[Finished]:
             left.kill()
 
 
-# ---------------------------------------------------------------------------------------------------------------- what is logged
+# ----------------------------------------------------------------------------------------------------------------
+# what is logged
 
 BUCKET = "(le_64|le_256|le_1024|le_4096|over_4096)"
 SPREAD = ("mean", "std", "min", "max")
@@ -126,22 +132,57 @@ ALWAYS = (
     *(f"optim/{name}" for name in ("grad_norm", "lr")),
     *(f"policy/{name}" for name in ("entropy", "ppo_kl", "ppo_kl_negative_fraction")),
     *(f"advantage/{name}" for name in SPREAD),
-    *(f"reward/{name}" for name in ("mean", "std", "failed", "as_sampled", "importance_weighted", "importance_ess")),
-    *(f"mismatch/{name}" for name in ("k1", "k3", "abs_prob_mean", "abs_prob_max", "prob_pearson", "chi2_token", "chi2_sequence")),
-    *(f"mismatch/{name}" for name in ("ess", "ess_bounded", "logprob_gap_max", "kept_fraction", "ratio_outside_fraction")),
+    *(
+        f"reward/{name}"
+        for name in ("mean", "std", "failed", "as_sampled", "importance_weighted", "importance_ess")
+    ),
+    *(
+        f"mismatch/{name}"
+        for name in (
+            "k1",
+            "k3",
+            "abs_prob_mean",
+            "abs_prob_max",
+            "prob_pearson",
+            "chi2_token",
+            "chi2_sequence",
+        )
+    ),
+    *(
+        f"mismatch/{name}"
+        for name in ("ess", "ess_bounded", "logprob_gap_max", "kept_fraction", "ratio_outside_fraction")
+    ),
     *(f"mismatch/ratio_{name}" for name in ("mean", "min", "max")),
-    *(f"mismatch/{kind}weight_{name}" for kind in ("", "raw_", "sequence_", "raw_sequence_") for name in SPREAD),
+    *(
+        f"mismatch/{kind}weight_{name}"
+        for kind in ("", "raw_", "sequence_", "raw_sequence_")
+        for name in SPREAD
+    ),
     *(f"mismatch/ppl_{name}" for name in ("train", "rollout", "ratio")),
     *(f"mismatch/log_ppl_diff_{name}" for name in ("mean", "abs", "min", "max")),
     *(f"mismatch/response_abs_prob_{name}" for name in ("max_mean", "mean_mean", "mean_max", "over")),
     *(f"mismatch/response_abs_prob_{name}_share/le_0.001" for name in ("max", "mean")),
-    *(f"mismatch/by_{what}/{BUCKET}/{name}" for what in ("length", "position") for name in ("abs_prob_mean", "abs_prob_max")),
+    *(
+        f"mismatch/by_{what}/{BUCKET}/{name}"
+        for what in ("length", "position")
+        for name in ("abs_prob_mean", "abs_prob_max")
+    ),
     *(f"mismatch/by_{what}/{BUCKET}/{name}" for what in ("length", "position") for name in ("k3", "k3_max")),
     *(f"mismatch/rejected/total/{name}" for name in ("tokens", "sequences", "touched_sequences")),
 )
 CRITIC = tuple(
     f"critic/{name}"
-    for name in ("loss", "value_mean", "return_mean", "return_std", "error_std", "clip_fraction", "explained_variance", "grad_norm", "lr")
+    for name in (
+        "loss",
+        "value_mean",
+        "return_mean",
+        "return_std",
+        "error_std",
+        "clip_fraction",
+        "explained_variance",
+        "grad_norm",
+        "lr",
+    )
 )
 
 
@@ -150,7 +191,11 @@ def asked_for(config: RunConfig) -> set[str]:
     correction, weight = config.correction, config.correction.weight
     names = set(ALWAYS)
     rules = rule_names(correction.reject) + ["veto"] * (correction.veto is not None)
-    names |= {f"mismatch/rejected/{rule}/{part}" for rule in rules for part in ("tokens", "sequences", "touched_sequences")}
+    names |= {
+        f"mismatch/rejected/{rule}/{part}"
+        for rule in rules
+        for part in ("tokens", "sequences", "touched_sequences")
+    }
     names |= {"mismatch/veto/tokens", "mismatch/veto/sequences"} if correction.veto is not None else set()
     if weight.level != "none":
         names |= {"mismatch/truncated_fraction"} if weight.upper is not None else set()
@@ -176,14 +221,20 @@ def test_every_choice_is_among_the_variants():
     configs = [variant_config(name, Path("model")) for name in VARIANTS]
 
     def types(union) -> set[str]:
-        return {get_args(member.model_fields["type"].annotation)[0] for member in get_args(get_args(union)[0])}
+        return {
+            get_args(member.model_fields["type"].annotation)[0] for member in get_args(get_args(union)[0])
+        }
 
     assert {PRESETS[name] for name in PRESETS} <= {c.correction for c in configs}
     assert {c.objective.type for c in configs} == types(objective.ObjectiveConfig)
     assert {c.advantage.type for c in configs} == types(objective.AdvantageConfig)
-    assert {c.kl.estimator for c in configs if c.kl.place == "loss" and c.kl.coefficient} == set(get_args(objective.Estimator))
+    assert {c.kl.estimator for c in configs if c.kl.place == "loss" and c.kl.coefficient} == set(
+        get_args(objective.Estimator)
+    )
     assert {c.kl.controller.type for c in configs if c.kl.place == "reward"} == {"fixed", "adaptive"}
-    assert {c.aggregation.type for c in configs} == set(get_args(objective.AggregationConfig.model_fields["type"].annotation))
+    assert {c.aggregation.type for c in configs} == set(
+        get_args(objective.AggregationConfig.model_fields["type"].annotation)
+    )
     weights = [c.correction.weight for c in configs]
     assert {w.level for w in weights} == {"none", *get_args(Level)}
     assert {w.bound for w in weights if w.level != "none"} == {"truncate", "clip", "mask", "none"}
@@ -196,7 +247,9 @@ def test_a_variant_logs_finite_numbers_and_its_metrics_and_moves_the_weights(fin
     assert [row["sync/version"] for row in steps] == [row["step"] for row in steps]
     for row in steps:
         assert all(value is not None and math.isfinite(value) for value in row.values())
-        missing = [wanted for wanted in asked_for(config) if not any(re.fullmatch(wanted, found) for found in row)]
+        missing = [
+            wanted for wanted in asked_for(config) if not any(re.fullmatch(wanted, found) for found in row)
+        ]
         if name in NOTHING_KEPT:  # a ratio over no token at all has no value
             missing = [wanted for wanted in missing if not wanted.startswith("policy/ratio_")]
         assert missing == []
@@ -204,11 +257,15 @@ def test_a_variant_logs_finite_numbers_and_its_metrics_and_moves_the_weights(fin
         assert row["reward/as_sampled"] == pytest.approx(row["reward/mean"], abs=1e-6)
         assert row["mismatch/kept_fraction"] == pytest.approx(1 - row["mismatch/rejected/total/tokens"])
         assert (row["optim/grad_norm"] == 0) == (name in NOTHING_KEPT)
-        assert math.isclose(row["loss/total"], row["loss/policy"] + row["loss/kl"] + row["loss/entropy"], abs_tol=1e-5)
+        assert math.isclose(
+            row["loss/total"], row["loss/policy"] + row["loss/kl"] + row["loss/entropy"], abs_tol=1e-5
+        )
     assert (finished.variants[name]["moved"] > 1e-5) == (name not in NOTHING_KEPT)
 
 
-@pytest.mark.parametrize("name", [name for name in VARIANTS if variant_config(name, Path("model")).compares_samples])
+@pytest.mark.parametrize(
+    "name", [name for name in VARIANTS if variant_config(name, Path("model")).compares_samples]
+)
 def test_in_float32_there_is_no_gap_but_rounding(finished, name):
     config = finished.config(name)
     for row in finished.steps(name):
@@ -219,7 +276,9 @@ def test_in_float32_there_is_no_gap_but_rounding(finished, name):
         if name not in (*NOTHING_KEPT, *SOME_REJECTED):
             assert row["mismatch/kept_fraction"] == 1.0, "no preset may reject what agrees"
         if config.correction.mode == "decoupled" and "policy/first_ratio_max" in row:
-            assert row["policy/first_ratio_max"] == row["policy/first_ratio_min"] == 1.0, "current differs from old in the first minibatch"
+            assert row["policy/first_ratio_max"] == row["policy/first_ratio_min"] == 1.0, (
+                "current differs from old in the first minibatch"
+            )
         if config.correction.mode == "decoupled" and config.learner.minibatches == 1:
             assert row["policy/ppo_kl"] == 0.0
 
@@ -228,7 +287,9 @@ def test_in_float32_there_is_no_gap_but_rounding(finished, name):
 def test_what_is_rejected_is_some_of_it(finished, name):
     for row in finished.steps(name):
         assert 0 < row["mismatch/kept_fraction"] < 1
-        assert row["mismatch/rejected/ratio_token/tokens"] == pytest.approx(1 - row["mismatch/kept_fraction"]), "no other rule rejects here"
+        assert row["mismatch/rejected/ratio_token/tokens"] == pytest.approx(
+            1 - row["mismatch/kept_fraction"]
+        ), "no other rule rejects here"
         assert 0 < row["mismatch/rejected/total/touched_sequences"] <= 1
 
 
@@ -241,15 +302,31 @@ def test_where_nothing_is_kept_loss_gradient_and_update_are_exact_zeros(finished
 
 
 def test_the_console_says_where_nothing_is_kept_and_nowhere_else(finished):
-    told = [(int(step), alarm) for step, alarm in re.findall(r"^  ! step (\d+): .*\(alarms\.(\w+)", finished.console, flags=re.MULTILINE)]
-    assert [step for step, alarm in told if alarm == "kept_min"] == [first_step(name) for name in NOTHING_KEPT]
-    agreeing = [name for name in VARIANTS if finished.config(name).compares_samples and name not in (*NOTHING_KEPT, *SOME_REJECTED)]
+    told = [
+        (int(step), alarm)
+        for step, alarm in re.findall(
+            r"^  ! step (\d+): .*\(alarms\.(\w+)", finished.console, flags=re.MULTILINE
+        )
+    ]
+    assert [step for step, alarm in told if alarm == "kept_min"] == [
+        first_step(name) for name in NOTHING_KEPT
+    ]
+    agreeing = [
+        name
+        for name in VARIANTS
+        if finished.config(name).compares_samples and name not in (*NOTHING_KEPT, *SOME_REJECTED)
+    ]
     quiet = {row["step"] for name in agreeing for row in finished.steps(name)}
     assert [(step, alarm) for step, alarm in told if step in quiet] == [], "an alarm where both engines agree"
 
 
 def test_whitened_advantages_have_mean_zero_and_deviation_one(finished):
-    for name in ("advantage reinforce_pp", "advantage reinforce_pp_baseline", "advantage gae", "advantage gae, KL in reward"):
+    for name in (
+        "advantage reinforce_pp",
+        "advantage reinforce_pp_baseline",
+        "advantage gae",
+        "advantage gae, KL in reward",
+    ):
         for row in finished.steps(name):
             tokens = row["response/tokens"]
             assert row["advantage/mean"] == pytest.approx(0.0, abs=1e-6)
@@ -259,20 +336,29 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one(finished):
 def test_the_critic_starts_at_zero_and_learns(finished):
     for name in (name for name in VARIANTS if name.startswith("advantage gae")):
         first, second = finished.steps(name)
-        assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9), "values of zero explain nothing"
+        assert first["critic/explained_variance"] == pytest.approx(0.0, abs=1e-9), (
+            "values of zero explain nothing"
+        )
         assert second["critic/value_mean"] != 0.0 and second["critic/explained_variance"] != 0.0
         assert min(row["critic/grad_norm"] for row in (first, second)) > 0
 
 
 def test_kl_is_zero_at_the_reference_and_its_coefficient_follows_the_formula(finished):
-    for name in (name for name in VARIANTS if name.startswith("KL in reward") or name.endswith("KL in reward")):
+    for name in (
+        name for name in VARIANTS if name.startswith("KL in reward") or name.endswith("KL in reward")
+    ):
         first, second = finished.steps(name)
         # In bypass mode the reward's KL is of the rollout, a rounding error away from the reference.
-        assert first["policy/kl_in_reward"] == pytest.approx(0.0, abs=1e-6) and second["policy/kl_in_reward"] != 0.0
+        assert (
+            first["policy/kl_in_reward"] == pytest.approx(0.0, abs=1e-6)
+            and second["policy/kl_in_reward"] != 0.0
+        )
         assert first["policy/kl_coefficient"] == 0.05
         responses = 16
         below_target = 1 - 0.2 * responses / ADAPTIVE["horizon"]
-        assert second["policy/kl_coefficient"] == pytest.approx(0.05 * (below_target if name == "KL in reward, adaptive" else 1))
+        assert second["policy/kl_coefficient"] == pytest.approx(
+            0.05 * (below_target if name == "KL in reward, adaptive" else 1)
+        )
     for name in (name for name in VARIANTS if name.startswith("KL in loss")):
         first, second = finished.steps(name)
         assert second["loss/kl"] != 0.0
@@ -303,20 +389,27 @@ def test_mlflow_holds_what_the_record_holds(finished):
     assert set(run.data.metrics) == set(map(mlflow_name, names))
     for name in names:
         history = client.get_metric_history(run.info.run_id, mlflow_name(name))
-        assert {m.step: m.value for m in history} == {row["step"]: row[name] for row in finished.rows if name in row}, name
+        assert {m.step: m.value for m in history} == {
+            row["step"]: row[name] for row in finished.rows if name in row
+        }, name
 
 
-# ------------------------------------------------------------------------------------------------------- recorded batches as oracle
+# -------------------------------------------------------------------------------------------------------
+# recorded batches as oracle
 
 
 def of_hugging_face(model, *, temperature: float):
     """A ``trainer.studies.replay.Gradient`` by Hugging Face's model, one sequence at a time."""
 
-    def gradient(microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss) -> tuple[Tensor, dict[str, Metric]]:
+    def gradient(
+        microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss
+    ) -> tuple[Tensor, dict[str, Metric]]:
         model.zero_grad()
         outputs = []
         for batch in microbatches:
-            logits = [model(tokens[None]).logits[0] / temperature for tokens in batch.tokens_T.split(batch.lengths)]
+            logits = [
+                model(tokens[None]).logits[0] / temperature for tokens in batch.tokens_T.split(batch.lengths)
+            ]
             logprobs_T = torch.log_softmax(torch.cat(logits), -1).gather(-1, batch.targets_T[:, None])[:, 0]
             value, metrics = loss(batch, logprobs_T, torch.zeros_like(logprobs_T))
             value.backward()
@@ -333,10 +426,19 @@ def test_loss_and_gradient_are_those_of_the_recorded_batch(finished, name):
     config = finished.config(name)
     for row in finished.steps(name):
         recorded = finished.recorded(row["step"])
-        assert (recorded.step, recorded.version, recorded.correction) == (row["step"], row["step"] - 1, config.correction)
+        assert (recorded.step, recorded.version, recorded.correction) == (
+            row["step"],
+            row["step"] - 1,
+            config.correction,
+        )
         found = replay(recorded, config, name, config.correction, of_logprobs)
         assert found.loss == pytest.approx(row["loss/policy"] + row["loss/kl"], rel=1e-4, abs=2e-6)
-        for metric in ("mismatch/kept_fraction", "mismatch/k3", "mismatch/weight_mean", "mismatch/raw_weight_std"):
+        for metric in (
+            "mismatch/kept_fraction",
+            "mismatch/k3",
+            "mismatch/weight_mean",
+            "mismatch/raw_weight_std",
+        ):
             assert found.metrics[metric] == pytest.approx(row[metric], rel=1e-4, abs=0), metric
     if config.entropy.coefficient or (name in SOME_REJECTED and config.correction.mode == "bypass"):
         return  # no part of a replay; or decided by the rounding of the engine's own log-probs
@@ -346,7 +448,10 @@ def test_loss_and_gradient_are_those_of_the_recorded_batch(finished, name):
     assert found.gradient_norm == pytest.approx(row["optim/grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in RECORDED if name.startswith(("advantage", "KL in reward", "decoupled_token_is"))])
+@pytest.mark.parametrize(
+    "name",
+    [name for name in RECORDED if name.startswith(("advantage", "KL in reward", "decoupled_token_is"))],
+)
 def test_advantages_are_those_of_the_whole_step(finished, name):
     """Two ranks, each with its share, against one process with all of it."""
     config = finished.config(name)
@@ -356,13 +461,16 @@ def test_advantages_are_those_of_the_whole_step(finished, name):
         if config.correction.mode == "bypass":
             batch = batch.with_fields(old_logprobs_T=batch.rollout_logprobs_T)
         penalty_T, _ = KLInReward(config.kl).penalty(batch, num_samples=len(recorded.rewards_S), total=alone)
-        found = compute_advantages(batch, recorded.rewards_S, recorded.group_ids_S, config.advantage, penalty_T=penalty_T)
+        found = compute_advantages(
+            batch, recorded.rewards_S, recorded.group_ids_S, config.advantage, penalty_T=penalty_T
+        )
         torch.testing.assert_close(found.advantages_T, batch.advantages_T, rtol=1e-5, atol=1e-6)
         if config.critic is not None:
             torch.testing.assert_close(found.returns_T, batch.returns_T, rtol=1e-5, atol=1e-6)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- the command
+# ----------------------------------------------------------------------------------------------------------------------
+# the command
 
 
 def test_a_critic_and_kl_in_the_reward_are_resumed_and_a_step_is_replayed(tmp_path):
@@ -381,31 +489,55 @@ def test_a_critic_and_kl_in_the_reward_are_resumed_and_a_step_is_replayed(tmp_pa
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows] == [1, 2, 3], first_three
         warming_up, *training = rows
-        assert "optim/grad_norm" not in warming_up and "loss/total" not in warming_up, "the first step trains the critic alone"
+        assert "optim/grad_norm" not in warming_up and "loss/total" not in warming_up, (
+            "the first step trains the critic alone"
+        )
         assert warming_up["critic/value_mean"] == 0.0 and warming_up["critic/grad_norm"] > 0
         for row in training:
             assert row["optim/grad_norm"] > 0 and row["critic/value_mean"] != 0.0
             assert row["mismatch/logprob_gap_max"] <= EXACT_TOLERANCE
-        # The measured KL stays below its target, so each step takes a fifth of 16 / horizon off the coefficient.
+        # The measured KL stays below its target, so each step takes a fifth of 16 / horizon off the
+        # coefficient.
         factor = 1 - 0.2 * 16 / horizon
-        assert [row["policy/kl_coefficient"] for row in rows] == pytest.approx([coefficient * factor**n for n in range(3)])
+        assert [row["policy/kl_coefficient"] for row in rows] == pytest.approx(
+            [coefficient * factor**n for n in range(3)]
+        )
 
         command(tmp_path, "train", RECIPE, *settings, "steps=4", f"resume={run.resolve()}")
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows] == [1, 2, 3, 4]
         resumed = rows[3]
-        assert resumed["policy/kl_coefficient"] == pytest.approx(coefficient * factor**3), "the coefficient is not that of the checkpoint"
+        assert resumed["policy/kl_coefficient"] == pytest.approx(coefficient * factor**3), (
+            "the coefficient is not that of the checkpoint"
+        )
         assert resumed["critic/value_mean"] != 0.0, "a critic that starts anew values everything at zero"
         assert resumed["mismatch/logprob_gap_max"] <= EXACT_TOLERANCE
-        assert {path.name for path in (run / "checkpoints" / "critic").glob("step_*")} == {f"step_{n:06d}" for n in (1, 2, 3, 4)}
+        assert {path.name for path in (run / "checkpoints" / "critic").glob("step_*")} == {
+            f"step_{n:06d}" for n in (1, 2, 3, 4)
+        }
 
-        said = command(tmp_path, "replay", "runs/latest", "--step", "2", "--gradients", "--correction", "decoupled_seq_is")
-        replayed = {row["correction"]: row for row in json.loads((run / "replay" / "step_000002.json").read_text())["rows"]}
-        assert list(replayed) == ["as trained", "disabled", "decoupled_seq_is"] and all(name in said for name in replayed)
+        said = command(
+            tmp_path,
+            "replay",
+            "runs/latest",
+            "--step",
+            "2",
+            "--gradients",
+            "--correction",
+            "decoupled_seq_is",
+        )
+        replayed = {
+            row["correction"]: row
+            for row in json.loads((run / "replay" / "step_000002.json").read_text())["rows"]
+        }
+        assert list(replayed) == ["as trained", "disabled", "decoupled_seq_is"] and all(
+            name in said for name in replayed
+        )
         as_trained = replayed["as trained"]
         assert as_trained["gradient_norm"] == pytest.approx(rows[1]["optim/grad_norm"], rel=1e-4)
         assert as_trained["loss"] == pytest.approx(rows[1]["loss/total"], rel=1e-4, abs=2e-6)
-        # Engines that agree to rounding: at ratios of one a policy gradient and the clipped objective have one gradient.
+        # Engines that agree to rounding: at ratios of one a policy gradient and the clipped objective have
+        # one gradient.
         assert as_trained["cosine"] == pytest.approx(1.0, abs=1e-4)
         assert_nothing_left(tmp_path)
     finally:

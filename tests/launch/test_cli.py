@@ -1,4 +1,5 @@
-"""The command as a user meets it: bad input is one clear error, exit code 2, with nothing written. Configs: test_broken_configs.py."""
+"""The command as a user meets it: bad input is one clear error, exit code 2, with nothing written. Configs:
+test_broken_configs.py."""
 
 import errno
 import fcntl
@@ -30,7 +31,11 @@ from rollout.sampling import remote as remote_sampler
 from rollout.tiny_model import make_tiny_countdown_model
 
 ROOT = Path(__file__).resolve().parents[2]
-FRAGMENTS = {"grpo.yaml", "dapo.yaml", "fp8_rollout.yaml"}  # what other recipes extend: without a model, so checked through them
+FRAGMENTS = {
+    "grpo.yaml",
+    "dapo.yaml",
+    "fp8_rollout.yaml",
+}  # what other recipes extend: without a model, so checked through them
 SHIPPED = [f for f in sorted((ROOT / "configs").glob("*/*.yaml")) if f.name not in FRAGMENTS]
 
 
@@ -43,11 +48,22 @@ def model(tmp_path_factory) -> Path:
 
 def tandem(*arguments: str, cwd: Path, timeout: float = 60) -> subprocess.CompletedProcess:
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-m", "launch", *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [sys.executable, "-m", "launch", *arguments],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
 
 
 def config_file(folder: Path, model: Path, **changes) -> Path:
-    content = {"model": {"path": str(model)}, "task": {"type": "countdown"}, "rollout": {"max_new_tokens": 14}} | changes
+    content = {
+        "model": {"path": str(model)},
+        "task": {"type": "countdown"},
+        "rollout": {"max_new_tokens": 14},
+    } | changes
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(content))
     return file
@@ -71,11 +87,19 @@ def test_auto_is_as_many_copies_as_ep_allows_and_gpus_hold(tmp_path, model, monk
         return load_config(file, resolved).layout.world_size
 
     file = config_file(tmp_path, model)
-    assert [world_size(0), world_size(0, "layout.ep=2"), world_size(0, "layout={tp: 2, sp: true, ep: 4}")] == [1, 2, 4]
+    assert [
+        world_size(0),
+        world_size(0, "layout.ep=2"),
+        world_size(0, "layout={tp: 2, sp: true, ep: 4}"),
+    ] == [1, 2, 4]
     assert [world_size(gpus) for gpus in (1, 2, 5)] == [1, 1, 4], "one GPU is the server's"
     assert [world_size(gpus, "layout.ep=2") for gpus in (1, 4, 5, 6)] == [2, 2, 4, 4]
-    assert [world_size(gpus, "launch.placement=colocated") for gpus in (1, 2, 4)] == [1, 2, 4], "the servers have the learner's"
-    assert world_size(2, "launch.nodes={learner: 2, gpus_per_node: 4}", "layout.tp=2") == 8, "what is here is no matter"
+    assert [world_size(gpus, "launch.placement=colocated") for gpus in (1, 2, 4)] == [1, 2, 4], (
+        "the servers have the learner's"
+    )
+    assert world_size(2, "launch.nodes={learner: 2, gpus_per_node: 4}", "layout.tp=2") == 8, (
+        "what is here is no matter"
+    )
     assert world_size(0, "launch.nodes={learner: 2, gpus_per_node: 0}") == 1
 
 
@@ -87,7 +111,9 @@ def test_too_few_gpus_are_refused_before_a_start(tmp_path, model, monkeypatch):
         commands.train(file, ["layout.dp=2"])
     with pytest.raises(ConfigError, match=r"3 GPUs are needed.*rollout\.replicas=3"):
         commands.evaluate(file, ["rollout.replicas=3"])
-    with pytest.raises(checks.BadInput, match="--rollout: 4 GPUs are needed, 2 of the learner or other servers"):
+    with pytest.raises(
+        checks.BadInput, match="--rollout: 4 GPUs are needed, 2 of the learner or other servers"
+    ):
         commands.verify_sync(file, [], ["tp=1"], ["tp=1", "tp=2"])
     with pytest.raises(ValueError, match="the layout takes 4 GPUs, but 2 are visible"):
         checks.check_learner_gpus(4, 2)
@@ -97,7 +123,9 @@ def test_too_few_gpus_are_refused_before_a_start(tmp_path, model, monkeypatch):
 
 @pytest.mark.parametrize("size", ["nan", "inf"])
 def test_gpus_of_no_size_are_refused(tmp_path, model, size):
-    done = tandem("plan", str(config_file(tmp_path, model)), "--gpus", "8", "--gpu-memory", size, cwd=tmp_path)
+    done = tandem(
+        "plan", str(config_file(tmp_path, model)), "--gpus", "8", "--gpu-memory", size, cwd=tmp_path
+    )
     assert done.returncode == 2 and "'--gpu-memory'" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -111,7 +139,9 @@ def test_gpus_of_no_size_are_refused(tmp_path, model, size):
         (["replay", "mine", "--step", "1"], "mine is not a run folder"),
     ],
 )
-def test_a_wrong_folder_is_refused_before_the_seconds_that_torch_takes(tmp_path, monkeypatch, capsys, arguments, said):
+def test_a_wrong_folder_is_refused_before_the_seconds_that_torch_takes(
+    tmp_path, monkeypatch, capsys, arguments, said
+):
     (tmp_path / "mine").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
@@ -135,7 +165,9 @@ def test_a_wrong_folder_is_refused_before_the_seconds_that_torch_takes(tmp_path,
         (OSError("a bug"), False),
     ],
 )
-def test_a_file_that_cannot_be_used_is_one_line_and_a_bug_keeps_its_traceback(monkeypatch, capsys, error, is_told):
+def test_a_file_that_cannot_be_used_is_one_line_and_a_bug_keeps_its_traceback(
+    monkeypatch, capsys, error, is_told
+):
     def fail(run):
         raise error
 
@@ -143,12 +175,18 @@ def test_a_file_that_cannot_be_used_is_one_line_and_a_bug_keeps_its_traceback(mo
     monkeypatch.setattr(sys, "argv", ["tandem", "report", "run"])
     with pytest.raises(SystemExit if is_told else OSError) as ended:
         cli.main()
-    assert (ended.value.code, capsys.readouterr().err) == (1, f"tandem: {error}\n") if is_told else ended.value is error
+    assert (
+        (ended.value.code, capsys.readouterr().err) == (1, f"tandem: {error}\n")
+        if is_told
+        else ended.value is error
+    )
 
 
 def test_the_version_is_that_of_the_package():
     done = tandem("--version", cwd=ROOT)
-    assert (done.returncode, done.stdout) == (0, f"tandem {importlib.metadata.version('tandem-rl')}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"tandem {importlib.metadata.version('tandem-rl')}\n"), (
+        done.stderr
+    )
 
 
 def test_a_missing_config_is_refused(tmp_path):
@@ -181,7 +219,10 @@ def test_a_folder_of_another_kind_is_refused(tmp_path, model, command, monkeypat
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err == f"tandem: RUN: {tmp_path} is a run of kind sft; this is for runs of kind train\n"
+    assert (
+        capsys.readouterr().err
+        == f"tandem: RUN: {tmp_path} is a run of kind sft; this is for runs of kind train\n"
+    )
 
 
 def test_a_resume_that_cannot_write_its_config_leaves_the_run_as_it_was(tmp_path, model, monkeypatch):
@@ -227,7 +268,11 @@ def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(t
     write_manifest(run.checkpoints / "step_000001", world_size=1)
     run.config.write_text(config_file(tmp_path, model).read_text())
     copied = []
-    monkeypatch.setattr(shutil, "copytree", lambda *given, copy=shutil.copytree, **named: (copied.append(given), copy(*given, **named)))
+    monkeypatch.setattr(
+        shutil,
+        "copytree",
+        lambda *given, copy=shutil.copytree, **named: (copied.append(given), copy(*given, **named)),
+    )
     commands.export(run.path, tmp_path / "new" / "out")
     assert (tmp_path / "new" / "out" / "weights").read_text() == "of a checkpoint"
     assert (copied, run.export.exists()) == ([], False)
@@ -249,9 +294,15 @@ def test_a_file_system_without_locks_is_bad_input(tmp_path, model, monkeypatch, 
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    starts = [lambda: commands.folder_of(config), lambda: commands.folder_of(config.model_copy(update={"resume": run.path}))]
+    starts = [
+        lambda: commands.folder_of(config),
+        lambda: commands.folder_of(config.model_copy(update={"resume": run.path})),
+    ]
     for start in [*starts, lambda: job._claim(run, may_be_our_own=True)]:
-        with pytest.raises(checks.BadInput, match=rf"/roles is on a file system without file locks \({os.strerror(number)}\).*-o flock"):
+        with pytest.raises(
+            checks.BadInput,
+            match=rf"/roles is on a file system without file locks \({os.strerror(number)}\).*-o flock",
+        ):
             start()
     assert run._held == []
 
@@ -267,12 +318,17 @@ def test_a_foreign_package_of_our_name_is_refused(tmp_path):
 
 
 def test_the_command_works_from_another_folder(tmp_path, model):
-    """`tandem` is on the user's path, not in their folder; a `trainer` folder of theirs must not be picked up by the entry point."""
+    """`tandem` is on the user's path, not in their folder; a `trainer` folder of theirs must not be picked up
+    by the entry point."""
     (tmp_path / "trainer").mkdir()
     command = shutil.which("tandem", path=str(Path(sys.executable).parent))
     assert command, "tandem is not installed beside this Python"
     done = subprocess.run(
-        [command, "train", str(config_file(tmp_path, model)), "--dry-run"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [command, "train", str(config_file(tmp_path, model)), "--dry-run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 0, done.stderr
 
@@ -287,7 +343,14 @@ def test_the_summary_adds_up_the_steps_and_ignores_a_torn_line(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     summary = write_summary(RunFolder(tmp_path), seconds={"start_up": 3.0})
     assert summary["accuracy_before"] == 0.25 and summary["accuracy_after"] == 0.5 and summary["steps"] == 2
-    assert summary["seconds"] == {"sampling": 2.5, "logprobs": 0, "update": 0.75, "sync": 0, "evaluation": 3.0, "start_up": 3.0}
+    assert summary["seconds"] == {
+        "sampling": 2.5,
+        "logprobs": 0,
+        "update": 0.75,
+        "sync": 0,
+        "evaluation": 3.0,
+        "start_up": 3.0,
+    }
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
@@ -314,7 +377,8 @@ time.sleep(300)
 
 
 def test_a_role_that_fails_during_an_evaluation_ends_it(tmp_path, model, monkeypatch):
-    """Whoever waits for the answer stops waiting by himself: a ZeroMQ socket must not be closed while another thread polls it."""
+    """Whoever waits for the answer stops waiting by himself: a ZeroMQ socket must not be closed while another
+    thread polls it."""
     used_by = []
 
     class Watched(remote_sampler.RemoteSampler):
@@ -336,5 +400,7 @@ def test_a_role_that_fails_during_an_evaluation_ends_it(tmp_path, model, monkeyp
     monkeypatch.setattr(commands, "role", role)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RoleFailed, match="the serve role ended with exit code 3"):
-        commands.evaluate(config_file(tmp_path, model), ["launch.start_timeout_s=30", "launch.collective_timeout_s=30"])
+        commands.evaluate(
+            config_file(tmp_path, model), ["launch.start_timeout_s=30", "launch.collective_timeout_s=30"]
+        )
     assert used_by == [threading.get_ident()] * 2

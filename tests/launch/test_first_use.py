@@ -82,7 +82,11 @@ def test_schema_names_type_default_unit_and_meaning(capsys):
 def test_schema_of_a_part_and_of_a_misspelt_one(capsys):
     print_schema("sft", "optimizer", as_json=False)
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("    ")]
-    assert lines[0].startswith("optimizer  ") and all(line.startswith("optimizer") for line in lines) and len(lines) > 5
+    assert (
+        lines[0].startswith("optimizer  ")
+        and all(line.startswith("optimizer") for line in lines)
+        and len(lines) > 5
+    )
     with pytest.raises(BadInput, match=r"FIELD: rolout is no field of kind train.*did you mean .*rollout"):
         print_schema("train", "rolout", as_json=False)
 
@@ -94,7 +98,9 @@ def with_numbers(value):
     return float(value) if isinstance(value, str) and re.fullmatch(r"[\d.]+e-?\d+", value) else value
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs" / "recipes").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs" / "recipes").glob("*.yaml")), ids=lambda file: file.stem
+)
 def test_shipped_configs_and_their_resolved_form_fit_the_json_schema(file):
     written = with_numbers(yaml.safe_load(file.read_text()))
     schema = json_schema(written.get("kind", "train"))
@@ -114,9 +120,24 @@ def test_an_experiment_of_ones_own_passes_the_dry_run_and_gives_its_reward_the_r
     assert "next: cd " in capsys.readouterr().out
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     # The tiny model has no chat template; every other value is the file's own.
-    command = [sys.executable, "-m", "launch", "train", "experiment.yaml", "--dry-run", "task.apply_chat_template=false"]
+    command = [
+        sys.executable,
+        "-m",
+        "launch",
+        "train",
+        "experiment.yaml",
+        "--dry-run",
+        "task.apply_chat_template=false",
+    ]
     settings = ["rollout.max_new_tokens=14", "learner.token_budget=512"]
-    done = subprocess.run([*command, *settings], cwd=tmp_path / "mine", env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, *settings],
+        cwd=tmp_path / "mine",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     config = load_config(tmp_path / "mine" / "experiment.yaml")
     assert (config.name, config.model.path) == ("mine", tmp_path / "model")
@@ -144,7 +165,11 @@ def make_run(folder: Path, *, rows: list[dict], **config) -> RunFolder:
 
 
 def test_the_list_of_runs(tmp_path):
-    rows = [{"step": 0, "eval/accuracy": 0.25}, {"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.75}]
+    rows = [
+        {"step": 0, "eval/accuracy": 0.25},
+        {"step": 1, "reward/mean": 0.5},
+        {"step": 2, "reward/mean": 0.75},
+    ]
     stopped = make_run(tmp_path / "runs" / "a-1", rows=rows)
     (stopped.path / "metrics.jsonl").open("a").write('{"step": 3, "rew')  # torn by a crash
     (stopped.path / "roles").mkdir()
@@ -185,7 +210,9 @@ def test_resume_is_train_with_the_config_of_the_run(tmp_path, monkeypatch):
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0
-    assert asked == [((run.config, [f"resume={run.path}", "steps=300"]), {"dry_run": True, "gpu_memory": None})]
+    assert asked == [
+        ((run.config, [f"resume={run.path}", "steps=300"]), {"dry_run": True, "gpu_memory": None})
+    ]
 
 
 def test_following_a_run_ends_with_it(tmp_path):
@@ -239,7 +266,8 @@ def test_help_is_light_and_lists_the_new_commands():
 
 
 def test_healthy_processes_end_without_what_libraries_say_of_themselves():
-    """A finaliser of the interpreter that writes to the error stream stands for nanobind's; a traceback is still there."""
+    """A finaliser of the interpreter that writes to the error stream stands for nanobind's; a traceback is
+    still there."""
     code = """
 import ctypes, os
 from launch.commands.train import quiet_end
@@ -254,9 +282,16 @@ import sys
 sys.noisy = keep
 print("said before the end", file=sys.stderr)
 """
-    for more, words in (("", "said before the end\n"), ("raise ValueError('the cause')", "ValueError: the cause\n")):
-        done = subprocess.run([sys.executable, "-c", code + more], cwd=ROOT, capture_output=True, text=True, check=False)
+    for more, words in (
+        ("", "said before the end\n"),
+        ("raise ValueError('the cause')", "ValueError: the cause\n"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code + more], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         assert done.stderr.endswith(words), done.stderr
     loud = code.replace("quiet_end()\n", "")
-    without = subprocess.run([sys.executable, "-c", loud], cwd=ROOT, capture_output=True, text=True, check=True)
+    without = subprocess.run(
+        [sys.executable, "-c", loud], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert "leaked 514 functions!" in without.stderr, "the check can fail"

@@ -1,4 +1,5 @@
-"""The engine's relations: score equals train bitwise, splits and layouts do not matter, nothing moves on a bad update."""
+"""The engine's relations: score equals train bitwise, splits and layouts do not matter, nothing moves on a
+bad update."""
 
 import itertools
 
@@ -37,16 +38,25 @@ def folder(tmp_path_factory):
 
 
 def reference_gradient(engine, microbatches):
-    """The plain sum of the micro-batches' gradients, by torch.autograd on the bare model, without Megatron's DDP or schedule."""
+    """The plain sum of the micro-batches' gradients, by torch.autograd on the bare model, without Megatron's
+    DDP or schedule."""
     engine.chunks[0].zero_grad(set_to_none=True)
     parameters = dict(engine.chunks[0].named_parameters())
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for batch in microbatches:
         packed = engine.chunks[0].pack(batch.cu_seqlens, batch.positions_T)
         found = engine.chunks[0].logprobs(
-            tokens_T=batch.tokens_T, targets_T=batch.targets_T, packed=packed, temperature=0.7, with_entropy=True
+            tokens_T=batch.tokens_T,
+            targets_T=batch.targets_T,
+            packed=packed,
+            temperature=0.7,
+            with_entropy=True,
         )
-        for name, grad in zip(total, torch.autograd.grad(weighted_loss(batch, *found)[0], list(parameters.values())), strict=True):
+        for name, grad in zip(
+            total,
+            torch.autograd.grad(weighted_loss(batch, *found)[0], list(parameters.values())),
+            strict=True,
+        ):
             total[name] += grad
     return total
 
@@ -178,7 +188,9 @@ def test_an_all_zero_loss_is_an_update_with_no_gradient(folder, attached):
     engine = make_engine(folder)
     before = weights_of(engine)
     result = engine.update(
-        [make_batch([4, 5])], lambda b, lp, en: ((lp * 0).sum() if attached else torch.zeros(()), "seen"), temperature=1.0
+        [make_batch([4, 5])],
+        lambda b, lp, en: ((lp * 0).sum() if attached else torch.zeros(()), "seen"),
+        temperature=1.0,
     )
     assert result.grad_norm == 0.0 and result.outputs == ["seen"]
     assert all(torch.equal(before[n], t) for n, t in weights_of(engine).items())
@@ -193,7 +205,10 @@ def test_a_frozen_engine_scores_and_refuses_to_train(folder):
     wanted = make_engine(folder).logprobs([batch], temperature=1.0)[0][0]
     assert torch.equal(frozen.logprobs([batch], temperature=1.0)[0][0], wanted)
     assert frozen.logprobs([], temperature=1.0) == []
-    for action in (lambda: frozen.update([batch], weighted_loss, temperature=1.0), lambda: frozen.save(folder, {})):
+    for action in (
+        lambda: frozen.update([batch], weighted_loss, temperature=1.0),
+        lambda: frozen.save(folder, {}),
+    ):
         with pytest.raises(ValueError, match="frozen"):
             action()
 
@@ -209,7 +224,9 @@ def mean_loss(factor):
 @pytest.mark.parametrize("distributed", [True, False])
 def test_float16_steps_by_the_unscaled_gradient_and_skips_one_that_overflows(folder, distributed):
     batch = make_batch(LENGTHS)
-    engine, exact = (make_engine(folder, dtype=dtype, distributed=distributed) for dtype in ("float16", "float32"))
+    engine, exact = (
+        make_engine(folder, dtype=dtype, distributed=distributed) for dtype in ("float16", "float32")
+    )
     scored = engine.logprobs([batch], temperature=0.7)[0][0]
     found, wanted = (e.update([batch], mean_loss(0.1), temperature=0.7) for e in (engine, exact))
     assert torch.equal(found.outputs[0], scored)
@@ -233,7 +250,9 @@ def test_the_gradient_of_float16_is_without_its_scale(folder):
     engine, exact = (make_engine(folder, dtype=dtype) for dtype in ("float16", "float32"))
     found, wanted = (e.gradient([batch], mean_loss(0.1), temperature=0.7)[0] for e in (engine, exact))
     assert (found - wanted).norm() < 1e-2 * wanted.norm()
-    with pytest.raises(NonFiniteError, match=r"gradient is not finite at a loss scale of 65536.0 \(not finite on rank 0: "):
+    with pytest.raises(
+        NonFiniteError, match=r"gradient is not finite at a loss scale of 65536.0 \(not finite on rank 0: "
+    ):
         engine.gradient([batch], mean_loss(1e6), temperature=0.7)
 
 
@@ -253,7 +272,9 @@ def test_a_float32_output_projection_leaves_the_rest_in_bfloat16(folder):
     engine = make_engine(folder, dtype="bfloat16", fp32_lm_head=True)
     model = engine.chunks[0]
     with torch.no_grad():
-        logits_TV = model.logits(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T))
+        logits_TV = model.logits(
+            tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T)
+        )
     assert logits_TV.dtype == torch.float32 and model.output_layer.weight.dtype == torch.bfloat16
     scored_T = engine.logprobs([batch], temperature=0.7)[0][0]
     wanted_T = (logits_TV / 0.7).log_softmax(-1).gather(1, batch.targets_T[:, None]).squeeze(1)
@@ -318,12 +339,17 @@ def test_a_bad_loss_on_one_rank_stops_both(tmp_path, bad_rank):
     folder = make_hf_model(tmp_path / "m", "qwen3")
     ranks = run_ranks(work_non_finite, 2, tmp_path / "ranks", folder, bad_rank)
     assert all(rank["unchanged"] for rank in ranks)
-    assert "micro-batches {0: nan}" in ranks[bad_rank]["message"] and "another rank" in ranks[1 - bad_rank]["message"]
+    assert (
+        "micro-batches {0: nan}" in ranks[bad_rank]["message"]
+        and "another rank" in ranks[1 - bad_rank]["message"]
+    )
 
 
 @pytest.mark.engines
 def test_the_deadline_reaches_megatrons_groups_and_cpu_tensors_travel_in_the_default_one(folder, tmp_path):
-    for found in run_ranks(work_group_deadlines, 2, tmp_path / "ranks", folder, 150.0):  # run_ranks gives the default group 60 s
+    for found in run_ranks(
+        work_group_deadlines, 2, tmp_path / "ranks", folder, 150.0
+    ):  # run_ranks gives the default group 60 s
         assert found["seconds"] == {"dp": 180.0, "tp": 180.0, "default": 60.0}  # whole minutes, rounded up
         assert found["total"] == 3
         assert found["objects"] == [{"rank": 0}, {"rank": 1}]

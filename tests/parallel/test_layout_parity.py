@@ -1,7 +1,8 @@
-"""Every dense layout takes the step of one process: loss, each gradient, norm and updated weights, in float32, from packed micro-batches.
+"""Every dense layout takes the step of one process: loss, each gradient, norm and updated weights, in
+float32, from packed micro-batches.
 
-A layout runs once, with all its jobs, in one set of processes; each number is compared tensor by tensor, relative to the tensor's
-greatest magnitude.
+A layout runs once, with all its jobs, in one set of processes; each number is compared tensor by tensor,
+relative to the tensor's greatest magnitude.
 """
 
 import pytest
@@ -36,7 +37,9 @@ STEPS = {
     "pp2": (UNTIED, TIED, CRITIC),
     "pp2 vpp2": (UNTIED, TIED, CRITIC),
     "tp2 pp2 sp": (UNTIED, TIED, CRITIC),
-    "pp2 dp2": (TIED,),  # the two copies of the embedding, each sharded over data-parallel ranks by the optimizer
+    "pp2 dp2": (
+        TIED,
+    ),  # the two copies of the embedding, each sharded over data-parallel ranks by the optimizer
 }
 CHECKPOINT, BAD_LOSS, RECOMPUTED, LEARNER = "checkpoint", "bad loss", "recomputed", "learner"
 LEARNER_LAYOUTS = ("pp2 vpp2", "tp2 pp2 sp")
@@ -44,17 +47,28 @@ WRITER, READER = "tp2 pp2 sp", "pp2 vpp2"
 
 
 def learner_run(folder) -> RunConfig:
-    """A critic beside the policy, rejection inside the loss (the normaliser is known after its forward pass), one minibatch."""
+    """A critic beside the policy, rejection inside the loss (the normaliser is known after its forward pass),
+    one minibatch."""
     rejecting = {
         "weight": {"level": "token", "upper": 1.5},
-        "reject": [{"rule": "ratio", "level": "geometric", "upper": 3.0}, {"rule": "ratio", "level": "token", "upper": 10.0}],
+        "reject": [
+            {"rule": "ratio", "level": "geometric", "upper": 3.0},
+            {"rule": "ratio", "level": "token", "upper": 10.0},
+        ],
     }
     aggregation = AggregationConfig(type="token_mean")
     config = learner_config(
-        folder, data_parallel=1, aggregation=aggregation, sharded=True, correction=rejecting, learner={"minibatches": 1}
+        folder,
+        data_parallel=1,
+        aggregation=aggregation,
+        sharded=True,
+        correction=rejecting,
+        learner={"minibatches": 1},
     )
     optimizer = {"lr": 1e-2, "eps": 1e-4}
-    return RunConfig.model_validate(config.model_dump() | {"advantage": {"type": "gae"}, "critic": {"optimizer": optimizer}})
+    return RunConfig.model_validate(
+        config.model_dump() | {"advantage": {"type": "gae"}, "critic": {"optimizer": optimizer}}
+    )
 
 
 class Runs:
@@ -64,11 +78,19 @@ class Runs:
         self.root = root
         self.found = {}
         self.jobs = {
-            UNTIED: {"kind": "policy", "folder": make_hf_model(root / "untied", "qwen3", num_hidden_layers=4)},
-            TIED: {"kind": "policy", "folder": make_hf_model(root / "tied", "qwen2", tied=True, num_hidden_layers=4)},
+            UNTIED: {
+                "kind": "policy",
+                "folder": make_hf_model(root / "untied", "qwen3", num_hidden_layers=4),
+            },
+            TIED: {
+                "kind": "policy",
+                "folder": make_hf_model(root / "tied", "qwen2", tied=True, num_hidden_layers=4),
+            },
         }
         self.jobs[CRITIC] = {"kind": "critic", "folder": self.jobs[TIED]["folder"]}
-        groups = make_groups([[9, 5, 14], [12, 3, 20], [7, 16, 2], [11, 4, 8]], [[1.0, 0.0, 0.1]] * 4, seed=3, vocab=VOCAB)
+        groups = make_groups(
+            [[9, 5, 14], [12, 3, 20], [7, 16, 2], [11, 4, 8]], [[1.0, 0.0, 0.1]] * 4, seed=3, vocab=VOCAB
+        )
         self.learner = {"config": learner_run(self.jobs[UNTIED]["folder"]), "groups": groups}
 
     def one_process(self) -> dict:
@@ -114,7 +136,9 @@ def runs(tmp_path_factory):
 def greatest_difference(found, wanted):
     """Over all tensors: the largest difference relative to the tensor's largest magnitude."""
     assert found.keys() == wanted.keys()
-    return max(((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()).item() for name in wanted)
+    return max(
+        ((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()).item() for name in wanted
+    )
 
 
 def total_loss(ranks, name):
@@ -130,9 +154,13 @@ def test_a_step_is_that_of_one_process(runs, layout, record_property):
         assert wanted["norm"] > 2 * OPTIMIZER["clip_grad"]  # clipping is active
         assert total_loss(ranks, name) == pytest.approx(wanted["loss"], rel=1e-6), name
         for rank in (found[name] for found in ranks):
-            assert rank["bitwise"], f"{name}: the update's own forward pass gave other numbers than the score pass"
+            assert rank["bitwise"], (
+                f"{name}: the update's own forward pass gave other numbers than the score pass"
+            )
             assert rank["norm"] == pytest.approx(wanted["norm"], rel=TOLERANCE), name
-            differences = {part: greatest_difference(rank[part], wanted[part]) for part in ("gradients", "weights")}
+            differences = {
+                part: greatest_difference(rank[part], wanted[part]) for part in ("gradients", "weights")
+            }
             record_property(name, differences)
             assert max(differences.values()) < TOLERANCE, f"{name}: {differences}"
 
@@ -159,7 +187,8 @@ def test_every_rank_of_a_pipeline_gets_the_same_scores(runs, layout):
 
 @pytest.mark.parametrize("reader", ["one process", READER])
 def test_a_checkpoint_goes_on_in_another_layout(runs, reader):
-    """Written by TP2 x PP2 with sequence parallelism: the next step has the loss and ends at the weights of the one that wrote it."""
+    """Written by TP2 x PP2 with sequence parallelism: the next step has the loss and ends at the weights of
+    the one that wrote it."""
     wanted = runs.of(WRITER)[0][CHECKPOINT]
     found = runs.loaded_in_one_process() if reader == "one process" else runs.of(READER)[0][CHECKPOINT]
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
@@ -176,8 +205,12 @@ def test_the_learner_steps_like_one_process(runs, layout):
         assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-4, abs=1e-6)
         for sequence, logprobs_T in per_sequence(found).items():
             torch.testing.assert_close(logprobs_T, logprobs_S[sequence], rtol=0, atol=1e-5)
-        assert max(greatest_difference(found[part], wanted[part]) for part in ("weights", "critic")) < TOLERANCE
-        assert [p for row in found["probe"] for p in row] == pytest.approx([p for row in wanted["probe"] for p in row], abs=1e-5)
+        assert (
+            max(greatest_difference(found[part], wanted[part]) for part in ("weights", "critic")) < TOLERANCE
+        )
+        assert [p for row in found["probe"] for p in row] == pytest.approx(
+            [p for row in wanted["probe"] for p in row], abs=1e-5
+        )
 
 
 def per_sequence(found):
@@ -192,5 +225,8 @@ def test_a_bad_loss_on_the_last_stage_stops_all(runs):
 
 def test_a_second_engine_must_have_the_same_sizes(runs):
     build(layout=LayoutConfig(), **runs.jobs[UNTIED])
-    with pytest.raises(ValueError, match="already runs a layout of tp=1, pp=1, vpp=1, cp=1, ep=1; a second engine cannot have tp=1, pp=2"):
+    with pytest.raises(
+        ValueError,
+        match="already runs a layout of tp=1, pp=1, vpp=1, cp=1, ep=1; a second engine cannot have tp=1, pp=2",
+    ):
         join_groups(LayoutConfig(pp=2), 0, 60.0)

@@ -42,7 +42,8 @@ def test_the_kernel_gives_a_silent_host_up_in_time(seconds):
 
 @pytest.fixture
 def network(monkeypatch):
-    """What happens to attempts to connect, one after another; beyond those listed they go through. Returns those made."""
+    """What happens to attempts to connect, one after another; beyond those listed they go through. Returns
+    those made."""
 
     def make(*outcomes: OSError) -> list:
         made, real = [], socket.create_connection
@@ -68,7 +69,9 @@ def listening():
         yield server.getsockname()
 
 
-@pytest.mark.parametrize("cut", [GONE, OSError(errno.EHOSTUNREACH, "No route to host"), TimeoutError("timed out")])
+@pytest.mark.parametrize(
+    "cut", [GONE, OSError(errno.EHOSTUNREACH, "No route to host"), TimeoutError("timed out")]
+)
 def test_a_cut_is_waited_out(network, listening, cut):
     made = network(cut, cut, cut)
     with closing(connect(listening, peer_timeout_s=20)) as connection:
@@ -88,13 +91,17 @@ def test_a_cut_for_good_ends_in_its_error_and_a_refusal_at_once(network, listeni
     assert len(made) == 1
 
 
-# --- generation ---------------------------------------------------------------------------------------------------------------------
+# --- generation
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 async def generate(monkeypatch, outcomes: list[OSError], *, peer_timeout_s: float, max_retries: int):
     """Through a client whose attempts to connect have these outcomes first. Returns its stats."""
     sample = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 5, None]]}
-    reply = {"output_ids": [5], "meta_info": sample | {"weight_versions": [{"version": "0", "start": 0, "end": 1}]}}
+    reply = {
+        "output_ids": [5],
+        "meta_info": sample | {"weight_versions": [{"version": "0", "start": 0, "end": 1}]},
+    }
 
     async def answer(request):
         return web.json_response([reply])
@@ -141,7 +148,8 @@ def test_a_cut_for_good_ends_the_generation(monkeypatch):
         asyncio.run(generate(monkeypatch, [GONE] * 1000, peer_timeout_s=0.3, max_retries=1))
 
 
-# --- learner and sample role --------------------------------------------------------------------------------------------------------
+# --- learner and sample role
+# --------------------------------------------------------------------------------------------------------
 
 ANSWERER = """
 import signal, zmq
@@ -181,7 +189,9 @@ def test_answers_come_through_and_a_slow_one_is_waited_for(requester):
     assert not requester.poll(7500), "busy for longer than peer_timeout_s, and still there"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])  # a process that ended, and one (or a host) that is silent
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGSTOP]
+)  # a process that ended, and one (or a host) that is silent
 def test_a_peer_that_is_gone_ends_the_wait_for_its_answer(answerer, requester, number):
     requester.send(b"first")
     assert requester.poll(20_000) and requester.recv() == b"first"
@@ -196,8 +206,12 @@ def test_a_peer_that_is_gone_ends_the_wait_for_its_answer(answerer, requester, n
 def test_a_sample_role_that_cannot_be_reached_is_an_error_of_sampling_within_the_time_for_it():
     with closing(socket.socket()) as nobody:
         nobody.bind(("127.0.0.1", 0))  # not listening
-        with RemoteSampler(f"tcp://127.0.0.1:{nobody.getsockname()[1]}", timeout_s=60, peer_timeout_s=0.3) as remote:
+        with RemoteSampler(
+            f"tcp://127.0.0.1:{nobody.getsockname()[1]}", timeout_s=60, peer_timeout_s=0.3
+        ) as remote:
             began = time.monotonic()
-            with pytest.raises(SamplingError, match=r"the sample role is gone: no connection to tcp://127.0.0.1:\d+ in 0.3 s"):
+            with pytest.raises(
+                SamplingError, match=r"the sample role is gone: no connection to tcp://127.0.0.1:\d+ in 0.3 s"
+            ):
                 remote.state()
             assert time.monotonic() - began < 40

@@ -1,4 +1,5 @@
-"""Reward models over HTTP, against local servers that score, refuse, drop connections, hang, and talk nonsense, and (marked) SGLang's."""
+"""Reward models over HTTP, against local servers that score, refuse, drop connections, hang, and talk
+nonsense, and (marked) SGLang's."""
 
 import asyncio
 import json
@@ -52,7 +53,8 @@ def length_of(text: str) -> float:
 
 @dataclass
 class Server:
-    """A reward model whose answer is the length of the text; ``acts`` says what it does instead, request after request.
+    """A reward model whose answer is the length of the text; ``acts`` says what it does instead, request
+    after request.
 
     The first request is the trial sample of the start: it is answered properly and leaves no trace.
     """
@@ -71,7 +73,10 @@ class Server:
 
     @property
     def batches(self) -> list[list[str]]:
-        return [[item["text"] for item in r["items"]] if "items" in r else r.get("text", r.get("input_ids")) for r in self.requests]
+        return [
+            [item["text"] for item in r["items"]] if "items" in r else r.get("text", r.get("input_ids"))
+            for r in self.requests
+        ]
 
     async def __aenter__(self) -> "Server":
         app = web.Application()
@@ -89,7 +94,11 @@ class Server:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        texts = [item["text"] for item in body["items"]] if "items" in body else body.get("text", body.get("input_ids"))
+        texts = (
+            [item["text"] for item in body["items"]]
+            if "items" in body
+            else body.get("text", body.get("input_ids"))
+        )
         if not self.tried:
             self.tried = True
             return self._reply([1.0])
@@ -129,7 +138,12 @@ class Server:
     def _reply(self, scores: list[object]) -> web.Response:
         if self.protocol == "json":
             return web.json_response({"scores": scores})
-        return web.json_response([{"embedding": [] if s is None else s if isinstance(s, list) else [s], "meta_info": {}} for s in scores])
+        return web.json_response(
+            [
+                {"embedding": [] if s is None else s if isinstance(s, list) else [s], "meta_info": {}}
+                for s in scores
+            ]
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +152,12 @@ def quick_backoff(monkeypatch):
 
 
 def config_of(*servers: Server, **fields) -> ModelReward:
-    return ModelReward(**({"urls": tuple(s.url for s in servers), "protocol": servers[0].protocol, "timeout_s": 20.0} | fields))
+    return ModelReward(
+        **(
+            {"urls": tuple(s.url for s in servers), "protocol": servers[0].protocol, "timeout_s": 20.0}
+            | fields
+        )
+    )
 
 
 async def ask(config: ModelReward, *responses: str) -> list[Score]:
@@ -146,7 +165,9 @@ async def ask(config: ModelReward, *responses: str) -> list[Score]:
     model = RewardModel(config)
     try:
         await model.start()
-        found = await asyncio.gather(*(model.score(prompt(), response) for response in responses), return_exceptions=True)
+        found = await asyncio.gather(
+            *(model.score(prompt(), response) for response in responses), return_exceptions=True
+        )
     finally:
         await model.close()
     for score in found:
@@ -163,7 +184,8 @@ def run(server: Server, *responses: str, **fields) -> list[Score]:
     return asyncio.run(go())
 
 
-# --- what is sent, and how it is read ----------------------------------------------------------------------------------------------
+# --- what is sent, and how it is read
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", ["sglang", "json"])
@@ -173,7 +195,9 @@ def test_every_response_gets_the_score_of_its_own_text(protocol):
     scores = run(server, *responses, batch_size=4)
     assert scores == [Score(value=length_of("2+3=" + response)) for response in responses]
     assert [len(batch) for batch in server.batches] == [4, 4, 3]
-    assert [text for batch in server.batches for text in batch] == ["2+3=" + response for response in responses]
+    assert [text for batch in server.batches for text in batch] == [
+        "2+3=" + response for response in responses
+    ]
 
 
 def test_the_plain_protocol_sends_the_parts_and_the_text():
@@ -190,7 +214,9 @@ def chat_tokenizer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rm") / "tiny"
     make_tiny_countdown_model(folder, seed=0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    tokenizer.chat_template = "{% for m in messages %}{{ '(' if m.role == 'user' else ')' }}{{ m.content }}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '(' if m.role == 'user' else ')' }}{{ m.content }}{% endfor %}"
+    )
     chat = folder.parent / "chat"
     tokenizer.save_pretrained(chat)
     return folder, chat
@@ -216,13 +242,16 @@ def test_a_tokenizer_without_a_template_or_a_folder_is_refused(chat_tokenizer, t
         check_reward(ModelReward(urls=("http://a",), text=ChatText(tokenizer=tmp_path / "none")))
 
 
-# --- batches, places and replicas --------------------------------------------------------------------------------------------------
+# --- batches, places and replicas
+# --------------------------------------------------------------------------------------------------
 
 
 def test_no_more_requests_are_in_flight_than_allowed():
     async def go():
         async with Server(gate=asyncio.Event()) as server:
-            asked = asyncio.ensure_future(ask(config_of(server, batch_size=2, max_concurrency=4), *["x"] * 20))
+            asked = asyncio.ensure_future(
+                ask(config_of(server, batch_size=2, max_concurrency=4), *["x"] * 20)
+            )
             while server.in_flight < 4:
                 await asyncio.sleep(0.001)
             server.gate.set()
@@ -236,7 +265,9 @@ def test_the_least_loaded_replica_is_asked():
     async def go():
         gate = asyncio.Event()
         async with Server(gate=gate) as first, Server(gate=gate) as second:
-            asked = asyncio.ensure_future(ask(config_of(first, second, batch_size=2, max_concurrency=4), *["x"] * 8))
+            asked = asyncio.ensure_future(
+                ask(config_of(first, second, batch_size=2, max_concurrency=4), *["x"] * 8)
+            )
             while first.in_flight + second.in_flight < 4:
                 await asyncio.sleep(0.001)
             assert (first.in_flight, second.in_flight) == (2, 2)
@@ -284,7 +315,8 @@ def test_close_ends_what_is_under_way():
     asyncio.run(asyncio.wait_for(go(), 20))
 
 
-# --- what fails for a while --------------------------------------------------------------------------------------------------------
+# --- what fails for a while
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("act", ["drop", "cut off", "hang", "500", "503", "429"])
@@ -313,25 +345,38 @@ def test_the_next_attempt_goes_to_another_replica():
 
 @pytest.mark.parametrize(
     ("act", "message"),
-    [("drop", "[Dd]isconnected"), ("hang", r"no answer within timeout_s=1 s"), ("503", "HTTP 503: the reason"), ("429", "HTTP 429")],
+    [
+        ("drop", "[Dd]isconnected"),
+        ("hang", r"no answer within timeout_s=1 s"),
+        ("503", "HTTP 503: the reason"),
+        ("429", "HTTP 429"),
+    ],
 )
 def test_a_model_that_stays_away_is_one_clear_error_for_all_who_wait(act, message):
     async def go():
         async with Server(acts=[act] * 3) as server:
-            model = RewardModel(config_of(server, max_retries=2, timeout_s=1.0 if act == "hang" else 20.0), name="reward.parts.helpful")
+            model = RewardModel(
+                config_of(server, max_retries=2, timeout_s=1.0 if act == "hang" else 20.0),
+                name="reward.parts.helpful",
+            )
             await model.start()
-            found = await asyncio.gather(*(model.score(prompt(), r) for r in ("a", "b")), return_exceptions=True)
+            found = await asyncio.gather(
+                *(model.score(prompt(), r) for r in ("a", "b")), return_exceptions=True
+            )
             await model.close()
             assert len(server.requests) == 3 and server.url in str(found[0])
             return found
 
     first, second = asyncio.run(go())
     assert isinstance(first, RewardModelError) and first is second
-    assert str(first).startswith("reward.parts.helpful: 3 attempts to score 2 samples failed (max_retries=2): ")
+    assert str(first).startswith(
+        "reward.parts.helpful: 3 attempts to score 2 samples failed (max_retries=2): "
+    )
     assert re.search(message, str(first)) and "correct reward.parts.helpful.urls" in str(first)
 
 
-# --- what is wrong for good --------------------------------------------------------------------------------------------------------
+# --- what is wrong for good
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -355,17 +400,26 @@ def test_an_answer_of_another_form_ends_the_run_at_once(protocol, act, message):
 
 
 def test_a_model_with_several_labels_is_no_reward_model():
-    with pytest.raises(RewardModelError, match="sent 3 numbers for a text, not one score; serve a reward model with a single label"):
+    with pytest.raises(
+        RewardModelError,
+        match="sent 3 numbers for a text, not one score; serve a reward model with a single label",
+    ):
         run(Server(score=lambda text: [0.1, 0.2, 0.7]), "a")
 
 
-# --- single samples ----------------------------------------------------------------------------------------------------------------
+# --- single samples
+# ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", ["sglang", "json"])
 @pytest.mark.parametrize(
     ("bad", "message"),
-    [(float("nan"), "is nan, which is not finite"), (float("inf"), "is inf"), (None, "gave no score"), ("high", "must be a number")],
+    [
+        (float("nan"), "is nan, which is not finite"),
+        (float("inf"), "is inf"),
+        (None, "gave no score"),
+        ("high", "must be a number"),
+    ],
 )
 def test_a_score_that_is_no_number_fails_its_own_sample_only(protocol, bad, message):
     server = Server(protocol, score=lambda text: bad if "bad" in text else length_of(text))
@@ -406,14 +460,18 @@ def test_an_empty_text_is_not_sent_to_sglang(chat_tokenizer, tmp_path):
 
 def test_a_model_that_scores_nothing_any_more_ends_the_run():
     nan = Server("json", score=lambda text: float("nan"))
-    with pytest.raises(RewardModelError, match=f"{MAX_FAILED_IN_A_ROW} samples in a row could not be scored, the last: .*not finite"):
+    with pytest.raises(
+        RewardModelError,
+        match=f"{MAX_FAILED_IN_A_ROW} samples in a row could not be scored, the last: .*not finite",
+    ):
         run(nan, *["x"] * MAX_FAILED_IN_A_ROW)
     rare = Server("json", score=lambda text: 1.0 if text.endswith("good") else float("nan"))
     responses = [*["x"] * (MAX_FAILED_IN_A_ROW - 1), "good", *["x"] * (MAX_FAILED_IN_A_ROW - 1)]
     assert sum(score.error is None for score in run(rare, *responses, max_concurrency=1)) == 1
 
 
-# --- start-up, and among other rewards ---------------------------------------------------------------------------------------------
+# --- start-up, and among other rewards
+# ---------------------------------------------------------------------------------------------
 
 
 def enter(config) -> None:
@@ -444,7 +502,9 @@ def test_every_replica_is_tried_at_the_start_and_a_part_is_named(unused_url):
     async def go():
         async with Server() as server:
             model = ModelReward(urls=(server.url, unused_url), max_retries=0)
-            async with Scorer(WeightedReward(parts={"right": CountdownReward(), "helpful": model}), max_new_tokens=9):
+            async with Scorer(
+                WeightedReward(parts={"right": CountdownReward(), "helpful": model}), max_new_tokens=9
+            ):
                 pass
 
     with pytest.raises(RewardModelError, match=r"^reward\.parts\.helpful: 1 attempts"):
@@ -454,7 +514,11 @@ def test_every_replica_is_tried_at_the_start_and_a_part_is_named(unused_url):
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (400, {"error": {"message": "Please add `--is-embedding`"}}, "refused it with HTTP 400.*Please add `--is-embedding`"),
+        (
+            400,
+            {"error": {"message": "Please add `--is-embedding`"}},
+            "refused it with HTTP 400.*Please add `--is-embedding`",
+        ),
         (405, {}, "answered HTTP 405"),
         (200, [{"embedding": [float("nan")]}], "cannot score a trial sample: ValueError: the reward is nan"),
         (200, [{"embedding": [0.5] * 768}], "768 numbers"),
@@ -485,21 +549,32 @@ def test_a_server_that_is_no_reward_model_is_found_at_the_start(status, body, me
 def test_a_model_beside_a_rule_by_hand():
     async def go():
         async with Server() as server:
-            config = WeightedReward(parts={"helpful": config_of(server, weight=0.5), "right": CountdownReward(weight=2.0)})
+            config = WeightedReward(
+                parts={"helpful": config_of(server, weight=0.5), "right": CountdownReward(weight=2.0)}
+            )
             problem = Prompt(prompt_id="c", token_ids=[1], text="1 2=3:", task="countdown", reference="1 2=3")
             async with Scorer(config, max_new_tokens=9) as scorer:
-                return [await scorer.score(problem, r, num_tokens=3, finish_reason=FinishReason.STOP) for r in ("1+2", "1-2", "1+2+0")]
+                return [
+                    await scorer.score(problem, r, num_tokens=3, finish_reason=FinishReason.STOP)
+                    for r in ("1+2", "1-2", "1+2+0")
+                ]
 
     right, wrong, invalid = asyncio.run(go())
-    assert right == Score(value=0.5 * 9 / 4 + 2.0, parts={"helpful": 9 / 4, "right": 1, "right/valid": 1}, correct=True)
-    assert wrong == Score(value=0.5 * 9 / 4, parts={"helpful": 9 / 4, "right": 0, "right/valid": 1}, correct=False)
+    assert right == Score(
+        value=0.5 * 9 / 4 + 2.0, parts={"helpful": 9 / 4, "right": 1, "right/valid": 1}, correct=True
+    )
+    assert wrong == Score(
+        value=0.5 * 9 / 4, parts={"helpful": 9 / 4, "right": 0, "right/valid": 1}, correct=False
+    )
     assert (invalid.value, invalid.correct) == (0.5 * 11 / 4, False)
 
 
 def test_a_model_that_dies_ends_the_scoring_of_a_combination_too():
     async def go():
         async with Server(acts=["503"]) as server:
-            config = WeightedReward(parts={"right": CountdownReward(), "helpful": config_of(server, max_retries=0)})
+            config = WeightedReward(
+                parts={"right": CountdownReward(), "helpful": config_of(server, max_retries=0)}
+            )
             async with Scorer(config, max_new_tokens=9) as scorer:
                 await scorer.score(prompt(), "x", num_tokens=1, finish_reason=FinishReason.STOP)
 
@@ -508,7 +583,8 @@ def test_a_model_that_dies_ends_the_scoring_of_a_combination_too():
 
 
 def test_the_reference_servers_of_this_file_are_what_they_say():
-    """Of the server that the other tests trust: scores come back in sglang's shape, and a dropped connection is one."""
+    """Of the server that the other tests trust: scores come back in sglang's shape, and a dropped connection
+    is one."""
 
     async def go():
         async with Server(acts=["score", "drop"], tried=True) as server, aiohttp.ClientSession() as session:
@@ -520,7 +596,8 @@ def test_the_reference_servers_of_this_file_are_what_they_say():
     asyncio.run(go())
 
 
-# --- a real SGLang server ----------------------------------------------------------------------------------------------------------
+# --- a real SGLang server
+# ----------------------------------------------------------------------------------------------------------
 
 EXACT = 1e-4
 CONTEXT = 64
@@ -528,12 +605,15 @@ RESPONSES = ("5", "6", "2+3", "(2+3)*1", "5 5 5 5", "", "= 5 - 0 * 7", "0", "9" 
 
 
 def make_tiny_reward_model(folder: Path) -> None:
-    """A random Qwen3 with one label in float32, whose tokenizer puts <unused_0> before a text, as its chat template does too."""
+    """A random Qwen3 with one label in float32, whose tokenizer puts <unused_0> before a text, as its chat
+    template does too."""
     make_tiny_countdown_model(folder, seed=0)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer.add_special_tokens({"bos_token": "<unused_0>"})
     begin = [("<unused_0>", tokenizer.bos_token_id)]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unused_0> $A", special_tokens=begin)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<unused_0> $A", special_tokens=begin
+    )
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ '(' if m.role == 'user' else ')' }}{{ m.content }}{% endfor %}"
     tokenizer.save_pretrained(folder)
     config = Qwen3Config(
@@ -557,7 +637,9 @@ def make_tiny_reward_model(folder: Path) -> None:
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(5.0)  # so that the scores of different texts are far apart
-    model.save_pretrained(folder, state_dict=model.state_dict() | {"score.bias": torch.zeros(1)})  # see rollout/rewards/model.py
+    model.save_pretrained(
+        folder, state_dict=model.state_dict() | {"score.bias": torch.zeros(1)}
+    )  # see rollout/rewards/model.py
 
 
 @dataclass(frozen=True)
@@ -588,7 +670,9 @@ def sglang(tmp_path_factory):
     command = server_command(config, share=share, model_path=model_dir, ports=ports, cuda=False, seed=0)
     command.remove("--skip-tokenizer-init")  # here the server turns text into tokens
     url = f"http://127.0.0.1:{ports.http}"
-    process = start_watched(command, log_file=log_file, environment=server_environment(share, place=0, threads=1, cuda=False))
+    process = start_watched(
+        command, log_file=log_file, environment=server_environment(share, place=0, threads=1, cuda=False)
+    )
     try:
         wait_until_healthy(url, process, log_file)
         yield RealServer(url, process, model_dir, expected)
@@ -624,21 +708,31 @@ def test_sglang_gives_the_scores_of_transformers(sglang, batch_size, text):
 @pytest.mark.engines
 @pytest.mark.parametrize("batch_size", [1, 7])
 @pytest.mark.parametrize("text", ["plain", "chat"])
-def test_sglang_refuses_a_text_beyond_its_context_and_its_neighbours_keep_their_scores(sglang, batch_size, text):
+def test_sglang_refuses_a_text_beyond_its_context_and_its_neighbours_keep_their_scores(
+    sglang, batch_size, text
+):
     form, before = (PlainText(), "2+3=") if text == "plain" else (ChatText(tokenizer=sglang.folder), "(2+3=)")
-    longest = "1" * (CONTEXT - 2 - len(before))  # SGLang takes one token less than the context, and the first is <unused_0>
+    longest = "1" * (
+        CONTEXT - 2 - len(before)
+    )  # SGLang takes one token less than the context, and the first is <unused_0>
     responses = ["5", longest + "1", longest, "6", "7" * 1000, "8", "9"]
     scores = asyncio.run(ask(sglang.config(batch_size=batch_size, text=form), *responses))
     for response, score in zip(responses, scores, strict=True):
         if len(response) > len(longest):
-            assert score.value == 0.0 and f"longer than the model's context length ({CONTEXT} tokens)" in score.error
+            assert (
+                score.value == 0.0
+                and f"longer than the model's context length ({CONTEXT} tokens)" in score.error
+            )
         else:
             assert score.error is None
             assert score.value == pytest.approx(sglang.expected(before + response), abs=EXACT)
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize(("path", "message"), [("/v2", "/v2/classify answered HTTP 404"), ("/v1", "/v1/classify refused it with HTTP 400")])
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("/v2", "/v2/classify answered HTTP 404"), ("/v1", "/v1/classify refused it with HTTP 400")],
+)
 def test_a_wrong_address_on_an_sglang_server_is_found_at_the_start(sglang, path, message):
     with pytest.raises(RewardModelError, match=message + ".*correct reward.urls"):
         enter(sglang.config(urls=(sglang.url + path,), max_retries=2))
@@ -647,7 +741,9 @@ def test_a_wrong_address_on_an_sglang_server_is_found_at_the_start(sglang, path,
 @pytest.mark.engines
 def test_sglang_beside_a_rule(sglang):
     async def go():
-        config = WeightedReward(parts={"helpful": sglang.config(weight=0.5), "right": CountdownReward(weight=2.0)})
+        config = WeightedReward(
+            parts={"helpful": sglang.config(weight=0.5), "right": CountdownReward(weight=2.0)}
+        )
         problem = Prompt(prompt_id="c", token_ids=[1], text="1 2=3:", task="countdown", reference="1 2=3")
         async with Scorer(config, max_new_tokens=9) as scorer:
             return await scorer.score(problem, "1+2", num_tokens=3, finish_reason=FinishReason.STOP)
@@ -669,7 +765,12 @@ def test_an_sglang_server_that_is_killed_while_it_scores_ends_the_run(sglang):
             assert math.isclose(score.value, sglang.expected("2+3=5"), abs_tol=EXACT)
             os.killpg(sglang.process.pid, signal.SIGSTOP)  # from here on nothing is answered
             responses = ["1"] * 12  # three requests, of which two may be in flight
-            asked = [asyncio.ensure_future(scorer.score(prompt(), r, num_tokens=1, finish_reason=FinishReason.STOP)) for r in responses]
+            asked = [
+                asyncio.ensure_future(
+                    scorer.score(prompt(), r, num_tokens=1, finish_reason=FinishReason.STOP)
+                )
+                for r in responses
+            ]
             done, _ = await asyncio.wait(asked, timeout=0.5)
             assert not done
             os.killpg(sglang.process.pid, signal.SIGKILL)
@@ -677,7 +778,11 @@ def test_an_sglang_server_that_is_killed_while_it_scores_ends_the_run(sglang):
 
     errors, retries = asyncio.run(asyncio.wait_for(go(), 60))
     assert all(isinstance(error, RewardModelError) for error in errors)
-    assert "3 attempts to score 4 samples failed (max_retries=2)" in str(errors[0]) and sglang.url in str(errors[0])
+    assert "3 attempts to score 4 samples failed (max_retries=2)" in str(errors[0]) and sglang.url in str(
+        errors[0]
+    )
     assert retries == 2 * 3
-    with pytest.raises(RewardModelError, match=f"1 attempts to score 1 samples failed.*{sglang.url}/classify.*start it"):
+    with pytest.raises(
+        RewardModelError, match=f"1 attempts to score 1 samples failed.*{sglang.url}/classify.*start it"
+    ):
         enter(sglang.config())

@@ -1,4 +1,5 @@
-"""The evaluator against Python's own parser, answers by hand, and reward code that raises, hangs, dies or talks nonsense."""
+"""The evaluator against Python's own parser, answers by hand, and reward code that raises, hangs, dies or
+talks nonsense."""
 
 import ast
 import asyncio
@@ -36,11 +37,19 @@ from rollout.rewards import (
     may_read_rows,
     overlong_penalty,
 )
-from rollout.rewards.arithmetic import MAX_CHARACTERS, MAX_DEPTH, ExpressionError, evaluate, format_problem, parse_problem
+from rollout.rewards.arithmetic import (
+    MAX_CHARACTERS,
+    MAX_DEPTH,
+    ExpressionError,
+    evaluate,
+    format_problem,
+    parse_problem,
+)
 from rollout.rewards.scorer import default_num_workers
 from rollout.tasks import Problem
 
-# --- the evaluator -----------------------------------------------------------------------------------------------------------------
+# --- the evaluator
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def reference_evaluate(text: str) -> tuple[int, list[int]] | None:
@@ -77,7 +86,9 @@ def ours(text: str) -> tuple[int, list[int]] | None:
 
 EXPRESSIONS = st.recursive(
     st.integers(0, 999).map(str),
-    lambda inner: st.one_of(st.tuples(inner, st.sampled_from("+-*"), inner).map("".join), inner.map(lambda text: f"({text})")),
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from("+-*"), inner).map("".join), inner.map(lambda text: f"({text})")
+    ),
     max_leaves=8,
 )
 
@@ -91,7 +102,11 @@ def test_expressions_have_the_value_that_python_gives_them(text):
 def test_mutated_expressions_are_accepted_exactly_where_python_does(text, data):
     for _ in range(data.draw(st.integers(1, 3))):
         i = data.draw(st.integers(0, len(text)))
-        text = text[:i] + data.draw(st.sampled_from(["", *"0123456789+-*() ./:=a_\n²"])) + text[i + data.draw(st.integers(0, 2)) :]
+        text = (
+            text[:i]
+            + data.draw(st.sampled_from(["", *"0123456789+-*() ./:=a_\n²"]))
+            + text[i + data.draw(st.integers(0, 2)) :]
+        )
     assert ours(text) == reference_evaluate(text)
 
 
@@ -109,7 +124,8 @@ def test_any_text_of_our_characters(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("14-(13-2)", 3), ("2+3*4", 14), ("(2+3)*4", 20), ("10-3-2", 5), ("2*3*4-1", 23), ("((7))", 7)]
+    ("text", "value"),
+    [("14-(13-2)", 3), ("2+3*4", 14), ("(2+3)*4", 20), ("10-3-2", 5), ("2*3*4-1", 23), ("((7))", 7)],
 )
 def test_values_by_hand(text, value):
     assert evaluate(text).value == value
@@ -117,7 +133,25 @@ def test_values_by_hand(text, value):
 
 @pytest.mark.parametrize(
     "text",
-    ["1+1 ", " 1+1", "1 +1", "1+1:", "1=1", "-1+2", "(-1)", "01+1", "1/1", "1.0", "1e3", "٣", "1²", "1+", "1\n", "__import__('os')", "1_0"],
+    [
+        "1+1 ",
+        " 1+1",
+        "1 +1",
+        "1+1:",
+        "1=1",
+        "-1+2",
+        "(-1)",
+        "01+1",
+        "1/1",
+        "1.0",
+        "1e3",
+        "٣",
+        "1²",
+        "1+",
+        "1\n",
+        "__import__('os')",
+        "1_0",
+    ],
 )
 def test_refused_texts(text):
     with pytest.raises(ExpressionError):
@@ -134,7 +168,8 @@ def test_limits_of_length_and_depth():
             evaluate(text)
 
 
-# --- Countdown ---------------------------------------------------------------------------------------------------------------------
+# --- Countdown
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -173,7 +208,8 @@ def test_problems_parse_back(numbers, target):
     assert parse_problem(format_problem(numbers, target)) == (tuple(numbers), target)
 
 
-# --- mathematics -------------------------------------------------------------------------------------------------------------------
+# --- mathematics
+# -------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -202,7 +238,9 @@ def test_gsm8k_by_hand(response, correct):
     assert gsm8k_reward("1002", response).value == float(correct)
 
 
-@given(st.integers(-(10**9), 10**9), st.sampled_from(["#### {}", "is {}.", "so x = {}", "${}", "1, 2 and {}!"]))
+@given(
+    st.integers(-(10**9), 10**9), st.sampled_from(["#### {}", "is {}.", "so x = {}", "${}", "1, 2 and {}!"])
+)
 def test_gsm8k_finds_its_own_numbers_however_written(number, form):
     written = form.format(f"{number:,}")
     assert gsm8k_reward(str(number), written).value == 1
@@ -234,7 +272,8 @@ def test_math_verify_names_a_reference_it_cannot_read():
         math_verify_reward("$$", "1")
 
 
-# --- the user's function -----------------------------------------------------------------------------------------------------------
+# --- the user's function
+# -----------------------------------------------------------------------------------------------------------
 
 USER_MODULE = '''
 import os, subprocess, sys, time
@@ -314,11 +353,15 @@ def make_scorer(config: AnyReward) -> Scorer:
     return Scorer(config, max_new_tokens=100, num_workers=1)
 
 
-async def score(scorer: Scorer, prompt: Prompt, response: str, *, num_tokens: int = 1, finish=FinishReason.STOP) -> Score:
+async def score(
+    scorer: Scorer, prompt: Prompt, response: str, *, num_tokens: int = 1, finish=FinishReason.STOP
+) -> Score:
     return await scorer.score(prompt, response, num_tokens=num_tokens, finish_reason=finish)
 
 
-def scores_of(config: AnyReward, *responses: str, prompt: Prompt = PROMPT, num_workers: int = 1) -> list[Score]:
+def scores_of(
+    config: AnyReward, *responses: str, prompt: Prompt = PROMPT, num_workers: int = 1
+) -> list[Score]:
     async def collect():
         async with Scorer(config, max_new_tokens=100, num_workers=num_workers) as scorer:
             return await asyncio.gather(*(score(scorer, prompt, response) for response in responses))
@@ -327,7 +370,9 @@ def scores_of(config: AnyReward, *responses: str, prompt: Prompt = PROMPT, num_w
 
 
 def children() -> set[int]:
-    lines = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "pid=,comm="], capture_output=True, text=True).stdout.splitlines()
+    lines = subprocess.run(
+        ["ps", "--ppid", str(os.getpid()), "-o", "pid=,comm="], capture_output=True, text=True
+    ).stdout.splitlines()
     return {int(line.split()[0]) for line in lines if line.split()[1] != "ps"}
 
 
@@ -377,7 +422,9 @@ def test_user_function_failures_score_zero_and_the_run_goes_on(user_module, capf
 @pytest.mark.parametrize("response", ["hang", "hang in C"])
 def test_a_hung_worker_is_replaced(user_module, response):
     started = time.monotonic()
-    first, hung, after, last = scores_of(function_config(user_module, timeout_s=4.0), "pid", response, "pid", "fine")
+    first, hung, after, last = scores_of(
+        function_config(user_module, timeout_s=4.0), "pid", response, "pid", "fine"
+    )
     assert hung.value == 0 and "TimeoutError: no answer within 4 s" in hung.error
     assert first.value != after.value and first.error is after.error is None
     assert last.value == 1
@@ -386,7 +433,9 @@ def test_a_hung_worker_is_replaced(user_module, response):
 
 def test_several_workers_score_at_once(user_module):
     scores = scores_of(function_config(user_module, timeout_s=10), "hang", *["pid"] * 6, num_workers=2)
-    assert scores[0].error and len({score.value for score in scores[1:]}) == 1  # the other worker did them all meanwhile
+    assert (
+        scores[0].error and len({score.value for score in scores[1:]}) == 1
+    )  # the other worker did them all meanwhile
 
 
 def test_what_reward_code_started_ends_with_it(user_module, tmp_path):
@@ -432,7 +481,9 @@ def test_workers_end_with_a_parent_that_is_killed(user_module, tmp_path):
 
 def test_math_verify_in_its_process():
     prompt = Prompt(prompt_id="i", token_ids=[1], text="p", task="jsonl", reference=r"\frac{1}{2}")
-    first, hard, last = scores_of(MathVerifyReward(timeout_s=3), "$0.5$", "$9^{9^{9^{9}}}$", r"\boxed{2/4}", prompt=prompt)
+    first, hard, last = scores_of(
+        MathVerifyReward(timeout_s=3), "$0.5$", "$9^{9^{9^{9}}}$", r"\boxed{2/4}", prompt=prompt
+    )
     assert first.value == last.value == 1 and first.error is last.error is None
     assert first.correct and last.correct and not hard.correct
     assert hard.value == 0 and "TimeoutError" in hard.error
@@ -450,7 +501,9 @@ def test_inline_rewards_start_no_process_and_report_a_bad_reference():
     before = children()
     good, bad = asyncio.run(collect())
     assert (good.value, good.correct, good.error) == (1, True, None)
-    assert bad.value == 0 and not bad.correct and "prompt b" in bad.error and "no Countdown problem" in bad.error
+    assert (
+        bad.value == 0 and not bad.correct and "prompt b" in bad.error and "no Countdown problem" in bad.error
+    )
 
 
 def test_a_reward_that_cannot_be_imported_any_more_stops_the_run(user_module):
@@ -463,9 +516,16 @@ def test_a_reward_that_cannot_be_imported_any_more_stops_the_run(user_module):
 
 def test_a_function_that_names_row_is_given_the_record(user_module):
     prompt = replace(PROMPT, row={"prompt": "p", "answer": "r", "level": 3})
-    assert [s.value for s in scores_of(function_config(user_module, "of_row"), "3", "4", prompt=prompt)] == [1.0, 0.0]
-    assert [s.value for s in scores_of(function_config(user_module, "of_optional_row"), "3", prompt=prompt)] == [3.0]
-    assert [s.value for s in scores_of(function_config(user_module, "of_optional_row"), "3")] == [-1.0], "a task without a file has no rows"
+    assert [s.value for s in scores_of(function_config(user_module, "of_row"), "3", "4", prompt=prompt)] == [
+        1.0,
+        0.0,
+    ]
+    assert [
+        s.value for s in scores_of(function_config(user_module, "of_optional_row"), "3", prompt=prompt)
+    ] == [3.0]
+    assert [s.value for s in scores_of(function_config(user_module, "of_optional_row"), "3")] == [-1.0], (
+        "a task without a file has no rows"
+    )
     with pytest.raises(ValueError, match="'metadata'"):
         check_reward(function_config(user_module, "unknown_fourth"))
 
@@ -493,7 +553,11 @@ def test_check_reward_finds_what_is_wrong(user_module):
     with pytest.raises(ValueError, match=r"reward.function: .* did you mean 'score'"):
         check_reward(FunctionReward(function=f"{stem}:scroe"))
     with pytest.raises(ValueError, match=r"reward.parts.mine.function: .* did you mean 'score'"):
-        check_reward(WeightedReward(parts={"right": CountdownReward(), "mine": FunctionReward(function=f"{stem}:scroe")}))
+        check_reward(
+            WeightedReward(
+                parts={"right": CountdownReward(), "mine": FunctionReward(function=f"{stem}:scroe")}
+            )
+        )
     with pytest.raises(ValueError, match="form module:function"):
         import_reward_function("score")
 
@@ -513,11 +577,15 @@ def test_modules_that_fail_to_import(user_module, tmp_path):
 
 @pytest.mark.parametrize("name", ["coroutine", "async_object"])
 def test_a_coroutine_is_no_reward(user_module, name):
-    with pytest.raises(ValueError, match=rf"`async def` \({user_module.name}:\d+ in \w+\), and nothing awaits it; write `def`"):
+    with pytest.raises(
+        ValueError,
+        match=rf"`async def` \({user_module.name}:\d+ in \w+\), and nothing awaits it; write `def`",
+    ):
         check_reward(function_config(user_module, name=name))
 
 
-# --- its trial before a start ------------------------------------------------------------------------------------------------------
+# --- its trial before a start
+# ------------------------------------------------------------------------------------------------------
 
 TRIED = """
 import json, os, sys, time
@@ -559,7 +627,11 @@ def tried(name: str, **changes) -> list[str]:
     """What is told of a function of ``tried.py`` that can be used. Raises ValueError of one that cannot."""
     told: list[str] = []
     config = FunctionReward(function=f"{changes.pop('module', 'tried')}:{name}", **changes)
-    check_reward(config, lambda: Problem(prompt_id="i", text="the prompt", reference="the reference", row={"level": 2}), told.append)
+    check_reward(
+        config,
+        lambda: Problem(prompt_id="i", text="the prompt", reference="the reference", row={"level": 2}),
+        told.append,
+    )
     return told
 
 
@@ -575,11 +647,20 @@ def trial(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("none", r"reward.function: scoring an ordinary response .* not <class 'NoneType'> \(tried.py:5 in none\); return a finite"),
+        (
+            "none",
+            r"reward.function: scoring an ordinary response .* not <class 'NoneType'> \(tried.py:5 in none\); return a finite",
+        ),
         ("nan", r"the reward is nan, which is not finite \(tried.py:8 in nan\); return a finite number"),
         ("awaited", r"not <class 'coroutine'> \(tried.py:11 in awaited\)"),
-        ("both", r"ordinary response .* raised JSONDecodeError: .* \(tried.py:17 in both\), and scoring an empty .*; .*`check: import`"),
-        ("dies", "scoring an ordinary response: its process was killed by SIGKILL, after writing: last words; correct the module"),
+        (
+            "both",
+            r"ordinary response .* raised JSONDecodeError: .* \(tried.py:17 in both\), and scoring an empty .*; .*`check: import`",
+        ),
+        (
+            "dies",
+            "scoring an ordinary response: its process was killed by SIGKILL, after writing: last words; correct the module",
+        ),
     ],
 )
 def test_a_function_that_no_response_excuses_is_refused(trial, capfd, name, message):
@@ -592,20 +673,28 @@ def test_a_function_that_no_response_excuses_is_refused(trial, capfd, name, mess
 
 def test_a_function_that_hangs_is_killed_and_its_line_named(trial):
     before = children()
-    with pytest.raises(ValueError, match=r"took longer than timeout_s=4, at tried.py:28 in deeper; .* raise its timeout_s"):
+    with pytest.raises(
+        ValueError, match=r"took longer than timeout_s=4, at tried.py:28 in deeper; .* raise its timeout_s"
+    ):
         tried("hangs", timeout_s=4.0)
     assert children() == before
 
 
 def test_a_function_that_raises_on_one_response_is_only_told(trial):
     (told,) = tried("one")
-    assert re.search(r"an empty response .* raised IndexError: .* \(tried.py:20 in one\): in a run such a response scores 0", told)
+    assert re.search(
+        r"an empty response .* raised IndexError: .* \(tried.py:20 in one\): in a run such a response scores 0",
+        told,
+    )
 
 
 def test_a_trial_is_of_the_tasks_own_problem(trial):
     assert tried("repeats") == []
     asked = (trial / "asked").read_text().splitlines()
-    whole = all(line.startswith("('the prompt', '") and line.endswith("'the reference', {'level': 2})") for line in asked)
+    whole = all(
+        line.startswith("('the prompt', '") and line.endswith("'the reference', {'level': 2})")
+        for line in asked
+    )
     assert len(asked) == 2 and whole
     assert "', '', '" in asked[1]
 
@@ -619,9 +708,18 @@ def test_how_much_is_tried_can_be_said(trial):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("import time\ntime.sleep(600)", "importing broken took longer than import_timeout_s=2.5.*; do slow work in the function's"),
-        ("import sys\nsys.exit(0)", r"importing broken ends the process: SystemExit: 0 \(broken.py:2 in <module>\); put a script's"),
-        ("import os\nos._exit(3)", "importing broken: its process ended with exit code 3; correct the module"),
+        (
+            "import time\ntime.sleep(600)",
+            "importing broken took longer than import_timeout_s=2.5.*; do slow work in the function's",
+        ),
+        (
+            "import sys\nsys.exit(0)",
+            r"importing broken ends the process: SystemExit: 0 \(broken.py:2 in <module>\); put a script's",
+        ),
+        (
+            "import os\nos._exit(3)",
+            "importing broken: its process ended with exit code 3; correct the module",
+        ),
         ("input()", "raised EOFError: EOF when reading a line"),
     ],
 )
@@ -636,7 +734,9 @@ def test_a_module_that_never_comes_back_is_refused(trial, content, message):
 def test_a_slow_import_is_told_meanwhile(trial, monkeypatch):
     monkeypatch.setattr("rollout.rewards.trial.TELL_EVERY_S", 0.05)
     told = tried("repeats")
-    assert told and all(re.fullmatch(r"(importing tried|scoring an .* response) … \d+ s of \w+=\d+", line) for line in told)
+    assert told and all(
+        re.fullmatch(r"(importing tried|scoring an .* response) … \d+ s of \w+=\d+", line) for line in told
+    )
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (16, 8), (64, 32), (256, 32)])
@@ -657,12 +757,23 @@ def test_the_number_of_workers_can_be_said(user_module):
     assert len(asyncio.run(collect())) == 3
 
 
-# --- length ------------------------------------------------------------------------------------------------------------------------
+# --- length
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "penalty"),
-    [(0, 0), (1, 0), (16, 0), (17, -0.25), (18, -0.5), (19, -0.75), (20, -1), (21, -1), (1000, -1)],  # L_max 20, L_cache 4
+    [
+        (0, 0),
+        (1, 0),
+        (16, 0),
+        (17, -0.25),
+        (18, -0.5),
+        (19, -0.75),
+        (20, -1),
+        (21, -1),
+        (1000, -1),
+    ],  # L_max 20, L_cache 4
 )
 def test_overlong_by_hand(num_tokens, penalty):
     assert overlong_penalty(num_tokens, max_tokens=20, buffer_tokens=4) == penalty
@@ -680,7 +791,8 @@ def test_overlong_is_equation_13_in_its_three_cases(num_tokens, max_tokens, data
     assert overlong_penalty(num_tokens, max_tokens=max_tokens, buffer_tokens=buffer) == expected
 
 
-# --- several rewards at once -------------------------------------------------------------------------------------------------------
+# --- several rewards at once
+# -------------------------------------------------------------------------------------------------------
 
 THREE = Prompt(prompt_id="countdown:1 2=3", token_ids=[1], text="1 2=3:", task="countdown", reference="1 2=3")
 
@@ -694,7 +806,11 @@ def score_once(config: AnyReward, response: str, *, prompt: Prompt = THREE, **le
 
 
 DAPO = WeightedReward(
-    parts={"long": OverlongPenalty(buffer_tokens=20, weight=0.5), "right": CountdownReward(weight=2.0), "number": Gsm8kReward(weight=-0.25)}
+    parts={
+        "long": OverlongPenalty(buffer_tokens=20, weight=0.5),
+        "right": CountdownReward(weight=2.0),
+        "number": Gsm8kReward(weight=-0.25),
+    }
 )
 """The penalty of make_scorer's 100 tokens starts after 80."""
 
@@ -702,12 +818,54 @@ DAPO = WeightedReward(
 @pytest.mark.parametrize(
     ("response", "num_tokens", "finish", "value", "parts", "correct"),
     [
-        ("1+2", 5, "stop", 2.0, {"long": 0, "right": 1, "right/valid": 1, "number": 0, "number/found": 1}, True),
-        ("1+2", 90, "stop", 1.75, {"long": -0.5, "right": 1, "right/valid": 1, "number": 0, "number/found": 1}, True),
-        ("1+2", 100, "stop", 1.5, {"long": -1, "right": 1, "right/valid": 1, "number": 0, "number/found": 1}, True),
-        ("1-2", 85, "stop", -0.125, {"long": -0.25, "right": 0, "right/valid": 1, "number": 0, "number/found": 1}, False),
-        ("?", 100, "length", -0.5, {"long": -1, "right": 0, "right/valid": 0, "number": 0, "number/found": 0}, False),
-        ("?", 7, "length", -0.5, {"long": -1, "right": 0, "right/valid": 0, "number": 0, "number/found": 0}, False),  # cut off early
+        (
+            "1+2",
+            5,
+            "stop",
+            2.0,
+            {"long": 0, "right": 1, "right/valid": 1, "number": 0, "number/found": 1},
+            True,
+        ),
+        (
+            "1+2",
+            90,
+            "stop",
+            1.75,
+            {"long": -0.5, "right": 1, "right/valid": 1, "number": 0, "number/found": 1},
+            True,
+        ),
+        (
+            "1+2",
+            100,
+            "stop",
+            1.5,
+            {"long": -1, "right": 1, "right/valid": 1, "number": 0, "number/found": 1},
+            True,
+        ),
+        (
+            "1-2",
+            85,
+            "stop",
+            -0.125,
+            {"long": -0.25, "right": 0, "right/valid": 1, "number": 0, "number/found": 1},
+            False,
+        ),
+        (
+            "?",
+            100,
+            "length",
+            -0.5,
+            {"long": -1, "right": 0, "right/valid": 0, "number": 0, "number/found": 0},
+            False,
+        ),
+        (
+            "?",
+            7,
+            "length",
+            -0.5,
+            {"long": -1, "right": 0, "right/valid": 0, "number": 0, "number/found": 0},
+            False,
+        ),  # cut off early
     ],
 )
 def test_a_weighted_sum_by_hand(response, num_tokens, finish, value, parts, correct):
@@ -720,53 +878,94 @@ def test_whether_a_response_is_right_is_said_by_the_first_part_that_checks_an_an
     number, countdown = {"number": Gsm8kReward(weight=0.1)}, {"countdown": CountdownReward()}
     prompt = replace(THREE, reference="1 2=3")  # to gsm8k the reference is the number 1
     long = {"long": OverlongPenalty(buffer_tokens=100)}
-    assert score_once(WeightedReward(parts=long | countdown | number), "1+2", prompt=prompt, num_tokens=100).correct
+    assert score_once(
+        WeightedReward(parts=long | countdown | number), "1+2", prompt=prompt, num_tokens=100
+    ).correct
     assert not score_once(WeightedReward(parts=long | number | countdown), "1+2", prompt=prompt).correct
-    assert score_once(Gsm8kReward(weight=0.1), "#### 1", prompt=prompt) == Score(value=0.1, parts={"found": 1}, correct=True)
+    assert score_once(Gsm8kReward(weight=0.1), "#### 1", prompt=prompt) == Score(
+        value=0.1, parts={"found": 1}, correct=True
+    )
 
 
 def test_a_failed_part_counts_zero_and_the_others_stand(user_module):
-    config = WeightedReward(parts={"mine": function_config(user_module), "right": CountdownReward(weight=3.0), "number": Gsm8kReward()})
+    config = WeightedReward(
+        parts={
+            "mine": function_config(user_module),
+            "right": CountdownReward(weight=3.0),
+            "number": Gsm8kReward(),
+        }
+    )
     found = score_once(config, "raise", prompt=replace(THREE, reference="1 2=3"))
-    assert (found.value, found.correct) == (0.0, False) and found.parts["mine"] == 0 and found.parts["right/valid"] == 0
+    assert (
+        (found.value, found.correct) == (0.0, False)
+        and found.parts["mine"] == 0
+        and found.parts["right/valid"] == 0
+    )
     assert "KeyError: 'lost'" in found.error and "countdown:1 2=3" in found.error
     bad = score_once(config, "1+2 #### 9", prompt=replace(THREE, reference="nine"))
     assert "no Countdown problem" in bad.error and "holds no number" in bad.error and bad.value == 0
     fine = score_once(
-        WeightedReward(parts={"right": CountdownReward(weight=3.0), "mine": function_config(user_module, name="late_coroutine")}), "1+2"
+        WeightedReward(
+            parts={
+                "right": CountdownReward(weight=3.0),
+                "mine": function_config(user_module, name="late_coroutine"),
+            }
+        ),
+        "1+2",
     )
     assert (fine.value, fine.correct) == (3.0, True) and "coroutine" in fine.error
 
 
 def test_a_buffer_longer_than_a_response_is_refused():
     config = WeightedReward(parts={"right": CountdownReward(), "long": OverlongPenalty(buffer_tokens=101)})
-    with pytest.raises(ValueError, match=r"reward.parts.long.buffer_tokens=101 is more than rollout.max_new_tokens=100"):
+    with pytest.raises(
+        ValueError, match=r"reward.parts.long.buffer_tokens=101 is more than rollout.max_new_tokens=100"
+    ):
         score_once(config, "1+2")
 
 
-# --- what the schema accepts -------------------------------------------------------------------------------------------------------
+# --- what the schema accepts
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("block", "message"),
     [
         ({"type": "weighted", "parts": {}}, "at least 1 item"),
-        ({"type": "weighted", "parts": {"long": {"type": "overlong", "buffer_tokens": 4}}}, "nothing to penalise"),
+        (
+            {"type": "weighted", "parts": {"long": {"type": "overlong", "buffer_tokens": 4}}},
+            "nothing to penalise",
+        ),
         ({"type": "weighted", "parts": {"a b": {"type": "gsm8k"}}}, "'a b' cannot name a part"),
-        ({"type": "weighted", "parts": {"a": {"type": "weighted", "parts": {}}}}, "does not match any of the expected tags"),
+        (
+            {"type": "weighted", "parts": {"a": {"type": "weighted", "parts": {}}}},
+            "does not match any of the expected tags",
+        ),
         ({"type": "overlong", "buffer_tokens": 4}, "does not match any of the expected tags"),
         ({"type": "gsm8k", "weight": float("inf")}, "finite number"),
         ({"type": "function"}, "Field required"),
         ({"type": "function", "function": "score"}, "is not of the form module:name"),
         ({"type": "countdown", "timeout_s": 3.0}, "Extra inputs"),
         ({"type": "model", "urls": []}, "at least 1 item"),
-        ({"type": "model", "urls": ["10.0.0.7:30000"]}, "'10.0.0.7:30000' is not an address.*write it like http://"),
+        (
+            {"type": "model", "urls": ["10.0.0.7:30000"]},
+            "'10.0.0.7:30000' is not an address.*write it like http://",
+        ),
         ({"type": "model", "urls": ["http://a:1", "ftp://a:1"]}, "'ftp://a:1' is not an address"),
         ({"type": "model", "urls": ["http://"]}, "'http://' is not an address"),
         ({"type": "model", "urls": ["http://[a:1"]}, "is not an address"),
-        ({"type": "model", "urls": ["http://a"], "text": {"type": "plain", "template": "{prompt}"}}, "leaves out the response"),
-        ({"type": "model", "urls": ["http://a"], "text": {"type": "plain", "template": "{answer}"}}, "its places are {prompt}, {response}"),
-        ({"type": "model", "urls": ["http://a"], "text": {"type": "plain", "template": "{response} }"}}, "cannot be filled in"),
+        (
+            {"type": "model", "urls": ["http://a"], "text": {"type": "plain", "template": "{prompt}"}},
+            "leaves out the response",
+        ),
+        (
+            {"type": "model", "urls": ["http://a"], "text": {"type": "plain", "template": "{answer}"}},
+            "its places are {prompt}, {response}",
+        ),
+        (
+            {"type": "model", "urls": ["http://a"], "text": {"type": "plain", "template": "{response} }"}},
+            "cannot be filled in",
+        ),
     ],
 )
 def test_rewards_that_the_schema_refuses(block, message):

@@ -68,14 +68,17 @@ def test_every_start_of_a_run_has_a_key_of_its_own(tmp_path):
 def test_no_command_line_shows_the_key(tmp_path):
     key, ports = run_key(tmp_path / "key.yaml"), choose_ports([0], None)[0]
     (share,) = on_one_machine(1, 1)
-    server = server_command(RolloutConfig(), share=share, model_path=tmp_path, ports=ports, cuda=False, seed=0, key=key)
+    server = server_command(
+        RolloutConfig(), share=share, model_path=tmp_path, ports=ports, cuda=False, seed=0, key=key
+    )
     router = router_command(RouterConfig(), ["http://127.0.0.1:9"], ports=ports, request_timeout_s=1, key=key)
     for command in (server, router):
         assert key.secret not in " ".join(command)
         assert str(key.file) in command
 
 
-# --------------------------------------------------------------------------------------------------------------------- sample role
+# ---------------------------------------------------------------------------------------------------------------------
+# sample role
 
 
 class Role:
@@ -88,7 +91,9 @@ class Role:
             announced.append(address)
             ready.set()
 
-        self.thread = threading.Thread(target=lambda: asyncio.run(serve(sampler, announce=announce, key=key)), daemon=True)
+        self.thread = threading.Thread(
+            target=lambda: asyncio.run(serve(sampler, announce=announce, key=key)), daemon=True
+        )
         self.thread.start()
         assert ready.wait(PATIENCE_S)
         self.address = announced[0]
@@ -137,9 +142,15 @@ def test_nobody_without_the_key_can_stop_a_sample_role_or_move_its_position(role
     with RemoteSampler(role.address, timeout_s=PATIENCE_S, key=key) as learner:
         before = learner.state()
         assert not is_heard(role.address, stop), "no key at all"
-        assert not is_heard(role.address, stop, curve_serverkey=server, curve_publickey=public, curve_secretkey=secret)
         assert not is_heard(
-            role.address, stop, curve_serverkey=other.curve_pair("sampler")[0], curve_publickey=public, curve_secretkey=secret
+            role.address, stop, curve_serverkey=server, curve_publickey=public, curve_secretkey=secret
+        )
+        assert not is_heard(
+            role.address,
+            stop,
+            curve_serverkey=other.curve_pair("sampler")[0],
+            curve_publickey=public,
+            curve_secretkey=secret,
         )
         assert learner.state() == before
         assert role.thread.is_alive()
@@ -154,10 +165,16 @@ def test_bytes_that_are_no_request_end_neither_the_role_nor_another_connection(r
                 with socket.create_connection(role.place) as connection, contextlib.suppress(OSError):
                     connection.sendall(rng.randbytes(size))
         server, (public, secret) = key.curve_pair("sampler")[0], key.curve_pair("learner")
-        for message in (b"", b"\xc1", rng.randbytes(100), msgspec.msgpack.encode({"type": "Unknown"}), msgspec.msgpack.encode(["Stop"])):
-            assert is_heard(role.address, message, curve_serverkey=server, curve_publickey=public, curve_secretkey=secret), (
-                "it gets a Failure"
-            )
+        for message in (
+            b"",
+            b"\xc1",
+            rng.randbytes(100),
+            msgspec.msgpack.encode({"type": "Unknown"}),
+            msgspec.msgpack.encode(["Stop"]),
+        ):
+            assert is_heard(
+                role.address, message, curve_serverkey=server, curve_publickey=public, curve_secretkey=secret
+            ), "it gets a Failure"
         assert learner.state() == before
 
 
@@ -202,7 +219,9 @@ def test_a_recorded_conversation_that_is_sent_again_does_nothing(role, key):
 
 
 def test_a_learner_of_another_run_is_told(role, tmp_path):
-    with RemoteSampler(role.address, timeout_s=PATIENCE_S, peer_timeout_s=2.0, key=run_key(tmp_path / "another.yaml")) as stranger:
+    with RemoteSampler(
+        role.address, timeout_s=PATIENCE_S, peer_timeout_s=2.0, key=run_key(tmp_path / "another.yaml")
+    ) as stranger:
         with pytest.raises(SamplingError, match=r"the sample role is gone|key"):
             stranger.state()
     assert isinstance(role.address, str) and Path(tmp_path, "another.yaml").exists()

@@ -18,7 +18,14 @@ from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask
 from rollout.rewards import countdown_reward
 from rollout.rewards.arithmetic import evaluate
 from rollout.tasks import countdown as cd
-from rollout.tasks import first_problem, generate_sft_examples, load_task, read_pairs, records, survey_task_file
+from rollout.tasks import (
+    first_problem,
+    generate_sft_examples,
+    load_task,
+    read_pairs,
+    records,
+    survey_task_file,
+)
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
 
@@ -36,7 +43,8 @@ def three(tokenizer):
 
 
 def brute_force_values(numbers: tuple[int, ...]) -> set[int]:
-    """Values of all binary trees over all orders of the numbers: every place for the outermost operator, recursively."""
+    """Values of all binary trees over all orders of the numbers: every place for the outermost operator,
+    recursively."""
 
     def values(row):
         if len(row) == 1:
@@ -51,7 +59,8 @@ def brute_force_values(numbers: tuple[int, ...]) -> set[int]:
 
 
 def brute_force_texts(numbers: tuple[int, ...]) -> dict[str, int]:
-    """{text: value} of all fully parenthesised expressions, each stripped of every pair of parentheses that changes nothing."""
+    """{text: value} of all fully parenthesised expressions, each stripped of every pair of parentheses that
+    changes nothing."""
 
     def texts(row):
         if len(row) == 1:
@@ -72,11 +81,14 @@ def brute_force_texts(numbers: tuple[int, ...]) -> dict[str, int]:
                 return strip(shorter)
         return text
 
-    return {text: evaluate(text).value for order in permutations(numbers) for text in map(strip, texts(order))}
+    return {
+        text: evaluate(text).value for order in permutations(numbers) for text in map(strip, texts(order))
+    }
 
 
 def same_everywhere(first: str, second: str) -> bool:
-    """Whether two texts with their numbers in the same order are the same function of those numbers (checked at random points)."""
+    """Whether two texts with their numbers in the same order are the same function of those numbers (checked
+    at random points)."""
     rng = random.Random(1)
     for _ in range(4):
         draws = [str(rng.randrange(10**6, 10**7)) for _ in range(len(re.findall(r"\d+", first)))]
@@ -95,7 +107,11 @@ def test_all_and_only_solvable_problems(three):
     rng = random.Random(0)
     for _ in range(150):
         numbers = tuple(sorted(rng.choices(range(1, 21), k=3)))
-        expected = {f"{' '.join(map(str, numbers))}={value}" for value in brute_force_values(numbers) if 1 <= value <= 100}
+        expected = {
+            f"{' '.join(map(str, numbers))}={value}"
+            for value in brute_force_values(numbers)
+            if 1 <= value <= 100
+        }
         assert {p for p in problems if p.startswith(" ".join(map(str, numbers)) + "=")} == expected
 
 
@@ -119,7 +135,9 @@ def test_train_and_heldout_are_disjoint_by_construction(three, tokenizer):
     assert not train & heldout
     assert len(heldout) / len(train | heldout) == pytest.approx(1 / 16, abs=0.01)
     wider = load_task(CountdownTask(max_number=25, max_target=120), tokenizer=tokenizer)
-    assert not {p.reference for p in wider.train} & heldout  # another range never turns a held-out problem into a training one
+    assert (
+        not {p.reference for p in wider.train} & heldout
+    )  # another range never turns a held-out problem into a training one
 
 
 def test_a_larger_share_holds_out_more_of_the_same():
@@ -138,7 +156,10 @@ def test_large_settings_are_a_fixed_subset():
 
 def test_impossible_settings(tokenizer):
     with pytest.raises(ValueError, match="no Countdown problem is left"):
-        load_task(CountdownTask(num_numbers=1, max_number=1, max_target=1, heldout_fraction=1 - 1e-9), tokenizer=tokenizer)
+        load_task(
+            CountdownTask(num_numbers=1, max_number=1, max_target=1, heldout_fraction=1 - 1e-9),
+            tokenizer=tokenizer,
+        )
 
 
 def test_a_tokenizer_without_the_characters_is_refused(tokenizer):
@@ -193,13 +214,19 @@ def test_sft_examples(num_numbers):
     assert all(score.parts["valid"] == 1 for score in scores)  # wrong answers use the same numbers
     correct = sum(score.value for score in scores) / count
     assert correct == pytest.approx(1 - noise, abs=4 * (noise * (1 - noise) / count) ** 0.5)
-    train = {cd.prompt_text(p) for p in cd.solvable_problems(config) if not cd.is_heldout(p, config.heldout_fraction)}
+    train = {
+        cd.prompt_text(p)
+        for p in cd.solvable_problems(config)
+        if not cd.is_heldout(p, config.heldout_fraction)
+    }
     assert {prompt for prompt, _ in examples} <= train
 
 
 def test_sft_seed_decides_everything():
     config = CountdownTask(max_number=9)
-    first, again, other = (generate_sft_examples(config, count=200, noise=0.3, seed=seed) for seed in (7, 7, 8))
+    first, again, other = (
+        generate_sft_examples(config, count=200, noise=0.3, seed=seed) for seed in (7, 7, 8)
+    )
     assert first == again != other
 
 
@@ -208,7 +235,8 @@ def test_sft_without_noise_is_all_correct():
     assert all(countdown_reward(prompt.removesuffix(":"), answer).value == 1 for prompt, answer in examples)
 
 
-# --- files -------------------------------------------------------------------------------------------------------------------------
+# --- files
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 def write_lines(path: Path, *records) -> Path:
@@ -230,7 +258,10 @@ GOOD = {"question": "1+1", "answer": "One and one.\n#### 1,002"}
 def test_gsm8k(tmp_path, tokenizer):
     path = write_lines(tmp_path / "train.jsonl", GOOD, "", {"question": "2", "answer": "#### -3"})
     task = load_task(gsm8k(path), tokenizer=tokenizer)
-    assert [(p.text, p.reference, p.task) for p in task.train] == [("1+1", "1002", "gsm8k"), ("2", "-3", "gsm8k")]
+    assert [(p.text, p.reference, p.task) for p in task.train] == [
+        ("1+1", "1002", "gsm8k"),
+        ("2", "-3", "gsm8k"),
+    ]
     assert len(task.heldout) == 0
     assert task.train[0].token_ids == tokenizer.encode("1+1")
 
@@ -240,15 +271,21 @@ def test_parquet_holds_the_same_as_jsonl(tmp_path, tokenizer):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     from_rows = load_task(gsm8k(tmp_path / "a.parquet"), tokenizer=tokenizer)
     from_lines = load_task(gsm8k(write_lines(tmp_path / "a.jsonl", *rows)), tokenizer=tokenizer)
-    without_place = [[replace(prompt, place=None) for prompt in task.train] for task in (from_rows, from_lines)]
+    without_place = [
+        [replace(prompt, place=None) for prompt in task.train] for task in (from_rows, from_lines)
+    ]
     assert without_place[0] == without_place[1] and len(from_rows.train) == 5000
 
 
 def test_jsonl_with_own_fields_numbers_and_heldout(tmp_path, tokenizer):
     train = write_lines(tmp_path / "a.jsonl", {"q": "1", "a": 7}, {"q": "1", "a": 7}, {"q": "1", "a": 0.5})
     heldout = write_lines(tmp_path / "b.jsonl", {"q": "2", "a": "x"})
-    task = load_task(jsonl(train, heldout_path=heldout, prompt_field="q", answer_field="a"), tokenizer=tokenizer)
-    assert [p.reference for p in task.train] == ["7", "7", "0.5"] and [p.reference for p in task.heldout] == ["x"]
+    task = load_task(
+        jsonl(train, heldout_path=heldout, prompt_field="q", answer_field="a"), tokenizer=tokenizer
+    )
+    assert [p.reference for p in task.train] == ["7", "7", "0.5"] and [p.reference for p in task.heldout] == [
+        "x"
+    ]
     ids = [p.prompt_id for p in task.train]
     assert len(set(ids)) == 3 and ids[1] == f"{ids[0]}#2"
 
@@ -263,7 +300,10 @@ def dapo_row(prompt=({"content": "30 + 4?", "role": "user"},), **changes) -> dic
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_the_public_dapo_files_are_read_as_they_are(tmp_path, tokenizer, suffix):
-    rows, path = [dapo_row(), dapo_row(reward_model={"ground_truth": "35", "style": "rule"})], tmp_path / f"a.{suffix}"
+    rows, path = (
+        [dapo_row(), dapo_row(reward_model={"ground_truth": "35", "style": "rule"})],
+        tmp_path / f"a.{suffix}",
+    )
     if suffix == "parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
@@ -272,7 +312,9 @@ def test_the_public_dapo_files_are_read_as_they_are(tmp_path, tokenizer, suffix)
     assert [(p.text, p.reference) for p in task.train] == [("30 + 4?", "34"), ("30 + 4?", "35")]
     survey = survey_task_file(jsonl(path, answer_field="reward_model.ground_truth"), path)
     assert (survey.count, survey.distinct, survey.longest_bytes) == (2, 1, 7)
-    assert [p.place for p in task.train] == [f"{path}:{'row' if suffix == 'parquet' else 'line'} {number}" for number in (1, 2)]
+    assert [p.place for p in task.train] == [
+        f"{path}:{'row' if suffix == 'parquet' else 'line'} {number}" for number in (1, 2)
+    ]
 
 
 def test_prompts_keep_their_records_where_asked(tmp_path, tokenizer):
@@ -290,7 +332,10 @@ def test_a_field_whose_own_name_has_a_dot_comes_first(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (dapo_row(reward_model={"style": "rule"}), r"`reward_model.ground_truth` is missing; this record has `data_source`, `prompt`"),
+        (
+            dapo_row(reward_model={"style": "rule"}),
+            r"`reward_model.ground_truth` is missing; this record has `data_source`, `prompt`",
+        ),
         (dapo_row(reward_model="34"), r"`reward_model.ground_truth` is missing"),
         (dapo_row(reward_model={"ground_truth": ["34"]}), r"`reward_model.ground_truth` is a list"),
         (
@@ -329,7 +374,10 @@ def test_chat_template_is_asked_for_at_load_time(tmp_path, tokenizer):
     [
         ('{"question": "1", "answer": ', r"line 3: not valid JSON .*one JSON object"),
         ("[1, 2]", r"line 3: a list, not an object"),
-        ({"question": "1", "solution": "#### 1"}, r"line 3: field `answer` is missing; this record has `question`, `solution`"),
+        (
+            {"question": "1", "solution": "#### 1"},
+            r"line 3: field `answer` is missing; this record has `question`, `solution`",
+        ),
         ({"question": "1", "answer": None}, r"line 3: field `answer` is null"),
         ({"question": ["1"], "answer": "#### 1"}, r"line 3: field `question` is a list"),
         ({"question": " ", "answer": "#### 1"}, r"line 3: field `question` is empty"),
@@ -360,7 +408,10 @@ def test_missing_empty_unknown_and_broken_files(tmp_path, tokenizer):
     with pytest.raises(ValueError, match=r"gone\.jsonl does not exist"):
         load_task(gsm8k(tmp_path / "gone.jsonl"), tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"gone\.jsonl does not exist"):
-        load_task(gsm8k(write_lines(tmp_path / "a.jsonl", GOOD), heldout_path=tmp_path / "gone.jsonl"), tokenizer=tokenizer)
+        load_task(
+            gsm8k(write_lines(tmp_path / "a.jsonl", GOOD), heldout_path=tmp_path / "gone.jsonl"),
+            tokenizer=tokenizer,
+        )
     with pytest.raises(ValueError, match="holds no records"):
         load_task(gsm8k(write_lines(tmp_path / "b.jsonl")), tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"must end in \.jsonl"):
@@ -377,7 +428,10 @@ nested = st.recursive(
 
 
 @settings(max_examples=200, deadline=None)
-@given(rows=st.lists(st.dictionaries(st.sampled_from("abc"), nested, max_size=3), max_size=5), start=st.integers(0, 4))
+@given(
+    rows=st.lists(st.dictionaries(st.sampled_from("abc"), nested, max_size=3), max_size=5),
+    start=st.integers(0, 4),
+)
 def test_parquet_values_are_those_of_pyarrow(rows, start):
     """Also of a slice, whose columns keep the rows before it."""
     try:
@@ -394,7 +448,9 @@ def test_a_kept_row_is_whole_in_either_kind_of_file(tmp_path, tokenizer):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
     for name in ("a.jsonl", "a.parquet"):
         config = JsonlTask(type="jsonl", train_path=tmp_path / name, apply_chat_template=False)
-        assert [prompt.row for prompt in load_task(config, tokenizer=tokenizer, keep_rows=True).train] == [row]
+        assert [prompt.row for prompt in load_task(config, tokenizer=tokenizer, keep_rows=True).train] == [
+            row
+        ]
         first = first_problem(config)
         assert (first.text, first.reference, first.row) == ("1+1", "2", row)
 
@@ -413,5 +469,8 @@ def test_parquet_rows_are_named(tmp_path, tokenizer):
 def test_read_pairs(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "1", "response": "2", "other": 3})
     assert read_pairs(path, "prompt", "response") == [(f"{path}:line 1", "1", "2")]
-    with pytest.raises(ValueError, match=r"b\.jsonl holds no records; write one per line, with the fields `prompt` and `response`"):
+    with pytest.raises(
+        ValueError,
+        match=r"b\.jsonl holds no records; write one per line, with the fields `prompt` and `response`",
+    ):
         read_pairs(write_lines(tmp_path / "b.jsonl", "", " "), "prompt", "response")

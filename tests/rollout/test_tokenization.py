@@ -13,9 +13,7 @@ from transformers import AutoModelForCausalLM
 from rollout.tiny_model import CHARACTERS, make_tiny_countdown_model
 from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
 
-CHATML = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+CHATML = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +119,9 @@ def test_end_tokens_come_from_everywhere(folder, tokenizer, tmp_path):
     assert end_token_ids(tokenizer, tmp_path) == [0, 9]
 
 
-@pytest.mark.parametrize(("content", "message"), [('{"eos_token_id": "x"}', "must be an integer"), ("{", "not valid JSON")])
+@pytest.mark.parametrize(
+    ("content", "message"), [('{"eos_token_id": "x"}', "must be an integer"), ("{", "not valid JSON")]
+)
 def test_broken_end_tokens_are_named(tokenizer, tmp_path, content, message):
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(ValueError, match=rf"generation_config\.json.*{message}"):

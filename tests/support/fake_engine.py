@@ -9,8 +9,11 @@ from rollout.client import ClientStats, GenerationError
 from rollout.records import Completion, FinishReason
 
 
-def fake_tokens(prompt_ids: Sequence[int], seed: int, *, max_new_tokens: int, vocab_size: int, stop: int) -> list[int]:
-    """Tokens that are a function of prompt and seed alone; about one response in two ends early with ``stop``."""
+def fake_tokens(
+    prompt_ids: Sequence[int], seed: int, *, max_new_tokens: int, vocab_size: int, stop: int
+) -> list[int]:
+    """Tokens that are a function of prompt and seed alone; about one response in two ends early with
+    ``stop``."""
     digest = hashlib.sha256(repr((list(prompt_ids), seed)).encode()).digest()
     length = 1 + digest[0] % (2 * max_new_tokens)
     tokens = [digest[1 + i % 31] % vocab_size for i in range(min(length, max_new_tokens))]
@@ -20,7 +23,8 @@ def fake_tokens(prompt_ids: Sequence[int], seed: int, *, max_new_tokens: int, vo
 
 @dataclass
 class FakeEngine:
-    """A ``GenerationClient``. Groups finish in a scrambled order; failures can be asked for by prompt and seed."""
+    """A ``GenerationClient``. Groups finish in a scrambled order; failures can be asked for by prompt and
+    seed."""
 
     version: int = 0
     vocab_size: int = 20
@@ -30,7 +34,13 @@ class FakeEngine:
     """(prompt, seed, temperature) of every sample, in the order they were asked for."""
 
     async def generate_group(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, stop_token_ids: Sequence[int], seeds: Sequence[int]
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        seeds: Sequence[int],
     ) -> list[Completion]:
         self.calls += [(tuple(prompt_ids), seed, temperature) for seed in seeds]
         for _ in range(seeds[0] % 5):  # groups finish in another order than they started in
@@ -38,7 +48,12 @@ class FakeEngine:
         if any(self.fail(prompt_ids, seed) for seed in seeds):
             raise GenerationError(f"asked to fail for {list(prompt_ids)}")
         (stop, *_) = stop_token_ids
-        responses = [fake_tokens(prompt_ids, seed, max_new_tokens=max_new_tokens, vocab_size=self.vocab_size, stop=stop) for seed in seeds]
+        responses = [
+            fake_tokens(
+                prompt_ids, seed, max_new_tokens=max_new_tokens, vocab_size=self.vocab_size, stop=stop
+            )
+            for seed in seeds
+        ]
         self.stats = replace(self.stats, requests=self.stats.requests + len(seeds))
         return [
             Completion(

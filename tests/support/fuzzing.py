@@ -1,4 +1,5 @@
-"""What a stranger on this host could send to the ports of a run. Only to loopback addresses, a bounded number of times."""
+"""What a stranger on this host could send to the ports of a run. Only to loopback addresses, a bounded number
+of times."""
 
 import contextlib
 import http.client
@@ -29,11 +30,16 @@ REQUESTS = (
 
 
 def payloads(rng: random.Random) -> Iterator[bytes]:
-    """Random bytes, and beginnings of the protocols that are spoken in a run: gloo, torch's store, HTTP, ZeroMQ, pickle."""
+    """Random bytes, and beginnings of the protocols that are spoken in a run: gloo, torch's store, HTTP,
+    ZeroMQ, pickle."""
     yield from (rng.randbytes(size) for size in (0, 1, 7, 8, 64, 5000))
-    yield from (struct.pack("<q", number) + rng.randbytes(40) for number in (0, 1, 2, 17))  # gloo: the number of a connection
+    yield from (
+        struct.pack("<q", number) + rng.randbytes(40) for number in (0, 1, 2, 17)
+    )  # gloo: the number of a connection
     magic = struct.pack("<I", 0x3C85F7CE)
-    yield from (bytes([0]) + magic + bytes([query]) + rng.randbytes(30) for query in range(12))  # torch's TCPStore
+    yield from (
+        bytes([0]) + magic + bytes([query]) + rng.randbytes(30) for query in range(12)
+    )  # torch's TCPStore
     yield bytes([0]) + magic + bytes([1]) + struct.pack("<Q", 2**62)  # a key of four exabytes
     yield b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     yield b"POST /generate HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n{"
@@ -61,10 +67,17 @@ def ask_without_key(place: tuple[str, int]) -> set[int]:
     """HTTP status codes of every request, without a key and with a wrong one."""
     codes = set()
     for method, path, body in REQUESTS:
-        for headers in ({}, {"Authorization": "Bearer " + "0" * 64}, {"Authorization": "Basic eDp5"}, {"X-Api-Key": "0" * 64}):
+        for headers in (
+            {},
+            {"Authorization": "Bearer " + "0" * 64},
+            {"Authorization": "Basic eDp5"},
+            {"X-Api-Key": "0" * 64},
+        ):
             connection = http.client.HTTPConnection(*place, timeout=TIMEOUT_S)
             with contextlib.closing(connection):
-                connection.request(method, path, body=body, headers=headers | {"Content-Type": "application/json"})
+                connection.request(
+                    method, path, body=body, headers=headers | {"Content-Type": "application/json"}
+                )
                 codes.add(connection.getresponse().status)
     return codes
 

@@ -44,7 +44,9 @@ class GoldenCase:
         return [int(row.nonzero()[0].max(initial=0)) + 1 for row in self.arrays["mask"]]
 
     def _pack(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.concatenate([row[:n] for row, n in zip(array, self._lengths(), strict=True)]))
+        return torch.from_numpy(
+            np.concatenate([row[:n] for row, n in zip(array, self._lengths(), strict=True)])
+        )
 
 
 def load(kind: str) -> list[GoldenCase]:
@@ -53,6 +55,11 @@ def load(kind: str) -> list[GoldenCase]:
     if not found:
         raise ValueError(f"no golden case of kind {kind!r} in {FOLDER}")
     return [
-        GoldenCase(name=c["name"], params=c["params"], arrays=dict(np.load(FOLDER / f"{c['name']}.npz")), scalars=c["scalars"])
+        GoldenCase(
+            name=c["name"],
+            params=c["params"],
+            arrays=dict(np.load(FOLDER / f"{c['name']}.npz")),
+            scalars=c["scalars"],
+        )
         for c in found
     ]

@@ -1,6 +1,8 @@
-"""One optimizer step in any layout, told by Hugging Face names, so that it can be compared with one process. Imported by spawned ranks.
+"""One optimizer step in any layout, told by Hugging Face names, so that it can be compared with one process.
+Imported by spawned ranks.
 
-``step_of`` and ``by_hf_names`` take any engine; ``work_layout`` runs several jobs of one layout in one set of processes.
+``step_of`` and ``by_hf_names`` take any engine; ``work_layout`` runs several jobs of one layout in one set of
+processes.
 """
 
 from collections.abc import Callable
@@ -14,7 +16,14 @@ from torch import Tensor
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.run import RunConfig
-from parallel.engine import MegatronEngine, NonFiniteError, ValueEngine, _logprobs, _values, finalize_model_grads
+from parallel.engine import (
+    MegatronEngine,
+    NonFiniteError,
+    ValueEngine,
+    _logprobs,
+    _values,
+    finalize_model_grads,
+)
 from parallel.megatron import platform
 from parallel.packing import PackedBatch
 from parallel.weights.hf_conversion import export_hf
@@ -35,17 +44,22 @@ from trainer.ranks.metrics import values
 
 LENGTHS = [9, 5, 12, 9, 3, 20, 5, 12]
 OPTIMIZER = {"clip_grad": 0.05, "weight_decay": 0.1}
-"""Clipping is active; ``make_engine`` sets an eps of Adam that does not blow up the rounding of tiny gradients."""
+"""Clipping is active; ``make_engine`` sets an eps of Adam that does not blow up the rounding of tiny
+gradients."""
 ROWS = {1: [[[0, 1, 2], [3, 4], [5], [6, 7]]], 2: [[[0, 1, 2], [5]], [[3, 4], [6, 7]]]}
-"""dp -> dp rank -> micro-batch -> rows. Unequal numbers of tokens, of which tensor parallelism does not divide all."""
+"""dp -> dp rank -> micro-batch -> rows. Unequal numbers of tokens, of which tensor parallelism does not
+divide all."""
 TEMPERATURE = 0.7
 
 
-def by_hf_names(engine: MegatronEngine | ValueEngine, tensor_of: Callable[[torch.nn.Parameter], Tensor]) -> dict[str, Tensor]:
-    """A tensor of every parameter's shape (its weight, its gradient), whole, by the parameter's Hugging Face name, on every rank.
+def by_hf_names(
+    engine: MegatronEngine | ValueEngine, tensor_of: Callable[[torch.nn.Parameter], Tensor]
+) -> dict[str, Tensor]:
+    """A tensor of every parameter's shape (its weight, its gradient), whole, by the parameter's Hugging Face
+    name, on every rank.
 
-    A collective. A critic's head is ``value_head.weight``. The copy of a tied embedding on the last of several stages is left out:
-    see ``tied_copies``.
+    A collective. A critic's head is ``value_head.weight``. The copy of a tied embedding on the last of
+    several stages is left out: see ``tied_copies``.
     """
     kept = {p: p.data for chunk in engine.chunks for p in chunk.parameters()}
     tensors = {p: tensor_of(p).detach().clone() for p in kept}
@@ -66,7 +80,9 @@ def by_hf_names(engine: MegatronEngine | ValueEngine, tensor_of: Callable[[torch
     return found
 
 
-def full_gradients(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch], forward, loss_fn) -> dict[str, Tensor]:
+def full_gradients(
+    engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch], forward, loss_fn
+) -> dict[str, Tensor]:
     """Of the summed losses over all ranks, by Hugging Face names. Nothing is updated.
 
     A distributed optimizer leaves each rank but its shard of the sum; here all of it is summed everywhere.
@@ -99,7 +115,9 @@ def tied_copies(engine: MegatronEngine) -> dict[str, Tensor]:
     return found
 
 
-def policy_loss(batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, tuple[float, Tensor]]:
+def policy_loss(
+    batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor
+) -> tuple[Tensor, tuple[float, Tensor]]:
     """Of log-probs and entropy; its value and the log-probs are handed back."""
     loss, found = weighted_loss(batch, logprobs_T, entropy_T)
     return loss, (found["loss"], found["logprobs_T"])
@@ -122,7 +140,10 @@ def step_of(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch
         result = engine.update(microbatches, policy_loss, temperature=TEMPERATURE)
     return {
         "scores": scored,
-        "bitwise": all(torch.equal(score_T, trained_T) for score_T, (_, trained_T) in zip(scored, result.outputs, strict=True)),
+        "bitwise": all(
+            torch.equal(score_T, trained_T)
+            for score_T, (_, trained_T) in zip(scored, result.outputs, strict=True)
+        ),
         "loss": sum(loss for loss, _ in result.outputs),
         "norm": result.grad_norm,
         "gradients": gradients,
@@ -133,7 +154,9 @@ def step_of(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch
     }
 
 
-def build(kind: str, folder: Path, layout: LayoutConfig, recompute: str = "none", **optimizer: Any) -> MegatronEngine | ValueEngine:
+def build(
+    kind: str, folder: Path, layout: LayoutConfig, recompute: str = "none", **optimizer: Any
+) -> MegatronEngine | ValueEngine:
     make = make_engine if kind == "policy" else make_value_engine
     return make(folder, layout=layout, recompute=recompute, **(OPTIMIZER | optimizer))
 
@@ -170,7 +193,9 @@ def work_bad_loss(layout: LayoutConfig, **job: Any) -> dict[str, Any]:
     factors = iter([1.0, float("nan"), 1.0, 1.0])
     message = ""
     try:
-        engine.update(microbatches_of(engine), lambda batch, lp, en: (lp.sum() * next(factors), None), temperature=1.0)
+        engine.update(
+            microbatches_of(engine), lambda batch, lp, en: (lp.sum() * next(factors), None), temperature=1.0
+        )
     except NonFiniteError as error:
         message = str(error)
     after = weights_by_hf_names(engine)
@@ -178,19 +203,27 @@ def work_bad_loss(layout: LayoutConfig, **job: Any) -> dict[str, Any]:
 
 
 def work_learner(layout: LayoutConfig, config: RunConfig, groups: list[Group]) -> dict[str, Any]:
-    """One RL step of the whole learner, critic included, and its probe of two completions. Rank 0 alone has the groups."""
+    """One RL step of the whole learner, critic included, and its probe of two completions. Rank 0 alone has
+    the groups."""
     platform.init_distributed(60.0)
     learner = Learner(config.model_copy(update={"layout": layout}))
     batch = learner.score(learner.receive(groups if learner.is_first_rank else None), before_update=True)
     found = correct(batch.packed, config.correction, learner.total)
     batch = batch.with_advantages(
-        compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, config.advantage, total=learner.total)
+        compute_advantages(
+            batch.packed, batch.rewards_S, batch.group_ids_S, config.advantage, total=learner.total
+        )
     )
     batch = batch.with_loss_weights(found, config.aggregation, config.correction.denominator, learner.total)
     (microbatches,) = batch.minibatches()
     update = learner.update(microbatches, policy=True)
     completions = [
-        Completion(token_ids=ids, rollout_logprobs=[0.0] * len(ids), token_versions=[0] * len(ids), finish_reason=FinishReason.STOP)
+        Completion(
+            token_ids=ids,
+            rollout_logprobs=[0.0] * len(ids),
+            token_versions=[0] * len(ids),
+            finish_reason=FinishReason.STOP,
+        )
         for ids in ([3, 9, 4], [8])
     ]
     return {
@@ -205,9 +238,18 @@ def work_learner(layout: LayoutConfig, config: RunConfig, groups: list[Group]) -
     }
 
 
-WORK = {"learner": work_learner, "step": work_step, "save": work_save, "load": work_load, "bad_loss": work_bad_loss}
+WORK = {
+    "learner": work_learner,
+    "step": work_step,
+    "save": work_save,
+    "load": work_load,
+    "bad_loss": work_bad_loss,
+}
 
 
-def work_layout(layout: LayoutConfig, jobs: dict[str, tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Jobs (of ``WORK``, with its arguments) one after another in one set of processes: starting them costs more than the work."""
+def work_layout(
+    layout: LayoutConfig, jobs: dict[str, tuple[str, dict[str, Any]]]
+) -> dict[str, dict[str, Any]]:
+    """Jobs (of ``WORK``, with its arguments) one after another in one set of processes: starting them costs
+    more than the work."""
     return {name: partial(WORK[work], layout)(**arguments) for name, (work, arguments) in jobs.items()}

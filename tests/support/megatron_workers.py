@@ -1,4 +1,5 @@
-"""Tiny models, batches and multi-process runs for the learner's tests. Functions named ``work_*`` run in every spawned rank."""
+"""Tiny models, batches and multi-process runs for the learner's tests. Functions named ``work_*`` run in
+every spawned rank."""
 
 import os
 import signal
@@ -11,7 +12,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from configs.schema.correction import CorrectionConfig
 from configs.schema.critic import CriticConfig
@@ -110,7 +118,12 @@ def make_value_engine(
     platform.init_distributed(60.0)
     settings = OptimizerConfig(**{"lr": 1e-2, "eps": 1e-4, "clip_grad": 1e9, **optimizer})
     engine = ValueEngine(
-        ModelConfig(path=folder, dtype=dtype), layout or LayoutConfig(), settings, total_optimizer_steps=10, recompute=recompute, seed=0
+        ModelConfig(path=folder, dtype=dtype),
+        layout or LayoutConfig(),
+        settings,
+        total_optimizer_steps=10,
+        recompute=recompute,
+        seed=0,
     )
     if head_seed is not None:
         for head in heads_of(engine):
@@ -127,8 +140,12 @@ def heads_of(engine: ValueEngine) -> list[torch.nn.Parameter]:
 def make_value_batch(lengths: list[int], *, seed: int = 0) -> PackedBatch:
     """A batch that a critic has scored, some of its values far enough off to be clipped."""
     batch = make_batch(lengths, seed=seed)
-    old_T, returns_T, weights_T = torch.randn(3, batch.num_tokens, generator=torch.Generator().manual_seed(seed + 1))
-    return batch.with_fields(values_T=old_T, returns_T=returns_T, value_aggregation_T=weights_T.abs() / batch.num_tokens)
+    old_T, returns_T, weights_T = torch.randn(
+        3, batch.num_tokens, generator=torch.Generator().manual_seed(seed + 1)
+    )
+    return batch.with_fields(
+        values_T=old_T, returns_T=returns_T, value_aggregation_T=weights_T.abs() / batch.num_tokens
+    )
 
 
 def clipped_loss(batch: PackedBatch, values_T: torch.Tensor):
@@ -148,7 +165,9 @@ def weights_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:
 
 def gradients_of(engine: MegatronEngine | ValueEngine) -> dict[str, torch.Tensor]:
     """Of a plain (not distributed) optimizer: the summed gradients of the last update."""
-    return {name: parameter.main_grad.detach().clone() for name, parameter in engine.chunks[0].named_parameters()}
+    return {
+        name: parameter.main_grad.detach().clone() for name, parameter in engine.chunks[0].named_parameters()
+    }
 
 
 def relative_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
@@ -159,8 +178,11 @@ def relative_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.
 
 
 def run_ranks(work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: float = 600.0) -> list[Any]:
-    """``work(*arguments)`` in ``num_ranks`` fresh processes of one group; what each returned, by rank. Fails past the deadline."""
-    port = choose_ports([0], None)[0].http  # not of those for outgoing connections, one of which could take it meanwhile
+    """``work(*arguments)`` in ``num_ranks`` fresh processes of one group; what each returned, by rank. Fails
+    past the deadline."""
+    port = choose_ports([0], None)[
+        0
+    ].http  # not of those for outgoing connections, one of which could take it meanwhile
     folder.mkdir(parents=True, exist_ok=True)
     context = mp.spawn(_rank_main, (work, num_ranks, port, folder, arguments), nprocs=num_ranks, join=False)
     end = time.monotonic() + deadline_s
@@ -176,7 +198,11 @@ def run_ranks(work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: f
 
 def _rank_main(rank: int, work, num_ranks: int, port: int, folder: Path, arguments: tuple) -> None:
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(num_ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     torch.set_num_threads(1)
     platform.init_distributed(60.0)
@@ -187,12 +213,15 @@ def _rank_main(rank: int, work, num_ranks: int, port: int, folder: Path, argumen
 
 def work_killed_writer(folder: Path, checkpoint: Path) -> None:
     """A save, in which every process that writes a part of it is killed at once."""
-    FileSystemWriterAsync.write_preloaded_data = lambda *arguments, **named: os.kill(os.getpid(), signal.SIGKILL)
+    FileSystemWriterAsync.write_preloaded_data = lambda *arguments, **named: os.kill(
+        os.getpid(), signal.SIGKILL
+    )
     make_engine(folder).save(checkpoint, {})
 
 
 def work_linear_logprobs(cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
-    """Each case on this rank's shard of the vocabulary; the gradient of hidden summed over ranks, as the model does it."""
+    """Each case on this rank's shard of the vocabulary; the gradient of hidden summed over ranks, as the
+    model does it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     results = []
     for case in cases:
@@ -204,25 +233,36 @@ def work_linear_logprobs(cases: list[dict[str, Any]]) -> list[dict[str, torch.Te
         )  # fmt: skip
         ((logprobs * case["g"]).sum() + (entropy * case["h"]).sum()).backward()
         dist.all_reduce(hidden.grad)
-        results.append(dict(logprobs=logprobs.detach(), entropy=entropy.detach(), hidden=hidden.grad, weight=weight.grad))
+        results.append(
+            dict(logprobs=logprobs.detach(), entropy=entropy.detach(), hidden=hidden.grad, weight=weight.grad)
+        )
     return results
 
 
 def work_updates(
-    folder: Path, layout: dict[str, int], microbatch_rows: list[list[list[int]]], lengths: list[int], num_updates: int, optimizer: dict
+    folder: Path,
+    layout: dict[str, int],
+    microbatch_rows: list[list[list[int]]],
+    lengths: list[int],
+    num_updates: int,
+    optimizer: dict,
 ) -> dict[str, Any]:
-    """Updates on one batch, split as ``microbatch_rows[dp_rank]`` says: first gradients, losses, norms and final weights."""
+    """Updates on one batch, split as ``microbatch_rows[dp_rank]`` says: first gradients, losses, norms and
+    final weights."""
     engine = make_engine(folder, layout=LayoutConfig(**layout), **optimizer)
     batch = make_batch(lengths)
     mine = [batch.select(rows) for rows in microbatch_rows[engine.groups.dp_rank]]
     before = engine.logprobs(mine, temperature=0.7, with_entropy=True)
     results = [engine.update(mine, weighted_loss, temperature=0.7)]
     first = results[0].outputs
-    # now: after further steps rounding has moved the weights apart, and these would be gradients at different points
+    # now: after further steps rounding has moved the weights apart, and these would be gradients at different
+    # points
     gradients = gradients_of(engine) if not optimizer.get("distributed", True) else None
     results += [engine.update(mine, weighted_loss, temperature=0.7) for _ in range(num_updates - 1)]
     return {
-        "bitwise": all(torch.equal(old[0], new["logprobs_T"]) for old, new in zip(before, first, strict=True)),
+        "bitwise": all(
+            torch.equal(old[0], new["logprobs_T"]) for old, new in zip(before, first, strict=True)
+        ),
         "logprobs": [old[0] for old in before],
         "norms": [r.grad_norm for r in results],
         "weights": weights_of(engine),
@@ -257,10 +297,15 @@ def work_non_finite(folder: Path, bad_rank: int) -> dict[str, Any]:
         engine.update([batch], loss, temperature=1.0)
     except ArithmeticError as error:
         message = str(error)
-    return {"message": message, "unchanged": all(torch.equal(before[n], t) for n, t in weights_of(engine).items())}
+    return {
+        "message": message,
+        "unchanged": all(torch.equal(before[n], t) for n, t in weights_of(engine).items()),
+    }
 
 
-def work_checkpoint(folder: Path, layout: dict[str, int], optimizer: dict, checkpoint: Path, resume: bool) -> dict[str, torch.Tensor]:
+def work_checkpoint(
+    folder: Path, layout: dict[str, int], optimizer: dict, checkpoint: Path, resume: bool
+) -> dict[str, torch.Tensor]:
     """Two updates, a checkpoint, a third update; or resume at the checkpoint and only that third update."""
     engine = make_engine(folder, layout=LayoutConfig(**layout), **optimizer)
     batch = make_batch([12, 9, 7, 12])
@@ -278,7 +323,11 @@ def work_checkpoint(folder: Path, layout: dict[str, int], optimizer: dict, check
 
 
 def work_value_updates(
-    folder: Path, layout: dict[str, int], microbatch_rows: list[list[list[int]]], lengths: list[int], optimizer: dict
+    folder: Path,
+    layout: dict[str, int],
+    microbatch_rows: list[list[list[int]]],
+    lengths: list[int],
+    optimizer: dict,
 ) -> dict[str, Any]:
     """Like ``work_updates``, of a critic: three updates."""
     engine = make_value_engine(folder, layout=LayoutConfig(**layout), **optimizer)
@@ -301,8 +350,11 @@ def work_many_value_updates(jobs: dict[str, tuple]) -> dict[str, dict[str, Any]]
     return {name: work_value_updates(*arguments) for name, arguments in jobs.items()}
 
 
-def work_scaled_updates(folder: Path, data_parallel: int, lengths: list[int], optimizers: list[dict]) -> list[dict[str, Any]]:
-    """Per optimizer, two updates of a policy: losses divided by a count of all ranks, known before and known after the forward."""
+def work_scaled_updates(
+    folder: Path, data_parallel: int, lengths: list[int], optimizers: list[dict]
+) -> list[dict[str, Any]]:
+    """Per optimizer, two updates of a policy: losses divided by a count of all ranks, known before and known
+    after the forward."""
     return [_scaled_updates(folder, data_parallel, lengths, optimizer) for optimizer in optimizers]
 
 
@@ -323,7 +375,10 @@ def _scaled_updates(folder: Path, data_parallel: int, lengths: list[int], optimi
         return 1.0 / total.item()
 
     results: dict[str, Any] = {"calls": calls}
-    for way, loss_fn, grad_scale in (("before", divided_before, None), ("after", not_divided, one_over_count)):
+    for way, loss_fn, grad_scale in (
+        ("before", divided_before, None),
+        ("after", not_divided, one_over_count),
+    ):
         engine = make_engine(folder, layout=LayoutConfig(dp=data_parallel), **optimizer)
         mine = [batch.select([row]) for row in range(engine.groups.dp_rank, len(lengths), data_parallel)]
         updates = [engine.update(mine, loss_fn, temperature=0.7, grad_scale=grad_scale) for _ in range(2)]
@@ -335,7 +390,9 @@ def work_value_checkpoint(
     folder: Path, layout: dict[str, int], optimizer: dict, checkpoint: Path, resume: bool
 ) -> dict[str, dict[str, torch.Tensor]]:
     """Like ``work_checkpoint``, of a critic."""
-    engine = make_value_engine(folder, layout=LayoutConfig(**layout), head_seed=None if resume else 0, **optimizer)
+    engine = make_value_engine(
+        folder, layout=LayoutConfig(**layout), head_seed=None if resume else 0, **optimizer
+    )
     batch = make_value_batch([12, 9, 7, 12])
     mine = [batch.select(list(range(engine.groups.dp_rank, 4, engine.groups.dp_size)))]
     if resume:
@@ -364,9 +421,17 @@ def work_critic_fits(folder: Path, data_parallel: int) -> dict[str, Any]:
     first = critic.score(mine)
     updates = []
     for _ in range(20):
-        scored = [b.with_fields(values_T=values_T.cpu()) for b, values_T in zip(mine, critic.score(mine), strict=True)]
+        scored = [
+            b.with_fields(values_T=values_T.cpu())
+            for b, values_T in zip(mine, critic.score(mine), strict=True)
+        ]
         updates.append(critic.update(scored))
-    return {"first": first, "metrics": [values(u.metrics) for u in updates], "norms": [u.grad_norm for u in updates], "lr": updates[-1].lr}
+    return {
+        "first": first,
+        "metrics": [values(u.metrics) for u in updates],
+        "norms": [u.grad_norm for u in updates],
+        "lr": updates[-1].lr,
+    }
 
 
 def learner_config(
@@ -385,7 +450,9 @@ def learner_config(
     return RunConfig(
         model=ModelConfig(path=folder, dtype="float32"),
         task=CountdownTask(),
-        rollout=RolloutConfig(prompts_per_step=4, group_size=3, max_new_tokens=20, temperature=0.7, dtype="float32"),
+        rollout=RolloutConfig(
+            prompts_per_step=4, group_size=3, max_new_tokens=20, temperature=0.7, dtype="float32"
+        ),
         layout=LayoutConfig(dp=data_parallel),
         learner=LearnerConfig(
             token_budget=24,
@@ -400,8 +467,11 @@ def learner_config(
     )
 
 
-def work_learner_steps(data_parallel: int, folder: Path, groups: list[Group], jobs: list[dict[str, Any]]) -> list[dict]:
-    """One whole RL step of a fresh learner per job (aggregation, correction, sharded optimizer), from groups that rank 0 alone has."""
+def work_learner_steps(
+    data_parallel: int, folder: Path, groups: list[Group], jobs: list[dict[str, Any]]
+) -> list[dict]:
+    """One whole RL step of a fresh learner per job (aggregation, correction, sharded optimizer), from groups
+    that rank 0 alone has."""
     platform.init_distributed(60.0)
     return [_learner_step(data_parallel, folder, groups, **job) for job in jobs]
 
@@ -414,7 +484,9 @@ def _learner_step(
     before = weights_of(learner.engine)
     batch = learner.score(learner.receive(groups if learner.is_first_rank else None), before_update=True)
     batch = batch.with_advantages(
-        compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, config.advantage, total=learner.total)
+        compute_advantages(
+            batch.packed, batch.rewards_S, batch.group_ids_S, config.advantage, total=learner.total
+        )
     )
     found = correct(batch.packed, config.correction, learner.total)
     batch = batch.with_loss_weights(found, config.aggregation, config.correction.denominator, learner.total)
@@ -436,12 +508,15 @@ def _learner_step(
 
 
 def work_group_deadlines(folder: Path, timeout_s: float) -> dict[str, Any]:
-    """The deadline of each of the engine's groups in seconds, of the default group, and what CPU tensors and objects become in it."""
+    """The deadline of each of the engine's groups in seconds, of the default group, and what CPU tensors and
+    objects become in it."""
     engine = make_engine(folder, layout=LayoutConfig(tp=2), timeout_s=timeout_s)
     tensor_parallel = parallel_state.get_tensor_model_parallel_group()
     groups = {"dp": engine.groups.dp_group, "tp": tensor_parallel, "default": dist.group.WORLD}
     place = torch.device("cuda" if platform.has_cuda() else "cpu")
-    seconds = {name: group._get_backend(place).options._timeout.total_seconds() for name, group in groups.items()}
+    seconds = {
+        name: group._get_backend(place).options._timeout.total_seconds() for name, group in groups.items()
+    }
     total, objects = torch.tensor([dist.get_rank() + 1]), [None] * dist.get_world_size()
     dist.all_reduce(total)
     dist.all_gather_object(objects, {"rank": dist.get_rank()})

@@ -25,7 +25,8 @@ class _Kept:
 
 
 class KeptBytes:
-    """Bytes of the storages that autograd keeps inside ``watch``, each once, parameters left out; and their peak."""
+    """Bytes of the storages that autograd keeps inside ``watch``, each once, parameters left out; and their
+    peak."""
 
     def __init__(self, parameters: Iterable[Tensor]):
         self.left_out = {p.untyped_storage().data_ptr() for p in parameters}
@@ -46,7 +47,9 @@ class KeptBytes:
             self.now -= storage.nbytes() if self.uses[place] == 0 else 0
 
     def watch(self) -> Any:
-        return torch.autograd.graph.saved_tensors_hooks(lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor)
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor
+        )
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
@@ -70,7 +73,8 @@ def _states(engine: MegatronEngine) -> Iterable[Tensor]:
 
 
 def work_memory(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """What one update of each job's engine holds on this rank, in bytes. A job has a folder, a layout, a dtype, ...: see ``_measure``.
+    """What one update of each job's engine holds on this rank, in bytes. A job has a folder, a layout, a
+    dtype, ...: see ``_measure``.
 
     Starting processes costs more than the work, so all layouts of as many ranks run in one set of them.
     """
@@ -83,7 +87,15 @@ def work_memory(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
     return found
 
 
-def _measure(folder: Path, layout: dict[str, Any], *, lengths: list[int], microbatches: int, vocab: int, **settings: Any) -> dict[str, int]:
+def _measure(
+    folder: Path,
+    layout: dict[str, Any],
+    *,
+    lengths: list[int],
+    microbatches: int,
+    vocab: int,
+    **settings: Any,
+) -> dict[str, int]:
     """``lengths`` are those of each micro-batch's sequences; ``settings`` are ``make_engine``'s."""
     engine = make_engine(folder, layout=LayoutConfig(**layout), **settings)
     batches = [make_batch(lengths, vocab=vocab) for _ in range(microbatches)]

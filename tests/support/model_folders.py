@@ -1,6 +1,8 @@
-"""Hugging Face folders that pass every check before a start, of any size, in milliseconds: config.json as given, real headers, no weights.
+"""Hugging Face folders that pass every check before a start, of any size, in milliseconds: config.json as
+given, real headers, no weights.
 
-The safetensors file is sparse: its header names every tensor of the model, and the bytes that they would have are a hole.
+The safetensors file is sparse: its header names every tensor of the model, and the bytes that they would have
+are a hole.
 """
 
 import json
@@ -20,7 +22,8 @@ CHARACTERS = "0123456789+-*()=: "
 
 
 def make_model_folder(folder: Path, hf_config: Mapping[str, Any], *, tokens: int = 24) -> Path:
-    """A folder of this config.json; ``tokens`` are those of its tokenizer. Of an unsupported model the weights are an empty file."""
+    """A folder of this config.json; ``tokens`` are those of its tokenizer. Of an unsupported model the
+    weights are an empty file."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(hf_config))
     if hf_config.get("model_type") in SUPPORTED:
@@ -47,7 +50,8 @@ def write_weights(path: Path, shapes: Mapping[str, tuple[int, ...]], *, dtype: s
 
 
 def write_tokenizer(folder: Path, *, tokens: int = 24, chat_template: str | None = CHATML) -> None:
-    """A character a token, as in ``rollout/tiny_model.py``; the unknown token stands for every other character."""
+    """A character a token, as in ``rollout/tiny_model.py``; the unknown token stands for every other
+    character."""
     names = ["<eos>", "<pad>", "<unk>", *CHARACTERS]
     names += [f"<unused_{i}>" for i in range(tokens - len(names))]
     content = {
@@ -61,6 +65,11 @@ def write_tokenizer(folder: Path, *, tokens: int = 24, chat_template: str | None
         "model": {"type": "WordLevel", "vocab": {name: i for i, name in enumerate(names)}, "unk_token": "<unk>"},
     }  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    options = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    options = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+    }
     options |= {} if chat_template is None else {"chat_template": chat_template}
     (folder / "tokenizer_config.json").write_text(json.dumps(options))

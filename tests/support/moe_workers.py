@@ -1,4 +1,5 @@
-"""Tiny mixture-of-experts models, what transformers says of them, and their jobs in several processes. Imported by spawned ranks."""
+"""Tiny mixture-of-experts models, what transformers says of them, and their jobs in several processes.
+Imported by spawned ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,13 @@ import torch
 from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from configs.schema.layout import LayoutConfig
 from parallel.packing import PackedBatch
@@ -18,7 +25,8 @@ EXPERTS = 4
 
 
 def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0, **changes) -> Path:
-    """A tiny random model in ``folder``; norm weights are random too. Experts and dense MLPs differ in size where a family has both."""
+    """A tiny random model in ``folder``; norm weights are random too. Experts and dense MLPs differ in size
+    where a family has both."""
     fields = dict(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
         max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.15, num_experts_per_tok=2, head_dim=16,
@@ -40,8 +48,11 @@ def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0
     return folder
 
 
-def by_transformers(folder: Path, batch: PackedBatch, temperature: float, out: Path) -> tuple[Tensor, dict[str, Tensor]]:
-    """(logits [T, V], the gradient of ``weighted_loss`` by the names under which transformers saves tensors), sequence by sequence."""
+def by_transformers(
+    folder: Path, batch: PackedBatch, temperature: float, out: Path
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(logits [T, V], the gradient of ``weighted_loss`` by the names under which transformers saves tensors),
+    sequence by sequence."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     logits_TV = torch.cat([model(row[None]).logits[0] for row in batch.tokens_T.split(batch.lengths)])
     logp_TV = torch.log_softmax(logits_TV / temperature, -1)
@@ -54,8 +65,11 @@ def by_transformers(folder: Path, batch: PackedBatch, temperature: float, out: P
     return logits_TV.detach(), load_file(out / "model.safetensors")
 
 
-def work_layouts(cases: dict[str, tuple[dict[str, Any], dict[str, tuple], dict[Path, Path]]]) -> dict[str, dict[str, Any]]:
-    """Per case ``work_layout``'s results of its jobs, one case after another; folders (keys) go through its layout and out again."""
+def work_layouts(
+    cases: dict[str, tuple[dict[str, Any], dict[str, tuple], dict[Path, Path]]],
+) -> dict[str, dict[str, Any]]:
+    """Per case ``work_layout``'s results of its jobs, one case after another; folders (keys) go through its
+    layout and out again."""
     found = {}
     for name, (sizes, jobs, saves) in cases.items():
         layout = LayoutConfig(**sizes)

@@ -1,4 +1,5 @@
-"""Engines whose tensors leave the device and come back (test_colocated). Functions named ``work_*`` run in every rank."""
+"""Engines whose tensors leave the device and come back (test_colocated). Functions named ``work_*`` run in
+every rank."""
 
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,12 @@ from tests.support.megatron_workers import make_batch, make_engine, weighted_los
 
 
 def work_offloaded_updates(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each case (dtype and optimizer), three updates that stay on the device and three with an offload before and after each."""
-    return [{way: _updates(folder, case, offloads=way == "offloaded") for way in ("resident", "offloaded")} for case in cases]
+    """Of each case (dtype and optimizer), three updates that stay on the device and three with an offload
+    before and after each."""
+    return [
+        {way: _updates(folder, case, offloads=way == "offloaded") for way in ("resident", "offloaded")}
+        for case in cases
+    ]
 
 
 def _updates(folder: Path, case: dict[str, Any], *, offloads: bool) -> dict[str, Any]:
@@ -40,20 +45,27 @@ def _there_and_back(engine: MegatronEngine, found: dict[str, Any]) -> None:
     engine.restore()
     after = lasting_tensors(engine)
     found["unchanged"].append(
-        len(before) == len(after) and all(map(torch.equal, before, after)) and addresses == [id(tensor) for tensor in tensors_of(engine)]
+        len(before) == len(after)
+        and all(map(torch.equal, before, after))
+        and addresses == [id(tensor) for tensor in tensors_of(engine)]
     )
 
 
 def tensors_of(engine: MegatronEngine) -> list[Tensor]:
     """Weights, optimizer's weights and state, gradients."""
-    return [*_lasting(engine), *(p.main_grad for chunk in engine.chunks for p in chunk.parameters() if hasattr(p, "main_grad"))]
+    return [
+        *_lasting(engine),
+        *(p.main_grad for chunk in engine.chunks for p in chunk.parameters() if hasattr(p, "main_grad")),
+    ]
 
 
 def _lasting(engine: MegatronEngine) -> list[Tensor]:
     found = [tensor for chunk in engine.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
     for part in optimizer_parts(engine._optimizer) if engine._optimizer is not None else ():
         found += [p for group in part.optimizer.param_groups for p in group["params"]]
-        found += [v for state in part.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+        found += [
+            v for state in part.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)
+        ]
     return found
 
 

@@ -16,13 +16,22 @@ def count_valid(response_mask_T: Tensor, cu_seqlens: Tensor) -> GlobalCounts:
     return GlobalCounts.of(count_per_sequence(response_mask_T, cu_seqlens))
 
 
-def at_valid(metrics: Callable[..., Metrics], x_T: Tensor, y_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, **bounds: float) -> Metrics:
+def at_valid(
+    metrics: Callable[..., Metrics],
+    x_T: Tensor,
+    y_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    **bounds: float,
+) -> Metrics:
     """``metrics`` of the valid tokens of both."""
     valid = valid_tokens(mask_T, cu_seqlens)
     return metrics(valid.pick(x_T), valid.pick(y_T), valid.bounds_S, **bounds)
 
 
-def random_batch(lengths: list[int], *, seed: int, dtype: torch.dtype = torch.float32, mask_T: Tensor | None = None) -> PackedBatch:
+def random_batch(
+    lengths: list[int], *, seed: int, dtype: torch.dtype = torch.float32, mask_T: Tensor | None = None
+) -> PackedBatch:
     """Sequences of these packed lengths; old is near rollout, all fields but the loss weights are set."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)

@@ -25,7 +25,8 @@ def assert_all_end(processes: list[psutil.Process], timeout_s: float = 20.0) -> 
 
 
 def _lives(process: psutil.Process) -> bool:
-    """A zombie has ended; it stays listed until its parent looks, which the first process of some containers never does."""
+    """A zombie has ended; it stays listed until its parent looks, which the first process of some containers
+    never does."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

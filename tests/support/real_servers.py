@@ -20,7 +20,8 @@ def make_fleet(model_dir: Path, log_dir: Path, **changes) -> ServerFleet:
 
 
 def sharpen(folder: Path) -> None:
-    """Larger weights, so that the random model's distribution is far from uniform and its answers depend on the prompt."""
+    """Larger weights, so that the random model's distribution is far from uniform and its answers depend on
+    the prompt."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -29,8 +30,11 @@ def sharpen(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def send(control: SGLangControl, model, *, version: int, tensor_parallel: int = 1, group_name: str | None = None) -> Served:
-    """The whole update as ``sglang_control`` describes it up to ``resume``, with this process as rank 0 of a gloo group of its own.
+def send(
+    control: SGLangControl, model, *, version: int, tensor_parallel: int = 1, group_name: str | None = None
+) -> Served:
+    """The whole update as ``sglang_control`` describes it up to ``resume``, with this process as rank 0 of a
+    gloo group of its own.
 
     No answer is waited for before the last request is sent: the server takes them one after the other.
     """
@@ -49,7 +53,10 @@ def send(control: SGLangControl, model, *, version: int, tensor_parallel: int = 
         pending = [control.open_update()]
         for bucket in make_buckets(model.named_parameters(), dtype=torch.float32, max_bytes=2**20):
             receiving = control.receive_bucket(
-                names=bucket.names, dtype="float32", shapes=bucket.shapes, version=version if bucket.is_last else None
+                names=bucket.names,
+                dtype="float32",
+                shapes=bucket.shapes,
+                version=version if bucket.is_last else None,
             )
             pending.append(receiving)
             broadcaster.start(bucket).wait(check=lambda: [answer.raise_if_failed() for answer in pending])

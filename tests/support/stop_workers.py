@@ -1,5 +1,6 @@
-"""Ranks that train, are interrupted and go on: learner, loop, checkpoints, tracker and the sample role's wire are the product's; the engine
-of the rollout is ``FakeEngine``, so that what is sampled depends on prompt, seed and weight version alone."""
+"""Ranks that train, are interrupted and go on: learner, loop, checkpoints, tracker and the sample role's wire
+are the product's; the engine of the rollout is ``FakeEngine``, so that what is sampled depends on prompt,
+seed and weight version alone."""
 
 import asyncio
 import contextlib
@@ -58,8 +59,8 @@ class Script:
     """sampling, evaluation, update or publish."""
     at: int = 0
     what: str = ""
-    """stop: a stop is asked for, and the sample role goes on for ever. fail: the rollout side fails. silent: no answer at all. die: the
-    learner's own error, on every rank."""
+    """stop: a stop is asked for, and the sample role goes on for ever. fail: the rollout side fails. silent:
+    no answer at all. die: the learner's own error, on every rank."""
     stop: str | None = None
     """Why a stop was asked for, once it was."""
     _times: dict[str, int] = field(default_factory=dict)
@@ -72,7 +73,9 @@ class Script:
 class EvenLength:
     retries = 0
 
-    async def score(self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason) -> Score:
+    async def score(
+        self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason
+    ) -> Score:
         await asyncio.sleep(0)
         even = len(response_text) % 2 == 0
         return Score(value=float(even) + 0.1 * num_tokens, parts={}, correct=even)
@@ -126,7 +129,10 @@ class ScriptedSync:
 
 def toy_prompts(count: int, name: str) -> list[Prompt]:
     ids = [[3 + (i + j) % 15 for j in range(1 + i % 4)] for i in range(count)]
-    return [Prompt(prompt_id=f"{name}{i}", token_ids=ids[i], text=f"text {i}", task="toy", reference=str(i)) for i in range(count)]
+    return [
+        Prompt(prompt_id=f"{name}{i}", token_ids=ids[i], text=f"text {i}", task="toy", reference=str(i))
+        for i in range(count)
+    ]
 
 
 def start_sample_role(config: RunConfig, engine: FakeEngine, script: Script) -> RemoteSampler:
@@ -154,7 +160,8 @@ def start_sample_role(config: RunConfig, engine: FakeEngine, script: Script) -> 
 
 
 def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
-    """One life of the run in ``folder``, resumed where it holds a checkpoint: how it ended, and what it had then."""
+    """One life of the run in ``folder``, resumed where it holds a checkpoint: how it ended, and what it had
+    then."""
     learner, engine, run_folder = Learner(config), FakeEngine(), RunFolder(folder)
     if learner.is_first_rank:
         run_folder.claim()
@@ -241,14 +248,17 @@ class FakeSender:
 
 
 def work_failing_publishes(folder: Path, failures: dict[str, list[str]]) -> dict[str, dict[str, tuple]]:
-    """Publishes that fail, by layout and place, each followed by one that does not: what was raised, the versions, and the bytes sent."""
+    """Publishes that fail, by layout and place, each followed by one that does not: what was raised, the
+    versions, and the bytes sent."""
     weight_sync.make_buckets = partial(make_buckets, max_bytes=8192)
     found: dict[str, dict[str, tuple]] = {}
     for layout, places in failures.items():
         engine = make_engine(folder, layout=parse_layout(layout))
         learner = SimpleNamespace(engine=engine, groups=engine.groups, version=0)
         servers = FakeServers()
-        weight_sync.StageSender = lambda *unused, servers=servers, stage=engine.groups.pp_rank: FakeSender(servers, stage)
+        weight_sync.StageSender = lambda *unused, servers=servers, stage=engine.groups.pp_rank: FakeSender(
+            servers, stage
+        )
         sync = WeightSync(
             learner, servers if dist.get_rank() == 0 else None, rollout_dtype="float32", tensor_parallel=1, backend="gloo",
             temperature=1.0, probe_prompt=[1], probe_tokens=1, timeout_s=60.0,
@@ -268,9 +278,14 @@ def work_failing_publishes(folder: Path, failures: dict[str, list[str]]) -> dict
     return found
 
 
-def work_lives(model: Path, overrides: list[str], jobs: dict[str, tuple[Path, Script, list[str]]]) -> dict[str, list[dict[str, Any]]]:
-    """Of each job (a folder, what goes wrong, further overrides): the life in which it does, and the one after."""
-    mlflow_store.MlflowThread.run = lambda self: None  # seconds of imports in every rank; what goes there is tested in test_tracking.py
+def work_lives(
+    model: Path, overrides: list[str], jobs: dict[str, tuple[Path, Script, list[str]]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Of each job (a folder, what goes wrong, further overrides): the life in which it does, and the one
+    after."""
+    mlflow_store.MlflowThread.run = lambda self: (
+        None
+    )  # seconds of imports in every rank; what goes there is tested in test_tracking.py
     found = {}
     for name, (folder, script, more) in jobs.items():
         config = load_config(RECIPE, [f"model.path={model}", *SETTINGS, *overrides, *more])

@@ -23,7 +23,8 @@ def engines(folder: Path, layouts: Sequence[str]) -> Iterator[tuple[LayoutConfig
 
 
 def work_round_trips(folder: Path, layouts: Sequence[str], out: Path) -> dict[str, list[str]]:
-    """The folder through each layout and out again, to ``out/LAYOUT``; perturbed, to ``out/LAYOUT-other``. What this rank exported."""
+    """The folder through each layout and out again, to ``out/LAYOUT``; perturbed, to ``out/LAYOUT-other``.
+    What this rank exported."""
     exported = {}
     for text, (_, engine) in zip(layouts, engines(folder, layouts), strict=True):
         exported[text] = [name for name, _ in engine.export_hf()]
@@ -53,8 +54,11 @@ def work_failing_writers(folder: Path, layout: str, out: Path) -> list[str]:
 
 
 def work_order_of_turns(log: Path) -> None:
-    """Each of three senders writes down when it is inside; the first is slow, and the others would overtake it if they could."""
-    groups = SimpleNamespace(pp_rank=dist.get_rank(), pp_size=dist.get_world_size(), pp_group=dist.group.WORLD)
+    """Each of three senders writes down when it is inside; the first is slow, and the others would overtake
+    it if they could."""
+    groups = SimpleNamespace(
+        pp_rank=dist.get_rank(), pp_size=dist.get_world_size(), pp_group=dist.group.WORLD
+    )
     for _ in range(2):
         with in_turn(groups):
             for _ in range(2):

@@ -1,9 +1,11 @@
-"""Every variant of the algorithm, two steps each, on one start of the engines: the list, and the processes that run it.
+"""Every variant of the algorithm, two steps each, on one start of the engines: the list, and the processes
+that run it.
 
     python -m tests.support.variant_workers MODEL     like ``tandem train``, with this module in the learner's place (torchrun, --rank RUN)
 
-Each variant has a learner of its own, from the weights of the model, at the servers and the sample role that all of them share; step
-numbers and weight versions go on from one variant to the next, in one run folder with one tracker.
+Each variant has a learner of its own, from the weights of the model, at the servers and the sample role that
+all of them share; step numbers and weight versions go on from one variant to the next, in one run folder with
+one tracker.
 """
 
 import argparse
@@ -33,11 +35,13 @@ TWO = "learner.minibatches=2"
 KL = "kl.coefficient=0.05"
 KL_IN_REWARD = (KL, "kl.place=reward")
 EVERY_GROUP = "rollout.dynamic_sampling.type=none"
-"""What the learner's config must say for these estimators; the sample role, started once, resamples for them too."""
+"""What the learner's config must say for these estimators; the sample role, started once, resamples for them
+too."""
 BY_SEQUENCE = "aggregation.type=sequence_mean_token_mean"
 
 VARIANTS: dict[str, tuple[str, ...]] = {
-    # With one minibatch a correction is found in the update's own forward pass, with two before the first update (in bypass never).
+    # With one minibatch a correction is found in the update's own forward pass, with two before the first
+    # update (in bypass never).
     **{name: (f"correction={name}",) for name in PRESETS},
     **{f"{name}, two minibatches": (f"correction={name}", TWO) for name in list(PRESETS)[:8]},
     **{f"objective {name}": (f"objective.type={name}", TWO) for name in ("clipped", "gspo", "gmpo", "cispo", "sapo", "dppo")},
@@ -87,7 +91,9 @@ def first_step(name: str) -> int:
 
 
 def variant_config(name: str, model: Path) -> RunConfig:
-    return load_config(CONFIG, [f"model.path={model}", *REWARD, f"steps={first_step(name) + STEPS - 1}", *VARIANTS[name]])
+    return load_config(
+        CONFIG, [f"model.path={model}", *REWARD, f"steps={first_step(name) + STEPS - 1}", *VARIANTS[name]]
+    )
 
 
 def supervise(model: Path) -> None:
@@ -103,12 +109,18 @@ def supervise(model: Path) -> None:
     torchrun = learn.command[: learn.command.index("launch")]
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
         commands.start_sampling(supervisor, folder, config)
-        supervisor.start(replace(learn, command=[*torchrun, "tests.support.variant_workers", str(model), "--rank", str(folder.path)]))
+        supervisor.start(
+            replace(
+                learn,
+                command=[*torchrun, "tests.support.variant_workers", str(model), "--rank", str(folder.path)],
+            )
+        )
         supervisor.wait_until_done("learn")
 
 
 def run_rank(path: Path) -> None:
-    """One learner rank: every variant in turn. Writes ``variants.json``: how far the weights moved, and the memory in use after it."""
+    """One learner rank: every variant in turn. Writes ``variants.json``: how far the weights moved, and the
+    memory in use after it."""
     from launch.processes.run_folder import RunFolder, write_json
     from launch.roles import learn as learning
 
@@ -140,7 +152,9 @@ def run_variant(name: str, run, folder) -> dict:
     run.weight_sync._learner = learner
     run.weight_sync._samples_are_probes = config.compares_samples
     run.weight_sync.restore()
-    recorder = Recorder(folder.batches, "all" if config.learner.minibatches == 1 else "none", config.correction)
+    recorder = Recorder(
+        folder.batches, "all" if config.learner.minibatches == 1 else "none", config.correction
+    )
     train(replace(run, config=config, learner=learner, recorder=recorder, first_step=first_step(name)))
     return {key: tensor.clone() for key, tensor in learner.engine.export_hf()}
 

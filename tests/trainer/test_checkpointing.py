@@ -1,5 +1,6 @@
-"""What a resumed run goes on from: the critic beside the policy, the moved KL coefficient, its own recorded batches. Engines are records of
-what they were asked; real ones are resumed in tests/parallel/checkpoints/test_checkpoint.py, tests/trainer/test_critic.py and end to end.
+"""What a resumed run goes on from: the critic beside the policy, the moved KL coefficient, its own recorded
+batches. Engines are records of what they were asked; real ones are resumed in
+tests/parallel/checkpoints/test_checkpoint.py, tests/trainer/test_critic.py and end to end.
 """
 
 import itertools
@@ -19,7 +20,14 @@ from configs.schema.objective import KLConfig
 from launch.processes.run_folder import RunFolder
 from launch.roles import learn as learning
 from parallel.checkpoints.checkpoint import CheckpointError, WholeCheckpoint
-from parallel.checkpoints.files import is_valid, latest_valid, prune, step_folder, valid_checkpoints, write_manifest
+from parallel.checkpoints.files import (
+    is_valid,
+    latest_valid,
+    prune,
+    step_folder,
+    valid_checkpoints,
+    write_manifest,
+)
 from parallel.megatron import platform
 from parallel.weights.hf_files import hidden_folder
 from tests.support.megatron_workers import run_ranks
@@ -36,7 +44,9 @@ from trainer.recording import Recorder, batch_file, read_batch, recorded_steps, 
 from trainer.sampling import SharedSampler
 
 RECIPE = Path(__file__).resolve().parents[2] / "configs/recipes/countdown_tiny.yaml"
-ADAPTIVE = KLConfig(coefficient=0.1, place="reward", controller={"type": "adaptive", "target": 0.01, "horizon": 1000})
+ADAPTIVE = KLConfig(
+    coefficient=0.1, place="reward", controller={"type": "adaptive", "target": 0.01, "horizon": 1000}
+)
 FIXED = KLConfig(coefficient=0.3, place="reward")
 
 
@@ -72,7 +82,9 @@ class Data:
 
 def learner(*, critic: bool, kl: KLConfig = ADAPTIVE) -> SimpleNamespace:
     critic = SimpleNamespace(engine=Saves()) if critic else None
-    return SimpleNamespace(engine=Saves(), critic=critic, version=5, is_first_rank=True, kl_in_reward=KLInReward(kl))
+    return SimpleNamespace(
+        engine=Saves(), critic=critic, version=5, is_first_rank=True, kl_in_reward=KLInReward(kl)
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,7 +92,9 @@ def one_process(tmp_path_factory):
     if dist.is_initialized():  # by a test of the engines before, in this very process
         yield
         return
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1), rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1), rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -113,12 +127,16 @@ def test_without_a_checkpoint_the_data_begins_anew_and_what_the_lost_steps_left_
     assert recorded_steps(folder.batches) == [1] and (tmp_path / "metrics.jsonl").exists()
     learning.forget_lost_steps(folder, recorder, None)
     assert recorded_steps(folder.batches) == []
-    assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.lost.jsonl").read_text() == '{"step": 0}\n'
+    assert (
+        not (tmp_path / "metrics.jsonl").exists()
+        and (tmp_path / "metrics.lost.jsonl").read_text() == '{"step": 0}\n'
+    )
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
 def test_every_rank_looks_for_servers_and_sample_role_by_itself(tmp_path, monkeypatch, placement):
-    """In a collective with rank 0, which also waits for them, the others would give up after collective_timeout_s."""
+    """In a collective with rank 0, which also waits for them, the others would give up after
+    collective_timeout_s."""
     config = load_config(RECIPE, ["model.path=model", f"launch.placement={placement}"])
     (tmp_path / "config.yaml").write_text(resolved_yaml(config))
     folder, asked = RunFolder(tmp_path), []
@@ -145,7 +163,12 @@ def test_what_a_killed_writer_has_left_goes_with_the_next_start(tmp_path):
         folder.checkpoints / ".step_000004.partial", folder.checkpoints / ".step_000002.old.x1" / "step_000002",
         folder.critic_checkpoints / ".step_000004.partial", hidden_folder(folder.hf), folder.path / ".hf.old.x2" / "hf",
     ]  # fmt: skip
-    kept = [folder.checkpoints / "step_000003", folder.critic_checkpoints / "step_000003", folder.hf, hidden_folder(folder.export)]
+    kept = [
+        folder.checkpoints / "step_000003",
+        folder.critic_checkpoints / "step_000003",
+        folder.hf,
+        hidden_folder(folder.export),
+    ]
     for path in (*left, *kept):
         path.mkdir(parents=True, exist_ok=True)
         (path / "weights").write_text("many")
@@ -164,8 +187,14 @@ def test_what_a_killed_writer_has_left_goes_with_the_next_start(tmp_path):
         (2, True, 0, []),
     ],
 )
-def test_before_the_export_the_last_step_is_saved_where_it_could_be_lost(tmp_path, every, stop, complete, found):
-    run, data, checkpointer = learner(critic=False), Data(stop=stop), Checkpointer(tmp_path, CheckpointConfig(every=every))
+def test_before_the_export_the_last_step_is_saved_where_it_could_be_lost(
+    tmp_path, every, stop, complete, found
+):
+    run, data, checkpointer = (
+        learner(critic=False),
+        Data(stop=stop),
+        Checkpointer(tmp_path, CheckpointConfig(every=every)),
+    )
     for step in range(1, complete + 1):
         checkpointer.after_step(step, run, data)
     checkpointer.save_before_export(run, data)
@@ -180,7 +209,8 @@ def test_every_rank_hears_of_a_stop_as_the_first_one_sees_it():
 
 
 def test_a_critic_without_its_policy_is_never_kept_in_the_place_of_one_with_it(tmp_path):
-    """A crash between the two saves leaves a critic's checkpoint alone; after the resume it must not push out the one that is needed."""
+    """A crash between the two saves leaves a critic's checkpoint alone; after the resume it must not push out
+    the one that is needed."""
     run, checkpointer = learner(critic=True), Checkpointer(tmp_path, CheckpointConfig(every=1, keep=1))
     checkpointer.save(3, run, Data())
     run.critic.engine.save(tmp_path / "critic" / "step_000009", {"step": 9})
@@ -193,7 +223,9 @@ def test_the_newest_checkpoint_is_by_number_and_of_a_format_that_can_be_read(tmp
     folder = RunFolder(tmp_path)
     for step in (999_998, 999_999, 1_000_000):
         Saves().save(step_folder(folder.checkpoints, step), {})
-    assert folder.newest_checkpoint() == latest_valid(folder.checkpoints) == folder.checkpoints / "step_1000000"
+    assert (
+        folder.newest_checkpoint() == latest_valid(folder.checkpoints) == folder.checkpoints / "step_1000000"
+    )
     assert [*valid_checkpoints(folder.checkpoints)] == [999_998, 999_999, 1_000_000]
     (folder.checkpoints / "step_1000000" / "complete.json").write_text('{"format": 1, "files": {}}')
     assert folder.newest_checkpoint() == folder.checkpoints / "step_999999"
@@ -202,7 +234,8 @@ def test_the_newest_checkpoint_is_by_number_and_of_a_format_that_can_be_read(tmp
 
 
 def work_stale_listing(root: Path) -> tuple[list[Path], list[Path]]:
-    """What each rank loads where rank 1's node still knows the folder as it was before the newest checkpoint, for a while."""
+    """What each rank loads where rank 1's node still knows the folder as it was before the newest checkpoint,
+    for a while."""
     run = learner(critic=True)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
@@ -231,9 +264,15 @@ def test_a_damaged_policy_takes_the_critic_of_its_step_along(tmp_path, capsys):
         (tmp_path / f"step_00000{step}" / "extra.json").write_text("x")
     assert Checkpointer(tmp_path, CheckpointConfig()).restore(run, Data()).step == 1
     assert run.critic.engine.loaded == [tmp_path / "critic" / "step_000001"]
-    assert sorted(path.name for path in (tmp_path / "critic").iterdir()) == ["step_000001", "step_000002.damaged", "step_000003.damaged"]
+    assert sorted(path.name for path in (tmp_path / "critic").iterdir()) == [
+        "step_000001",
+        "step_000002.damaged",
+        "step_000003.damaged",
+    ]
     said = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in said] == [f"checkpoint {tmp_path}/step_00000{step} is damaged" for step in (3, 2)]
+    assert [line.split(":")[0] for line in said] == [
+        f"checkpoint {tmp_path}/step_00000{step} is damaged" for step in (3, 2)
+    ]
 
 
 def test_a_missing_critic_is_an_error_before_the_policy_is_touched(tmp_path):
@@ -272,7 +311,9 @@ def test_the_penalty_and_the_next_coefficient_by_hand():
     kl_T = (batch.old_logprobs_T - batch.ref_logprobs_T) * batch.response_mask_T
     torch.testing.assert_close(penalty_T, 0.1 * kl_T)
     measured = (kl_T.sum() / batch.response_mask_T.sum()).item()
-    assert values(metrics) == pytest.approx({"policy/kl_coefficient": 0.1, "policy/kl_in_reward": measured}, rel=1e-6)
+    assert values(metrics) == pytest.approx(
+        {"policy/kl_coefficient": 0.1, "policy/kl_in_reward": measured}, rel=1e-6
+    )
     error = min(max(measured / 0.01 - 1, -0.2), 0.2)
     assert term.coefficient == pytest.approx(0.1 * (1 + error * 100 / 1000))
     assert KLInReward(KLConfig(coefficient=0.2)).penalty(batch, num_samples=100, total=alone) == (None, {})

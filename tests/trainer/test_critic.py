@@ -1,4 +1,5 @@
-"""The critic: values against transformers, gradients against autograd, layouts and splits that do not matter, checkpoints."""
+"""The critic: values against transformers, gradients against autograd, layouts and splits that do not matter,
+checkpoints."""
 
 import pytest
 import torch
@@ -49,7 +50,10 @@ def test_values_are_the_heads_product_with_transformers_hidden_states(tmp_path, 
     batch = make_batch([5, 130, 2, 33, 5, 71])
     engine = make_value_engine(folder)
     with torch.no_grad():
-        wanted = hidden_states(AutoModel.from_pretrained(folder, dtype=torch.float32), batch) @ engine.chunks[0].value_head.weight[0]
+        wanted = (
+            hidden_states(AutoModel.from_pretrained(folder, dtype=torch.float32), batch)
+            @ engine.chunks[0].value_head.weight[0]
+        )
     (found,) = engine.values([batch])
     assert wanted.std() > 0.1  # the head says something
     assert found.dtype == torch.float32 and not found.requires_grad
@@ -70,7 +74,9 @@ def test_a_critic_starts_at_zero_and_holds_no_vocabulary_output(tmp_path, tied):
     folder = make_hf_model(tmp_path / "m", "qwen3", tied=tied)
     engine = make_value_engine(folder, head_seed=None)
     assert engine.values([make_batch(LENGTHS)])[0].count_nonzero() == 0
-    assert [name for name, p in engine.chunks[0].named_parameters() if 43 in p.shape] == ["embedding.word_embeddings.weight"]
+    assert [name for name, p in engine.chunks[0].named_parameters() if 43 in p.shape] == [
+        "embedding.word_embeddings.weight"
+    ]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -164,7 +170,9 @@ def test_a_critic_of_another_vocabulary_is_refused(folder, tmp_path):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype, distributed", [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)])
+@pytest.mark.parametrize(
+    "dtype, distributed", [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)]
+)
 def test_going_on_equals_never_having_stopped(folder, tmp_path, dtype, distributed):
     settings = dict(dtype=dtype, distributed=distributed, schedule="cosine", weight_decay=0.1)
     batch = make_value_batch([9, 5, 12])
@@ -197,11 +205,15 @@ def test_a_scaled_gradient_is_a_scaled_loss(folder):
         calls.append(outputs)
         return 0.25
 
-    scaled = engines[0].update(parts, lambda b, v_T: (clipped_loss(b, v_T)[0], b.num_tokens), grad_scale=scale)
+    scaled = engines[0].update(
+        parts, lambda b, v_T: (clipped_loss(b, v_T)[0], b.num_tokens), grad_scale=scale
+    )
     wanted = engines[1].update(parts, lambda b, v_T: (0.25 * clipped_loss(b, v_T)[0], b.num_tokens))
     assert calls == [[part.num_tokens for part in parts]] == [scaled.outputs]
     assert scaled.grad_norm == wanted.grad_norm > 1e-4  # a power of two: exact
-    assert all(torch.equal(t, value_weights_of(engines[1])[n]) for n, t in value_weights_of(engines[0]).items())
+    assert all(
+        torch.equal(t, value_weights_of(engines[1])[n]) for n, t in value_weights_of(engines[0]).items()
+    )
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
@@ -209,7 +221,9 @@ def test_a_bad_scale_changes_nothing(folder, factor):
     engine = make_engine(folder)
     before = weights_of(engine)
     with pytest.raises(NonFiniteError, match="grad_scale gave"):
-        engine.update([make_batch(LENGTHS)], weighted_loss, temperature=1.0, grad_scale=lambda outputs: factor)
+        engine.update(
+            [make_batch(LENGTHS)], weighted_loss, temperature=1.0, grad_scale=lambda outputs: factor
+        )
     assert all(torch.equal(before[n], t) for n, t in weights_of(engine).items())
 
 
@@ -218,9 +232,13 @@ def test_a_normaliser_known_after_the_forward_over_two_ranks(folder, tmp_path):
     """Equal to dividing every loss by it, for both optimizers, with clipping; and equal to one process."""
     optimizers = [dict(distributed=flag, clip_grad=1e-3, weight_decay=0.1) for flag in (True, False)]
     one = work_scaled_updates(folder, 1, LENGTHS, optimizers)[0]
-    for rank, found in enumerate(run_ranks(work_scaled_updates, 2, tmp_path / "ranks", folder, 2, LENGTHS, optimizers)):
+    for rank, found in enumerate(
+        run_ranks(work_scaled_updates, 2, tmp_path / "ranks", folder, 2, LENGTHS, optimizers)
+    ):
         for result in found:
-            assert result["calls"] == [[n - 1 for n in LENGTHS[rank::2]]] * 2  # once per update, this rank's own
+            assert (
+                result["calls"] == [[n - 1 for n in LENGTHS[rank::2]]] * 2
+            )  # once per update, this rank's own
             assert result["after"]["norms"] == pytest.approx(result["before"]["norms"], rel=1e-5)
             assert result["after"]["norms"] == pytest.approx(one["before"]["norms"], rel=1e-5)
             assert result["after"]["norms"][0] > 1e-3  # so that the order of scaling and clipping shows
@@ -248,9 +266,13 @@ def test_layouts_agree_with_one_process(tmp_path, layout):
         one = work_value_updates(folder, {}, [EVERYTHING], LENGTHS, PLAIN)
         for found in (rank[name] for rank in ranks):
             assert_same_updates(found, one, name)
-            assert all(torch.equal(t, ranks[0][name]["weights"][n]) for n, t in found["weights"].items()), name
+            assert all(torch.equal(t, ranks[0][name]["weights"][n]) for n, t in found["weights"].items()), (
+                name
+            )
         if not data_parallel:
-            torch.testing.assert_close(torch.cat(ranks[1][name]["values"]), one["values"][0], rtol=0, atol=1e-5)
+            torch.testing.assert_close(
+                torch.cat(ranks[1][name]["values"]), one["values"][0], rtol=0, atol=1e-5
+            )
 
 
 def assert_same_updates(found, one, name=""):
@@ -258,7 +280,8 @@ def assert_same_updates(found, one, name=""):
     assert found["norms"] == pytest.approx(one["norms"], rel=1e-5), name
     assert relative_difference(found["weights"], one["weights"]) < 1e-6, name
     if found["gradients"]:
-        # of what is not sharded: with the norm, which is over everything, and the weights, that is all there is to compare
+        # of what is not sharded: with the norm, which is over everything, and the weights, that is all there
+        # is to compare
         whole = {n for n, g in one["gradients"].items() if g.shape == found["gradients"][n].shape}
         assert "value_head.weight" in whole
         gradients = ({n: side["gradients"][n] for n in whole} for side in (found, one))
@@ -295,6 +318,8 @@ def test_two_ranks_resume_bitwise_and_under_another_layout(folder, tmp_path, dis
     for first, second in zip(saved, again, strict=True):
         for moment in ("at", "after"):
             assert all(torch.equal(t, second[moment][n]) for n, t in first[moment].items()), moment
-    for rank in run_ranks(work_value_checkpoint, 2, tmp_path / "c", folder, dict(tp=2), settings, target, True):
+    for rank in run_ranks(
+        work_value_checkpoint, 2, tmp_path / "c", folder, dict(tp=2), settings, target, True
+    ):
         assert all(torch.equal(t, rank["at"][n]) for n, t in saved[0]["at"].items())
         assert relative_difference(rank["after"], saved[0]["after"]) < 1e-5

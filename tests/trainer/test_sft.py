@@ -1,4 +1,5 @@
-"""The supervised warm start: every example once per epoch and per batch, a true mean over all ranks, and a model that others load."""
+"""The supervised warm start: every example once per epoch and per batch, a true mean over all ranks, and a
+model that others load."""
 
 import json
 import os
@@ -53,7 +54,10 @@ def examples(draw):
     count = data_parallel * draw(st.integers(1, 6))
     sizes = draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=count, max_size=count))
     starts = range(0, 1000 * len(sizes), 1000)
-    made = [Example(token_ids=[start + i for i in range(p + a)], prompt_length=p) for start, (p, a) in zip(starts, sizes, strict=True)]
+    made = [
+        Example(token_ids=[start + i for i in range(p + a)], prompt_length=p)
+        for start, (p, a) in zip(starts, sizes, strict=True)
+    ]
     return made, data_parallel
 
 
@@ -66,19 +70,27 @@ def test_ranks_share_a_batch_without_loss_or_repeat(problem, slack):
     targets, num_microbatches = [], set()
     for dp_rank in range(data_parallel):
         microbatches, counted = local_batch(made, config, dp_rank=dp_rank)
-        assert counted == sum(len(e.token_ids) - e.prompt_length for e in made), "not the answer tokens of the whole batch"
+        assert counted == sum(len(e.token_ids) - e.prompt_length for e in made), (
+            "not the answer tokens of the whole batch"
+        )
         num_microbatches.add(len(microbatches))
         for microbatch in microbatches:
             assert microbatch.num_tokens <= budget
             targets += microbatch.targets_T[microbatch.response_mask_T].tolist()
-            rows = zip(microbatch.sequence_ids_S.tolist(), microbatch.tokens_T.split(microbatch.lengths), strict=True)
+            rows = zip(
+                microbatch.sequence_ids_S.tolist(), microbatch.tokens_T.split(microbatch.lengths), strict=True
+            )
             assert all(tokens.tolist() == made[row].token_ids[:-1] for row, tokens in rows)
-    assert sorted(targets) == [token for e in made for token in e.token_ids[e.prompt_length :]], "not every answer token exactly once"
+    assert sorted(targets) == [token for e in made for token in e.token_ids[e.prompt_length :]], (
+        "not every answer token exactly once"
+    )
     assert len(num_microbatches) == 1, "ranks would wait for each other for ever"
 
 
 @settings(max_examples=80, deadline=None)
-@given(count=st.integers(1, 30), batch_size=st.integers(1, 40), steps=st.integers(1, 12), seed=st.integers(0, 99))
+@given(
+    count=st.integers(1, 30), batch_size=st.integers(1, 40), steps=st.integers(1, 12), seed=st.integers(0, 99)
+)
 def test_every_epoch_is_a_permutation(count, batch_size, steps, seed):
     config = sft_config(batch_size=batch_size, steps=steps, seed=seed)
     found = list(batches(count, config))
@@ -106,8 +118,12 @@ def model(tmp_path_factory):
 
 def test_an_example_is_prompt_answer_and_end(model, tmp_path):
     path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in [("1 2 3: 6", " 1+2+3"), ("9:", "(9)")]))
-    data = JsonlSftData(type="jsonl", path=path, prompt_field="q", response_field="a", apply_chat_template=False)
+    path.write_text(
+        "".join(json.dumps({"q": q, "a": a}) + "\n" for q, a in [("1 2 3: 6", " 1+2+3"), ("9:", "(9)")])
+    )
+    data = JsonlSftData(
+        type="jsonl", path=path, prompt_field="q", response_field="a", apply_chat_template=False
+    )
     found = load_examples(sft_config(model, data=data))
     tokenizer = load_tokenizer(model)
     assert [tokenizer.decode(e.token_ids[: e.prompt_length]) for e in found] == ["1 2 3: 6", "9:"]
@@ -116,12 +132,19 @@ def test_an_example_is_prompt_answer_and_end(model, tmp_path):
 
 @pytest.mark.parametrize(
     ("budget", "most", "said"),
-    [(8, 8, "more than token_budget=8; raise token_budget"), (10**6, 256, "more than the model's max_position_embeddings=256; shorten")],
+    [
+        (8, 8, "more than token_budget=8; raise token_budget"),
+        (10**6, 256, "more than the model's max_position_embeddings=256; shorten"),
+    ],
 )
 def test_an_example_that_is_too_long_is_named_at_load(model, tmp_path, budget, most, said):
     path = tmp_path / "pairs.jsonl"
-    config = sft_config(model, data=JsonlSftData(type="jsonl", path=path, apply_chat_template=False), token_budget=budget)
-    fits, too_long = (json.dumps({"prompt": "1", "response": "1" * (length - 1)}) for length in (most, most + 1))
+    config = sft_config(
+        model, data=JsonlSftData(type="jsonl", path=path, apply_chat_template=False), token_budget=budget
+    )
+    fits, too_long = (
+        json.dumps({"prompt": "1", "response": "1" * (length - 1)}) for length in (most, most + 1)
+    )
     path.write_text(fits)
     (found,) = load_examples(config)
     assert packed_length(found.token_ids) == most
@@ -137,7 +160,9 @@ def test_generated_examples_are_countdown_answers(model):
     for example in found:
         assert tokenizer.unk_token_id not in example.token_ids
         assert tokenizer.decode(example.token_ids).endswith("<eos>")
-        assert re.search(r"[-+*]", tokenizer.decode(example.token_ids[example.prompt_length :])), "the answer is no expression"
+        assert re.search(r"[-+*]", tokenizer.decode(example.token_ids[example.prompt_length :])), (
+            "the answer is no expression"
+        )
 
 
 def answer_loss(folder: Path, made: list[Example]) -> float:
@@ -147,7 +172,9 @@ def answer_loss(folder: Path, made: list[Example]) -> float:
     with torch.no_grad():
         for e in made:
             log_LV = network(torch.tensor([e.token_ids])).logits[0].log_softmax(-1)
-            losses += [-log_LV[i - 1, e.token_ids[i]].item() for i in range(e.prompt_length, len(e.token_ids))]
+            losses += [
+                -log_LV[i - 1, e.token_ids[i]].item() for i in range(e.prompt_length, len(e.token_ids))
+            ]
     return sum(losses) / len(losses)
 
 
@@ -187,12 +214,21 @@ def test_the_command_says_in_a_sentence_what_ended_it(model, tmp_path):
     path = tmp_path / "pairs.jsonl"
     # The checks before a start tokenise the texts of most bytes alone: this one has fewer, and more tokens.
     responses = [*["é" * 15] * LONGEST_KEPT, "1" * 20]
-    path.write_text("".join(json.dumps({"prompt": "1", "response": response}) + "\n" for response in responses))
+    path.write_text(
+        "".join(json.dumps({"prompt": "1", "response": response}) + "\n" for response in responses)
+    )
     data = f"{{type: jsonl, path: {path}, apply_chat_template: false}}"
-    (tmp_path / "sft.yaml").write_text(f"kind: sft\nmodel: {{path: {model}}}\ndata: {data}\noutput: warm\ntoken_budget: 20\n")
+    (tmp_path / "sft.yaml").write_text(
+        f"kind: sft\nmodel: {{path: {model}}}\ndata: {data}\noutput: warm\ntoken_budget: 20\n"
+    )
     command = [sys.executable, "-m", "launch", "sft", "sft.yaml", "batch_size=1", "layout.dp=1"]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert f"ValueError: {path}:line {len(responses)}: takes 21 tokens, more than token_budget=20" in done.stderr
-    assert "Traceback" not in done.stderr and "Traceback" in next((tmp_path / "runs").glob("*/logs/sft-rank.log")).read_text()
+    assert (
+        f"ValueError: {path}:line {len(responses)}: takes 21 tokens, more than token_budget=20" in done.stderr
+    )
+    assert (
+        "Traceback" not in done.stderr
+        and "Traceback" in next((tmp_path / "runs").glob("*/logs/sft-rank.log")).read_text()
+    )

@@ -1,7 +1,8 @@
 """What a publish sends, in which order it speaks to the servers, and that nothing wrong is ever served.
 
-The learner, its weights and the gloo broadcast are real; of the servers only their HTTP is replaced, by ``FakeControl``. A replica here
-answers the probe from the bytes that it was sent, with transformers' own model.
+The learner, its weights and the gloo broadcast are real; of the servers only their HTTP is replaced, by
+``FakeControl``. A replica here answers the probe from the bytes that it was sent, with transformers' own
+model.
 """
 
 import itertools
@@ -24,7 +25,13 @@ from parallel.weights.fake_quantization import rounded_to_int8
 from parallel.weights.transfer import make_buckets
 from rollout.records import Completion, FinishReason
 from rollout.servers.control import ControlError, Pending, Served
-from tests.support.megatron_workers import learner_config, make_batch, make_hf_model, weighted_loss, weights_of
+from tests.support.megatron_workers import (
+    learner_config,
+    make_batch,
+    make_hf_model,
+    weighted_loss,
+    weights_of,
+)
 from tests.support.weight_checksums import expected_checksums
 from trainer import weight_sync
 from trainer.learner import Learner
@@ -39,7 +46,8 @@ PROMPTLY_S = 15.0
 
 
 class Replica:
-    """One server: joins the transfer group, receives buckets, and says what it holds. Its attributes can be set to make it fail."""
+    """One server: joins the transfer group, receives buckets, and says what it holds. Its attributes can be
+    set to make it fail."""
 
     def __init__(self, folder) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -57,12 +65,24 @@ class Replica:
         self._group: dist.ProcessGroupGloo | None = None
         self._received = 0
 
-    def join(self, rank: int, *, master_address: str, master_port: int, world_size: int, group_name: str, backend: str) -> dict:
+    def join(
+        self,
+        rank: int,
+        *,
+        master_address: str,
+        master_port: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+    ) -> dict:
         if self.refuses_to_join:
             raise ControlError("answered HTTP 400: no such group")
         timeout = timedelta(seconds=TIMEOUT_S)
-        store: dist.Store = dist.TCPStore(master_address, master_port, world_size, is_master=False, timeout=timeout)
-        # The names under which the ranks of a torch process group meet; its constructor would need a process per rank.
+        store: dist.Store = dist.TCPStore(
+            master_address, master_port, world_size, is_master=False, timeout=timeout
+        )
+        # The names under which the ranks of a torch process group meet; its constructor would need a process
+        # per rank.
         for prefix in (group_name, f"{group_name}/", "cpu/"):
             store = dist.PrefixStore(prefix, store)
         self._group = dist.ProcessGroupGloo(store, rank, world_size, timeout)
@@ -73,7 +93,9 @@ class Replica:
             raise ControlError("answered HTTP 400: a session is open already")
         return {}
 
-    def receive(self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None) -> dict:
+    def receive(
+        self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None
+    ) -> dict:
         self._received += 1
         if self._received - 1 == self.refuses_bucket:
             raise ControlError("answered HTTP 400: unknown tensor")
@@ -114,13 +136,16 @@ class Replica:
 
 
 class FakeControl:
-    """``SGLangControl`` without HTTP. ``calls`` is what it was asked, in order; a bucket with the version that it carried."""
+    """``SGLangControl`` without HTTP. ``calls`` is what it was asked, in order; a bucket with the version
+    that it carried."""
 
     def __init__(self, folder, num_replicas: int) -> None:
         self.urls = [f"replica {i}" for i in range(num_replicas)]
         self.replicas = [Replica(folder) for _ in self.urls]
         self.calls: list[str] = []
-        self._pools = [ThreadPoolExecutor(max_workers=1) for _ in self.urls]  # a replica serves one request after the other
+        self._pools = [
+            ThreadPoolExecutor(max_workers=1) for _ in self.urls
+        ]  # a replica serves one request after the other
 
     def _everywhere(self, what: str, work: Callable[[int], dict]) -> Pending:
         return Pending(what, [pool.submit(work, i) for i, pool in enumerate(self._pools)], TIMEOUT_S)
@@ -137,9 +162,13 @@ class FakeControl:
         for replica in self.replicas:
             replica.break_after_update(replica)
         checksums = [expected_checksums(replica.tensors.items()) for replica in self.replicas]
-        return Served(versions=[r.version for r in self.replicas], checksums=checksums if with_checksums else None)
+        return Served(
+            versions=[r.version for r in self.replicas], checksums=checksums if with_checksums else None
+        )
 
-    def probe(self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float) -> list[Completion]:
+    def probe(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> list[Completion]:
         self.calls.append("probe")
         return [replica.answer(prompt_ids, max_new_tokens, temperature) for replica in self.replicas]
 
@@ -183,7 +212,9 @@ def learner(folder) -> Learner:
 def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[WeightSync, FakeControl]]]:
     """A joined WeightSync whose buckets hold at most 8 KiB, so that an update takes several."""
     monkeypatch.setattr(weight_sync, "make_buckets", partial(make_buckets, max_bytes=8192))
-    monkeypatch.setattr(weight_sync, "GROUP", f"test-{next(GROUPS)}")  # those of the tests before may still be there
+    monkeypatch.setattr(
+        weight_sync, "GROUP", f"test-{next(GROUPS)}"
+    )  # those of the tests before may still be there
     controls = []
 
     def make(
@@ -211,8 +242,11 @@ def train(learner: Learner) -> None:
 
 
 @pytest.mark.parametrize("found", ["fresh", "another version", "half an update", "whatever"])
-def test_servers_that_have_outlived_a_learner_get_the_weights_of_the_next_before_they_sample(make_sync, learner, found):
-    """One that was interrupted in the middle of its first update still calls its weights by the version of the start."""
+def test_servers_that_have_outlived_a_learner_get_the_weights_of_the_next_before_they_sample(
+    make_sync, learner, found
+):
+    """One that was interrupted in the middle of its first update still calls its weights by the version of
+    the start."""
     sync, control = make_sync(2)
     control.replicas[1].version = 3 if found == "another version" else 0
     control.replicas[1].is_interrupted = found == "half an update"
@@ -220,7 +254,11 @@ def test_servers_that_have_outlived_a_learner_get_the_weights_of_the_next_before
     if found == "fresh":
         assert control.calls == ["take_over", "resume"]
         return
-    assert control.calls[:2] == ["take_over", "open_update"] and control.calls[-3:] == ["close_update", "resume", "probe"]
+    assert control.calls[:2] == ["take_over", "open_update"] and control.calls[-3:] == [
+        "close_update",
+        "resume",
+        "probe",
+    ]
     assert control.versions() == [0, 0] and learner.version == 0
     weights = weights_of(learner.engine)
     for replica in control.replicas:
@@ -257,7 +295,9 @@ def test_publish_serves_the_learners_bytes_under_the_next_version(make_sync, lea
         assert result.bytes == sum(tensor.nbytes for tensor in weights.values())
         assert 0.0 <= result.max_logprob_gap < 1e-4
         sent.append(weights)
-    assert not torch.equal(sent[0]["model.norm.weight"], sent[1]["model.norm.weight"]), "the two updates were the same"
+    assert not torch.equal(sent[0]["model.norm.weight"], sent[1]["model.norm.weight"]), (
+        "the two updates were the same"
+    )
     sync.close()
 
 
@@ -272,7 +312,10 @@ def test_a_served_dtype_of_fewer_bits_is_checked_by_its_own_bytes(make_sync, lea
     sync, control = make_sync(dtype="bfloat16")
     result = sync.publish()
     held = control.replicas[0].tensors
-    assert all(torch.equal(held[name], tensor.to(torch.bfloat16)) for name, tensor in weights_of(learner.engine).items())
+    assert all(
+        torch.equal(held[name], tensor.to(torch.bfloat16))
+        for name, tensor in weights_of(learner.engine).items()
+    )
     assert 1e-4 < result.max_logprob_gap < 1.0, "the probe compares, but rounding of the weights is no error"
 
 
@@ -283,7 +326,9 @@ def test_rounded_weights_are_checked_by_their_bytes_and_not_by_exact_logprobs(ma
     changed = {name for name, tensor in own.items() if not torch.equal(held[name], tensor)}
     assert changed == {name for name in own if name.endswith("_proj.weight")}
     assert all(torch.equal(held[name], rounded_to_int8(own[name])) for name in changed)
-    assert 1e-4 < result.max_logprob_gap < 1.0, "in float32 this would end the run, were it not for the rounding"
+    assert 1e-4 < result.max_logprob_gap < 1.0, (
+        "in float32 this would end the run, were it not for the rounding"
+    )
     sync.check_samples({"mismatch/abs_prob_max": 0.5, "mismatch/logprob_gap_max": 0.5})
 
 
@@ -373,7 +418,8 @@ def test_a_probe_logprob_that_is_no_number_ends_the_run(make_sync, dtype, place,
 
 
 def test_a_learner_that_moved_after_the_update_is_noticed(make_sync, learner):
-    """The probe compares with the weights of now: those that were published, unless somebody trained meanwhile."""
+    """The probe compares with the weights of now: those that were published, unless somebody trained
+    meanwhile."""
     sync, _ = make_sync()
     sync.publish()
     assert sync.probe(1.3) < 1e-4
@@ -399,8 +445,11 @@ def test_a_refused_bucket_ends_the_wait_for_the_broadcast(make_sync, learner, bu
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("from_end", [1, 2, 3])
-def test_a_bucket_that_fails_to_load_ends_the_transfer_and_no_server_takes_the_version(make_sync, learner, from_end, num_replicas):
-    """Its broadcast succeeds, and its answer comes while the next bucket is under way; but not while the one that names the version is."""
+def test_a_bucket_that_fails_to_load_ends_the_transfer_and_no_server_takes_the_version(
+    make_sync, learner, from_end, num_replicas
+):
+    """Its broadcast succeeds, and its answer comes while the next bucket is under way; but not while the one
+    that names the version is."""
     sync, control = make_sync(num_replicas)
     buckets = len(list(make_buckets(weights_of(learner.engine).items(), dtype=torch.float32, max_bytes=8192)))
     control.replicas[-1].fails_to_load = buckets - from_end
@@ -423,7 +472,8 @@ def test_an_update_that_a_server_refuses_to_open_is_never_resumed(make_sync, lea
 
 
 def test_the_next_bucket_is_asked_for_while_the_last_one_is_being_loaded(make_sync, learner):
-    """The first answer comes only when the second request is there; the one that names the version waits for all answers."""
+    """The first answer comes only when the second request is there; the one that names the version waits for
+    all answers."""
     sync, control = make_sync()
     second_is_asked, answered = threading.Event(), []
     receive_bucket = control.receive_bucket
@@ -449,7 +499,8 @@ def test_the_next_bucket_is_asked_for_while_the_last_one_is_being_loaded(make_sy
 
 
 def test_one_bucket_is_lined_up_behind_the_one_in_flight_and_no_more(make_sync, learner):
-    """A broadcast begins only when the next bucket has been asked for; the one after that is not filled: its buffer is still being sent."""
+    """A broadcast begins only when the next bucket has been asked for; the one after that is not filled: its
+    buffer is still being sent."""
     sync, control = make_sync()
     wanted = weights_of(learner.engine)
     count = len(list(make_buckets(wanted.items(), dtype=torch.float32, max_bytes=8192)))
@@ -463,7 +514,9 @@ def test_one_bucket_is_lined_up_behind_the_one_in_flight_and_no_more(make_sync, 
     def hold(bucket: int) -> None:
         if bucket + 2 < count:  # the last one names the version, and waits for the answers to all others
             assert asked[bucket + 1].wait(PROMPTLY_S), "nothing was asked before the broadcast"
-        assert not asked[bucket + 2].wait(0.1), "a bucket was filled while the one whose buffer it takes had still to be sent"
+        assert not asked[bucket + 2].wait(0.1), (
+            "a bucket was filled while the one whose buffer it takes had still to be sent"
+        )
 
     control.receive_bucket = ask
     control.replicas[0].before_broadcast = hold

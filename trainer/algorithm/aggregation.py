@@ -1,8 +1,9 @@
-"""How per-token losses become one number: every mode as a weight per token, from counts of the whole minibatch.
+"""How per-token losses become one number: every mode as a weight per token, from counts of the whole
+minibatch.
 
 Legend: S sequences, T packed tokens.
-Since the counts are global, the plain sum ``(loss_T * aggregation_T).sum()``, added up over micro-batches and ranks, is the mode's mean
-over the minibatch, however it was split.
+Since the counts are global, the plain sum ``(loss_T * aggregation_T).sum()``, added up over micro-batches and
+ranks, is the mode's mean over the minibatch, however it was split.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,12 @@ from torch import Tensor
 from trainer.algorithm.segments import count_per_sequence, spread
 from trainer.ranks.totals import Total
 
-Mode = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_over_constant"]
+Mode = Literal[
+    "token_mean",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_sum_over_constant",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +53,11 @@ def aggregation_weights(
         sequence_mean_token_mean               1 / (M n)
         sequence_mean_token_sum                1 / M
         sequence_mean_token_sum_over_constant  1 / (M constant)   (Dr. GRPO, arXiv 2503.20783)
-    Without any valid token all weights are zero. Differs from common code: a sequence without valid tokens is not in M.
-    Weights are rounded once, from float64, so that they are bitwise the same under every split.
+    Without any valid token all weights are zero. Differs from common code: a sequence without valid tokens is
+    not in M. Weights are rounded once, from float64, so that they are bitwise the same under every split.
 
-    Raises ValueError for an unknown mode, a constant that is missing or below 1, and an N or M smaller than what is at hand.
+    Raises ValueError for an unknown mode, a constant that is missing or below 1, and an N or M smaller than
+    what is at hand.
     """
     if mode == "token_mean":
         here, everywhere = torch.count_nonzero(response_mask_T).item(), counts.tokens
@@ -60,13 +67,16 @@ def aggregation_weights(
         here, everywhere = torch.count_nonzero(tokens_S).item(), counts.sequences
         weights = _sequence_weights(tokens_S, mode=mode, constant=constant, counts=counts)
     if here > everywhere:
-        raise ValueError(f"{counts} is not global: {mode} finds {here} in this part alone; sum GlobalCounts over all ranks and parts")
+        raise ValueError(
+            f"{counts} is not global: {mode} finds {here} in this part alone; sum GlobalCounts over all ranks and parts"
+        )
     weights = weights.to(torch.float32)
     return torch.where(response_mask_T, spread(weights, cu_seqlens) if weights.dim() else weights, 0.0)
 
 
 def _sequence_weights(tokens_S: Tensor, *, mode: Mode, constant: int | None, counts: GlobalCounts) -> Tensor:
-    """Weight of one valid token, float64 [S]. Divisors of 1 stand in for counts of 0, which no valid token sees."""
+    """Weight of one valid token, float64 [S]. Divisors of 1 stand in for counts of 0, which no valid token
+    sees."""
     ones_S = torch.ones_like(tokens_S, dtype=torch.float64)
     sequences = max(counts.sequences, 1)
     match mode:
@@ -76,16 +86,22 @@ def _sequence_weights(tokens_S: Tensor, *, mode: Mode, constant: int | None, cou
             return ones_S / sequences
         case "sequence_mean_token_sum_over_constant":
             if constant is None or constant < 1:
-                raise ValueError(f"mode {mode} needs a constant of at least 1, got {constant}; set aggregation.constant")
+                raise ValueError(
+                    f"mode {mode} needs a constant of at least 1, got {constant}; set aggregation.constant"
+                )
             return ones_S / (sequences * constant)
     raise ValueError(f"unknown aggregation mode {mode!r}; choose one of {', '.join(Mode.__args__)}")
 
 
-def over_kept(aggregation_T: Tensor, keep_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, *, mode: Mode) -> tuple[Tensor, Tensor]:
-    """``aggregation_weights`` of the kept tokens, from those of all response tokens: where rejection is known only in the forward pass.
+def over_kept(
+    aggregation_T: Tensor, keep_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, *, mode: Mode
+) -> tuple[Tensor, Tensor]:
+    """``aggregation_weights`` of the kept tokens, from those of all response tokens: where rejection is known
+    only in the forward pass.
 
-    Returns the weights [T], still without a factor that is one number for the whole minibatch, and (all, kept), int64 [2]: what the mode
-    counts, tokens or sequences. Summed over micro-batches and ranks, all / kept is that factor.
+    Returns the weights [T], still without a factor that is one number for the whole minibatch, and (all,
+    kept), int64 [2]: what the mode counts, tokens or sequences. Summed over micro-batches and ranks, all /
+    kept is that factor.
     """
     all_S, kept_S = count_per_sequence(response_mask_T, cu_seqlens), count_per_sequence(keep_T, cu_seqlens)
     weights_T = aggregation_T * keep_T

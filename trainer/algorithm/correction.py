@@ -1,9 +1,11 @@
-"""Correction of the gap between rollout and learner: importance weights and a keep mask, between recompute and loss.
+"""Correction of the gap between rollout and learner: importance weights and a keep mask, between recompute
+and loss.
 
-Legend: S sequences, T packed tokens, N the response tokens alone (``ValidTokens``). rho = pi_train / pi_rollout of a token, where train is
-old (decoupled mode, before the update) or current (inside the loss: in bypass mode, and where current is old); log-probs are nats.
-Order: log-ratio -> aggregated to its level -> bounded to +-20 -> exp -> weight bound -> normalised. Rejection and veto act on the mask
-only. Weights carry no gradient, and advantages never change because of them.
+Legend: S sequences, T packed tokens, N the response tokens alone (``ValidTokens``). rho = pi_train /
+pi_rollout of a token, where train is old (decoupled mode, before the update) or current (inside the loss: in
+bypass mode, and where current is old); log-probs are nats. Order: log-ratio -> aggregated to its level ->
+bounded to +-20 -> exp -> weight bound -> normalised. Rejection and veto act on the mask only. Weights carry
+no gradient, and advantages never change because of them.
 
     correct           a whole step's batch, before the update     trainer/loop.py
     correct_current   a micro-batch, in the update's forward      trainer/algorithm/policy_loss.py
@@ -32,8 +34,21 @@ from configs.schema.correction import (
 from parallel.packing import PackedBatch, require_per_token
 from trainer.algorithm.inputs import may_be_broken, require_numbers
 from trainer.algorithm.kl import bounded, excess
-from trainer.algorithm.mismatch import mismatch_metrics, rejection_metrics, rule_metrics, veto_metrics, weight_metrics
-from trainer.algorithm.segments import ValidTokens, count_per_sequence, max_per_sequence, spread, sum_per_sequence, valid_tokens
+from trainer.algorithm.mismatch import (
+    mismatch_metrics,
+    rejection_metrics,
+    rule_metrics,
+    veto_metrics,
+    weight_metrics,
+)
+from trainer.algorithm.segments import (
+    ValidTokens,
+    count_per_sequence,
+    max_per_sequence,
+    spread,
+    sum_per_sequence,
+    valid_tokens,
+)
 from trainer.ranks.metrics import Metric
 from trainer.ranks.totals import Total, alone
 
@@ -69,30 +84,38 @@ def _tokens(batch: PackedBatch, train_logprobs_T: Tensor) -> _Tokens:
 def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) -> Correction:
     """Weights and keep mask of a step's sequences (this rank's share), before its first update.
 
-    In bypass mode, and without ``old_logprobs_T``, it is left to the loss: weights of one, nothing rejected, no metrics.
-    Raises ValueError for a response token whose log-prob is not finite, or above 0 (naming the sequence).
+    In bypass mode, and without ``old_logprobs_T``, it is left to the loss: weights of one, nothing rejected,
+    no metrics. Raises ValueError for a response token whose log-prob is not finite, or above 0 (naming the
+    sequence).
     """
     left_to_loss = config.mode == "bypass" or batch.old_logprobs_T is None
     tokens = None if left_to_loss else _tokens(batch, batch.old_logprobs_T)
-    if tokens is None or any(may_be_broken(x_N, logprobs=True) for x_N in (tokens.rollout_logprobs_N, tokens.train_logprobs_N)):
+    if tokens is None or any(
+        may_be_broken(x_N, logprobs=True) for x_N in (tokens.rollout_logprobs_N, tokens.train_logprobs_N)
+    ):
         require_numbers(batch, "rollout_logprobs_T")
         require_numbers(batch, "old_logprobs_T")
     require_numbers(batch, "ref_logprobs_T")
     if tokens is None:
         mask_T = batch.response_mask_T
         kept_S = count_per_sequence(mask_T, batch.cu_seqlens)
-        return Correction(weights_T=mask_T.to(batch.rollout_logprobs_T.dtype), keep_T=mask_T, kept_S=kept_S, metrics={})
+        return Correction(
+            weights_T=mask_T.to(batch.rollout_logprobs_T.dtype), keep_T=mask_T, kept_S=kept_S, metrics={}
+        )
     return _corrected(tokens, batch.cu_seqlens, config, total)
 
 
 def correct_current(batch: PackedBatch, current_logprobs_T: Tensor, config: CorrectionConfig) -> Correction:
     """The same of a micro-batch against the policy that is being trained, inside the loss.
 
-    Raises ValueError for weights that are normalised: their mean over the step is known to ``correct`` alone; and for rollout log-probs of
-    response tokens that are not finite, or above 0. Of current ones ``policy_loss`` makes a loss of NaN.
+    Raises ValueError for weights that are normalised: their mean over the step is known to ``correct`` alone;
+    and for rollout log-probs of response tokens that are not finite, or above 0. Of current ones
+    ``policy_loss`` makes a loss of NaN.
     """
     if isinstance(config.weight, ImportanceWeight) and config.weight.normalise:
-        raise ValueError("normalised weights need old_logprobs_T before the update; score the batch with the learner first")
+        raise ValueError(
+            "normalised weights need old_logprobs_T before the update; score the batch with the learner first"
+        )
     require_per_token("current_logprobs_T", current_logprobs_T, batch.num_tokens)
     tokens = _tokens(batch, current_logprobs_T)
     if may_be_broken(tokens.rollout_logprobs_N, logprobs=True):
@@ -111,7 +134,13 @@ def _corrected(tokens: _Tokens, cu_seqlens: Tensor, config: CorrectionConfig, to
     for name, rule in zip(rule_names(config.reject), config.reject, strict=True):
         judged = _judged(tokens, rule)
         passed, bounds = judged.passed, judged.bounds
-        metrics |= rule_metrics(name, judged.of_any, lower=judged.lower, upper=judged.upper, is_log_ratio=isinstance(rule, RatioRule))
+        metrics |= rule_metrics(
+            name,
+            judged.of_any,
+            lower=judged.lower,
+            upper=judged.upper,
+            is_log_ratio=isinstance(rule, RatioRule),
+        )
         if bounds is bounds_S:
             passed_S[name], keep_S = valid_S * passed, keep_S & passed
         else:
@@ -175,9 +204,11 @@ def level_ratio(log_ratio_N: Tensor, valid: ValidTokens, level: Level) -> Tensor
 
 
 def bounded_weights(ratio_N: Tensor, bound: str, *, lower: float | None, upper: float | None) -> Tensor:
-    """truncate: min(rho, upper). clip: into [lower, upper]. mask: rho within [lower, upper], else 0. none: rho. [N] -> [N]
+    """truncate: min(rho, upper). clip: into [lower, upper]. mask: rho within [lower, upper], else 0. none:
+    rho. [N] -> [N]
 
-    Truncation is one-sided: what the learner finds less likely than the rollout did keeps its ratio. mask is IcePop's.
+    Truncation is one-sided: what the learner finds less likely than the rollout did keeps its ratio. mask is
+    IcePop's.
     """
     match bound:
         case "truncate":
@@ -192,7 +223,8 @@ def bounded_weights(ratio_N: Tensor, bound: str, *, lower: float | None, upper: 
 
 
 def weight_sums(weights_N: Tensor, valid: ValidTokens, level: Level) -> Tensor:
-    """(sum of weights, their number), float64 [2], over tokens, sequences or segments with valid tokens, as the level has it."""
+    """(sum of weights, their number), float64 [2], over tokens, sequences or segments with valid tokens, as
+    the level has it."""
     weights_N = weights_N.to(torch.float64)
     if level == "token":
         return torch.stack([weights_N.sum(), weights_N.new_tensor(weights_N.numel())])
@@ -229,14 +261,19 @@ def _judged(tokens: _Tokens, rule: RejectionRule) -> _Judged:
             if level != "token":
                 at_level, bounds = _group_log_ratio(log_ratio_N, valid, level)
             # Compared as logs: exp would round away what bounds like 1.0001 tell apart.
-            return _Judged(bounded(at_level), math.log(lower) if lower else -math.inf, math.log(upper), bounds)
+            return _Judged(
+                bounded(at_level), math.log(lower) if lower else -math.inf, math.log(upper), bounds
+            )
         case DivergenceRule(rule=kind, reduce=reduce, upper=upper):
             d_N = bounded(log_ratio_N).square() / 2 if kind == "k2" else excess(log_ratio_N)
             bounds = None if reduce == "token" else valid.bounds_S
             return _Judged(_reduced(d_N, valid.bounds_S, reduce), -math.inf, upper, bounds)
         case DifferenceRule(reduce=reduce, lower=lower, upper=upper):
             # float64: probabilities near 1 differ in digits that float32 does not have.
-            dp_N = tokens.train_logprobs_N.to(torch.float64).exp() - tokens.rollout_logprobs_N.to(torch.float64).exp()
+            dp_N = (
+                tokens.train_logprobs_N.to(torch.float64).exp()
+                - tokens.rollout_logprobs_N.to(torch.float64).exp()
+            )
             bounds = {"token": None, "segment_mean": valid.run_bounds()}.get(reduce, valid.bounds_S)
             reduced = dp_N if bounds is None else _reduced(dp_N, bounds, reduce.removeprefix("segment_"))
             return _Judged(reduced, lower, upper, bounds)
@@ -255,7 +292,8 @@ def _reduced(divergence_N: Tensor, bounds_S: Tensor, reduce: str) -> Tensor:
 
 
 def rule_names(rules: Sequence[RejectionRule]) -> list[str]:
-    """As metrics call them: ratio_geometric, k3_mean, difference_token; of several of one name the later ones are numbered: k3_mean_2."""
+    """As metrics call them: ratio_geometric, k3_mean, difference_token; of several of one name the later ones
+    are numbered: k3_mean_2."""
     names: list[str] = []
     for rule in rules:
         name = f"{rule.rule}_{rule.level if isinstance(rule, RatioRule) else rule.reduce}"

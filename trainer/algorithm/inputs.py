@@ -1,7 +1,8 @@
-"""Checks of the numbers that enter the mathematics, one value per token. Errors name the field, the value and the sequence.
+"""Checks of the numbers that enter the mathematics, one value per token. Errors name the field, the value and
+the sequence.
 
-Legend: T packed tokens. Shapes and dtypes are checked where a ``PackedBatch`` is made; values here, where they are used, on response
-tokens alone: whatever lies off the mask, even NaN, is legal.
+Legend: T packed tokens. Shapes and dtypes are checked where a ``PackedBatch`` is made; values here, where
+they are used, on response tokens alone: whatever lies off the mask, even NaN, is legal.
 """
 
 import math
@@ -12,7 +13,8 @@ from torch import Tensor
 from parallel.packing import PackedBatch
 
 MAX_LOGPROB = 0.01
-"""A log-prob is at most 0. Engines round, and rounding stays far below this; probabilities, logits or negated log-probs do not."""
+"""A log-prob is at most 0. Engines round, and rounding stays far below this; probabilities, logits or negated
+log-probs do not."""
 
 FIXES = {
     "rollout_logprobs_T": "the server returned it: check the served weights and dtype",
@@ -30,7 +32,9 @@ def may_be_broken(x: Tensor, *, logprobs: bool = False) -> bool:
     if x.numel() == 0:
         return False
     least, greatest = torch.stack(torch.aminmax(x.detach())).tolist()  # NaN where one is among them
-    return not (math.isfinite(least) and math.isfinite(greatest) and (not logprobs or greatest <= MAX_LOGPROB))
+    return not (
+        math.isfinite(least) and math.isfinite(greatest) and (not logprobs or greatest <= MAX_LOGPROB)
+    )
 
 
 def broken_tokens(batch: PackedBatch, values_T: Tensor, *, logprobs: bool) -> Tensor:
@@ -41,7 +45,8 @@ def broken_tokens(batch: PackedBatch, values_T: Tensor, *, logprobs: bool) -> Te
 
 
 def require_numbers(batch: PackedBatch, name: str, values_T: Tensor | None = None) -> None:
-    """Raises ValueError for a response token whose value is not finite or, where the name is of log-probs, above 0.
+    """Raises ValueError for a response token whose value is not finite or, where the name is of log-probs,
+    above 0.
 
     values_T: the batch's field of that name where it is left out; one that is not set is right.
     """

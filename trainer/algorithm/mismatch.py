@@ -1,16 +1,18 @@
-"""Diagnostics of the gap between the two engines: what the rollout says of its tokens against what the learner says of them, and what a
-correction makes of it.
+"""Diagnostics of the gap between the two engines: what the rollout says of its tokens against what the
+learner says of them, and what a correction makes of it.
 
-Legend: S sequences, N the valid tokens alone (end to end), R responses (sequences with a valid token), B buckets,
-P pieces of responses, X several kinds of sums or maxima.
-``train`` is old in decoupled mode and current in bypass; d = log pi_train - log pi_rollout of a token and rho = exp(d), with d (or its sum
-over a response) bounded to +-20 before exp; log-probs are nats. Δp = |p_rollout - p_train| of the sampled token.
-Every function takes tensors of any part of a batch, detaches them, computes in float64 and returns metrics that merge exactly over
-micro-batches and ranks. A sequence without valid tokens is not counted anywhere.
+Legend: S sequences, N the valid tokens alone (end to end), R responses (sequences with a valid token), B
+buckets, P pieces of responses, X several kinds of sums or maxima.
+``train`` is old in decoupled mode and current in bypass; d = log pi_train - log pi_rollout of a token and rho
+= exp(d), with d (or its sum over a response) bounded to +-20 before exp; log-probs are nats. Δp = |p_rollout
+- p_train| of the sampled token. Every function takes tensors of any part of a batch, detaches them, computes
+in float64 and returns metrics that merge exactly over micro-batches and ranks. A sequence without valid
+tokens is not counted anywhere.
 A metric that counted nothing is left out, or has no value.
 
-Sources: formulas of rollout correction (Y. Li, 2025), section 4; F. Yao et al., "Your efficient RL framework secretly brings you
-off-policy RL training" (2025) for dp per response, the sign of k1 and the reward under the learner's policy.
+Sources: formulas of rollout correction (Y. Li, 2025), section 4; F. Yao et al., "Your efficient RL framework
+secretly brings you off-policy RL training" (2025) for dp per response, the sign of k1 and the reward under
+the learner's policy.
 """
 
 import math
@@ -25,7 +27,8 @@ from trainer.algorithm.segments import max_per_sequence, sum_per_sequence
 from trainer.ranks.metrics import Metric, Metrics, Reduction
 
 LENGTH_EDGES = (64, 256, 1024, 4096)
-"""Upper edges, in tokens, of the buckets of response length and of position in the response (from 1); the last bucket is open."""
+"""Upper edges, in tokens, of the buckets of response length and of position in the response (from 1); the
+last bucket is open."""
 
 RESPONSE_MAX_EDGES = (0.001, 0.01, 0.1, 0.25, 0.5)
 RESPONSE_MEAN_EDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -37,8 +40,11 @@ NEAR_ONE = (0.9, 1.1)
 """A ratio within these is taken for numerical noise."""
 
 
-def mismatch_metrics(train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, bounds_S: Tensor) -> dict[str, Metric]:
-    """How far ``train`` is from ``rollout``, before anything is corrected. All names begin with ``mismatch/``.
+def mismatch_metrics(
+    train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, bounds_S: Tensor
+) -> dict[str, Metric]:
+    """How far ``train`` is from ``rollout``, before anything is corrected. All names begin with
+    ``mismatch/``.
 
     Over tokens:
         abs_prob_mean, abs_prob_max        of dp
@@ -58,7 +64,8 @@ def mismatch_metrics(train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, bound
         response_abs_prob_mean_mean, _max  mean and max of the mean Δp of a response
         response_abs_prob_over             share of responses whose greatest dp is over 0.5
         response_abs_prob_max_share/BIN, response_abs_prob_mean_share/BIN      shares of responses per bin: le_0.001, ..., over_0.5
-    By length of the response and by position in it (valid tokens counted from 1; BIN: le_64, le_256, le_1024, le_4096, over_4096):
+    By length of the response and by position in it (valid tokens counted from 1; BIN: le_64, le_256, le_1024,
+    le_4096, over_4096):
         by_length/BIN/abs_prob_mean, abs_prob_max, k3, k3_max     over the tokens of all responses of that length
         by_position/BIN/...                                       the same over the tokens at those positions of all responses
     """
@@ -75,12 +82,15 @@ def mismatch_metrics(train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, bound
     del train_N, rollout_N, log_ratio_N
     metrics |= of_probabilities | of_ratio
 
-    # Each response is cut at the edges of the position buckets: these pieces make up all sums and maxima by response, length and position.
+    # Each response is cut at the edges of the position buckets: these pieces make up all sums and maxima by
+    # response, length and position.
     counts_RB = _lengths_by_position(lengths_R)
     bounds_P = _boundaries(counts_RB.flatten())
     gap_RB, k3_RB = (sum_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N))
     sums_XRB = torch.stack([counts_RB.to(torch.float64), gap_RB, k3_RB])
-    maxima_XRB = torch.stack([max_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)])
+    maxima_XRB = torch.stack(
+        [max_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N)]
+    )
     sums_XB, maxima_XR = sums_XRB.sum(1), maxima_XRB.amax(2)
     count, gap_sum, k3_sum = sums_XB.sum(1).tolist()
     metrics |= {
@@ -102,9 +112,11 @@ def weight_metrics(
     lower: float | None = None,
     upper: float | None = None,
 ) -> dict[str, Metric]:
-    """Importance weights before (``raw_N``: what the bound acts on) and after the bound (``weights_N``, before any normalisation).
+    """Importance weights before (``raw_N``: what the bound acts on) and after the bound (``weights_N``,
+    before any normalisation).
 
-    A weight of a sequence is the same on each of its tokens. Without weights pass rho as ``raw_N`` and ones as ``weights_N``.
+    A weight of a sequence is the same on each of its tokens. Without weights pass rho as ``raw_N`` and ones
+    as ``weights_N``.
         mismatch/raw_weight_mean, _std, _min, _max         over tokens, before the bound
         mismatch/weight_mean, _std, _min, _max             over tokens, after it
         mismatch/raw_sequence_weight_..., sequence_weight_...   the same four of each response's mean weight
@@ -129,8 +141,8 @@ def weight_metrics(
 
 
 def rejection_metrics(passed_S: Mapping[str, Tensor], kept_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
-    """What each rule rejected, and all of them together (``total``), from each sequence's numbers of response tokens: those that passed
-    the rule of that name, those that are kept, and all.
+    """What each rule rejected, and all of them together (``total``), from each sequence's numbers of response
+    tokens: those that passed the rule of that name, those that are kept, and all.
 
     mismatch/rejected/NAME/tokens              share of the response tokens that did not pass
     mismatch/rejected/NAME/sequences           share of the responses of which no token passed
@@ -152,10 +164,14 @@ def rejection_metrics(passed_S: Mapping[str, Tensor], kept_S: Tensor, valid_S: T
     return metrics
 
 
-def rule_metrics(name: str, statistic: Tensor, *, lower: float, upper: float, is_log_ratio: bool) -> dict[str, Metric]:
-    """What a rejection rule compares with its bounds: a number of each token, response or segment, whatever the rule NAME is of.
+def rule_metrics(
+    name: str, statistic: Tensor, *, lower: float, upper: float, is_log_ratio: bool
+) -> dict[str, Metric]:
+    """What a rejection rule compares with its bounds: a number of each token, response or segment, whatever
+    the rule NAME is of.
 
-    is_log_ratio: statistic and bounds are logarithms of a ratio; the metrics are of the ratio, except for the last two, which are the same.
+    is_log_ratio: statistic and bounds are logarithms of a ratio; the metrics are of the ratio, except for the
+    last two, which are the same.
 
     mismatch/rejected/NAME/statistic_mean, _std, _min, _max   rho at the rule's level, the divergence, or the difference of probabilities
     mismatch/rejected/NAME/above_upper, below_lower           shares outside the bounds; the latter where there is a lower bound
@@ -170,7 +186,9 @@ def rule_metrics(name: str, statistic: Tensor, *, lower: float, upper: float, is
     shifted = torch.expm1(_float64(statistic)) if is_log_ratio else _float64(statistic)
     low, high = (x.item() for x in torch.aminmax(shifted))
     return metrics | {
-        f"{prefix}/statistic_mean": Metric.quotient(shift * shifted.numel() + shifted.sum().item(), shifted.numel()),
+        f"{prefix}/statistic_mean": Metric.quotient(
+            shift * shifted.numel() + shifted.sum().item(), shifted.numel()
+        ),
         f"{prefix}/statistic_std": Metric.std(shifted),
         f"{prefix}/statistic_min": Metric(reduction=Reduction.MIN, parts=(shift + low,)),
         f"{prefix}/statistic_max": Metric(reduction=Reduction.MAX, parts=(shift + high,)),
@@ -178,7 +196,8 @@ def rule_metrics(name: str, statistic: Tensor, *, lower: float, upper: float, is
 
 
 def veto_metrics(below_S: Tensor) -> dict[str, Metric]:
-    """Counts behind the veto, from each sequence's number of tokens whose unbounded ratio is below its threshold.
+    """Counts behind the veto, from each sequence's number of tokens whose unbounded ratio is below its
+    threshold.
 
     mismatch/veto/tokens, mismatch/veto/sequences   such tokens, and the responses that hold one (sums, not shares)
     """
@@ -188,7 +207,9 @@ def veto_metrics(below_S: Tensor) -> dict[str, Metric]:
     }
 
 
-def reward_metrics(rewards_S: Tensor, sequence_log_ratio_S: Tensor, counted_S: Tensor | None = None) -> dict[str, Metric]:
+def reward_metrics(
+    rewards_S: Tensor, sequence_log_ratio_S: Tensor, counted_S: Tensor | None = None
+) -> dict[str, Metric]:
     """The mean reward as sampled, and as the learner's own policy would have it.
 
         reward/as_sampled            mean R, an estimate of E_rollout[R]
@@ -196,8 +217,9 @@ def reward_metrics(rewards_S: Tensor, sequence_log_ratio_S: Tensor, counted_S: T
                                      and within the range of the rewards
         reward/importance_ess        effective share of these weights; near 1 / S a single response makes the estimate
 
-    sequence_log_ratio_S: sum of d over a response, bounded to +-20 here. The bound replaces the usual shift by the greatest log-ratio,
-    which would differ from one part of the batch to the next. counted_S: bool, False for sequences without a valid token (None: all count).
+    sequence_log_ratio_S: sum of d over a response, bounded to +-20 here. The bound replaces the usual shift
+    by the greatest log-ratio, which would differ from one part of the batch to the next. counted_S: bool,
+    False for sequences without a valid token (None: all count).
     """
     if counted_S is not None:
         rewards_S, sequence_log_ratio_S = rewards_S[counted_S], sequence_log_ratio_S[counted_S]
@@ -210,10 +232,11 @@ def reward_metrics(rewards_S: Tensor, sequence_log_ratio_S: Tensor, counted_S: T
 
 
 def negative_fraction(estimates: Iterable[float]) -> Metric:
-    """How often an estimate of a KL divergence (policy/ppo_kl of each minibatch) is negative, which a divergence never is.
+    """How often an estimate of a KL divergence (policy/ppo_kl of each minibatch) is negative, which a
+    divergence never is.
 
-    k1 of KL(old || current) is unbiased for samples of old. They are samples of rollout, so negative values in most minibatches are a
-    sign of bias; a few are noise.
+    k1 of KL(old || current) is unbiased for samples of old. They are samples of rollout, so negative values
+    in most minibatches are a sign of bias; a few are noise.
     """
     estimates = list(estimates)
     return Metric.quotient(sum(e < 0 for e in estimates), len(estimates))
@@ -224,14 +247,16 @@ def _boundaries(lengths: Tensor) -> Tensor:
 
 
 def _lengths_by_position(lengths_R: Tensor) -> Tensor:
-    """How many tokens of each response lie in each bucket of positions. [R] -> [R, B], rows add up to the lengths."""
+    """How many tokens of each response lie in each bucket of positions. [R] -> [R, B], rows add up to the
+    lengths."""
     edges = _edges((0, *LENGTH_EDGES, torch.iinfo(torch.int64).max), torch.int64)
     return torch.minimum(lengths_R[:, None], edges).diff(dim=1)
 
 
 def _probability_gaps(train_N: Tensor, rollout_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
     """dp of each token, and its metrics. Overwrites the log-probs."""
-    # Probabilities less 1: neither difference nor correlation sees the shift, and near 1 expm1 keeps the digits that exp loses.
+    # Probabilities less 1: neither difference nor correlation sees the shift, and near 1 expm1 keeps the
+    # digits that exp loses.
     train_N, rollout_N = train_N.expm1_(), rollout_N.expm1_()
     of_probabilities = {"prob_pearson": Metric.pearson(rollout_N, train_N)}
     gap_N = rollout_N.sub_(train_N).abs_()
@@ -239,7 +264,8 @@ def _probability_gaps(train_N: Tensor, rollout_N: Tensor) -> tuple[Tensor, dict[
 
 
 def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
-    """k3 of each token, and the metrics of rho and its logarithm, from few sums and few tensors of N numbers: they are what all this costs.
+    """k3 of each token, and the metrics of rho and its logarithm, from few sums and few tensors of N numbers:
+    they are what all this costs.
 
     Overwrites ``log_ratio_N``.
     """
@@ -262,7 +288,9 @@ def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
     }
 
 
-def _perplexities(train_N: Tensor, rollout_N: Tensor, bounds_R: Tensor, lengths_R: Tensor) -> dict[str, Metric]:
+def _perplexities(
+    train_N: Tensor, rollout_N: Tensor, bounds_R: Tensor, lengths_R: Tensor
+) -> dict[str, Metric]:
     train_R, rollout_R = (sum_per_sequence(x_N, bounds_R) for x_N in (train_N, rollout_N))
     sums_XR = torch.stack([train_R, rollout_R, train_R - rollout_R])
     log_ppl_XR = sums_XR.neg() / lengths_R
@@ -271,7 +299,9 @@ def _perplexities(train_N: Tensor, rollout_N: Tensor, bounds_R: Tensor, lengths_
     names += ("log_ppl_diff_mean", "log_ppl_diff_abs", "chi2_sequence")
     chi2_R = torch.expm1(2 * bounded(sums_XR[2]))
     return {
-        **_means(names, torch.stack([*log_ppl_XR[:2], *bounded(log_ppl_XR).exp(), diff_R, diff_R.abs(), chi2_R])),
+        **_means(
+            names, torch.stack([*log_ppl_XR[:2], *bounded(log_ppl_XR).exp(), diff_R, diff_R.abs(), chi2_R])
+        ),
         "log_ppl_diff_max": Metric.max(diff_R),
         "log_ppl_diff_min": Metric.min(diff_R),
     }
@@ -289,13 +319,19 @@ def _response_gaps(mean_R: Tensor, max_R: Tensor) -> Metrics:
 
 def _means(names: Sequence[str], rows: Tensor) -> dict[str, Metric]:
     """Of each row the mean over responses, under its name."""
-    return {name: Metric.quotient(total, rows.shape[1]) for name, total in zip(names, rows.sum(1).tolist(), strict=True)}
+    return {
+        name: Metric.quotient(total, rows.shape[1])
+        for name, total in zip(names, rows.sum(1).tolist(), strict=True)
+    }
 
 
 def _shares(name: str, values_R: Tensor, edges: tuple[float, ...]) -> Metrics:
     bins_R = torch.bucketize(values_R.cpu(), _edges(edges, torch.float64))
     counts = torch.bincount(bins_R, minlength=len(edges) + 1).tolist()
-    return {f"{name}/{label}": Metric.quotient(count, values_R.numel()) for label, count in zip(_labels(edges), counts, strict=True)}
+    return {
+        f"{name}/{label}": Metric.quotient(count, values_R.numel())
+        for label, count in zip(_labels(edges), counts, strict=True)
+    }
 
 
 def _by_length(sums_XR: Tensor, maxima_XR: Tensor, lengths_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -307,7 +343,8 @@ def _by_length(sums_XR: Tensor, maxima_XR: Tensor, lengths_R: Tensor) -> tuple[T
 
 
 def _by_bucket(name: str, sums_XB: Tensor, maxima_XB: Tensor) -> dict[str, Metric]:
-    """From each bucket's number of tokens and sums of dp and k3, and their maxima; buckets without tokens are left out."""
+    """From each bucket's number of tokens and sums of dp and k3, and their maxima; buckets without tokens are
+    left out."""
     metrics = {}
     columns = zip(_labels(LENGTH_EDGES), *sums_XB.tolist(), *maxima_XB.tolist(), strict=True)
     for label, count, gap_sum, k3_sum, gap_max, k3_max in columns:
@@ -367,7 +404,9 @@ def _require_lengths(bounds_R: Tensor, **values_N: Tensor) -> None:
     for name, x_N in values_N.items():
         if x_N.shape != (int(bounds_R[-1]),):
             num_valid = int(bounds_R[-1])
-            raise ValueError(f"{name} has shape {tuple(x_N.shape)}, the responses {num_valid} valid tokens; pass one value for each")
+            raise ValueError(
+                f"{name} has shape {tuple(x_N.shape)}, the responses {num_valid} valid tokens; pass one value for each"
+            )
 
 
 def _float64_copy(values: Tensor) -> Tensor:

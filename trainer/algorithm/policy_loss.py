@@ -1,4 +1,5 @@
-"""The loss of one micro-batch: objective, KL and entropy terms, each a plain sum over tokens of loss times weight.
+"""The loss of one micro-batch: objective, KL and entropy terms, each a plain sum over tokens of loss times
+weight.
 
 Legend: T packed tokens. Log-probs and entropy are nats.
 An objective is a pure function in ``objectives`` and a case of ``_objective_loss`` here.
@@ -30,7 +31,17 @@ from trainer.algorithm.aggregation import Mode, over_kept
 from trainer.algorithm.correction import correct_current
 from trainer.algorithm.inputs import broken_tokens, may_be_broken, require_numbers, sequences_of
 from trainer.algorithm.kl import ESTIMATORS
-from trainer.algorithm.objectives import ObjectiveLoss, cispo, clipped, dppo, geometric_mean_weights, gmpo, gspo, policy_gradient, sapo
+from trainer.algorithm.objectives import (
+    ObjectiveLoss,
+    cispo,
+    clipped,
+    dppo,
+    geometric_mean_weights,
+    gmpo,
+    gspo,
+    policy_gradient,
+    sapo,
+)
 from trainer.ranks.metrics import Metric, Reduction
 
 logger = logging.getLogger(__name__)
@@ -49,43 +60,58 @@ def policy_loss(
     correction: CorrectionConfig = DECOUPLED,
     aggregation: Mode = "token_mean",
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """The scalar loss of a micro-batch, with gradient to ``current_logprobs_T`` [T] and ``entropy_T`` [T], and its metrics.
+    """The scalar loss of a micro-batch, with gradient to ``current_logprobs_T`` [T] and ``entropy_T`` [T],
+    and its metrics.
 
     loss = sum_t objective_t * importance_weights_t * aggregation_t
          + kl.coefficient * sum_t KL_t * aggregation_t   (where kl.place is loss)
          - entropy.coefficient * sum_t H_t * aggregation_t     over response tokens t.
-    aggregation_t holds the global normalisers, so losses and gradients of micro-batches and ranks simply add up; it is zero on rejected
-    tokens, which leave every term and the sequence statistics of ``gspo`` and ``gmpo`` (there, importance weights enter as their geometric
-    mean over the sequence). Off the response mask nothing matters, not even NaN; without response tokens loss and gradient are exact
-    zeros, still connected to the graph. A current log-prob of a response token that is not finite, or above 0, makes the loss NaN.
+    aggregation_t holds the global normalisers, so losses and gradients of micro-batches and ranks simply add
+    up; it is zero on rejected tokens, which leave every term and the sequence statistics of ``gspo`` and
+    ``gmpo`` (there, importance weights enter as their geometric mean over the sequence). Off the response
+    mask nothing matters, not even NaN; without response tokens loss and gradient are exact zeros, still
+    connected to the graph. A current log-prob of a response token that is not finite, or above 0, makes the
+    loss NaN.
 
-    Without ``old_logprobs_T`` current is old. Then, and in bypass mode, weights and rejection (``correction``) follow from current and
-    rollout, here, without gradient. With ``denominator: kept`` the loss then still lacks one factor for the whole minibatch,
-    ``kept_factor`` of all its metrics; ``aggregation`` is the mode that aggregation_T was made with.
+    Without ``old_logprobs_T`` current is old. Then, and in bypass mode, weights and rejection
+    (``correction``) follow from current and rollout, here, without gradient. With ``denominator: kept`` the
+    loss then still lacks one factor for the whole minibatch, ``kept_factor`` of all its metrics;
+    ``aggregation`` is the mode that aggregation_T was made with.
 
-    Metrics: ``loss/total, loss/policy, loss/kl, loss/entropy`` are this minibatch's terms as they stand in the loss (SUM: they add up to
-    the whole minibatch's). ``policy/entropy, ppo_kl`` (mean log pi_old - log pi_current), ``ref_kl`` are means over response tokens;
-    ``policy/ratio_mean, ratio_min, ratio_max, clip_fraction, dual_clip_fraction`` are of the tokens that were not rejected, where the
-    objective has them.
+    Metrics: ``loss/total, loss/policy, loss/kl, loss/entropy`` are this minibatch's terms as they stand in
+    the loss (SUM: they add up to the whole minibatch's). ``policy/entropy, ppo_kl`` (mean log pi_old - log
+    pi_current), ``ref_kl`` are means over response tokens; ``policy/ratio_mean, ratio_min, ratio_max,
+    clip_fraction, dual_clip_fraction`` are of the tokens that were not rejected, where the objective has
+    them.
 
-    Raises ValueError naming the fields of ``batch`` that are not set, tensors that are not one float32 per token, and the sequence of a
-    response token whose advantage, weight or log-prob in ``batch`` is not finite, or whose log-prob there is above 0.
+    Raises ValueError naming the fields of ``batch`` that are not set, tensors that are not one float32 per
+    token, and the sequence of a response token whose advantage, weight or log-prob in ``batch`` is not
+    finite, or whose log-prob there is above 0.
     """
     kl_in_loss = kl.place == "loss" and kl.coefficient > 0
     _require(batch, current_logprobs_T, entropy_T, with_ref=kl_in_loss)
     mask_T = batch.response_mask_T
-    # Replaced before any arithmetic: a NaN that is multiplied by a zero weight afterwards would still be NaN, in the gradient too.
+    # Replaced before any arithmetic: a NaN that is multiplied by a zero weight afterwards would still be NaN,
+    # in the gradient too.
     current_T, entropy_T = (torch.where(mask_T, x_T, 0.0) for x_T in (current_logprobs_T, entropy_T))
     current_is_old = batch.old_logprobs_T is None
     old_logprobs_T = current_T if current_is_old else batch.old_logprobs_T
-    old_T, advantages_T = (torch.where(mask_T, x_T.detach(), 0.0) for x_T in (old_logprobs_T, batch.advantages_T))
+    old_T, advantages_T = (
+        torch.where(mask_T, x_T.detach(), 0.0) for x_T in (old_logprobs_T, batch.advantages_T)
+    )
     if may_be_broken(advantages_T) or (not current_is_old and may_be_broken(old_T, logprobs=True)):
         require_numbers(batch, "advantages_T")
         require_numbers(batch, "old_logprobs_T")
-    importance_T, aggregation_T, metrics = batch.importance_weights_T.detach(), batch.aggregation_T.detach(), {}
+    importance_T, aggregation_T, metrics = (
+        batch.importance_weights_T.detach(),
+        batch.aggregation_T.detach(),
+        {},
+    )
     num_tokens = torch.count_nonzero(mask_T).item()
     if current_is_old or correction.mode == "bypass":
-        importance_T, aggregation_T, metrics = _corrected_here(batch, current_T, aggregation_T, correction, aggregation)
+        importance_T, aggregation_T, metrics = _corrected_here(
+            batch, current_T, aggregation_T, correction, aggregation
+        )
     kept_T = mask_T & aggregation_T.bool()
     found = _objective_loss(objective, current_T, old_T, advantages_T, kept_T, batch.cu_seqlens)
     if isinstance(objective, GmpoObjective):
@@ -93,8 +119,14 @@ def policy_loss(
     terms = {"policy": _weighted_sum(found.loss_T, importance_T * aggregation_T, kept_T)}
     metrics |= _objective_metrics(found, kept_T)
     del found, importance_T
-    sums = {name: x_T.detach().sum(dtype=torch.float64).item() for name, x_T in (("old", old_T), ("current", current_T))}
-    metrics |= {"policy/entropy": _mean(entropy_T, num_tokens), "policy/ppo_kl": Metric.quotient(sums["old"] - sums["current"], num_tokens)}
+    sums = {
+        name: x_T.detach().sum(dtype=torch.float64).item()
+        for name, x_T in (("old", old_T), ("current", current_T))
+    }
+    metrics |= {
+        "policy/entropy": _mean(entropy_T, num_tokens),
+        "policy/ppo_kl": Metric.quotient(sums["old"] - sums["current"], num_tokens),
+    }
     if batch.ref_logprobs_T is not None:
         ref_T = torch.where(mask_T, batch.ref_logprobs_T.detach(), 0.0)
         if may_be_broken(ref_T, logprobs=True):
@@ -106,16 +138,21 @@ def policy_loss(
     if entropy.coefficient > 0:
         terms["entropy"] = -entropy.coefficient * _weighted_sum(entropy_T, aggregation_T, kept_T)
     loss = _nan_where_broken(sum(terms.values()), batch, current_T)
-    values = dict.fromkeys(("policy", "kl", "entropy"), 0.0) | {name: term.item() for name, term in terms.items()}
-    metrics |= {f"loss/{name}": Metric.sum(value) for name, value in (values | {"total": loss.item()}).items()}
+    values = dict.fromkeys(("policy", "kl", "entropy"), 0.0) | {
+        name: term.item() for name, term in terms.items()
+    }
+    metrics |= {
+        f"loss/{name}": Metric.sum(value) for name, value in (values | {"total": loss.item()}).items()
+    }
     return loss, metrics
 
 
 def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Tensor:
-    """The loss, NaN where a current log-prob is not one; the optimizer's step refuses it. ValueError where weights made it NaN.
+    """The loss, NaN where a current log-prob is not one; the optimizer's step refuses it. ValueError where
+    weights made it NaN.
 
-    Not an error at once: the forward and backward passes of other ranks wait for this one. Bounds would hide an infinity, and rejection a
-    broken forward pass.
+    Not an error at once: the forward and backward passes of other ranks wait for this one. Bounds would hide
+    an infinity, and rejection a broken forward pass.
     """
     current_T = current_T.detach()
     if not may_be_broken(current_T, logprobs=True):
@@ -141,13 +178,16 @@ def _corrected_here(
     metrics = dict(found.metrics)
     if config.denominator == "all":
         return found.weights_T, aggregation_T * found.keep_T, metrics
-    aggregation_T, (num_all, num_kept) = over_kept(aggregation_T, found.keep_T, batch.response_mask_T, batch.cu_seqlens, mode=mode)
+    aggregation_T, (num_all, num_kept) = over_kept(
+        aggregation_T, found.keep_T, batch.response_mask_T, batch.cu_seqlens, mode=mode
+    )
     metrics |= {COUNTED_ALL: Metric.sum(num_all.item()), COUNTED_KEPT: Metric.sum(num_kept.item())}
     return found.weights_T, aggregation_T, metrics
 
 
 def kept_factor(metrics: Mapping[str, Metric]) -> float:
-    """What turns a minibatch's mean over all into its mean over what was kept, from the metrics of all its micro-batches and ranks.
+    """What turns a minibatch's mean over all into its mean over what was kept, from the metrics of all its
+    micro-batches and ranks.
 
     1 where the loss needs no such factor, and where nothing was kept: there the loss is zero.
     """
@@ -166,7 +206,12 @@ def scale_losses(metrics: Mapping[str, Metric], factor: float) -> dict[str, Metr
 
 
 def _objective_loss(
-    objective: ObjectiveConfig, current_T: Tensor, old_T: Tensor, advantages_T: Tensor, kept_T: Tensor, cu_seqlens: Tensor
+    objective: ObjectiveConfig,
+    current_T: Tensor,
+    old_T: Tensor,
+    advantages_T: Tensor,
+    kept_T: Tensor,
+    cu_seqlens: Tensor,
 ) -> ObjectiveLoss:
     match objective:
         case ClippedObjective(clip_low=low, clip_high=high, dual_clip=dual):
@@ -178,9 +223,18 @@ def _objective_loss(
         case CispoObjective(clip_low=low, clip_high=high):
             return cispo(current_T, old_T, advantages_T, clip_low=low, clip_high=high)
         case SapoObjective(temperature_positive=positive, temperature_negative=negative):
-            return sapo(current_T, old_T, advantages_T, temperature_positive=positive, temperature_negative=negative)
+            return sapo(
+                current_T, old_T, advantages_T, temperature_positive=positive, temperature_negative=negative
+            )
         case DppoObjective(max_decrease=decrease, max_increase=increase, ratio_max=ratio_max):
-            return dppo(current_T, old_T, advantages_T, max_decrease=decrease, max_increase=increase, ratio_max=ratio_max)
+            return dppo(
+                current_T,
+                old_T,
+                advantages_T,
+                max_decrease=decrease,
+                max_increase=increase,
+                ratio_max=ratio_max,
+            )
         case PolicyGradientObjective():
             return policy_gradient(current_T, advantages_T)
         case _:
@@ -229,6 +283,8 @@ def _require(batch: PackedBatch, current_logprobs_T: Tensor, entropy_T: Tensor, 
     names = ["advantages_T", "importance_weights_T", "aggregation_T"] + ["ref_logprobs_T"] * with_ref
     missing = [name for name in names if getattr(batch, name) is None]
     if missing:
-        raise ValueError(f"the micro-batch lacks {', '.join(missing)}: score it and give it advantages and loss weights first")
+        raise ValueError(
+            f"the micro-batch lacks {', '.join(missing)}: score it and give it advantages and loss weights first"
+        )
     for name, tensor in (("current_logprobs_T", current_logprobs_T), ("entropy_T", entropy_T)):
         require_per_token(name, tensor, batch.num_tokens)

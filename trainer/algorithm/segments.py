@@ -1,10 +1,11 @@
 """Sums and extremes per sequence of packed tokens, and back to tokens.
 
-Legend: S sequences, T packed tokens, N the valid ones alone, end to end: packed tokens too, which need no mask. All functions are
-differentiable in ``x_T`` or ``x_S`` and never mix two sequences, so a sequence has the same result in whatever batch it is packed.
+Legend: S sequences, T packed tokens, N the valid ones alone, end to end: packed tokens too, which need no
+mask. All functions are differentiable in ``x_T`` or ``x_S`` and never mix two sequences, so a sequence has
+the same result in whatever batch it is packed.
 
-In host memory, and where no gradient is asked for, numpy does the work on the same memory: torch's reductions by segment are scalar loops
-there, 4 to 7 times slower, and its search for a mask's places is 10 times slower.
+In host memory, and where no gradient is asked for, numpy does the work on the same memory: torch's reductions
+by segment are scalar loops there, 4 to 7 times slower, and its search for a mask's places is 10 times slower.
 """
 
 from typing import NamedTuple
@@ -32,18 +33,22 @@ class ValidTokens(NamedTuple):
         return x_N.new_zeros(self.mask_T.shape).scatter_(0, self.places_N, x_N)
 
     def run_bounds(self) -> Tensor:
-        """``bounds_S`` and, between them, a boundary wherever tokens off the mask lie between two valid ones: int64, in [N]."""
+        """``bounds_S`` and, between them, a boundary wherever tokens off the mask lie between two valid ones:
+        int64, in [N]."""
         cuts = (self.places_N.diff() != 1).nonzero().flatten() + 1
         return torch.cat([cuts, self.bounds_S]).unique()
 
 
 def valid_tokens(mask_T: Tensor, cu_seqlens: Tensor) -> ValidTokens:
-    places_N = torch.from_numpy(np.flatnonzero(mask_T.numpy())) if mask_T.is_cpu else mask_T.nonzero().flatten()
+    places_N = (
+        torch.from_numpy(np.flatnonzero(mask_T.numpy())) if mask_T.is_cpu else mask_T.nonzero().flatten()
+    )
     return ValidTokens(mask_T, places_N, torch.searchsorted(places_N, cu_seqlens.to(places_N)))
 
 
 def sum_per_sequence(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] -> [S], in x_T's dtype. Mask x_T first: what lies off the mask counts, and NaN spreads over its sequence."""
+    """[T] -> [S], in x_T's dtype. Mask x_T first: what lies off the mask counts, and NaN spreads over its
+    sequence."""
     if _suits_numpy(x_T):
         return _by_numpy(np.add, x_T, cu_seqlens, of_none=0.0)
     offsets = cu_seqlens.to(device=x_T.device, dtype=torch.int64)
@@ -60,7 +65,11 @@ def max_per_sequence(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _suits_numpy(x_T: Tensor) -> bool:
-    return x_T.is_cpu and x_T.dtype in (torch.float32, torch.float64) and not (x_T.requires_grad and torch.is_grad_enabled())
+    return (
+        x_T.is_cpu
+        and x_T.dtype in (torch.float32, torch.float64)
+        and not (x_T.requires_grad and torch.is_grad_enabled())
+    )
 
 
 def _by_numpy(reduction: np.ufunc, x_T: Tensor, cu_seqlens: Tensor, *, of_none: float) -> Tensor:
@@ -74,7 +83,8 @@ def _by_numpy(reduction: np.ufunc, x_T: Tensor, cu_seqlens: Tensor, *, of_none: 
 
 
 def count_per_sequence(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Valid tokens of each sequence, int64 [S]: a difference of running totals, exact since they are integers."""
+    """Valid tokens of each sequence, int64 [S]: a difference of running totals, exact since they are
+    integers."""
     totals = mask_T.new_zeros(mask_T.numel() + 1, dtype=torch.int64)
     torch.cumsum(mask_T, 0, out=totals[1:])
     return totals[cu_seqlens.to(device=mask_T.device, dtype=torch.int64)].diff()

@@ -1,7 +1,8 @@
-"""One step's samples on one rank: the packed sequences, the plan that splits them, and what is known of the whole batch.
+"""One step's samples on one rank: the packed sequences, the plan that splits them, and what is known of the
+whole batch.
 
-Legend: S sequences, T packed tokens. ``*_S`` here are of the *whole* step, on every rank, indexed by sequence id; ``packed``
-holds this rank's sequences alone.
+Legend: S sequences, T packed tokens. ``*_S`` here are of the *whole* step, on every rank, indexed by sequence
+id; ``packed`` holds this rank's sequences alone.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ from trainer.ranks.totals import Total
 class StepBatch:
     packed: PackedBatch
     rows: list[list[list[int]]]
-    """Minibatch -> micro-batch -> rows of ``packed``. Score and update use the same micro-batches, hence bitwise equal log-probs."""
+    """Minibatch -> micro-batch -> rows of ``packed``. Score and update use the same micro-batches, hence
+    bitwise equal log-probs."""
     rewards_S: Tensor
     group_ids_S: Tensor
 
@@ -42,7 +44,8 @@ class StepBatch:
         return replace(self, packed=self.packed.with_fields(**tensors))
 
     def scattered(self, parts: Sequence[Tensor]) -> Tensor:
-        """One tensor per micro-batch, in the order of ``microbatches()``, as one [T] of this rank's share, float32 on the CPU."""
+        """One tensor per micro-batch, in the order of ``microbatches()``, as one [T] of this rank's share,
+        float32 on the CPU."""
         bounds = self.packed.cu_seqlens.tolist()
         out_T = torch.zeros(self.packed.num_tokens, dtype=torch.float32)
         flat = (rows for minibatch in self.rows for rows in minibatch)
@@ -55,16 +58,23 @@ class StepBatch:
         return out_T
 
     def with_advantages(self, advantages: Advantages) -> "StepBatch":
-        fields = {"advantages_T": advantages.advantages_T} | ({} if advantages.returns_T is None else {"returns_T": advantages.returns_T})
+        fields = {"advantages_T": advantages.advantages_T} | (
+            {} if advantages.returns_T is None else {"returns_T": advantages.returns_T}
+        )
         return self.with_fields(**fields)
 
     def with_loss_weights(
-        self, correction: Correction, aggregation: AggregationConfig, denominator: Literal["kept", "all"], total: Total
+        self,
+        correction: Correction,
+        aggregation: AggregationConfig,
+        denominator: Literal["kept", "all"],
+        total: Total,
     ) -> "StepBatch":
-        """Set ``importance_weights_T``, and what every term of the loss is averaged by, from counts of each minibatch over all ranks; what
-        a critic's loss is averaged by where there are values of one.
+        """Set ``importance_weights_T``, and what every term of the loss is averaged by, from counts of each
+        minibatch over all ranks; what a critic's loss is averaged by where there are values of one.
 
-        aggregation_T is zero on rejected tokens; what the rest weighs follows from the count of kept tokens, or of all of them.
+        aggregation_T is zero on rejected tokens; what the rest weighs follows from the count of kept tokens,
+        or of all of them.
         """
         mask_T, keep_T = self.packed.response_mask_T, correction.keep_T
         valid_S = count_per_sequence(mask_T, self.packed.cu_seqlens)
@@ -77,15 +87,21 @@ class StepBatch:
             fields["value_aggregation_T"] = self._aggregation(mask_T, valid_S, aggregation, total)
         return self.with_fields(**fields)
 
-    def _aggregation(self, counted_T: Tensor, counted_S: Tensor, config: AggregationConfig, total: Total) -> Tensor:
+    def _aggregation(
+        self, counted_T: Tensor, counted_S: Tensor, config: AggregationConfig, total: Total
+    ) -> Tensor:
         weights_T = torch.zeros(self.packed.num_tokens, dtype=torch.float32)
         bounds = self.packed.cu_seqlens.tolist()
         for microbatches in self.rows:
             rows = [row for microbatch in microbatches for row in microbatch]
             places = torch.cat([torch.arange(bounds[r], bounds[r + 1]) for r in rows])
-            cu_seqlens = torch.tensor([0, *(bounds[r + 1] - bounds[r] for r in rows)]).cumsum(0).to(torch.int32)
+            cu_seqlens = (
+                torch.tensor([0, *(bounds[r + 1] - bounds[r] for r in rows)]).cumsum(0).to(torch.int32)
+            )
             part_T, counts = counted_T[places], GlobalCounts.of(counted_S[rows]).summed(total)
-            weights_T[places] = aggregation_weights(part_T, cu_seqlens, mode=config.type, constant=config.constant, counts=counts)
+            weights_T[places] = aggregation_weights(
+                part_T, cu_seqlens, mode=config.type, constant=config.constant, counts=counts
+            )
         return weights_T
 
 
@@ -101,7 +117,12 @@ class Share:
 
 
 def split_groups(
-    groups: Sequence[Group], *, num_minibatches: int, dp_size: int, token_budget: int, microbatch_multiple: int = 1
+    groups: Sequence[Group],
+    *,
+    num_minibatches: int,
+    dp_size: int,
+    token_budget: int,
+    microbatch_multiple: int = 1,
 ) -> list[Share]:
     """One Share per data-parallel rank, by the balanced plan of ``plan_batches``."""
     trajectories = [t for group in groups for t in group.trajectories]

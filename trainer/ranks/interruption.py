@@ -1,7 +1,8 @@
 """What may end a run between two steps, and how all ranks come to end it together.
 
-An interruption is raised on every rank at the same place, with weights, optimizer and position in the data as the last complete step left
-them; so a checkpoint of that step may be written then. Any other error is one rank's own, ends the run at once, and nothing is written.
+An interruption is raised on every rank at the same place, with weights, optimizer and position in the data as
+the last complete step left them; so a checkpoint of that step may be written then. Any other error is one
+rank's own, ends the run at once, and nothing is written.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,8 @@ INTERRUPTIONS = (StopRequested, RolloutError)
 
 @dataclass(slots=True)
 class Postponed:
-    """Once the weights of a step have moved, that step is done: what interrupts the rest of it is held back until the step is recorded."""
+    """Once the weights of a step have moved, that step is done: what interrupts the rest of it is held back
+    until the step is recorded."""
 
     interruption: Exception | None = None
 

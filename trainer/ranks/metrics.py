@@ -1,8 +1,9 @@
 """Metrics that carry their reduction, so that merging micro-batches and ranks is exact under any split.
 
-Parts are sums in float64 (or extremes), so merging is adding. A constant shift never depends on the batch: STD and PEARSON do not
-see it, and keep their digits where the caller subtracts a constant near the values (1 from weights and from probabilities).
-A distribution is one MEAN per fixed bin, the share of the samples in it, so that it comes out as plain numbers under names.
+Parts are sums in float64 (or extremes), so merging is adding. A constant shift never depends on the batch:
+STD and PEARSON do not see it, and keep their digits where the caller subtracts a constant near the values (1
+from weights and from probabilities). A distribution is one MEAN per fixed bin, the share of the samples in
+it, so that it comes out as plain numbers under names.
 """
 
 import math
@@ -23,11 +24,14 @@ class Reduction(StrEnum):
     MAX = "max"
     MIN = "min"
     ESS = "ess"
-    """parts (sum of w, sum of w^2, count); value (sum w)^2 / (count sum w^2), the effective share of samples, in (0, 1]."""
+    """parts (sum of w, sum of w^2, count); value (sum w)^2 / (count sum w^2), the effective share of samples,
+    in (0, 1]."""
     STD = "std"
-    """parts (count, sum, sum of squares); value the population's standard deviation (divided by the count), 0 for one sample."""
+    """parts (count, sum, sum of squares); value the population's standard deviation (divided by the count), 0
+    for one sample."""
     PEARSON = "pearson"
-    """parts (count, sum x, sum y, sum x^2, sum y^2, sum x y); value the correlation, None where x or y does not vary beyond rounding."""
+    """parts (count, sum x, sum y, sum x^2, sum y^2, sum x y); value the correlation, None where x or y does
+    not vary beyond rounding."""
 
 
 _ROUNDING = 1e-13
@@ -43,7 +47,8 @@ class Metric:
 
     @classmethod
     def mean(cls, values_T: Tensor, mask_T: Tensor | None = None) -> "Metric":
-        """Mean of the values on the mask; off-mask values (even NaN) never enter. Of a bool: the share that is True."""
+        """Mean of the values on the mask; off-mask values (even NaN) never enter. Of a bool: the share that
+        is True."""
         if values_T.dtype == torch.bool:
             hits_T = values_T if mask_T is None else values_T & mask_T
             return cls.quotient(torch.count_nonzero(hits_T).item(), _count(values_T, mask_T))
@@ -77,13 +82,19 @@ class Metric:
     @classmethod
     def ess(cls, weights_T: Tensor, mask_T: Tensor | None = None) -> "Metric":
         kept_T = _filled(weights_T, mask_T, 0.0)
-        return cls(reduction=Reduction.ESS, parts=(kept_T.sum().item(), (kept_T @ kept_T).item(), _count(weights_T, mask_T)))
+        return cls(
+            reduction=Reduction.ESS,
+            parts=(kept_T.sum().item(), (kept_T @ kept_T).item(), _count(weights_T, mask_T)),
+        )
 
     @classmethod
     def std(cls, values_T: Tensor, mask_T: Tensor | None = None) -> "Metric":
         """Of values near 0 (see the top of the file)."""
         kept_T = _filled(values_T, mask_T, 0.0)
-        return cls(reduction=Reduction.STD, parts=(_count(values_T, mask_T), kept_T.sum().item(), (kept_T @ kept_T).item()))
+        return cls(
+            reduction=Reduction.STD,
+            parts=(_count(values_T, mask_T), kept_T.sum().item(), (kept_T @ kept_T).item()),
+        )
 
     @classmethod
     def pearson(cls, x_T: Tensor, y_T: Tensor, mask_T: Tensor | None = None) -> "Metric":
@@ -97,7 +108,9 @@ class Metric:
             raise ValueError(f"cannot merge a {self.reduction} metric with a {other.reduction} metric")
         if self.reduction in (Reduction.MAX, Reduction.MIN):
             return Metric(reduction=self.reduction, parts=_extreme(self.reduction, self.parts + other.parts))
-        return Metric(reduction=self.reduction, parts=tuple(a + b for a, b in zip(self.parts, other.parts, strict=True)))
+        return Metric(
+            reduction=self.reduction, parts=tuple(a + b for a, b in zip(self.parts, other.parts, strict=True))
+        )
 
     @property
     def value(self) -> float | None:
@@ -115,7 +128,8 @@ class Metric:
 
 
 def _extreme(reduction: Reduction, parts: tuple[float, ...]) -> tuple[float, ...]:
-    """The greatest or least part; a NaN among them wins, wherever it stands (Python's max would depend on the order)."""
+    """The greatest or least part; a NaN among them wins, wherever it stands (Python's max would depend on the
+    order)."""
     if any(math.isnan(part) for part in parts):
         return (math.nan,)
     pick = max if reduction is Reduction.MAX else min

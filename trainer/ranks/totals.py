@@ -1,4 +1,5 @@
-"""What ranks tell each other: small sums over data-parallel ranks, as functions that the mathematics is handed, and rank 0's answers."""
+"""What ranks tell each other: small sums over data-parallel ranks, as functions that the mathematics is
+handed, and rank 0's answers."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -13,7 +14,8 @@ from trainer.ranks.interruption import INTERRUPTIONS
 T = TypeVar("T")
 
 Total = Callable[[Tensor], Tensor]
-"""Sums a small float64 tensor over all ranks, the same on each of them. ``alone`` where one rank holds everything."""
+"""Sums a small float64 tensor over all ranks, the same on each of them. ``alone`` where one rank holds
+everything."""
 
 
 def alone(sums: Tensor) -> Tensor:
@@ -26,7 +28,8 @@ def total_over(group: dist.ProcessGroup | None) -> Total:
         return alone
 
     def total(sums: Tensor) -> Tensor:
-        # Gathered and added in rank order: every rank gets the same bits whatever algorithm an all-reduce would pick.
+        # Gathered and added in rank order: every rank gets the same bits whatever algorithm an all-reduce
+        # would pick.
         mine = sums.detach().to(device=platform.device(), dtype=torch.float64).contiguous()
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everyone, mine, group=group)
@@ -36,7 +39,8 @@ def total_over(group: dist.ProcessGroup | None) -> Total:
 
 
 def on_first_rank(ask: Callable[[], T] | None) -> T | None:
-    """What ``ask`` gives on rank 0; None on the others, whose ``ask`` is None. A collective: all ranks raise what interrupted rank 0."""
+    """What ``ask`` gives on rank 0; None on the others, whose ``ask`` is None. A collective: all ranks raise
+    what interrupted rank 0."""
     answer, interruption = None, None
     if ask is not None:
         try:

@@ -1,7 +1,7 @@
 """Draws the pictures of ``pictures.py`` from what a run has recorded.
 
-Colours are told apart with every kind of colour vision (M. Okabe and K. Ito, 2008), and lines by their dashes too. Legends stand above the
-axes, so that they cover nothing.
+Colours are told apart with every kind of colour vision (M. Okabe and K. Ito, 2008), and lines by their dashes
+too. Legends stand above the axes, so that they cover nothing.
 """
 
 import math
@@ -56,14 +56,24 @@ class Recorded:
             if "*" not in name:
                 found |= {name: label} if len(self.get(name)) else {}
                 continue
-            matches = ((other, re.fullmatch(re.escape(name).replace(r"\*", "([^/]+)"), other)) for other in sorted(self.series))
+            matches = (
+                (other, re.fullmatch(re.escape(name).replace(r"\*", "([^/]+)"), other))
+                for other in sorted(self.series)
+            )
             found |= {other: label.replace("*", match[1]) for other, match in matches if match}
         return found
 
     def edges(self, prefix: str) -> dict[str, str]:
-        """The bins or buckets that are recorded under a prefix, in order: ``le_64`` to a label such as ``≤ 64``."""
-        parts = {name.removeprefix(f"{prefix}/").split("/")[0] for name in self.series if name.startswith(f"{prefix}/")}
-        edges = sorted((float(edge), kind == "over", part) for part in parts for kind, _, edge in [part.partition("_")])
+        """The bins or buckets that are recorded under a prefix, in order: ``le_64`` to a label such as ``≤
+        64``."""
+        parts = {
+            name.removeprefix(f"{prefix}/").split("/")[0]
+            for name in self.series
+            if name.startswith(f"{prefix}/")
+        }
+        edges = sorted(
+            (float(edge), kind == "over", part) for part in parts for kind, _, edge in [part.partition("_")]
+        )
         return {part: f"{'>' if over else '≤'} {edge:g}" for edge, over, part in edges}
 
 
@@ -121,12 +131,22 @@ def _say_what_is_smoothed(figure: "Figure", panels: Sequence[Panel], recorded: R
         if len(series) >= FEWEST_SMOOTHED
     ]
     if smoothed:
-        figure.supxlabel(f"lines: mean of {max(smoothed)} steps; pale: each step", fontsize=8, color="#555555", x=0.99, ha="right")
+        figure.supxlabel(
+            f"lines: mean of {max(smoothed)} steps; pale: each step",
+            fontsize=8,
+            color="#555555",
+            x=0.99,
+            ha="right",
+        )
 
 
-def new_figure(num_panels: int, title: str, *, size: tuple[float, float] | None = None) -> "tuple[Figure, Sequence[Axes]]":
+def new_figure(
+    num_panels: int, title: str, *, size: tuple[float, float] | None = None
+) -> "tuple[Figure, Sequence[Axes]]":
     """``size``: inches; None: for all panels in rows. A page shows the title itself, so "" leaves it out."""
-    from matplotlib.figure import Figure  # slow to import; Figure itself draws with Agg, without a display or global state
+    from matplotlib.figure import (
+        Figure,
+    )  # slow to import; Figure itself draws with Agg, without a display or global state
 
     rows, columns = (1, num_panels) if num_panels <= 3 else (math.ceil(num_panels / 2), 2)
     figure = Figure(figsize=size or (11, 0.6 + 3.3 * rows), layout="constrained")
@@ -145,8 +165,16 @@ def new_figure(num_panels: int, title: str, *, size: tuple[float, float] | None 
     return figure, all_axes[:num_panels]
 
 
-def draw_stack(axes: "Axes", steps: Sequence[int], parts: Mapping[str, Sequence[float]], colors: Sequence[Any], *, title: str) -> None:
-    """Parts of each step, one on the other, one step wide; a gap stays where there is no step. ``parts`` hold a value per step."""
+def draw_stack(
+    axes: "Axes",
+    steps: Sequence[int],
+    parts: Mapping[str, Sequence[float]],
+    colors: Sequence[Any],
+    *,
+    title: str,
+) -> None:
+    """Parts of each step, one on the other, one step wide; a gap stays where there is no step. ``parts`` hold
+    a value per step."""
     edges: list[float] = []
     places: list[int | None] = []
     for place, step in enumerate(steps):
@@ -158,7 +186,9 @@ def draw_stack(axes: "Axes", steps: Sequence[int], parts: Mapping[str, Sequence[
     bottom = [0.0] * len(steps)
     for color, (label, values) in zip(colors, parts.items(), strict=True):
         top = [b + v for b, v in zip(bottom, values, strict=True)]
-        low, high = ([math.nan if place is None else side[place] for place in places] for side in (bottom, top))
+        low, high = (
+            [math.nan if place is None else side[place] for place in places] for side in (bottom, top)
+        )
         if any(values):
             axes.fill_between(edges, low, high, color=color, linewidth=0, label=label)
         bottom = top
@@ -170,7 +200,8 @@ def draw_stack(axes: "Axes", steps: Sequence[int], parts: Mapping[str, Sequence[
 
 
 def smooth(values: Sequence[float], width: int) -> list[float]:
-    """Mean over the ``width`` (odd) steps around each, of those that exist; NaN stays NaN and does not count in its neighbours' means."""
+    """Mean over the ``width`` (odd) steps around each, of those that exist; NaN stays NaN and does not count
+    in its neighbours' means."""
     half, smoothed = width // 2, []
     for index, value in enumerate(values):
         near = [v for v in values[max(index - half, 0) : index + half + 1] if not math.isnan(v)]
@@ -178,7 +209,8 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
     return smoothed
 
 
-# -------------------------------------------------------------------------------------------------------------------- lines
+# --------------------------------------------------------------------------------------------------------------------
+# lines
 
 
 def _draw_lines(axes: "Axes", panel: Lines, recorded: Recorded, config: RunConfig) -> None:
@@ -202,7 +234,9 @@ def _draw_lines(axes: "Axes", panel: Lines, recorded: Recorded, config: RunConfi
     else:
         _set_bounds(axes, panel.bounds, all_values)
     has_alarm = panel.alarm is not None and _draw_alarm_level(axes, getattr(config.alarms, panel.alarm))
-    is_named_by_title = len(panel.metrics) == 1 and "*" not in panel.metrics.values() and panel.line is None and not has_alarm
+    is_named_by_title = (
+        len(panel.metrics) == 1 and "*" not in panel.metrics.values() and panel.line is None and not has_alarm
+    )
     _titled(axes, panel.title, columns=2, without_legend=is_named_by_title)
 
 
@@ -224,10 +258,14 @@ def _draw_points(axes: "Axes", series: Series, label: str, color: str) -> None:
 def _draw_series(axes: "Axes", series: Series, label: str, color: str, dashes: Any) -> None:
     steps, values = _with_gaps(series)
     if len(series) < FEWEST_SMOOTHED:
-        axes.plot(steps, values, color=color, marker="o", markersize=4, linewidth=1.4, linestyle=dashes, label=label)
+        axes.plot(
+            steps, values, color=color, marker="o", markersize=4, linewidth=1.4, linestyle=dashes, label=label
+        )
         return
     axes.plot(steps, values, color=color, alpha=0.25, linewidth=1.0)
-    axes.plot(steps, smooth(values, _width(series)), color=color, linewidth=1.9, linestyle=dashes, label=label)
+    axes.plot(
+        steps, smooth(values, _width(series)), color=color, linewidth=1.9, linestyle=dashes, label=label
+    )
 
 
 def _width(series: Series) -> int:
@@ -235,7 +273,8 @@ def _width(series: Series) -> int:
 
 
 def _with_gaps(series: Series) -> tuple[list[int], list[float]]:
-    """Every step from first to last, NaN where there is no value, so that a line breaks there instead of bridging it."""
+    """Every step from first to last, NaN where there is no value, so that a line breaks there instead of
+    bridging it."""
     known = dict(zip(series.steps, series.values, strict=True))
     steps = list(range(series.steps[0], series.steps[-1] + 1))
     return steps, [known.get(step, math.nan) for step in steps]
@@ -243,12 +282,16 @@ def _with_gaps(series: Series) -> tuple[list[int], list[float]]:
 
 def _set_bounds(axes: "Axes", bounds: tuple[float | None, float | None], values: Sequence[float]) -> None:
     low, high = bounds
-    axes.yaxis.set_major_formatter("{x:.10g}")  # in full: matplotlib would put a common power above the axes, into the legend
+    axes.yaxis.set_major_formatter(
+        "{x:.10g}"
+    )  # in full: matplotlib would put a common power above the axes, into the legend
     spread = max(values) - min(values)
     is_flat = spread <= 1e-9 * max(abs(max(values)), 1e-300)
     if is_flat:  # without this the scale shows rounding noise
         around = abs(values[0]) * 0.1 or 0.1
-        axes.set_ylim(values[0] - around if low is None else low - 0.03 * (values[0] + around - low), values[0] + around)
+        axes.set_ylim(
+            values[0] - around if low is None else low - 0.03 * (values[0] + around - low), values[0] + around
+        )
     elif low is not None and min(values) >= low:
         axes.set_ylim(low - 0.03 * (max(values) - low), max(values) + 0.06 * (max(values) - low))
     if high is not None and max(values) <= high and not is_flat:
@@ -273,7 +316,9 @@ def _draw_alarm_level(axes: "Axes", level: float | None) -> bool:
     return True
 
 
-def _titled(axes: "Axes", title: str, *, columns: int, beside: bool = False, without_legend: bool = False) -> None:
+def _titled(
+    axes: "Axes", title: str, *, columns: int, beside: bool = False, without_legend: bool = False
+) -> None:
     """The panel's title and, under it or beside the axes, its legend."""
     if without_legend:
         axes.set_title(title, fontsize=10, fontweight="bold", loc="left")
@@ -281,7 +326,14 @@ def _titled(axes: "Axes", title: str, *, columns: int, beside: bool = False, wit
     labels = axes.get_legend_handles_labels()[1]
     if beside:
         axes.set_title(title, fontsize=10, fontweight="bold", loc="left")
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True, frameon=False, handlelength=1.2)
+        axes.legend(
+            fontsize=8,
+            loc="center left",
+            bbox_to_anchor=(1.0, 0.5),
+            reverse=True,
+            frameon=False,
+            handlelength=1.2,
+        )
         return
     axes.legend(
         title=title,
@@ -298,7 +350,8 @@ def _titled(axes: "Axes", title: str, *, columns: int, beside: bool = False, wit
     )
 
 
-# -------------------------------------------------------------------------------------------------- distributions, buckets
+# --------------------------------------------------------------------------------------------------
+# distributions, buckets
 
 
 def _draw_shares(axes: "Axes", panel: Shares, recorded: Recorded) -> None:
@@ -323,13 +376,25 @@ def _draw_buckets(axes: "Axes", panel: Buckets, recorded: Recorded) -> None:
         return [value for step, value in zip(series.steps, series.values, strict=True) if step in since]
 
     edges = recorded.edges(panel.prefix)
-    since = set(sorted({step for part in edges for step in recorded.get(f"{panel.prefix}/{part}/{panel.mean}").steps})[-_LAST_STEPS:])
+    since = set(
+        sorted(
+            {step for part in edges for step in recorded.get(f"{panel.prefix}/{part}/{panel.mean}").steps}
+        )[-_LAST_STEPS:]
+    )
     labels = {part: label for part, label in edges.items() if last(part, panel.mean)}
     means = [sum(found) / len(found) for part in labels if (found := last(part, panel.mean))]
     maxima = [max(last(part, panel.max)) for part in labels]
     places = range(len(labels))
     axes.bar([place - 0.2 for place in places], means, width=0.38, color=COLORS[0], label="mean")
-    axes.bar([place + 0.2 for place in places], maxima, width=0.38, color=COLORS[1], label="max", hatch="//", edgecolor="white")
+    axes.bar(
+        [place + 0.2 for place in places],
+        maxima,
+        width=0.38,
+        color=COLORS[1],
+        label="max",
+        hatch="//",
+        edgecolor="white",
+    )
     if positive := [value for value in (*means, *maxima) if value > 0]:
         axes.set_yscale("log")
         axes.set_ylim(bottom=min(positive) / 2)

@@ -1,7 +1,8 @@
-"""``report.html`` and its figures, from what a run has written so far: metrics.jsonl, config.yaml, and summary.json where it is there.
+"""``report.html`` and its figures, from what a run has written so far: metrics.jsonl, config.yaml, and
+summary.json where it is there.
 
-The page needs neither network nor scripts. What was not recorded, or never happened, is said in its notes instead of drawn. The pictures:
-``pictures.py``, drawn by ``drawing.py``.
+The page needs neither network nor scripts. What was not recorded, or never happened, is said in its notes
+instead of drawn. The pictures: ``pictures.py``, drawn by ``drawing.py``.
 """
 
 import base64
@@ -19,7 +20,17 @@ from configs.loader import ConfigError, load_config
 from configs.presets import DESCRIPTIONS, preset_name
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
-from trainer.report.drawing import ALONE, COLORS, Recorded, Series, draw, draw_alone, draw_stack, is_drawn, new_figure
+from trainer.report.drawing import (
+    ALONE,
+    COLORS,
+    Recorded,
+    Series,
+    draw,
+    draw_alone,
+    draw_stack,
+    is_drawn,
+    new_figure,
+)
 from trainer.report.pictures import FLAT_MEANS, PICTURES, ROUNDING, Lines
 from trainer.tracking.alarms import Alarm, check_alarms
 from trainer.tracking.tracker import duration, flatten, read_metrics
@@ -89,7 +100,8 @@ def write_report(run_dir: Path) -> Path:
     return page
 
 
-# ------------------------------------------------------------------------------------------------------------------ reading
+# ------------------------------------------------------------------------------------------------------------------
+# reading
 
 
 def _read_run(run_dir: Path) -> _Run:
@@ -97,11 +109,15 @@ def _read_run(run_dir: Path) -> _Run:
         raise ValueError(f"{run_dir} is not a folder; name the folder of a run, for example runs/latest")
     missing = [name for name in ("config.yaml", "metrics.jsonl") if not (run_dir / name).is_file()]
     if missing:
-        raise ValueError(f"{run_dir} is not the folder of a training run: it has no {' and no '.join(missing)}; name one under runs/")
+        raise ValueError(
+            f"{run_dir} is not the folder of a training run: it has no {' and no '.join(missing)}; name one under runs/"
+        )
     try:
         config = load_config(run_dir / "config.yaml")
     except ConfigError as error:
-        raise ValueError(f"{run_dir}/config.yaml is not a config of this version of tandem; correct or restore it:\n{error}") from error
+        raise ValueError(
+            f"{run_dir}/config.yaml is not a config of this version of tandem; correct or restore it:\n{error}"
+        ) from error
     if not isinstance(config, RunConfig):
         raise ValueError(f"{run_dir} is a run of kind {config.kind}; reports are made of runs of kind train")
     rows = read_metrics(run_dir / "metrics.jsonl")
@@ -114,7 +130,9 @@ def _read_run(run_dir: Path) -> _Run:
 def _read_summary(run: _Run) -> dict[str, Any]:
     path = run.folder / "summary.json"
     if not path.exists():
-        run.notes.append("The run has no summary.json: it is not finished, or was stopped. Figures show what was recorded until now.")
+        run.notes.append(
+            "The run has no summary.json: it is not finished, or was stopped. Figures show what was recorded until now."
+        )
         return {}
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
@@ -133,18 +151,24 @@ def _by_metric(rows: Sequence[Mapping[str, Any]]) -> Recorded:
         for name, value in row.items():
             if name not in ("step", "elapsed_s") and isinstance(value, int | float):
                 by_metric.setdefault(name, {})[row["step"]] = float(value)
-    series = {name: Series(sorted(values), [values[s] for s in sorted(values)]) for name, values in by_metric.items()}
+    series = {
+        name: Series(sorted(values), [values[s] for s in sorted(values)])
+        for name, values in by_metric.items()
+    }
     return Recorded(steps=sorted({row["step"] for row in rows}), series=series)
 
 
 def alarm_histories(rows: Sequence[Mapping[str, Any]], config: AlarmsConfig) -> list[AlarmHistory]:
     """The alarms of a run's lines of metrics.jsonl, by the levels of its config, the most frequent first.
 
-    A null stands for a value that was not finite, which is an alarm, and the worst there is. Step 0 only evaluates.
+    A null stands for a value that was not finite, which is an alarm, and the worst there is. Step 0 only
+    evaluates.
     """
     merged: dict[int, dict[str, float]] = {}
     for row in rows:
-        merged.setdefault(row["step"], {}).update({name: math.nan if value is None else value for name, value in row.items()})
+        merged.setdefault(row["step"], {}).update(
+            {name: math.nan if value is None else value for name, value in row.items()}
+        )
     raised: dict[str, dict[int, Alarm]] = {}
     for step in sorted(merged.keys() - {0}):
         for alarm in check_alarms(merged[step], config):
@@ -152,7 +176,9 @@ def alarm_histories(rows: Sequence[Mapping[str, Any]], config: AlarmsConfig) -> 
     found = []
     for name, by_step in raised.items():
         worst_step = max(by_step, key=lambda step: _distance(by_step[step]))
-        found.append(AlarmHistory(name=name, steps=sorted(by_step), worst_step=worst_step, worst=by_step[worst_step]))
+        found.append(
+            AlarmHistory(name=name, steps=sorted(by_step), worst_step=worst_step, worst=by_step[worst_step])
+        )
     return sorted(found, key=lambda history: -len(history.steps))
 
 
@@ -168,13 +194,28 @@ def _note_the_data(run: _Run) -> None:
         return
     if gaps := [(a + 1, b - 1) for a, b in zip(run.steps, run.steps[1:], strict=False) if b > a + 1]:
         listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:10])
-        run.notes.append(f"Steps without a record: {listed}{' and more' if len(gaps) > 10 else ''}. Lines are interrupted there.")
-    panels = [(panel, picture.optional) for picture in PICTURES for panel in picture.panels if isinstance(panel, Lines)]
-    absent = [m.removeprefix("1 - ") for panel, optional in panels if not optional for m in panel.metrics if not run.get(m)]
+        run.notes.append(
+            f"Steps without a record: {listed}{' and more' if len(gaps) > 10 else ''}. Lines are interrupted there."
+        )
+    panels = [
+        (panel, picture.optional)
+        for picture in PICTURES
+        for panel in picture.panels
+        if isinstance(panel, Lines)
+    ]
+    absent = [
+        m.removeprefix("1 - ")
+        for panel, optional in panels
+        if not optional
+        for m in panel.metrics
+        if not run.get(m)
+    ]
     if absent:
         run.notes.append(f"Not recorded, so not drawn: {', '.join(dict.fromkeys(absent))}.")
     left_out, rounding = [], []
-    for metric, is_shown in {m: is_drawn(panel, run.recorded) for panel, _ in panels for m in run.recorded.labelled(panel.metrics)}.items():
+    for metric, is_shown in {
+        m: is_drawn(panel, run.recorded) for panel, _ in panels for m in run.recorded.labelled(panel.metrics)
+    }.items():
         series = run.get(metric)
         if len(set(series.values)) > 1:
             if not is_shown:
@@ -193,7 +234,8 @@ def _note_the_data(run: _Run) -> None:
         run.notes.append(f"The same at every step, so not drawn: {'; '.join(left_out)}.")
 
 
-# ------------------------------------------------------------------------------------------------------------------ drawing
+# ------------------------------------------------------------------------------------------------------------------
+# drawing
 
 
 def _draw_all(run: _Run) -> "Iterator[tuple[str, str, str, Figure | None, Iterable[Figure]]]":
@@ -212,7 +254,9 @@ def _as_svg(figure: "Figure") -> str:
     from matplotlib import rc_context
 
     drawn = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "tandem", "font.family": ["DejaVu Sans", "sans-serif"]}):
+    with rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "tandem", "font.family": ["DejaVu Sans", "sans-serif"]}
+    ):
         figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
     return base64.b64encode(drawn.getvalue().encode()).decode("ascii")
 
@@ -228,23 +272,35 @@ def _draw_step_time(run: _Run, title: str, size: tuple[float, float] | None) -> 
 
 
 def _step_times(run: _Run) -> tuple[list[int], dict[str, list[float]]]:
-    """Seconds by part over the steps that have any; ``other`` is the rest of time/step, which has no evaluation in it."""
-    known = {part: dict(zip(s.steps, s.values, strict=True)) for part in (*_TIME_PARTS, "step") if (s := run.get(f"time/{part}"))}
+    """Seconds by part over the steps that have any; ``other`` is the rest of time/step, which has no
+    evaluation in it."""
+    known = {
+        part: dict(zip(s.steps, s.values, strict=True))
+        for part in (*_TIME_PARTS, "step")
+        if (s := run.get(f"time/{part}"))
+    }
     steps = sorted({step for values in known.values() for step in values})
     parts = {part: [known.get(part, {}).get(step, 0.0) for step in steps] for part in _TIME_PARTS}
-    sums = [sum(seconds) for seconds in zip(*(parts[part] for part in _TIME_PARTS if part != "evaluation"), strict=True)]
+    sums = [
+        sum(seconds)
+        for seconds in zip(*(parts[part] for part in _TIME_PARTS if part != "evaluation"), strict=True)
+    ]
     whole = [known.get("step", {}).get(step, 0.0) for step in steps]
     return steps, {**parts, "other": [max(w - s, 0.0) for w, s in zip(whole, sums, strict=True)]}
 
 
-# --------------------------------------------------------------------------------------------------------------------- page
+# ---------------------------------------------------------------------------------------------------------------------
+# page
 
 
 def _render(run: _Run, figures: Sequence[Mapping[str, str]]) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
     )
     return environment.get_template("template.html").render(
         name=run.config.name,
@@ -279,7 +335,9 @@ def _facts(run: _Run) -> list[tuple[str, str]]:
 def _recipe(config: RunConfig) -> list[tuple[str, str, str]]:
     """(part of the loss, its name or explicit form, in words)"""
     correction, preset = config.correction, preset_name(config.correction)
-    written = preset or _one_line({k: v for k, v in correction.model_dump(mode="json", exclude_none=True).items() if v != []})
+    written = preset or _one_line(
+        {k: v for k, v in correction.model_dump(mode="json", exclude_none=True).items() if v != []}
+    )
     recipe = [("correction", written, DESCRIPTIONS.get(written, ""))]
     for part, block in (("objective", config.policy_objective), ("advantage", config.advantage)):
         body = block.model_dump(mode="json", exclude={"type"})
@@ -300,13 +358,21 @@ def _alarm_text(history: AlarmHistory, num_steps: int) -> tuple[str, str, str]:
 
 
 def _standard_errors(run: _Run) -> tuple[float | None, float | None]:
-    """Of the first and of the last accuracy, as recorded. Of an earlier version's run: as if all answers to a problem were alike."""
-    recorded, accuracy, counts = run.get("eval/accuracy_error"), run.get("eval/accuracy"), run.get("eval/count")
+    """Of the first and of the last accuracy, as recorded. Of an earlier version's run: as if all answers to a
+    problem were alike."""
+    recorded, accuracy, counts = (
+        run.get("eval/accuracy_error"),
+        run.get("eval/accuracy"),
+        run.get("eval/count"),
+    )
     if not (accuracy and counts):
         return None, None
     problems = [count / run.config.evaluation.samples_per_prompt for count in counts.values]
     shares = (accuracy.values[0], problems[0]), (accuracy.values[-1], problems[-1])
-    first, last = (math.sqrt(share * (1 - share) / count) if count and 0 <= share <= 1 else None for share, count in shares)
+    first, last = (
+        math.sqrt(share * (1 - share) / count) if count and 0 <= share <= 1 else None
+        for share, count in shares
+    )
     return (recorded.values[0], recorded.values[-1]) if recorded else (first, last)
 
 
@@ -317,8 +383,9 @@ def _percent(share: Any, error: float | None) -> str:
 
 
 def _total_seconds(run: _Run) -> float:
-    """Of the learner: its start and its steps, or what the steps so far have taken. The summary's other seconds are parts of these, or of
-    what came before the run (the quickstart's installation and warm start)."""
+    """Of the learner: its start and its steps, or what the steps so far have taken. The summary's other
+    seconds are parts of these, or of what came before the run (the quickstart's installation and warm start).
+    """
     seconds = run.summary.get("seconds")
     if isinstance(seconds, dict) and isinstance(seconds.get("training"), int | float):
         return seconds["training"] + (seconds.get("start_up") or 0.0)
@@ -333,16 +400,25 @@ def _seconds_by_part(run: _Run) -> list[tuple[str, str, str]]:
 
 
 def changed_settings(config: RunConfig) -> list[tuple[str, str, str]]:
-    """(field, value, default) of every setting that is not at its default; required ones have the default "-"."""
+    """(field, value, default) of every setting that is not at its default; required ones have the default
+    "-"."""
     plain = RunConfig(model=config.model, task=config.task)
     defaults = flatten(plain.model_dump(mode="json"))
     for block in ("model", "task"):
-        required = {name for name, info in type(getattr(config, block)).model_fields.items() if info.is_required() or name == "type"}
+        required = {
+            name
+            for name, info in type(getattr(config, block)).model_fields.items()
+            if info.is_required() or name == "type"
+        }
         for name, info in type(getattr(config, block)).model_fields.items():
             default = flatten({f"{block}.{name}": "-" if name in required else info.default})
             defaults |= default
     values = flatten(config.model_dump(mode="json"))
-    return [(name, _redacted(value), defaults.get(name, "-")) for name, value in values.items() if value != defaults.get(name)]
+    return [
+        (name, _redacted(value), defaults.get(name, "-"))
+        for name, value in values.items()
+        if value != defaults.get(name)
+    ]
 
 
 def _redacted(value: str) -> str:

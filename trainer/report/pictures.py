@@ -1,7 +1,8 @@
 """What a report draws: its pictures and their panels, as data. ``drawing.py`` draws them.
 
-A name with a star stands for all recorded metrics that match it (the star is one part of a name, and the line's label where the label is
-a star too). ``1 - NAME`` is one less the metric. What was not recorded is left out, line by line, panel by panel, picture by picture.
+A name with a star stands for all recorded metrics that match it (the star is one part of a name, and the
+line's label where the label is a star too). ``1 - NAME`` is one less the metric. What was not recorded is
+left out, line by line, panel by panel, picture by picture.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,8 @@ class Lines:
     idle: float | None = None
     """The panel is left out where all values are this: nothing happened, which a note says in fewer words."""
     noise: float = 0.0
-    """The panel is left out too where all values are nearer than this to ``idle`` (or to 0): rounding, whose trend says nothing."""
+    """The panel is left out too where all values are nearer than this to ``idle`` (or to 0): rounding, whose
+    trend says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +44,8 @@ class Shares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """Bars by bucket (``PREFIX/le_EDGE/METRIC``), over the last steps: the mean of a mean and the maximum of a maximum."""
+    """Bars by bucket (``PREFIX/le_EDGE/METRIC``), over the last steps: the mean of a mean and the maximum of
+    a maximum."""
 
     title: str
     unit: str
@@ -83,7 +86,11 @@ PICTURES = (
                 metrics={"reward/mean": "as sampled", "reward/importance_weighted": "importance-weighted"},
             ),
             Lines(
-                title="Held-out accuracy", unit="accuracy (share)", metrics={"eval/accuracy": "accuracy"}, sparse=True, bounds=(0, None)
+                title="Held-out accuracy",
+                unit="accuracy (share)",
+                metrics={"eval/accuracy": "accuracy"},
+                sparse=True,
+                bounds=(0, None),
             ),
         ),
     ),
@@ -104,7 +111,10 @@ PICTURES = (
             Lines(
                 title="Dynamic sampling",
                 unit="groups per step",
-                metrics={"sampling/resampled_groups": "sampled anew", "sampling/filled_groups": "filled without signal"},
+                metrics={
+                    "sampling/resampled_groups": "sampled anew",
+                    "sampling/filled_groups": "filled without signal",
+                },
                 bounds=(0, None),
                 idle=0,
             ),
@@ -151,7 +161,11 @@ PICTURES = (
         about="Responses by their greatest Δp, and Δp by length of the response and by position in it (mean over the last 10 steps of the "
         "means, and their maximum). High bars at late positions only: a gap that builds up.",
         panels=(
-            Shares(title="Greatest Δp of a response", unit="share of responses", prefix="mismatch/response_abs_prob_max_share"),
+            Shares(
+                title="Greatest Δp of a response",
+                unit="share of responses",
+                prefix="mismatch/response_abs_prob_max_share",
+            ),
             Buckets(
                 title="Δp by response length",
                 unit=_DP,
@@ -176,7 +190,14 @@ PICTURES = (
         about="k3 estimate of KL(rollout || learner); second moments of the ratios learner / rollout of tokens and of whole responses, "
         "less 1; differences of the responses' log-perplexities (above 0: the learner finds the samples less likely).",
         panels=(
-            Lines(title="KL, k3", unit="nats per token", metrics={"mismatch/k3": "k3"}, log=True, alarm="kl_max", noise=ROUNDING),
+            Lines(
+                title="KL, k3",
+                unit="nats per token",
+                metrics={"mismatch/k3": "k3"},
+                log=True,
+                alarm="kl_max",
+                noise=ROUNDING,
+            ),
             Lines(
                 title="Chi-squared",
                 unit="E[ratio²] - 1",
@@ -188,7 +209,10 @@ PICTURES = (
             Lines(
                 title="Log-perplexity, learner - rollout",
                 unit="nats per token",
-                metrics={"mismatch/log_ppl_diff_abs": "mean of |difference|", "mismatch/log_ppl_diff_mean": "mean difference"},
+                metrics={
+                    "mismatch/log_ppl_diff_abs": "mean of |difference|",
+                    "mismatch/log_ppl_diff_mean": "mean difference",
+                },
                 noise=ROUNDING,
             ),
         ),
@@ -212,7 +236,11 @@ PICTURES = (
             Lines(
                 title="After the bound",
                 unit="weight",
-                metrics={"mismatch/weight_max": "max", "mismatch/weight_mean": "mean", "mismatch/weight_std": "std"},
+                metrics={
+                    "mismatch/weight_max": "max",
+                    "mismatch/weight_mean": "mean",
+                    "mismatch/weight_std": "std",
+                },
                 log=True,
             ),
             Lines(
@@ -234,7 +262,13 @@ PICTURES = (
         about="Response tokens that are left to learn from, and shares of tokens and of whole responses that each rule rejects; total: all "
         "rules and the veto together.",
         panels=(
-            Lines(title="Kept", unit="share of tokens", metrics={"mismatch/kept_fraction": "kept"}, bounds=(0, 1.0), idle=1),
+            Lines(
+                title="Kept",
+                unit="share of tokens",
+                metrics={"mismatch/kept_fraction": "kept"},
+                bounds=(0, 1.0),
+                idle=1,
+            ),
             Lines(
                 title="Rejected tokens",
                 unit="share of tokens",
@@ -273,7 +307,13 @@ PICTURES = (
                 metrics={"policy/clip_fraction": "clipped", "policy/dual_clip_fraction": "dual clip"},
                 bounds=(0, None),
             ),
-            Lines(title="KL(old || current), k1", unit="nats per token", metrics={"policy/ppo_kl": "k1"}, idle=0, noise=ROUNDING),
+            Lines(
+                title="KL(old || current), k1",
+                unit="nats per token",
+                metrics={"policy/ppo_kl": "k1"},
+                idle=0,
+                noise=ROUNDING,
+            ),
             Lines(
                 title="Minibatches with a negative k1",
                 unit="share of minibatches",
@@ -291,9 +331,16 @@ PICTURES = (
             Lines(
                 title="KL",
                 unit="nats per token",
-                metrics={"policy/ref_kl": "current to ref", "policy/kl_in_reward": "old to ref, in the reward"},
+                metrics={
+                    "policy/ref_kl": "current to ref",
+                    "policy/kl_in_reward": "old to ref, in the reward",
+                },
             ),
-            Lines(title="Coefficient in the reward", unit="reward per nat", metrics={"policy/kl_coefficient": "coefficient"}),
+            Lines(
+                title="Coefficient in the reward",
+                unit="reward per nat",
+                metrics={"policy/kl_coefficient": "coefficient"},
+            ),
         ),
         optional=True,
     ),
@@ -324,7 +371,12 @@ PICTURES = (
         about="Entropy (a fall towards 0: sampling has become deterministic), mean perplexity of the responses, their length, and the "
         "share that ended at the length limit, not by an end-of-sequence token.",
         panels=(
-            Lines(title="Entropy of the policy", unit="nats per token", metrics={"policy/entropy": "entropy"}, bounds=(0, None)),
+            Lines(
+                title="Entropy of the policy",
+                unit="nats per token",
+                metrics={"policy/entropy": "entropy"},
+                bounds=(0, None),
+            ),
             Lines(
                 title="Perplexity of the responses",
                 unit="perplexity",
@@ -349,7 +401,10 @@ PICTURES = (
 )
 
 FLAT_MEANS = {
-    ("policy/clip_fraction", 0.0): "expected with one minibatch per step: the policy that is updated is the one that was scored",
+    (
+        "policy/clip_fraction",
+        0.0,
+    ): "expected with one minibatch per step: the policy that is updated is the one that was scored",
     ("policy/ppo_kl", 0.0): "expected with one minibatch per step: current equals old exactly",
     ("policy/dual_clip_fraction", 0.0): "dual clip acts on rare tokens only",
     ("mismatch/kept_fraction", 1.0): "the correction rejects no token",

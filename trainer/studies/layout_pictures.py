@@ -30,7 +30,9 @@ def draw_study(result: Row, folder: Path) -> list[Path]:
 
 
 def _figure(width: float, height: float) -> "Figure":
-    from matplotlib.figure import Figure  # slow to import; Figure itself draws with Agg, without a display or global state
+    from matplotlib.figure import (
+        Figure,
+    )  # slow to import; Figure itself draws with Agg, without a display or global state
 
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -47,7 +49,12 @@ def _distribution(result: Row) -> "Figure":
             line = {"color": f"C{index}", "linestyle": ("-", "--", ":", "-.")[index % 4]}
             axes.step(gaps, above, where="pre", label=f"learner {pair['learner']}", **line)
         axes.axvline(result["threshold"], color="0.4", linewidth=0.8)
-        axes.set(xscale="log", yscale="log", title=f"rollout {rollout}", xlabel="max |p_rollout − p_learner| of a response")
+        axes.set(
+            xscale="log",
+            yscale="log",
+            title=f"rollout {rollout}",
+            xlabel="max |p_rollout − p_learner| of a response",
+        )
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     panels[0].set_ylabel("share of responses above")
@@ -55,7 +62,8 @@ def _distribution(result: Row) -> "Figure":
 
 
 def _length(result: Row) -> "Figure":
-    """Max and mean against the response's length, dp against position, and one long response against several short ones."""
+    """Max and mean against the response's length, dp against position, and one long response against several
+    short ones."""
     figure = _figure(13, 8)
     (of_max, of_mean), (of_position, of_tokens) = figure.subplots(2, 2)
     for index, pair in enumerate(result["pairs"]):
@@ -65,10 +73,22 @@ def _length(result: Row) -> "Figure":
             axes.errorbar(*zip(*_by_length(pair, long, short), strict=True), **style)
         rows = pair["by_position"]
         ends = [row["up_to"] or 2 * row["above"] for row in rows]
-        of_position.errorbar(ends, [row["mean"] for row in rows], [row["mean_se"] or 0 for row in rows], **style)
-    of_max.set(title="Max of a response", ylabel="mean over responses of max Δp", xlabel="response length (tokens, mean of the bucket)")
-    of_mean.set(title="Mean of a response", ylabel="mean over responses of mean Δp", xlabel="response length (tokens, mean of the bucket)")
-    of_position.set(title="By position", ylabel="mean Δp of the tokens", xlabel="position in the response (up to)")
+        of_position.errorbar(
+            ends, [row["mean"] for row in rows], [row["mean_se"] or 0 for row in rows], **style
+        )
+    of_max.set(
+        title="Max of a response",
+        ylabel="mean over responses of max Δp",
+        xlabel="response length (tokens, mean of the bucket)",
+    )
+    of_mean.set(
+        title="Mean of a response",
+        ylabel="mean over responses of mean Δp",
+        xlabel="response length (tokens, mean of the bucket)",
+    )
+    of_position.set(
+        title="By position", ylabel="mean Δp of the tokens", xlabel="position in the response (up to)"
+    )
     for axes in (of_max, of_mean, of_position):
         axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
@@ -81,8 +101,12 @@ def _length(result: Row) -> "Figure":
 def _by_length(pair: Row, long: str, short: str) -> list[tuple[float, float, float]]:
     """(length, value, error) of each bucket of long responses, and of the short ones as a whole."""
     one = pair["equal_tokens"]
-    points = [(row["tokens"] / row["responses"], row[long], row[f"{long}_se"] or 0) for row in pair["by_length"]]
-    return sorted([*points, (one["short_tokens"] / one["short_per_prompt"], one[short], one[f"{short}_se"] or 0)])
+    points = [
+        (row["tokens"] / row["responses"], row[long], row[f"{long}_se"] or 0) for row in pair["by_length"]
+    ]
+    return sorted(
+        [*points, (one["short_tokens"] / one["short_per_prompt"], one[short], one[f"{short}_se"] or 0)]
+    )
 
 
 def _equal_tokens(axes: "Axes", pairs: Sequence[Row]) -> None:
@@ -96,9 +120,18 @@ def _equal_tokens(axes: "Axes", pairs: Sequence[Row]) -> None:
     for index, (name, label) in enumerate(columns.items()):
         places = [place + (index - 1.5) * width for place in range(len(pairs))]
         found = [pair["equal_tokens"] for pair in pairs]
-        axes.bar(places, [row[name] for row in found], width, yerr=[row[f"{name}_se"] or 0 for row in found], label=label, capsize=2)
+        axes.bar(
+            places,
+            [row[name] for row in found],
+            width,
+            yerr=[row[f"{name}_se"] or 0 for row in found],
+            label=label,
+            capsize=2,
+        )
     one = pairs[0]["equal_tokens"]
-    axes.set_xticks(range(len(pairs)), [f"{pair['learner']} |\n{pair['rollout']}" for pair in pairs], fontsize=7)
+    axes.set_xticks(
+        range(len(pairs)), [f"{pair['learner']} |\n{pair['rollout']}" for pair in pairs], fontsize=7
+    )
     title = f"{one['tokens']:.1f} tokens of one response, and of several"
     axes.set(title=title, ylabel="mean over prompts of max Δp")
     axes.grid(axis="y", alpha=0.3)

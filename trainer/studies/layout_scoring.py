@@ -1,9 +1,11 @@
-"""The learner's side of ``tandem mismatch``: the real engine, frozen, scores tokens that servers sampled; for --why under switches.
+"""The learner's side of ``tandem mismatch``: the real engine, frozen, scores tokens that servers sampled; for
+--why under switches.
 
-Legend: R responses, N their tokens end to end, T packed tokens, V vocabulary. Every function is called by all ranks, in the same order.
+Legend: R responses, N their tokens end to end, T packed tokens, V vocabulary. Every function is called by all
+ranks, in the same order.
 
-A switch changes one thing of how the same weights score the same tokens. Those that need another layout are not here: another layout is
-another start of the ranks.
+A switch changes one thing of how the same weights score the same tokens. Those that need another layout are
+not here: another layout is another start of the ranks.
 """
 
 import time
@@ -58,7 +60,11 @@ class Scorer:
         lengths = (sampled.prompt_lengths_R + sampled.response_lengths_R - 1).tolist()
         dp = self.engine.groups.dp_size
         plan = plan_batches(
-            lengths, num_minibatches=1, sequences_per_group=1, dp_size=dp, token_budget=self._config.learner.token_budget
+            lengths,
+            num_minibatches=1,
+            sequences_per_group=1,
+            dp_size=dp,
+            token_budget=self._config.learner.token_budget,
         )
         return [list(microbatch) for microbatch in plan.microbatches[0][self.engine.groups.dp_rank]]
 
@@ -67,7 +73,9 @@ class Scorer:
         groups = self.engine.groups
         return [[row] for row in range(groups.dp_rank, sampled.num_responses, groups.dp_size)]
 
-    def score(self, name: str, sampled: Sampled, bins: Bins | None = None, *, temperature: float | None = None) -> Tensor | None:
+    def score(
+        self, name: str, sampled: Sampled, bins: Bins | None = None, *, temperature: float | None = None
+    ) -> Tensor | None:
         """float32 log-probs of the N response tokens on rank 0, None elsewhere."""
 
         def logprobs(batches: Sequence[PackedBatch]) -> list[Tensor]:
@@ -77,7 +85,11 @@ class Scorer:
         return self.scored_by(logprobs, name, sampled, bins or self.packed(sampled))
 
     def scored_by(self, logprobs: LogprobsOf, name: str, sampled: Sampled, bins: Bins) -> Tensor | None:
-        began, sequences, lengths = time.perf_counter(), sampled.sequences(), sampled.response_lengths_R.tolist()
+        began, sequences, lengths = (
+            time.perf_counter(),
+            sampled.sequences(),
+            sampled.response_lengths_R.tolist(),
+        )
         size, mine, tokens = MICROBATCHES_PER_CALL * self._config.layout.pp, {}, 0
         for start in range(0, len(bins), size):
             part = bins[start : start + size]
@@ -105,20 +117,28 @@ class Scorer:
             self._report(f"{what}, {tokens * copies / seconds:,.0f} tokens/s, {seconds:.1f} s")
 
 
-def _pack(rows: Sequence[int], sequences: Sequence[Sequence[int]], response_lengths: Sequence[int]) -> PackedBatch:
+def _pack(
+    rows: Sequence[int], sequences: Sequence[Sequence[int]], response_lengths: Sequence[int]
+) -> PackedBatch:
     ids = [sequences[row] for row in rows]
     return pack_sequences(
         token_ids=ids,
-        response_masks=[[False] * (len(s) - response_lengths[r]) + [True] * response_lengths[r] for r, s in zip(rows, ids, strict=True)],
+        response_masks=[
+            [False] * (len(s) - response_lengths[r]) + [True] * response_lengths[r]
+            for r, s in zip(rows, ids, strict=True)
+        ],
         rollout_logprobs=[[0.0] * len(s) for s in ids],
         sequence_ids=rows,
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------- switches
+# -----------------------------------------------------------------------------------------------------------------
+# switches
 
 
-def score_under_switches(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> dict[str, Answer]:
+def score_under_switches(
+    config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report
+) -> dict[str, Answer]:
     """One answer per switch; ``repeat`` switches nothing: the noise level."""
     answers: dict[str, Answer] = {"repeat": (scorer.score("repeat", sampled), None)}
     for name, switch in SWITCHES.items():
@@ -144,7 +164,12 @@ def _lm_head(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report
 
 
 def _attention(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
-    ours = [module for chunk in scorer.engine.chunks for module in chunk.modules() if isinstance(module, PackedCoreAttention)]
+    ours = [
+        module
+        for chunk in scorer.engine.chunks
+        for module in chunk.modules()
+        if isinstance(module, PackedCoreAttention)
+    ]
     other = scorer.engine.dtype
     if not ours or ours[0].dtype == other:
         return None, "the learner's attention runs in the model's dtype already"
@@ -164,7 +189,9 @@ def _temperature_ignored(config: RunConfig, scorer: Scorer, sampled: Sampled, re
     return scorer.score("temperature_ignored", sampled, temperature=1.0), None
 
 
-def _temperature_in_model_dtype(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
+def _temperature_in_model_dtype(
+    config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report
+) -> Answer:
     if scorer.temperature == 1:
         return None, "rollout.temperature is 1: nothing is divided"
     if scorer.engine.dtype == torch.float32 or config.model.fp32_lm_head:
@@ -181,16 +208,25 @@ def _temperature_in_model_dtype(config: RunConfig, scorer: Scorer, sampled: Samp
 
 @torch.no_grad()
 def _rounded_logprobs(engine: MegatronEngine, batch: PackedBatch, temperature: float, chunk: int) -> Tensor:
-    """log softmax(logits / T) with the quotient rounded to the model's dtype, as an engine that divides its logits in place has it. [T]"""
+    """log softmax(logits / T) with the quotient rounded to the model's dtype, as an engine that divides its
+    logits in place has it. [T]"""
     (model,), batch = engine.chunks, batch.to(platform.device())
-    logits_TV = model.logits(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T)) / temperature
+    logits_TV = (
+        model.logits(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T))
+        / temperature
+    )
     parts = zip(logits_TV.split(chunk), batch.targets_T.split(chunk), strict=True)
-    return torch.cat([part.float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1) for part, targets in parts])
+    return torch.cat(
+        [part.float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1) for part, targets in parts]
+    )
 
 
 def _deterministic_kernels(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
     if not platform.has_cuda():
-        return None, "torch.use_deterministic_algorithms chooses CUDA kernels; on CPU there is nothing to choose"
+        return (
+            None,
+            "torch.use_deterministic_algorithms chooses CUDA kernels; on CPU there is nothing to choose",
+        )
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         return scorer.score("deterministic_kernels", sampled), None

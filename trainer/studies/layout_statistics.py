@@ -1,16 +1,19 @@
-"""How far two engines disagree on the same tokens: sampled by one, scored by the other, as numbers with standard errors.
+"""How far two engines disagree on the same tokens: sampled by one, scored by the other, as numbers with
+standard errors.
 
-Legend: R responses, N their tokens end to end, Q prompts. Log-probs are nats of the sampled tokens; p = exp of them. Δp = |p_rollout -
-p_learner| of a token; a response has a max and a mean of it. d = log p_learner - log p_rollout, rho = exp(d). Definitions are those of
-``trainer/algorithm/mismatch.py``, in float64: k1 = mean of -d, k3 = mean of rho - 1 - d; d is bounded to +-20 in rho and in k3, not in k1
-nor in the greatest |d|.
+Legend: R responses, N their tokens end to end, Q prompts. Log-probs are nats of the sampled tokens; p = exp
+of them. Δp = |p_rollout - p_learner| of a token; a response has a max and a mean of it. d = log p_learner -
+log p_rollout, rho = exp(d). Definitions are those of ``trainer/algorithm/mismatch.py``, in float64: k1 = mean
+of -d, k3 = mean of rho - 1 - d; d is bounded to +-20 in rho and in k3, not in k1 nor in the greatest |d|.
 
-Standard errors are plain ones, not bootstrapped: s / sqrt(n) of the n responses (or prompts) that are averaged; for means over tokens the
-linearised error of a ratio, with responses as clusters, since the tokens of one response are not independent. What is compared on the
-same responses is compared response by response (paired). A standard error of one response alone is None.
+Standard errors are plain ones, not bootstrapped: s / sqrt(n) of the n responses (or prompts) that are
+averaged; for means over tokens the linearised error of a ratio, with responses as clusters, since the tokens
+of one response are not independent. What is compared on the same responses is compared response by response
+(paired). A standard error of one response alone is None.
 
-Source: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), the section on the rollout-training
-mismatch: max and mean per response, parallel layouts, one long response against several short ones of as many tokens.
+Source: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), the
+section on the rollout-training mismatch: max and mean per response, parallel layouts, one long response
+against several short ones of as many tokens.
 """
 
 import os
@@ -65,7 +68,9 @@ class Sampled:
         return [part.tolist() for part in self.tokens_L.split(lengths)]
 
 
-def join_samples(prompts: Sequence[Sequence[int]], samples: Sequence[tuple[int, Sequence[int], Sequence[float]]]) -> Sampled:
+def join_samples(
+    prompts: Sequence[Sequence[int]], samples: Sequence[tuple[int, Sequence[int], Sequence[float]]]
+) -> Sampled:
     """``samples``: (which prompt, token ids, log-probs) of each response, in order of the prompts.
 
     Raises ValueError for a response without tokens, or without a log-prob for each.
@@ -74,7 +79,9 @@ def join_samples(prompts: Sequence[Sequence[int]], samples: Sequence[tuple[int, 
     if wrong is not None:
         raise ValueError(f"a response to prompt {wrong} has no tokens, or not one log-prob for each")
     return Sampled(
-        tokens_L=torch.tensor([t for which, ids, _ in samples for t in (*prompts[which], *ids)], dtype=torch.int64),
+        tokens_L=torch.tensor(
+            [t for which, ids, _ in samples for t in (*prompts[which], *ids)], dtype=torch.int64
+        ),
         prompt_lengths_R=torch.tensor([len(prompts[which]) for which, _, _ in samples]),
         response_lengths_R=torch.tensor([len(ids) for _, ids, _ in samples]),
         prompts_R=torch.tensor([which for which, _, _ in samples]),
@@ -105,7 +112,8 @@ def read_samples(path: Path) -> Sampled:
     return Sampled(**read_tensors(path))
 
 
-# ---------------------------------------------------------------------------------------------------------------- estimates
+# ----------------------------------------------------------------------------------------------------------------
+# estimates
 
 
 def mean_and_error(values_R: Tensor) -> tuple[float, float | None]:
@@ -115,7 +123,8 @@ def mean_and_error(values_R: Tensor) -> tuple[float, float | None]:
 
 
 def ratio_and_error(sums_R: Tensor, counts_R: Tensor) -> tuple[float, float | None]:
-    """m = sum of sums / sum of counts, and sqrt(R / (R - 1) sum_r (sums_r - m counts_r)^2) / sum of counts (W. Cochran, 1977, 6.3)."""
+    """m = sum of sums / sum of counts, and sqrt(R / (R - 1) sum_r (sums_r - m counts_r)^2) / sum of counts
+    (W. Cochran, 1977, 6.3)."""
     number, total = sums_R.numel(), counts_R.sum().item()
     ratio = sums_R.sum().item() / total
     if number < 2:
@@ -143,10 +152,13 @@ def response_gaps(gap_N: Tensor, lengths_R: Tensor) -> tuple[Tensor, Tensor]:
     return max_per_sequence(gap_N, bounds), sum_per_sequence(gap_N, bounds) / lengths_R
 
 
-# --------------------------------------------------------------------------------------------------------------- one pair
+# ---------------------------------------------------------------------------------------------------------------
+# one pair
 
 
-def pair_statistics(rollout_N: Tensor, learner_N: Tensor, lengths_R: Tensor, *, threshold: float = HIGH_GAP) -> Row:
+def pair_statistics(
+    rollout_N: Tensor, learner_N: Tensor, lengths_R: Tensor, *, threshold: float = HIGH_GAP
+) -> Row:
     """One pair of engines on R responses. Names with ``_se`` are standard errors.
 
     responses, tokens                       counts
@@ -165,7 +177,8 @@ def pair_statistics(rollout_N: Tensor, learner_N: Tensor, lengths_R: Tensor, *, 
     outside_N = (excess_N < NEAR_ONE[0] - 1) | (excess_N > NEAR_ONE[1] - 1)
     bounds = bounds_of(lengths_R)
     k1_R, k3_R, outside_R = (
-        sum_per_sequence(x_N.double(), bounds) for x_N in (-log_ratio_N, excess_N - bounded(log_ratio_N), outside_N)
+        sum_per_sequence(x_N.double(), bounds)
+        for x_N in (-log_ratio_N, excess_N - bounded(log_ratio_N), outside_N)
     )
     return {
         "responses": lengths_R.numel(),
@@ -193,7 +206,11 @@ def pair_statistics(rollout_N: Tensor, learner_N: Tensor, lengths_R: Tensor, *, 
 def _share(name: str, hits_R: Tensor) -> Row:
     """With the binomial standard error sqrt(p (1 - p) / R)."""
     share = hits_R.double().mean().item()
-    return {name: share, f"{name}_se": (share * (1 - share) / hits_R.numel()) ** 0.5, f"{name}_count": int(hits_R.sum())}
+    return {
+        name: share,
+        f"{name}_se": (share * (1 - share) / hits_R.numel()) ** 0.5,
+        f"{name}_count": int(hits_R.sum()),
+    }
 
 
 def _short(values: Tensor) -> list[float]:
@@ -208,7 +225,8 @@ def _buckets(values: Tensor) -> list[tuple[int, int | None, Tensor]]:
 
 
 def by_length(max_R: Tensor, mean_R: Tensor, lengths_R: Tensor) -> list[Row]:
-    """Per bucket of response length (above < length <= up_to): counts, and means over its responses of their max and their mean Δp."""
+    """Per bucket of response length (above < length <= up_to): counts, and means over its responses of their
+    max and their mean Δp."""
     return [
         {
             "above": above,
@@ -223,7 +241,8 @@ def by_length(max_R: Tensor, mean_R: Tensor, lengths_R: Tensor) -> list[Row]:
 
 
 def by_position(gap_N: Tensor, lengths_R: Tensor) -> list[Row]:
-    """Per bucket of position in the response (from 1): count, mean (with its error) and greatest dp of the tokens there."""
+    """Per bucket of position in the response (from 1): count, mean (with its error) and greatest dp of the
+    tokens there."""
     response_N = torch.arange(lengths_R.numel()).repeat_interleave(lengths_R)
     position_N = torch.arange(gap_N.numel()) - bounds_of(lengths_R)[:-1].repeat_interleave(lengths_R) + 1
     rows = []
@@ -231,15 +250,25 @@ def by_position(gap_N: Tensor, lengths_R: Tensor) -> list[Row]:
         _, response, counts = response_N[here].unique_consecutive(return_inverse=True, return_counts=True)
         sums = gap_N.new_zeros(counts.numel()).index_add(0, response, gap_N[here])
         found = _estimate("mean", ratio_and_error(sums, counts))
-        rows.append({"above": above, "up_to": up_to, "tokens": int(here.sum()), **found, "max": gap_N[here].max().item()})
+        rows.append(
+            {
+                "above": above,
+                "up_to": up_to,
+                "tokens": int(here.sum()),
+                **found,
+                "max": gap_N[here].max().item(),
+            }
+        )
     return rows
 
 
-def equal_tokens(long: Sampled, long_gap_N: Tensor, short: Sampled, short_gap_N: Tensor, *, first: int) -> Row:
+def equal_tokens(
+    long: Sampled, long_gap_N: Tensor, short: Sampled, short_gap_N: Tensor, *, first: int
+) -> Row:
     """One long response to each prompt against several short ones to the same prompt, end to end.
 
-    A maximum grows with the count of tokens, and one side often has more. So both are cut, prompt by prompt, to the ``tokens`` that the
-    smaller side has. Means over the Q prompts, with standard errors:
+    A maximum grows with the count of tokens, and one side often has more. So both are cut, prompt by prompt,
+    to the ``tokens`` that the smaller side has. Means over the Q prompts, with standard errors:
     long_max            max Δp of the long response, cut                long_mean, short_mean   mean Δp of the same tokens
     short_together_max  over the short responses to the prompt, cut     tokens                  per prompt and side, cut
     long_over_short     long_max - short_together_max, prompt by prompt long_tokens, short_tokens   per prompt, whole
@@ -250,7 +279,9 @@ def equal_tokens(long: Sampled, long_gap_N: Tensor, short: Sampled, short_gap_N:
     """
     prompts, counts_Q = short.prompts_R.unique_consecutive(return_counts=True)
     if not torch.equal(prompts, long.prompts_R):
-        raise ValueError("long and short responses are not of the same prompts, with one long response to each")
+        raise ValueError(
+            "long and short responses are not of the same prompts, with one long response to each"
+        )
     of_prompts = bounds_of(counts_Q)
     long_tokens_Q = long.response_lengths_R
     short_tokens_Q = sum_per_sequence(short.response_lengths_R.double(), of_prompts).long()
@@ -288,7 +319,8 @@ def _first_of_each(values_N: Tensor, lengths_Q: Tensor, kept_Q: Tensor) -> Tenso
     return values_N[position_N < kept_Q.repeat_interleave(lengths_Q)]
 
 
-# ------------------------------------------------------------------------------------------------------------ two learners
+# ------------------------------------------------------------------------------------------------------------
+# two learners
 
 
 def compare(reference_N: Tensor, first_N: Tensor, second_N: Tensor, lengths_R: Tensor) -> Row:
@@ -315,18 +347,25 @@ def compare(reference_N: Tensor, first_N: Tensor, second_N: Tensor, lengths_R: T
 
 
 def verdict(change: float, error: float | None) -> str:
-    """``lower``, ``higher`` or ``undecided``: whether a paired difference is beyond two of its standard errors."""
+    """``lower``, ``higher`` or ``undecided``: whether a paired difference is beyond two of its standard
+    errors."""
     if error is None or abs(change) <= 2 * error:
         return "undecided"
     return "lower" if change < 0 else "higher"
 
 
 def one_step_apart(first: LayoutConfig, second: LayoutConfig, rollout_tp: int) -> str | None:
-    """What a comparison of two learner layouts is about, where ``second`` departs from ``first`` in one thing alone; else None.
+    """What a comparison of two learner layouts is about, where ``second`` departs from ``first`` in one thing
+    alone; else None.
 
-    ``tp``: first has the rollout's TP, second another. ``sp``, ``pp``: second has it, first has not. dp does not count.
+    ``tp``: first has the rollout's TP, second another. ``sp``, ``pp``: second has it, first has not. dp does
+    not count.
     """
-    changed = {name for name in LayoutConfig.model_fields if name != "dp" and getattr(first, name) != getattr(second, name)}
+    changed = {
+        name
+        for name in LayoutConfig.model_fields
+        if name != "dp" and getattr(first, name) != getattr(second, name)
+    }
     if changed == {"tp"} and first.tp == rollout_tp:
         return "tp"
     if changed == {"sp"} and second.sp:
@@ -336,8 +375,11 @@ def one_step_apart(first: LayoutConfig, second: LayoutConfig, rollout_tp: int) -
     return None
 
 
-def compare_layouts(rollout_tp: int, sampled: Sampled, scores: Mapping[str, Tensor], layouts: Mapping[str, LayoutConfig]) -> list[Row]:
-    """``compare`` for every two learner layouts (by name) that are one step apart, on the samples of one rollout layout."""
+def compare_layouts(
+    rollout_tp: int, sampled: Sampled, scores: Mapping[str, Tensor], layouts: Mapping[str, LayoutConfig]
+) -> list[Row]:
+    """``compare`` for every two learner layouts (by name) that are one step apart, on the samples of one
+    rollout layout."""
     rows = []
     for first, first_N in scores.items():
         for second, second_N in scores.items():

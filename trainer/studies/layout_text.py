@@ -1,4 +1,5 @@
-"""What a study of mismatch found, in sentences and as a Markdown page; from the content of mismatch.json alone."""
+"""What a study of mismatch found, in sentences and as a Markdown page; from the content of mismatch.json
+alone."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +13,18 @@ ABOUT = {
     "sp": "no sequence parallelism against SP at equal TP",
     "pp": "no pipeline against a pipeline",
 }
-PAIR_COLUMNS = ("learner", "rollout", "max Δp", "mean Δp", "> 0.5", "> {threshold:g}", "k1", "k3", "outside [0.9, 1.1]", "max |d|")
+PAIR_COLUMNS = (
+    "learner",
+    "rollout",
+    "max Δp",
+    "mean Δp",
+    "> 0.5",
+    "> {threshold:g}",
+    "k1",
+    "k3",
+    "outside [0.9, 1.1]",
+    "max |d|",
+)
 SWITCH_TITLES = {
     "repeat": "noise level: scored twice, nothing switched",
     "packing": "packing: every sequence alone, not packed",
@@ -60,7 +72,8 @@ def pair_titles(threshold: float) -> list[str]:
     return [title.format(threshold=threshold) for title in PAIR_COLUMNS]
 
 
-# ---------------------------------------------------------------------------------------------------------------- findings
+# ----------------------------------------------------------------------------------------------------------------
+# findings
 
 
 def findings(result: Row) -> list[str]:
@@ -87,7 +100,9 @@ def _summary(about: str, rows: Sequence[Row]) -> str:
 def _comparison(row: Row) -> str:
     if row["bitwise"]:
         return f"rollout {row['rollout']}: learner {row['second']} gives the same log-probs as {row['first']}, to the last bit."
-    word = {"higher": "larger", "lower": "smaller", "undecided": "no different"}[verdict(row["max_change"], row["max_change_se"])]
+    word = {"higher": "larger", "lower": "smaller", "undecided": "no different"}[
+        verdict(row["max_change"], row["max_change_se"])
+    ]
     return (
         f"rollout {row['rollout']}: learner {row['second']} instead of {row['first']} changes the mean max gap by "
         f"{with_error(row, 'max_change')} ({word}), the mean gap by {with_error(row, 'mean_change')}; the two learners are "
@@ -96,7 +111,9 @@ def _comparison(row: Row) -> str:
 
 
 def _of_length(pairs: Sequence[Row]) -> str:
-    told = [verdict(p["equal_tokens"]["long_over_short"], p["equal_tokens"]["long_over_short_se"]) for p in pairs]
+    told = [
+        verdict(p["equal_tokens"]["long_over_short"], p["equal_tokens"]["long_over_short_se"]) for p in pairs
+    ]
     one = pairs[0]["equal_tokens"]
     return (
         f"Length, at equal tokens ({one['tokens']:.1f} to a prompt, of {one['long_tokens']:.1f} in one long response and "
@@ -106,9 +123,15 @@ def _of_length(pairs: Sequence[Row]) -> str:
 
 
 def _of_causes(ranked: Sequence[Row]) -> str:
-    moving, still = [row for row in ranked if not row["bitwise"]], [row["cause"] for row in ranked if row["bitwise"]]
+    moving, still = (
+        [row for row in ranked if not row["bitwise"]],
+        [row["cause"] for row in ranked if row["bitwise"]],
+    )
     text = "Why, by how far a switch moves p on average: "
-    text += "; ".join(f"{row['cause']} ({row['side']}) {number(row['moved_mean'], 2)}" for row in moving) or "nothing moves it"
+    text += (
+        "; ".join(f"{row['cause']} ({row['side']}) {number(row['moved_mean'], 2)}" for row in moving)
+        or "nothing moves it"
+    )
     return f"{text}. Moves nothing, to the last bit: {'; '.join(still) or 'none'}."
 
 
@@ -122,7 +145,8 @@ def _of_size(pairs: Sequence[Row]) -> str:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------- the page
+# -----------------------------------------------------------------------------------------------------------------
+# the page
 
 
 def markdown(result: Row, figures: Sequence[str] = ()) -> str:
@@ -139,7 +163,10 @@ def markdown(result: Row, figures: Sequence[str] = ()) -> str:
         _length_table(pairs),
     ]
     if result["server_modes"]:
-        parts += ["## Modes of the server", _table(pair_titles(result["threshold"]), [pair_cells(row) for row in result["server_modes"]])]
+        parts += [
+            "## Modes of the server",
+            _table(pair_titles(result["threshold"]), [pair_cells(row) for row in result["server_modes"]]),
+        ]
     if result["causes"]:
         parts += ["## Why", *_causes(result["causes"])]
     if result["skipped"]:
@@ -153,9 +180,30 @@ def _setting(result: Row) -> str:
 
 
 def _length_table(pairs: Sequence[Row]) -> str:
-    titles = ["learner", "rollout", "short", "short together", "long", "long, first part", "long − together", "mean, short", "mean, long"]
-    columns = ("short_max", "short_together_max", "long_max", "long_first_max", "long_over_short", "short_mean", "long_mean")
-    rows = [[p["learner"], p["rollout"], *(with_error(p["equal_tokens"], name) for name in columns)] for p in pairs]
+    titles = [
+        "learner",
+        "rollout",
+        "short",
+        "short together",
+        "long",
+        "long, first part",
+        "long − together",
+        "mean, short",
+        "mean, long",
+    ]
+    columns = (
+        "short_max",
+        "short_together_max",
+        "long_max",
+        "long_first_max",
+        "long_over_short",
+        "short_mean",
+        "long_mean",
+    )
+    rows = [
+        [p["learner"], p["rollout"], *(with_error(p["equal_tokens"], name) for name in columns)]
+        for p in pairs
+    ]
     one = pairs[0]["equal_tokens"]
     about = (
         f"Max dp of: one short response; all {one['short_per_prompt']:.0f} short responses to a prompt together (of "
@@ -166,7 +214,15 @@ def _length_table(pairs: Sequence[Row]) -> str:
     return f"{about}\n\n{_table(titles, rows)}"
 
 
-CAUSE_TITLES = ("cause", "side", "moves p by (mean)", "(max of a response)", "(greatest)", "max gap changes by", "mean gap changes by")
+CAUSE_TITLES = (
+    "cause",
+    "side",
+    "moves p by (mean)",
+    "(max of a response)",
+    "(greatest)",
+    "max gap changes by",
+    "mean gap changes by",
+)
 
 
 def cause_cells(row: Row) -> list[str]:

@@ -1,8 +1,8 @@
 """What other corrections would have made of a recorded batch: weights, what is kept, loss and gradient.
 
-The batch is taken at the moment before its first update, where current is the learner's policy as it scored the batch, and as one
-minibatch however many the run had. Every term of the loss counts but the entropy bonus, which no correction touches.
-Legend: T packed tokens of the step, P parameters.
+The batch is taken at the moment before its first update, where current is the learner's policy as it scored
+the batch, and as one minibatch however many the run had. Every term of the loss counts but the entropy bonus,
+which no correction touches. Legend: T packed tokens of the step, P parameters.
 """
 
 import math
@@ -34,7 +34,8 @@ Loss = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, dict[str, Metric]]]
 """(micro-batch, current log-probs, entropy) -> (loss, metrics)."""
 
 Gradient = Callable[[Sequence[PackedBatch], Sequence[Tensor], Loss], tuple[Tensor, dict[str, Metric]]]
-"""(micro-batches, recorded log-probs of current, loss) -> (the gradient as one vector, the metrics of all micro-batches)."""
+"""(micro-batches, recorded log-probs of current, loss) -> (the gradient as one vector, the metrics of all
+micro-batches)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,9 @@ class Replayed:
         return _dot(self.gradient, other.gradient) / norms if norms > 0 else None
 
 
-def replay(recorded: RecordedBatch, config: RunConfig, name: str, correction: CorrectionConfig, gradient: Gradient) -> Replayed:
+def replay(
+    recorded: RecordedBatch, config: RunConfig, name: str, correction: CorrectionConfig, gradient: Gradient
+) -> Replayed:
     """The correction on the batch, with the objective, aggregation and KL of the run whose ``config`` it is."""
     config = config.model_copy(update={"correction": correction})
     batch = as_one_minibatch(recorded, config)
@@ -80,18 +83,28 @@ def replay(recorded: RecordedBatch, config: RunConfig, name: str, correction: Co
 
 def _dot(a: Tensor, b: Tensor) -> float:
     """In float64, without a float64 copy of either vector."""
-    return sum((x.double() @ y.double()).item() for x, y in zip(a.split(DOT_CHUNK), b.split(DOT_CHUNK), strict=True))
+    return sum(
+        (x.double() @ y.double()).item() for x, y in zip(a.split(DOT_CHUNK), b.split(DOT_CHUNK), strict=True)
+    )
 
 
 def as_one_minibatch(recorded: RecordedBatch, config: RunConfig) -> StepBatch:
     plan = plan_batches(
-        recorded.packed.lengths, num_minibatches=1, sequences_per_group=1, dp_size=1, token_budget=config.learner.token_budget
+        recorded.packed.lengths,
+        num_minibatches=1,
+        sequences_per_group=1,
+        dp_size=1,
+        token_budget=config.learner.token_budget,
     )
     packed = recorded.packed.select(plan.sequence_ids(0))
-    return StepBatch(packed=packed, rows=plan.rows(0), rewards_S=recorded.rewards_S, group_ids_S=recorded.group_ids_S)
+    return StepBatch(
+        packed=packed, rows=plan.rows(0), rewards_S=recorded.rewards_S, group_ids_S=recorded.group_ids_S
+    )
 
 
-def of_logprobs(microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss) -> tuple[Tensor, dict[str, Metric]]:
+def of_logprobs(
+    microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss
+) -> tuple[Tensor, dict[str, Metric]]:
     """d loss / d log-prob of every token [T], which takes no engine."""
     gradients, outputs = [], []
     for microbatch, current_T in zip(microbatches, current, strict=True):
@@ -107,7 +120,9 @@ def of_logprobs(microbatches: Sequence[PackedBatch], current: Sequence[Tensor], 
 def of_parameters(engine: "MegatronEngine", *, temperature: float) -> Gradient:
     """d loss / d parameters [P] of a model in this process alone, by its own forward and backward passes."""
 
-    def gradient(microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss) -> tuple[Tensor, dict[str, Metric]]:
+    def gradient(
+        microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss
+    ) -> tuple[Tensor, dict[str, Metric]]:
         flat, outputs = engine.gradient(microbatches, loss, temperature=temperature)
         metrics = merge_metrics(outputs)
         return flat * kept_factor(metrics), metrics

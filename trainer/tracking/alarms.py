@@ -1,6 +1,8 @@
-"""Alarms: which of a step's metrics are outside their level, what that means, what usually causes it, and what to try.
+"""Alarms: which of a step's metrics are outside their level, what that means, what usually causes it, and
+what to try.
 
-The levels are ``AlarmsConfig``'s; an alarm bears the name of its level. The same advice at more length stands in trainer/README.md.
+The levels are ``AlarmsConfig``'s; an alarm bears the name of its level. The same advice at more length stands
+in trainer/README.md.
 """
 
 import operator
@@ -148,7 +150,9 @@ def check_alarms(metrics: Mapping[str, float], config: AlarmsConfig) -> list[Ala
     for rule in _RULES:
         level = getattr(config, rule.name)
         values = {name: metrics[name] for name in rule.metrics if name in metrics}
-        broken = [name for name, value in values.items() if level is not None and not rule.healthy(value, level)]
+        broken = [
+            name for name, value in values.items() if level is not None and not rule.healthy(value, level)
+        ]
         if broken:
             name = broken[0]
             message = (

@@ -1,11 +1,13 @@
 """MLflow, in a thread of its own that nobody waits for, except at the end of a run, and then for seconds.
 
-The thread is the only one that imports or calls MLflow: importing it and creating the sqlite store take seconds, a `log_batch` 10 ms and
-more, and a remote server may not answer at all. When it does not, what is queued is tried again every RETRY_S seconds; past QUEUE_SIZE
-items it is dropped. Each kind of trouble is logged once, and training goes on.
+The thread is the only one that imports or calls MLflow: importing it and creating the sqlite store take
+seconds, a `log_batch` 10 ms and more, and a remote server may not answer at all. When it does not, what is
+queued is tried again every RETRY_S seconds; past QUEUE_SIZE items it is dropped. Each kind of trouble is
+logged once, and training goes on.
 
     training loop ── put(item) ──> queue ──> `tracking` thread: open the run, send in order, retry ──> MLflow
-                  ── finish(status, deadline) ──> the thread sends what is left and ends; joined for at most the deadline
+                  ── finish(status, deadline) ──> the thread sends what is left and ends; joined for at most
+                  the deadline
 """
 
 import contextlib
@@ -28,7 +30,8 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 log = logging.getLogger(__name__)
 
 COMPLETE_UNTIL = "tandem.complete_until"
-"""Tag of a run that was closed in order: the step up to which it has every metric, and none of a later one."""
+"""Tag of a run that was closed in order: the step up to which it has every metric, and none of a later one.
+"""
 STORE = "mlflow.db"
 LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
 """Those whose locks are the kernel's own; of any other nothing is assumed."""
@@ -56,11 +59,12 @@ def without_password(uri: str) -> str:
 
 
 def store_file(run_dir: Path) -> Path:
-    """The store of all runs beside this one, so that they stand side by side: ``mlflow.db`` in the folder of the run folders.
+    """The store of all runs beside this one, so that they stand side by side: ``mlflow.db`` in the folder of
+    the run folders.
 
-    Several runs write to it at a time, each under sqlite's lock, which waits 20 s. The run has a store of its own where that is not safe:
-    on file systems of a network, whose locks sqlite cannot trust, or where the folder above cannot be written to; and where it has one
-    already, from an earlier version.
+    Several runs write to it at a time, each under sqlite's lock, which waits 20 s. The run has a store of its
+    own where that is not safe: on file systems of a network, whose locks sqlite cannot trust, or where the
+    folder above cannot be written to; and where it has one already, from an earlier version.
     """
     run_dir = run_dir.resolve()
     own, shared = run_dir / STORE, run_dir.parent / STORE
@@ -118,7 +122,8 @@ Item = Row | Params | Artifact
 class MlflowThread(threading.Thread):
     """Sends items to MLflow in order. ``put`` never waits; ``finish`` waits up to its deadline.
 
-    first: items that are sent before any other, whatever the queue's size: what the run folder holds already. tags: of the MLflow run.
+    first: items that are sent before any other, whatever the queue's size: what the run folder holds already.
+    tags: of the MLflow run.
     """
 
     METRICS_PER_BATCH = 1000
@@ -126,10 +131,17 @@ class MlflowThread(threading.Thread):
     PARAM_LENGTH = 6000
 
     def __init__(self, config: RunConfig, run_dir: Path, first: Sequence[Item], tags: Mapping[str, str]):
-        super().__init__(name="tracking", daemon=True)  # daemon: a server that hangs must not keep the process alive
+        super().__init__(
+            name="tracking", daemon=True
+        )  # daemon: a server that hangs must not keep the process alive
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        self._uri, self._config, self._run_dir, self._tags = tracking_uri(config, run_dir), config, run_dir, dict(tags)
+        self._uri, self._config, self._run_dir, self._tags = (
+            tracking_uri(config, run_dir),
+            config,
+            run_dir,
+            dict(tags),
+        )
         self._changed = threading.Condition()
         self._items: deque[Item] = deque(first)  # guarded by _changed; only this thread takes from it
         self._first = list(first)
@@ -150,7 +162,11 @@ class MlflowThread(threading.Thread):
                 self._items.append(item)
                 self._changed.notify()
         if not room:
-            self._warn_once("full", "MLflow is %d items behind; later ones are dropped (metrics.jsonl has every one)", QUEUE_SIZE)
+            self._warn_once(
+                "full",
+                "MLflow is %d items behind; later ones are dropped (metrics.jsonl has every one)",
+                QUEUE_SIZE,
+            )
 
     def finish(self, status: Status, deadline_s: float) -> None:
         """Send what is left and set the status of the run, in at most ``deadline_s`` seconds."""
@@ -159,14 +175,20 @@ class MlflowThread(threading.Thread):
             self._changed.notify()
         self.join(deadline_s)
         if self.is_alive():
-            log.warning("MLflow at %s did not take everything within %.0f s; metrics.jsonl has every metric", self._shown_uri, deadline_s)
+            log.warning(
+                "MLflow at %s did not take everything within %.0f s; metrics.jsonl has every metric",
+                self._shown_uri,
+                deadline_s,
+            )
 
     # ---- the thread
 
     def run(self) -> None:
         try:
             self._serve()
-        except Exception:  # the boundary of the thread: whatever MLflow or a storage plugin raises must not end training
+        except (
+            Exception
+        ):  # the boundary of the thread: whatever MLflow or a storage plugin raises must not end training
             log.exception("MLflow tracking ended; training goes on, and metrics.jsonl has every metric")
 
     def _serve(self) -> None:
@@ -185,9 +207,18 @@ class MlflowThread(threading.Thread):
                 self._warned.discard("unreachable")
             except (MlflowException, SQLAlchemyError, OSError) as error:
                 self._next_attempt = time.monotonic() + RETRY_S
-                self._warn_once("unreachable", "MLflow at %s: %s; training goes on, tried again later", self._shown_uri, _brief(error))
+                self._warn_once(
+                    "unreachable",
+                    "MLflow at %s: %s; training goes on, tried again later",
+                    self._shown_uri,
+                    _brief(error),
+                )
                 if closing:
-                    log.warning("MLflow at %s lacks the last %d items and the status of this run", self._shown_uri, len(self._items))
+                    log.warning(
+                        "MLflow at %s lacks the last %d items and the status of this run",
+                        self._shown_uri,
+                        len(self._items),
+                    )
 
     def _wait_for_work(self) -> bool:
         """Until there is something to send and the time to (re)try has come, or the run ends: then True."""
@@ -209,7 +240,9 @@ class MlflowThread(threading.Thread):
             except rejected as error:
                 if not _refused(error):
                     raise
-                self._warn_once("rejected", "MLflow refused a record, which is left out there: %s", _brief(error))
+                self._warn_once(
+                    "rejected", "MLflow refused a record, which is left out there: %s", _brief(error)
+                )
             with self._changed:
                 for _ in batch:
                     self._items.popleft()
@@ -242,7 +275,11 @@ class MlflowThread(threading.Thread):
                 self._client.log_batch(self._run_id, params=chunk)
         else:
             self._last_step = batch[-1].step
-            metrics = [Metric(mlflow_name(k), v, row.timestamp_ms, row.step) for row in batch for k, v in row.metrics.items()]
+            metrics = [
+                Metric(mlflow_name(k), v, row.timestamp_ms, row.step)
+                for row in batch
+                for k, v in row.metrics.items()
+            ]
             for chunk in _chunks(metrics, self.METRICS_PER_BATCH):
                 self._client.log_batch(self._run_id, metrics=chunk)
 
@@ -257,13 +294,16 @@ class MlflowThread(threading.Thread):
         if self._continue_previous(id_file):
             return
         name = f"{self._run_dir.resolve().name} seed {self._config.seed}"
-        run = self._client.create_run(self._experiment_id(), run_name=name, tags={**provenance(), **self._tags})
+        run = self._client.create_run(
+            self._experiment_id(), run_name=name, tags={**provenance(), **self._tags}
+        )
         self._run_id = run.info.run_id
         id_file.write_text(self._run_id, encoding="utf-8")
 
     @contextlib.contextmanager
     def _others_kept_out(self) -> Iterator[None]:
-        """Of runs that start at the same time only one makes the tables of a store that is a file beside them."""
+        """Of runs that start at the same time only one makes the tables of a store that is a file beside
+        them."""
         if self._uri != f"sqlite:///{store_file(self._run_dir)}":
             yield
             return
@@ -279,7 +319,9 @@ class MlflowThread(threading.Thread):
         if found is not None:
             return found.experiment_id
         location = None  # a server has its own
-        if self._uri.startswith("sqlite:///"):  # beside the database; MLflow's default would be the current folder
+        if self._uri.startswith(
+            "sqlite:///"
+        ):  # beside the database; MLflow's default would be the current folder
             location = (Path(self._uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts").as_uri()
         try:
             return self._client.create_experiment(name, artifact_location=location)
@@ -290,10 +332,11 @@ class MlflowThread(threading.Thread):
             return found.experiment_id
 
     def _continue_previous(self, id_file: Path) -> bool:
-        """Whether this goes on with the MLflow run of the run's last life: one that was stopped in order and has just what was done.
+        """Whether this goes on with the MLflow run of the run's last life: one that was stopped in order and
+        has just what was done.
 
-        Else a resumed run is a new one for MLflow, with the whole history, as MLflow cannot take back the steps that are redone, nor change
-        a param.
+        Else a resumed run is a new one for MLflow, with the whole history, as MLflow cannot take back the
+        steps that are redone, nor change a param.
         """
         from mlflow.exceptions import MlflowException
 
@@ -322,7 +365,11 @@ class MlflowThread(threading.Thread):
     def _has_just_the_first(self, run: Any) -> bool:
         params = next((self._as_stored(item) for item in self._first if isinstance(item, Params)), None)
         last = self._first[-1] if self._first else None
-        return isinstance(last, Row) and run.data.tags.get(COMPLETE_UNTIL) == str(last.step) and run.data.params == params
+        return (
+            isinstance(last, Row)
+            and run.data.tags.get(COMPLETE_UNTIL) == str(last.step)
+            and run.data.params == params
+        )
 
     @property
     def _shown_uri(self) -> str:

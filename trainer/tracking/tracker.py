@@ -1,8 +1,8 @@
 """What is recorded of a run: metrics.jsonl, one console line per step, and MLflow.
 
-    log(step, metrics) ──> metrics.jsonl   the record: written and flushed before log returns
-                       ──> console         one line (also console.log)
-                       ──> queue ──> the thread of mlflow_store.py ──> MLflow   never waited for, except at close, and then for seconds
+log(step, metrics) ──> metrics.jsonl   the record: written and flushed before log returns
+                   ──> console         one line (also console.log)
+                   ──> queue ──> the thread of mlflow_store.py ──> MLflow   never waited for, except at close, and then for seconds
 """
 
 import json
@@ -30,13 +30,15 @@ _PACE_STEPS = 20
 _RESERVED = ("step", "elapsed_s")
 
 
-# ------------------------------------------------------------------------------------------------------------ metrics.jsonl
+# ------------------------------------------------------------------------------------------------------------
+# metrics.jsonl
 
 
 def read_metrics(path: Path) -> list[dict[str, float | int | None]]:
     """The lines of a metrics.jsonl; None stands for a value that was not finite.
 
-    A line that is not a JSON object with a step (torn by a crash) is left out, with a warning. Raises OSError.
+    A line that is not a JSON object with a step (torn by a crash) is left out, with a warning. Raises
+    OSError.
     """
     rows, torn = [], []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
@@ -54,7 +56,8 @@ def read_metrics(path: Path) -> list[dict[str, float | int | None]]:
 
 
 def _keep_until(path: Path, step: int, then: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
-    """Drop the lines of later steps and torn ones, and add ``then``; the new file takes the old one's place at once."""
+    """Drop the lines of later steps and torn ones, and add ``then``; the new file takes the old one's place
+    at once."""
     kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
     kept += then
     fresh = path.with_suffix(".jsonl.new")
@@ -63,7 +66,8 @@ def _keep_until(path: Path, step: int, then: Sequence[Mapping[str, Any]] = ()) -
     return kept
 
 
-# ------------------------------------------------------------------------------------------------------------------ console
+# ------------------------------------------------------------------------------------------------------------------
+# console
 
 
 def _seconds(value: float) -> str:
@@ -100,11 +104,15 @@ _COLUMNS = (
     Column("ref KL", 9, "policy/ref_kl", "{:.1e}".format, lambda config: config.kl.coefficient > 0),
     Column("grad", 8, "optim/grad_norm", "{:.3g}".format),
     Column("|Δp|max", 9, "mismatch/abs_prob_max", "{:.1e}".format),
-    Column("ESS", 7, "mismatch/ess", "{:.3f}".format, lambda config: config.correction.weight.level != "none"),
+    Column(
+        "ESS", 7, "mismatch/ess", "{:.3f}".format, lambda config: config.correction.weight.level != "none"
+    ),
     Column("kept", 7, "mismatch/kept_fraction", "{:.3f}".format, lambda config: config.rejects),
     Column("tok/s", 7, "throughput/tokens_per_s", _count),
     Column("sample", 8, "time/sampling", _seconds),
-    Column("logprob", 8, "time/logprobs", _seconds, lambda config: config.scores_old or config.kl.coefficient > 0),
+    Column(
+        "logprob", 8, "time/logprobs", _seconds, lambda config: config.scores_old or config.kl.coefficient > 0
+    ),
     Column("update", 8, "time/update", _seconds),
     Column("sync", 7, "time/sync", _seconds),
 )
@@ -116,16 +124,30 @@ def columns_of(config: RunConfig) -> tuple[Column, ...]:
 
 
 def header(num_steps: int, columns: Sequence[Column] = _COLUMNS) -> str:
-    return _step_cell("step", num_steps) + "".join(f"{column.title:>{column.width}}" for column in columns) + f"{'left':>8}"
+    return (
+        _step_cell("step", num_steps)
+        + "".join(f"{column.title:>{column.width}}" for column in columns)
+        + f"{'left':>8}"
+    )
 
 
 def row(
-    step: int, num_steps: int, metrics: Mapping[str, float | None], left_s: float | None, columns: Sequence[Column] = _COLUMNS
+    step: int,
+    num_steps: int,
+    metrics: Mapping[str, float | None],
+    left_s: float | None,
+    columns: Sequence[Column] = _COLUMNS,
 ) -> str:
     """One step as a line under ``header``; a metric that was not measured, or is not finite, is a dash."""
     values = [(metrics.get(column.metric), column) for column in columns]
-    cells = [f" {'-' if value is None else column.show(value):>{column.width - 1}}" for value, column in values]
-    return _step_cell(f"{step}/{num_steps}", num_steps) + "".join(cells) + f"{'-' if left_s is None else duration(left_s):>8}"
+    cells = [
+        f" {'-' if value is None else column.show(value):>{column.width - 1}}" for value, column in values
+    ]
+    return (
+        _step_cell(f"{step}/{num_steps}", num_steps)
+        + "".join(cells)
+        + f"{'-' if left_s is None else duration(left_s):>8}"
+    )
 
 
 def _step_cell(text: str, num_steps: int) -> str:
@@ -164,13 +186,16 @@ class _Console:
             return
         from rich.console import Console  # only where there is a terminal
 
-        Console(file=sys.stdout, highlight=False, markup=False).print(text, style=style, no_wrap=True, crop=False, overflow="ignore")
+        Console(file=sys.stdout, highlight=False, markup=False).print(
+            text, style=style, no_wrap=True, crop=False, overflow="ignore"
+        )
 
     def close(self) -> None:
         self._file.close()
 
 
-# ------------------------------------------------------------------------------------------------------------------ tracker
+# ------------------------------------------------------------------------------------------------------------------
+# tracker
 
 
 class Tracker:
@@ -178,14 +203,18 @@ class Tracker:
 
     def __init__(self, config: RunConfig, run_dir: Path, *, resumed_from_step: int | None = None):
         """
-        run_dir: a folder with the run's config.yaml; metrics.jsonl and console.log go there; mlflow.db: see ``store_file``.
-        resumed_from_step: metrics of later steps, written before the interruption, are dropped.
-        Raises ValueError where the folder already holds metrics and the run is not a resumed one; OSError where it cannot be written.
+        run_dir: a folder with the run's config.yaml; metrics.jsonl and console.log go there; mlflow.db: see
+        ``store_file``. resumed_from_step: metrics of later steps, written before the interruption, are
+        dropped.
+        Raises ValueError where the folder already holds metrics and the run is not a resumed one; OSError
+        where it cannot be written.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
         if resumed_from_step is None and path.exists() and path.stat().st_size:
-            raise ValueError(f"{run_dir} already holds the metrics of a run; use another `name`, or go on with `resume={run_dir}`")
+            raise ValueError(
+                f"{run_dir} already holds the metrics of a run; use another `name`, or go on with `resume={run_dir}`"
+            )
         kept = [] if resumed_from_step is None else _keep_until(path, resumed_from_step)
         self._num_steps, self._grace_s = config.steps, config.launch.stop_grace_s
         self._last_step = kept[-1]["step"] if kept else 0
@@ -207,18 +236,22 @@ class Tracker:
         self._mlflow.start()
 
     def log(self, step: int, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
-        """Record one step. Steps may repeat (a later evaluation of the same step, which joins its line) but not go back: ValueError.
+        """Record one step. Steps may repeat (a later evaluation of the same step, which joins its line) but
+        not go back: ValueError.
 
         An alarm is told in full on the console when it begins, and again only after it had stopped.
 
-        A value that is not finite is null in metrics.jsonl, a dash on the console and left out of MLflow, with one warning per name.
+        A value that is not finite is null in metrics.jsonl, a dash on the console and left out of MLflow,
+        with one warning per name.
         """
         if self._closed:
             raise ValueError(f"step {step} is logged after the tracker was closed")
         if step < self._last_step:
             raise ValueError(f"step {step} is logged after step {self._last_step}; steps do not go back")
         if reserved := [name for name in _RESERVED if name in metrics]:
-            raise ValueError(f"a metric cannot be called {reserved[0]!r}, which every line has by itself; rename it")
+            raise ValueError(
+                f"a metric cannot be called {reserved[0]!r}, which every line has by itself; rename it"
+            )
         now = time.monotonic()
         values = {name: self._finite(name, float(value)) for name, value in metrics.items()}
         line = {"step": step, "elapsed_s": round(self._elapsed_before + now - self._started, 3), **values}
@@ -260,18 +293,23 @@ class Tracker:
         self._mlflow.put(Artifact(path, path.name if path.is_dir() else None))
 
     def close(self, status: Status) -> None:
-        """Send what is left and end the MLflow run: within 30 s, or half the grace period of a stop. A second close does nothing."""
+        """Send what is left and end the MLflow run: within 30 s, or half the grace period of a stop. A second
+        close does nothing."""
         if self._closed:
             return
         self._closed = True
-        self._mlflow.finish(status, CLOSE_DEADLINE_S if status == "FINISHED" else min(CLOSE_DEADLINE_S, self._grace_s / 2))
+        self._mlflow.finish(
+            status, CLOSE_DEADLINE_S if status == "FINISHED" else min(CLOSE_DEADLINE_S, self._grace_s / 2)
+        )
         self._file.close()
         self._console.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
         stopped = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit | StopRequested)
         self.close("FINISHED" if kind is None else "KILLED" if stopped else "FAILED")
 
@@ -284,8 +322,8 @@ class Tracker:
         return None
 
     def _left_s(self, step: int, now: float, step_s: float | None) -> float | None:
-        """Until the run ends: steps left times the mean of the last steps' seconds (the first step goes by its own ``time/step``), and the
-        evaluation after the last one."""
+        """Until the run ends: steps left times the mean of the last steps' seconds (the first step goes by
+        its own ``time/step``), and the evaluation after the last one."""
         if self._last_change is not None and step > self._last_change[0]:
             self._pace.append((now - self._last_change[1]) / (step - self._last_change[0]))
         if self._last_change is None or step > self._last_change[0]:

@@ -84,11 +84,16 @@ def test_a_node_without_gpus_is_pointed_out_unless_none_are_wanted(recipe, overr
 def test_the_driver_of_a_run_on_one_node_is_looked_at(nvidia_smi):
     nvidia_smi(*["NVIDIA H200, 143771, 4, 580.65"] * 8)
     found = failures(checks_of_node(None, config_of("qwen2_5_7b")))
-    assert "gpus" not in found and "torch is the build without CUDA" in found["driver"]  # of this machine's own torch
+    assert (
+        "gpus" not in found and "torch is the build without CUDA" in found["driver"]
+    )  # of this machine's own torch
 
 
 def test_every_limit_that_is_too_low_is_told(tmp_path, monkeypatch):
-    limits = {cluster_checks.resource.RLIMIT_NOFILE: (1024, 4096), cluster_checks.resource.RLIMIT_MEMLOCK: (65536, 65536)}
+    limits = {
+        cluster_checks.resource.RLIMIT_NOFILE: (1024, 4096),
+        cluster_checks.resource.RLIMIT_MEMLOCK: (65536, 65536),
+    }
     monkeypatch.setattr(cluster_checks.resource, "getrlimit", limits.get)
     monkeypatch.setattr(cluster_checks, "INFINIBAND", tmp_path)
     said = [str(finding) for finding in checks_of_node(None, None) if finding.check == "limits"]
@@ -115,7 +120,11 @@ def test_a_driver_older_than_torchs_cuda_is_found(nvidia_smi, monkeypatch):
 
 @pytest.mark.parametrize(
     ("variable", "value", "level"),
-    [("NCCL_SOCKET_IFNAME", "ib9", "FAIL"), ("GLOO_SOCKET_IFNAME", "eth77", "FAIL"), ("NCCL_P2P_DISABLE", "1", "warn")],
+    [
+        ("NCCL_SOCKET_IFNAME", "ib9", "FAIL"),
+        ("GLOO_SOCKET_IFNAME", "eth77", "FAIL"),
+        ("NCCL_P2P_DISABLE", "1", "warn"),
+    ],
 )
 def test_a_variable_that_an_old_job_left_is_found(monkeypatch, variable, value, level):
     monkeypatch.setenv(variable, value)
@@ -131,7 +140,11 @@ def test_a_variable_that_names_an_interface_here_is_left_alone(monkeypatch, valu
 
 
 def test_an_interface_that_does_not_exist_and_a_model_that_is_not_there_are_found(tmp_path):
-    config = config_of("countdown_tiny", "launch.nodes={gpus_per_node: 0, interface: ib9}", f"model.path={tmp_path / 'nowhere'}")
+    config = config_of(
+        "countdown_tiny",
+        "launch.nodes={gpus_per_node: 0, interface: ib9}",
+        f"model.path={tmp_path / 'nowhere'}",
+    )
     found = failures(checks_of_node(config.launch.nodes, config))
     assert "ib9 does not exist" in found["address"]
     assert "nowhere" in found["model"]
@@ -139,7 +152,9 @@ def test_an_interface_that_does_not_exist_and_a_model_that_is_not_there_are_foun
 
 def test_a_version_that_was_not_tested_is_found(monkeypatch):
     real = cluster_checks.importlib.metadata.version
-    monkeypatch.setattr(cluster_checks.importlib.metadata, "version", lambda name: "0.1" if name == "sglang" else real(name))
+    monkeypatch.setattr(
+        cluster_checks.importlib.metadata, "version", lambda name: "0.1" if name == "sglang" else real(name)
+    )
     assert "sglang is 0.1, tested is 0.5" in failures(checks_of_node(None, None))["versions"]
 
 
@@ -148,7 +163,9 @@ def meeting(folder: Path, node: int, *, nodes: int = 2, timeout_s: float = 30.0)
 
 
 def test_a_node_that_does_not_come_is_named(tmp_path):
-    found = failures(checks_between(NodesConfig(gpus_per_node=0), meeting(tmp_path, 1, nodes=3, timeout_s=0.5)))
+    found = failures(
+        checks_between(NodesConfig(gpus_per_node=0), meeting(tmp_path, 1, nodes=3, timeout_s=0.5))
+    )
     assert "of 3 nodes, [0, 2] left no file" in found["folder"]
 
 
@@ -162,7 +179,9 @@ def test_what_a_check_left_that_was_killed_is_not_taken_for_a_node(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_found(tmp_path):
     (tmp_path / "file").write_text("")
-    assert "Not a directory" in failures(checks_between(None, meeting(tmp_path / "file", 0, nodes=1)))["folder"]
+    assert (
+        "Not a directory" in failures(checks_between(None, meeting(tmp_path / "file", 0, nodes=1)))["folder"]
+    )
 
 
 def test_a_node_that_cannot_write_waits_for_nobody(tmp_path):
@@ -173,7 +192,11 @@ def test_a_node_that_cannot_write_waits_for_nobody(tmp_path):
 
 def test_a_file_system_without_locks_is_found(tmp_path, monkeypatch):
     """As Lustre that is mounted without ``-o flock`` answers."""
-    monkeypatch.setattr(fcntl, "flock", lambda *given: (_ for _ in ()).throw(OSError(errno.ENOSYS, "Function not implemented")))
+    monkeypatch.setattr(
+        fcntl,
+        "flock",
+        lambda *given: (_ for _ in ()).throw(OSError(errno.ENOSYS, "Function not implemented")),
+    )
     said = failures(checks_between(None, meeting(tmp_path, 0, nodes=1)))["folder"]
     assert "without file locks (Function not implemented)" in said and "-o flock" in said
 
@@ -193,17 +216,37 @@ def test_ports_that_a_firewall_closes_are_named(tmp_path):
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert "is answered by something else" in cluster_meeting._connect(card | {"port": stranger.getsockname()[1]}, 5.0)
+        assert "is answered by something else" in cluster_meeting._connect(
+            card | {"port": stranger.getsockname()[1]}, 5.0
+        )
         thread.join(timeout=10)
 
 
 @pytest.mark.engines
 def test_two_nodes_meet_connect_and_reduce(tmp_path):
     """The command itself, twice; its collective is a real one over gloo."""
-    command = [sys.executable, "-m", "launch", "check-cluster", "--folder", str(tmp_path), "--nodes", "2", "--timeout", "60"]
+    command = [
+        sys.executable,
+        "-m",
+        "launch",
+        "check-cluster",
+        "--folder",
+        str(tmp_path),
+        "--nodes",
+        "2",
+        "--timeout",
+        "60",
+    ]
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     both = [
-        subprocess.Popen([*command, "--node", str(n)], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [*command, "--node", str(n)],
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for n in range(2)
     ]
     for process in both:
@@ -216,7 +259,11 @@ def test_two_nodes_meet_connect_and_reduce(tmp_path):
 
 def test_half_an_answer_to_who_we_are_is_refused(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "launch", "check-cluster", "--nodes", "2"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "launch", "check-cluster", "--nodes", "2"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.returncode == 2
     assert "--nodes and --node belong together" in done.stderr
@@ -225,7 +272,12 @@ def test_half_an_answer_to_who_we_are_is_refused(tmp_path):
 def test_a_slurm_step_says_who_we_are(monkeypatch, tmp_path):
     from launch.commands.check_cluster import _meeting
 
-    for name, value in {"SLURM_STEP_ID": "3", "SLURM_JOB_ID": "17", "SLURM_STEP_NUM_NODES": "4", "SLURM_NODEID": "2"}.items():
+    for name, value in {
+        "SLURM_STEP_ID": "3",
+        "SLURM_JOB_ID": "17",
+        "SLURM_STEP_NUM_NODES": "4",
+        "SLURM_NODEID": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     found = _meeting(tmp_path, None, None, 5.0)
     assert (found.num_nodes, found.node, found.folder.name) == (4, 2, ".check-cluster-17.3")

@@ -1,4 +1,5 @@
-"""Space on disks: what a checkpoint takes, what is said before a run that cannot fit, and what an export onto a full disk leaves."""
+"""Space on disks: what a checkpoint takes, what is said before a run that cannot fit, and what an export onto
+a full disk leaves."""
 
 import fcntl
 import re
@@ -52,9 +53,15 @@ def config(*overrides: str) -> RunConfig:
     return load_config("run.yaml", ["layout.dp=1", *overrides])
 
 
-@pytest.mark.parametrize(("dtype", "distributed"), [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)])
+@pytest.mark.parametrize(
+    ("dtype", "distributed"), [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)]
+)
 def test_the_estimate_is_what_a_checkpoint_takes(folder, model, tmp_path, dtype, distributed):
-    overrides = (f"model.path={model}", f"model.dtype={dtype}", f"learner.optimizer.distributed={str(distributed).lower()}")
+    overrides = (
+        f"model.path={model}",
+        f"model.dtype={dtype}",
+        f"learner.optimizer.distributed={str(distributed).lower()}",
+    )
     engine = make_engine(model, dtype=dtype, distributed=distributed)
     engine.save(step_folder(tmp_path, 1), {})
     policy = disk_need(config(*overrides, "checkpoint.every=1"))
@@ -71,7 +78,8 @@ def test_the_estimate_of_a_critic_too(folder, model, tmp_path):
 
 
 def test_how_many_checkpoints_there_are_at_once(folder):
-    """One more than are kept, while the newest is written; no more than the run writes; none where it writes none."""
+    """One more than are kept, while the newest is written; no more than the run writes; none where it writes
+    none."""
     settings = ("steps=10", "checkpoint.keep=3")
     for every, count in ((1, 4), (3, 4), (4, 3), (20, 1), (0, 0)):
         need = disk_need(config(*settings, f"checkpoint.every={every}"))
@@ -117,7 +125,10 @@ def test_what_a_resumed_run_has_written_is_not_needed_again(folder, free):
 
 def test_it_is_said_before_a_start(folder, free, capsys):
     """Of the learner and of a warm start; not by what writes no weights, nor where it is to run elsewhere."""
-    for command, file, field in ((commands.train, "run.yaml", "launch.runs_dir"), (commands.sft, "sft.yaml", "output")):
+    for command, file, field in (
+        (commands.train, "run.yaml", "launch.runs_dir"),
+        (commands.sft, "sft.yaml", "output"),
+    ):
         with pytest.raises(ConfigError, match=rf"{field}[\s\S]*its disk has 0 B free, and the run needs"):
             command(Path(file), ["layout.dp=1"], dry_run=True)
         command(Path(file), ["layout.dp=1"], dry_run=True, gpu_memory=80)
@@ -141,7 +152,8 @@ def test_dry_run_tells_the_sizes(folder, free):
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------- export
+# ----------------------------------------------------------------------------------------------------------------------
+# export
 
 
 @pytest.fixture
@@ -160,7 +172,10 @@ def test_an_export_onto_a_full_disk_is_one_error_and_leaves_nothing(finished, tm
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     try:
-        with pytest.raises(BadInput, match=r"OUT: .*out cannot be written: .*File too large.*partial copy was removed. Free space there"):
+        with pytest.raises(
+            BadInput,
+            match=r"OUT: .*out cannot be written: .*File too large.*partial copy was removed. Free space there",
+        ):
             commands.export(finished.path, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -1,4 +1,5 @@
-"""What is wrong with a model's folder or with data is said before anything starts: in process, on files made here.
+"""What is wrong with a model's folder or with data is said before anything starts: in process, on files made
+here.
 
 Each case breaks one thing of a sound run; the problem names the field, what is wrong and what to do.
 """
@@ -72,11 +73,15 @@ def in_model(name: str, content: str | bytes | dict) -> Damage:
 
 
 def template(text: str | list) -> Damage:
-    return in_model("tokenizer_config.json", {"eos_token": "<eos>", "unk_token": "<unk>", "chat_template": text})
+    return in_model(
+        "tokenizer_config.json", {"eos_token": "<eos>", "unk_token": "<unk>", "chat_template": text}
+    )
 
 
 def train(content: bytes | str) -> Damage:
-    return lambda: Path("train.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
+    return lambda: Path("train.jsonl").write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
 
 
 GOOD = '{"prompt": "1", "answer": "1"}\n'
@@ -274,7 +279,9 @@ def test_a_broken_input_is_named(name):
     case = CASES[name]
     case.damage()
     found = problems(*case.overrides, config=case.config)
-    assert any(case.field in p.field.split(", ") and case.error in p.error and case.fix in p.fix for p in found), [str(p) for p in found]
+    assert any(
+        case.field in p.field.split(", ") and case.error in p.error and case.fix in p.fix for p in found
+    ), [str(p) for p in found]
     assert len(found) == 1 or case.field == "model.path" or "system prompt" in name, "one thing is broken"
 
 
@@ -284,7 +291,12 @@ def test_everything_is_said_at_once():
     Path("heldout.jsonl").write_text("")
     with Path("model/model.safetensors").open("r+b") as file:
         file.truncate(100)
-    assert [problem.field for problem in problems()] == ["model.path", "model.path", "task.train_path", "task.heldout_path"]
+    assert [problem.field for problem in problems()] == [
+        "model.path",
+        "model.path",
+        "task.train_path",
+        "task.heldout_path",
+    ]
 
 
 def test_what_is_rarely_meant_is_said(capsys):
@@ -298,13 +310,16 @@ def test_what_is_rarely_meant_is_said(capsys):
     assert "# task.train_path: its 3 prompts are fewer than rollout.prompts_per_step=5" in said
 
 
-# ---------------------------------------------------------------------------------------------------------- reading, once
+# ----------------------------------------------------------------------------------------------------------
+# reading, once
 
 
 def test_a_file_is_read_once_until_it_changes(monkeypatch):
     read = []
     original = records._read_lines
-    monkeypatch.setattr(records, "_read_lines", lambda path, progress: read.append(str(path)) or original(path, progress))
+    monkeypatch.setattr(
+        records, "_read_lines", lambda path, progress: read.append(str(path)) or original(path, progress)
+    )
     problems()
     problems()
     assert read == ["train.jsonl", "heldout.jsonl"]
@@ -319,23 +334,30 @@ def test_the_reading_of_a_large_file_is_told(monkeypatch, capsys):
     monkeypatch.setattr(input_checks, "_LATER_LINES_S", 0.0)
     problems()
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1] == "reading train.jsonl: 100%" and lines[0].startswith("reading train.jsonl: ") and len(lines) == 2
+    assert (
+        lines[-1] == "reading train.jsonl: 100%"
+        and lines[0].startswith("reading train.jsonl: ")
+        and len(lines) == 2
+    )
 
 
 def test_parquet_is_read_by_the_columns_that_are_needed(monkeypatch):
     rows = [{"prompt": "1", "answer": "1", "other": "x" * 10}] * 3
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "train.parquet")
-    assert [record for _, record in records.read_records(Path("train.parquet"), roots={"prompt", "answer"})] == [
-        {"prompt": "1", "answer": "1"}
-    ] * 3
+    assert [
+        record for _, record in records.read_records(Path("train.parquet"), roots={"prompt", "answer"})
+    ] == [{"prompt": "1", "answer": "1"}] * 3
     assert next(records.read_records(Path("train.parquet"))) == (1, rows[0])
     assert problems("task.train_path=train.parquet") == []
 
 
-# ------------------------------------------------------------------------------- the tokenizer's files, as transformers reads them
+# ------------------------------------------------------------------------------- the tokenizer's files, as
+# transformers reads them
 
 
-WITH_TOKENS = "{{ bos_token }}{% for m in messages %}{{ m.role }}={{ m.content | trim }}{{ eos_token }}{% endfor %}"
+WITH_TOKENS = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}={{ m.content | trim }}{{ eos_token }}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize("text", [CHATML, WITH_TOKENS])
@@ -343,9 +365,16 @@ def test_the_files_give_what_transformers_gives(tmp_path, text):
     make_tiny_countdown_model(tmp_path / "tiny", seed=0)
     (tmp_path / "tiny" / "chat_template.jinja").write_text(text)
     ours, theirs = TokenizerFiles(tmp_path / "tiny"), load_tokenizer(tmp_path / "tiny")
-    assert ours.num_ids == len(theirs) and ours.eos_token_id == theirs.eos_token_id and ours.unk_token_id == theirs.unk_token_id
+    assert (
+        ours.num_ids == len(theirs)
+        and ours.eos_token_id == theirs.eos_token_id
+        and ours.unk_token_id == theirs.unk_token_id
+    )
     for system_prompt in (None, "9 - 8 ="):
-        ids = [encode_prompt(t, "1 + 2?", system_prompt=system_prompt, apply_chat_template=True) for t in (ours, theirs)]
+        ids = [
+            encode_prompt(t, "1 + 2?", system_prompt=system_prompt, apply_chat_template=True)
+            for t in (ours, theirs)
+        ]
         assert ids[0] == ids[1]
     assert ours.encode("3*(4-5)") == theirs.encode("3*(4-5)", add_special_tokens=False)
     assert end_token_ids(ours, tmp_path / "tiny") == end_token_ids(theirs, tmp_path / "tiny")
@@ -353,10 +382,14 @@ def test_the_files_give_what_transformers_gives(tmp_path, text):
 
 
 def test_the_default_of_several_templates_is_taken(tmp_path):
-    template([{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}])()
+    template(
+        [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    )()
     assert TokenizerFiles(tmp_path / "model").render([{"role": "user", "content": "hello"}]) == "hello"
 
 
 def test_marks_of_what_an_assistant_wrote_are_no_error(tmp_path):
-    template("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}")()
+    template(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    )()
     assert TokenizerFiles(tmp_path / "model").render([{"role": "user", "content": "hello"}]) == "hello"

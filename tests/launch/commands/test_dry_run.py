@@ -1,4 +1,5 @@
-"""``--dry-run``: its output is a config again; its figures are those of the run, by hand or by what computes them in a run."""
+"""``--dry-run``: its output is a config again; its figures are those of the run, by hand or by what computes
+them in a run."""
 
 import json
 import os
@@ -53,27 +54,50 @@ def gpu(gib: float) -> Device:
     return Device(kind="cuda", bytes=int(gib * GIB), name="a GPU")
 
 
-# ------------------------------------------------------------------------------------------------------------- the whole output
+# -------------------------------------------------------------------------------------------------------------
+# the whole output
 
 
 @pytest.mark.parametrize(
     ("arguments", "overrides", "says"),
     [
-        (["train", "run.yaml"], ["layout.dp=2"], ["0-1 of 2", "--nproc-per-node=2", "batch of one step", "weights sent after every step"]),
+        (
+            ["train", "run.yaml"],
+            ["layout.dp=2"],
+            ["0-1 of 2", "--nproc-per-node=2", "batch of one step", "weights sent after every step"],
+        ),
         (
             ["train", "run.yaml", "--gpu-memory", "80"],
             ["layout.tp=2", "layout.dp=8", "rollout.replicas=2", "launch.nodes={learner: 2, rollout: 2}"],
             ["--nnodes=2", "node 3 (rollout 1)", "80.0 GiB of a GPU (--gpu-memory)", "--node NODE"],
         ),
-        (["train", "run.yaml"], ["layout.dp=2", "launch.nodes={gpus_per_node: 4}"], ["whose size is not known here"]),
-        (["slurm", "run.yaml"], ["layout.dp=2"], ["the job's node", "GPU 0-1", "(give --gpu-memory GIB)", "--gres=gpu:3"]),
-        (["slurm", "run.yaml", "--gpu-memory", "80"], ["layout.dp=2"], ["the job's node", "80.0 GiB of a GPU (--gpu-memory)"]),
-        (["slurm", "run.yaml"], ["layout.dp=2", "launch.slurm.gpus=0"], ["the job's node", "CPU", "memory of a learner rank"]),
+        (
+            ["train", "run.yaml"],
+            ["layout.dp=2", "launch.nodes={gpus_per_node: 4}"],
+            ["whose size is not known here"],
+        ),
+        (
+            ["slurm", "run.yaml"],
+            ["layout.dp=2"],
+            ["the job's node", "GPU 0-1", "(give --gpu-memory GIB)", "--gres=gpu:3"],
+        ),
+        (
+            ["slurm", "run.yaml", "--gpu-memory", "80"],
+            ["layout.dp=2"],
+            ["the job's node", "80.0 GiB of a GPU (--gpu-memory)"],
+        ),
+        (
+            ["slurm", "run.yaml"],
+            ["layout.dp=2", "launch.slurm.gpus=0"],
+            ["the job's node", "CPU", "memory of a learner rank"],
+        ),
         (["sft", "sft.yaml"], ["layout.dp=2"], ["sft-rank", "64 = 128 / dp 2", "memory of a learner rank"]),
         (["eval", "run.yaml"], ["layout.dp=1"], ["SGLang 0", "memory of a server rank"]),
     ],
 )
-def test_the_output_is_the_resolved_config_and_says_what_would_be_started(folder, monkeypatch, capsys, arguments, overrides, says):
+def test_the_output_is_the_resolved_config_and_says_what_would_be_started(
+    folder, monkeypatch, capsys, arguments, overrides, says
+):
     before = sorted(folder.rglob("*"))
     monkeypatch.setattr(sys, "argv", ["tandem", *arguments, *overrides, "--dry-run"])
     with pytest.raises(SystemExit) as ended:
@@ -121,10 +145,13 @@ def test_a_dry_run_imports_no_engine(folder):
     assert done.stdout.endswith("0 []\n"), done.stdout + done.stderr
 
 
-# ------------------------------------------------------------------------------------------------------------------- processes
+# -------------------------------------------------------------------------------------------------------------------
+# processes
 
 
-def table(config: RunConfig, runs: tuple[str, ...] = checks.TRAINING, device: Device | None = None) -> list[list[str]]:
+def table(
+    config: RunConfig, runs: tuple[str, ...] = checks.TRAINING, device: Device | None = None
+) -> list[list[str]]:
     lines = list(dry_run_lines(config, runs, device or gpu(80)))
     return [re.split(r"  +", line.strip()) for line in lines[2 : lines.index("")]]
 
@@ -140,7 +167,10 @@ def test_one_machine(folder):
     ]
     devices = [row[3] for row in table(config("layout.dp=2", "rollout.tp=2", "launch.placement=colocated"))]
     assert devices == ["GPU 0-1", "CPU", "GPU 0-1"], "both sides have the same GPUs"
-    assert [row[3] for row in table(config("layout.dp=2", "rollout.tp=2"), checks.EVALUATION)] == ["GPU 0-1", "CPU"], "no learner is there"
+    assert [row[3] for row in table(config("layout.dp=2", "rollout.tp=2"), checks.EVALUATION)] == [
+        "GPU 0-1",
+        "CPU",
+    ], "no learner is there"
     assert [row[3] for row in table(config("layout.dp=2"), device=CPU)] == ["CPU", "CPU", "CPU"]
 
 
@@ -149,27 +179,52 @@ def test_a_server_on_several_nodes(folder):
     found = table(config("layout.dp=4", "rollout.tp=4", "rollout.replicas=2", nodes))
     assert found == [
         ["serve-0: SGLang 0, node 0 of 2", "node 2 (rollout 0)", "TP 0-1 of 4", "GPU 0-1", "two free ports"],
-        ["serve-1: SGLang 0, node 1 of 2", "node 3 (rollout 1)", "TP 2-3 of 4", "GPU 0-1", "that of its first node"],
+        [
+            "serve-1: SGLang 0, node 1 of 2",
+            "node 3 (rollout 1)",
+            "TP 2-3 of 4",
+            "GPU 0-1",
+            "that of its first node",
+        ],
         ["serve-2: SGLang 1, node 0 of 2", "node 4 (rollout 2)", "TP 0-1 of 4", "GPU 0-1", "two free ports"],
-        ["serve-3: SGLang 1, node 1 of 2", "node 5 (rollout 3)", "TP 2-3 of 4", "GPU 0-1", "that of its first node"],
+        [
+            "serve-3: SGLang 1, node 1 of 2",
+            "node 5 (rollout 3)",
+            "TP 2-3 of 4",
+            "GPU 0-1",
+            "that of its first node",
+        ],
         ["sample", "node 0 (learner 0)", "1 process", "CPU", "a free port"],
         ["learn", "node 0 (learner 0)", "0-1 of 4", "GPU 0-1", "a free port (rendezvous)"],
         ["learn", "node 1 (learner 1)", "2-3 of 4", "GPU 0-1", "that of its first node (rendezvous)"],
     ]
 
 
-# ----------------------------------------------------------------------------------------------------------------------- batch
+# -----------------------------------------------------------------------------------------------------------------------
+# batch
 
 
 def test_the_batch_by_hand(folder):
-    """6 prompts of 4 siblings: 24 sequences; 12 in each minibatch; 6 on each of two ranks. A sequence of 14 response tokens after a prompt
-    of up to 14 takes up to 27 places: 2 fit into 60, so that 3 micro-batches are enough; 6 responses of 14 take 84, which is more than one.
+    """6 prompts of 4 siblings: 24 sequences; 12 in each minibatch; 6 on each of two ranks. A sequence of 14
+    response tokens after a prompt of up to 14 takes up to 27 places: 2 fit into 60, so that 3 micro-batches
+    are enough; 6 responses of 14 take 84, which is more than one.
     """
     lines = batch_lines(
-        config("layout.dp=2", "rollout.prompts_per_step=6", "rollout.group_size=4", "learner.minibatches=2", "learner.token_budget=60")
+        config(
+            "layout.dp=2",
+            "rollout.prompts_per_step=6",
+            "rollout.group_size=4",
+            "learner.minibatches=2",
+            "learner.token_budget=60",
+        )
     )
     text = "\n".join(lines)
-    for words in ("24 = 6 prompts x 4 siblings", "12 = 24 / 2 minibatches", "6 = 12 / dp 2", "1 to 6, by the lengths"):
+    for words in (
+        "24 = 6 prompts x 4 siblings",
+        "12 = 24 / 2 minibatches",
+        "6 = 12 / dp 2",
+        "1 to 6, by the lengths",
+    ):
         assert words in text
     assert "at least 2 where every response has rollout.max_new_tokens=14" in text
     assert "at most 3 where no prompt has more than 14 tokens" in text
@@ -179,8 +234,13 @@ def test_what_is_known_of_prompts_from_a_file(folder):
     lines = [json.dumps({"question": question, "answer": "#### 2"}) for question in ("a" * 50, "é" * 30)]
     Path("train.jsonl").write_text("\n".join(lines))
     task = "task={type: gsm8k, train_path: train.jsonl, system_prompt: answer}"
-    text = "\n".join(batch_lines(config(task, "reward={type: gsm8k}", "rollout.dynamic_sampling={type: resample}")))
-    assert "no prompt has more than 66 tokens (bytes of the longest of train.jsonl, without the chat template)" in text
+    text = "\n".join(
+        batch_lines(config(task, "reward={type: gsm8k}", "rollout.dynamic_sampling={type: resample}"))
+    )
+    assert (
+        "no prompt has more than 66 tokens (bytes of the longest of train.jsonl, without the chat template)"
+        in text
+    )
     assert "at most 128 prompts, in 4 rounds" in text
 
 
@@ -194,18 +254,31 @@ def test_no_plan_of_a_batch_takes_more_micro_batches_nor_fewer(data, dp, multipl
     budget = data.draw(st.integers(longest, 100))
     lengths = data.draw(st.lists(st.integers(response, longest), min_size=each * dp, max_size=each * dp))
     plan = plan_batches(
-        lengths, num_minibatches=1, sequences_per_group=each * dp, dp_size=dp, token_budget=budget, microbatch_multiple=multiple
+        lengths,
+        num_minibatches=1,
+        sequences_per_group=each * dp,
+        dp_size=dp,
+        token_budget=budget,
+        microbatch_multiple=multiple,
     )
     taken = len(plan.microbatches[0][0])
     assert taken <= most_microbatches(each, longest=longest, token_budget=budget, multiple=multiple) <= each
     assert taken * budget >= each * response and taken % multiple == 0
 
 
-# ---------------------------------------------------------------------------------------------------------------------- memory
+# ----------------------------------------------------------------------------------------------------------------------
+# memory
 
 
 def test_memory_is_that_of_the_fullest_ranks(folder):
-    asked = config("model.path=7b", "model.dtype=bfloat16", "layout.tp=4", "layout.pp=2", "rollout.tp=2", "learner.recompute=full")
+    asked = config(
+        "model.path=7b",
+        "model.dtype=bfloat16",
+        "layout.tp=4",
+        "layout.pp=2",
+        "rollout.tp=2",
+        "learner.recompute=full",
+    )
     architecture = read_architecture(read_hf_config(asked.model.path))
     learner = worst_stage(architecture, asked.layout, work_of(asked, "cuda"))
     server = rollout_memory(architecture, 2, "bfloat16", 80 * GIB)
@@ -219,11 +292,15 @@ def test_memory_is_that_of_the_fullest_ranks(folder):
 
 def test_on_cpu_all_processes_share_the_machine(folder):
     """Every rank of every stage, and each server rank with a cache of max_total_tokens."""
-    asked = config("layout.pp=2", "layout.dp=2", "rollout.tp=2", "rollout.replicas=3", "rollout.max_total_tokens=1000")
+    asked = config(
+        "layout.pp=2", "layout.dp=2", "rollout.tp=2", "rollout.replicas=3", "rollout.max_total_tokens=1000"
+    )
     need = need_of(asked, CPU, checks.TRAINING)
     architecture = read_architecture(read_hf_config(asked.model.path))
     server = rollout_memory(architecture, 2, "bfloat16", 0)
-    of_servers = 6 * (server.weights + 1000 * 2 * 4 * 1 * 16 * 2)  # key and value, 4 layers, 1 of 2 heads, 16 numbers of 2 bytes
+    of_servers = 6 * (
+        server.weights + 1000 * 2 * 4 * 1 * 16 * 2
+    )  # key and value, 4 layers, 1 of 2 heads, 16 numbers of 2 bytes
     assert need.on_one_machine - need.learner_total == of_servers
     assert need.learner.total < need.learner_total <= 4 * need.learner.total
     exactly = Device(kind="cpu", bytes=need.on_one_machine, name="this machine")
@@ -236,21 +313,47 @@ def test_on_cpu_all_processes_share_the_machine(folder):
 def test_the_fix_for_a_learner_that_does_not_fit_fits(folder):
     """At every size of GPU where a change of the config is offered, that change is enough."""
     offered = 0
-    overrides = ["model.path=7b", "model.dtype=bfloat16", "layout.tp=4", "layout.dp=2", "rollout.tp=4", "rollout.max_new_tokens=2048"]
+    overrides = [
+        "model.path=7b",
+        "model.dtype=bfloat16",
+        "layout.tp=4",
+        "layout.dp=2",
+        "rollout.tp=4",
+        "rollout.max_new_tokens=2048",
+    ]
     for gib in range(16, 121, 4):
-        problems = [said for field, said in memory_problems(config(*overrides), gpu(gib), checks.WARM_START) if field == "layout"]
+        problems = [
+            said
+            for field, said in memory_problems(config(*overrides), gpu(gib), checks.WARM_START)
+            if field == "layout"
+        ]
         for changes in re.findall(r"; use ((?:\w+\.\S+=\S+(?: and )?)+) or", "\n".join(problems)):
             offered += 1
-            assert list(memory_problems(config(*overrides, *changes.split(" and ")), gpu(gib), checks.WARM_START)) == []
+            assert (
+                list(
+                    memory_problems(config(*overrides, *changes.split(" and ")), gpu(gib), checks.WARM_START)
+                )
+                == []
+            )
     assert offered >= 2
 
 
 def test_a_tight_learner_says_what_would_make_room(folder):
-    """Sizes of GPU at which a rank takes more than 90 %, with and without layers that are computed again already."""
+    """Sizes of GPU at which a rank takes more than 90 %, with and without layers that are computed again
+    already."""
     said = set()
     for recompute in ("none", "full"):
-        overrides = ["model.path=7b", "model.dtype=bfloat16", "layout.tp=4", "layout.dp=2", f"learner.recompute={recompute}"]
-        overrides += ["learner.token_budget=16384", "rollout.max_new_tokens=8192"]  # no lower budget is offered
+        overrides = [
+            "model.path=7b",
+            "model.dtype=bfloat16",
+            "layout.tp=4",
+            "layout.dp=2",
+            f"learner.recompute={recompute}",
+        ]
+        overrides += [
+            "learner.token_budget=16384",
+            "rollout.max_new_tokens=8192",
+        ]  # no lower budget is offered
         total = need_of(config(*overrides), gpu(80), checks.WARM_START).learner.total
         for share in (0.89, 0.91):
             device = Device(kind="cuda", bytes=int(total / share), name="a GPU")
@@ -259,12 +362,20 @@ def test_a_tight_learner_says_what_would_make_room(folder):
             assert len(tight) == lines[0].endswith(", tight") == (share > 0.9)
             for changes in re.findall(r"use ((?:\w+\.\S+=\S+(?: and )?)+) or", "\n".join(tight)):
                 said.add(changes)
-                assert not memory_lines(config(*overrides, *changes.split(" and ")), device, checks.WARM_START)[0].endswith(", tight")
+                assert not memory_lines(
+                    config(*overrides, *changes.split(" and ")), device, checks.WARM_START
+                )[0].endswith(", tight")
     assert said == {"learner.recompute=full", "layout.sp=true"}
 
 
 def test_learner_and_servers_take_turns_on_a_gpu_that_has_room_for_both_models(folder):
-    overrides = ["model.path=7b", "model.dtype=bfloat16", "layout.tp=2", "layout.dp=4", "learner.recompute=full"]
+    overrides = [
+        "model.path=7b",
+        "model.dtype=bfloat16",
+        "layout.tp=2",
+        "layout.dp=4",
+        "learner.recompute=full",
+    ]
     overrides += ["launch.placement=colocated"]
     refused = []
     for gib in range(40, 61, 2):
@@ -287,7 +398,8 @@ def test_the_smallest_gpu_counts_and_none_is_no_error(tmp_path, monkeypatch):
     assert _smallest_gpu() is None
 
 
-# ---------------------------------------------------------------------------------------------------------------- weights sent
+# ----------------------------------------------------------------------------------------------------------------
+# weights sent
 
 
 def tensor_bytes(file: Path) -> int:
@@ -295,7 +407,11 @@ def tensor_bytes(file: Path) -> int:
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         header = json.loads(opened.read(length))
-    return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__")
+    return sum(
+        entry["data_offsets"][1] - entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])

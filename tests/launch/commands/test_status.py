@@ -1,4 +1,5 @@
-"""What ``tandem status`` and ``tandem logs`` say of run folders in every state, and that a look does not disturb a run."""
+"""What ``tandem status`` and ``tandem logs`` say of run folders in every state, and that a look does not
+disturb a run."""
 
 import json
 import os
@@ -27,7 +28,10 @@ def folder(tmp_path) -> RunFolder:
 
 def train(folder: RunFolder, steps: int, *, ago_s: float = 5.0) -> None:
     lines = [{"step": 0, "eval/accuracy": 0.125}]
-    lines += [{"step": n, "time/step": 2.0, "reward/mean": n / 100, "mismatch/ess": 1.0} for n in range(1, steps + 1)]
+    lines += [
+        {"step": n, "time/step": 2.0, "reward/mean": n / 100, "mismatch/ess": 1.0}
+        for n in range(1, steps + 1)
+    ]
     file = folder.path / "metrics.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     os.utime(file, (NOW - ago_s, NOW - ago_s))
@@ -61,7 +65,10 @@ def test_a_running_run_tells_step_pace_time_left_and_results(folder):
 
 def test_the_time_left_counts_what_is_between_steps(folder):
     """Evaluations and checkpoints, which are no part of time/step: here one of 8 s after every fourth step."""
-    lines = [{"step": n, "time/step": 2.0, "elapsed_s": 60.0 + 2.0 * n + 8.0 * ((n - 1) // 4)} for n in range(1, 26)]
+    lines = [
+        {"step": n, "time/step": 2.0, "elapsed_s": 60.0 + 2.0 * n + 8.0 * ((n - 1) // 4)}
+        for n in range(1, 26)
+    ]
     (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     checkpoint(folder, 20, ago_s=1.0)
     folder.claim()
@@ -75,7 +82,11 @@ def test_a_look_takes_no_lock(folder):
         "folder = RunFolder(Path(sys.argv[1])); folder.claim(); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(folder.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-c", program, str(folder.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     ) as other:
         assert other.stdout.readline() == "held\n"
         assert lines_of(folder)["state"] == "running"
@@ -91,9 +102,13 @@ def test_a_lock_of_another_file_system_is_not_this_runs(folder, tmp_path):
     folder.claim()
     inode = lock.stat().st_ino
     assert _is_held(lock)
-    table.write_text(f"1: FLOCK  ADVISORY  WRITE 1 ff:ff:{inode} 0 EOF\n2: POSIX  ADVISORY  WRITE 1{_name_of_lock(lock)}0 EOF\n")
+    table.write_text(
+        f"1: FLOCK  ADVISORY  WRITE 1 ff:ff:{inode} 0 EOF\n2: POSIX  ADVISORY  WRITE 1{_name_of_lock(lock)}0 EOF\n"
+    )
     assert not _is_held(lock, table)
-    table.write_text(f"1: FLOCK  ADVISORY  WRITE 1 ff:ff:{inode} 0 EOF\n2: FLOCK  ADVISORY  WRITE 1{_name_of_lock(lock)}0 EOF\n")
+    table.write_text(
+        f"1: FLOCK  ADVISORY  WRITE 1 ff:ff:{inode} 0 EOF\n2: FLOCK  ADVISORY  WRITE 1{_name_of_lock(lock)}0 EOF\n"
+    )
     assert _is_held(lock, table)
 
 
@@ -109,7 +124,10 @@ def test_a_stop_that_was_asked_for_is_seen_before_and_after_it_is_honoured(folde
 
 
 def test_the_first_error_is_what_it_failed_by(folder):
-    for role, text, age in (("learn", "lost a peer", 10), ("sample", "ValueError: no\nsecond\nthird\nfourth\nfifth", 20)):
+    for role, text, age in (
+        ("learn", "lost a peer", 10),
+        ("sample", "ValueError: no\nsecond\nthird\nfourth\nfifth", 20),
+    ):
         folder.error(role).write_text(text)
         os.utime(folder.error(role), (NOW - age, NOW - age))
     state = lines_of(folder)["state"]
@@ -129,12 +147,20 @@ def test_a_finished_run_and_one_that_never_started(folder, tmp_path):
     fresh.path.mkdir()
     fresh.config.write_text("name: fresh\nsteps: 3\n")
     found = lines_of(fresh)
-    assert (found["state"], found["step"], found["checkpoint"], found["logs"]) == ("not started", "none of 3 yet", "none", "none yet")
+    assert (found["state"], found["step"], found["checkpoint"], found["logs"]) == (
+        "not started",
+        "none of 3 yet",
+        "none",
+        "none yet",
+    )
 
 
 @pytest.mark.parametrize(
     ("answer", "state"),
-    [("RUNNING on n1,n2, 1:00 left", "running"), ("PENDING on , 1:00 left", "waiting in the queue (PENDING on , 1:00 left)")],
+    [
+        ("RUNNING on n1,n2, 1:00 left", "running"),
+        ("PENDING on , 1:00 left", "waiting in the queue (PENDING on , 1:00 left)"),
+    ],
 )
 def test_a_job_is_asked_of_slurm(folder, tmp_path, monkeypatch, answer, state):
     squeue = tmp_path / "bin" / "squeue"
@@ -200,7 +226,9 @@ def test_the_commands_print_it(folder):
     (folder.logs / "learn.log").write_text("one\ntwo\nthree\n")
 
     def tandem(*arguments: str) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, "-m", "launch", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            [sys.executable, "-m", "launch", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
 
     assert "none of 40 yet" in tandem("status", str(folder.path)).stdout
     assert tandem("logs", str(folder.path), "--role", "learn", "-n", "2").stdout == "two\nthree\n"

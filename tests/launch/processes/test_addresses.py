@@ -1,4 +1,5 @@
-"""Addresses of a run on several nodes: where this host is reached, what gloo is told, who has reported servers, and what to start where."""
+"""Addresses of a run on several nodes: where this host is reached, what gloo is told, who has reported
+servers, and what to start where."""
 
 import os
 import re
@@ -28,7 +29,8 @@ OTHERS = {"eth7": ["10.9.0.4"], "lo": ["127.0.0.1"], "ib0": []}
 
 @pytest.fixture
 def network(monkeypatch):
-    """A host of given interfaces, whose name stands for given addresses, and from which the default route leaves from one or is missing."""
+    """A host of given interfaces, whose name stands for given addresses, and from which the default route
+    leaves from one or is missing."""
 
     def make(interfaces: dict[str, list[str]], *, name: list[str], route: str | None = None) -> None:
         monkeypatch.setattr(addresses, "_addresses", lambda: interfaces)
@@ -46,14 +48,20 @@ def network(monkeypatch):
 
 def test_one_machine_stays_on_its_loopback_address():
     assert own_address(None) == "127.0.0.1"
-    assert role_environment(None) == dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
+    assert role_environment(None) == dict.fromkeys(
+        ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
+    )
 
 
 def test_a_real_interface_gives_its_address_and_is_what_gloo_and_nccl_are_told():
     (address,) = {entry.address for entry in psutil.net_if_addrs()["lo"] if entry.family == socket.AF_INET}
     nodes = NodesConfig(interface="lo")
     assert own_address(nodes) == address
-    assert role_environment(nodes) == {"GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    assert role_environment(nodes) == {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TP_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "=lo",
+    }
 
 
 @pytest.mark.parametrize(
@@ -83,13 +91,19 @@ def test_gloo_is_told_the_interface_of_that_address_unless_the_environment_says_
 @pytest.mark.parametrize(("interface", "what"), [("eth9", "does not exist"), ("ib0", "has no IPv4 address")])
 def test_an_interface_that_cannot_be_used_is_named_with_the_ones_that_can(network, interface, what):
     network(OTHERS, name=[])
-    with pytest.raises(ValueError, match=rf"launch.nodes.interface: {interface} {what} on .*use one of: eth7 \(10.9.0.4\), lo \(127"):
+    with pytest.raises(
+        ValueError,
+        match=rf"launch.nodes.interface: {interface} {what} on .*use one of: eth7 \(10.9.0.4\), lo \(127",
+    ):
         own_address(NodesConfig(interface=interface))
 
 
 def test_a_host_without_any_way_out_says_so(network):
     network(OTHERS, name=["127.0.1.1"])
-    with pytest.raises(ValueError, match=r"no address that others could reach.*no default route; set launch.nodes.interface to .*eth7"):
+    with pytest.raises(
+        ValueError,
+        match=r"no address that others could reach.*no default route; set launch.nodes.interface to .*eth7",
+    ):
         own_address(NodesConfig())
 
 
@@ -98,7 +112,8 @@ def test_a_free_port_can_be_bound():
         listening.bind(("127.0.0.1", free_port("127.0.0.1")))
 
 
-# --- who has reported -----------------------------------------------------------------------------------------------------------------
+# --- who has reported
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_servers_are_read_in_the_order_of_the_replicas_once_every_role_has_reported(tmp_path):
@@ -140,7 +155,8 @@ def test_a_wait_ends_when_the_last_role_reports_and_when_the_waiting_is_pointles
         wait_for_servers(folder, ["serve-0"], timeout_s=30, alive=gone)
 
 
-# --- which node, which GPUs, what to start --------------------------------------------------------------------------------------------
+# --- which node, which GPUs, what to start
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +173,10 @@ def config_file(folder: Path, model: Path, **changes) -> Path:
         "task": {"type": "countdown"},
         "rollout": {"max_new_tokens": 14, "replicas": 2},
         "layout": {"dp": 4},
-        "launch": {"runs_dir": str(folder / "runs"), "nodes": {"learner": 2, "rollout": 2, "interface": "lo"}},
+        "launch": {
+            "runs_dir": str(folder / "runs"),
+            "nodes": {"learner": 2, "rollout": 2, "interface": "lo"},
+        },
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(content | changes))
     return folder / "run.yaml"
@@ -192,7 +211,10 @@ def test_the_nodes_of_a_replica_meet_at_its_first_one(tmp_path, model):
     folder = RunFolder(tmp_path)
     found: list[dict[int, str]] = []
     shares = [serving.shares_of(folder, config, node) for node in range(2)]
-    later = threading.Thread(target=lambda: found.append(serving.meeting_points(folder, config, shares[1], "127.0.0.2")), daemon=True)
+    later = threading.Thread(
+        target=lambda: found.append(serving.meeting_points(folder, config, shares[1], "127.0.0.2")),
+        daemon=True,
+    )
     later.start()
     at_first = serving.meeting_points(folder, config, shares[0], "127.0.0.1")
     later.join(timeout=30)
@@ -244,9 +266,16 @@ def test_prepare_makes_the_folder_and_names_each_command_and_its_node(tmp_path, 
     assert found["# first node of the learner:"][1:] == ["-m", "launch", "sample", run]
     learn, other = (found[f"# {where}:"] for where in
                     ("first node of the learner, 2 processes", "each other node of the learner (1), 2 processes on each"))  # fmt: skip
-    assert [(a[-5:], b[-5:]) for a, b in zip(learn, other, strict=True) if a != b] == [("=true", "false")]  # is_host
+    assert [(a[-5:], b[-5:]) for a, b in zip(learn, other, strict=True) if a != b] == [
+        ("=true", "false")
+    ]  # is_host
     assert learn[1:3] == ["-m", "launch.roles.rendezvous"]
-    assert {"--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=tandem", "--rdzv-endpoint=first-node:29400"} <= set(learn)
+    assert {
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--rdzv-backend=tandem",
+        "--rdzv-endpoint=first-node:29400",
+    } <= set(learn)
     assert f"--rdzv-id={folder.path.name}" in learn
     assert learn[-4:] == ["-m", "launch", "learn", run]
     assert f"cd {tmp_path}" in lines and any(line.startswith("export OMP_NUM_THREADS=") for line in lines)
@@ -254,7 +283,9 @@ def test_prepare_makes_the_folder_and_names_each_command_and_its_node(tmp_path, 
     assert not list((folder.path / "roles").glob("*.json")), "nothing was started"
 
 
-def test_prepare_takes_this_host_where_no_endpoint_is_given_and_none_for_a_single_learner_node(tmp_path, model, capsys):
+def test_prepare_takes_this_host_where_no_endpoint_is_given_and_none_for_a_single_learner_node(
+    tmp_path, model, capsys
+):
     prepare(config_file(tmp_path, model), [])
     several = capsys.readouterr().out
     assert re.search(r"--rdzv-endpoint=127\.0\.0\.1:\d+ ", several)
@@ -266,7 +297,11 @@ def test_prepare_takes_this_host_where_no_endpoint_is_given_and_none_for_a_singl
     ("overrides", "endpoint", "message"),
     [
         (["launch.nodes=null"], None, "launch.nodes is not given.*tandem train"),
-        (["launch.nodes=null", "rollout.replicas=1000000"], None, "launch.nodes is not given"),  # not: too large for this machine
+        (
+            ["launch.nodes=null", "rollout.replicas=1000000"],
+            None,
+            "launch.nodes is not given",
+        ),  # not: too large for this machine
         ([], "node1", "--endpoint node1: write HOST:PORT"),
         ([], "node1:0", "--endpoint node1:0: write HOST:PORT"),
         ([], "node 1:29400", "--endpoint node 1:29400: write HOST:PORT"),
@@ -274,7 +309,9 @@ def test_prepare_takes_this_host_where_no_endpoint_is_given_and_none_for_a_singl
         (["launch.nodes.learner=3"], None, "cannot be spread evenly over launch.nodes.learner: 3"),
     ],
 )
-def test_prepare_refuses_what_cannot_be_started_before_it_writes_anything(tmp_path, model, overrides, endpoint, message):
+def test_prepare_refuses_what_cannot_be_started_before_it_writes_anything(
+    tmp_path, model, overrides, endpoint, message
+):
     file = config_file(tmp_path, model)
     before = set(os.listdir(tmp_path))
     with pytest.raises((BadInput, ConfigError), match=message):

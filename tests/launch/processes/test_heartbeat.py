@@ -1,4 +1,5 @@
-"""Signs of life: processes that are stopped are found by their state and ended, and whatever only is slow is told of and left alone."""
+"""Signs of life: processes that are stopped are found by their state and ended, and whatever only is slow is
+told of and left alone."""
 
 import contextlib
 import os
@@ -146,7 +147,11 @@ def test_a_slow_role_is_told_of_once_and_left_alone(folder):
     watch = Watch(folder, timeout_s=60, say=said.append)
     with child() as rank:
         now = time.time()
-        for doing, since in (("sync", now - 2000), ("update", now - 1900), ("sync", now - 1000)):  # sync: 100 s
+        for doing, since in (
+            ("sync", now - 2000),
+            ("update", now - 1900),
+            ("sync", now - 1000),
+        ):  # sync: 100 s
             announce(folder, rank, doing=doing, since=since)
             watch.look()
             watch.look()
@@ -169,7 +174,9 @@ def test_many_slow_ranks_are_a_few_lines(folder):
         assert len(said) == 4 and said[-1].startswith("slow: … and 6 more; `tandem status")
         lines = _beats(folder, time.time())
         assert len(lines) == 9 and lines[-1][1].startswith("… and 1 learner ranks more")
-        assert lines[0][1].startswith("learner rank 0: in `sync` for 1000 s, its CPU is idle; heard of 0s ago (pid ")
+        assert lines[0][1].startswith(
+            "learner rank 0: in `sync` for 1000 s, its CPU is idle; heard of 0s ago (pid "
+        )
 
 
 @pytest.mark.parametrize(("changes", "told"), [
@@ -224,8 +231,14 @@ def test_a_role_that_is_stopped_ends_the_run_and_is_named(folder, monkeypatch):
     stops_itself = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     role = Role(name="serve", command=[sys.executable, "-c", stops_itself], log=folder.logs / "log")
     config = SimpleNamespace(launch=SimpleNamespace(heartbeat_timeout_s=0.0))
-    stopped = r"^the serve role \(its process\) \(pid \d+\) had been stopped \(SIGSTOP\) for 0 s, and was killed"
+    stopped = (
+        r"^the serve role \(its process\) \(pid \d+\) had been stopped \(SIGSTOP\) for 0 s, and was killed"
+    )
     told = rf"{stopped}\nthe serve role ended with signal SIGKILL"
-    with pytest.raises(RoleFailed, match=told), Supervisor(grace_s=1) as supervisor, causes_told(folder, config, supervisor):
+    with (
+        pytest.raises(RoleFailed, match=told),
+        Supervisor(grace_s=1) as supervisor,
+        causes_told(folder, config, supervisor),
+    ):
         supervisor.start(role)
         supervisor.wait_until_done("serve")

@@ -9,10 +9,24 @@ from hypothesis import strategies as st
 from configs.schema.launch import LaunchConfig, NodesConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.rollout import RolloutConfig
-from launch.processes.placement import check_placement, learner_ranks_per_node, serve_roles, servers, servers_on
+from launch.processes.placement import (
+    check_placement,
+    learner_ranks_per_node,
+    serve_roles,
+    servers,
+    servers_on,
+)
 
 
-def config(*, replicas=1, tp=1, tp_of_learner=1, nodes: NodesConfig | None = None, placement="separate", **layout: int):
+def config(
+    *,
+    replicas=1,
+    tp=1,
+    tp_of_learner=1,
+    nodes: NodesConfig | None = None,
+    placement="separate",
+    **layout: int,
+):
     return SimpleNamespace(
         rollout=RolloutConfig(replicas=replicas, tp=tp),
         layout=LayoutConfig(**{"dp": 1, "tp": tp_of_learner} | layout),
@@ -22,7 +36,10 @@ def config(*, replicas=1, tp=1, tp_of_learner=1, nodes: NodesConfig | None = Non
 
 def test_one_machine_gives_the_servers_the_gpus_after_the_learners():
     found = config(replicas=2, tp=2, dp=4)
-    assert [(s.replica, s.node, s.first_gpu, s.num_ranks) for s in servers(found)] == [(0, 0, 4, 2), (1, 0, 6, 2)]
+    assert [(s.replica, s.node, s.first_gpu, s.num_ranks) for s in servers(found)] == [
+        (0, 0, 4, 2),
+        (1, 0, 6, 2),
+    ]
     assert serve_roles(found) == ["serve"]
     assert learner_ranks_per_node(found) == 4
 
@@ -33,7 +50,12 @@ def test_colocated_servers_start_at_the_first_gpu():
 
 def test_replicas_fill_their_nodes_in_order():
     found = config(replicas=4, tp=4, nodes=NodesConfig(learner=2, rollout=2), dp=16)
-    assert [(s.replica, s.node, s.first_gpu) for s in servers(found)] == [(0, 0, 0), (1, 0, 4), (2, 1, 0), (3, 1, 4)]
+    assert [(s.replica, s.node, s.first_gpu) for s in servers(found)] == [
+        (0, 0, 0),
+        (1, 0, 4),
+        (2, 1, 0),
+        (3, 1, 4),
+    ]
     assert [s.replica for s in servers_on(found, 1)] == [2, 3]
     assert serve_roles(found) == ["serve-0", "serve-1"]
     assert learner_ranks_per_node(found) == 8
@@ -50,13 +72,31 @@ def test_a_replica_larger_than_a_node_takes_several():
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (config(replicas=3, tp=4, nodes=NodesConfig(rollout=2), dp=8), "rollout.replicas: 3 cannot be spread evenly"),
-        (config(replicas=1, tp=16, nodes=NodesConfig(), dp=8), "put 16 server ranks on a node of launch.nodes.gpus_per_node=8"),
-        (config(replicas=1, tp=4, nodes=NodesConfig(rollout=2), dp=8), "fits on one node of launch.nodes.gpus_per_node=8"),
-        (config(replicas=2, tp=8, nodes=NodesConfig(rollout=3), dp=8), "launch.nodes.rollout: 3 cannot be spread evenly"),
+        (
+            config(replicas=3, tp=4, nodes=NodesConfig(rollout=2), dp=8),
+            "rollout.replicas: 3 cannot be spread evenly",
+        ),
+        (
+            config(replicas=1, tp=16, nodes=NodesConfig(), dp=8),
+            "put 16 server ranks on a node of launch.nodes.gpus_per_node=8",
+        ),
+        (
+            config(replicas=1, tp=4, nodes=NodesConfig(rollout=2), dp=8),
+            "fits on one node of launch.nodes.gpus_per_node=8",
+        ),
+        (
+            config(replicas=2, tp=8, nodes=NodesConfig(rollout=3), dp=8),
+            "launch.nodes.rollout: 3 cannot be spread evenly",
+        ),
         (config(tp=8, nodes=NodesConfig(learner=1), dp=16), "use launch.nodes.learner=2"),
-        (config(tp=8, nodes=NodesConfig(learner=3), dp=16), "the learner's processes (layout): 16 cannot be spread evenly"),
-        (config(nodes=NodesConfig(learner=3), tp_of_learner=3, dp=4), "layout.tp=3 does not divide the 4 learner processes of a node"),
+        (
+            config(tp=8, nodes=NodesConfig(learner=3), dp=16),
+            "the learner's processes (layout): 16 cannot be spread evenly",
+        ),
+        (
+            config(nodes=NodesConfig(learner=3), tp_of_learner=3, dp=4),
+            "layout.tp=3 does not divide the 4 learner processes of a node",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named_with_a_fix(wrong, says):

@@ -1,4 +1,5 @@
-"""A run that is stopped, or loses its rollout side, at any moment: no step is lost or done twice, and what it learns is the same."""
+"""A run that is stopped, or loses its rollout side, at any moment: no step is lost or done twice, and what it
+learns is the same."""
 
 import json
 import re
@@ -50,7 +51,9 @@ def lives(root) -> dict[str, list[list[dict]]]:
 def rows(folder: Path) -> list[dict]:
     """metrics.jsonl, but for what tells of time and of the transfer."""
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{name: value for name, value in line.items() if not name.startswith(NOT_OF_THE_RUN)} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not name.startswith(NOT_OF_THE_RUN)} for line in lines
+    ]
 
 
 def assert_same_run(root: Path, name: str, lives: dict) -> None:
@@ -60,10 +63,15 @@ def assert_same_run(root: Path, name: str, lives: dict) -> None:
         assert resumed["ended"] is None
         for what in ("version", "position", "kl_coefficient"):
             assert resumed[what] == undisturbed[what], what
-        assert all(torch.equal(resumed["weights"][key], tensor) for key, tensor in undisturbed["weights"].items())
+        assert all(
+            torch.equal(resumed["weights"][key], tensor) for key, tensor in undisturbed["weights"].items()
+        )
     for step in range(1, STEPS + 1):
         mine, theirs = (read_batch(batch_file(root / of / "batches", step)) for of in (name, "undisturbed"))
-        assert (mine.version, mine.packed.tokens_T.tolist()) == (theirs.version, theirs.packed.tokens_T.tolist())
+        assert (mine.version, mine.packed.tokens_T.tolist()) == (
+            theirs.version,
+            theirs.packed.tokens_T.tolist(),
+        )
         assert torch.equal(mine.packed.old_logprobs_T, theirs.packed.old_logprobs_T)
 
 
@@ -72,7 +80,9 @@ def test_the_undisturbed_run_is_worth_comparing_with(root, lives):
     found = rows(root / "undisturbed")
     assert [row["step"] for row in found] == list(range(STEPS + 1))
     assert [row["step"] for row in found if "eval/accuracy" in row] == [0, 2, STEPS]
-    assert len({row["optim/grad_norm"] for row in found[1:]}) == STEPS and all(row["optim/grad_norm"] > 0 for row in found[1:])
+    assert len({row["optim/grad_norm"] for row in found[1:]}) == STEPS and all(
+        row["optim/grad_norm"] > 0 for row in found[1:]
+    )
     assert len({row["policy/kl_coefficient"] for row in found[1:]}) > 1
     (life,) = lives["undisturbed"][0]
     assert life["position"]["position"] == 2 * STEPS and life["checkpoints"] == []
@@ -100,16 +110,21 @@ def test_an_error_of_the_learner_leaves_no_checkpoint_of_half_a_step(root, lives
 
 @pytest.mark.engines
 def test_all_ranks_hear_of_a_failed_publish_and_can_go_on_together(tmp_path):
-    """Wherever the servers fail the sender of a pipeline stage: the others are not left in a gathering, nor waiting for their turn."""
+    """Wherever the servers fail the sender of a pipeline stage: the others are not left in a gathering, nor
+    waiting for their turn."""
     folder = make_hf_model(tmp_path / "model", "qwen3")
     failures = {"tp=2": ["stage 0, bucket 0", "stage 0, bucket 2", "close", "resume"]}
     failures["pp=2"] = [*failures["tp=2"], "stage 1, bucket 0", "stage 1, bucket 1"]
     ranks = run_ranks(work_failing_publishes, 2, tmp_path / "ranks", folder, failures)
     for layout, places in failures.items():
         sent = {ranks[0][layout][place][3] for place in places}
-        assert len(sent) == 1 and min(sent) > 0, "what is sent after a failure is everything, as rank 0 counts it"
+        assert len(sent) == 1 and min(sent) > 0, (
+            "what is sent after a failure is everything, as rank 0 counts it"
+        )
         for place in places:
             for found in ranks:
                 error, version, next_version, _ = found[layout][place]
                 assert error == f"ControlError: {place} failed"
-                assert next_version == version + 1, "the failed publish had its version, and the next one gets through"
+                assert next_version == version + 1, (
+                    "the failed publish had its version, and the next one gets through"
+                )

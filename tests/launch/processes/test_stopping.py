@@ -1,4 +1,5 @@
-"""The supervisor's and the learner rank's side of a stop, between real processes; learner and servers here are a few lines of Python."""
+"""The supervisor's and the learner rank's side of a stop, between real processes; learner and servers here
+are a few lines of Python."""
 
 import signal
 import sys
@@ -8,7 +9,16 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
 
 from launch.processes.run_folder import RunFolder
-from launch.processes.stopping import Finished, Stopped, StopSignals, ending, read_stopped, request_stop, stop_reason, wait_for_learner
+from launch.processes.stopping import (
+    Finished,
+    Stopped,
+    StopSignals,
+    ending,
+    read_stopped,
+    request_stop,
+    stop_reason,
+    wait_for_learner,
+)
 from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
 from parallel.checkpoints.files import write_manifest
 
@@ -56,7 +66,9 @@ def folder(tmp_path) -> RunFolder:
 
 
 def role(folder: RunFolder, name: str, code: str) -> Role:
-    return Role(name=name, command=[sys.executable, "-c", textwrap.dedent(code)], log=folder.logs / f"{name}.log")
+    return Role(
+        name=name, command=[sys.executable, "-c", textwrap.dedent(code)], log=folder.logs / f"{name}.log"
+    )
 
 
 def supervise(folder: RunFolder, learner: str, serve: str = IDLE, *, timeout_s: float = 60.0):
@@ -76,7 +88,9 @@ def test_a_signal_is_passed_on_and_the_learner_ends_by_itself(folder, number, ca
     assert signal.getsignal(number) is before
 
 
-@pytest.mark.parametrize("learner", ["ready()", "ready(); supervisor(signal.SIGUSR1); wait_until(listener.reason)"])
+@pytest.mark.parametrize(
+    "learner", ["ready()", "ready(); supervisor(signal.SIGUSR1); wait_until(listener.reason)"]
+)
 def test_a_run_that_ends_by_itself_is_finished_whether_or_not_it_was_to_stop(folder, learner):
     assert supervise(folder, learner) == Finished()
 
@@ -90,13 +104,18 @@ def test_while_the_learner_starts_a_signal_ends_everything(folder, number):
 
 def test_the_second_sigterm_ends_everything(folder):
     with pytest.raises(Interrupted):
-        supervise(folder, "ready(); supervisor(signal.SIGTERM); wait_until(listener.reason); supervisor(signal.SIGTERM); time.sleep(300)")
+        supervise(
+            folder,
+            "ready(); supervisor(signal.SIGTERM); wait_until(listener.reason); supervisor(signal.SIGTERM); time.sleep(300)",
+        )
     assert read_stopped(folder) is None
 
 
 def test_sigusr1_as_often_as_it_comes_is_one_request(folder):
     first = "ready(); supervisor(signal.SIGUSR1); wait_until(listener.reason); "
-    assert supervise(folder, first + "supervisor(signal.SIGUSR1); supervisor(signal.SIGTERM); stop(7)") == Stopped(step=7, reason="SIGUSR1")
+    assert supervise(
+        folder, first + "supervisor(signal.SIGUSR1); supervisor(signal.SIGTERM); stop(7)"
+    ) == Stopped(step=7, reason="SIGUSR1")
 
 
 def test_a_learner_that_does_not_stop_in_time_is_ended(folder):
@@ -111,7 +130,9 @@ def test_anybody_may_ask_through_the_folder(folder):
 
 def test_a_learner_that_torchrun_says_has_failed_has_stopped_if_it_says_so(folder):
     """Slurm sends SIGTERM to torchrun too, whose own exit code is then 1."""
-    assert supervise(folder, "ready(); supervisor(signal.SIGTERM); stop(); sys.exit(1)") == Stopped(step=3, reason="SIGTERM")
+    assert supervise(folder, "ready(); supervisor(signal.SIGTERM); stop(); sys.exit(1)") == Stopped(
+        step=3, reason="SIGTERM"
+    )
 
 
 def test_a_learner_that_fails_after_the_request_has_failed(folder):
@@ -128,7 +149,9 @@ def test_where_a_server_dies_the_learner_saves_its_last_step_and_the_server_is_n
             time.sleep(0.02)
         sys.exit("out of memory")
     """
-    with pytest.raises(RoleFailed, match=r"(?s)the serve role ended with exit code 1.*out of memory.*checkpoint of step 3"):
+    with pytest.raises(
+        RoleFailed, match=r"(?s)the serve role ended with exit code 1.*out of memory.*checkpoint of step 3"
+    ):
         supervise(folder, "ready(); stop()", dies)
     assert stop_reason(folder) == "the serve role ended with exit code 1"
 
@@ -155,7 +178,10 @@ AGENT = "ready(); os.kill(os.getpid(), signal.SIGTERM); stop(); {says}; sys.exit
 
 
 def test_a_torchrun_that_fails_is_not_taken_for_a_request_to_stop(folder):
-    with pytest.raises(RoleFailed, match=r"(?s)the learn role ended with exit code 1.*the store is gone.*checkpoint of step 3"):
+    with pytest.raises(
+        RoleFailed,
+        match=r"(?s)the learn role ended with exit code 1.*the store is gone.*checkpoint of step 3",
+    ):
         supervise(folder, AGENT.format(says="print('the store is gone', file=sys.stderr)"))
 
 
@@ -183,13 +209,15 @@ def test_servers_that_got_sigterm_too_do_not_turn_a_stop_into_a_failure(folder):
             time.sleep(0.02)
         Path({str(folder.path / "gone")!r}).touch()
     """
-    # Half a second in which the supervisor, which looks every 0.1 s, could take the server's end for a failure.
+    # Half a second in which the supervisor, which looks every 0.1 s, could take the server's end for a
+    # failure.
     learner = "ready(); supervisor(signal.SIGTERM); wait_until(lambda: (folder.path / 'gone').exists()); time.sleep(0.5); stop()"
     assert supervise(folder, learner, leaves) == Stopped(step=3, reason="SIGTERM")
 
 
 def test_a_rank_takes_sigterm_for_a_request_however_often_it_comes_and_wherever_its_main_thread_is(folder):
-    """In a collective the main thread runs no Python: the request must not wait for it. A mutex that is locked twice is as deaf."""
+    """In a collective the main thread runs no Python: the request must not wait for it. A mutex that is
+    locked twice is as deaf."""
     stuck = """
         import ctypes, threading
         libc = ctypes.CDLL(None)
@@ -257,7 +285,10 @@ def test_an_attempt_without_a_checkpoint_is_begun_anew_and_its_metrics_are_put_a
     folder = RunFolder(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     folder.claim()
-    assert not (tmp_path / "metrics.jsonl").exists() and (tmp_path / "metrics.lost.jsonl").read_text() == '{"step": 0}\n'
+    assert (
+        not (tmp_path / "metrics.jsonl").exists()
+        and (tmp_path / "metrics.lost.jsonl").read_text() == '{"step": 0}\n'
+    )
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     folder._held.pop().close()  # the lock of that attempt, which goes with its process
     whole = tmp_path / "checkpoints" / "step_000001"

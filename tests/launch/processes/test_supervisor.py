@@ -1,4 +1,5 @@
-"""No process outlives the supervisor: not a child that ignores SIGTERM, not a grandchild, not after SIGKILL of the supervisor."""
+"""No process outlives the supervisor: not a child that ignores SIGTERM, not a grandchild, not after SIGKILL
+of the supervisor."""
 
 import os
 import signal
@@ -26,7 +27,9 @@ def interruptible():
 
 
 def role(tmp_path: Path, name: str, code: str) -> Role:
-    return Role(name=name, command=[sys.executable, "-c", textwrap.dedent(code)], log=tmp_path / f"{name}.log")
+    return Role(
+        name=name, command=[sys.executable, "-c", textwrap.dedent(code)], log=tmp_path / f"{name}.log"
+    )
 
 
 def wait_until(condition, what: str):
@@ -93,14 +96,18 @@ def test_a_failed_role_is_named_with_the_end_of_its_log(tmp_path):
     with pytest.raises(RoleFailed, match=r"(?s)the broken role ended with exit code 3.*the reason"):
         with Supervisor(grace_s=1) as supervisor:
             supervisor.start(role(tmp_path, "idle", "import time; time.sleep(300)"))
-            supervisor.start(role(tmp_path, "broken", "import sys; print('the reason', file=sys.stderr); sys.exit(3)"))
+            supervisor.start(
+                role(tmp_path, "broken", "import sys; print('the reason', file=sys.stderr); sys.exit(3)")
+            )
             supervisor.wait_until_done("idle")
 
 
 def test_a_role_killed_by_a_signal_is_named_with_it(tmp_path):
     with pytest.raises(RoleFailed, match="SIGKILL"):
         with Supervisor(grace_s=1) as supervisor:
-            supervisor.start(role(tmp_path, "killed", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"))
+            supervisor.start(
+                role(tmp_path, "killed", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+            )
             supervisor.wait_until_done("killed")
 
 
@@ -129,7 +136,9 @@ def test_a_death_is_told_by_process_cause_and_last_words_of_this_life(tmp_path, 
     """The log goes on from one life of a run to the next: what an earlier one died of is not told again."""
     code, words, told = DEATHS[death]
     log, error = tmp_path / "learn.log", tmp_path / "learn.error"
-    log.write_text(f"the words of an earlier life\n{TORCHRUN_SAYS.format(code=-11).replace('4711', '1147')}\n")
+    log.write_text(
+        f"the words of an earlier life\n{TORCHRUN_SAYS.format(code=-11).replace('4711', '1147')}\n"
+    )
     if words is not None:
         error.write_text(words)
     flags = ["-m", "launch.roles.rendezvous"] if code.startswith("torchrun") else []
@@ -140,7 +149,10 @@ def test_a_death_is_told_by_process_cause_and_last_words_of_this_life(tmp_path, 
     assert "earlier life" not in str(failure.value) and "1147" not in str(failure.value)
 
 
-@pytest.mark.parametrize(("code", "words"), [(-9, "was killed by SIGKILL"), (139, "was killed by SIGSEGV"), (3, "ended with exit code 3")])
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [(-9, "was killed by SIGKILL"), (139, "was killed by SIGSEGV"), (3, "ended with exit code 3")],
+)
 def test_how_a_process_ended_in_words(code, words):
     """Above 128 it is what a watchdog, like a shell, makes of its child's signal."""
     assert how_it_ended(code) == words
@@ -179,10 +191,13 @@ LEADER = """
 
 
 def test_what_a_killed_rank_leaves_behind_ends_with_it_though_its_supervisor_is_killed_too(tmp_path):
-    """Checkpoint writers, their manager and the resource tracker: none of them asks the kernel to die with its parent."""
+    """Checkpoint writers, their manager and the resource tracker: none of them asks the kernel to die with
+    its parent."""
     pid_file = tmp_path / "pid"
     leader = textwrap.dedent(LEADER.format(pid=str(pid_file)))
-    script = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {leader!r}], start_new_session=True)"
+    script = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {leader!r}], start_new_session=True)"
+    )
     owner = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).resolve().parents[3])
     rank = psutil.Process(read_pid(pid_file))
     left = rank.children(recursive=True)
@@ -194,7 +209,9 @@ def test_what_a_killed_rank_leaves_behind_ends_with_it_though_its_supervisor_is_
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_what_is_started_in_the_background_says_what_ends_it_and_sigterm_does(tmp_path, interruptible, capsys, ignored):
+def test_what_is_started_in_the_background_says_what_ends_it_and_sigterm_does(
+    tmp_path, interruptible, capsys, ignored
+):
     """By a script's `&`, nohup or cron: Ctrl-C of whatever comes later in that terminal is not for it."""
     if ignored:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -220,7 +237,9 @@ def test_roles_end_when_the_supervisor_is_killed(tmp_path):
             supervisor.start(Role(name="idle", command=[sys.executable, "-c", code], log=Path({str(tmp_path / "log")!r})))
             supervisor.wait_until_done("idle")
     """
-    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], cwd=Path(__file__).resolve().parents[3])
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=Path(__file__).resolve().parents[3]
+    )
     pid = read_pid(pid_file)
     owner.kill()
     owner.wait(timeout=DEADLINE_S)

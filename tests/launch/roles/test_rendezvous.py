@@ -37,7 +37,9 @@ def test_agents_of_several_nodes_meet_at_the_one_address_that_listens(port):
         met = [*threads.map(SeveralNodes.next_rendezvous, handlers)]
     assert met[0].rank == 0 and sorted(info.rank for info in met) == [0, 1, 2]
     assert {info.world_size for info in met} == {3}
-    assert {(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in met} == {("127.0.0.1", port)}
+    assert {(i.bootstrap_store_info.master_addr, i.bootstrap_store_info.master_port) for i in met} == {
+        ("127.0.0.1", port)
+    }
     assert listening_here() - before == {("127.0.0.1", port)}, "not every interface of the host"
     met[1].store.set("said", b"by the second")
     assert met[2].store.get("said") == b"by the second"
@@ -45,10 +47,16 @@ def test_agents_of_several_nodes_meet_at_the_one_address_that_listens(port):
 
 def test_a_node_that_does_not_come_and_one_too_many_are_told(port):
     lonely, _ = agents(2, port, timeout_s=1)
-    with pytest.raises(RendezvousTimeoutError, match=rf"1 of 2 nodes came to 127.0.0.1:{port} in 1 s; start the others.*start_timeout_s"):
+    with pytest.raises(
+        RendezvousTimeoutError,
+        match=rf"1 of 2 nodes came to 127.0.0.1:{port} in 1 s; start the others.*start_timeout_s",
+    ):
         lonely.next_rendezvous()
     other = choose_ports([0], None)[0].http
-    host, extra = agents(1, other)[0], SeveralNodes("run", host="127.0.0.1", port=other, nodes=1, is_host=False, timeout_s=60)
+    host, extra = (
+        agents(1, other)[0],
+        SeveralNodes("run", host="127.0.0.1", port=other, nodes=1, is_host=False, timeout_s=60),
+    )
     info = host.next_rendezvous()
     with pytest.raises(RendezvousTimeoutError, match=r"1 nodes have met .* already; this one is too many"):
         extra.next_rendezvous()
@@ -56,7 +64,9 @@ def test_a_node_that_does_not_come_and_one_too_many_are_told(port):
 
 
 def test_a_name_that_stands_for_the_loopback_address_here_is_told(monkeypatch, port):
-    monkeypatch.setattr(socket, "create_server", lambda address, real=socket.create_server: real(("127.0.0.1", address[1])))
+    monkeypatch.setattr(
+        socket, "create_server", lambda address, real=socket.create_server: real(("127.0.0.1", address[1]))
+    )
     host = SeveralNodes("run", host="node1", port=port, nodes=2, is_host=True, timeout_s=1)
     with pytest.raises(OSError, match=r"node1 stands for 127.0.0.1 on this host.*--local-addr"):
         host.next_rendezvous()
@@ -77,7 +87,12 @@ def test_what_a_stranger_writes_into_the_store_is_never_unpickled(port, tmp_path
     first = stranger_came.submit(host.next_rendezvous)
     with closing(socket.socket()):
         stranger = dist.TCPStore("127.0.0.1", port, None, False)
-        for name in ("torch.rendezvous.run", "run/agent/1", "run/torch.rendezvous.run", *stranger.list_keys()):
+        for name in (
+            "torch.rendezvous.run",
+            "run/agent/1",
+            "run/torch.rendezvous.run",
+            *stranger.list_keys(),
+        ):
             stranger.set(name, harm)
     second = stranger_came.submit(other.next_rendezvous)
     assert {first.result(60).rank, second.result(60).rank} == {0, 1}

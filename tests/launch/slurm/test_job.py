@@ -1,5 +1,6 @@
-"""The supervisor inside a Slurm job, with stand-ins for Slurm's commands: an ``srun`` that runs a script here in place of the role, and a
-``scontrol`` that writes down what it is asked. What the real ones do is in test_slurm.py."""
+"""The supervisor inside a Slurm job, with stand-ins for Slurm's commands: an ``srun`` that runs a script here
+in place of the role, and a ``scontrol`` that writes down what it is asked. What the real ones do is in
+test_slurm.py."""
 
 import json
 import os
@@ -127,7 +128,9 @@ class Stage:
             "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": nodes,
         } | self.env  # fmt: skip
         command = [sys.executable, "-m", "launch", "job", str(self.folder.path)]
-        self.process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     def end(self) -> tuple[int, str]:
         """Exit code and output. Every step must be gone then."""
@@ -163,7 +166,8 @@ def stage(tmp_path) -> Iterator[Stage]:
         made.process.wait(DEADLINE_S)
 
 
-# ------------------------------------------------------------------------------------------------------------------ what is started
+# ------------------------------------------------------------------------------------------------------------------
+# what is started
 
 
 def steps_of(config: RunConfig, tmp_path: Path, *nodes: str) -> dict[str, tuple[dict[str, str], list[str]]]:
@@ -183,7 +187,11 @@ def steps_of(config: RunConfig, tmp_path: Path, *nodes: str) -> dict[str, tuple[
 
 def test_each_side_is_a_step_on_its_node(tmp_path):
     steps = steps_of(config_with(), tmp_path, "n1", "n2")
-    assert {name: options["nodelist"] for name, (options, _) in steps.items()} == {"learn-0": "n1", "sample": "n1", "serve-0": "n2"}
+    assert {name: options["nodelist"] for name, (options, _) in steps.items()} == {
+        "learn-0": "n1",
+        "sample": "n1",
+        "serve-0": "n2",
+    }
     assert all("overlap" in options and "gres" not in options for options, _ in steps.values())
     assert steps["serve-0"][1] == ["launch", "serve", str(tmp_path), "--node", "0"]
     assert steps["sample"][1] == ["launch", "sample", str(tmp_path)]
@@ -201,33 +209,57 @@ def test_a_run_of_one_machine_has_its_steps_share_the_node(tmp_path, asked, gres
     steps = steps_of(config, tmp_path, "n1")
     assert set(steps) == {"learn-0", "sample", "serve"}
     assert {options["nodelist"] for options, _ in steps.values()} == {"n1"}
-    assert all(steps[name][0].get("gres") == gres for name in ("learn-0", "serve")), "the servers take the GPUs after the learner's"
+    assert all(steps[name][0].get("gres") == gres for name in ("learn-0", "serve")), (
+        "the servers take the GPUs after the learner's"
+    )
     assert "--nproc-per-node=4" in steps["learn-0"][1]
 
 
 def test_the_first_nodes_are_the_learners_and_meet_at_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(supervision.socket, "gethostbyname", {"b": "127.0.0.2"}.get)
-    steps = steps_of(config_with(learner=2, rollout=3, gpus=8, slurm={"container": "a#b"}), tmp_path, *"abcde")
+    steps = steps_of(
+        config_with(learner=2, rollout=3, gpus=8, slurm={"container": "a#b"}), tmp_path, *"abcde"
+    )
     places = {name: options["nodelist"] for name, (options, _) in steps.items()}
-    assert places == {"learn-0": "a", "learn-1": "b", "sample": "a", "serve-0": "c", "serve-1": "d", "serve-2": "e"}
+    assert places == {
+        "learn-0": "a",
+        "learn-1": "b",
+        "sample": "a",
+        "serve-0": "c",
+        "serve-1": "d",
+        "serve-2": "e",
+    }
     assert {options["gres"] for name, (options, _) in steps.items() if name != "sample"} == {"gpu:8"}
     assert steps["sample"][0]["gres"] == "none", "it would share the learner's"
-    assert all(options["container-image"] == "a#b" and "container-mounts" not in options for options, _ in steps.values())
+    assert all(
+        options["container-image"] == "a#b" and "container-mounts" not in options
+        for options, _ in steps.values()
+    )
     first, second = steps["learn-0"][1], steps["learn-1"][1]
     assert re.search(r"--rdzv-endpoint=127.0.0.1:\d+", " ".join(first))
     assert set(first) - set(second) == {"--rdzv-conf=join_timeout=900,is_host=true", "--local-addr=127.0.0.1"}
-    assert set(second) - set(first) == {"--rdzv-conf=join_timeout=900,is_host=false", "--local-addr=127.0.0.2"}
+    assert set(second) - set(first) == {
+        "--rdzv-conf=join_timeout=900,is_host=false",
+        "--local-addr=127.0.0.2",
+    }
 
 
 def test_a_restart_does_not_meet_what_is_left_of_the_last_start(tmp_path):
     label = [
-        next(a for a in supervision.job_steps(RunFolder(tmp_path), config_with(learner=2, rollout=1), job)[-1].command if "rdzv-id" in a)
+        next(
+            a
+            for a in supervision.job_steps(RunFolder(tmp_path), config_with(learner=2, rollout=1), job)[
+                -1
+            ].command
+            if "rdzv-id" in a
+        )
         for job in (replace(JOB, nodes=("a", "b", "c")), replace(JOB, nodes=("a", "b", "c"), restart=1))
     ]
     assert label[0] != label[1]
 
 
-# -------------------------------------------------------------------------------------------------------------------- how it ends
+# --------------------------------------------------------------------------------------------------------------------
+# how it ends
 
 
 def test_a_run_that_finishes_ends_well_and_takes_the_servers_along(stage):
@@ -261,7 +293,8 @@ def test_more_steps_make_a_finished_run_unfinished(stage):
 
 @pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, ["requeue 17"]), (signal.SIGTERM, [])])
 def test_a_signal_stops_the_run_with_a_checkpoint(stage, number, requeued):
-    """The notice before the time limit: Slurm does not start the job again by itself. SIGTERM: it does, or somebody wants it to end."""
+    """The notice before the time limit: Slurm does not start the job again by itself. SIGTERM: it does, or
+    somebody wants it to end."""
     stage.role("learn", HEEDS)
     stage.start()
     stage.wait_for(stage.folder.address("learn"))
@@ -404,7 +437,8 @@ def test_a_newer_checkpoint_begins_the_count_of_failures_anew(tmp_path):
     assert [jobs.may_restart(folder, 2) for _ in range(4)] == [True, True, False, True]
 
 
-# ----------------------------------------------------------------------------------------------------------------------- bad input
+# -----------------------------------------------------------------------------------------------------------------------
+# bad input
 
 
 def test_a_job_of_other_nodes_is_refused_for_good(stage):
@@ -416,7 +450,9 @@ def test_a_job_of_other_nodes_is_refused_for_good(stage):
 
 def test_a_run_of_one_machine_is_refused_on_two_nodes(stage):
     config = config_with()
-    stage.folder.config.write_text(resolved_yaml(config.model_copy(update={"launch": config.launch.model_copy(update={"nodes": None})})))
+    stage.folder.config.write_text(
+        resolved_yaml(config.model_copy(update={"launch": config.launch.model_copy(update={"nodes": None})}))
+    )
     code, output = stage.run()
     assert (code, stage.asked()) == (2, [])
     assert "takes one node, but job 17 has 2" in output
@@ -436,7 +472,8 @@ def test_two_starts_of_one_folder_at_once_are_refused(stage):
 
 
 @pytest.mark.parametrize(
-    ("other", "state", "code"), [("9", "RUNNING", 2), ("9", "COMPLETED", 0), ("17", "RUNNING", 0), ("5_1", "RUNNING", 0)]
+    ("other", "state", "code"),
+    [("9", "RUNNING", 2), ("9", "COMPLETED", 0), ("17", "RUNNING", 0), ("5_1", "RUNNING", 0)],
 )
 def test_a_folder_that_another_job_runs_is_left_alone(stage, other, state, code):
     stage.role("learn", FINISHES)
@@ -464,5 +501,11 @@ def test_the_rollout_side_of_a_job_outlasts_the_sigterm_that_slurm_sends_to_all(
     """
     (stage.folder.path / "roles").mkdir()
     env = {k: v for k, v in os.environ.items() if k != "TANDEM_JOB"} | {"PYTHONPATH": str(ROOT)} | env
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
     assert done.returncode == code, done.stderr

@@ -1,4 +1,5 @@
-"""The quickstart's config on a real Slurm of two nodes: placed in job steps, pre-empted in both ways, and whole in the end."""
+"""The quickstart's config on a real Slurm of two nodes: placed in job steps, pre-empted in both ways, and
+whole in the end."""
 
 import re
 

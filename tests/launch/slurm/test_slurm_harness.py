@@ -1,4 +1,5 @@
-"""The clusters that other tests run on do what those tests build on: steps on nodes, pre-emption, a link that can be cut, nothing left."""
+"""The clusters that other tests run on do what those tests build on: steps on nodes, pre-emption, a link that
+can be cut, nothing left."""
 
 import os
 import signal
@@ -8,9 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.slurm.cluster import ADDRESSES, ROOT, Cluster, plain_slurm, processes_of, slurm_on_two_hosts
+from tests.support.slurm.cluster import (
+    ADDRESSES,
+    ROOT,
+    Cluster,
+    plain_slurm,
+    processes_of,
+    slurm_on_two_hosts,
+)
 
-# Two job steps, each of which says where it is and ends at SIGTERM; the script asks for its own requeue at SIGUSR1.
+# Two job steps, each of which says where it is and ends at SIGTERM; the script asks for its own requeue at
+# SIGUSR1.
 JOB = """#!/bin/bash
 #SBATCH --nodes=2 --open-mode=append --output=job.log --signal=B:USR1@60
 trap 'scontrol requeue $SLURM_JOB_ID' USR1
@@ -43,7 +52,11 @@ def test_steps_on_two_nodes_and_both_ways_of_being_requeued(tmp_path):
         expected = []
         for start in range(3):
             expected = sorted([*expected, f"learner {start} n1 {host}", f"serve {start} n2 {host}"])
-            cluster.wait_for(lambda expected=expected: started(tmp_path) == expected, f"both steps of start {start}", deadline_s=240)
+            cluster.wait_for(
+                lambda expected=expected: started(tmp_path) == expected,
+                f"both steps of start {start}",
+                deadline_s=240,
+            )
             assert cluster.steps(job).items() >= {"learner": "n1", "serve": "n2"}.items()
             if start == 0:
                 cluster.run("scontrol", "requeue", job)
@@ -58,7 +71,11 @@ def test_steps_on_two_nodes_and_both_ways_of_being_requeued(tmp_path):
 def test_slurm_on_two_hosts_that_can_be_cut_apart(tmp_path):
     with slurm_on_two_hosts() as cluster:
         job = submit(cluster, tmp_path)
-        cluster.wait_for(lambda: started(tmp_path) == ["learner 0 hosta hosta", "serve 0 hostb hostb"], "both steps", deadline_s=240)
+        cluster.wait_for(
+            lambda: started(tmp_path) == ["learner 0 hosta hosta", "serve 0 hostb hostb"],
+            "both steps",
+            deadline_s=240,
+        )
         reach = f"exec 3<>/dev/tcp/{ADDRESSES['hostb']}/22"  # nobody listens there: refused at once by a host that is reached
 
         def answer(host: str) -> str:
@@ -88,7 +105,8 @@ with slurm_on_two_hosts() as cluster:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
 def test_nothing_is_left_of_a_cluster_whose_user_is_gone(number):
-    # A shell starts its background jobs, such as a whole test run, with SIGINT ignored, and children inherit that.
+    # A shell starts its background jobs, such as a whole test run, with SIGINT ignored, and children inherit
+    # that.
     code = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler){HOLDER}"
     user = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     base = Path(user.stdout.readline().strip() or pytest.fail("no cluster came up"))

@@ -1,4 +1,5 @@
-"""What `tandem slurm` writes: the script says what the config says, no config makes it say more, and nothing is written in vain."""
+"""What `tandem slurm` writes: the script says what the config says, no config makes it say more, and nothing
+is written in vain."""
 
 import itertools
 import json
@@ -41,7 +42,9 @@ def asked_of_slurm(text: str) -> dict[str, str]:
     assert lines[0] == "#!/bin/bash"
     head = list(itertools.takewhile(lambda line: line.startswith("#") or not line.strip(), lines[1:]))
     found = [line.removeprefix("#SBATCH --") for line in head if line.startswith("#SBATCH")]
-    assert sum(line.startswith("#SBATCH") for line in lines) == len(found), "an #SBATCH line after the first command is ignored by Slurm"
+    assert sum(line.startswith("#SBATCH") for line in lines) == len(found), (
+        "an #SBATCH line after the first command is ignored by Slurm"
+    )
     pairs = [line.partition("=")[::2] for line in found]
     assert len(dict(pairs)) == len(pairs), "an option is asked for twice"
     return dict(pairs)
@@ -51,7 +54,8 @@ def text_of(config: RunConfig, run: Path = Path("/runs/a"), **options) -> str:
     return script_text(config, place_of_run(run), submitted_from=Path("/home/me"), **options)
 
 
-# -------------------------------------------------------------------------------------------------------------- what is asked for
+# --------------------------------------------------------------------------------------------------------------
+# what is asked for
 
 
 @given(
@@ -61,7 +65,9 @@ def text_of(config: RunConfig, run: Path = Path("/runs/a"), **options) -> str:
 )  # fmt: skip
 def test_the_script_asks_for_what_the_config_says(learner, rollout, gpus, notice, time, memory, name):
     nodes = {"learner": learner, "rollout": rollout, "gpus_per_node": gpus}
-    asked = asked_of_slurm(text_of(config_with(nodes, name=name, notice_s=notice, time=time, memory_per_node=memory)))
+    asked = asked_of_slurm(
+        text_of(config_with(nodes, name=name, notice_s=notice, time=time, memory_per_node=memory))
+    )
     assert asked["job-name"] == name
     assert int(asked["nodes"]) == learner + rollout
     assert asked["ntasks-per-node"] == "1"
@@ -72,27 +78,48 @@ def test_the_script_asks_for_what_the_config_says(learner, rollout, gpus, notice
     assert asked["output"] == "/runs/a/logs/slurm-%j.log"
     assert asked["open-mode"] == "append"
     assert asked["requeue"] == ""
-    assert {"partition", "account", "qos", "array", "cpus-per-task"}.isdisjoint(asked), "what is not set is Slurm's to choose"
+    assert {"partition", "account", "qos", "array", "cpus-per-task"}.isdisjoint(asked), (
+        "what is not set is Slurm's to choose"
+    )
 
 
 def test_every_field_of_the_slurm_block_arrives():
-    slurm = {"partition": "gpu", "account": "me", "qos": "high", "cpus_per_node": 32, "options": ["--exclusive", "--constraint=a&b"]}
+    slurm = {
+        "partition": "gpu",
+        "account": "me",
+        "qos": "high",
+        "cpus_per_node": 32,
+        "options": ["--exclusive", "--constraint=a&b"],
+    }
     asked = asked_of_slurm(text_of(config_with(**slurm, setup=["module load cuda"])))
-    assert (asked["partition"], asked["account"], asked["qos"], asked["cpus-per-task"]) == ("gpu", "me", "high", "32")
+    assert (asked["partition"], asked["account"], asked["qos"], asked["cpus-per-task"]) == (
+        "gpu",
+        "me",
+        "high",
+        "32",
+    )
     assert asked["exclusive"] == ""
     assert asked["constraint"] == "a&b"
 
 
 @pytest.mark.parametrize(
     ("time", "expected"),
-    [("1:00:00", 3600), ("24:00:00", 86400), ("1-0", 86400), ("2-12", 216000), ("1-02:03", 93780), ("1-02:03:04", 93784)],
+    [
+        ("1:00:00", 3600),
+        ("24:00:00", 86400),
+        ("1-0", 86400),
+        ("2-12", 216000),
+        ("1-02:03", 93780),
+        ("1-02:03:04", 93784),
+    ],
 )
 def test_times_are_read_as_slurm_reads_them(time, expected):
     assert config_with(time=time).launch.slurm.time == time
     assert seconds(time) == expected
 
 
-# ------------------------------------------------------------------------------------------------------------------- what it runs
+# -------------------------------------------------------------------------------------------------------------------
+# what it runs
 
 
 def run_script(text: str, tmp_path: Path, **env: str) -> list[str]:
@@ -109,7 +136,9 @@ def test_it_becomes_the_supervisor_in_the_folder_it_was_submitted_from(tmp_path,
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python it is"))
     here = tmp_path / "a folder; with $HOME 'and' more"
     here.mkdir()
-    text = script_text(config_with(setup=["test -n '@RUN@'"]), place_of_run(Path("/runs/a")), submitted_from=here)
+    text = script_text(
+        config_with(setup=["test -n '@RUN@'"]), place_of_run(Path("/runs/a")), submitted_from=here
+    )
     assert run_script(text, tmp_path) == [str(here), "-m", "launch", "job", "/runs/a"]
 
 
@@ -124,7 +153,9 @@ def test_an_element_of_an_array_finds_its_own_run_and_log(tmp_path, monkeypatch)
 
 def test_the_signal_to_stop_does_not_end_a_job_that_is_still_starting(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/true")
-    text = script_text(config_with(setup=["kill -USR1 $$", "kill -CONT $$"]), place_of_run(tmp_path), submitted_from=tmp_path)
+    text = script_text(
+        config_with(setup=["kill -USR1 $$", "kill -CONT $$"]), place_of_run(tmp_path), submitted_from=tmp_path
+    )
     assert subprocess.run(["bash", "-c", text], timeout=DEADLINE_S).returncode == 0
 
 
@@ -134,14 +165,33 @@ def test_the_shell_reads_the_script_before_anyone_waits_in_a_queue():
         slurm_script.check_script(text_of(config_with(setup=["if true"])), by_slurm=False)
 
 
-# --------------------------------------------------------------------------------------------------------------------- injection
+# ---------------------------------------------------------------------------------------------------------------------
+# injection
 
 AWKWARD = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12) | st.sampled_from(
-    ["a b", "a\nb", "a\n#SBATCH --nodes=9", "a;b", "$(id)", "`id`", "a#b", "'", '"', "\\", "a\r", "a\n", "%j", "a\tb", "é"]
+    [
+        "a b",
+        "a\nb",
+        "a\n#SBATCH --nodes=9",
+        "a;b",
+        "$(id)",
+        "`id`",
+        "a#b",
+        "'",
+        '"',
+        "\\",
+        "a\r",
+        "a\n",
+        "%j",
+        "a\tb",
+        "é",
+    ]
 )
 
 
-@given(AWKWARD, st.sampled_from(["partition", "account", "qos", "memory_per_node", "time", "options", "name"]))
+@given(
+    AWKWARD, st.sampled_from(["partition", "account", "qos", "memory_per_node", "time", "options", "name"])
+)
 def test_no_value_becomes_another_line_or_another_option(value, field):
     expected = asked_of_slurm(text_of(config_with()))
     try:
@@ -168,15 +218,24 @@ def test_a_folder_that_an_sbatch_line_cannot_name_is_refused(path):
         text_of(config_with(), run=Path(path))
 
 
-# ------------------------------------------------------------------------------------------------------------------------- arrays
+# -------------------------------------------------------------------------------------------------------------------------
+# arrays
 
 
 def test_an_array_is_every_combination_in_order():
     assert elements([]) == [()]
-    assert elements(["seed=0,1", "a.b=x, y"]) == [("seed=0", "a.b=x"), ("seed=0", "a.b=y"), ("seed=1", "a.b=x"), ("seed=1", "a.b=y")]
+    assert elements(["seed=0,1", "a.b=x, y"]) == [
+        ("seed=0", "a.b=x"),
+        ("seed=0", "a.b=y"),
+        ("seed=1", "a.b=x"),
+        ("seed=1", "a.b=y"),
+    ]
 
 
-@pytest.mark.parametrize("wrong", ["seed", "=1", "seed=", "seed=1,,2", "seed=1,1", "a=[1,2]", "launch.nodes.learner=1,2", "resume=a,b"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["seed", "=1", "seed=", "seed=1,,2", "seed=1,1", "a=[1,2]", "launch.nodes.learner=1,2", "resume=a,b"],
+)
 def test_what_is_no_list_of_values_is_refused(wrong):
     with pytest.raises(ValueError, match=f"--array {wrong[:4]}".replace("[", r"\[")):
         elements([wrong])
@@ -193,7 +252,8 @@ def test_a_run_folder_of_an_array_has_a_name_that_slurm_and_file_systems_know(va
     assert name.isascii() and not set("/% \n\"'\\") & set(name)
 
 
-# ------------------------------------------------------------------------------------------------------------------- the problems
+# -------------------------------------------------------------------------------------------------------------------
+# the problems
 
 
 @pytest.mark.parametrize(
@@ -213,7 +273,8 @@ def test_a_config_without_problems_has_none():
     assert slurm_script.check(config_with(time="00:05:00", notice_s=180)) == []
 
 
-# ------------------------------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------------------------------------
+# the command
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +320,9 @@ def fake_slurm(tmp_path) -> str:
 def tandem_slurm(config_file: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "launch", "slurm", str(config_file), *arguments]
     env = os.environ | {"PYTHONPATH": str(ROOT)} | env
-    return subprocess.run(command, cwd=config_file.parent, env=env, capture_output=True, text=True, timeout=DEADLINE_S)
+    return subprocess.run(
+        command, cwd=config_file.parent, env=env, capture_output=True, text=True, timeout=DEADLINE_S
+    )
 
 
 def runs(config_file: Path) -> list[Path]:
@@ -271,10 +334,14 @@ def test_it_writes_a_run_folder_with_its_script(config_file):
     assert done.returncode == 0, done.stderr
     (run,) = runs(config_file)
     assert f"sbatch {run / 'train.sbatch'}" in done.stdout
-    assert (run / "logs").is_dir(), "Slurm does not make the folder of a job's log: the job would end without one"
+    assert (run / "logs").is_dir(), (
+        "Slurm does not make the folder of a job's log: the job would end without one"
+    )
     config = load_config(run / "config.yaml")
     assert config.seed == 3
-    assert (run / "train.sbatch").read_text() == script_text(config, place_of_run(run), submitted_from=config_file.parent)
+    assert (run / "train.sbatch").read_text() == script_text(
+        config, place_of_run(run), submitted_from=config_file.parent
+    )
     assert not (run / "job.json").exists()
 
 
@@ -306,9 +373,15 @@ def nothing_written(config_file: Path) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["launch.slurm.gpus=2"], "launch.slurm.gpus=2 is of a run on one node; with launch.nodes set launch.nodes.gpus_per_node"),
+        (
+            ["launch.slurm.gpus=2"],
+            "launch.slurm.gpus=2 is of a run on one node; with launch.nodes set launch.nodes.gpus_per_node",
+        ),
         (["launch.nodes=null"], "layout.dp=auto takes the GPUs of this machine, not those of the job's node"),
-        (["launch.nodes=null", "layout.dp=1", "launch.slurm.gpus=1"], "launch.slurm.gpus=1, but learner (layout) and servers"),
+        (
+            ["launch.nodes=null", "layout.dp=1", "launch.slurm.gpus=1"],
+            "launch.slurm.gpus=1, but learner (layout) and servers",
+        ),
         (["--gpu-memory", "80"], "--gpu-memory 80: the job asks for no GPUs"),
         (["launch.slurm.time=3h"], "write hours:minutes:seconds"),
         (["launch.slurm.partition='a b'"], "launch.slurm.partition"),
@@ -322,7 +395,11 @@ def nothing_written(config_file: Path) -> bool:
     ],
 )
 def test_bad_input_is_one_clear_error_and_nothing_is_written(config_file, arguments, says):
-    done = tandem_slurm(config_file, *arguments, PATH="/usr/sbin:/bin" if "--submit" not in arguments else str(config_file.parent))
+    done = tandem_slurm(
+        config_file,
+        *arguments,
+        PATH="/usr/sbin:/bin" if "--submit" not in arguments else str(config_file.parent),
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     assert says in done.stderr
     assert "Traceback" not in done.stderr
@@ -346,7 +423,9 @@ def test_what_slurm_refuses_is_said_before_anything_is_written(config_file, fake
 
 
 def test_what_slurm_refuses_in_earnest_is_said_too(config_file, fake_slurm):
-    done = tandem_slurm(config_file, "--submit", PATH=fake_slurm, FAKE_REFUSAL="Job violates accounting/QOS policy")
+    done = tandem_slurm(
+        config_file, "--submit", PATH=fake_slurm, FAKE_REFUSAL="Job violates accounting/QOS policy"
+    )
     assert done.returncode == 2
     assert "QOS policy" in done.stderr and "the script is kept" in done.stderr
     (run,) = runs(config_file)

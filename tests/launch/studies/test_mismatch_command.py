@@ -1,4 +1,5 @@
-"""``tandem mismatch`` as a user meets it: what it refuses, with nothing started; what it plans; and one small run of both engines."""
+"""``tandem mismatch`` as a user meets it: what it refuses, with nothing started; what it plans; and one small
+run of both engines."""
 
 import json
 import math
@@ -22,7 +23,13 @@ from rollout.tasks import Task
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.end_to_end.test_end_to_end import assert_nothing_left, finish, processes_of, start
 from tests.launch.test_cli import config_file, tandem
-from trainer.studies.layout_statistics import join_samples, read_samples, read_tensors, write_samples, write_tensors
+from trainer.studies.layout_statistics import (
+    join_samples,
+    read_samples,
+    read_tensors,
+    write_samples,
+    write_tensors,
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +39,23 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-# ------------------------------------------------------------------------------------------------------------------- errors
+# -------------------------------------------------------------------------------------------------------------------
+# errors
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--learner", "tp=3"], ["\n--learner tp=3\n", "value: 3 (--learner tp=3)", "layout.tp=3", "num_attention_heads=4", "use tp="]),
+        (
+            ["--learner", "tp=3"],
+            [
+                "\n--learner tp=3\n",
+                "value: 3 (--learner tp=3)",
+                "layout.tp=3",
+                "num_attention_heads=4",
+                "use tp=",
+            ],
+        ),
         (["--learner", "tq=2"], ["--learner", "unknown field 'tq'", "fields: tp"]),
         (["--learner", "sp"], ["--learner", "sp=true", "tp=1"]),
         (["--learner", "tp=2", "--learner", "tp=2"], ["--learner tp=2 is given twice"]),
@@ -67,11 +84,19 @@ def test_bad_options_are_one_clear_error_with_nothing_started(tmp_path, model, o
     assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"], "something was written"
 
 
-# ------------------------------------------------------------------------------------------------------------------ the plan
+# ------------------------------------------------------------------------------------------------------------------
+# the plan
 
 
 def request(**changes) -> Request:
-    defaults = {"learners": ("tp=1",), "rollouts": ("tp=1",), "prompts": 8, "threshold": 0.5, "out": None, "why": False}
+    defaults = {
+        "learners": ("tp=1",),
+        "rollouts": ("tp=1",),
+        "prompts": 8,
+        "threshold": 0.5,
+        "out": None,
+        "why": False,
+    }
     return Request(**defaults | changes)
 
 
@@ -81,8 +106,14 @@ def loaded(tmp_path, model):
 
 
 def test_each_layout_is_a_part_with_its_own_config(tmp_path, model):
-    plan = make_plan(request(learners=("tp=2, sp", "pp=2"), rollouts=("tp=2",)), loaded(tmp_path, model), gpus=0)
-    assert [(p.kind, p.text) for p in plan.parts] == [("rollout", "tp=2"), ("learner", "tp=2,sp"), ("learner", "pp=2")]
+    plan = make_plan(
+        request(learners=("tp=2, sp", "pp=2"), rollouts=("tp=2",)), loaded(tmp_path, model), gpus=0
+    )
+    assert [(p.kind, p.text) for p in plan.parts] == [
+        ("rollout", "tp=2"),
+        ("learner", "tp=2,sp"),
+        ("learner", "pp=2"),
+    ]
     rollout, sequence_parallel, pipeline = plan.parts
     assert (rollout.config.rollout.tp, rollout.config.layout.world_size) == (2, 1)
     assert (sequence_parallel.config.layout.sp, sequence_parallel.config.layout.world_size) == (True, 2)
@@ -104,15 +135,20 @@ def test_modes_of_the_server_are_for_cuda(tmp_path, model):
         make_plan(request(rollouts=("tp=1", "tp=1,deterministic")), loaded(tmp_path, model), gpus=0)
     with pytest.raises(ValueError, match="the first one must be a layout alone"):
         make_plan(request(rollouts=("tp=1,deterministic",)), loaded(tmp_path, model), gpus=8)
-    plan = make_plan(request(rollouts=("tp=1", "tp=1,deterministic"), why=True), loaded(tmp_path, model), gpus=8)
+    plan = make_plan(
+        request(rollouts=("tp=1", "tp=1,deterministic"), why=True), loaded(tmp_path, model), gpus=8
+    )
     assert [p.text for p in plan.of("rollout")] == ["tp=1"], "the planner reads pairs of layouts alone"
     named, *backends = plan.of("mode")
     assert named.config.rollout.server_args == {"enable_deterministic_inference": True}
-    assert [p.config.rollout.server_args for p in backends] == [{"attention_backend": name} for name in ("fa3", "flashinfer", "triton")]
+    assert [p.config.rollout.server_args for p in backends] == [
+        {"attention_backend": name} for name in ("fa3", "flashinfer", "triton")
+    ]
 
 
 def test_learners_are_as_small_as_they_can_be_and_fit(tmp_path, model, monkeypatch):
-    """With as many copies as GPUs beside a server, seven, nothing would divide; and one GPU is enough: each part has it for itself."""
+    """With as many copies as GPUs beside a server, seven, nothing would divide; and one GPU is enough: each
+    part has it for itself."""
     monkeypatch.setattr(checks, "gpus_here", lambda: 8)
     plan = make_plan(request(learners=("tp=1", "dp=2"), rollouts=("tp=4",)), loaded(tmp_path, model), gpus=8)
     assert [part.config.layout.world_size for part in plan.parts] == [1, 1, 2]
@@ -126,7 +162,9 @@ def test_learners_are_as_small_as_they_can_be_and_fit(tmp_path, model, monkeypat
 
 
 def test_more_prompts_than_a_file_holds_are_refused(tmp_path, model):
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": f"{i}?", "answer": "1"}) + "\n" for i in range(8)))
+    (tmp_path / "train.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{i}?", "answer": "1"}) + "\n" for i in range(8))
+    )
     task = {"type": "jsonl", "train_path": str(tmp_path / "train.jsonl"), "apply_chat_template": False}
     file = config_file(tmp_path, model, task=task, reward={"type": "gsm8k"})
 
@@ -134,11 +172,14 @@ def test_more_prompts_than_a_file_holds_are_refused(tmp_path, model):
         return checks.load(file, [], RunConfig, option=(option, more))
 
     make_plan(request(prompts=8), load, gpus=0)
-    with pytest.raises(ValueError, match=r"--prompts 9: .*train\.jsonl holds 8 training prompts; ask for at most so many"):
+    with pytest.raises(
+        ValueError, match=r"--prompts 9: .*train\.jsonl holds 8 training prompts; ask for at most so many"
+    ):
         make_plan(request(prompts=9), load, gpus=0)
 
 
-# ------------------------------------------------------------------------------------------------------- prompts and prefill
+# -------------------------------------------------------------------------------------------------------
+# prompts and prefill
 
 
 def test_prompts_are_the_same_for_everyone_and_enough(tmp_path):
@@ -156,7 +197,9 @@ def test_prefill_answers_are_checked_against_the_tokens():
     with pytest.raises(GenerationError, match="other tokens"):
         _last_logprobs(reply, [5, 6, 8], 2, 20)
     renamed = {"meta_info": {"input_token_logprobs": [[None, 5, None], [-0.5, 0, None], [-0.25, 7, None]]}}
-    assert _last_logprobs(renamed, [5, 19, 7], 2, 20) == [-0.5, -0.25], "the last id of a vocabulary of 20 comes back as 0"
+    assert _last_logprobs(renamed, [5, 19, 7], 2, 20) == [-0.5, -0.25], (
+        "the last id of a vocabulary of 20 comes back as 0"
+    )
     with pytest.raises(GenerationError, match="other tokens"):
         _last_logprobs(renamed, [5, 18, 7], 2, 20)
 
@@ -171,11 +214,13 @@ def test_the_short_limit_is_a_part_of_the_long_one(tmp_path, model):
     assert (shortened(config, 4), shortened(config, 20)) == (3, 1)
 
 
-# --------------------------------------------------------------------------------------------------------------- the result
+# ---------------------------------------------------------------------------------------------------------------
+# the result
 
 
 def pretend(plan, out: Path) -> None:
-    """The files that the parts would leave: tokens of chance, and log-probs with a known distance from those of the servers."""
+    """The files that the parts would leave: tokens of chance, and log-probs with a known distance from those
+    of the servers."""
     generator = torch.Generator().manual_seed(0)
 
     def near(logprobs_N: torch.Tensor, distance: float) -> torch.Tensor:
@@ -184,13 +229,18 @@ def pretend(plan, out: Path) -> None:
     sets = {}
     for part in plan.of("rollout"):
         for length, count, tokens in (("long", 8, 12), ("short", 32, 3)):
-            rows = [(i * 8 // count, [1] * tokens, (-torch.rand(tokens, generator=generator) - 0.1).tolist()) for i in range(count)]
+            rows = [
+                (i * 8 // count, [1] * tokens, (-torch.rand(tokens, generator=generator) - 0.1).tolist())
+                for i in range(count)
+            ]
             sets[f"{part.text}/{length}"] = join_samples([[1]] * 8, rows)
             write_samples(part.samples(out, length), sets[f"{part.text}/{length}"])
     base_N = sets["tp=1/long"].logprobs_N
     for part, distance in zip(plan.of("rollout", "dtype"), (0.01, 0.02, 0.3), strict=True):
         prefilled = near(base_N, distance)
-        write_tensors(part.folder(out).path / "prefill.safetensors", {"prefill": prefilled, "repeat": prefilled.clone()})
+        write_tensors(
+            part.folder(out).path / "prefill.safetensors", {"prefill": prefilled, "repeat": prefilled.clone()}
+        )
     baseline = {}
     for part in plan.of("learner", "why"):
         of_all = {name: near(sampled.logprobs_N, 0.05) for name, sampled in sets.items()}
@@ -223,10 +273,17 @@ def test_the_files_of_the_parts_become_pairs_and_ranked_causes(tmp_path, model, 
     assert order == sorted(order, reverse=True)
     assert causes["noise level: scored twice, nothing switched"]["bitwise"]
     assert causes["noise level: prefilled twice, nothing switched"]["bitwise"]
-    other, packed = causes["dtype: float32 instead of bfloat16"], causes["packing: every sequence alone, not packed"]
+    other, packed = (
+        causes["dtype: float32 instead of bfloat16"],
+        causes["packing: every sequence alone, not packed"],
+    )
     assert other["moved_mean"] > 50 * packed["moved_mean"] > 0
     assert causes["prefill by tp=1,dtype=float32 instead of tp=1"]["side"] == "server"
-    assert {"TP: tp=2 instead of tp=1", "SP: tp=2,sp instead of tp=2", "PP: pp=2 instead of tp=1"} <= causes.keys()
+    assert {
+        "TP: tp=2 instead of tp=1",
+        "SP: tp=2,sp instead of tp=2",
+        "PP: pp=2 instead of tp=1",
+    } <= causes.keys()
     assert "cause lm_head: there is none" in said["skipped"]
     assert "Why: one thing switched at a time" in capsys.readouterr().out
 
@@ -240,11 +297,14 @@ def test_a_server_that_could_not_score_is_left_out_by_name(tmp_path, model):
     (folder / "prefill_failed.txt").write_text("no such tokens")
     result = evaluate(plan, load("", []), tmp_path, plan.of("rollout"), plan.skipped)
     assert "prefill by rollout tp=2: no such tokens" in result["skipped"]
-    assert "prefill by tp=1,dtype=float32 instead of tp=1" in {row["cause"] for row in result["causes"]["ranked"]}
+    assert "prefill by tp=1,dtype=float32 instead of tp=1" in {
+        row["cause"] for row in result["causes"]["ranked"]
+    }
 
 
 def pretending(plan: Plan, there: Path, *, fails: str, leaves: tuple[str, ...] = ()) -> StartRole:
-    """Starts processes that do nothing, with the files of the parts; the one of the folder ``fails`` ends in error and ``leaves`` some."""
+    """Starts processes that do nothing, with the files of the parts; the one of the folder ``fails`` ends in
+    error and ``leaves`` some."""
     pretend(plan, there)
     (there / fails).mkdir(exist_ok=True, parents=True)
 
@@ -289,7 +349,8 @@ def test_a_learner_that_was_asked_for_may_not_fail(tmp_path, model):
         study(tmp_path, model, fails="learner-tp2", leaves=("scores.safetensors",))
 
 
-# ------------------------------------------------------------------------------------------------------------- both engines
+# -------------------------------------------------------------------------------------------------------------
+# both engines
 
 
 @pytest.fixture
@@ -313,7 +374,10 @@ def test_two_learner_layouts_on_one_rollout(folder, model):
     assert process.returncode == 0, said
     out = folder / "study"
     result = json.loads((out / "mismatch.json").read_text())
-    assert [(pair["learner"], pair["rollout"]) for pair in result["pairs"]] == [("tp=1", "tp=1"), ("tp=2", "tp=1")]
+    assert [(pair["learner"], pair["rollout"]) for pair in result["pairs"]] == [
+        ("tp=1", "tp=1"),
+        ("tp=2", "tp=1"),
+    ]
     long = read_samples(out / "rollout-tp1" / "samples.long.safetensors")
     short = read_samples(out / "rollout-tp1" / "samples.short.safetensors")
     assert (long.num_responses, short.num_responses) == (8, 32) and int(short.response_lengths_R.max()) <= 6
@@ -324,12 +388,16 @@ def test_two_learner_layouts_on_one_rollout(folder, model):
         assert pair["max_mean"] <= 1e-4 and pair["over_half_count"] == pair["outside_count"] == 0
     (compared,) = result["comparisons"]
     assert (compared["about"], compared["first"], compared["second"]) == ("tp", "tp=1", "tp=2")
-    assert not compared["bitwise"], "TP 2 adds up in another order; the same bits would mean that it was not TP 2"
+    assert not compared["bitwise"], (
+        "TP 2 adds up in another order; the same bits would mean that it was not TP 2"
+    )
     of_tp2 = read_tensors(out / "learner-tp2" / "scores.safetensors")
     of_tp1 = read_tensors(out / "learner-tp1" / "scores.safetensors")
     apart = (of_tp2["tp=1/long"].double().exp() - of_tp1["tp=1/long"].double().exp()).abs().max().item()
     assert math.isclose(compared["moved_max"], apart, rel_tol=1e-6)
-    assert all((out / name).read_bytes().startswith(b"\x89PNG") for name in ("distribution.png", "length.png"))
+    assert all(
+        (out / name).read_bytes().startswith(b"\x89PNG") for name in ("distribution.png", "length.png")
+    )
     assert "| tp=2 | tp=1 |" in (out / "mismatch.md").read_text()
     assert "Mismatch by pair of layouts" in said and "tokens/s" in said
     assert_nothing_left(folder)

@@ -1,4 +1,5 @@
-"""``tandem verify-sync``: the proof on real engines, that it notices and names one wrong bit, and what it makes of bad input."""
+"""``tandem verify-sync``: the proof on real engines, that it notices and names one wrong bit, and what it
+makes of bad input."""
 
 import json
 from pathlib import Path
@@ -38,17 +39,29 @@ OTHER = Continuation(token_ids=[3, 4], prompt_logprobs=[-1.0, -2.0], logprobs=[-
 def test_what_differs_is_named():
     wanted = Answers(checksums={"a": "1", "b": "2"}, continuations=[ONE, ONE])
     assert differences(wanted, wanted) == []
-    assert differences(Answers(checksums={"a": "1", "b": "3"}, continuations=[ONE, OTHER]), wanted) == ["b", "continuation of prompt 1"]
-    assert differences(Answers(checksums={"a": "1", "c": "2"}, continuations=[ONE, ONE]), wanted) == ["b", "c"]
+    assert differences(Answers(checksums={"a": "1", "b": "3"}, continuations=[ONE, OTHER]), wanted) == [
+        "b",
+        "continuation of prompt 1",
+    ]
+    assert differences(Answers(checksums={"a": "1", "c": "2"}, continuations=[ONE, ONE]), wanted) == [
+        "b",
+        "c",
+    ]
 
 
 def test_a_reference_that_was_served_before_is_no_reference():
     before = Answers(checksums={"a": "1", "b": "2"}, continuations=[ONE])
-    _check_that_it_can_fail({2: [before]}, {2: Answers(checksums={"a": "3", "b": "4"}, continuations=[OTHER])})
+    _check_that_it_can_fail(
+        {2: [before]}, {2: Answers(checksums={"a": "3", "b": "4"}, continuations=[OTHER])}
+    )
     with pytest.raises(RoleFailed, match=r"cannot fail: servers of tp=2 had the reference's .*b before"):
-        _check_that_it_can_fail({2: [before]}, {2: Answers(checksums={"a": "3", "b": "2"}, continuations=[OTHER])})
+        _check_that_it_can_fail(
+            {2: [before]}, {2: Answers(checksums={"a": "3", "b": "2"}, continuations=[OTHER])}
+        )
     with pytest.raises(RoleFailed, match="every log-prob"):
-        _check_that_it_can_fail({2: [before]}, {2: Answers(checksums={"a": "3", "b": "4"}, continuations=[ONE])})
+        _check_that_it_can_fail(
+            {2: [before]}, {2: Answers(checksums={"a": "3", "b": "4"}, continuations=[ONE])}
+        )
 
 
 def test_the_table_says_ok_or_what():
@@ -57,9 +70,14 @@ def test_the_table_says_ok_or_what():
         Finding(layout="pp=2", export=["y"], served={1: [], 2: [*"abcdef"]}),
     ]
     assert [f.is_good for f in findings] == [False, False]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table(findings, [1, 2]).splitlines()]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table(findings, [1, 2]).splitlines()
+    ]
     assert rows[0] == ["learner", "export", "rollout tp=1", "rollout tp=2"]
-    assert rows[2:] == [["tp=2", "ok", "ok", "1 differ: x.weight"], ["pp=2", "1 differ: y", "ok", "6 differ: a, b, c, d and 2 more"]]
+    assert rows[2:] == [
+        ["tp=2", "ok", "ok", "1 differ: x.weight"],
+        ["pp=2", "1 differ: y", "ok", "6 differ: a, b, c, d and 2 more"],
+    ]
 
 
 def test_prompts_share_no_beginning():
@@ -116,10 +134,16 @@ def test_a_wrong_export_is_named(tmp_path, model):
 
 @pytest.mark.engines
 def test_one_wrong_bit_of_a_transfer_is_found_and_named(tmp_path, model):
-    """A server started from the weights, against itself: after a transfer of those very weights, and with one bit changed on the way."""
+    """A server started from the weights, against itself: after a transfer of those very weights, and with one
+    bit changed on the way."""
     config = load_config(config_file(tmp_path, model), [])
     fleet = ServerFleet(
-        RolloutConfig(dtype="float32", max_total_tokens=4096), model_path=model, log_dir=tmp_path / "logs", threads=1, cuda=False, seed=0
+        RolloutConfig(dtype="float32", max_total_tokens=4096),
+        model_path=model,
+        log_dir=tmp_path / "logs",
+        threads=1,
+        cuda=False,
+        seed=0,
     )
     weights = load_file(model / "model.safetensors")
     name = "model.layers.2.mlp.up_proj.weight"
@@ -140,7 +164,9 @@ def test_one_wrong_bit_of_a_transfer_is_found_and_named(tmp_path, model):
                 return _ask(control, config)[0]
 
             found = differences(answers_after(wrong, 1), reference)
-            assert found[0] == name.replace("up_proj", "gate_up_proj") and all("prompt" in what for what in found[1:])
+            assert found[0] == name.replace("up_proj", "gate_up_proj") and all(
+                "prompt" in what for what in found[1:]
+            )
             assert differences(answers_after(weights, 2), reference) == []
             sender.close()
     finally:
@@ -150,10 +176,16 @@ def test_one_wrong_bit_of_a_transfer_is_found_and_named(tmp_path, model):
 @pytest.mark.engines
 def test_transfers_from_two_layouts_to_two_are_proved(tmp_path, model):
     arguments = ["--learner", "tp=2,sp", "--learner", "pp=2,vpp=2", "--rollout", "tp=1", "--rollout", "tp=2"]
-    file = config_file(tmp_path, model, rollout={"max_new_tokens": 14, "dtype": "float32", "max_total_tokens": 4096})
+    file = config_file(
+        tmp_path, model, rollout={"max_new_tokens": 14, "dtype": "float32", "max_total_tokens": 4096}
+    )
     done = tandem("verify-sync", str(file), "model.dtype=float32", *arguments, cwd=tmp_path, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines() if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in done.stdout.splitlines()
+        if line.startswith("|")
+    ]
     assert rows[2:] == [["tp=2,sp", "ok", "ok", "ok"], ["pp=2,vpp=2", "ok", "ok", "ok"]]
     (out,) = (tmp_path / "runs").iterdir()
     served = [finding["served"] for finding in json.loads((out / "result.json").read_text())["findings"]]

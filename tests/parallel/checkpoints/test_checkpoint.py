@@ -1,4 +1,5 @@
-"""Checkpoints: going on equals never having stopped, bitwise; a failed or partial one is never picked and harms no other."""
+"""Checkpoints: going on equals never having stopped, bitwise; a failed or partial one is never picked and
+harms no other."""
 
 import json
 import resource
@@ -38,7 +39,9 @@ def assert_equal(left, right):
         assert torch.equal(left[name], right[name]), name
 
 
-@pytest.mark.parametrize("dtype, distributed", [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)])
+@pytest.mark.parametrize(
+    "dtype, distributed", [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)]
+)
 def test_going_on_equals_never_having_stopped(folder, tmp_path, dtype, distributed):
     settings = dict(dtype=dtype, distributed=distributed, schedule="cosine", weight_decay=0.1)
     batch = make_batch([9, 5, 12])
@@ -47,14 +50,20 @@ def test_going_on_equals_never_having_stopped(folder, tmp_path, dtype, distribut
         first.update([batch], weighted_loss, temperature=1.0)
     first.save(tmp_path / "step_000002", {"data": [1, 2], "name": "x"})
     second = make_engine(folder, **settings)
-    second.update([make_batch([3, 4], seed=9)], weighted_loss, temperature=1.0)  # whatever it did before is gone
+    second.update(
+        [make_batch([3, 4], seed=9)], weighted_loss, temperature=1.0
+    )  # whatever it did before is gone
     torch.manual_seed(123)
     assert second.load(tmp_path / "step_000002") == {"data": [1, 2], "name": "x"}
     for _ in range(3):  # three: a step counter that is shared or wrong shows after the first
         results = [engine.update([batch], weighted_loss, temperature=1.0) for engine in (first, second)]
         assert results[0].lr == results[1].lr and results[0].grad_norm == results[1].grad_norm
     assert_equal(weights_of(first), weights_of(second))
-    steps = [state["step"] for part in checkpoint.optimizer_parts(second._optimizer) for state in part.optimizer.state.values()]
+    steps = [
+        state["step"]
+        for part in checkpoint.optimizer_parts(second._optimizer)
+        for state in part.optimizer.state.values()
+    ]
     assert {float(step) for step in steps} == {5.0} and len({id(step) for step in steps}) == len(steps)
 
 
@@ -101,7 +110,10 @@ def test_partial_checkpoints_are_never_picked(folder, tmp_path):
     (tmp_path / "step_000008").mkdir()
     (tmp_path / "notes.txt").write_text("")
     assert latest_valid(tmp_path) == tmp_path / "step_000002"
-    with pytest.raises(CheckpointError, match=r"step_000003 is damaged: __0_\d.distcp has \d+ bytes, of which \d+ were written"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step_000003 is damaged: __0_\d.distcp has \d+ bytes, of which \d+ were written",
+    ):
         engine.load(tmp_path / "step_000003")
 
 
@@ -113,7 +125,9 @@ def test_retention_keeps_the_newest(folder, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000010", "step_000011"]
 
 
-@pytest.mark.parametrize("limit", [20, 2_000, 60_000])  # bytes per file: fails at the first small file, at common.pt, at the tensors
+@pytest.mark.parametrize(
+    "limit", [20, 2_000, 60_000]
+)  # bytes per file: fails at the first small file, at common.pt, at the tensors
 def test_a_write_that_fails_leaves_the_previous_checkpoint(folder, tmp_path, limit):
     """The operating system refuses files above a size, in this process and in the writers that it forks."""
     engine = make_engine(folder)
@@ -122,7 +136,10 @@ def test_a_write_that_fails_leaves_the_previous_checkpoint(folder, tmp_path, lim
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"could not write checkpoint .*step_000002.*earlier checkpoints are unchanged"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"could not write checkpoint .*step_000002.*earlier checkpoints are unchanged",
+        ):
             engine.save(tmp_path / "step_000002", {"position": "x" * 50})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -140,7 +157,8 @@ def test_a_writer_that_is_killed_ends_its_rank_and_keeps_nobody_waiting(folder, 
 
 
 def test_sigterm_to_every_process_leaves_the_next_checkpoint_possible(folder, tmp_path):
-    """As Slurm sends it: a process that Megatron keeps between checkpoints would end, and the last one could not be written."""
+    """As Slurm sends it: a process that Megatron keeps between checkpoints would end, and the last one could
+    not be written."""
     engine = make_engine(folder)
     engine.save(tmp_path / "step_000001", {})
     helpers = psutil.Process().children(recursive=True)

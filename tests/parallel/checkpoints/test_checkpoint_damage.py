@@ -1,4 +1,5 @@
-"""A checkpoint with one bit that is not as it was written: never loaded; the run goes on from the one before and says so."""
+"""A checkpoint with one bit that is not as it was written: never loaded; the run goes on from the one before
+and says so."""
 
 import random
 import threading
@@ -28,7 +29,15 @@ from tests.support.megatron_workers import (
 from trainer.algorithm.kl_reward import KLInReward
 from trainer.checkpointing import Checkpointer
 
-FILES = (".metadata", "__0_0.distcp", "__0_1.distcp", "common.pt", "complete.json", "extra.json", "metadata.json")
+FILES = (
+    ".metadata",
+    "__0_0.distcp",
+    "__0_1.distcp",
+    "common.pt",
+    "complete.json",
+    "extra.json",
+    "metadata.json",
+)
 
 
 def flip(path: Path, position: int, bit: int) -> None:
@@ -89,20 +98,34 @@ def test_a_missing_or_longer_file_is_damage(saved, name):
     with pytest.raises(DamagedCheckpoint, match=rf"{name} cannot be read \(No such file"):
         checkpoint.verified(saved)
     (saved / name).write_bytes(content + b"\0")
-    with pytest.raises(DamagedCheckpoint, match=rf"{name} has {len(content) + 1} bytes, of which {len(content)} were written"):
+    with pytest.raises(
+        DamagedCheckpoint, match=rf"{name} has {len(content) + 1} bytes, of which {len(content)} were written"
+    ):
         checkpoint.verified(saved)
     (saved / name).write_bytes(content)
 
 
 def test_another_version_is_refused_with_the_reason(tmp_path):
-    (tmp_path / "complete.json").write_text('{\n "format": 1,\n "world_size": 1,\n "files": {"extra.json": 2}\n}')
-    with pytest.raises(CheckpointError, match=r"another version of Tandem wrote it \(format 1, not 2\).*export its weights") as raised:
+    (tmp_path / "complete.json").write_text(
+        '{\n "format": 1,\n "world_size": 1,\n "files": {"extra.json": 2}\n}'
+    )
+    with pytest.raises(
+        CheckpointError, match=r"another version of Tandem wrote it \(format 1, not 2\).*export its weights"
+    ) as raised:
         checkpoint.verified(tmp_path)
     assert not isinstance(raised.value, DamagedCheckpoint), "there is nothing to fall back from"
     assert "another version" in missing(tmp_path)
     write_manifest(tmp_path, world_size=1)
     text = (tmp_path / "complete.json").read_text()
-    for other in ("[]", "null", "{}", "", text.replace('"sha256"', '"sha257"'), text.replace('"format": 2', '"format": 1'), text + " "):
+    for other in (
+        "[]",
+        "null",
+        "{}",
+        "",
+        text.replace('"sha256"', '"sha257"'),
+        text.replace('"format": 2', '"format": 1'),
+        text + " ",
+    ):
         (tmp_path / "complete.json").write_text(other)
         with pytest.raises(DamagedCheckpoint, match=r"complete\.json is damaged"):
             checkpoint.verified(tmp_path)
@@ -114,7 +137,10 @@ def test_files_are_hashed_as_they_grow(tmp_path):
     half_way, parts = threading.Event(), [bytes([i]) * 5_000_000 for i in range(4)]
 
     def write():
-        with (tmp_path / "__0_0.distcp").open("wb") as first, (tmp_path / "__0_1.distcp").open("wb") as second:
+        with (
+            (tmp_path / "__0_0.distcp").open("wb") as first,
+            (tmp_path / "__0_1.distcp").open("wb") as second,
+        ):
             for part in parts[:2]:
                 first.write(part)
             half_way.wait()
@@ -133,7 +159,8 @@ def test_files_are_hashed_as_they_grow(tmp_path):
     assert (len(files), records["__0_0.distcp"].bytes) == (3, 20_000_000)
 
 
-# ------------------------------------------------------------------------------------------------------------ how a run goes on
+# ------------------------------------------------------------------------------------------------------------
+# how a run goes on
 
 
 class Data:
@@ -167,7 +194,8 @@ def assert_same(left: dict, right: dict) -> None:
 
 
 def test_a_run_goes_on_from_the_checkpoint_before_and_says_so(model, tmp_path, capsys):
-    """The policy too where the critic's is damaged; and what is damaged does not count as a checkpoint that is kept."""
+    """The policy too where the critic's is damaged; and what is damaged does not count as a checkpoint that
+    is kept."""
     learner, weights = learner_of(model), {}
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(every=1, keep=2))
     for step in (1, 2):
@@ -185,15 +213,27 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_says_so(model, tmp_path, c
     assert_same(value_weights_of(again.critic.engine), weights[1][1])
     (said,) = checkpointer.notices
     assert said in capsys.readouterr().out
-    assert str(damaged.parent) in said and "__0_0.distcp is damaged" in said and "going on from step_000001 instead" in said
-    assert not any(folder.exists() for folder in (tmp_path / "step_000002", tmp_path / "critic" / "step_000002"))
-    assert (tmp_path / "step_000002.damaged").is_dir() and (tmp_path / "critic" / "step_000002.damaged").is_dir()
+    assert (
+        str(damaged.parent) in said
+        and "__0_0.distcp is damaged" in said
+        and "going on from step_000001 instead" in said
+    )
+    assert not any(
+        folder.exists() for folder in (tmp_path / "step_000002", tmp_path / "critic" / "step_000002")
+    )
+    assert (tmp_path / "step_000002.damaged").is_dir() and (
+        tmp_path / "critic" / "step_000002.damaged"
+    ).is_dir()
 
     repeated = train(again)
     assert_same(repeated[0], weights[2][0])
     checkpointer.after_step(2, again, Data())
     prune(tmp_path, keep=2)
-    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_000001", "step_000002", "step_000002.damaged"]
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == [
+        "step_000001",
+        "step_000002",
+        "step_000002.damaged",
+    ]
     assert Checkpointer(tmp_path, CheckpointConfig()).restore(learner_of(model), Data()).step == 2
 
 
@@ -202,6 +242,9 @@ def test_where_none_is_whole_nothing_begins_anew(engine, saved, tmp_path):
         engine.save(tmp_path / f"step_{step:06d}", {})
         flip(tmp_path / f"step_{step:06d}" / "common.pt", 100, 0)
     run = SimpleNamespace(engine=engine, critic=None, is_first_rank=True)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of this run is whole.*step_000002.*common.pt.*step_000001.*common.pt"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no checkpoint of this run is whole.*step_000002.*common.pt.*step_000001.*common.pt",
+    ):
         Checkpointer(tmp_path, CheckpointConfig()).restore(run, Data())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000002"]

@@ -1,4 +1,5 @@
-"""A checkpoint that somebody made to run code: whichever file holds it, nothing runs and one error says so. Its hashes are in order."""
+"""A checkpoint that somebody made to run code: whichever file holds it, nothing runs and one error says so.
+Its hashes are in order."""
 
 import io
 import os
@@ -22,7 +23,14 @@ from parallel.checkpoints import pickles as checkpoint_pickles
 from parallel.checkpoints.checkpoint import CheckpointError
 from parallel.checkpoints.files import write_manifest
 from tests.parallel.checkpoints.test_checkpoint_damage import Data, flip
-from tests.support.megatron_workers import learner_config, make_batch, make_engine, make_hf_model, weighted_loss, weights_of
+from tests.support.megatron_workers import (
+    learner_config,
+    make_batch,
+    make_engine,
+    make_hf_model,
+    weighted_loss,
+    weights_of,
+)
 from tests.trainer.studies.test_replay import recorded
 from trainer.checkpointing import Checkpointer
 from trainer.recording import batch_file, write_batch
@@ -80,7 +88,11 @@ def in_common_as_plain_pickle(folder: Path, code: Code) -> None:
 
 def in_an_object_of_a_tensor_file(folder: Path, code: Code) -> None:
     metadata = pickle.loads((folder / ".metadata").read_bytes())
-    name = next(name for name, kind in metadata.state_dict_metadata.items() if isinstance(kind, BytesStorageMetadata) and "random" in name)
+    name = next(
+        name
+        for name, kind in metadata.state_dict_metadata.items()
+        if isinstance(kind, BytesStorageMetadata) and "random" in name
+    )
     (index,) = (index for index in metadata.storage_data if index.fqn == name)
     file = folder / metadata.storage_data[index].relative_path
     start = file.stat().st_size
@@ -90,7 +102,13 @@ def in_an_object_of_a_tensor_file(folder: Path, code: Code) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-PLACES = (in_metadata, hidden_in_metadata, in_common, in_common_as_plain_pickle, in_an_object_of_a_tensor_file)
+PLACES = (
+    in_metadata,
+    hidden_in_metadata,
+    in_common,
+    in_common_as_plain_pickle,
+    in_an_object_of_a_tensor_file,
+)
 
 
 @pytest.mark.parametrize("put", PLACES)
@@ -105,7 +123,9 @@ def test_nothing_runs_and_the_error_says_so(engine, saved, tmp_path, monkeypatch
         monkeypatch.setenv(checkpoint_pickles.CARELESS, "1")
     before = dict(os.environ)
     with pytest.raises(CheckpointError, match=REFUSED):
-        Checkpointer(tmp_path, CheckpointConfig()).restore(SimpleNamespace(engine=engine, critic=None), Data())
+        Checkpointer(tmp_path, CheckpointConfig()).restore(
+            SimpleNamespace(engine=engine, critic=None), Data()
+        )
     assert not marker.exists()
     assert dict(os.environ) == before
 
@@ -128,7 +148,8 @@ def test_names_that_lead_elsewhere_are_refused(module, name):
 
 @pytest.mark.engines
 def test_export_and_replay_of_damaged_and_foreign_runs(model, tmp_path, capfd):
-    """Export takes the checkpoint before a damaged one and says so; neither command runs what a foreign run holds."""
+    """Export takes the checkpoint before a damaged one and says so; neither command runs what a foreign run
+    holds."""
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     config = learner_config(model, data_parallel=1, sharded=True, aggregation=AggregationConfig())
@@ -142,7 +163,9 @@ def test_export_and_replay_of_damaged_and_foreign_runs(model, tmp_path, capfd):
     flip(run.checkpoints / "step_000002" / "__0_1.distcp", 5000, 0)
     commands.export(run.path, tmp_path / "out")
     said = capfd.readouterr().out
-    assert "step_000002 is damaged: __0_1.distcp is damaged" in said and "exporting step_000001 instead" in said
+    assert (
+        "step_000002 is damaged: __0_1.distcp is damaged" in said and "exporting step_000001 instead" in said
+    )
     exported = make_engine(tmp_path / "out")
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights_of(exported).items())
 

@@ -60,7 +60,9 @@ def test_dummies_make_the_tokens_divide_and_nobody_reads_them(lengths, multiple,
     assert model_T.numel() == total + dummies == plan.cu_seqlens[-1] == plan.buckets[-1].stop
     assert model_T[total:].tolist() == [100] * dummies
     assert torch.diff(plan.cu_seqlens).tolist()[len(lengths) :] == [1] * dummies
-    assert [b for bucket in plan.buckets for b in [bucket.length] * bucket.count] == torch.diff(plan.cu_seqlens).tolist()
+    assert [b for bucket in plan.buckets for b in [bucket.length] * bucket.count] == torch.diff(
+        plan.cu_seqlens
+    ).tolist()
     hidden = torch.randn(total + dummies, requires_grad=True)
     plan.to_batch_order(hidden).sum().backward()
     assert hidden.grad.tolist() == [1.0] * total + [0.0] * dummies
@@ -81,7 +83,9 @@ def test_matches_the_naive_loop_with_gradients(lengths, heads, seed):
     plan = plan_packing(bounds(lengths), CPU)
     found_in = [x.clone().requires_grad_() for x in batch]
     found = plan.to_batch_order(
-        packed_attention(*(plan.to_model_order(x) for x in found_in), plan.buckets, scale=None, dtype=torch.float32)
+        packed_attention(
+            *(plan.to_model_order(x) for x in found_in), plan.buckets, scale=None, dtype=torch.float32
+        )
     )
     found.backward(upstream)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
@@ -96,7 +100,11 @@ def test_a_sequence_sees_nothing_of_its_neighbours():
     before = packed_attention(query, key, value, plan.buckets, scale=None, dtype=torch.float32)
     key[4:8], value[4:8] = 50.0, 50.0
     after = packed_attention(query, key, value, plan.buckets, scale=None, dtype=torch.float32)
-    assert torch.equal(before[:4], after[:4]) and torch.equal(before[8:], after[8:]) and not torch.equal(before[4:8], after[4:8])
+    assert (
+        torch.equal(before[:4], after[:4])
+        and torch.equal(before[8:], after[8:])
+        and not torch.equal(before[4:8], after[4:8])
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,7 +115,9 @@ def test_bitwise_the_same_with_and_without_gradient(dtype):
     plan = plan_packing(bounds(lengths), CPU)
     with torch.no_grad():
         scored = packed_attention(query, key, value, plan.buckets, scale=None, dtype=torch.float32)
-    trained = packed_attention(query.requires_grad_(), key, value, plan.buckets, scale=None, dtype=torch.float32)
+    trained = packed_attention(
+        query.requires_grad_(), key, value, plan.buckets, scale=None, dtype=torch.float32
+    )
     assert scored.dtype == dtype and torch.equal(scored, trained.detach())
 
 
@@ -120,7 +130,9 @@ def test_rotation_matches_transformers_and_its_gradient_autograd():
     mine, theirs = heads.clone().requires_grad_(), heads.clone().requires_grad_()
     found = rotate(mine, cos, sin)
     full = [torch.cat([x, x], -1).squeeze(1) for x in (cos, sin)]
-    wanted = apply_rotary_pos_emb(theirs.transpose(0, 1), theirs.transpose(0, 1), *[x.unsqueeze(0) for x in full])[0][0].transpose(0, 1)
+    wanted = apply_rotary_pos_emb(
+        theirs.transpose(0, 1), theirs.transpose(0, 1), *[x.unsqueeze(0) for x in full]
+    )[0][0].transpose(0, 1)
     torch.testing.assert_close(found, wanted)
     upstream = torch.randn(7, 3, 10, generator=g)
     found.backward(upstream)

@@ -12,7 +12,12 @@ from parallel.weights import hf_conversion, hf_files
 from tests.support.megatron_workers import make_batch, make_engine, make_hf_model, run_ranks, work_round_trip
 
 LLAMA3_ROPE = dict(
-    rope_type="llama3", rope_theta=10_000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    rope_type="llama3",
+    rope_theta=10_000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
 )
 YARN_ROPE = dict(rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=64)
 SHAPES = [
@@ -34,7 +39,9 @@ def test_logits_match_transformers_on_packed_batches(tmp_path, kind, changes):
     batch = make_batch([5, 130, 2, 33, 5, 71])
     engine = make_engine(folder)
     with torch.no_grad():
-        found = engine.chunks[0].logits(tokens_T=batch.tokens_T, packed=engine.chunks[0].pack(batch.cu_seqlens, batch.positions_T))
+        found = engine.chunks[0].logits(
+            tokens_T=batch.tokens_T, packed=engine.chunks[0].pack(batch.cu_seqlens, batch.positions_T)
+        )
     wanted = hf_logits(folder, batch)
     assert wanted.std() > 0.1  # the model says something
     assert (found - wanted).abs().max() <= 1e-4
@@ -61,7 +68,9 @@ def test_round_trip_is_bit_identical(tmp_path, kind, tied):
     (folder / "tokenizer_config.json").write_text("{}")
     make_engine(folder).save_hf(tmp_path / "out")
     assert_same_weights(folder, tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text()
+    )
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
@@ -103,8 +112,14 @@ def test_a_failed_save_leaves_the_previous_folder(tmp_path, monkeypatch):
     "damage, message",
     [
         (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), "lacks 1 tensors.*layers.1.mlp.up_proj"),
-        (lambda w: w.update({"model.layers.0.extra.weight": torch.zeros(2)}), "does not account for.*layers.0.extra"),
-        (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), r"model.norm.weight has shape \(3,\).*\(32,\)"),
+        (
+            lambda w: w.update({"model.layers.0.extra.weight": torch.zeros(2)}),
+            "does not account for.*layers.0.extra",
+        ),
+        (
+            lambda w: w.update({"model.norm.weight": torch.zeros(3)}),
+            r"model.norm.weight has shape \(3,\).*\(32,\)",
+        ),
     ],
 )
 def test_wrong_tensors_are_named(tmp_path, damage, message):
@@ -127,7 +142,9 @@ def test_a_folder_without_weights_is_refused(tmp_path):
 
 
 def test_a_rope_type_that_depends_on_length_is_refused(tmp_path):
-    folder = make_hf_model(tmp_path / "m", "llama", rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))
+    folder = make_hf_model(
+        tmp_path / "m", "llama", rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    )
     with pytest.raises(ValueError, match="rope_type 'dynamic'"):
         make_engine(folder)
 

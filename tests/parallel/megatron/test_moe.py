@@ -1,4 +1,5 @@
-"""Qwen3-MoE and Mixtral: the learner against transformers, expert parallelism against one process, and a real SGLang server."""
+"""Qwen3-MoE and Mixtral: the learner against transformers, expert parallelism against one process, and a real
+SGLang server."""
 
 import asyncio
 import json
@@ -22,7 +23,13 @@ from rollout.servers.control import SGLangControl
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.parallel.megatron.test_model import assert_same_weights
 from tests.support.layout_workers import by_hf_names, work_layout
-from tests.support.megatron_workers import make_batch, make_engine, relative_difference, run_ranks, weighted_loss
+from tests.support.megatron_workers import (
+    make_batch,
+    make_engine,
+    relative_difference,
+    run_ranks,
+    weighted_loss,
+)
 from tests.support.moe_workers import by_transformers, make_moe_model, work_layouts
 from tests.support.real_servers import EXACT, make_fleet, send, sharpen
 
@@ -30,7 +37,8 @@ MIXED = dict(num_hidden_layers=4, mlp_only_layers=[1], decoder_sparse_step=2)
 """Layer 3 alone has experts."""
 
 
-# --- config.json ---------------------------------------------------------------------------------------------------------------------
+# --- config.json
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def moe_config(**changes) -> dict:
@@ -52,10 +60,14 @@ def test_experts_of_a_config():
     found = read_architecture(moe_config(mlp_only_layers=[3], decoder_sparse_step=2, norm_topk_prob=False))
     assert found.qk_norm and not found.qkv_bias and found.intermediate_size == 48
     sparse = (False, True, False, False, False, True)
-    assert found.experts == Experts(num_experts=8, experts_per_token=2, intermediate_size=24, norm_topk=False, is_sparse=sparse)
+    assert found.experts == Experts(
+        num_experts=8, experts_per_token=2, intermediate_size=24, norm_topk=False, is_sparse=sparse
+    )
     found = read_architecture(mixtral_config())
     assert not found.qk_norm
-    assert found.experts == Experts(num_experts=8, experts_per_token=2, intermediate_size=48, norm_topk=True, is_sparse=(True,) * 6)
+    assert found.experts == Experts(
+        num_experts=8, experts_per_token=2, intermediate_size=48, norm_topk=True, is_sparse=(True,) * 6
+    )
     saved_again = moe_config(num_local_experts=8)
     del saved_again["num_experts"]
     assert read_architecture(saved_again) == read_architecture(moe_config())
@@ -69,8 +81,14 @@ def test_experts_of_a_config():
         (moe_config(num_experts_per_tok=9), "num_experts_per_tok=9, more than its num_experts=8"),
         (moe_config(mlp_only_layers=[0, 1, 2, 3, 4, 5]), "leave none of the 6 layers with experts"),
         (moe_config(decoder_sparse_step=7), "decoder_sparse_step=7, which leave none"),
-        (moe_config(shared_expert_intermediate_size=64), "shared_expert_intermediate_size=64, which the learner does not compute"),
-        (mixtral_config(router_jitter_noise=0.1), "router_jitter_noise=0.1, which the learner does not compute"),
+        (
+            moe_config(shared_expert_intermediate_size=64),
+            "shared_expert_intermediate_size=64, which the learner does not compute",
+        ),
+        (
+            mixtral_config(router_jitter_noise=0.1),
+            "router_jitter_noise=0.1, which the learner does not compute",
+        ),
         (mixtral_config(sliding_window=4096), "sliding_window=4096, which the learner does not compute"),
     ],
 )
@@ -83,7 +101,10 @@ def test_what_sglang_would_serve_wrongly_is_refused():
     validate_rollout_layout(moe_config(), 2)
     with pytest.raises(ValueError, match="tie_word_embeddings=true, which SGLang ignores in a qwen3_moe"):
         validate_rollout_layout(moe_config(tie_word_embeddings=True), 1)
-    with pytest.raises(ValueError, match=r"rollout.tp=2 does not fit the model's intermediate size of experts, 25; use one of \[1\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"rollout.tp=2 does not fit the model's intermediate size of experts, 25; use one of \[1\]",
+    ):
         validate_rollout_layout(moe_config(moe_intermediate_size=25), 2)
 
 
@@ -91,16 +112,28 @@ def test_names_of_experts():
     name = "decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight"
     assert expert_of(name) == 17 and with_expert(name, 4) == name.replace("17", "4")
     assert ungrouped("decoder.layers.3.mlp.experts.linear_fc1.weight17") == name == ungrouped(name)
-    others = ["decoder.layers.3.mlp.linear_fc1.weight", "decoder.layers.3.mlp.router.weight", "output_layer.weight"]
-    assert [expert_of(other) for other in others] == [None] * 3 and [ungrouped(other) for other in others] == others
+    others = [
+        "decoder.layers.3.mlp.linear_fc1.weight",
+        "decoder.layers.3.mlp.router.weight",
+        "output_layer.weight",
+    ]
+    assert [expert_of(other) for other in others] == [None] * 3 and [
+        ungrouped(other) for other in others
+    ] == others
     qwen3_moe, mixtral = read_architecture(moe_config()), read_architecture(mixtral_config())
-    assert hf_names(name, qwen3_moe) == tuple(f"model.layers.3.mlp.experts.17.{part}_proj.weight" for part in ("gate", "up"))
-    assert hf_names(name, mixtral) == tuple(f"model.layers.3.block_sparse_moe.experts.17.{part}.weight" for part in ("w1", "w3"))
-    # embedding, norm and output layer; of each layer 2 norms, 4 projections, 2 norms of q and k, the router, 3 matrices per expert
+    assert hf_names(name, qwen3_moe) == tuple(
+        f"model.layers.3.mlp.experts.17.{part}_proj.weight" for part in ("gate", "up")
+    )
+    assert hf_names(name, mixtral) == tuple(
+        f"model.layers.3.block_sparse_moe.experts.17.{part}.weight" for part in ("w1", "w3")
+    )
+    # embedding, norm and output layer; of each layer 2 norms, 4 projections, 2 norms of q and k, the router,
+    # 3 matrices per expert
     assert len(all_hf_names(qwen3_moe)) == 3 + 6 * (2 + 4 + 2 + 1 + 3 * 8)
 
 
-# --- one process against transformers ------------------------------------------------------------------------------------------------
+# --- one process against transformers
+# ------------------------------------------------------------------------------------------------
 
 SHAPES = [
     ("qwen3_moe", {}), ("qwen3_moe", dict(norm_topk_prob=False, tied=True)), ("qwen3_moe", MIXED), ("mixtral", {}),
@@ -156,7 +189,9 @@ def test_score_and_train_are_bitwise_equal(tmp_path, dtype, recompute):
 
 
 def test_float16_is_refused_for_training(tmp_path):
-    with pytest.raises(ValueError, match=r"model\.dtype=float16 cannot train a model with experts.*use bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"model\.dtype=float16 cannot train a model with experts.*use bfloat16"
+    ):
         make_engine(make_moe_model(tmp_path / "m", "mixtral"), dtype="float16")
 
 
@@ -171,9 +206,18 @@ def test_round_trip_is_bit_identical(tmp_path, kind, changes):
 @pytest.mark.parametrize(
     "damage, message",
     [
-        (lambda w: w.pop("model.layers.1.mlp.experts.3.up_proj.weight"), "lacks 1 tensors.*layers.1.mlp.experts.3.up_proj"),
-        (lambda w: w.update({"model.layers.0.mlp.experts.4.up_proj.weight": torch.zeros(2)}), "does not account for.*experts.4.up_proj"),
-        (lambda w: w.update({"model.layers.0.mlp.gate.weight": torch.zeros(3, 32)}), r"mlp.gate.weight has shape \(3, 32\).*\(4, 32\)"),
+        (
+            lambda w: w.pop("model.layers.1.mlp.experts.3.up_proj.weight"),
+            "lacks 1 tensors.*layers.1.mlp.experts.3.up_proj",
+        ),
+        (
+            lambda w: w.update({"model.layers.0.mlp.experts.4.up_proj.weight": torch.zeros(2)}),
+            "does not account for.*experts.4.up_proj",
+        ),
+        (
+            lambda w: w.update({"model.layers.0.mlp.gate.weight": torch.zeros(3, 32)}),
+            r"mlp.gate.weight has shape \(3, 32\).*\(4, 32\)",
+        ),
         (
             lambda w: w.update({"model.layers.0.mlp.experts.1.down_proj.weight": torch.zeros(32, 48)}),
             r"experts.1.down_proj.weight has shape \(32, 48\).*\(32, 24\)",
@@ -211,11 +255,15 @@ def test_an_unknown_family_is_refused(tmp_path):
 
 
 def test_the_command_makes_a_family(tmp_path):
-    assert CliRunner().invoke(app, ["make-tiny-model", str(tmp_path / "m"), "--family", "mixtral"]).exit_code == 0
+    assert (
+        CliRunner().invoke(app, ["make-tiny-model", str(tmp_path / "m"), "--family", "mixtral"]).exit_code
+        == 0
+    )
     assert read_hf_config(tmp_path / "m")["model_type"] == "mixtral"
 
 
-# --- expert parallelism against one process ------------------------------------------------------------------------------------------
+# --- expert parallelism against one process
+# ------------------------------------------------------------------------------------------
 
 
 def assert_same_step(ranks: list[dict], wanted: dict) -> None:
@@ -236,7 +284,10 @@ def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     shapes = {"qwen3_moe": {}, "mixed": MIXED, "mixtral": {}, "tied": dict(tied=True)}
     kinds = {"mixed": "qwen3_moe", "tied": "mixtral"}
-    return {name: make_moe_model(folder / name, kinds.get(name, name), **changes) for name, changes in shapes.items()}
+    return {
+        name: make_moe_model(folder / name, kinds.get(name, name), **changes)
+        for name, changes in shapes.items()
+    }
 
 
 TWO_RANKS = {
@@ -280,7 +331,8 @@ def on_two_ranks(models, alone, tmp_path_factory):
 @pytest.mark.engines
 @pytest.mark.parametrize("case", TWO_RANKS)
 def test_one_step_equals_that_of_one_process(on_two_ranks, alone, models, case):
-    """Loss, scores, every gradient, norm, clipping and weights, with unequal token counts per rank; and the folder out again."""
+    """Loss, scores, every gradient, norm, clipping and weights, with unequal token counts per rank; and the
+    folder out again."""
     ranks, folder = on_two_ranks
     for name in TWO_RANKS[case][1]:
         assert_same_step([found[case][name] for found in ranks], alone[name])
@@ -302,7 +354,8 @@ def test_a_checkpoint_loads_with_and_without_expert_parallelism(on_two_ranks, al
 
 @pytest.mark.engines
 def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
-    """The first stage of the mixed model has none. Its checkpoints: one to one process, one of one process, one of a plain optimizer."""
+    """The first stage of the mixed model has none. Its checkpoints: one to one process, one of one process,
+    one of a plain optimizer."""
     names = ["mixed", "tied"]
     saves = {models[name]: tmp_path / name for name in names}
     job = dict(kind="policy", folder=models["mixed"])
@@ -320,27 +373,37 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
         assert_same_weights(models[name], tmp_path / name)
     for name in ("saved", "loaded", "saved plain", "loaded plain"):
         assert_same_step([found["pp2"][name] for found in ranks], alone["saved"])
-    loaded = work_layout(LayoutConfig(), {"loaded": ("load", job | {"checkpoint": tmp_path / "step_000001"})})["loaded"]
+    loaded = work_layout(
+        LayoutConfig(), {"loaded": ("load", job | {"checkpoint": tmp_path / "step_000001"})}
+    )["loaded"]
     assert_same_step([loaded], alone["saved"])
 
 
-# --- real SGLang servers -------------------------------------------------------------------------------------------------------------
+# --- real SGLang servers
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.engines
 def test_servers_of_both_families_take_the_learners_experts_exactly(tmp_path):
-    """After another model's weights have come and gone, every byte is that of the folder; log-probs are the learner's throughout."""
+    """After another model's weights have come and gone, every byte is that of the folder; log-probs are the
+    learner's throughout."""
     fleets = {}
     try:
         for family, tensor_parallel in (("qwen3_moe", 2), ("mixtral", 1)):
             for seed in (0, 1):
                 make_tiny_countdown_model(tmp_path / f"{family}{seed}", seed=seed, family=family)
                 sharpen(tmp_path / f"{family}{seed}")
-            fleets[family] = make_fleet(tmp_path / f"{family}0", tmp_path / "logs" / family, tp=tensor_parallel)
+            fleets[family] = make_fleet(
+                tmp_path / f"{family}0", tmp_path / "logs" / family, tp=tensor_parallel
+            )
             fleets[family].start()
         for family, tensor_parallel in (("qwen3_moe", 2), ("mixtral", 1)):
             fleets[family].wait_healthy(400)
-            serve(fleets[family].urls, tensor_parallel, [make_engine(tmp_path / f"{family}{seed}") for seed in (0, 1)])
+            serve(
+                fleets[family].urls,
+                tensor_parallel,
+                [make_engine(tmp_path / f"{family}{seed}") for seed in (0, 1)],
+            )
     finally:
         for fleet in fleets.values():
             fleet.stop()
@@ -358,8 +421,13 @@ def serve(urls, tensor_parallel, engines) -> None:
             control.resume()
             assert received.keys() == from_disk.keys()
             same = {name for name in received if received[name] == from_disk[name]}
-            # Of the other model, norms are the same (ones), and a rank's part of the vocabulary where it is all padding.
-            assert same == set(from_disk) if version == 2 else not [name for name in same if "experts" in name or "proj" in name]
+            # Of the other model, norms are the same (ones), and a rank's part of the vocabulary where it is
+            # all padding.
+            assert (
+                same == set(from_disk)
+                if version == 2
+                else not [name for name in same if "experts" in name or "proj" in name]
+            )
             assert gap(urls, engine) <= EXACT
 
 
@@ -370,7 +438,9 @@ def gap(urls, engine) -> float:
     async def sample():
         async with SGLangClient(urls, max_concurrency=64, timeout_s=120, max_retries=0) as client:
             options = {"max_new_tokens": 24, "temperature": 0.7, "stop_token_ids": [5]}
-            return await asyncio.gather(*(client.generate_group(prompt, **options, seeds=range(4)) for prompt in prompts))
+            return await asyncio.gather(
+                *(client.generate_group(prompt, **options, seeds=range(4)) for prompt in prompts)
+            )
 
     pairs = [(prompt, c) for prompt, group in zip(prompts, asyncio.run(sample()), strict=True) for c in group]
     batch = pack_sequences(

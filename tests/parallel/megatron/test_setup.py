@@ -1,4 +1,5 @@
-"""What is changed of torch and Megatron before use: the stand-ins without CUDA alone, the optimizer's repair everywhere."""
+"""What is changed of torch and Megatron before use: the stand-ins without CUDA alone, the optimizer's repair
+everywhere."""
 
 import os
 import subprocess

@@ -14,7 +14,9 @@ def make_case(*, num_tokens, hidden, vocab, padding=0, temperature=1.0, chunk_to
     return dict(
         hidden=torch.randn(num_tokens, hidden, generator=g),
         # padding rows are huge: a single one that took part would show
-        weight=torch.cat([torch.randn(vocab, hidden, generator=g) * scale, torch.full((padding, hidden), 1e4)]),
+        weight=torch.cat(
+            [torch.randn(vocab, hidden, generator=g) * scale, torch.full((padding, hidden), 1e4)]
+        ),
         targets=torch.randint(0, vocab, (num_tokens,), generator=g),
         g=torch.randn(num_tokens, generator=g),
         h=torch.randn(num_tokens, generator=g),
@@ -42,11 +44,17 @@ def fused(case, with_entropy=True, dtype=None):
         hidden, weight, case["targets"], with_entropy=with_entropy, dtype=dtype, **{n: case[n] for n in names}
     )
     ((logprobs * case["g"]).sum() + ((entropy * case["h"]).sum() if with_entropy else 0)).backward()
-    return dict(logprobs=logprobs.detach(), entropy=entropy.detach() if with_entropy else None, hidden=hidden.grad, weight=weight.grad)
+    return dict(
+        logprobs=logprobs.detach(),
+        entropy=entropy.detach() if with_entropy else None,
+        hidden=hidden.grad,
+        weight=weight.grad,
+    )
 
 
 def assert_close(found, wanted, case, tolerance=1e-5):
-    """Relative to the value, or to what it is made of where that cancels: a certain p leaves 1 - p only float32's last digits."""
+    """Relative to the value, or to what it is made of where that cancels: a certain p leaves 1 - p only
+    float32's last digits."""
     upstream = (case["g"].abs().max() + case["h"].abs().max()) / case["temperature"]
     floors = {
         "logprobs": 0.05,
@@ -87,10 +95,18 @@ def test_logprobs_are_bitwise_the_same_without_entropy_and_without_gradient():
     with_entropy, without = fused(case), fused(case, with_entropy=False)
     with torch.no_grad():
         scored, nothing = linear_logprobs(
-            case["hidden"], case["weight"], case["targets"], vocab_size=19, temperature=0.7, chunk_tokens=3, with_entropy=False
+            case["hidden"],
+            case["weight"],
+            case["targets"],
+            vocab_size=19,
+            temperature=0.7,
+            chunk_tokens=3,
+            with_entropy=False,
         )
     assert nothing is None
-    assert torch.equal(with_entropy["logprobs"], without["logprobs"]) and torch.equal(scored, without["logprobs"])
+    assert torch.equal(with_entropy["logprobs"], without["logprobs"]) and torch.equal(
+        scored, without["logprobs"]
+    )
     only_logprobs = reference({**case, "h": torch.zeros(11)})
     assert_close({**without, "entropy": with_entropy["entropy"]}, only_logprobs, case)
 
@@ -99,7 +115,9 @@ def test_large_logits_stay_finite_and_exact():
     case = make_case(num_tokens=6, hidden=5, vocab=12, scale=4000.0)
     found, wanted = fused(case), reference(case)
     assert all(value.isfinite().all() for value in found.values())
-    assert_close({n: found[n] for n in ("logprobs", "entropy")}, {n: wanted[n] for n in ("logprobs", "entropy")}, case)
+    assert_close(
+        {n: found[n] for n in ("logprobs", "entropy")}, {n: wanted[n] for n in ("logprobs", "entropy")}, case
+    )
 
 
 def test_bfloat16_reduces_in_float32():
@@ -116,7 +134,9 @@ def test_a_float32_projection_of_a_bfloat16_model_is_that_of_the_same_numbers_in
     case["hidden"], case["weight"] = case["hidden"].bfloat16(), case["weight"].bfloat16()
     found = fused(case, dtype=torch.float32)
     wanted = fused({**case, "hidden": case["hidden"].float(), "weight": case["weight"].float()})
-    assert torch.equal(found["logprobs"], wanted["logprobs"]) and torch.equal(found["entropy"], wanted["entropy"])
+    assert torch.equal(found["logprobs"], wanted["logprobs"]) and torch.equal(
+        found["entropy"], wanted["entropy"]
+    )
     for name in ("hidden", "weight"):
         assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], wanted[name].bfloat16())
     assert not torch.equal(found["logprobs"], fused(case)["logprobs"])

@@ -1,4 +1,5 @@
-"""The arithmetic of memory: against what torch holds while the real engine updates a small model, and by hand where no GPU is needed."""
+"""The arithmetic of memory: against what torch holds while the real engine updates a small model, and by hand
+where no GPU is needed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,13 +98,21 @@ def measured(tmp_path_factory) -> dict[str, list[dict[str, int]]]:
 @pytest.mark.parametrize("case", ONE_RANK + TWO_RANKS, ids=str)
 def test_the_arithmetic_is_what_torch_holds(case, measured):
     layout = LayoutConfig(**{"dp": 1, **case.layout})
-    config = {"model_type": case.kind, "rms_norm_eps": 1e-6, "max_position_embeddings": 256, **SIZES, **EXPERTS}
+    config = {
+        "model_type": case.kind,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 256,
+        **SIZES,
+        **EXPERTS,
+    }
     for rank, held in enumerate(measured[str(case)]):
         work = Work(
             device="cpu", dtype=case.dtype, token_budget=held["tokens"], chunk_tokens=7, recompute=case.recompute,
             distributed_optimizer=case.distributed, num_microbatches=2 * layout.pp,
         )  # fmt: skip
-        memory = learner_memory(read_architecture(config), layout, work, stage=rank * layout.pp // layout.world_size)
+        memory = learner_memory(
+            read_architecture(config), layout, work, stage=rank * layout.pp // layout.world_size
+        )
         for item in ("parameters", "gradients", "optimizer"):
             assert getattr(memory, item) == pytest.approx(held[item], rel=0.1), item
         assert memory.activations == pytest.approx(held["activations"], rel=0.2)
@@ -114,11 +123,24 @@ def test_sequence_parallelism_and_recompute_save_what_they_should():
     """Between matrices a rank holds T / t tokens, or of each layer its input alone: never more than without."""
     architecture = read_architecture(QWEN2)
     plain, split = LayoutConfig(tp=4, dp=1), LayoutConfig(tp=4, sp=True, dp=1)
-    no_recompute = Work(device="cuda", dtype="bfloat16", token_budget=4096, chunk_tokens=64, recompute="none", distributed_optimizer=True)
+    no_recompute = Work(
+        device="cuda",
+        dtype="bfloat16",
+        token_budget=4096,
+        chunk_tokens=64,
+        recompute="none",
+        distributed_optimizer=True,
+    )
     kept = activation_bytes(architecture, plain, no_recompute, 0)
-    # 4 b H + 8 bytes of a layer's norms and products are held for T tokens by every rank; under SP a quarter of them
-    assert kept - activation_bytes(architecture, split, no_recompute, 0) == (28 * 2 * (2 * 2 * 3584 + 4) + (2 * 3584 + 4)) * 4096 * 3 // 4
-    assert activation_bytes(architecture, split, GPU_WORK, 0) < activation_bytes(architecture, plain, GPU_WORK, 0)
+    # 4 b H + 8 bytes of a layer's norms and products are held for T tokens by every rank; under SP a quarter
+    # of them
+    assert (
+        kept - activation_bytes(architecture, split, no_recompute, 0)
+        == (28 * 2 * (2 * 2 * 3584 + 4) + (2 * 3584 + 4)) * 4096 * 3 // 4
+    )
+    assert activation_bytes(architecture, split, GPU_WORK, 0) < activation_bytes(
+        architecture, plain, GPU_WORK, 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,7 +169,8 @@ def test_layers_of_interleaved_stages():
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_parameters_of_all_ranks_are_the_models(tied, pp, tp):
-    """Qwen2.5-7B's published 7,615,616,512: every rank of a stage has a t-th of what is split; a tied table is there on both ends."""
+    """Qwen2.5-7B's published 7,615,616,512: every rank of a stage has a t-th of what is split; a tied table
+    is there on both ends."""
     layout = LayoutConfig(tp=tp, pp=pp, dp=1)
     architecture = read_architecture(QWEN2 | {"tie_word_embeddings": tied})
     shared = [stage_parameters(architecture, layout, stage)[0] for stage in range(pp)]
@@ -165,18 +188,39 @@ def test_experts_are_divided_and_the_rest_is_not():
     )  # fmt: skip
     architecture = read_architecture(moe)
     # one layer of four experts 3 * 8 * 6; ep = 2 leaves two of them
-    assert [stage_parameters(architecture, LayoutConfig(ep=ep, dp=2), 0)[1] for ep in (1, 2)] == [4 * 144, 2 * 144]
-    # attention (8 * 24 + 8 * 8), four norms, on both layers; a dense MLP 3 * 8 * 64; a router 8 * 4; tables 2 * 800; the final norm
-    assert stage_parameters(architecture, LayoutConfig(ep=2, dp=2), 0)[0] == 2 * (256 + 24) + 1536 + 32 + 1600 + 8
-    work = Work(device="cpu", dtype="float32", token_budget=8, chunk_tokens=4, recompute="none", distributed_optimizer=True)
+    assert [stage_parameters(architecture, LayoutConfig(ep=ep, dp=2), 0)[1] for ep in (1, 2)] == [
+        4 * 144,
+        2 * 144,
+    ]
+    # attention (8 * 24 + 8 * 8), four norms, on both layers; a dense MLP 3 * 8 * 64; a router 8 * 4; tables 2
+    # * 800; the final norm
+    assert (
+        stage_parameters(architecture, LayoutConfig(ep=2, dp=2), 0)[0]
+        == 2 * (256 + 24) + 1536 + 32 + 1600 + 8
+    )
+    work = Work(
+        device="cpu",
+        dtype="float32",
+        token_budget=8,
+        chunk_tokens=4,
+        recompute="none",
+        distributed_optimizer=True,
+    )
     shared = stage_parameters(architecture, LayoutConfig(dp=4), 0)[0]
     for ep, of_rank, copies in ((1, 576, 4), (2, 288, 2), (4, 144, 1)):
-        assert learner_memory(architecture, LayoutConfig(ep=ep, dp=4), work, 0).optimizer == 8 * (shared // 4 + of_rank // copies)
+        assert learner_memory(architecture, LayoutConfig(ep=ep, dp=4), work, 0).optimizer == 8 * (
+            shared // 4 + of_rank // copies
+        )
 
 
 def test_a_run_counts_reference_and_critic():
     config = RunConfig.model_validate(
-        {"model": {"path": "m"}, "task": {"type": "countdown"}, "kl": {"coefficient": 0.1}, "advantage": {"type": "gae"}}
+        {
+            "model": {"path": "m"},
+            "task": {"type": "countdown"},
+            "kl": {"coefficient": 0.1},
+            "advantage": {"type": "gae"},
+        }
     )
     architecture, layout = read_architecture(QWEN2), LayoutConfig(tp=2, dp=4)
     work = work_of(config, "cuda", architecture)
@@ -185,11 +229,14 @@ def test_a_run_counts_reference_and_critic():
     # the critic has no output layer, but a head
     of_critic = stage_parameters(architecture, layout, 0)[0] - 76032 * 3584 + 3584
     assert memory.critic == 2 * of_critic + 4 * of_critic + 12 * of_critic // 4
-    assert memory.total == memory.lasting + max(memory.activations + memory.logits + memory.pipeline, memory.transfer)
+    assert memory.total == memory.lasting + max(
+        memory.activations + memory.logits + memory.pipeline, memory.transfer
+    )
 
 
 def test_the_worst_stage_is_an_end():
-    """Untied tables of 545 M parameters at both ends; the first has more micro-batches in flight, the last the logits."""
+    """Untied tables of 545 M parameters at both ends; the first has more micro-batches in flight, the last
+    the logits."""
     architecture, layout = read_architecture(QWEN2), LayoutConfig(pp=4, dp=2)
     stages = [learner_memory(architecture, layout, GPU_WORK, stage) for stage in range(4)]
     assert worst_stage(architecture, layout, GPU_WORK) == max(stages, key=lambda m: m.total)
@@ -208,26 +255,40 @@ def test_a_server_by_hand():
     heads, kv = 28 * 128, 128
     architecture = read_architecture(QWEN2)
     memory = rollout_memory(architecture, 4, "bfloat16", 80 * GIB)
-    layer = 3584 * (heads // 4 + 2 * kv) + (heads // 4 + 2 * kv) + heads // 4 * 3584 + 2 * 3584 + 3 * 3584 * 18944 // 4
+    layer = (
+        3584 * (heads // 4 + 2 * kv)
+        + (heads // 4 + 2 * kv)
+        + heads // 4 * 3584
+        + 2 * 3584
+        + 3 * 3584 * 18944 // 4
+    )
     assert memory.weights == 2 * (28 * layer + 3584 + 2 * (152064 // 4) * 3584)
     assert memory.reserved == 12 * GIB + GIB // 2  # 15 % of 80 GiB, and 4 / 8 GiB
     assert memory.kv_bytes_per_token == 2 * 28 * 1 * 128 * 2
     assert memory.tokens == (80 * GIB - memory.reserved - memory.weights) // memory.kv_bytes_per_token
-    assert rollout_memory(architecture, 28, "bfloat16", 80 * GIB).kv_bytes_per_token == memory.kv_bytes_per_token  # copied heads
+    assert (
+        rollout_memory(architecture, 28, "bfloat16", 80 * GIB).kv_bytes_per_token == memory.kv_bytes_per_token
+    )  # copied heads
     assert rollout_memory(architecture, 4, "bfloat16", 80 * GIB, static_share=0.5).reserved == 40 * GIB
     assert rollout_memory(architecture, 1, "bfloat16", 10 * GIB).tokens == 0
 
 
 def test_an_fp8_server_by_hand():
-    """Of Qwen2.5-7B, on one GPU: a byte for each number of the layers' matrices and 4 for each of their rows; the rest in 2 bytes."""
+    """Of Qwen2.5-7B, on one GPU: a byte for each number of the layers' matrices and 4 for each of their rows;
+    the rest in 2 bytes."""
     matrices, rows = 3584 * 36 * 128 + 3584 * 3584 + 3 * 3584 * 18944, 36 * 128 + 3584 + 2 * 18944 + 3584
     others = 28 * (36 * 128 + 2 * 3584) + 3584 + 2 * 152064 * 3584
     memory = rollout_memory(read_architecture(QWEN2), 1, "bfloat16", 80 * GIB, quantization="fp8")
     assert memory.weights == 28 * (matrices + 4 * rows) + 2 * others
     whole = rollout_memory(read_architecture(QWEN2), 1, "bfloat16", 80 * GIB)
-    assert whole.weights == 2 * (28 * matrices + others) and memory.kv_bytes_per_token == whole.kv_bytes_per_token
+    assert (
+        whole.weights == 2 * (28 * matrices + others)
+        and memory.kv_bytes_per_token == whole.kv_bytes_per_token
+    )
     assert memory.kv_cache - whole.kv_cache == whole.weights - memory.weights
-    assert rollout_memory(read_architecture(QWEN2), 1, "bfloat16", 80 * GIB, quantization="fake_int8") == whole, "they are sent as bfloat16"
+    assert (
+        rollout_memory(read_architecture(QWEN2), 1, "bfloat16", 80 * GIB, quantization="fake_int8") == whole
+    ), "they are sent as bfloat16"
 
 
 def test_sizes_in_words():
@@ -235,7 +296,9 @@ def test_sizes_in_words():
         "0 B", "1023 B", "1.50 KiB", "2.50 GiB", "100 GiB", "2.00 TiB",
     ]  # fmt: skip
     memory = worst_stage(read_architecture(QWEN2), LayoutConfig(tp=4, dp=2), GPU_WORK)
-    assert describe(memory).startswith(f"{size_text(memory.total)} (optimizer {size_text(memory.optimizer)}, ")
+    assert describe(memory).startswith(
+        f"{size_text(memory.total)} (optimizer {size_text(memory.optimizer)}, "
+    )
 
 
 def test_model_folders_are_read_like_everywhere(tmp_path):

@@ -1,4 +1,5 @@
-"""Broken weights are named by their headers alone, before a process starts; what the headers allow is what the learner loads."""
+"""Broken weights are named by their headers alone, before a process starts; what the headers allow is what
+the learner loads."""
 
 import json
 import shutil
@@ -44,7 +45,9 @@ def test_headers_of_published_models_are_as_large_as_their_cards_say(name):
     shapes = hf_shapes(read_architecture(read_hf_config(MODEL_CONFIGS / name)))
     sizes = [part.removesuffix("B") for part in name.split("-") if part.endswith("B") and part[:1].isdigit()]
     parameters = sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in shapes.values()) / 1e9
-    card = {"0.5": 0.49, "1.5": 1.54, "3": 3.09, "7": 7.62, "14": 14.8, "32": 32.8, "72": 72.7}.get(sizes[0], float(sizes[0]))
+    card = {"0.5": 0.49, "1.5": 1.54, "3": 3.09, "7": 7.62, "14": 14.8, "32": 32.8, "72": 72.7}.get(
+        sizes[0], float(sizes[0])
+    )
     assert parameters == pytest.approx(card, rel=0.04)
 
 
@@ -55,7 +58,9 @@ def split_in_two(folder: Path) -> None:
     for file, held in files.items():
         write_weights(folder / file, {name: shapes[name] for name in held})
     (folder / SINGLE).unlink()
-    (folder / INDEX).write_text(json.dumps({"weight_map": {name: file for file, held in files.items() for name in held}}))
+    (folder / INDEX).write_text(
+        json.dumps({"weight_map": {name: file for file, held in files.items() for name in held}})
+    )
 
 
 def test_shards_are_as_good_as_one_file(folder):
@@ -145,7 +150,10 @@ def test_all_broken_files_are_named_at_once(folder):
     split_in_two(folder)
     for file in ("model-1.safetensors", "model-2.safetensors"):
         cut(file, 0)(folder)
-    assert [file for line in problems(folder) for file in ("model-1", "model-2") if file in line] == ["model-1", "model-2"]
+    assert [file for line in problems(folder) for file in ("model-1", "model-2") if file in line] == [
+        "model-1",
+        "model-2",
+    ]
 
 
 def test_what_the_learner_ignores_is_no_problem(folder, tmp_path):

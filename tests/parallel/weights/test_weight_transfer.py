@@ -53,7 +53,10 @@ def test_a_tensor_that_fills_a_bucket_is_sent_from_where_it_is():
     tensors = tensors_of([[2, 2], [4, 8], [2, 2]])
     buckets = list(make_buckets(tensors, dtype=torch.float32, max_bytes=128))
     assert [bucket.names for bucket in buckets] == [["t0"], ["t1"], ["t2"]]
-    assert [bucket.bytes.data_ptr() == tensor.data_ptr() for bucket, (_, tensor) in zip(buckets, tensors, strict=True)] == [
+    assert [
+        bucket.bytes.data_ptr() == tensor.data_ptr()
+        for bucket, (_, tensor) in zip(buckets, tensors, strict=True)
+    ] == [
         False,
         True,
         False,
@@ -143,7 +146,9 @@ def test_expected_checksums_of_several_ranks_by_slices(size, kv_heads):
             rows = slice(head * dim, (head + 1) * dim)
         mine, middle = slice(rank * query, (rank + 1) * query), slice(rank * wide, (rank + 1) * wide)
         wanted |= {
-            f"rank{rank}/model.embed_tokens.weight": digest(words[rank * 64 // size : (rank + 1) * 64 // size]),
+            f"rank{rank}/model.embed_tokens.weight": digest(
+                words[rank * 64 // size : (rank + 1) * 64 // size]
+            ),
             f"rank{rank}/{layer}.self_attn.qkv_proj.weight": digest(q[mine], k[rows], v[rows]),
             f"rank{rank}/{layer}.self_attn.o_proj.weight": digest(o[:, mine]),
             f"rank{rank}/{layer}.mlp.gate_up_proj.weight": digest(gate[middle], up[middle]),
@@ -155,16 +160,29 @@ def test_expected_checksums_of_several_ranks_by_slices(size, kv_heads):
 
 @pytest.mark.parametrize(
     "rows, size, wanted",
-    [(64, 1, 0), (65, 2, 63), (10, 3, 182), (192, 3, 0), (129, 3, 63), (151_936, 8, 0), (151_936, 6, 128), (65, 3, 127), (32_000, 7, 256)],
+    [
+        (64, 1, 0),
+        (65, 2, 63),
+        (10, 3, 182),
+        (192, 3, 0),
+        (129, 3, 63),
+        (151_936, 8, 0),
+        (151_936, 6, 128),
+        (65, 3, 127),
+        (32_000, 7, 256),
+    ],
 )
 def test_vocabulary_padding(rows, size, wanted):
-    """By hand. 10 on 3 ranks: 64 does not divide by 3, so up to 192; 151936 = 64 * 2374 on 6 up to 384 * 396; 32000 on 7 up to 448 * 72."""
+    """By hand. 10 on 3 ranks: 64 does not divide by 3, so up to 192; 151936 = 64 * 2374 on 6 up to 384 * 396;
+    32000 on 7 up to 448 * 72."""
     assert vocabulary_padding(rows, size) == wanted
 
 
 def test_a_vocabulary_on_three_ranks():
     embedding = torch.randn(10, 8)
-    found = expected_checksums({"model.embed_tokens.weight": embedding}.items(), tensor_parallel=3, kv_heads=3)
+    found = expected_checksums(
+        {"model.embed_tokens.weight": embedding}.items(), tensor_parallel=3, kv_heads=3
+    )
     parts = [torch.cat([embedding, torch.zeros(54, 8)]), torch.zeros(64, 8), torch.zeros(64, 8)]
     assert found == {f"rank{rank}/model.embed_tokens.weight": digest(part) for rank, part in enumerate(parts)}
 

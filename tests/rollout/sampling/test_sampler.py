@@ -1,4 +1,5 @@
-"""The sample role around a deterministic engine: order, grouping, alignment, versions, resume, and the wire to the learner."""
+"""The sample role around a deterministic engine: order, grouping, alignment, versions, resume, and the wire
+to the learner."""
 
 import asyncio
 import hashlib
@@ -57,7 +58,9 @@ class LengthScorer:
         self.seen: list[tuple[str, str]] = []
         self.lengths: list[tuple[int, FinishReason]] = []
 
-    async def score(self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason) -> Score:
+    async def score(
+        self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason
+    ) -> Score:
         await asyncio.sleep(0)
         self.seen.append((prompt.prompt_id, response_text))
         self.lengths.append((num_tokens, finish_reason))
@@ -69,11 +72,23 @@ class LengthScorer:
 
 def make_prompts(count: int, name: str = "p") -> list[Prompt]:
     ids = [[3 + (i + j) % 15 for j in range(1 + i % 4)] for i in range(count)]
-    return [Prompt(prompt_id=f"{name}{i}", token_ids=ids[i], text=f"text {i}", task="toy", reference=str(i)) for i in range(count)]
+    return [
+        Prompt(prompt_id=f"{name}{i}", token_ids=ids[i], text=f"text {i}", task="toy", reference=str(i))
+        for i in range(count)
+    ]
 
 
 def make_sampler(
-    tokenizer, *, engine=None, scorer=None, seed=0, num_train=5, num_heldout=4, group_size=3, evaluation=None, **rollout
+    tokenizer,
+    *,
+    engine=None,
+    scorer=None,
+    seed=0,
+    num_train=5,
+    num_heldout=4,
+    group_size=3,
+    evaluation=None,
+    **rollout,
 ) -> GroupSampler:
     return GroupSampler(
         client=engine or FakeEngine(),
@@ -109,15 +124,23 @@ def test_a_group_holds_the_siblings_of_one_prompt_each_aligned_with_its_own_toke
             assert (t.group_id, t.prompt_id) == (group.group_id, group.prompt_id)
             assert t.token_ids == prompt.token_ids + response
             assert t.response_mask == [False] * len(prompt.token_ids) + [True] * len(response)
-            assert t.rollout_logprobs == [0.0] * len(prompt.token_ids) + [-(1 + token) / 0.5 for token in response]
+            assert t.rollout_logprobs == [0.0] * len(prompt.token_ids) + [
+                -(1 + token) / 0.5 for token in response
+            ]
             assert t.token_versions == [0] * len(prompt.token_ids) + [7] * len(response)
             assert t.finish_reason is (FinishReason.STOP if response[-1] == STOP else FinishReason.LENGTH)
-            assert (t.reward, t.reward_parts, t.status) == (float(len(text) % 2 == 0), {"length": float(len(text))}, TrajectoryStatus.OK)
+            assert (t.reward, t.reward_parts, t.status) == (
+                float(len(text) % 2 == 0),
+                {"length": float(len(text))},
+                TrajectoryStatus.OK,
+            )
             assert "<eos>" not in text
             assert (prompt.prompt_id, text) in scorer.seen
     assert stats.requests == 12
     assert stats.failed_rewards == stats.resampled_groups == stats.filled_groups == 0
-    assert Counter(scorer.lengths) == Counter((sum(t.response_mask), t.finish_reason) for g in groups for t in g.trajectories)
+    assert Counter(scorer.lengths) == Counter(
+        (sum(t.response_mask), t.finish_reason) for g in groups for t in g.trajectories
+    )
 
 
 def test_siblings_and_repeated_prompts_get_seeds_of_their_own(tokenizer):
@@ -126,8 +149,14 @@ def test_siblings_and_repeated_prompts_get_seeds_of_their_own(tokenizer):
     seeds = [seed for _, seed, _ in engine.calls]
     assert len(set(seeds)) == len(seeds) == 30
     order = [*epoch_order(5, seed=0, epoch=0), *epoch_order(5, seed=0, epoch=1)]
-    named = [json.dumps([0, f"p{i}", sibling, group_id]) for group_id, i in enumerate(order) for sibling in range(3)]
-    assert seeds == [int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) // 2 for name in named]  # a run stays the same over releases
+    named = [
+        json.dumps([0, f"p{i}", sibling, group_id])
+        for group_id, i in enumerate(order)
+        for sibling in range(3)
+    ]
+    assert seeds == [
+        int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) // 2 for name in named
+    ]  # a run stays the same over releases
     other = FakeEngine()
     next_groups(make_sampler(tokenizer, engine=other, seed=1), 10)
     assert not {seed for _, seed, _ in other.calls} & set(seeds)
@@ -141,7 +170,8 @@ def test_the_stats_of_a_reply_count_that_reply_alone(tokenizer):
 
 
 def test_a_group_is_scored_while_another_one_is_still_being_sampled(tokenizer):
-    """The engine keeps one group back until the others are scored, which would never end if scoring waited for every group."""
+    """The engine keeps one group back until the others are scored, which would never end if scoring waited
+    for every group."""
     scored = asyncio.Event()
 
     class Engine(FakeEngine):
@@ -196,9 +226,14 @@ def test_an_epoch_visits_every_prompt_once_in_an_order_of_its_own(num, seed, epo
 
 
 @settings(deadline=None, max_examples=25)
-@given(counts=st.lists(st.integers(1, 7), min_size=1, max_size=4), split=st.integers(0, 4), seed=st.integers(0, 3))
+@given(
+    counts=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    split=st.integers(0, 4),
+    seed=st.integers(0, 3),
+)
 def test_any_resume_continues_the_same_groups(tokenizer, counts, split, seed):
-    """However requests are cut and wherever a sampler is replaced by one that loads its state, the same groups come."""
+    """However requests are cut and wherever a sampler is replaced by one that loads its state, the same
+    groups come."""
     whole, _ = next_groups(make_sampler(tokenizer, seed=seed), sum(counts))
     sampler, pieces = make_sampler(tokenizer, seed=seed), []
     for i, count in enumerate(counts):
@@ -216,8 +251,13 @@ def test_a_state_of_other_data_is_refused(tokenizer):
         make_sampler(tokenizer).load_state(SamplerState(position=3, next_group_id=3, num_prompts=9))
 
 
-@pytest.mark.parametrize(("served", "newest", "staleness", "fine"), [(3, 3, 0, True), (2, 3, 0, False), (2, 3, 1, True), (4, 3, 1, False)])
-def test_tokens_of_a_wrong_version_are_an_error_and_the_position_stays(tokenizer, served, newest, staleness, fine):
+@pytest.mark.parametrize(
+    ("served", "newest", "staleness", "fine"),
+    [(3, 3, 0, True), (2, 3, 0, False), (2, 3, 1, True), (4, 3, 1, False)],
+)
+def test_tokens_of_a_wrong_version_are_an_error_and_the_position_stays(
+    tokenizer, served, newest, staleness, fine
+):
     sampler = make_sampler(tokenizer, engine=FakeEngine(version=served))
     request = sampler.next_groups(2, newest=newest, max_staleness=staleness)
     if fine:
@@ -250,12 +290,21 @@ def test_a_failed_reward_scores_zero_is_counted_and_named_in_the_log(tokenizer, 
     assert 0 < len(expected) < len(texts)
     with caplog.at_level(logging.WARNING):
         groups, stats = next_groups(make_sampler(tokenizer, scorer=LengthScorer(forbidden)), 5)
-    failed = {(g.prompt_id, t.sibling_id) for g in groups for t in g.trajectories if t.status is TrajectoryStatus.REWARD_FAILED}
+    failed = {
+        (g.prompt_id, t.sibling_id)
+        for g in groups
+        for t in g.trajectories
+        if t.status is TrajectoryStatus.REWARD_FAILED
+    }
     assert failed == expected
     assert (stats.failed_rewards, stats.scored) == (len(expected), len(texts))
     assert stats.first_failure in caplog.text
-    assert all(t.reward == 0.0 for g in groups for t in g.trajectories if t.status is TrajectoryStatus.REWARD_FAILED)
-    prompt_id, sibling = next(iter(sorted(expected, key=lambda key: [g.prompt_id for g in groups].index(key[0]))))
+    assert all(
+        t.reward == 0.0 for g in groups for t in g.trajectories if t.status is TrajectoryStatus.REWARD_FAILED
+    )
+    prompt_id, sibling = next(
+        iter(sorted(expected, key=lambda key: [g.prompt_id for g in groups].index(key[0])))
+    )
     assert f"prompt {prompt_id}, sibling {sibling}, scored 0: cannot stand {forbidden}" in caplog.text
 
 
@@ -264,12 +313,16 @@ def test_where_every_reward_fails_nothing_is_handed_out(tokenizer, what):
     """Zeros all over would train, or evaluate, to the end without a word."""
     dynamic = {"dynamic_sampling": resample(3)} if what == "a later round" else {}
     sampler = make_sampler(tokenizer, scorer=LengthScorer(""), **dynamic)
-    with pytest.raises(SamplingError, match=r"rewards of all \d+ samples failed.*first: prompt [ph]\d, sibling 0, scored 0: cannot stand"):
+    with pytest.raises(
+        SamplingError,
+        match=r"rewards of all \d+ samples failed.*first: prompt [ph]\d, sibling 0, scored 0: cannot stand",
+    ):
         asyncio.run(sampler.evaluate()) if what == "an evaluation" else next_groups(sampler, 4)
     assert sampler.state.position == 0
 
 
-# --- dynamic sampling --------------------------------------------------------------------------------------------------------------
+# --- dynamic sampling
+# --------------------------------------------------------------------------------------------------------------
 
 
 def resample(max_rounds: int, compare: str = "reward") -> ResampleGroups:
@@ -281,7 +334,8 @@ def differs(group: Group) -> bool:
 
 
 def reference_step(plain: list[Group], used: int, count: int, max_rounds: int) -> tuple[list[Group], int]:
-    """The groups of one step out of all groups in order, of which ``used`` are gone, and how many are gone after it."""
+    """The groups of one step out of all groups in order, of which ``used`` are gone, and how many are gone
+    after it."""
     good, dull = [], []
     for _ in range(max_rounds):
         missing = count - len(good)
@@ -297,13 +351,18 @@ def reference_step(plain: list[Group], used: int, count: int, max_rounds: int) -
     seed=st.integers(0, 99), counts=st.lists(st.integers(1, 5), min_size=1, max_size=4), max_rounds=st.integers(2, 4),
     size=st.integers(2, 3), split=st.integers(0, 4),
 )  # fmt: skip
-def test_dynamic_sampling_takes_the_plain_order_and_leaves_out_groups_without_signal(tokenizer, seed, counts, max_rounds, size, split):
-    """Seeds, ids and positions are those of plain sampling, whatever is left out and wherever a resumed sampler takes over."""
+def test_dynamic_sampling_takes_the_plain_order_and_leaves_out_groups_without_signal(
+    tokenizer, seed, counts, max_rounds, size, split
+):
+    """Seeds, ids and positions are those of plain sampling, whatever is left out and wherever a resumed
+    sampler takes over."""
     plain, _ = next_groups(make_sampler(tokenizer, seed=seed, group_size=size), sum(counts) * max_rounds)
     engine, used = FakeEngine(), 0
 
     def make():
-        return make_sampler(tokenizer, engine=engine, seed=seed, group_size=size, dynamic_sampling=resample(max_rounds))
+        return make_sampler(
+            tokenizer, engine=engine, seed=seed, group_size=size, dynamic_sampling=resample(max_rounds)
+        )
 
     sampler = make()
     for i, count in enumerate(counts):
@@ -315,22 +374,31 @@ def test_dynamic_sampling_takes_the_plain_order_and_leaves_out_groups_without_si
         groups, stats = next_groups(sampler, count)
         assert groups == expected
         assert sampler.state == SamplerState(position=used, next_group_id=used, num_prompts=5)
-        assert (stats.resampled_groups, stats.filled_groups) == (used - before - count, sum(not differs(group) for group in expected))
+        assert (stats.resampled_groups, stats.filled_groups) == (
+            used - before - count,
+            sum(not differs(group) for group in expected),
+        )
         assert stats.requests == (used - before) * size and len(engine.calls) == used * size
 
 
 class ByPrompt:
-    """Siblings differ by 1 in value for the prompts in ``values``, and in being right for those in ``right``; others never differ."""
+    """Siblings differ by 1 in value for the prompts in ``values``, and in being right for those in ``right``;
+    others never differ."""
 
     retries = 0
 
     def __init__(self, *, values=(), right=()):
         self.values, self.right, self.asked = values, right, Counter()
 
-    async def score(self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason) -> Score:
+    async def score(
+        self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason
+    ) -> Score:
         self.asked[prompt.prompt_id] += 1
         first = self.asked[prompt.prompt_id] % 2 == 1
-        return Score(value=float(first and prompt.prompt_id in self.values), correct=first and prompt.prompt_id in self.right)
+        return Score(
+            value=float(first and prompt.prompt_id in self.values),
+            correct=first and prompt.prompt_id in self.right,
+        )
 
 
 def test_rounds_and_the_bound_by_hand(tokenizer, caplog):
@@ -338,17 +406,31 @@ def test_rounds_and_the_bound_by_hand(tokenizer, caplog):
 
     def step(*signal: int, max_rounds: int):
         sampler = make_sampler(
-            tokenizer, scorer=ByPrompt(values=[order[i] for i in signal]), num_train=9, group_size=2, dynamic_sampling=resample(max_rounds)
+            tokenizer,
+            scorer=ByPrompt(values=[order[i] for i in signal]),
+            num_train=9,
+            group_size=2,
+            dynamic_sampling=resample(max_rounds),
         )
         groups, stats = next_groups(sampler, 3)
         assert [g.group_id for g in groups] == [order.index(g.prompt_id) for g in groups]
-        return [g.group_id for g in groups], sampler.state.position, stats.resampled_groups, stats.filled_groups
+        return (
+            [g.group_id for g in groups],
+            sampler.state.position,
+            stats.resampled_groups,
+            stats.filled_groups,
+        )
 
     assert step(0, 1, 2, max_rounds=2) == ([0, 1, 2], 3, 0, 0)
     assert step(1, 3, 4, max_rounds=2) == ([1, 3, 4], 5, 2, 0)  # 0 and 2 are dull, 3 and 4 take their places
     assert step(1, 4, 5, max_rounds=3) == ([1, 4, 5], 6, 3, 0)  # round 2: 3 4, round 3: 5
     assert not caplog.records
-    assert step(1, 4, 5, max_rounds=2) == ([0, 1, 4], 5, 2, 1)  # no third round: the first dull one comes along, in its place
+    assert step(1, 4, 5, max_rounds=2) == (
+        [0, 1, 4],
+        5,
+        2,
+        1,
+    )  # no third round: the first dull one comes along, in its place
     assert "only 2 of 3 groups have differing rewards after 2 rounds and 5 prompts" in caplog.text
     assert step(max_rounds=2) == ([0, 1, 2], 6, 3, 3)
 
@@ -357,7 +439,13 @@ def test_what_is_compared_is_the_whole_reward_or_whether_it_is_right(tokenizer):
     everyone = [f"p{i}" for i in range(6)]
 
     def filled(compare: str, **differing) -> int:
-        sampler = make_sampler(tokenizer, scorer=ByPrompt(**differing), num_train=6, group_size=2, dynamic_sampling=resample(3, compare))
+        sampler = make_sampler(
+            tokenizer,
+            scorer=ByPrompt(**differing),
+            num_train=6,
+            group_size=2,
+            dynamic_sampling=resample(3, compare),
+        )
         return next_groups(sampler, 2)[1].filled_groups
 
     assert (filled("reward", values=everyone), filled("correct", values=everyone)) == (0, 2)
@@ -369,7 +457,9 @@ def test_a_failure_in_a_later_round_leaves_the_position_where_it_was(tokenizer):
     ids = make_prompts(9)[late].token_ids
     assert all(make_prompts(9)[i].token_ids != ids for i in epoch_order(9, seed=0, epoch=0)[:4])
     engine = FakeEngine(fail=lambda prompt_ids, seed: list(prompt_ids) == ids)
-    sampler = make_sampler(tokenizer, engine=engine, scorer=ByPrompt(), num_train=9, group_size=2, dynamic_sampling=resample(2))
+    sampler = make_sampler(
+        tokenizer, engine=engine, scorer=ByPrompt(), num_train=9, group_size=2, dynamic_sampling=resample(2)
+    )
     with pytest.raises(GenerationError, match="asked to fail"):
         next_groups(sampler, 3)
     assert len(engine.calls) > 6
@@ -383,7 +473,8 @@ def test_single_siblings_cannot_differ():
         resample(1)
 
 
-# --- evaluation --------------------------------------------------------------------------------------------------------------------
+# --- evaluation
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def test_accuracy_counts_what_is_right_whatever_the_reward(tokenizer):
@@ -392,7 +483,10 @@ def test_accuracy_counts_what_is_right_whatever_the_reward(tokenizer):
             score = await super().score(prompt, response_text, **length)
             return replace(score, value=score.value / 2 - 0.25)
 
-    plain, halved = (asyncio.run(make_sampler(tokenizer, scorer=scorer).evaluate()) for scorer in (LengthScorer(), Halved()))
+    plain, halved = (
+        asyncio.run(make_sampler(tokenizer, scorer=scorer).evaluate())
+        for scorer in (LengthScorer(), Halved())
+    )
     assert halved.accuracy == plain.accuracy > 0
     assert halved.reward_mean == pytest.approx(plain.reward_mean / 2 - 0.25)
 
@@ -437,7 +531,9 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer, tmp_path):
         check_vocabulary(tokenizer, tmp_path)
 
 
-def run_config(model_dir=Path("m"), *, token_budget=100, max_new_tokens=40, task=None, **rollout) -> RunConfig:
+def run_config(
+    model_dir=Path("m"), *, token_budget=100, max_new_tokens=40, task=None, **rollout
+) -> RunConfig:
     return RunConfig.model_validate({
         "model": {"path": model_dir}, "task": task or {"type": "countdown"}, "learner": {"token_budget": token_budget},
         "rollout": {"max_new_tokens": max_new_tokens, **rollout},
@@ -446,7 +542,10 @@ def run_config(model_dir=Path("m"), *, token_budget=100, max_new_tokens=40, task
 
 def task_of(*, train, heldout=()) -> Task:
     prompts = [
-        [Prompt(prompt_id=f"{name}{n}", token_ids=[1] * n, text="?", task="toy", reference="") for n in lengths]
+        [
+            Prompt(prompt_id=f"{name}{n}", token_ids=[1] * n, text="?", task="toy", reference="")
+            for n in lengths
+        ]
         for name, lengths in (("train", train), ("heldout", heldout))
     ]
     return Task(name="toy", train=prompts[0], heldout=prompts[1])
@@ -488,7 +587,11 @@ def test_the_sample_role_refuses_an_overlong_prompt_before_it_asks_for_servers(m
     asked = []
     config = run_config(model_dir, task=task)
     with pytest.raises(ValueError, match=r"training prompt \S+/p\.jsonl:line 2 has 62 tokens, but only 60 "):
-        asyncio.run(run_sample_role(config, server_urls=lambda: asked.append(1) or [], announce=asked.append, log_dir=tmp_path))
+        asyncio.run(
+            run_sample_role(
+                config, server_urls=lambda: asked.append(1) or [], announce=asked.append, log_dir=tmp_path
+            )
+        )
     assert asked == []
 
 
@@ -497,8 +600,14 @@ def test_the_sample_role_asks_its_reward_model_before_it_waits_for_servers(model
     config = run_config(model_dir, task={"type": "jsonl", "train_path": path, "apply_chat_template": False})
     config = config.model_copy(update={"reward": ModelReward(urls=("http://127.0.0.1:9",), max_retries=0)})
     asked = []
-    with pytest.raises(RewardModelError, match=r"reward: 1 attempts .*http://127\.0\.0\.1:9/classify.*correct reward\.urls"):
-        asyncio.run(run_sample_role(config, server_urls=lambda: asked.append(1) or [], announce=asked.append, log_dir=tmp_path))
+    with pytest.raises(
+        RewardModelError, match=r"reward: 1 attempts .*http://127\.0\.0\.1:9/classify.*correct reward\.urls"
+    ):
+        asyncio.run(
+            run_sample_role(
+                config, server_urls=lambda: asked.append(1) or [], announce=asked.append, log_dir=tmp_path
+            )
+        )
     assert asked == []
 
 
@@ -511,7 +620,9 @@ def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(m
         announced.append(address)
         ready.set()
 
-    role = run_sample_role(config, server_urls=lambda: ["http://127.0.0.1:9"], announce=announce, log_dir=tmp_path)
+    role = run_sample_role(
+        config, server_urls=lambda: ["http://127.0.0.1:9"], announce=announce, log_dir=tmp_path
+    )
     thread = threading.Thread(target=asyncio.run, args=(role,), daemon=True)
     thread.start()
     assert ready.wait(60)
@@ -526,9 +637,14 @@ alphabets = st.one_of(st.text(st.sampled_from("0123 +="), max_size=30), st.text(
 
 
 @settings(deadline=None, max_examples=60)
-@given(texts=st.lists(alphabets.filter(bool), min_size=1, max_size=8), limit=st.integers(0, 60), around=st.integers(0, 3))
+@given(
+    texts=st.lists(alphabets.filter(bool), min_size=1, max_size=8),
+    limit=st.integers(0, 60),
+    around=st.integers(0, 3),
+)
 def test_lazy_prompts_tell_the_longest_as_if_all_were_tokenised(texts, limit, around):
-    """The reference tokenises everything: one token per byte, the most that a tokenizer makes of a text, and some around it."""
+    """The reference tokenises everything: one token per byte, the most that a tokenizer makes of a text, and
+    some around it."""
     encoded = []
 
     def encode(text):
@@ -539,7 +655,9 @@ def test_lazy_prompts_tell_the_longest_as_if_all_were_tokenised(texts, limit, ar
     prompts = LazyPrompts(items, task="toy", to_problem=lambda problem: problem, encode=encode)
     lengths = [around + len(text.encode()) for text in texts]
     found = longest_above(prompts, limit)
-    assert (None if max(lengths) <= limit else max(lengths)) == (None if found is None else len(found.token_ids))
+    assert (None if max(lengths) <= limit else max(lengths)) == (
+        None if found is None else len(found.token_ids)
+    )
 
 
 def test_short_texts_are_not_tokenised_to_know_that_they_fit():
@@ -557,7 +675,8 @@ def test_short_texts_are_not_tokenised_to_know_that_they_fit():
 
 @pytest.fixture
 def served(tokenizer, tmp_path):
-    """Start a sample role in a thread for a given sampler, and hand out the learner's side; ends with ``stop``."""
+    """Start a sample role in a thread for a given sampler, and hand out the learner's side; ends with
+    ``stop``."""
     threads, remotes, key = [], [], run_key(tmp_path / "key.yaml")
 
     def start(sampler, timeout_s=20.0) -> RemoteSampler:
@@ -567,7 +686,9 @@ def served(tokenizer, tmp_path):
             addresses.append(address)
             ready.set()
 
-        thread = threading.Thread(target=lambda: asyncio.run(serve(sampler, announce=announce, key=key)), daemon=True)
+        thread = threading.Thread(
+            target=lambda: asyncio.run(serve(sampler, announce=announce, key=key)), daemon=True
+        )
         thread.start()
         assert ready.wait(20)
         threads.append(thread)
@@ -628,7 +749,8 @@ def test_a_reward_model_that_is_gone_reaches_the_learner_as_a_failure(tokenizer,
 
 
 def test_whoever_waits_may_give_up_and_ask_anew(tokenizer, served):
-    """The role still makes what nobody waits for, and its position moves; the learner's state is that of what it took."""
+    """The role still makes what nobody waits for, and its position moves; the learner's state is that of what
+    it took."""
     gate, enough = threading.Event(), ValueError("enough")
 
     class Slow(FakeEngine):
@@ -642,7 +764,10 @@ def test_whoever_waits_may_give_up_and_ask_anew(tokenizer, served):
 
     remote = served(make_sampler(tokenizer, engine=Slow()))
     start = remote.state()
-    for ask in (lambda: remote.next_groups(2, newest=0, max_staleness=0, meanwhile=give_up), lambda: remote.evaluate(meanwhile=give_up)):
+    for ask in (
+        lambda: remote.next_groups(2, newest=0, max_staleness=0, meanwhile=give_up),
+        lambda: remote.evaluate(meanwhile=give_up),
+    ):
         with pytest.raises(ValueError, match="enough"):
             ask()
     gate.set()

@@ -81,7 +81,9 @@ def test_a_refusal_carries_the_servers_words_and_the_line_goes_on(server, make_l
         message = b'{"message":"no such group"}'
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(message)}\r\n\r\n"
         connection.sendall(head.encode() + message + OK + b'{"x":3}')
-        with pytest.raises(ControlError, match=r"POST http://127.0.0.1:\d+/refused answered HTTP 400: no such group"):
+        with pytest.raises(
+            ControlError, match=r"POST http://127.0.0.1:\d+/refused answered HTTP 400: no such group"
+        ):
             refused.result(TIMEOUT_S)
         assert after.result(TIMEOUT_S) == {"x": 3}
 
@@ -101,7 +103,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("sent", BROKEN)
-def test_a_broken_connection_fails_all_that_is_due_and_the_next_request_gets_a_new_one(server, make_line, sent):
+def test_a_broken_connection_fails_all_that_is_due_and_the_next_request_gets_a_new_one(
+    server, make_line, sent
+):
     line = make_line(server.url)
     due = [line.ask("POST", "/one", {}), line.ask("POST", "/two", {})]
     with server.accept() as connection:
@@ -187,9 +191,21 @@ GREEDY = '{"output_ids": [5], "meta_info": {"input_token_logprobs": [[%s], [%s]]
     [
         (probe, [SAMPLE % "-0.5, 5"], None),
         (probe, [SAMPLE % "null, 5"], "probe: .*no finite log-prob for token 1 of 1"),
-        (greedy, ["{}", GREEDY % ("null, 3", "-1.0, 4", "-0.5, 5")], None),  # the first token of a prompt has none
-        (greedy, ["{}", GREEDY % ("null, 3", "null, 4", "-0.5, 5")], "greedy continuation: .*no finite log-prob for token 1 of 1"),
-        (greedy, ["{}", GREEDY % ("null, 3", "-1.0, 4", "null, 5")], "greedy continuation: .*no finite log-prob for token 1 of 1"),
+        (
+            greedy,
+            ["{}", GREEDY % ("null, 3", "-1.0, 4", "-0.5, 5")],
+            None,
+        ),  # the first token of a prompt has none
+        (
+            greedy,
+            ["{}", GREEDY % ("null, 3", "null, 4", "-0.5, 5")],
+            "greedy continuation: .*no finite log-prob for token 1 of 1",
+        ),
+        (
+            greedy,
+            ["{}", GREEDY % ("null, 3", "-1.0, 4", "null, 5")],
+            "greedy continuation: .*no finite log-prob for token 1 of 1",
+        ),
         (probe, [SAMPLE % "-0.5, 6"], "probe: .*GenerationError: the server's log-probs are of other tokens"),
         (probe, ["{}"], "probe: .*KeyError: 'meta_info'"),
         (probe, ["[]"], "probe: .*TypeError"),
@@ -203,7 +219,10 @@ GREEDY = '{"output_ids": [5], "meta_info": {"input_token_logprobs": [[%s], [%s]]
 )
 def test_an_answer_that_cannot_be_read_is_the_servers_failure(server, ask, answers, message):
     """Anything but a ControlError would end the first rank alone, in the middle of a collective."""
-    with SGLangControl([server.url], tensor_parallel=1, timeout_s=TIMEOUT_S) as control, ThreadPoolExecutor(1) as thread:
+    with (
+        SGLangControl([server.url], tensor_parallel=1, timeout_s=TIMEOUT_S) as control,
+        ThreadPoolExecutor(1) as thread,
+    ):
         asked = thread.submit(ask, control)
         with closing(server.accept()) as connection:
             connection.sendall(b"".join(map(json_answer, answers)))

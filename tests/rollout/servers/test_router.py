@@ -25,12 +25,22 @@ from rollout.servers.control import SGLangControl
 from rollout.servers.fleet import ServerFleet
 from rollout.servers.router import Router, generation_client
 from rollout.tiny_model import make_tiny_countdown_model
-from tests.end_to_end.test_end_to_end import RECIPE, ROOT, SMALL, assert_nothing_left, finish, start, steps_of, wait_for
+from tests.end_to_end.test_end_to_end import (
+    RECIPE,
+    ROOT,
+    SMALL,
+    assert_nothing_left,
+    finish,
+    start,
+    steps_of,
+    wait_for,
+)
 from tests.support.fuzzing import ask_without_key, tell_to_stop, throw_at
 from tests.support.process_groups import assert_all_end
 
 PAUSE_S = 25.0
-"""By health that asks for a token (5 s, three times, 2 s apart) a paused server counts as ill within that time."""
+"""By health that asks for a token (5 s, three times, 2 s apart) a paused server counts as ill within that
+time."""
 
 
 def test_without_the_package_the_command_says_what_to_install(tmp_path, monkeypatch):
@@ -42,11 +52,16 @@ def test_without_the_package_the_command_says_what_to_install(tmp_path, monkeypa
 @pytest.mark.engines
 def test_a_router_that_finds_no_server_says_so_and_is_gone(tmp_path, monkeypatch):
     monkeypatch.setattr("rollout.servers.router.START_TIMEOUT_S", 15.0)
-    router = Router(RouterConfig(), ["http://127.0.0.1:9"], log_file=tmp_path / "router.log", request_timeout_s=60)
+    router = Router(
+        RouterConfig(), ["http://127.0.0.1:9"], log_file=tmp_path / "router.log", request_timeout_s=60
+    )
     router.start()
     started = psutil.Process(router._process.pid)
     try:
-        with pytest.raises(TimeoutError, match=r"not found all of \['http://127\.0\.0\.1:9'\] after 15 s; last lines of .*router\.log"):
+        with pytest.raises(
+            TimeoutError,
+            match=r"not found all of \['http://127\.0\.0\.1:9'\] after 15 s; last lines of .*router\.log",
+        ):
             router.wait_ready()
         started = [started, *started.children(recursive=True)]
         assert len(started) > 1
@@ -76,7 +91,9 @@ def fleet(folder):
 
 def run_config(folder, **router):
     # The run's own servers are not started: the fixture's stand there.
-    rollout = RolloutConfig(dtype="float32", replicas=2, router=RouterConfig(**router), request_timeout_s=60, max_retries=2)
+    rollout = RolloutConfig(
+        dtype="float32", replicas=2, router=RouterConfig(**router), request_timeout_s=60, max_retries=2
+    )
     config = load_config(RECIPE, [f"model.path={folder / 'model'}"])
     return config.model_copy(update={"rollout": rollout, "launch": LaunchConfig(start_timeout_s=120)})
 
@@ -88,7 +105,9 @@ def prefilled(fleet) -> list[int]:
 
 def groups(client, count: int, *, seed: int = 0):
     sampling = {"max_new_tokens": 8, "temperature": 1.0, "stop_token_ids": [0]}
-    return asyncio.gather(*(client.generate_group([4 + i, 5, 6], **sampling, seeds=range(seed, seed + 4)) for i in range(count)))
+    return asyncio.gather(
+        *(client.generate_group([4 + i, 5, 6], **sampling, seeds=range(seed, seed + 4)) for i in range(count))
+    )
 
 
 @pytest.mark.engines
@@ -107,7 +126,9 @@ def test_samples_come_whole_through_a_router_from_every_server(fleet, folder, po
     assert all(len({tuple(c.token_ids) for c in group}) > 1 for group in sampled), "siblings differ"
     assert all(logprob <= 0 for c in completions for logprob in c.rollout_logprobs)
     if policy == "round_robin":
-        assert all(now > then for now, then in zip(prefilled(fleet), before, strict=True)), "one server had nothing to do"
+        assert all(now > then for now, then in zip(prefilled(fleet), before, strict=True)), (
+            "one server had nothing to do"
+        )
 
 
 @pytest.mark.engines
@@ -140,7 +161,10 @@ def workers(url: str) -> list[dict]:
 
 @pytest.mark.engines
 def test_a_router_that_dies_is_named_with_its_log(fleet, folder, monkeypatch):
-    for name in ("http_proxy", "HTTPS_PROXY"):  # nobody listens there, and the router must not ask it for the servers
+    for name in (
+        "http_proxy",
+        "HTTPS_PROXY",
+    ):  # nobody listens there, and the router must not ask it for the servers
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
     async def scenario():
@@ -161,7 +185,11 @@ def test_dry_run_lists_the_router(folder):
     from launch.checks.device_memory import device_of
 
     config = load_config(RECIPE, [f"model.path={folder / 'model'}", "rollout.router={}"])
-    found = [line for line in dry_run_lines(config, ("serve", "sample", "learn"), device_of(config, None)) if "sglang-router" in line]
+    found = [
+        line
+        for line in dry_run_lines(config, ("serve", "sample", "learn"), device_of(config, None))
+        if "sglang-router" in line
+    ]
     assert len(found) == 1 and "of this host alone" in found[0]
 
 
@@ -181,12 +209,22 @@ def score(prompt, response, reference):
 def test_a_run_of_two_replicas_behind_a_router_is_exact_whatever_strangers_send_to_its_ports(tmp_path):
     make_tiny_countdown_model(tmp_path / "model", seed=0)
     (tmp_path / "my_reward.py").write_text(WAITING_REWARD)
-    settings = ["rollout.replicas=2", "rollout.router.policy=cache_aware", "layout.dp=2", "evaluation.at_ends=false", "steps=3"]
+    settings = [
+        "rollout.replicas=2",
+        "rollout.router.policy=cache_aware",
+        "layout.dp=2",
+        "evaluation.at_ends=false",
+        "steps=3",
+    ]
     settings += ["reward={type: function, function: 'my_reward:score', timeout_s: 600}"]
     process = start("train", RECIPE, *SMALL, *settings, cwd=tmp_path)
     with contextlib.ExitStack() as ending:
         ending.callback(lambda: (tmp_path / "go-on").touch())
-        wait_for(lambda: (tmp_path / "runs/latest/metrics.jsonl").exists() and steps_of(tmp_path), process, "the first step")
+        wait_for(
+            lambda: (tmp_path / "runs/latest/metrics.jsonl").exists() and steps_of(tmp_path),
+            process,
+            "the first step",
+        )
         ports = listening(RunFolder((tmp_path / "runs/latest").resolve()))
         attack(ports)
         assert process.poll() is None
@@ -211,13 +249,18 @@ def attack(ports) -> None:
     assert {port.address for port in ports} == {"127.0.0.1"}, ports
     assert {"serve", "sample", "learn"} == {port.role for port in ports}
     with_key = [port for port in ports if port.protection == BY_KEY]
-    assert sorted(port.what for port in with_key) == ["SGLang, HTTP"] * 2 + ["groups for the learner, ZeroMQ CURVE", "sglang-router, HTTP"]
+    assert sorted(port.what for port in with_key) == ["SGLang, HTTP"] * 2 + [
+        "groups for the learner, ZeroMQ CURVE",
+        "sglang-router, HTTP",
+    ]
     rng = random.Random(0)
     for port in ports:
         assert throw_at((port.address, port.port), rng) > 0, port
     for port in with_key:
         if "HTTP" in port.what:
-            refusals = {401} if "SGLang" in port.what else {401, 404, 405}  # a router does not know all that a server does
+            refusals = (
+                {401} if "SGLang" in port.what else {401, 404, 405}
+            )  # a router does not know all that a server does
             assert ask_without_key((port.address, port.port)) <= refusals, port
         else:
             assert not tell_to_stop(f"tcp://{port.address}:{port.port}")

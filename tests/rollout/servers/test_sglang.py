@@ -86,14 +86,18 @@ def test_rollout_logprobs_are_of_the_full_softmax_at_the_sampling_temperature(fl
     async def sample_all():
         async with SGLangClient(fleet.urls, max_concurrency=64, timeout_s=120, max_retries=0) as client:
             shared = {"max_new_tokens": 24, "temperature": 0.7, "stop_token_ids": [5, 9]}
-            wanted = [client.generate_group(p, **shared, seeds=range(1 + i % 4)) for i, p in enumerate(prompts)]  # also a group of one
+            wanted = [
+                client.generate_group(p, **shared, seeds=range(1 + i % 4)) for i, p in enumerate(prompts)
+            ]  # also a group of one
             return await asyncio.gather(*wanted)
 
     groups = asyncio.run(sample_all())
     assert [len(group) for group in groups] == [1, 2, 3, 4] * 2
     completions = [completion for group in groups for completion in group]
     ends = {0, 5, 9}  # the model's own end token stops too
-    for prompt, completion in [(prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group]:
+    for prompt, completion in [
+        (prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group
+    ]:
         expected = reference_logprobs(models[0], prompt, completion.token_ids, 0.7)
         assert completion.rollout_logprobs == pytest.approx(expected, abs=EXACT)
         assert completion.token_versions == [0] * len(completion.token_ids)
@@ -110,7 +114,9 @@ def test_rollout_logprobs_are_of_the_full_softmax_at_the_sampling_temperature(fl
 def test_siblings_of_one_prompt_differ(fleet):
     async def sample():
         async with SGLangClient(fleet.urls, max_concurrency=64, timeout_s=120, max_retries=0) as client:
-            return await client.generate_group([4, 5, 6], max_new_tokens=8, temperature=1.0, stop_token_ids=[0], seeds=range(16))
+            return await client.generate_group(
+                [4, 5, 6], max_new_tokens=8, temperature=1.0, stop_token_ids=[0], seeds=range(16)
+            )
 
     assert len({tuple(c.token_ids) for c in asyncio.run(sample())}) > 8
 
@@ -120,7 +126,9 @@ def test_an_oversized_request_is_refused_with_the_servers_words(fleet):
     async def sample():
         async with SGLangClient(fleet.urls, max_concurrency=2, timeout_s=60, max_retries=3) as client:
             try:
-                await client.generate_group([4, 5], max_new_tokens=5000, temperature=1.0, stop_token_ids=[0], seeds=[1, 2])
+                await client.generate_group(
+                    [4, 5], max_new_tokens=5000, temperature=1.0, stop_token_ids=[0], seeds=[1, 2]
+                )
             finally:
                 assert client.stats.retries == 0
 
@@ -135,14 +143,20 @@ def test_a_control_request_that_fails_carries_the_servers_words(control):
     with pytest.raises(ValueError, match="join_group first"):
         control.receive_bucket(names=["x"], dtype="float32", shapes=[[1]], version=1)
     with pytest.raises(ValueError, match="world_size=5"):
-        control.join_group(master_address="127.0.0.1", master_port=1, world_size=5, group_name="g", backend="gloo")
+        control.join_group(
+            master_address="127.0.0.1", master_port=1, world_size=5, group_name="g", backend="gloo"
+        )
 
 
 @pytest.mark.engines
 def test_an_update_in_the_middle_of_a_response_is_exact_token_by_token(fleet, control, models):
-    """Weights arrive while a response is being sampled: each token's log-prob is of the version that it names."""
+    """Weights arrive while a response is being sampled: each token's log-prob is of the version that it
+    names."""
     prompt = [3, 8, 5, 14, 9]
-    with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=120) as asking, ThreadPoolExecutor(1) as thread:
+    with (
+        SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=120) as asking,
+        ThreadPoolExecutor(1) as thread,
+    ):
         for _ in range(20):  # again if the response was complete, or nearly, before the pause
             old = control.versions()[0]
             sent = models[(old + 1) % 2]
@@ -182,8 +196,12 @@ def test_a_probe_after_an_update_agrees_with_the_sent_model_and_not_with_the_old
     (completion,) = control.probe([3, 4, 5, 6], max_new_tokens=12, temperature=0.7)
     assert len(completion.token_ids) == 12
     assert completion.token_versions == [version] * 12
-    assert completion.rollout_logprobs == pytest.approx(reference_logprobs(sent, [3, 4, 5, 6], completion.token_ids, 0.7), abs=EXACT)
-    assert completion.rollout_logprobs != pytest.approx(reference_logprobs(old, [3, 4, 5, 6], completion.token_ids, 0.7), abs=0.1)
+    assert completion.rollout_logprobs == pytest.approx(
+        reference_logprobs(sent, [3, 4, 5, 6], completion.token_ids, 0.7), abs=EXACT
+    )
+    assert completion.rollout_logprobs != pytest.approx(
+        reference_logprobs(old, [3, 4, 5, 6], completion.token_ids, 0.7), abs=0.1
+    )
 
 
 DYING_LEARNER = """
@@ -215,21 +233,37 @@ with SGLangControl([sys.argv[2]], tensor_parallel=1, timeout_s=60) as control:
 def test_servers_that_outlive_a_learner_which_died_in_a_transfer_serve_nothing_until_the_next_one_has_sent_its_weights(
     fleet, control, models, model_dirs
 ):
-    """Paused, an update open, parts of two versions in the weights, a process group without its sender, and the version of before."""
+    """Paused, an update open, parts of two versions in the weights, a process group without its sender, and
+    the version of before."""
     version, (url,) = control.versions()[0], control.urls
     other, mine = models[(version + 1) % 2], models[version % 2]
     for _ in range(2):  # the next learner may die in the same place
-        command = [sys.executable, "-c", DYING_LEARNER, str(model_dirs[(version + 1) % 2]), url, "tandem-test"]
+        command = [
+            sys.executable,
+            "-c",
+            DYING_LEARNER,
+            str(model_dirs[(version + 1) % 2]),
+            url,
+            "tandem-test",
+        ]
         assert subprocess.run(command, cwd=ROOT, timeout=300, check=False).returncode == -signal.SIGKILL
-    with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as next_one, ThreadPoolExecutor(1) as thread:
+    with (
+        SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as next_one,
+        ThreadPoolExecutor(1) as thread,
+    ):
         assert next_one.take_over() and next_one.take_over()
         assert next_one.versions() == [version], "nothing in its version tells"
-        held, whole = next_one.checksums()[0], [expected_checksums(model.named_parameters()) for model in (mine, other)]
+        held, whole = (
+            next_one.checksums()[0],
+            [expected_checksums(model.named_parameters()) for model in (mine, other)],
+        )
         assert held not in whole, "parts of two versions"
         with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as asking:
             response = thread.submit(asking.probe, [3, 4, 5], max_new_tokens=4, temperature=1.0)
             served = send(next_one, mine, version=version, group_name="tandem-test")
-            assert served.checksums == [expected_checksums(mine.named_parameters())] and served.versions == [version]
+            assert served.checksums == [expected_checksums(mine.named_parameters())] and served.versions == [
+                version
+            ]
             assert not response.done()
             next_one.resume()
             (completion,) = response.result()
@@ -245,7 +279,9 @@ def fleets_of_one_replica(model_dir: Path, log_dir: Path, num_nodes: int) -> lis
     (ports,) = choose_ports([0], None)
     fleets = []
     for node in range(num_nodes):
-        share = ServerShare(replica=0, node=node, node_rank=node, num_nodes=num_nodes, first_gpu=0, num_ranks=2 // num_nodes)
+        share = ServerShare(
+            replica=0, node=node, node_rank=node, num_nodes=num_nodes, first_gpu=0, num_ranks=2 // num_nodes
+        )
         meeting = {0: f"127.0.0.1:{ports.nccl}"} if num_nodes > 1 else {}
         options = {"threads": 1, "cuda": False, "seed": 0, "shares": [share], "meeting_points": meeting}
         fleets.append(ServerFleet(config, model_path=model_dir, log_dir=log_dir, **options))
@@ -284,7 +320,9 @@ def test_the_flags_that_its_sources_tell_are_those_that_sglang_reads():
     code = "import argparse, json; from sglang.srt.server_args import ServerArgs; parser = argparse.ArgumentParser(add_help=False); "
     code += "ServerArgs.add_cli_args(parser); print(json.dumps(sorted(parser._option_string_actions)))"
     environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
     read = {option.removeprefix("--") for option in json.loads(done.stdout.splitlines()[-1])}
     check_flags_exist(RolloutConfig(server_args=dict.fromkeys(read, True)))
     assert len(set(flags_of_sglang()) - read) < 50
@@ -318,7 +356,9 @@ time.sleep(600)
 
 @pytest.mark.engines
 def test_sigkill_of_the_owner_leaves_no_process(model_dirs, tmp_path):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(model_dirs[0]), str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(model_dirs[0]), str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE
+    )
     with owner:
         (leader,) = json.loads(owner.stdout.readline())
         deadline = time.monotonic() + 120

@@ -22,9 +22,12 @@ def answer(ids=(5, 6), *, spans=None, finish="stop", logprob_ids=None, logprobs=
         "meta_info": {
             "finish_reason": {"type": finish, "message": "shutting down"},
             "output_token_logprobs": [
-                [-0.5 * (i + 1) if logprobs is None else logprobs[i], token, None] for i, token in enumerate(logprob_ids or ids)
+                [-0.5 * (i + 1) if logprobs is None else logprobs[i], token, None]
+                for i, token in enumerate(logprob_ids or ids)
             ],
-            "weight_versions": spans if spans is not None else [{"version": "3", "start": 0, "end": len(ids)}],
+            "weight_versions": spans
+            if spans is not None
+            else [{"version": "3", "start": 0, "end": len(ids)}],
         },
     }
 
@@ -32,10 +35,16 @@ def answer(ids=(5, 6), *, spans=None, finish="stop", logprob_ids=None, logprobs=
 class LocalServer:
     """Answers /generate with ``behave(n)`` of the nth request (from 0).
 
-    That is: a reply, one sample's part of it (then every sample gets this one), a status with a body, or None to reset the connection.
+    That is: a reply, one sample's part of it (then every sample gets this one), a status with a body, or None
+    to reset the connection.
     """
 
-    def __init__(self, behave: Callable[[int], list[dict] | dict | tuple[int, dict] | None], *, hold: asyncio.Event | None = None):
+    def __init__(
+        self,
+        behave: Callable[[int], list[dict] | dict | tuple[int, dict] | None],
+        *,
+        hold: asyncio.Event | None = None,
+    ):
         self.behave, self.hold = behave, hold
         self.bodies: list[dict] = []
         self.running = self.most_running = 0  # samples
@@ -78,7 +87,9 @@ def make_client(*servers, **changes) -> SGLangClient:
 
 
 async def ask_group(client, seeds: Sequence[int]) -> list[Completion]:
-    return await client.generate_group([1, 2, 3], max_new_tokens=4, temperature=0.7, stop_token_ids=[6], seeds=seeds)
+    return await client.generate_group(
+        [1, 2, 3], max_new_tokens=4, temperature=0.7, stop_token_ids=[6], seeds=seeds
+    )
 
 
 async def ask(client) -> Completion:
@@ -92,7 +103,10 @@ def seeds_of(body: dict) -> list[int]:
 
 def test_without_whole_groups_each_sample_is_a_request_with_one_set_of_parameters_in_the_order_of_the_seeds():
     async def scenario():
-        async with LocalServer(lambda n: answer([5, n])) as server, make_client(server, whole_groups=False) as client:
+        async with (
+            LocalServer(lambda n: answer([5, n])) as server,
+            make_client(server, whole_groups=False) as client,
+        ):
             completions = await ask_group(client, [11, 12, 13])
             seed_of = {n: body["sampling_params"]["sampling_seed"] for n, body in enumerate(server.bodies)}
             assert [seed_of[completion.token_ids[1]] for completion in completions] == [11, 12, 13]
@@ -108,7 +122,10 @@ def test_a_router_that_does_not_reach_its_servers_is_asked_again_until_the_netwo
 
     async def scenario(answers, peer_timeout_s):
         options = {"whole_groups": False, "max_retries": 0, "peer_timeout_s": peer_timeout_s}
-        async with LocalServer(lambda n: answers[min(n, len(answers) - 1)]) as router, make_client(router, **options) as client:
+        async with (
+            LocalServer(lambda n: answers[min(n, len(answers) - 1)]) as router,
+            make_client(router, **options) as client,
+        ):
             return (await ask(client)).token_ids, client.stats.retries
 
     assert asyncio.run(scenario([unreached, unreached, answer([5])], 20.0)) == ([5], 2)
@@ -126,7 +143,10 @@ class RefusesSeed12(LocalServer):
 def test_without_whole_groups_one_refused_sample_ends_its_siblings():
     async def scenario():
         options = {"whole_groups": False, "max_concurrency": 3}
-        async with RefusesSeed12(lambda n: answer([5]), hold=asyncio.Event()) as server, make_client(server, **options) as client:
+        async with (
+            RefusesSeed12(lambda n: answer([5]), hold=asyncio.Event()) as server,
+            make_client(server, **options) as client,
+        ):
             with pytest.raises(GenerationError, match="HTTP 400: not that one"):
                 await ask_group(client, [11, 12, 13])
             await until(lambda: server.running == 0)
@@ -147,7 +167,10 @@ async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 def test_a_completion_is_what_the_server_said_and_asked_for_neutrally():
     async def scenario():
         spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
-        async with LocalServer(lambda n: answer([5, 6, 7], spans=spans, finish="length")) as server, make_client(server) as client:
+        async with (
+            LocalServer(lambda n: answer([5, 6, 7], spans=spans, finish="length")) as server,
+            make_client(server) as client,
+        ):
             completion = await ask(client)
             assert completion == Completion(
                 token_ids=[5, 6, 7],
@@ -212,7 +235,10 @@ def test_a_lost_request_is_repeated_on_the_other_replica_and_counted(failure):
 
 def test_a_single_replica_is_asked_again_after_a_reset():
     async def scenario():
-        async with LocalServer(lambda n: None if n < 2 else answer()) as server, make_client(server) as client:
+        async with (
+            LocalServer(lambda n: None if n < 2 else answer()) as server,
+            make_client(server) as client,
+        ):
             assert (await ask(client)).token_ids == [5, 6]
             assert (len(server.bodies), client.stats.retries) == (3, 2)
 
@@ -223,7 +249,9 @@ def test_retries_run_out_with_every_failure_in_the_error():
     async def scenario():
         broken = LocalServer(lambda n: (500, {"error": {"message": f"broken {n}"}}))
         async with broken as server, make_client(server, max_retries=1) as client:
-            with pytest.raises(GenerationError, match=r"2 attempts at 1 samples.*max_retries=1.*HTTP 500: broken 0.*broken 1"):
+            with pytest.raises(
+                GenerationError, match=r"2 attempts at 1 samples.*max_retries=1.*HTTP 500: broken 0.*broken 1"
+            ):
                 await ask(client)
             assert len(server.bodies) == 2
 
@@ -243,7 +271,10 @@ def test_a_refused_connection_names_the_address():
 
 def test_a_refused_request_is_an_error_at_once_with_the_servers_words():
     async def scenario():
-        async with LocalServer(lambda n: (400, {"error": {"message": "too many tokens"}})) as server, make_client(server) as client:
+        async with (
+            LocalServer(lambda n: (400, {"error": {"message": "too many tokens"}})) as server,
+            make_client(server) as client,
+        ):
             with pytest.raises(GenerationError, match="HTTP 400: too many tokens"):
                 await ask(client)
             assert (len(server.bodies), client.stats.retries) == (1, 0)
@@ -253,9 +284,14 @@ def test_a_refused_request_is_an_error_at_once_with_the_servers_words():
 
 def test_the_deadline_of_a_request_covers_a_server_that_never_answers():
     async def scenario():
-        async with LocalServer(lambda n: answer(), hold=asyncio.Event()) as server, make_client(server, timeout_s=0.2) as client:
+        async with (
+            LocalServer(lambda n: answer(), hold=asyncio.Event()) as server,
+            make_client(server, timeout_s=0.2) as client,
+        ):
             began = time.monotonic()
-            with pytest.raises(GenerationError, match=r"request_timeout_s=0.2 s for 2 samples of a prompt of 3 tokens"):
+            with pytest.raises(
+                GenerationError, match=r"request_timeout_s=0.2 s for 2 samples of a prompt of 3 tokens"
+            ):
                 await ask_group(client, [1, 2])
             assert time.monotonic() - began < 5
             await until(lambda: server.running == 0)  # the server sees that nobody waits any more
@@ -266,7 +302,10 @@ def test_the_deadline_of_a_request_covers_a_server_that_never_answers():
 def test_requests_in_flight_are_bounded_and_spread_evenly_over_replicas():
     async def scenario():
         hold = asyncio.Event()
-        async with LocalServer(lambda n: answer(), hold=hold) as a, LocalServer(lambda n: answer(), hold=hold) as b:
+        async with (
+            LocalServer(lambda n: answer(), hold=hold) as a,
+            LocalServer(lambda n: answer(), hold=hold) as b,
+        ):
             async with make_client(a, b, max_concurrency=6) as client:
                 asked = [asyncio.create_task(ask(client)) for _ in range(20)]
                 await until(lambda: a.running + b.running == 6)
@@ -283,7 +322,10 @@ def test_requests_in_flight_are_bounded_and_spread_evenly_over_replicas():
 def test_a_busy_replica_gets_nothing_while_another_is_free():
     async def scenario():
         hold = asyncio.Event()
-        async with LocalServer(lambda n: answer(), hold=hold) as slow, LocalServer(lambda n: answer()) as quick:
+        async with (
+            LocalServer(lambda n: answer(), hold=hold) as slow,
+            LocalServer(lambda n: answer()) as quick,
+        ):
             async with make_client(slow, quick) as client:
                 first = asyncio.create_task(ask(client))
                 await until(lambda: slow.running == 1)
@@ -299,7 +341,10 @@ def test_a_busy_replica_gets_nothing_while_another_is_free():
 def test_the_replica_with_the_fewest_samples_gets_the_next_request():
     async def scenario():
         hold = asyncio.Event()
-        async with LocalServer(lambda n: answer(), hold=hold) as a, LocalServer(lambda n: answer(), hold=hold) as b:
+        async with (
+            LocalServer(lambda n: answer(), hold=hold) as a,
+            LocalServer(lambda n: answer(), hold=hold) as b,
+        ):
             async with make_client(a, b) as client:
                 asked = [asyncio.create_task(ask_group(client, range(count))) for count in (4, 1, 1, 1, 1)]
                 await until(lambda: a.running + b.running == 8)
@@ -311,17 +356,33 @@ def test_the_replica_with_the_fewest_samples_gets_the_next_request():
 
 
 @settings(deadline=None, max_examples=30)
-@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12), max_concurrency=st.integers(1, 6), failing=st.sets(st.integers(0, 9)))
-def test_groups_of_any_sizes_get_through_with_never_too_many_samples_in_flight(sizes, max_concurrency, failing):
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    max_concurrency=st.integers(1, 6),
+    failing=st.sets(st.integers(0, 9)),
+)
+def test_groups_of_any_sizes_get_through_with_never_too_many_samples_in_flight(
+    sizes, max_concurrency, failing
+):
     async def scenario():
-        server = LocalServer(lambda n: (503, {}) if n in failing else [answer([seed]) for seed in seeds_of(server.bodies[n])])
-        async with server, make_client(server, max_concurrency=max_concurrency, max_retries=0) as client, asyncio.timeout(60):
+        server = LocalServer(
+            lambda n: (503, {}) if n in failing else [answer([seed]) for seed in seeds_of(server.bodies[n])]
+        )
+        async with (
+            server,
+            make_client(server, max_concurrency=max_concurrency, max_retries=0) as client,
+            asyncio.timeout(60),
+        ):
             wanted = [range(100 * i, 100 * i + size) for i, size in enumerate(sizes)]
-            results = await asyncio.gather(*(ask_group(client, seeds) for seeds in wanted), return_exceptions=True)
+            results = await asyncio.gather(
+                *(ask_group(client, seeds) for seeds in wanted), return_exceptions=True
+            )
             for seeds, result in zip(wanted, results, strict=True):
                 if not isinstance(result, GenerationError):
                     assert [completion.token_ids for completion in result] == [[seed] for seed in seeds]
-            assert sum(isinstance(result, GenerationError) for result in results) == len([n for n in failing if n < len(server.bodies)])
+            assert sum(isinstance(result, GenerationError) for result in results) == len(
+                [n for n in failing if n < len(server.bodies)]
+            )
             assert server.most_running <= max_concurrency
 
     asyncio.run(scenario())
@@ -329,8 +390,21 @@ def test_groups_of_any_sizes_get_through_with_never_too_many_samples_in_flight(s
 
 def test_a_large_group_is_not_overtaken_by_small_ones():
     async def scenario():
-        async with LocalServer(lambda n: answer()) as server, make_client(server, max_concurrency=3) as client, asyncio.timeout(60):
-            sizes = [1, 3, 1, 3, 2, 3, 1, 3]  # no two neighbours have room together, so the server sees them in the order of asking
+        async with (
+            LocalServer(lambda n: answer()) as server,
+            make_client(server, max_concurrency=3) as client,
+            asyncio.timeout(60),
+        ):
+            sizes = [
+                1,
+                3,
+                1,
+                3,
+                2,
+                3,
+                1,
+                3,
+            ]  # no two neighbours have room together, so the server sees them in the order of asking
             await asyncio.gather(*(ask_group(client, range(size)) for size in sizes))
             assert [len(body["input_ids"]) for body in server.bodies] == sizes
 
@@ -340,7 +414,10 @@ def test_a_large_group_is_not_overtaken_by_small_ones():
 def test_two_groups_that_wait_do_not_each_hold_what_the_other_needs():
     async def scenario():
         hold = asyncio.Event()
-        async with LocalServer(lambda n: answer(), hold=hold) as server, make_client(server, max_concurrency=2) as client:
+        async with (
+            LocalServer(lambda n: answer(), hold=hold) as server,
+            make_client(server, max_concurrency=2) as client,
+        ):
             singles = [asyncio.create_task(ask(client)) for _ in range(2)]
             await until(lambda: server.running == 2)
             pairs = [asyncio.create_task(ask_group(client, range(2))) for _ in range(2)]
@@ -356,10 +433,15 @@ def test_two_groups_that_wait_do_not_each_hold_what_the_other_needs():
 def test_a_cancelled_group_gives_back_its_places_and_its_turn():
     async def scenario():
         hold = asyncio.Event()
-        async with LocalServer(lambda n: answer(), hold=hold) as server, make_client(server, max_concurrency=4) as client:
+        async with (
+            LocalServer(lambda n: answer(), hold=hold) as server,
+            make_client(server, max_concurrency=4) as client,
+        ):
             first = asyncio.create_task(ask_group(client, range(3)))
             await until(lambda: server.running == 3)
-            waiting = asyncio.create_task(ask_group(client, range(3)))  # takes the one free place and waits for two more
+            waiting = asyncio.create_task(
+                ask_group(client, range(3))
+            )  # takes the one free place and waits for two more
             last = asyncio.create_task(ask_group(client, [0]))
             await until(lambda: client._places.locked())
             waiting.cancel()
@@ -381,7 +463,9 @@ def test_a_cancelled_group_gives_back_its_places_and_its_turn():
 def test_a_reply_of_another_number_of_samples_is_refused_with_both_numbers(reply, found):
     async def scenario():
         async with LocalServer(lambda n: reply) as server, make_client(server) as client:
-            with pytest.raises(GenerationError, match=f"{server.url} answered a request for 2 samples with {found}, not"):
+            with pytest.raises(
+                GenerationError, match=f"{server.url} answered a request for 2 samples with {found}, not"
+            ):
                 await ask_group(client, [1, 2])
             assert (len(server.bodies), client.stats.retries) == (1, 0)
 
@@ -391,12 +475,18 @@ def test_a_reply_of_another_number_of_samples_is_refused_with_both_numbers(reply
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (answer(spans=[{"version": "default", "start": 0, "end": 2}]), "'default', not a decimal number; start it with --weight-version 0"),
+        (
+            answer(spans=[{"version": "default", "start": 0, "end": 2}]),
+            "'default', not a decimal number; start it with --weight-version 0",
+        ),
         (answer(spans=[{"version": "1", "start": 0, "end": 1}]), "do not cover 2 tokens"),
         (answer(spans=[{"version": "1", "start": 1, "end": 2}]), "leave a gap"),
         (answer([5, 6], logprob_ids=[5, 7]), "log-probs are of other tokens"),
         # SGLang's JSON has null for what is not finite.
-        (answer([5, 6], logprobs=[-0.5, None]), r"127\.0\.0\.1:\d+: .*no finite log-prob for token 2 of 2 \(id 6\); check the served"),
+        (
+            answer([5, 6], logprobs=[-0.5, None]),
+            r"127\.0\.0\.1:\d+: .*no finite log-prob for token 2 of 2 \(id 6\); check the served",
+        ),
     ],
 )
 def test_an_answer_that_does_not_fit_together_is_refused(reply, message):

@@ -34,9 +34,16 @@ def test_a_taken_port_is_named_with_the_fix_and_nothing_is_started(tmp_path):
         other.bind(("127.0.0.1", first + 2))
         other.listen()
         fleet = ServerFleet(
-            RolloutConfig(first_port=first, replicas=2), model_path=tmp_path, log_dir=tmp_path / "logs", threads=1, cuda=False, seed=0
+            RolloutConfig(first_port=first, replicas=2),
+            model_path=tmp_path,
+            log_dir=tmp_path / "logs",
+            threads=1,
+            cuda=False,
+            seed=0,
         )
-        with pytest.raises(ValueError, match=rf"port {first + 2} on 127.0.0.1 is taken.*choose another rollout.first_port"):
+        with pytest.raises(
+            ValueError, match=rf"port {first + 2} on 127.0.0.1 is taken.*choose another rollout.first_port"
+        ):
             fleet.start()
         assert fleet.urls == []
         assert not (tmp_path / "logs").exists()
@@ -44,8 +51,12 @@ def test_a_taken_port_is_named_with_the_fix_and_nothing_is_started(tmp_path):
 
 def test_given_ports_are_two_apart_and_free_ones_are_distinct():
     first = choose_ports([0], None)[0].http
-    assert [(p.http, p.nccl) for p in choose_ports(range(3), first)] == [(first + i, first + i + 1) for i in (0, 2, 4)]
-    assert [p.http for p in choose_ports([2, 3], first)] == [first + 4, first + 6], "by the replica, also on a node that has not the first"
+    assert [(p.http, p.nccl) for p in choose_ports(range(3), first)] == [
+        (first + i, first + i + 1) for i in (0, 2, 4)
+    ]
+    assert [p.http for p in choose_ports([2, 3], first)] == [first + 4, first + 6], (
+        "by the replica, also on a node that has not the first"
+    )
     free = choose_ports(range(20), None)
     assert len({port for p in free for port in (p.http, p.nccl)}) == 40
     with pytest.raises(ValueError, match=r"first_port=65000 with 300 replicas needs ports up to 65599"):
@@ -54,29 +65,66 @@ def test_given_ports_are_two_apart_and_free_ones_are_distinct():
 
 def test_the_users_flags_come_last_and_cannot_take_over_the_designs(tmp_path):
     ports, share = choose_ports([0], None)[0], on_one_machine(3, 1)[2]
-    config = RolloutConfig(dtype="float32", server_args={"chunked_prefill_size": 512, "disable-radix-cache": True, "enable-metrics": False})
+    config = RolloutConfig(
+        dtype="float32",
+        server_args={"chunked_prefill_size": 512, "disable-radix-cache": True, "enable-metrics": False},
+    )
     command = server_command(config, share=share, model_path=tmp_path, ports=ports, cuda=False, seed=5)
     pairs = dict(pairwise(command))
     assert pairs["--chunked-prefill-size"] == "512"
     assert "--disable-radix-cache" in command
     assert "--enable-metrics" not in command
-    assert (pairs["--device"], pairs["--dtype"], pairs["--random-seed"], pairs["--weight-version"]) == ("cpu", "float32", "7", "0")
-    assert "--device" not in server_command(config, share=share, model_path=tmp_path, ports=ports, cuda=True, seed=5)
-    names = ("port", "tp_size", "--dtype", "base_gpu_id", "nnodes", "dist_init_addr", "quantization", "load-format", "model", "config")
+    assert (pairs["--device"], pairs["--dtype"], pairs["--random-seed"], pairs["--weight-version"]) == (
+        "cpu",
+        "float32",
+        "7",
+        "0",
+    )
+    assert "--device" not in server_command(
+        config, share=share, model_path=tmp_path, ports=ports, cuda=True, seed=5
+    )
+    names = (
+        "port",
+        "tp_size",
+        "--dtype",
+        "base_gpu_id",
+        "nnodes",
+        "dist_init_addr",
+        "quantization",
+        "load-format",
+        "model",
+        "config",
+    )
     for name in (*names, "nccl_init_addr", "pp_size", "data-parallel-size", "tp", "dtyp", "mod"):
         with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
             check_server_args(RolloutConfig(server_args={name: 1}))
         with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
-            ServerFleet(RolloutConfig(server_args={name: 1}), model_path=tmp_path, log_dir=tmp_path, threads=1, cuda=False, seed=0)
+            ServerFleet(
+                RolloutConfig(server_args={name: 1}),
+                model_path=tmp_path,
+                log_dir=tmp_path,
+                threads=1,
+                cuda=False,
+                seed=0,
+            )
 
 
 def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
     """The models are those of SGLang's own sources: whose file marks its loader so."""
     models = Path(find_spec("sglang").submodule_search_locations[0]) / "srt" / "models"
-    assert {file.stem for file in models.glob("*.py") if "@supports_quantized_rl_reload" in file.read_text()} == set(FP8_MODELS)
+    assert {
+        file.stem for file in models.glob("*.py") if "@supports_quantized_rl_reload" in file.read_text()
+    } == set(FP8_MODELS)
     fp8 = RolloutConfig(quantization="fp8")
     plain, quantised, fake = (
-        server_command(config, share=on_one_machine(1, 1)[0], model_path=tmp_path, ports=Ports(http=1, nccl=2), cuda=True, seed=0)
+        server_command(
+            config,
+            share=on_one_machine(1, 1)[0],
+            model_path=tmp_path,
+            ports=Ports(http=1, nccl=2),
+            cuda=True,
+            seed=0,
+        )
         for config in (RolloutConfig(), fp8, RolloutConfig(quantization="fake_int8"))
     )
     assert fake == plain
@@ -85,11 +133,15 @@ def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
         check_quantization(fp8, model_type)
     for model_type in ("llama", "qwen3_moe", "mixtral"):
         check_quantization(RolloutConfig(), model_type)
-        with pytest.raises(ValueError, match=f"cannot update a {model_type} model .* set rollout.quantization=none"):
+        with pytest.raises(
+            ValueError, match=f"cannot update a {model_type} model .* set rollout.quantization=none"
+        ):
             check_quantization(fp8, model_type)
     with pytest.raises(ValueError, match=r"rollout\.quantization=fp8 needs NVIDIA GPUs"):
         ServerFleet(fp8, model_path=tmp_path, log_dir=tmp_path, threads=1, cuda=False, seed=0)
-    with pytest.raises(ValueError, match="quantization=fp8 computes with activations of 2 bytes, but dtype=float32"):
+    with pytest.raises(
+        ValueError, match="quantization=fp8 computes with activations of 2 bytes, but dtype=float32"
+    ):
         RolloutConfig(quantization="fp8", dtype="float32")
 
 
@@ -105,10 +157,15 @@ def gpus_of(config: RolloutConfig, *, first_gpu: int, cuda: bool) -> list[range 
     return found
 
 
-@pytest.mark.parametrize(("first_gpu", "replicas", "tp"), [(0, 1, 1), (1, 1, 1), (8, 2, 2), (3, 4, 1), (2, 3, 4)])
+@pytest.mark.parametrize(
+    ("first_gpu", "replicas", "tp"), [(0, 1, 1), (1, 1, 1), (8, 2, 2), (3, 4, 1), (2, 3, 4)]
+)
 def test_learner_ranks_and_replicas_each_have_gpus_of_their_own(first_gpu, replicas, tp):
     config = RolloutConfig(replicas=replicas, tp=tp)
-    used = [*range(first_gpu), *(gpu for gpus in gpus_of(config, first_gpu=first_gpu, cuda=True) for gpu in gpus)]
+    used = [
+        *range(first_gpu),
+        *(gpu for gpus in gpus_of(config, first_gpu=first_gpu, cuda=True) for gpu in gpus),
+    ]
     assert used == list(range(first_gpu + replicas * tp))  # none twice, none skipped
     assert gpus_of(config, first_gpu=first_gpu, cuda=False) == [None] * replicas
     check_gpus(config, first_gpu=first_gpu, available=len(used))
@@ -122,9 +179,18 @@ def test_a_fleet_with_too_few_gpus_starts_nothing(tmp_path):
     first_gpu = visible_gpus()
     shares = on_one_machine(1, 2, first_gpu=first_gpu)
     fleet = ServerFleet(
-        RolloutConfig(tp=2), model_path=tmp_path, log_dir=tmp_path / "logs", threads=1, cuda=True, seed=0, shares=shares
+        RolloutConfig(tp=2),
+        model_path=tmp_path,
+        log_dir=tmp_path / "logs",
+        threads=1,
+        cuda=True,
+        seed=0,
+        shares=shares,
     )
-    with pytest.raises(ValueError, match=rf"take GPUs {first_gpu} to {first_gpu + 1}, but {first_gpu} are visible.*fewer learner ranks"):
+    with pytest.raises(
+        ValueError,
+        match=rf"take GPUs {first_gpu} to {first_gpu + 1}, but {first_gpu} are visible.*fewer learner ranks",
+    ):
         fleet.start()
     assert fleet.urls == []
     assert not (tmp_path / "logs").exists()
@@ -153,9 +219,17 @@ def test_each_node_of_a_replica_starts_its_own_part():
     first, second = (dict(pairwise(line)) for line in lines)
     differing = {name for name in first if name.startswith("--") and first[name] != second[name]}
     assert differing == {"--host", "--port", "--nccl-port", "--node-rank"}
-    assert (first["--node-rank"], second["--node-rank"], first["--nnodes"], first["--tp-size"]) == ("0", "1", "2", "16")
+    assert (first["--node-rank"], second["--node-rank"], first["--nnodes"], first["--tp-size"]) == (
+        "0",
+        "1",
+        "2",
+        "16",
+    )
     assert first["--dist-init-addr"] == "10.0.0.3:20001"
-    assert (first["--random-seed"], first["--base-gpu-id"]) == ("6", "0")  # one engine: its ranks must draw the same
+    assert (first["--random-seed"], first["--base-gpu-id"]) == (
+        "6",
+        "0",
+    )  # one engine: its ranks must draw the same
 
 
 def test_stand_ins_are_on_the_path_of_cpu_servers_alone(monkeypatch):
@@ -166,14 +240,24 @@ def test_stand_ins_are_on_the_path_of_cpu_servers_alone(monkeypatch):
     assert on_cpu["PYTHONPATH"] == f"{ROOT / 'rollout' / 'cpu_stand_ins'}:/mine"
     assert on_cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     first_of_two = replace(share, num_nodes=2, num_ranks=1)
-    assert server_environment(first_of_two, place=0, threads=1, cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 0
+    assert (
+        server_environment(first_of_two, place=0, threads=1, cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"].count(
+            "|"
+        )
+        == 0
+    )
     assert on_cuda["PYTHONPATH"] == "/mine"
     assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & on_cuda.keys() - os.environ.keys()
 
 
 @pytest.mark.parametrize(
     ("cpus", "place", "num_ranks", "threads", "expected"),
-    [([0, 1], 0, 2, 1, "0|1"), (list(range(8)), 1, 2, 2, "4,5|6,7"), ([3, 5], 1, 2, 1, "3|5"), ([0], 0, 2, 4, "0|0")],
+    [
+        ([0, 1], 0, 2, 1, "0|1"),
+        (list(range(8)), 1, 2, 2, "4,5|6,7"),
+        ([3, 5], 1, 2, 1, "3|5"),
+        ([0], 0, 2, 4, "0|0"),
+    ],
 )
 def test_cpu_binding_by_hand(cpus, place, num_ranks, threads, expected):
     assert cpu_binding(cpus, place=place, num_ranks=num_ranks, threads=threads) == expected

@@ -65,12 +65,16 @@ while True:
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_server_outlasts_sigterm_exactly_where_its_owner_ignores_it(ignored):
     command = f"exec {sys.executable} -c '{HANDLER}'"
-    with start_tree(command, (lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)) if ignored else None) as watchdog:
+    with start_tree(
+        command, (lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN)) if ignored else None
+    ) as watchdog:
         assert watchdog.stdout.readline() == b"started\n"
         (server,) = psutil.Process(watchdog.pid).children()
         os.killpg(watchdog.pid, signal.SIGTERM)
         if ignored:
-            server.send_signal(signal.SIGWINCH)  # of two that can be delivered SIGTERM would come first, by its number
+            server.send_signal(
+                signal.SIGWINCH
+            )  # of two that can be delivered SIGTERM would come first, by its number
             assert watchdog.stdout.readline() == b"going on\n"
             watchdog.stdin.close()
         else:
@@ -102,6 +106,10 @@ end_watched([process])
 
 
 def test_the_end_of_a_server_does_not_wait_for_zombies_that_somebody_else_has_adopted(tmp_path):
-    """A serve role that did so told of a killed server half a minute late, after the learner that had lost it."""
+    """A serve role that did so told of a killed server half a minute late, after the learner that had lost
+    it."""
     command = [sys.executable, "-c", ADOPTER, OWNER, str(tmp_path / "log")]
-    assert subprocess.run(command, timeout=120, check=False, cwd=Path(__file__).resolve().parents[3]).returncode == 0
+    assert (
+        subprocess.run(command, timeout=120, check=False, cwd=Path(__file__).resolve().parents[3]).returncode
+        == 0
+    )

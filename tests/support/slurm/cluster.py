@@ -1,4 +1,5 @@
-"""A real Slurm, and two hosts that are network namespaces, for tests: up in a few seconds, and gone with the process that asked for it.
+"""A real Slurm, and two hosts that are network namespaces, for tests: up in a few seconds, and gone with the
+process that asked for it.
 
     with plain_slurm() as cluster:   nodes n1 and n2, both on this host's loopback address
     with two_hosts() as cluster:     hosta (10.77.0.1) and hostb (10.77.0.2), joined by a link that can be cut; no Slurm
@@ -44,22 +45,45 @@ class Cluster:
         """The command line that runs ``command`` on a host; where there are none, here."""
         return [str(HERE / "on.sh"), on or self.nodes[0], *command] if self.has_hosts else list(command)
 
-    def start(self, *command: str, on: str | None = None, cwd: Path | None = None, log: Path) -> subprocess.Popen:
+    def start(
+        self, *command: str, on: str | None = None, cwd: Path | None = None, log: Path
+    ) -> subprocess.Popen:
         """In the background, in a process group of its own."""
         self.logs.append(log)
         with log.open("ab") as out:
             line = self.command(*command, on=on)
-            return subprocess.Popen(line, cwd=cwd, env=self.env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
+            return subprocess.Popen(
+                line,
+                cwd=cwd,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
 
-    def run(self, *command: str, on: str | None = None, cwd: Path | None = None, timeout_s: float = 60.0) -> str:
+    def run(
+        self, *command: str, on: str | None = None, cwd: Path | None = None, timeout_s: float = 60.0
+    ) -> str:
         """What the command prints; a test that calls for one that fails, fails with its words."""
         done = self._run(*command, on=on, cwd=cwd, timeout_s=timeout_s)
-        assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{self.ends_of_logs()}"
+        assert done.returncode == 0, (
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{self.ends_of_logs()}"
+        )
         return done.stdout
 
-    def _run(self, *command: str, on: str | None = None, cwd: Path | None = None, timeout_s: float = 60.0) -> subprocess.CompletedProcess:
-        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.run(self.command(*command, on=on), cwd=cwd, env=self.env, timeout=timeout_s, **pipes)
+    def _run(
+        self, *command: str, on: str | None = None, cwd: Path | None = None, timeout_s: float = 60.0
+    ) -> subprocess.CompletedProcess:
+        pipes = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+        }
+        return subprocess.run(
+            self.command(*command, on=on), cwd=cwd, env=self.env, timeout=timeout_s, **pipes
+        )
 
     def ask(self, *command: str) -> str:
         """What Slurm's controller answers; asked again where it is too busy to."""
@@ -83,7 +107,11 @@ class Cluster:
 
     def wait_for_job(self, job_id: str, *states: str, deadline_s: float = DEADLINE_S) -> dict[str, str]:
         """Its fields once it is in one of ``states``."""
-        self.wait_for(lambda: self.job(job_id)["JobState"] in states, f"job {job_id} to be {' or '.join(states)}", deadline_s=deadline_s)
+        self.wait_for(
+            lambda: self.job(job_id)["JobState"] in states,
+            f"job {job_id} to be {' or '.join(states)}",
+            deadline_s=deadline_s,
+        )
         return self.job(job_id)
 
     def wait_for(self, condition: Callable[[], object], what: str, *, deadline_s: float = DEADLINE_S) -> None:
@@ -94,18 +122,25 @@ class Cluster:
             time.sleep(0.5)
 
     def cut(self) -> None:
-        """The link between the hosts carries nothing any more; to hosta, where learner and sampler are, all just goes unanswered."""
+        """The link between the hosts carries nothing any more; to hosta, where learner and sampler are, all
+        just goes unanswered."""
         self._link("down")
 
     def mend(self) -> None:
         self._link("up")
 
     def _link(self, state: str) -> None:
-        subprocess.run(["ip", "-n", f"{self.base.name}-hostb", "link", "set", "link0", state], check=True, timeout=20)
+        subprocess.run(
+            ["ip", "-n", f"{self.base.name}-hostb", "link", "set", "link0", state], check=True, timeout=20
+        )
 
     def ends_of_logs(self, lines: int = 40) -> str:
         """For the message of a failure."""
-        files = [file for log in [*self.logs, self.base / "log"] for file in (sorted(log.rglob("*")) if log.is_dir() else [log])]
+        files = [
+            file
+            for log in [*self.logs, self.base / "log"]
+            for file in (sorted(log.rglob("*")) if log.is_dir() else [log])
+        ]
         said = []
         for file in files:
             if file.is_file():
@@ -114,8 +149,11 @@ class Cluster:
         return "".join(said)
 
     def assert_no_process_of(self, folder: Path, *, deadline_s: float = 60.0) -> None:
-        """On neither node: nothing whose command line or working directory lies in ``folder``, but for what ``start`` keeps here."""
-        self.wait_for(lambda: not processes_of(folder), f"no process of {folder} to be left", deadline_s=deadline_s)
+        """On neither node: nothing whose command line or working directory lies in ``folder``, but for what
+        ``start`` keeps here."""
+        self.wait_for(
+            lambda: not processes_of(folder), f"no process of {folder} to be left", deadline_s=deadline_s
+        )
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -151,7 +189,9 @@ def slurm_on_two_hosts() -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def _held(kind: str, *, nodes: tuple[str, str]) -> Iterator[Cluster]:
-    base = Path(tempfile.mkdtemp(prefix="tandem-", dir="/tmp"))  # its name is part of namespaces' and sockets' names, which must be short
+    base = Path(
+        tempfile.mkdtemp(prefix="tandem-", dir="/tmp")
+    )  # its name is part of namespaces' and sockets' names, which must be short
     base.chmod(0o755)
     settings = {"TANDEM_CLUSTER": str(base), "SLURM_CONF": str(base / "etc/slurm.conf")}
     if kind == "plain":
@@ -160,10 +200,19 @@ def _held(kind: str, *, nodes: tuple[str, str]) -> Iterator[Cluster]:
     (base / "log").mkdir()
     with (base / "log" / "hold.log").open("ab") as log:
         holder = subprocess.Popen(
-            [str(HERE / "hold.sh"), kind], env=cluster.env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            [str(HERE / "hold.sh"), kind],
+            env=cluster.env,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
-        cluster.wait_for(lambda: (base / "up").exists() or holder.poll() is not None, "the cluster to be up", deadline_s=120)
+        cluster.wait_for(
+            lambda: (base / "up").exists() or holder.poll() is not None,
+            "the cluster to be up",
+            deadline_s=120,
+        )
         assert holder.poll() is None, f"the cluster did not start{cluster.ends_of_logs()}"
         yield cluster
     finally:
@@ -177,8 +226,17 @@ def _held(kind: str, *, nodes: tuple[str, str]) -> Iterator[Cluster]:
 
 def _clean_environment() -> dict[str, str]:
     """This process' own, less what a job or torchrun around the tests would have set."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "TORCHELASTIC", "TANDEM"))}
-    return own | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SLURM", "SBATCH", "TORCHELASTIC", "TANDEM"))
+    }
+    return own | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def _free_ports(count: int) -> list[int]:
@@ -187,13 +245,28 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _skip_without(*, slurm: bool, namespaces: bool) -> None:
-    """Skips, with the reason, where there cannot be such a cluster; whatever goes wrong beyond that is a failure."""
+    """Skips, with the reason, where there cannot be such a cluster; whatever goes wrong beyond that is a
+    failure."""
     if os.geteuid() != 0:
         pytest.skip("needs root: Slurm's daemons and network namespaces")
-    needed = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol") * slurm + ("ip", "nsenter", "unshare") * namespaces
+    needed = ("slurmctld", "slurmd", "munged", "srun", "sbatch", "scontrol") * slurm + (
+        "ip",
+        "nsenter",
+        "unshare",
+    ) * namespaces
     if missing := [name for name in needed if shutil.which(name) is None]:
-        pytest.skip(f"not installed: {', '.join(missing)}; bash launch/install_test_tools.sh installs them on Debian, as root")
-    probe = ["unshare", "--net", "--uts", "--mount", "sh", "-c", "ip link add name one type veth peer name two"]
+        pytest.skip(
+            f"not installed: {', '.join(missing)}; bash launch/install_test_tools.sh installs them on Debian, as root"
+        )
+    probe = [
+        "unshare",
+        "--net",
+        "--uts",
+        "--mount",
+        "sh",
+        "-c",
+        "ip link add name one type veth peer name two",
+    ]
     if namespaces and (reason := _refused(probe)):
         pytest.skip(f"network namespaces are not permitted here: {reason}")
 

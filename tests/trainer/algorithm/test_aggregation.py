@@ -1,4 +1,5 @@
-"""Aggregation weights: each mode's mean against a loop over sequences, additivity under any split, and the empty batch."""
+"""Aggregation weights: each mode's mean against a loop over sequences, additivity under any split, and the
+empty batch."""
 
 import pytest
 import torch
@@ -36,7 +37,9 @@ masks_strategy = st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_s
 
 
 def pack(masks):
-    return torch.tensor([m for row in masks for m in row]), torch.tensor([0] + [len(row) for row in masks]).cumsum(0).to(torch.int32)
+    return torch.tensor([m for row in masks for m in row]), torch.tensor(
+        [0] + [len(row) for row in masks]
+    ).cumsum(0).to(torch.int32)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -49,10 +52,15 @@ def test_parts_add_up_to_the_mean_of_the_whole(mode, masks, seed, cut):
     found = [count_valid(*pack(part)) for part in parts]
     counts = GlobalCounts(tokens=sum(c.tokens for c in found), sequences=sum(c.sequences for c in found))
     assert counts == count_valid(*pack(masks))
-    weights = [aggregation_weights(*pack(part), mode=mode, constant=constant_of(mode), counts=counts) for part in parts]
+    weights = [
+        aggregation_weights(*pack(part), mode=mode, constant=constant_of(mode), counts=counts)
+        for part in parts
+    ]
     whole = aggregation_weights(*pack(masks), mode=mode, constant=constant_of(mode), counts=counts)
     assert torch.equal(torch.cat(weights), whole), "a split changed a weight"
-    total = (whole.double() * torch.tensor([x for row in losses for x in row], dtype=torch.float64)).sum().item()
+    total = (
+        (whole.double() * torch.tensor([x for row in losses for x in row], dtype=torch.float64)).sum().item()
+    )
     assert total == pytest.approx(slow_mean(losses, masks, mode), rel=1e-6, abs=1e-6)
 
 
@@ -77,7 +85,10 @@ def test_nothing_valid_weighs_nothing(mode):
     mask_T, cu_seqlens = pack([[False, False], [False]])
     counts = count_valid(mask_T, cu_seqlens)
     assert counts == GlobalCounts(tokens=0, sequences=0)
-    assert aggregation_weights(mask_T, cu_seqlens, mode=mode, constant=constant_of(mode), counts=counts).tolist() == [0.0] * 3
+    assert (
+        aggregation_weights(mask_T, cu_seqlens, mode=mode, constant=constant_of(mode), counts=counts).tolist()
+        == [0.0] * 3
+    )
     no_tokens = torch.zeros(0, dtype=torch.bool), torch.zeros(1, dtype=torch.int32)
     assert count_valid(*no_tokens) == counts
     assert aggregation_weights(*no_tokens, mode=mode, constant=constant_of(mode), counts=counts).numel() == 0
@@ -86,10 +97,18 @@ def test_nothing_valid_weighs_nothing(mode):
 def test_errors():
     mask_T, cu_seqlens = pack([[True, True]])
     with pytest.raises(ValueError, match="not global"):
-        aggregation_weights(mask_T, cu_seqlens, mode="token_mean", constant=None, counts=GlobalCounts(tokens=1, sequences=1))
+        aggregation_weights(
+            mask_T, cu_seqlens, mode="token_mean", constant=None, counts=GlobalCounts(tokens=1, sequences=1)
+        )
     with pytest.raises(ValueError, match="constant"):
         aggregation_weights(
-            mask_T, cu_seqlens, mode="sequence_mean_token_sum_over_constant", constant=None, counts=GlobalCounts(tokens=2, sequences=1)
+            mask_T,
+            cu_seqlens,
+            mode="sequence_mean_token_sum_over_constant",
+            constant=None,
+            counts=GlobalCounts(tokens=2, sequences=1),
         )
     with pytest.raises(ValueError, match="token_mean"):
-        aggregation_weights(mask_T, cu_seqlens, mode="mean", constant=None, counts=GlobalCounts(tokens=2, sequences=1))
+        aggregation_weights(
+            mask_T, cu_seqlens, mode="mean", constant=None, counts=GlobalCounts(tokens=2, sequences=1)
+        )

@@ -1,4 +1,5 @@
-"""Correction: golden cases, the slow reference, hand calculations, properties, and errors that name the sequence."""
+"""Correction: golden cases, the slow reference, hand calculations, properties, and errors that name the
+sequence."""
 
 import math
 
@@ -32,7 +33,8 @@ def batch_of(rollout_T: Tensor, old_T: Tensor, mask_T: Tensor, lengths: list[int
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- golden cases
+# ----------------------------------------------------------------------------------------------------------------
+# golden cases
 
 GOLDEN_RULES = {
     "token_k1": {"rule": "ratio", "level": "token"},
@@ -47,28 +49,44 @@ GOLDEN_RULES = {
 
 def golden_rule(rule: str, threshold: str) -> dict:
     bounds = [float(part) for part in threshold.split("_")]
-    return GOLDEN_RULES[rule] | ({"lower": bounds[0], "upper": bounds[1]} if len(bounds) == 2 else {"upper": bounds[0]})
+    return GOLDEN_RULES[rule] | (
+        {"lower": bounds[0], "upper": bounds[1]} if len(bounds) == 2 else {"upper": bounds[0]}
+    )
 
 
 def golden_config(case: GoldenCase) -> CorrectionConfig:
     params = case.params
     weight = {"level": "none"}
     if params["is_level"] is not None:
-        weight = {"level": params["is_level"], "upper": params["is_upper"], "normalise": params["batch_normalize"]}
+        weight = {
+            "level": params["is_level"],
+            "upper": params["is_upper"],
+            "normalise": params["batch_normalize"],
+        }
     return config_of(weight=weight, reject=[golden_rule(**r) for r in params["rejections"]])
 
 
 @pytest.mark.parametrize("case", load("correction"), ids=lambda c: c.name)
 def test_golden(case):
-    batch = batch_of(case.input_T("rollout_logp"), case.input_T("old_logp"), case.mask_T, torch.diff(case.cu_seqlens).tolist())
+    batch = batch_of(
+        case.input_T("rollout_logp"),
+        case.input_T("old_logp"),
+        case.mask_T,
+        torch.diff(case.cu_seqlens).tolist(),
+    )
     result = correct(batch, golden_config(case))
     assert torch.equal(result.keep_T, case.output_T("mask").bool())
     assert result.weights_T.dtype == torch.float64
-    wanted_T = case.output_T("weights") * case.mask_T if case.params["is_level"] is not None else case.mask_T.double()
+    wanted_T = (
+        case.output_T("weights") * case.mask_T
+        if case.params["is_level"] is not None
+        else case.mask_T.double()
+    )
     torch.testing.assert_close(result.weights_T, wanted_T, rtol=1e-6, atol=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------------------- slow reference
+# -------------------------------------------------------------------------------------------------------------
+# slow reference
 
 LEVELS = ("token", "sequence", "geometric", "segment", "segment_geometric")
 
@@ -91,10 +109,20 @@ def weight_blocks(draw) -> dict:
 def rules(draw) -> dict:
     if draw(st.booleans()):
         lower = draw(st.sampled_from((0.0, 0.5, 0.9)))
-        return {"rule": "ratio", "level": draw(st.sampled_from(LEVELS)), "lower": lower, "upper": draw(st.sampled_from((1.02, 1.7, 9.0)))}
+        return {
+            "rule": "ratio",
+            "level": draw(st.sampled_from(LEVELS)),
+            "lower": lower,
+            "upper": draw(st.sampled_from((1.02, 1.7, 9.0))),
+        }
     if draw(st.booleans()):
         reduce = draw(st.sampled_from(("token", "sum", "mean", "segment_mean")))
-        return {"rule": "difference", "reduce": reduce, "lower": draw(st.sampled_from((-0.003, -0.02))), "upper": 0.01}
+        return {
+            "rule": "difference",
+            "reduce": reduce,
+            "lower": draw(st.sampled_from((-0.003, -0.02))),
+            "upper": 0.01,
+        }
     return {
         "rule": draw(st.sampled_from(("k2", "k3"))),
         "reduce": draw(st.sampled_from(("token", "sum", "mean", "max"))),
@@ -126,9 +154,15 @@ def test_weights_and_mask_are_those_of_the_slow_reference(shape, config):
     sequences = list(zip(log_ratios, rows_of(batch.response_mask_T, batch), strict=True))
     block = {"bound": None, "lower": None, "upper": None, "normalise": False} | config.weight.model_dump()
     wanted = reference.weights(sequences, **block)
-    assert [x for row in rows_of(result.weights_T, batch) for x in row] == pytest.approx([x for row in wanted for x in row], rel=1e-12)
-    policies = zip(rows_of(batch.old_logprobs_T, batch), rows_of(batch.rollout_logprobs_T, batch), strict=True)
-    for kept, (log_ratio, mask), (old, rollout) in zip(rows_of(result.keep_T, batch), sequences, policies, strict=True):
+    assert [x for row in rows_of(result.weights_T, batch) for x in row] == pytest.approx(
+        [x for row in wanted for x in row], rel=1e-12
+    )
+    policies = zip(
+        rows_of(batch.old_logprobs_T, batch), rows_of(batch.rollout_logprobs_T, batch), strict=True
+    )
+    for kept, (log_ratio, mask), (old, rollout) in zip(
+        rows_of(result.keep_T, batch), sequences, policies, strict=True
+    ):
         by_rule = [
             reference.keeps_by_difference(old, rollout, mask, rule.model_dump())
             if rule.rule == "difference"
@@ -141,7 +175,8 @@ def test_weights_and_mask_are_those_of_the_slow_reference(shape, config):
     assert result.kept_S.tolist() == [sum(kept) for kept in rows_of(result.keep_T, batch)]
 
 
-# ------------------------------------------------------------------------------------------------------------------ properties
+# ------------------------------------------------------------------------------------------------------------------
+# properties
 
 
 @settings(max_examples=60, deadline=None)
@@ -153,7 +188,9 @@ def test_neither_packing_nor_order_matters(shape, config, random):
     random.shuffle(order)
     cut = random.randrange(len(order) + 1)
     parts = [batch.select(order[:cut]), batch.select(order[cut:])]
-    sums = [torch.zeros(2, dtype=torch.float64)]  # what normalise needs of the other part: added up as ranks would
+    sums = [
+        torch.zeros(2, dtype=torch.float64)
+    ]  # what normalise needs of the other part: added up as ranks would
 
     def note(local: Tensor) -> Tensor:
         sums[0] = sums[0] + local
@@ -166,10 +203,16 @@ def test_neither_packing_nor_order_matters(shape, config, random):
     wanted = {s: rows for s, *rows in zip(*columns, strict=True)}
     for part, result in zip(parts, found, strict=True):
         if part.lengths:
-            columns = part.sequence_ids_S.tolist(), rows_of(result.weights_T, part), rows_of(result.keep_T, part)
+            columns = (
+                part.sequence_ids_S.tolist(),
+                rows_of(result.weights_T, part),
+                rows_of(result.keep_T, part),
+            )
             for s, weights, keep in zip(*columns, strict=True):
                 assert (weights, keep) == (pytest.approx(wanted[s][0], rel=1e-12), wanted[s][1])
-    assert values(merge_metrics(f.metrics for f in found)) == pytest.approx(values(whole.metrics), rel=1e-9, abs=1e-9)
+    assert values(merge_metrics(f.metrics for f in found)) == pytest.approx(
+        values(whole.metrics), rel=1e-9, abs=1e-9
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -196,7 +239,11 @@ def test_wider_bounds_never_keep_fewer(shape, reject, factor):
 
 
 @settings(max_examples=40, deadline=None)
-@given(configs, st.sampled_from(("old_logprobs_T", "rollout_logprobs_T")), st.sampled_from((torch.float32, torch.float64)))
+@given(
+    configs,
+    st.sampled_from(("old_logprobs_T", "rollout_logprobs_T")),
+    st.sampled_from((torch.float32, torch.float64)),
+)
 def test_log_ratios_of_ten_thousand_stay_finite(config, name, dtype):
     batch = random_batch([4, 7, 1], seed=3, dtype=dtype)
     impossible_T = getattr(batch, name).clone()
@@ -225,7 +272,9 @@ def test_nothing_valid(config):
     result = correct(random_batch([3, 1], seed=0, mask_T=torch.zeros(4, dtype=torch.bool)), config)
     assert result.weights_T.tolist() == [0.0] * 4
     assert not result.keep_T.any()
-    assert not any(value for name, value in values(result.metrics).items() if name != "mismatch/weight_normaliser")
+    assert not any(
+        value for name, value in values(result.metrics).items() if name != "mismatch/weight_normaliser"
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -236,7 +285,8 @@ def test_weights_carry_no_gradient(config):
     assert not correct(batch.with_fields(old_logprobs_T=old_T), config).weights_T.requires_grad
 
 
-# --------------------------------------------------------------------------------------------------------------------- by hand
+# ---------------------------------------------------------------------------------------------------------------------
+# by hand
 
 
 def test_token_weights_by_hand():
@@ -298,7 +348,12 @@ def test_normalised_weights_have_mean_one_over_tokens_or_sequences():
 
 def test_the_geometric_level_tells_apart_what_exp_would_round_away():
     batch = of_ratios([1.0002] * 100 + [1.0] * 100, [100, 100]).with_fields()
-    kept = correct(batch, config_of(weight={"level": "none"}, reject=[{"rule": "ratio", "level": "geometric", "upper": 1.0001}]))
+    kept = correct(
+        batch,
+        config_of(
+            weight={"level": "none"}, reject=[{"rule": "ratio", "level": "geometric", "upper": 1.0001}]
+        ),
+    )
     assert [row[0] for row in rows_of(kept.keep_T, batch)] == [False, True]
 
 
@@ -311,13 +366,16 @@ def test_the_geometric_level_tells_apart_what_exp_would_round_away():
 def test_rules_on_the_difference_of_probabilities_by_hand(reduce, kept):
     rollout_T = torch.tensor([0.2, 0.5, 0.6, 0.9, 0.25, 0.8], dtype=torch.float64)
     old_T = rollout_T + torch.tensor([0.3, -0.1, 0.1, -0.3, 0.15, -0.4], dtype=torch.float64)
-    batch = batch_of(rollout_T.log(), old_T.log(), torch.tensor([True, True, True, False, True, True]), [5, 1])
+    batch = batch_of(
+        rollout_T.log(), old_T.log(), torch.tensor([True, True, True, False, True, True]), [5, 1]
+    )
     rule = {"rule": "difference", "reduce": reduce, "lower": -0.2, "upper": 0.25}
     assert correct(batch, config_of(weight={"level": "none"}, reject=[rule])).keep_T.tolist() == kept
 
 
 def test_each_rule_s_own_statistic_by_hand():
-    """Ratios 2, 1/2, 4 | 1/4; sequences of 4 (geometric 4^(1/3)) and 1/4. Neither pair of bounds is reciprocal."""
+    """Ratios 2, 1/2, 4 | 1/4; sequences of 4 (geometric 4^(1/3)) and 1/4. Neither pair of bounds is
+    reciprocal."""
     batch = of_ratios([2, 0.5, 4, 0.25], [3, 1])
     rules = [
         {"rule": "ratio", "level": "token", "lower": 0.4, "upper": 3.0},
@@ -347,15 +405,24 @@ def test_veto_sees_the_unbounded_ratio_and_takes_the_whole_sequence():
     batch = of_ratios([1, 1e-5, 1, 1e-3, 1], [3, 2])
     result = correct(batch, config_of(weight={"level": "none"}, veto=1e-4))
     assert result.keep_T.tolist() == [False, False, False, True, True]
-    far = batch.with_fields(old_logprobs_T=batch.old_logprobs_T - torch.tensor([0, 30.0, 0, 0, 0], dtype=torch.float64))
-    assert correct(far, config_of(veto=1e-12)).keep_T.tolist() == [False, False, False, True, True], "e^-41.5 is below 1e-12"
+    far = batch.with_fields(
+        old_logprobs_T=batch.old_logprobs_T - torch.tensor([0, 30.0, 0, 0, 0], dtype=torch.float64)
+    )
+    assert correct(far, config_of(veto=1e-12)).keep_T.tolist() == [False, False, False, True, True], (
+        "e^-41.5 is below 1e-12"
+    )
 
 
 def test_every_rule_has_to_pass_and_is_counted_by_name():
     batch = of_ratios([1, 3, 1, 1.1, 1, 1], [2, 2, 2])
     result = correct(
         batch,
-        config_of(reject=[{"rule": "ratio", "level": "token", "upper": 2}, {"rule": "ratio", "level": "sequence", "upper": 1.05}]),
+        config_of(
+            reject=[
+                {"rule": "ratio", "level": "token", "upper": 2},
+                {"rule": "ratio", "level": "sequence", "upper": 1.05},
+            ]
+        ),
     )
     assert result.keep_T.tolist() == [False, False, False, False, True, True]
     found = values(result.metrics)
@@ -376,7 +443,12 @@ def test_without_old_everything_is_left_to_the_loss(config):
 
 def test_bypass_leaves_everything_to_the_loss():
     batch = random_batch([5, 7], seed=1)
-    config = config_of(mode="bypass", loss="policy_gradient", weight={"level": "sequence"}, reject=[{"rule": "k3", "upper": 1e-9}])
+    config = config_of(
+        mode="bypass",
+        loss="policy_gradient",
+        weight={"level": "sequence"},
+        reject=[{"rule": "k3", "upper": 1e-9}],
+    )
     before = correct(batch, config)
     assert torch.equal(before.keep_T, batch.response_mask_T)
     assert torch.equal(before.weights_T, batch.response_mask_T.float())
@@ -390,12 +462,15 @@ def test_bypass_leaves_everything_to_the_loss():
 
 def test_log_ratios_are_bounded_after_their_sum_not_before():
     log_ratio_N = torch.tensor([30.0, -30.0, 30.0])
-    valid, without_last = (valid_tokens(torch.ones(n, dtype=torch.bool), torch.tensor([0, n])) for n in (3, 2))
+    valid, without_last = (
+        valid_tokens(torch.ones(n, dtype=torch.bool), torch.tensor([0, n])) for n in (3, 2)
+    )
     assert level_ratio(log_ratio_N, valid, "sequence").tolist() == pytest.approx([math.exp(20)] * 3)
     assert level_ratio(log_ratio_N[:2], without_last, "sequence").tolist() == [1.0, 1.0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------- errors
+# ----------------------------------------------------------------------------------------------------------------------
+# errors
 
 
 @pytest.mark.parametrize("name", ["old_logprobs_T", "rollout_logprobs_T", "ref_logprobs_T"])
@@ -405,7 +480,9 @@ def test_a_broken_logprob_names_its_sequence(name, value, place):
     batch = random_batch([3, 2, 4], seed=4, mask_T=torch.ones(9, dtype=torch.bool))
     broken = getattr(batch, name).clone()
     broken[place] = value  # places 3 and 4 are the second sequence, id 101
-    with pytest.raises(ValueError, match=rf"{name} is (nan|-inf) on a response token of sequence 101 \(1 such"):
+    with pytest.raises(
+        ValueError, match=rf"{name} is (nan|-inf) on a response token of sequence 101 \(1 such"
+    ):
         correct(batch.with_fields(**{name: broken}), TRUNCATED)
 
 
@@ -428,5 +505,11 @@ def test_defaults_that_follow_from_other_fields():
     assert config_of(mode="bypass").weight.level == "none"
     assert config_of(weight={"level": "token", "bound": "mask", "upper": 4.0}).weight.lower == 0.25
     assert config_of(reject=[{"rule": "ratio", "upper": 1.25}]).reject[0].lower == 0.8
-    for fields in ({"mode": "bypass"}, {"weight": {"level": "token", "bound": "none"}}, {"weight": {"level": "token"}}):
-        assert CorrectionConfig.model_validate_json(config_of(**fields).model_dump_json()) == config_of(**fields)
+    for fields in (
+        {"mode": "bypass"},
+        {"weight": {"level": "token", "bound": "none"}},
+        {"weight": {"level": "token"}},
+    ):
+        assert CorrectionConfig.model_validate_json(config_of(**fields).model_dump_json()) == config_of(
+            **fields
+        )

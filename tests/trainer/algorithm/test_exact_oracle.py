@@ -1,7 +1,9 @@
-"""Correction and objectives where every sequence can be enumerated: expected losses and gradients as exact sums.
+"""Correction and objectives where every sequence can be enumerated: expected losses and gradients as exact
+sums.
 
-Legend: S sequences (all there are), T packed tokens, F prefixes, V vocabulary. mu is the rollout's policy, pi the learner's. References
-are plain loops over prefixes or sequences, straight from the formulas; the other side is the trainer's own functions.
+Legend: S sequences (all there are), T packed tokens, F prefixes, V vocabulary. mu is the rollout's policy, pi
+the learner's. References are plain loops over prefixes or sequences, straight from the formulas; the other
+side is the trainer's own functions.
 """
 
 import itertools
@@ -15,7 +17,13 @@ from torch import Tensor
 
 from configs.presets import PRESETS
 from configs.schema.correction import CorrectionConfig, ImportanceWeight, NoWeight, RatioRule
-from configs.schema.objective import AggregationConfig, ClippedObjective, EntropyConfig, KLConfig, PolicyGradientObjective
+from configs.schema.objective import (
+    AggregationConfig,
+    ClippedObjective,
+    EntropyConfig,
+    KLConfig,
+    PolicyGradientObjective,
+)
 from tests.reference.enumerated_policy import (
     Enumeration,
     corrected_loss,
@@ -42,7 +50,8 @@ class World:
     rewards_S: Tensor
 
     def expected(self, config: CorrectionConfig, **changed) -> tuple[Tensor, Tensor]:
-        """Loss and its gradient to the current policy's table, in expectation over the rollout's samples; old = current = the learner's."""
+        """Loss and its gradient to the current policy's table, in expectation over the rollout's samples; old
+        = current = the learner's."""
         tables = {"current": self.learner_FV, "old": self.learner_FV} | changed
         current_FV = tables["current"].clone().requires_grad_()
         loss, correction = corrected_loss(
@@ -83,7 +92,9 @@ WORLDS = [
 ]
 WEIGHTED = {
     "decoupled_clipped": lambda weight: CorrectionConfig(weight=weight),
-    "bypass_policy_gradient": lambda weight: CorrectionConfig(mode="bypass", loss="policy_gradient", weight=weight),
+    "bypass_policy_gradient": lambda weight: CorrectionConfig(
+        mode="bypass", loss="policy_gradient", weight=weight
+    ),
 }
 UNBOUNDED_SEQUENCE = ImportanceWeight(level="sequence", bound="none")
 UNBOUNDED_TOKEN = ImportanceWeight(level="token", bound="none")
@@ -94,10 +105,11 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 def walk(here: World, visits_FV: Tensor, continues_FV: Tensor) -> Tensor:
-    """sum over prefixes f of P_visits(f) sum over tokens a of pi(a|f) Q_continues(f, a) (onehot(a) - pi(.|f)), by plain recursion.
+    """sum over prefixes f of P_visits(f) sum over tokens a of pi(a|f) Q_continues(f, a) (onehot(a) -
+    pi(.|f)), by plain recursion.
 
-    Token-level weights change the law of one token to pi and leave mu's of what came before and what follows; with pi for all three it
-    is the policy gradient theorem.
+    Token-level weights change the law of one token to pi and leave mu's of what came before and what follows;
+    with pi for all three it is the policy gradient theorem.
     """
     pi, visits, continues = (x_FV.softmax(-1).tolist() for x_FV in (here.learner_FV, visits_FV, continues_FV))
     rows = {prefix: row for row, prefix in enumerate(here.space.prefixes)}
@@ -126,16 +138,24 @@ def walk(here: World, visits_FV: Tensor, continues_FV: Tensor) -> Tensor:
 def test_enumeration_is_complete_and_its_gradients_are_autograds(here):
     space, (probs_S, mu_S) = here.space, (here.space.probs_S(x) for x in (here.learner_FV, here.rollout_FV))
     assert len(set(space.responses)) == len(space.responses)
-    assert probs_S.sum().item() == pytest.approx(1, abs=1e-12) and mu_S.sum().item() == pytest.approx(1, abs=1e-12)
+    assert probs_S.sum().item() == pytest.approx(1, abs=1e-12) and mu_S.sum().item() == pytest.approx(
+        1, abs=1e-12
+    )
     assert relative(walk(here, here.learner_FV, here.learner_FV), here.true_gradient()) < 1e-10
-    slopes_T = torch.randn(space.batch.num_tokens, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    slopes_T = torch.randn(
+        space.batch.num_tokens, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    )
     logits_FV = here.learner_FV.clone().requires_grad_()
     logprobs_T = torch.where(space.batch.response_mask_T, space.logprobs_T(logits_FV), 0.0)
     terms_S = sum_per_sequence(slopes_T * logprobs_T, space.batch.cu_seqlens)
     each = [torch.autograd.grad(term, logits_FV, retain_graph=True)[0] for term in terms_S]
-    torch.testing.assert_close(space.gradient_FV(slopes_T, here.learner_FV), torch.stack(each).sum(0), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        space.gradient_FV(slopes_T, here.learner_FV), torch.stack(each).sum(0), rtol=1e-10, atol=1e-12
+    )
     squares = torch.stack([g.square().sum() for g in each])
-    torch.testing.assert_close(space.squared_norms_S(slopes_T, here.learner_FV), squares, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        space.squared_norms_S(slopes_T, here.learner_FV), squares, rtol=1e-10, atol=1e-12
+    )
 
 
 # Importance weights.
@@ -147,12 +167,15 @@ def test_unbounded_sequence_weights_give_the_on_policy_gradient(here, form):
     _, gradient = here.expected(WEIGHTED[form](UNBOUNDED_SEQUENCE))
     assert relative(-gradient, here.true_gradient()) < 1e-10
     _, uncorrected = here.expected(WEIGHTED[form](NoWeight()))
-    assert relative(-uncorrected, here.true_gradient()) > 0.1, "the policies differ enough for the weights to matter"
+    assert relative(-uncorrected, here.true_gradient()) > 0.1, (
+        "the policies differ enough for the weights to matter"
+    )
 
 
 @pytest.mark.parametrize("here", WORLDS)
 def test_without_stop_gradient_another_objective_is_climbed(here):
-    """d [w log pi] = w (1 + log pi(y)) d log pi(y): the ratio's own gradient adds a term that the policy gradient does not have."""
+    """d [w log pi] = w (1 + log pi(y)) d log pi(y): the ratio's own gradient adds a term that the policy
+    gradient does not have."""
     space, mu_S = here.space, here.space.probs_S(here.rollout_FV)
     logits_FV = here.learner_FV.clone().requires_grad_()
     valid = valid_tokens(space.batch.response_mask_T, space.batch.cu_seqlens)
@@ -207,8 +230,11 @@ def test_bias_of_truncation_falls_as_the_bound_grows_and_ends(here, form):
 # PPO against the rollout policy.
 
 
-def ppo_by_hand(here: World, current_FV: Tensor, *, clip: float, dual_clip: float) -> tuple[float, Tensor, Counter]:
-    """E_mu of the sum over tokens of PPO's clipped loss with old := mu, and its gradient: loops over sequences and tokens."""
+def ppo_by_hand(
+    here: World, current_FV: Tensor, *, clip: float, dual_clip: float
+) -> tuple[float, Tensor, Counter]:
+    """E_mu of the sum over tokens of PPO's clipped loss with old := mu, and its gradient: loops over
+    sequences and tokens."""
     current, rollout = (x.softmax(-1).tolist() for x in (current_FV, here.rollout_FV))
     rows = {prefix: row for row, prefix in enumerate(here.space.prefixes)}
     loss, gradient, branches = 0.0, torch.zeros_like(current_FV), Counter()
@@ -239,7 +265,9 @@ def test_bypass_clipped_is_ppo_against_the_rollout(here):
     same = {"current": current_FV, "objective": objective}
     found = {
         "bypass": here.expected(CorrectionConfig(mode="bypass"), **same),
-        "decoupled, old = mu": here.expected(CorrectionConfig(weight=NoWeight()), **same, old=here.rollout_FV),
+        "decoupled, old = mu": here.expected(
+            CorrectionConfig(weight=NoWeight()), **same, old=here.rollout_FV
+        ),
     }
     for name, (found_loss, found_gradient) in found.items():
         assert found_loss.item() == pytest.approx(loss, rel=1e-10), name
@@ -252,7 +280,8 @@ def test_bypass_clipped_is_ppo_against_the_rollout(here):
 
 
 def dyadic_world() -> tuple[World, list[int]]:
-    """The rollout picks each token with probability 1/2, 1/4, 1/4, so 64 samples hold every sequence exactly as often as expected."""
+    """The rollout picks each token with probability 1/2, 1/4, 1/4, so 64 samples hold every sequence exactly
+    as often as expected."""
     here = world(3, 3, end=None, seed=6)
     rollout_FV = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log().expand_as(here.learner_FV)
     rows = [row for row, response in enumerate(here.space.responses) for _ in range(2 ** response.count(0))]
@@ -261,20 +290,32 @@ def dyadic_world() -> tuple[World, list[int]]:
 
 
 def batch_gradient(here: World, rows: list[int], config: CorrectionConfig, aggregation: str) -> Tensor:
-    """The gradient of one step with these samples, as the loop makes it: correct, loss weights from global counts, micro-batches."""
+    """The gradient of one step with these samples, as the loop makes it: correct, loss weights from global
+    counts, micro-batches."""
     table_FV = here.learner_FV.clone().requires_grad_()
     learner_T, rollout_T = (here.space.logprobs_T(x) for x in (here.learner_FV, here.rollout_FV))
     advantages_T = here.space.to_tokens(here.rewards_S)
-    whole = here.space.batch.with_fields(rollout_logprobs_T=rollout_T, old_logprobs_T=learner_T, advantages_T=advantages_T)
+    whole = here.space.batch.with_fields(
+        rollout_logprobs_T=rollout_T, old_logprobs_T=learner_T, advantages_T=advantages_T
+    )
     packed = whole.select(rows)
     chunks = [list(range(len(rows)))[part::3] for part in range(min(3, len(rows)))]
-    step = StepBatch(packed=packed, rows=[chunks], rewards_S=here.rewards_S, group_ids_S=here.space.batch.sequence_ids_S)
-    step = step.with_loss_weights(correct(packed, config), AggregationConfig(type=aggregation), config.denominator, alone)
+    step = StepBatch(
+        packed=packed, rows=[chunks], rewards_S=here.rewards_S, group_ids_S=here.space.batch.sequence_ids_S
+    )
+    step = step.with_loss_weights(
+        correct(packed, config), AggregationConfig(type=aggregation), config.denominator, alone
+    )
     loss = torch.zeros((), dtype=torch.float64)
     for microbatch, chunk in zip(step.microbatches(), chunks, strict=True):
         current_T = here.space.logprobs_T(table_FV)[here.space.places([rows[i] for i in chunk])]
         part, _ = policy_loss(
-            microbatch, current_T, torch.zeros_like(current_T), objective=ClippedObjective(), kl=KLConfig(), entropy=EntropyConfig()
+            microbatch,
+            current_T,
+            torch.zeros_like(current_T),
+            objective=ClippedObjective(),
+            kl=KLConfig(),
+            entropy=EntropyConfig(),
         )
         loss = loss + part
     (gradient_FV,) = torch.autograd.grad(loss, table_FV)
@@ -304,7 +345,11 @@ def accepted_by_hand(here: World, *, level: str, lower: float, upper: float, wei
         places = [(rows[response[:i]], token) for i, token in enumerate(response)]
         ratios = [pi[row][token] / mu[row][token] for row, token in places]
         probability, product = math.prod(mu[row][token] for row, token in places), math.prod(ratios)
-        judged = {"token": ratios, "sequence": [product] * len(ratios), "geometric": [product ** (1 / len(ratios))] * len(ratios)}[level]
+        judged = {
+            "token": ratios,
+            "sequence": [product] * len(ratios),
+            "geometric": [product ** (1 / len(ratios))] * len(ratios),
+        }[level]
         accepted = [place for place, ratio in zip(places, judged, strict=True) if lower <= ratio <= upper]
         gradient = torch.zeros_like(found.gradient)
         for row, token in accepted:
@@ -327,10 +372,14 @@ def test_denominators_of_rejection(level, weight, aggregation):
     assert 0.1 < accepted.sequences <= 1 and accepted.tokens < 0.9 * 3
     rule = RatioRule(level=level, lower=0.5, upper=1.6)
     found = {
-        denominator: batch_gradient(here, rows, CorrectionConfig(weight=weight, reject=(rule,), denominator=denominator), aggregation)
+        denominator: batch_gradient(
+            here, rows, CorrectionConfig(weight=weight, reject=(rule,), denominator=denominator), aggregation
+        )
         for denominator in ("kept", "all")
     }
-    share, whole = (accepted.sequences, 1.0) if aggregation == "sequence_mean_token_sum" else (accepted.tokens, 3.0)
+    share, whole = (
+        (accepted.sequences, 1.0) if aggregation == "sequence_mean_token_sum" else (accepted.tokens, 3.0)
+    )
     # Loss weights are float32: 1 / count is rounded once, and so are importance weights.
     assert relative(-found["kept"], accepted.gradient / share) < 1e-6
     assert relative(-found["all"], accepted.gradient / whole) < 1e-6
@@ -340,16 +389,21 @@ def test_denominators_of_rejection(level, weight, aggregation):
 def test_rejecting_everything_gives_zeros():
     here, rows = dyadic_world()
     config = CorrectionConfig(weight=NoWeight(), reject=(RatioRule(level="token", lower=1e6, upper=2e6),))
-    assert torch.equal(batch_gradient(here, rows, config, "sequence_mean_token_sum"), torch.zeros_like(here.learner_FV))
+    assert torch.equal(
+        batch_gradient(here, rows, config, "sequence_mean_token_sum"), torch.zeros_like(here.learner_FV)
+    )
 
 
 @pytest.mark.parametrize("denominator", ["kept", "all"])
 @pytest.mark.parametrize(("level", "lower", "upper"), [("token", 0.98, 3.0), ("sequence", 0.58, 3.0)])
 @pytest.mark.parametrize("num_samples", [1, 3])
 def test_moments_of_a_batch_are_those_of_every_batch_there_is(num_samples, level, lower, upper, denominator):
-    """The closed forms that the benchmark uses against all batches of N sequences, each through the trainer's own functions."""
+    """The closed forms that the benchmark uses against all batches of N sequences, each through the trainer's
+    own functions."""
     here = world(2, 2, end=None, seed=8)
-    config = CorrectionConfig(weight=NoWeight(), reject=(RatioRule(level=level, lower=lower, upper=upper),), denominator=denominator)
+    config = CorrectionConfig(
+        weight=NoWeight(), reject=(RatioRule(level=level, lower=lower, upper=upper),), denominator=denominator
+    )
     mu_S = here.space.probs_S(here.rollout_FV).tolist()
     mean, square = torch.zeros_like(here.learner_FV), 0.0
     for rows in itertools.product(range(len(mu_S)), repeat=num_samples):
@@ -362,7 +416,9 @@ def test_moments_of_a_batch_are_those_of_every_batch_there_is(num_samples, level
     one = accepted_by_hand(here, level=level, lower=lower, upper=upper, weighted=False)
     assert 0.1 < one.sequences < 0.95
     if denominator == "kept":
-        expected, expected_variance = moments_of_kept_mean(one.gradient, one.square, one.sequences, num_samples)
+        expected, expected_variance = moments_of_kept_mean(
+            one.gradient, one.square, one.sequences, num_samples
+        )
     else:
         expected, expected_variance = moments_of_mean(one.gradient, one.square, num_samples)
     assert relative(-mean, expected) < 1e-6

@@ -1,4 +1,5 @@
-"""Wrong input at the entrances of the mathematics: shapes, dtypes, values that are no log-probs. Errors name the field and its sequence.
+"""Wrong input at the entrances of the mathematics: shapes, dtypes, values that are no log-probs. Errors name
+the field and its sequence.
 
 Legend: S sequences, T packed tokens.
 """
@@ -21,7 +22,9 @@ from trainer.algorithm.policy_loss import policy_loss
 from trainer.algorithm.value_loss import value_loss
 
 PER_TOKEN = [name for name in PackedBatch.__slots__ if name.endswith("_T")]
-FLOAT_FIELDS = [name for name in PER_TOKEN if name not in ("tokens_T", "targets_T", "positions_T", "response_mask_T")]
+FLOAT_FIELDS = [
+    name for name in PER_TOKEN if name not in ("tokens_T", "targets_T", "positions_T", "response_mask_T")
+]
 TERMS = {"objective": ClippedObjective(), "kl": KLConfig(coefficient=0.1), "entropy": EntropyConfig()}
 WEIGHTED = CorrectionConfig()
 BYPASS = CorrectionConfig(mode="bypass")
@@ -30,7 +33,10 @@ BYPASS = CorrectionConfig(mode="bypass")
 def batch_of(**fields) -> PackedBatch:
     """Sequences 100 and 101 of two and three response tokens, with every field set."""
     batch = random_batch([2, 3], seed=0, mask_T=torch.ones(5, dtype=torch.bool))
-    ones = dict.fromkeys(("importance_weights_T", "aggregation_T", "values_T", "returns_T", "value_aggregation_T"), torch.full((5,), 0.2))
+    ones = dict.fromkeys(
+        ("importance_weights_T", "aggregation_T", "values_T", "returns_T", "value_aggregation_T"),
+        torch.full((5,), 0.2),
+    )
     return batch.with_fields(**ones | fields)
 
 
@@ -39,7 +45,8 @@ def loss_of(batch: PackedBatch, current_T: torch.Tensor | None = None, **terms) 
     return policy_loss(batch, current_T, torch.zeros(5), **TERMS | terms)[0]
 
 
-# ----------------------------------------------------------------------------------------------------------- shapes and dtypes
+# -----------------------------------------------------------------------------------------------------------
+# shapes and dtypes
 
 
 @pytest.mark.parametrize("name", PER_TOKEN)
@@ -56,7 +63,9 @@ def test_a_batch_has_one_value_per_token(name, shape):
 @pytest.mark.parametrize("name", FLOAT_FIELDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64, torch.bool])
 def test_a_batch_refuses_what_was_rounded_already(name, dtype):
-    with pytest.raises(ValueError, match=rf"{name} is {str(dtype)[6:]}, not float32 or float64; compute it in float32"):
+    with pytest.raises(
+        ValueError, match=rf"{name} is {str(dtype)[6:]}, not float32 or float64; compute it in float32"
+    ):
         batch_of(**{name: getattr(batch_of(), name).to(dtype)})
     assert getattr(batch_of(**{name: getattr(batch_of(), name).double()}), name).dtype == torch.float64
 
@@ -81,7 +90,11 @@ def test_boundaries_fit_the_tokens(bounds, told):
 @pytest.mark.parametrize("extra", [-1, 1])
 def test_rows_of_another_length_are_not_packed(extra):
     """Too long in one sequence and too short in the next, the whole would fit."""
-    rows = {"token_ids": [[1, 2, 3], [4, 5, 6]], "response_masks": [[False, True, True]] * 2, "sequence_ids": [7, 8]}
+    rows = {
+        "token_ids": [[1, 2, 3], [4, 5, 6]],
+        "response_masks": [[False, True, True]] * 2,
+        "sequence_ids": [7, 8],
+    }
     logprobs = [[0.0] + [-1.0] * (2 + extra), [0.0] + [-1.0] * (2 - extra)]
     told = rf"sequence 7 has 3 token ids, 3 values of response_mask and {3 + extra} rollout_logprobs"
     with pytest.raises(ValueError, match=told):
@@ -90,17 +103,26 @@ def test_rows_of_another_length_are_not_packed(extra):
 
 @pytest.mark.parametrize("length", [4, 6])
 def test_current_logprobs_have_the_length_of_the_batch(length):
-    for entrance in (loss_of, lambda batch, x_T: correct_current(batch, x_T, BYPASS), lambda b, x_T: value_loss(b, x_T, value_clip=None)):
-        with pytest.raises(ValueError, match=rf"values?\w*_T|current_logprobs_T has shape \({length},\), the batch 5 tokens"):
+    for entrance in (
+        loss_of,
+        lambda batch, x_T: correct_current(batch, x_T, BYPASS),
+        lambda b, x_T: value_loss(b, x_T, value_clip=None),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"values?\w*_T|current_logprobs_T has shape \({length},\), the batch 5 tokens"
+        ):
             entrance(batch_of(), torch.full((length,), -1.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_current_logprobs_of_half_precision_are_refused(dtype):
-    """In float16, exp of a log-ratio of 20 is infinite, and 0 times infinity is NaN: in the gradient of rejected tokens too."""
+    """In float16, exp of a log-ratio of 20 is infinite, and 0 times infinity is NaN: in the gradient of
+    rejected tokens too."""
     half_T = torch.full((5,), -3.0, dtype=dtype)
     for entrance in (loss_of, lambda batch, x_T: correct_current(batch, x_T, BYPASS)):
-        with pytest.raises(ValueError, match=rf"current_logprobs_T is {str(dtype)[6:]}, not float32 or float64"):
+        with pytest.raises(
+            ValueError, match=rf"current_logprobs_T is {str(dtype)[6:]}, not float32 or float64"
+        ):
             entrance(batch_of(), half_T)
     with pytest.raises(ValueError, match=r"entropy_T is b?float16"):
         policy_loss(batch_of(), half_T.float(), half_T, **TERMS)
@@ -112,11 +134,14 @@ def test_current_logprobs_of_half_precision_are_refused(dtype):
 def test_metrics_of_the_gap_take_one_number_per_valid_token(length):
     bounds_S, whole_N, wrong_N = torch.tensor([0, 2, 5]), torch.full((5,), -1.0), torch.full((length,), -1.0)
     for metrics, name in ((mismatch_metrics, "rollout_logprobs_N"), (weight_metrics, "weights_N")):
-        with pytest.raises(ValueError, match=rf"{name} has shape \({length},\), the responses 5 valid tokens"):
+        with pytest.raises(
+            ValueError, match=rf"{name} has shape \({length},\), the responses 5 valid tokens"
+        ):
             metrics(whole_N, wrong_N, bounds_S)
 
 
-# -------------------------------------------------------------------------------------------------------------------- values
+# --------------------------------------------------------------------------------------------------------------------
+# values
 
 
 @pytest.mark.parametrize("name", ["rollout_logprobs_T", "old_logprobs_T", "ref_logprobs_T"])
@@ -141,7 +166,9 @@ def test_what_is_above_0_is_no_logprob(name, config):
 def test_the_loss_names_the_field_and_the_sequence(name, value):
     broken_T = getattr(batch_of(), name).clone()
     broken_T[3] = value
-    with pytest.raises(ValueError, match=rf"{name} is {value}.* on a response token of sequence 101 \(1 such"):
+    with pytest.raises(
+        ValueError, match=rf"{name} is {value}.* on a response token of sequence 101 \(1 such"
+    ):
         loss_of(batch_of(**{name: broken_T}))
     off_T = torch.tensor([True, True, True, False, True])
     assert loss_of(batch_of(**{name: broken_T}, response_mask_T=off_T)).isfinite()

@@ -1,4 +1,5 @@
-"""KL estimators: golden values and gradients, a loop from the formulas, expectations by summing over a small vocabulary; the controller."""
+"""KL estimators: golden values and gradients, a loop from the formulas, expectations by summing over a small
+vocabulary; the controller."""
 
 import math
 import typing
@@ -27,7 +28,9 @@ def test_golden_value_and_gradient(case):
     kl = ESTIMATORS[case.params["estimator"]](current, ref)
     (gradient,) = torch.autograd.grad(kl.sum(), current)
     torch.testing.assert_close(kl, torch.from_numpy(case.arrays["out_kl"]), rtol=1e-6, atol=1e-12)
-    torch.testing.assert_close(gradient, torch.from_numpy(case.arrays["out_grad_logp"]), rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(
+        gradient, torch.from_numpy(case.arrays["out_grad_logp"]), rtol=1e-6, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -78,7 +81,9 @@ def test_expectation_is_the_divergence(name):
     logits, ref = _policies()
     logprobs = logits.log_softmax(0).detach()
     divergence = (logprobs.exp() * (logprobs - ref)).sum()
-    assert (logprobs.exp() * ESTIMATORS[name](logprobs, ref)).sum().item() == pytest.approx(divergence.item(), rel=1e-12)
+    assert (logprobs.exp() * ESTIMATORS[name](logprobs, ref)).sum().item() == pytest.approx(
+        divergence.item(), rel=1e-12
+    )
 
 
 def test_expected_gradients_as_documented():
@@ -91,9 +96,13 @@ def test_expected_gradients_as_documented():
 
     forward = gradient((logprobs.exp() * (logprobs - ref)).sum())
     reverse = gradient((ref.exp() * (ref - logprobs)).sum())
-    expected = {"k1": torch.zeros_like(forward), "k2": forward, "k3": reverse} | dict.fromkeys(STRAIGHT_THROUGH, forward)
+    expected = {"k1": torch.zeros_like(forward), "k2": forward, "k3": reverse} | dict.fromkeys(
+        STRAIGHT_THROUGH, forward
+    )
     for name, gradient_V in expected.items():
-        torch.testing.assert_close(gradient((probs * ESTIMATORS[name](logprobs, ref)).sum()), gradient_V, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            gradient((probs * ESTIMATORS[name](logprobs, ref)).sum()), gradient_V, rtol=1e-9, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])
@@ -108,7 +117,9 @@ def test_k3_keeps_its_digits_near_zero():
     d = torch.tensor([1e-4, -3e-4, 1e-3])
     exact = torch.expm1(d.double()) - d.double()
     torch.testing.assert_close(excess(d).double(), exact, rtol=2e-3, atol=0)
-    assert not torch.allclose((d.exp() - d - 1).double(), exact, rtol=2e-3, atol=0), "the plain formula passes too"
+    assert not torch.allclose((d.exp() - d - 1).double(), exact, rtol=2e-3, atol=0), (
+        "the plain formula passes too"
+    )
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -144,7 +155,9 @@ def test_adaptive_coefficient_by_hand(measured, expected):
 def test_adaptive_coefficient_brings_a_kl_that_falls_with_it_to_its_target():
     coefficient = 0.01
     for _ in range(2000):
-        coefficient = adaptive_coefficient(coefficient, 0.02 / coefficient, target=0.1, horizon=1000, num_samples=100)
+        coefficient = adaptive_coefficient(
+            coefficient, 0.02 / coefficient, target=0.1, horizon=1000, num_samples=100
+        )
     assert coefficient == pytest.approx(0.2, rel=1e-6)
 
 

@@ -1,4 +1,5 @@
-"""The whole chain from log-probs to loss against the same on padded tensors; valid tokens and counts per sequence against plain loops."""
+"""The whole chain from log-probs to loss against the same on padded tensors; valid tokens and counts per
+sequence against plain loops."""
 
 import torch
 from hypothesis import given, settings

@@ -1,4 +1,5 @@
-"""Every objective: against loops from the formulas, by hand, at its edges, and what it is equal to where it should be.
+"""Every objective: against loops from the formulas, by hand, at its edges, and what it is equal to where it
+should be.
 
 Legend: S sequences, T packed tokens.
 """
@@ -71,16 +72,29 @@ parameters_of = {
     "gspo": st.fixed_dictionaries(bounds),
     "gmpo": st.fixed_dictionaries(bounds),
     "cispo": st.fixed_dictionaries(bounds),
-    "sapo": st.fixed_dictionaries({"temperature_positive": st.floats(0.1, 5), "temperature_negative": st.floats(0.1, 5)}),
-    "dppo": st.fixed_dictionaries({"max_decrease": st.floats(0, 1), "max_increase": st.floats(0, 1), "ratio_max": st.floats(0.5, 30)}),
+    "sapo": st.fixed_dictionaries(
+        {"temperature_positive": st.floats(0.1, 5), "temperature_negative": st.floats(0.1, 5)}
+    ),
+    "dppo": st.fixed_dictionaries(
+        {"max_decrease": st.floats(0, 1), "max_increase": st.floats(0, 1), "ratio_max": st.floats(0.5, 30)}
+    ),
     "policy_gradient": st.just({}),
 }
 
 
 def packed(rows):
     flat = [token for row in rows for token in row]
-    current, old, advantage, weight, counts = (torch.tensor(column, dtype=torch.float64) for column in zip(*flat, strict=True))
-    return current.requires_grad_(), old, advantage, weight, counts.bool(), torch.tensor([0, *map(len, rows)]).cumsum(0)
+    current, old, advantage, weight, counts = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*flat, strict=True)
+    )
+    return (
+        current.requires_grad_(),
+        old,
+        advantage,
+        weight,
+        counts.bool(),
+        torch.tensor([0, *map(len, rows)]).cumsum(0),
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in PARAMETERS if n != "gmpo"])
@@ -101,13 +115,17 @@ def test_matches_a_loop_over_tokens(name, rows, data):
 @given(rows=sequences, parameters=parameters_of["gmpo"])
 def test_gmpo_matches_a_loop_over_sequences(rows, parameters):
     current, old, advantage, weight, mask, cu_seqlens = packed(rows)
-    loss_T = gmpo(current, old, advantage, mask, cu_seqlens, **parameters).loss_T * geometric_mean_weights(weight, mask, cu_seqlens)
+    loss_T = gmpo(current, old, advantage, mask, cu_seqlens, **parameters).loss_T * geometric_mean_weights(
+        weight, mask, cu_seqlens
+    )
     expected = [slow.gmpo(row, **parameters) for row in rows]
     firsts = loss_T.detach()[cu_seqlens[:-1]]
     torch.testing.assert_close(firsts, double(*(loss for loss, _ in expected)), rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(loss_T.detach(), firsts.repeat_interleave(cu_seqlens.diff()), rtol=0, atol=0)
     (gradient,) = torch.autograd.grad(loss_T[cu_seqlens[:-1]].sum(), current)
-    torch.testing.assert_close(gradient, double(*(slope for _, row in expected for slope in row)), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(
+        gradient, double(*(slope for _, row in expected for slope in row)), rtol=1e-9, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,11 +156,19 @@ def test_without_dual_clip_a_negative_advantage_has_no_ceiling():
 
 @pytest.mark.parametrize(
     ("ratio", "advantage", "weight", "is_clipped"),
-    [(1.1, 2.0, 1.1, False), (1.5, 2.0, 1.28, True), (0.5, 2.0, 0.8, True), (1.5, -2.0, 1.28, True), (0.5, -2.0, 0.8, True)],
+    [
+        (1.1, 2.0, 1.1, False),
+        (1.5, 2.0, 1.28, True),
+        (0.5, 2.0, 0.8, True),
+        (1.5, -2.0, 1.28, True),
+        (0.5, -2.0, 0.8, True),
+    ],
 )
 def test_cispo_by_hand_every_token_keeps_its_gradient(ratio, advantage, weight, is_clipped):
     loss, slope, result = value_and_slope("cispo", ratio, advantage, old=0.25)
-    assert (loss, slope) == pytest.approx((-weight * advantage * math.log(0.25 * ratio), -weight * advantage), rel=1e-12)
+    assert (loss, slope) == pytest.approx(
+        (-weight * advantage * math.log(0.25 * ratio), -weight * advantage), rel=1e-12
+    )
     assert result.clipped_T.item() is is_clipped
 
 
@@ -155,13 +181,20 @@ def test_cispo_with_clip_low_of_one_leaves_small_ratios():
     [
         (1.0, 2.0, -4.0, -2.0),  # 4 sigmoid(0) = 2, so the value is -2 A and the slope -A
         (1.0, -2.0, 2.0, 2.0),  # tau 2: (4 / 2) / 2 = 1
-        (1 + math.log(3), 1.0, -3.0, -0.75 * (1 + math.log(3))),  # sigmoid(log 3) = 3/4: value -3, slope -4 (3/4) (1/4) r
+        (
+            1 + math.log(3),
+            1.0,
+            -3.0,
+            -0.75 * (1 + math.log(3)),
+        ),  # sigmoid(log 3) = 3/4: value -3, slope -4 (3/4) (1/4) r
         (1 + math.log(3) / 2, -1.0, 1.5, 0.75 * (1 + math.log(3) / 2)),  # the same gate at tau 2
         (1 - math.log(2), 1.0, -4 / 3, -8 / 9 * (1 - math.log(2))),  # sigmoid(-log 2) = 1/3
     ],
 )
 def test_sapo_by_hand(ratio, advantage, loss, slope):
-    *found, result = value_and_slope("sapo", ratio, advantage, temperature_positive=1.0, temperature_negative=2.0)
+    *found, result = value_and_slope(
+        "sapo", ratio, advantage, temperature_positive=1.0, temperature_negative=2.0
+    )
     assert found == pytest.approx([loss, slope], rel=1e-12)
     assert result.clipped_T is None
 
@@ -191,7 +224,15 @@ def test_dppo_bounds_the_weight_of_the_gradient():
 
 def test_gspo_by_hand():
     current, old = double(0.6, 0.3, 0.5).log().requires_grad_(), double(0.5, 0.4, 0.5).log()
-    result = run("gspo", current, old, double(2.0, -1.0, 1.0), torch.tensor([True, True, False]), clip_low=0.04, clip_high=0.1)
+    result = run(
+        "gspo",
+        current,
+        old,
+        double(2.0, -1.0, 1.0),
+        torch.tensor([True, True, False]),
+        clip_low=0.04,
+        clip_high=0.1,
+    )
     s = math.sqrt(0.6 / 0.5 * 0.3 / 0.4)  # 0.9487, below 1 - 0.04
     assert result.ratio_T.tolist() == pytest.approx([s] * 3)
     assert result.loss_T.tolist()[:2] == pytest.approx([-2 * s, 0.96])
@@ -228,17 +269,30 @@ def test_gspo_token_form_equals_the_sequence_form_where_advantages_are_equal(adv
     bounds = {"clip_low": 0.1, "clip_high": 0.15}
 
     token_form = torch.zeros((), dtype=torch.float64)
-    result = run("gspo", current, old, torch.full_like(old, advantage), None, torch.tensor([0, *lengths]).cumsum(0), **bounds)
+    result = run(
+        "gspo",
+        current,
+        old,
+        torch.full_like(old, advantage),
+        None,
+        torch.tensor([0, *lengths]).cumsum(0),
+        **bounds,
+    )
     for loss_T in result.loss_T.split(lengths):
         token_form = token_form + loss_T.mean() / len(lengths)
 
     sequence_form = torch.zeros((), dtype=torch.float64)
     for mine, before in zip(current.split(lengths), old.split(lengths), strict=True):
         s = (mine - before).mean().exp()
-        sequence_form = sequence_form - torch.minimum(s * advantage, s.clamp(0.9, 1.15) * advantage) / len(lengths)
+        sequence_form = sequence_form - torch.minimum(s * advantage, s.clamp(0.9, 1.15) * advantage) / len(
+            lengths
+        )
 
     assert token_form.item() == pytest.approx(sequence_form.item(), rel=1e-12)
-    (found,), (expected,) = torch.autograd.grad(token_form, current), torch.autograd.grad(sequence_form, current)
+    (found,), (expected,) = (
+        torch.autograd.grad(token_form, current),
+        torch.autograd.grad(sequence_form, current),
+    )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
     assert scale > 0.001 or found.abs().min() > 0
     assert scale < 3 or (found == 0).any(), "no sequence was clipped"
@@ -284,7 +338,9 @@ def test_extreme_log_ratios_stay_finite(name, dual_clip):
     options = {"dual_clip": dual_clip} if name == "clipped" else {}
     # One sequence each: gspo and gmpo get the extremes themselves, not their mean.
     for mask in (torch.ones(4, dtype=torch.bool), torch.zeros(4, dtype=torch.bool)):
-        result = run(name, current, old, torch.tensor([1.0, 1.0, -1.0, -1.0]), mask, torch.arange(5), **options)
+        result = run(
+            name, current, old, torch.tensor([1.0, 1.0, -1.0, -1.0]), mask, torch.arange(5), **options
+        )
         (gradient,) = torch.autograd.grad(result.loss_T.sum(), current)
         assert result.loss_T.isfinite().all() and gradient.isfinite().all()
         assert result.ratio_T is None or result.ratio_T.isfinite().all()
@@ -299,13 +355,19 @@ def test_gspo_ratio_is_bounded():
 
 @pytest.mark.parametrize("name", ["clipped", "sapo", "gmpo", "gspo"])
 def test_gradcheck(name):
-    """cispo, dppo and policy gradient stop a gradient or have none of a ratio; gspo's stops cancel in a sequence's mean (equal A)."""
+    """cispo, dppo and policy gradient stop a gradient or have none of a ratio; gspo's stops cancel in a
+    sequence's mean (equal A)."""
     generator = torch.Generator().manual_seed(2)
     old = -torch.rand(6, generator=generator, dtype=torch.float64)
     current = (old + 0.1 * torch.randn(6, generator=generator, dtype=torch.float64)).requires_grad_()
-    advantage = double(1.0, 1.0, 1.0, -2.0, -2.0, -2.0) if name == "gspo" else torch.randn(6, generator=generator, dtype=torch.float64)
+    advantage = (
+        double(1.0, 1.0, 1.0, -2.0, -2.0, -2.0)
+        if name == "gspo"
+        else torch.randn(6, generator=generator, dtype=torch.float64)
+    )
     cu_seqlens = torch.tensor([0, 3, 6])
     parameters = {"clip_low": 0.9, "clip_high": 0.9} if name != "sapo" else {}
     assert torch.autograd.gradcheck(
-        lambda x: run(name, x, old, advantage, None, cu_seqlens, **parameters).loss_T.view(2, 3).mean(1), current
+        lambda x: run(name, x, old, advantage, None, cu_seqlens, **parameters).loss_T.view(2, 3).mean(1),
+        current,
     )

@@ -1,4 +1,5 @@
-"""The critic's loss: golden losses and gradients, a slow reference, a hand calculation, and what must not matter.
+"""The critic's loss: golden losses and gradients, a slow reference, a hand calculation, and what must not
+matter.
 
 Legend: T packed tokens.
 """
@@ -50,7 +51,9 @@ def valued_batch(lengths, seed, mask_T=None):
     generator = torch.Generator().manual_seed(seed + 1)
     old_T, returns_T, current_T = torch.randn(3, sum(lengths), generator=generator, dtype=torch.float64)
     weights_T = torch.rand(sum(lengths), generator=generator, dtype=torch.float64)
-    return batch.with_fields(values_T=old_T, returns_T=returns_T, value_aggregation_T=weights_T), old_T + 0.4 * current_T
+    return batch.with_fields(
+        values_T=old_T, returns_T=returns_T, value_aggregation_T=weights_T
+    ), old_T + 0.4 * current_T
 
 
 def slow_value_loss(batch, current, clip):
@@ -69,7 +72,11 @@ def slow_value_loss(batch, current, clip):
 
 
 @settings(max_examples=40, deadline=None)
-@given(lengths=st.lists(st.integers(1, 8), min_size=1, max_size=4), seed=st.integers(0, 999), clip=st.sampled_from([None, 0.05, 0.3, 5.0]))
+@given(
+    lengths=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    seed=st.integers(0, 999),
+    clip=st.sampled_from([None, 0.05, 0.3, 5.0]),
+)
 def test_against_the_slow_reference(lengths, seed, clip):
     batch, current_T = valued_batch(lengths, seed)
     current_T.requires_grad_()
@@ -93,7 +100,9 @@ def test_by_hand():
 def test_off_the_mask_nothing_matters():
     batch, current_T = valued_batch([6, 5], seed=3)
     fields = ("values_T", "returns_T", "value_aggregation_T")
-    spoiled = batch.with_fields(**{name: torch.where(batch.response_mask_T, getattr(batch, name), torch.nan) for name in fields})
+    spoiled = batch.with_fields(
+        **{name: torch.where(batch.response_mask_T, getattr(batch, name), torch.nan) for name in fields}
+    )
     results = []
     for b, x_T in ((batch, current_T), (spoiled, torch.where(batch.response_mask_T, current_T, torch.inf))):
         x_T = x_T.clone().requires_grad_()
@@ -129,7 +138,9 @@ def test_parts_add_up_to_the_whole(seed, order, cut):
     whole_loss, whole = value_loss(batch, current_T, value_clip=0.2)
     parts = []
     for rows in (order[:cut], order[cut:]):
-        part = batch.with_fields(advantages_T=current_T).select(rows)  # advantages carry the current values through the selection
+        part = batch.with_fields(advantages_T=current_T).select(
+            rows
+        )  # advantages carry the current values through the selection
         parts.append(value_loss(part, part.advantages_T, value_clip=0.2))
     merged = values(merge_metrics(metrics for _, metrics in parts))
     assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole_loss.item(), rel=1e-12)

@@ -1,7 +1,9 @@
-"""The step as it runs: split_groups -> step_batch -> scores, advantages, correction, loss weights -> minibatches -> loss.
+"""The step as it runs: split_groups -> step_batch -> scores, advantages, correction, loss weights ->
+minibatches -> loss.
 
-Neither the number of data-parallel ranks, nor the token budget, nor the order of sequences in a packing may change loss and gradient.
-Ranks are real gloo processes: only they show whether normalisers are counted over all of them.
+Neither the number of data-parallel ranks, nor the token budget, nor the order of sequences in a packing may
+change loss and gradient. Ranks are real gloo processes: only they show whether normalisers are counted over
+all of them.
 Legend: S sequences, T packed tokens, V vocabulary.
 """
 
@@ -80,15 +82,30 @@ class Setup:
     scores_old: bool = True
     """False: with one minibatch, whose current policy is old, the loss finds old itself."""
 
-    def loss(self, microbatch: PackedBatch, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, dict[str, Metric]]:
-        objective = PolicyGradientObjective(type="policy_gradient") if self.correction.loss == "policy_gradient" else self.objective
+    def loss(
+        self, microbatch: PackedBatch, current_T: Tensor, entropy_T: Tensor
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        objective = (
+            PolicyGradientObjective(type="policy_gradient")
+            if self.correction.loss == "policy_gradient"
+            else self.objective
+        )
         return policy_loss(
-            microbatch, current_T, entropy_T, objective=objective, kl=KL, entropy=ENTROPY, correction=self.correction, aggregation=self.mode
+            microbatch,
+            current_T,
+            entropy_T,
+            objective=objective,
+            kl=KL,
+            entropy=ENTROPY,
+            correction=self.correction,
+            aggregation=self.mode,
         )
 
 
 def aggregation(mode: str) -> AggregationConfig:
-    return AggregationConfig(type=mode, constant=CONSTANT if mode == "sequence_mean_token_sum_over_constant" else None)
+    return AggregationConfig(
+        type=mode, constant=CONSTANT if mode == "sequence_mean_token_sum_over_constant" else None
+    )
 
 
 def logits_VV(seed: int) -> Tensor:
@@ -121,7 +138,10 @@ class StepResult:
     def total(ranks: "list[StepResult]") -> "StepResult":
         return StepResult(
             losses=[math.fsum(parts) for parts in zip(*(r.losses for r in ranks), strict=True)],
-            gradients=[torch.stack(parts).double().sum(0) for parts in zip(*(r.gradients for r in ranks), strict=True)],
+            gradients=[
+                torch.stack(parts).double().sum(0)
+                for parts in zip(*(r.gradients for r in ranks), strict=True)
+            ],
         )
 
 
@@ -131,7 +151,9 @@ def run_step(share: Share, setup: Setup, group: dist.ProcessGroup | None) -> Ste
     for index, minibatch in enumerate(weighted(share, setup, group).minibatches()):
         policy_VV, loss, outputs = current_policy(index), 0.0, []
         for microbatch in minibatch:
-            part, metrics = setup.loss(microbatch, *scores(policy_VV, microbatch.tokens_T, microbatch.targets_T))
+            part, metrics = setup.loss(
+                microbatch, *scores(policy_VV, microbatch.tokens_T, microbatch.targets_T)
+            )
             part.backward()
             loss += part.item()
             outputs.append(metrics)
@@ -144,13 +166,18 @@ def run_step(share: Share, setup: Setup, group: dist.ProcessGroup | None) -> Ste
 def weighted(share: Share, setup: Setup, group: dist.ProcessGroup | None) -> StepBatch:
     """One rank's batch, ready for its updates: call by call what ``trainer/loop.py`` does."""
     batch, total = step_batch(share), total_over(group)
-    old_T, ref_T = (batch.scattered([scores(p, m.tokens_T, m.targets_T)[0] for m in batch.microbatches()]) for p in (OLD, REF))
+    old_T, ref_T = (
+        batch.scattered([scores(p, m.tokens_T, m.targets_T)[0] for m in batch.microbatches()])
+        for p in (OLD, REF)
+    )
     if setup.correction.mode == "bypass":
         old_T = batch.packed.rollout_logprobs_T
     batch = batch.with_fields(ref_logprobs_T=ref_T)
     if setup.scores_old or setup.correction.mode == "bypass":
         batch = batch.with_fields(old_logprobs_T=old_T)
-    batch = batch.with_advantages(compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, setup.advantage, total=total))
+    batch = batch.with_advantages(
+        compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, setup.advantage, total=total)
+    )
     correction = correct(batch.packed, setup.correction, total)
     return batch.with_loss_weights(correction, aggregation(setup.mode), setup.correction.denominator, total)
 
@@ -165,13 +192,17 @@ def reference_losses(groups: list[Group], mode: str, num_minibatches: int) -> li
 
 
 def _reference_loss(groups: list[Group], mode: str, current_VV: Tensor) -> float:
-    log = {name: p.double().log_softmax(-1) for name, p in (("old", OLD), ("ref", REF), ("current", current_VV))}
+    log = {
+        name: p.double().log_softmax(-1) for name, p in (("old", OLD), ("ref", REF), ("current", current_VV))
+    }
     sequences = []
     for group in groups:
         rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
         spread = rewards.std() if len(rewards) > 1 else torch.tensor(0.0)
         for t, reward in zip(group.trajectories, rewards, strict=True):
-            advantage = float((reward - rewards.mean()) / (spread + 1e-6)) if len(rewards) > 1 else float(reward)
+            advantage = (
+                float((reward - rewards.mean()) / (spread + 1e-6)) if len(rewards) > 1 else float(reward)
+            )
             losses = []
             for place in range(1, len(t.token_ids)):
                 if t.response_mask[place]:
@@ -191,7 +222,9 @@ def _reference_loss(groups: list[Group], mode: str, current_VV: Tensor) -> float
         return 0.0
     match mode:
         case "token_mean":
-            return math.fsum(x for losses in sequences for x in losses) / sum(len(losses) for losses in sequences)
+            return math.fsum(x for losses in sequences for x in losses) / sum(
+                len(losses) for losses in sequences
+            )
         case "sequence_mean_token_mean":
             return math.fsum(math.fsum(losses) / len(losses) for losses in sequences) / len(sequences)
         case "sequence_mean_token_sum":
@@ -199,8 +232,11 @@ def _reference_loss(groups: list[Group], mode: str, current_VV: Tensor) -> float
     return math.fsum(math.fsum(losses) for losses in sequences) / len(sequences) / CONSTANT
 
 
-def make_groups(lengths: list[list[int]], rewards: list[list[float]], *, seed: int, vocab: int = VOCAB) -> list[Group]:
-    """Random siblings of these lengths in tokens. A quarter of the places are no response: prompts, tool tokens, whole sequences."""
+def make_groups(
+    lengths: list[list[int]], rewards: list[list[float]], *, seed: int, vocab: int = VOCAB
+) -> list[Group]:
+    """Random siblings of these lengths in tokens. A quarter of the places are no response: prompts, tool
+    tokens, whole sequences."""
     generator = torch.Generator().manual_seed(seed)
     log_rollout = ROLLOUT.log_softmax(-1)
     groups = []
@@ -210,9 +246,17 @@ def make_groups(lengths: list[list[int]], rewards: list[list[float]], *, seed: i
             ids = torch.randint(0, vocab, (length,), generator=generator)
             mask = torch.rand(length, generator=generator) < 0.75
             mask[0] = False
-            # What a server would report; for a vocabulary that the bigram policy does not have, anything near.
-            table = log_rollout[ids[:-1], ids[1:]] if vocab == VOCAB else torch.full((length - 1,), -math.log(vocab))
-            logprobs = [0.0, *(table + 0.3 * torch.randn(length - 1, generator=generator)).clamp(max=0.0).tolist()]
+            # What a server would report; for a vocabulary that the bigram policy does not have, anything
+            # near.
+            table = (
+                log_rollout[ids[:-1], ids[1:]]
+                if vocab == VOCAB
+                else torch.full((length - 1,), -math.log(vocab))
+            )
+            logprobs = [
+                0.0,
+                *(table + 0.3 * torch.randn(length - 1, generator=generator)).clamp(max=0.0).tolist(),
+            ]
             trajectories.append(
                 Trajectory(
                     group_id=group_id, sibling_id=sibling_id, prompt_id=str(group_id), token_ids=ids.tolist(),
@@ -243,14 +287,17 @@ def shuffled(share: Share, seed: int) -> Share:
 
 
 class Ranks:
-    """Gloo processes that run the shares they are sent; the first ``len(shares)`` of them take part in a step."""
+    """Gloo processes that run the shares they are sent; the first ``len(shares)`` of them take part in a
+    step."""
 
     def __init__(self, folder: Path):
         context = multiprocessing.get_context("spawn")
         self._ends, self._processes = [], []
         for rank in range(MOST_RANKS):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve_rank, args=(rank, str(folder / "store"), theirs), daemon=True)
+            process = context.Process(
+                target=_serve_rank, args=(rank, str(folder / "store"), theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._ends.append(mine)
@@ -291,7 +338,11 @@ def ranks(tmp_path_factory):
 @st.composite
 def steps(draw):
     """(groups, minibatches, data-parallel ranks, token budget) that can be planned."""
-    minibatches, groups_each, siblings = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    minibatches, groups_each, siblings = (
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 4)),
+    )
     shape = {"min_size": minibatches * groups_each, "max_size": minibatches * groups_each}
 
     def table(values):
@@ -299,7 +350,9 @@ def steps(draw):
 
     lengths = table(st.integers(2, 14))
     groups = make_groups(lengths, table(st.sampled_from([0.0, 0.1, 1.0])), seed=draw(st.integers(0, 9999)))
-    num_ranks = draw(st.sampled_from([n for n in range(1, MOST_RANKS + 1) if groups_each * siblings % n == 0]))
+    num_ranks = draw(
+        st.sampled_from([n for n in range(1, MOST_RANKS + 1) if groups_each * siblings % n == 0])
+    )
     return groups, minibatches, num_ranks, max(max(row) for row in lengths) - 1 + draw(st.integers(0, 60))
 
 
@@ -310,7 +363,8 @@ def whole_step(groups: list[Group], num_minibatches: int, setup: Setup) -> StepR
 
 
 def magnitudes(groups: list[Group], num_minibatches: int, setup: Setup) -> list[tuple[float, float]]:
-    """Per minibatch, sums over sequences of each term's |loss| and of the gradient's norm: what rounding is relative to."""
+    """Per minibatch, sums over sequences of each term's |loss| and of the gradient's norm: what rounding is
+    relative to."""
     (share,) = split_groups(groups, num_minibatches=num_minibatches, dp_size=1, token_budget=10**6)
     found = []
     for index, minibatch in enumerate(weighted(share, setup, None).minibatches()):
@@ -346,16 +400,20 @@ def test_loss_and_gradient_do_not_depend_on_ranks_budget_or_order(ranks, step, m
 
 
 def denominators(correction: CorrectionConfig) -> st.SearchStrategy[CorrectionConfig]:
-    return st.sampled_from(("kept", "all")).map(lambda which: correction.model_copy(update={"denominator": which}))
+    return st.sampled_from(("kept", "all")).map(
+        lambda which: correction.model_copy(update={"denominator": which})
+    )
 
 
-# The presets' bounds are for two engines of the same weights; the policies here differ more, so that wider ones are drawn as well.
+# The presets' bounds are for two engines of the same weights; the policies here differ more, so that wider
+# ones are drawn as well.
 WIDE = CorrectionConfig.model_validate({
     "mode": "bypass", "loss": "policy_gradient", "weight": {"level": "segment", "upper": 1.5}, "veto": 0.1,
     "reject": [{"rule": "ratio", "level": "geometric", "upper": 1.2}, {"rule": "k3", "reduce": "token", "upper": 0.05}],
 })  # fmt: skip
 NORMALISED = [
-    CorrectionConfig(weight=ImportanceWeight(level=level, normalise=True), veto=0.2) for level in ("token", "sequence", "segment")
+    CorrectionConfig(weight=ImportanceWeight(level=level, normalise=True), veto=0.2)
+    for level in ("token", "sequence", "segment")
 ]
 setups = st.builds(
     lambda mode, correction, objective, advantage: Setup(mode=mode, correction=correction, objective=objective, advantage=advantage),
@@ -389,11 +447,15 @@ def test_the_loss_of_each_minibatch_is_its_definition(step, mode):
 def test_old_from_the_updates_own_pass_is_old_from_a_pass_before_it(ranks, step, setup, seed):
     groups, _, num_ranks, token_budget = step
     if setup.correction.weight.level != "none" and setup.correction.weight.normalise:
-        setup = replace(setup, correction=TRUNCATED_TOKENS)  # needs the pass before, as RunConfig.scores_old says
+        setup = replace(
+            setup, correction=TRUNCATED_TOKENS
+        )  # needs the pass before, as RunConfig.scores_old says
     (whole,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=10**6)
     wanted = StepResult.total([run_step(whole, setup, None)])
     shares = split_groups(groups, num_minibatches=1, dp_size=num_ranks, token_budget=token_budget)
-    found = ranks.run([shuffled(share, seed + rank) for rank, share in enumerate(shares)], replace(setup, scores_old=False))
+    found = ranks.run(
+        [shuffled(share, seed + rank) for rank, share in enumerate(shares)], replace(setup, scores_old=False)
+    )
     assert_same(found, wanted, magnitudes(groups, 1, setup))
 
 
@@ -413,27 +475,58 @@ def test_normalisers_are_counted_over_all_ranks(ranks, mode):
 
 
 TRUNCATED = {"weight": {"level": "token", "upper": 1.5}}
-REJECTING = {"reject": [{"rule": "ratio", "level": "geometric", "upper": 1.5}, {"rule": "ratio", "level": "token", "upper": 3.0}]}
-JOBS = [{"aggregation": aggregation(mode), "correction": TRUNCATED} for mode in MODES] + [
-    {"aggregation": aggregation("token_mean"), "correction": TRUNCATED, "sharded": True},
-    {"aggregation": aggregation("token_mean"), "correction": {"weight": {"level": "sequence", "normalise": True}} | REJECTING},
-    {"aggregation": aggregation("sequence_mean_token_mean"), "correction": {"mode": "bypass"} | REJECTING},
-    {"aggregation": aggregation("token_mean"), "correction": {"mode": "bypass", "loss": "policy_gradient"} | REJECTING, "sharded": True},
-] + [
-    {"aggregation": aggregation("token_mean"), "correction": TRUNCATED | REJECTING, "learner": {"minibatches": 1, "old_logprobs": when}}
-    for when in ("always", "when_needed")
-]
+REJECTING = {
+    "reject": [
+        {"rule": "ratio", "level": "geometric", "upper": 1.5},
+        {"rule": "ratio", "level": "token", "upper": 3.0},
+    ]
+}
+JOBS = (
+    [{"aggregation": aggregation(mode), "correction": TRUNCATED} for mode in MODES]
+    + [
+        {"aggregation": aggregation("token_mean"), "correction": TRUNCATED, "sharded": True},
+        {
+            "aggregation": aggregation("token_mean"),
+            "correction": {"weight": {"level": "sequence", "normalise": True}} | REJECTING,
+        },
+        {
+            "aggregation": aggregation("sequence_mean_token_mean"),
+            "correction": {"mode": "bypass"} | REJECTING,
+        },
+        {
+            "aggregation": aggregation("token_mean"),
+            "correction": {"mode": "bypass", "loss": "policy_gradient"} | REJECTING,
+            "sharded": True,
+        },
+    ]
+    + [
+        {
+            "aggregation": aggregation("token_mean"),
+            "correction": TRUNCATED | REJECTING,
+            "learner": {"minibatches": 1, "old_logprobs": when},
+        }
+        for when in ("always", "when_needed")
+    ]
+)
 
 
 @pytest.mark.engines
 def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
-    """The real learner: what is received, scored, weighted and updated over two ranks gives one rank's gradients and weights."""
+    """The real learner: what is received, scored, weighted and updated over two ranks gives one rank's
+    gradients and weights."""
     # Here, since the processes of ``Ranks`` import this file, and Megatron would double their start.
-    from tests.support.megatron_workers import make_hf_model, relative_difference, run_ranks, work_learner_steps
+    from tests.support.megatron_workers import (
+        make_hf_model,
+        relative_difference,
+        run_ranks,
+        work_learner_steps,
+    )
 
     folder = make_hf_model(tmp_path / "m", "qwen3")
     arguments = (folder, make_groups(LENGTHS, REWARDS, seed=3, vocab=43), JOBS)
-    (one,) = run_ranks(work_learner_steps, 1, tmp_path / "rank", 1, *arguments)  # with as many threads as the two
+    (one,) = run_ranks(
+        work_learner_steps, 1, tmp_path / "rank", 1, *arguments
+    )  # with as many threads as the two
     two = run_ranks(work_learner_steps, 2, tmp_path / "ranks", 2, *arguments)
     for index, job in enumerate(JOBS):
         wanted = one[index]
@@ -442,20 +535,29 @@ def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
             assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-6), job
             assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5), job
             assert found["kept"] == pytest.approx(wanted["kept"], rel=1e-12), job
-            # Adam divides by the gradient's own size, so a rounding error of a tiny gradient weighs more in weights than in gradients.
+            # Adam divides by the gradient's own size, so a rounding error of a tiny gradient weighs more in
+            # weights than in gradients.
             assert relative_difference(found["weights"], wanted["weights"]) < 5e-6, job
             for gradient, whole in zip(found["gradients"], wanted["gradients"], strict=True):
                 assert relative_difference(gradient, whole) < 1e-6, job
-    assert len({f"{job['norms'][0]:.5g}" for job in one}) == len(MODES) + 4, "jobs do not differ, so a wrong one would not show"
-    assert all(0.1 < job["kept"][0] < 1 for job in one[-5:]), "rejection should take some of the tokens and leave some"
+    assert len({f"{job['norms'][0]:.5g}" for job in one}) == len(MODES) + 4, (
+        "jobs do not differ, so a wrong one would not show"
+    )
+    assert all(0.1 < job["kept"][0] < 1 for job in one[-5:]), (
+        "rejection should take some of the tokens and leave some"
+    )
     before, within = one[-2:]
-    assert within["norms"] == pytest.approx(before["norms"], rel=1e-6), "old from the update's own pass differs from old before it"
+    assert within["norms"] == pytest.approx(before["norms"], rel=1e-6), (
+        "old from the update's own pass differs from old before it"
+    )
     assert relative_difference(within["weights"], before["weights"]) < 1e-6
 
 
 def test_what_a_critic_is_averaged_by_is_counted_only_where_there_is_one():
     """Each count is a collective of the whole step."""
-    (share,) = split_groups(make_groups([[5, 7], [4, 6]], [[0.0, 1.0]] * 2, seed=1), num_minibatches=2, dp_size=1, token_budget=20)
+    (share,) = split_groups(
+        make_groups([[5, 7], [4, 6]], [[0.0, 1.0]] * 2, seed=1), num_minibatches=2, dp_size=1, token_budget=20
+    )
     counted = []
 
     def total(values: Tensor) -> Tensor:
@@ -466,7 +568,9 @@ def test_what_a_critic_is_averaged_by_is_counted_only_where_there_is_one():
     for values_T, num_counts in ((None, 2), (torch.zeros(batch.packed.num_tokens), 4)):
         counted.clear()
         with_values = batch.with_fields(values_T=values_T)
-        found = with_values.with_loss_weights(correct(batch.packed, CorrectionConfig()), AggregationConfig(), "kept", total).packed
+        found = with_values.with_loss_weights(
+            correct(batch.packed, CorrectionConfig()), AggregationConfig(), "kept", total
+        ).packed
         assert (found.value_aggregation_T is None) == (values_T is None)
         assert len(counted) == num_counts
 
@@ -475,6 +579,11 @@ def test_parts_of_the_reward_are_means_over_the_samples_that_have_them():
     """The first sample's reward failed, and a reward may give a part now and then."""
     (group,) = make_groups([[5, 5, 5, 5]], [[0.0, 1.0, 1.0, 0.0]], seed=1)
     parts = ({}, {"valid": 1.0}, {"valid": 0.5, "bonus": 3.0}, {"valid": 0.0})
-    group = replace(group, trajectories=[replace(t, reward_parts=p) for t, p in zip(group.trajectories, parts, strict=True)])
-    found = {name: value for name, value in sample_metrics([group]).items() if name.startswith("reward/part/")}
+    group = replace(
+        group,
+        trajectories=[replace(t, reward_parts=p) for t, p in zip(group.trajectories, parts, strict=True)],
+    )
+    found = {
+        name: value for name, value in sample_metrics([group]).items() if name.startswith("reward/part/")
+    }
     assert found == {"reward/part/valid": 0.5, "reward/part/bonus": 3.0}

@@ -1,4 +1,5 @@
-"""The guide, trainer/README.md and the README's section on corrections, against the code: presets, names of metrics, links."""
+"""The guide, trainer/README.md and the README's section on corrections, against the code: presets, names of
+metrics, links."""
 
 import re
 from fnmatch import fnmatch
@@ -23,18 +24,26 @@ SECTION = README.partition("## Corrections, objectives, advantages\n")[2].partit
 
 
 def test_every_file_of_the_folder_is_in_the_guides_tables():
-    """Files beside the loop in the first table; the modules of each folder in its row of the second (`layout_*`: several)."""
+    """Files beside the loop in the first table; the modules of each folder in its row of the second
+    (`layout_*`: several)."""
     tables = GUIDE.partition("\n## ")[0]
     files = {file.name for file in (ROOT / "trainer").glob("*.py")} - {"__init__.py"}
     assert files == set(re.findall(r"`(\w+\.py)`", tables))
-    rows = {folder: set(re.findall(r"`([\w.*]+)`", words)) for folder, words in re.findall(r"^\| `(\w+)/` \| (.+) \|$", tables, re.M)}
+    rows = {
+        folder: set(re.findall(r"`([\w.*]+)`", words))
+        for folder, words in re.findall(r"^\| `(\w+)/` \| (.+) \|$", tables, re.M)
+    }
     folders = {path.parent for path in (ROOT / "trainer").glob("*/__init__.py")}
     assert rows.keys() == {folder.name for folder in folders}
     for folder in folders:
         modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
         patterns = {name for name in rows[folder.name] if not name.endswith((".html", ".jsonl"))}
-        assert {name for name in modules if not any(fnmatch(name, pattern) for pattern in patterns)} == set(), folder
-        assert {pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in modules)} == set(), folder
+        assert {
+            name for name in modules if not any(fnmatch(name, pattern) for pattern in patterns)
+        } == set(), folder
+        assert {
+            pattern for pattern in patterns if not any(fnmatch(name, pattern) for name in modules)
+        } == set(), folder
 
 
 def weight_in_words(weight: NoWeight | ImportanceWeight) -> str:
@@ -61,14 +70,24 @@ def rule_in_words(rule: RatioRule | DivergenceRule) -> str:
 
 
 def row_of(name: str, correction: CorrectionConfig) -> str:
-    mode = correction.mode if correction.loss == "objective" else f"{correction.mode}, {correction.loss.replace('_', ' ')}"
+    mode = (
+        correction.mode
+        if correction.loss == "objective"
+        else f"{correction.mode}, {correction.loss.replace('_', ' ')}"
+    )
     veto = [] if correction.veto is None else [f"veto at {correction.veto:g}"]
     rejection = ", ".join([*map(rule_in_words, correction.reject), *veto]) or "none"
-    return f"| `{name}` | {mode} | {weight_in_words(correction.weight)} | {rejection} | {DESCRIPTIONS[name]} |"
+    return (
+        f"| `{name}` | {mode} | {weight_in_words(correction.weight)} | {rejection} | {DESCRIPTIONS[name]} |"
+    )
 
 
 def test_the_table_of_presets_is_what_the_code_says():
-    table = GUIDE.partition("| preset | mode, loss | weight | rejection | in words |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    table = (
+        GUIDE.partition("| preset | mode, loss | weight | rejection | in words |\n")[2]
+        .partition("\n\n")[0]
+        .splitlines()[1:]
+    )
     assert table == [row_of(name, correction) for name, correction in PRESETS.items()]
 
 
@@ -91,12 +110,18 @@ def test_the_table_of_verls_presets_is_what_the_code_says():
         assert told == f"`{ours}`" if ours else told.startswith("the same as `") and "without veto" in told
         if not ours:
             near = PRESETS[told.split("`")[1]]
-            assert (near.mode, near.loss, near.weight) == (ALIASES[name].mode, ALIASES[name].loss, ALIASES[name].weight)
+            assert (near.mode, near.loss, near.weight) == (
+                ALIASES[name].mode,
+                ALIASES[name].loss,
+                ALIASES[name].weight,
+            )
 
 
 def test_the_table_of_metrics_names_what_is_recorded():
     config = CorrectionConfig(
-        weight=ImportanceWeight(level="token", bound="clip", normalise=True), reject=(RatioRule(level="token", upper=2.0),), veto=1e-4
+        weight=ImportanceWeight(level="token", bound="clip", normalise=True),
+        reject=(RatioRule(level="token", upper=2.0),),
+        veto=1e-4,
     )
     batch = random_batch([5, 3], seed=0, mask_T=torch.ones(8, dtype=torch.bool))
     recorded = {name.replace("ratio_token", "RULE") for name in correct(batch, config).metrics}
@@ -129,7 +154,11 @@ def test_the_readme_s_corrections_are_read(tmp_path):
 def test_the_readme_s_options_of_replay_exist():
     from launch.cli import app
 
-    told = CliRunner().invoke(app, ["replay", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}).output
+    told = (
+        CliRunner()
+        .invoke(app, ["replay", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
+        .output
+    )
     options = set(re.findall(r"(?<=[ \[])--[a-z-]+", SECTION))
     assert {"--step", "--correction", "--gradients", "--plot"} <= options
     assert {option for option in options if option not in told} == set()

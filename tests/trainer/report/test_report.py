@@ -30,7 +30,9 @@ MAX_BINS = ("le_0.001", "le_0.01", "le_0.1", "le_0.25", "le_0.5", "over_0.5")
 
 
 def make_config(**fields) -> RunConfig:
-    return RunConfig.model_validate({"model": {"path": "model"}, "task": {"type": "countdown"}, "steps": 40, **fields})
+    return RunConfig.model_validate(
+        {"model": {"path": "model"}, "task": {"type": "countdown"}, "steps": 40, **fields}
+    )
 
 
 def step_metrics(step: int) -> dict[str, float]:
@@ -55,8 +57,16 @@ def step_metrics(step: int) -> dict[str, float]:
         "mismatch/ppl_train": 3 + wave,
         "mismatch/ppl_rollout": 3.1 + wave,
         "mismatch/ess_bounded": 0.995,
-        **{f"mismatch/{w}weight_{name}": value for w in ("raw_", "") for name, value in (("max", 2.0), ("mean", 1.0), ("std", 0.1))},
-        **{f"mismatch/rejected/{rule}/{of}": 0.02 + wave / 60 for rule in RULES for of in ("tokens", "sequences", "touched_sequences")},
+        **{
+            f"mismatch/{w}weight_{name}": value
+            for w in ("raw_", "")
+            for name, value in (("max", 2.0), ("mean", 1.0), ("std", 0.1))
+        },
+        **{
+            f"mismatch/rejected/{rule}/{of}": 0.02 + wave / 60
+            for rule in RULES
+            for of in ("tokens", "sequences", "touched_sequences")
+        },
         **{f"mismatch/response_abs_prob_max_share/{bin}": 1 / 6 for bin in MAX_BINS},
         **{
             f"mismatch/by_{what}/{bucket}/abs_prob_{name}": value * (2 + wave)
@@ -99,7 +109,9 @@ def few_metrics(step: int) -> dict[str, float]:
     return {"reward/mean": 0.2 + step / 100}
 
 
-def make_run(folder: Path, steps, config: RunConfig | None = None, summary: dict | None = None, metrics=step_metrics) -> Path:
+def make_run(
+    folder: Path, steps, config: RunConfig | None = None, summary: dict | None = None, metrics=step_metrics
+) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(resolved_yaml(config or make_config()), encoding="utf-8")
     lines = [json.dumps({"step": step, "elapsed_s": 6.0 * step, **metrics(step)}) for step in steps]
@@ -123,7 +135,9 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
-        self.references += [value for name, value in attrs if name in ("src", "href", "srcset", "data", "action") and value]
+        self.references += [
+            value for name, value in attrs if name in ("src", "href", "srcset", "data", "action") and value
+        ]
         self.images += [dict(attrs)["src"]] if tag == "img" else []
 
     def handle_data(self, data):
@@ -138,16 +152,25 @@ def test_page_holds_every_figure_and_refers_to_nothing_outside(tmp_path):
     assert path == tmp_path / "run" / "report.html"
     assert {p.stem for p in (path.parent / "figures").iterdir()} == ALL_FIGURES
     assert all(reference.startswith("data:image/svg+xml;base64,") for reference in page.references)
-    embedded = [base64.b64decode(image.removeprefix("data:image/svg+xml;base64,")).decode() for image in page.images]
+    embedded = [
+        base64.b64decode(image.removeprefix("data:image/svg+xml;base64,")).decode() for image in page.images
+    ]
     assert len(embedded) > 2 * len(ALL_FIGURES), "a panel each"
     assert all(ElementTree.fromstring(image).tag.endswith("}svg") for image in embedded)
     titles = {picture.title for picture in PICTURES} | {"Where the time of a step goes"}
-    assert not any(f">{title}<" in image for title in titles for image in embedded), "the page has the title already"
+    assert not any(f">{title}<" in image for title in titles for image in embedded), (
+        "the page has the title already"
+    )
     assert len(path.read_bytes()) < 3_000_000
     source = path.read_text(encoding="utf-8")
     assert not re.search(r"https?:|@import|url\(", source)
     assert not page.tags & {"script", "link", "iframe", "object"}
-    for fact in ("Accuracy before 20.5% ± 2.0%", "Accuracy after 60.0% ± 2.4%", "Steps 40 of 40", "Wall time, start to end 5m20s"):
+    for fact in (
+        "Accuracy before 20.5% ± 2.0%",
+        "Accuracy after 60.0% ± 2.4%",
+        "Steps 40 of 40",
+        "Wall time, start to end 5m20s",
+    ):
         assert fact in page.text
     assert "no summary.json" not in page.text
 
@@ -188,7 +211,11 @@ def test_run_without_a_step_yet(tmp_path):
 
 def test_gaps_nulls_torn_line_and_missing_metrics_are_noted(tmp_path, caplog):
     def metrics(step):
-        kept = {k: v for k, v in step_metrics(step).items() if not k.startswith(("response/", "eval/", "critic/", "mismatch/by_"))}
+        kept = {
+            k: v
+            for k, v in step_metrics(step).items()
+            if not k.startswith(("response/", "eval/", "critic/", "mismatch/by_"))
+        }
         return {**kept, "optim/grad_norm": None if step == 3 else 0.5, "policy/clip_fraction": 0.0}
 
     folder = make_run(tmp_path / "run", [1, 2, 3, 6, 7, 12], metrics=metrics)
@@ -197,7 +224,10 @@ def test_gaps_nulls_torn_line_and_missing_metrics_are_noted(tmp_path, caplog):
     path = write_report(folder)
     text = Page(path).text
     assert "Steps without a record: 4 to 5, 8 to 11." in text
-    assert "Not recorded, so not drawn: eval/accuracy, response/length_max, response/length_mean, response/truncated_fraction." in text
+    assert (
+        "Not recorded, so not drawn: eval/accuracy, response/length_max, response/length_mean, response/truncated_fraction."
+        in text
+    )
     assert "optim/grad_norm is 0.5 at all 5 steps." in text
     assert "policy/clip_fraction is 0 at all 6 steps (expected with one minibatch per step" in text
     assert any("line 7 not readable" in message for message in caplog.messages)
@@ -205,20 +235,39 @@ def test_gaps_nulls_torn_line_and_missing_metrics_are_noted(tmp_path, caplog):
 
 
 def test_what_never_happened_is_said_and_not_drawn(tmp_path):
-    calm = {"mismatch/kept_fraction": 1.0, "policy/ppo_kl": 0.0, "policy/ppo_kl_negative_fraction": 0.0, "sampling/resampled_groups": 0.0}
+    calm = {
+        "mismatch/kept_fraction": 1.0,
+        "policy/ppo_kl": 0.0,
+        "policy/ppo_kl_negative_fraction": 0.0,
+        "sampling/resampled_groups": 0.0,
+    }
     rejected = {f"mismatch/rejected/total/{of}": 0.0 for of in ("tokens", "sequences", "touched_sequences")}
-    path = write_report(make_run(tmp_path / "run", [1, 2], metrics=lambda step: {**calm, **rejected, "optim/grad_norm": 1.0 + step}))
+    path = write_report(
+        make_run(
+            tmp_path / "run", [1, 2], metrics=lambda step: {**calm, **rejected, "optim/grad_norm": 1.0 + step}
+        )
+    )
     text = Page(path).text
     assert {p.stem for p in (path.parent / "figures").iterdir()} == {"update"}
     assert "mismatch/kept_fraction is 1 (the correction rejects no token)" in text
-    assert re.search(r"The same at every step, so not drawn: sampling/resampled_groups is 0; .*mismatch/rejected/total/tokens is 0", text)
+    assert re.search(
+        r"The same at every step, so not drawn: sampling/resampled_groups is 0; .*mismatch/rejected/total/tokens is 0",
+        text,
+    )
 
 
 def test_gaps_of_rounding_are_said_and_not_drawn_as_a_trend(tmp_path):
     gap = {"mismatch/k3": 1e-13, "mismatch/chi2_token": 3e-12, "optim/grad_norm": 1.0}
-    path = write_report(make_run(tmp_path / "run", range(1, 20), metrics=lambda step: {k: v * (1 + step) for k, v in gap.items()}))
+    path = write_report(
+        make_run(
+            tmp_path / "run", range(1, 20), metrics=lambda step: {k: v * (1 + step) for k, v in gap.items()}
+        )
+    )
     assert {p.stem for p in (path.parent / "figures").iterdir()} == {"update"}
-    assert re.search(r"Nothing but rounding \(nearer than 1e-05 [^)]*\), so not drawn: mismatch/k3, mismatch/chi2_token", Page(path).text)
+    assert re.search(
+        r"Nothing but rounding \(nearer than 1e-05 [^)]*\), so not drawn: mismatch/k3, mismatch/chi2_token",
+        Page(path).text,
+    )
 
 
 def test_the_error_of_accuracy_goes_from_problem_to_problem(tmp_path):
@@ -228,18 +277,32 @@ def test_the_error_of_accuracy_goes_from_problem_to_problem(tmp_path):
     assert accuracy_error([[True, False]]) is None
     evaluation = {"eval/accuracy": 0.5, "eval/count": 200.0}
     errors = {0: 0.05, 1: 0.04}
-    path = write_report(make_run(tmp_path / "run", [0, 1], metrics=lambda step: {**evaluation, "eval/accuracy_error": errors[step]}))
+    path = write_report(
+        make_run(
+            tmp_path / "run", [0, 1], metrics=lambda step: {**evaluation, "eval/accuracy_error": errors[step]}
+        )
+    )
     text = Page(path).text
     assert "Accuracy before 50.0% ± 5.0%" in text and "Accuracy so far 50.0% ± 4.0%" in text
 
 
 def make_recorded(**series) -> Recorded:
     steps = sorted({step for values in series.values() for step in values})
-    return Recorded(steps=steps, series={name: Series(list(values), list(values.values())) for name, values in series.items()})
+    return Recorded(
+        steps=steps,
+        series={name: Series(list(values), list(values.values())) for name, values in series.items()},
+    )
 
 
 def test_stars_and_complements_in_names():
-    recorded = make_recorded(**{"a/x/tokens": {1: 0.5}, "a/y/tokens": {1: 0.25, 2: 1.0}, "a/y/z/tokens": {1: 0.0}, "a/x/others": {1: 0.0}})
+    recorded = make_recorded(
+        **{
+            "a/x/tokens": {1: 0.5},
+            "a/y/tokens": {1: 0.25, 2: 1.0},
+            "a/y/z/tokens": {1: 0.0},
+            "a/x/others": {1: 0.0},
+        }
+    )
     assert recorded.labelled({"a/*/tokens": "rule *", "a/x/others": "o", "nowhere": "n"}) == {
         "a/x/tokens": "rule x", "a/y/tokens": "rule y", "a/x/others": "o"
     }  # fmt: skip
@@ -248,7 +311,9 @@ def test_stars_and_complements_in_names():
 
 
 def test_bins_are_in_the_order_of_their_edges():
-    recorded = make_recorded(**{f"share/{bin}": {1: 0.0} for bin in ("over_0.5", "le_0.5", "le_1e-05", "le_0.001")})
+    recorded = make_recorded(
+        **{f"share/{bin}": {1: 0.0} for bin in ("over_0.5", "le_0.5", "le_1e-05", "le_0.001")}
+    )
     assert list(recorded.edges("share").items()) == [
         ("le_1e-05", "≤ 1e-05"), ("le_0.001", "≤ 0.001"), ("le_0.5", "≤ 0.5"), ("over_0.5", "> 0.5")
     ]  # fmt: skip
@@ -257,16 +322,27 @@ def test_bins_are_in_the_order_of_their_edges():
 def drawn(picture: str, metrics, steps) -> dict[str, object]:
     """The axes of a picture by the titles of its panels."""
     rows = {step: metrics(step) for step in steps}
-    recorded = make_recorded(**{name: {s: row[name] for s, row in rows.items() if name in row} for row in rows.values() for name in row})
+    recorded = make_recorded(
+        **{
+            name: {s: row[name] for s, row in rows.items() if name in row}
+            for row in rows.values()
+            for name in row
+        }
+    )
     figure = draw(next(p for p in PICTURES if p.name == picture), recorded, make_config())
-    return {axes.get_title(loc="left") or axes.get_legend().get_title().get_text(): axes for axes in figure.axes}
+    return {
+        axes.get_title(loc="left") or axes.get_legend().get_title().get_text(): axes for axes in figure.axes
+    }
 
 
 def test_buckets_show_the_mean_of_the_means_and_the_greatest_maximum_of_the_last_ten_steps():
     def metrics(step):
         return {
             **{f"mismatch/by_length/{b}/abs_prob_mean": 1e-3 * step for b in ("le_64", "over_4096")},
-            **{f"mismatch/by_length/{b}/abs_prob_max": 0.9 if step == 2 else 0.01 * step for b in ("le_64", "over_4096")},
+            **{
+                f"mismatch/by_length/{b}/abs_prob_max": 0.9 if step == 2 else 0.01 * step
+                for b in ("le_64", "over_4096")
+            },
         }
 
     axes = drawn("mismatch_where", metrics, range(1, 16))["Δp by response length"]
@@ -277,16 +353,28 @@ def test_buckets_show_the_mean_of_the_means_and_the_greatest_maximum_of_the_last
 
 def test_shares_are_stacked_to_one_with_a_gap_where_no_step_is():
     shares = dict(zip(MAX_BINS, (0.5, 0.2, 0.1, 0.1, 0.05, 0.05), strict=True))
-    axes = drawn("mismatch_where", lambda step: {f"mismatch/response_abs_prob_max_share/{b}": s for b, s in shares.items()}, [1, 2, 5])
+    axes = drawn(
+        "mismatch_where",
+        lambda step: {f"mismatch/response_abs_prob_max_share/{b}": s for b, s in shares.items()},
+        [1, 2, 5],
+    )
     (axes,) = axes.values()
-    spans = [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in axes.collections[-1].get_paths()]
+    spans = [
+        (path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in axes.collections[-1].get_paths()
+    ]
     assert sorted(spans) == [(0.5, 2.5), (4.5, 5.5)]
     assert max(path.vertices[:, 1].max() for path in axes.collections[-1].get_paths()) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(
     ("values", "scale"),
-    [((1e-4, 1e-1), "log"), ((1e-4, 2e-4), "linear"), ((-1e-4, 1e-3), "linear"), ((-1e-3, 50.0), "symlog"), ((0.5, 0.5), "linear")],
+    [
+        ((1e-4, 1e-1), "log"),
+        ((1e-4, 2e-4), "linear"),
+        ((-1e-4, 1e-3), "linear"),
+        ((-1e-3, 50.0), "symlog"),
+        ((0.5, 0.5), "linear"),
+    ],
 )
 def test_the_scale_follows_the_values(values, scale):
     axes = drawn("divergence", lambda step: {"mismatch/chi2_token": values[step]}, [0, 1])["Chi-squared"]
@@ -299,19 +387,30 @@ def test_an_alarm_level_is_drawn_where_the_data_come_near_it(ess, has_level):
     assert ("alarm level 0.3" in axes.get_legend_handles_labels()[1]) == has_level
 
 
-@pytest.mark.parametrize("values", [(1e-7, 3e-7), (0.99999997, 0.99999999), (1e-13, 5e-13), (12345.0, 12346.0), (1.0, 1.0)])
+@pytest.mark.parametrize(
+    "values", [(1e-7, 3e-7), (0.99999997, 0.99999999), (1e-13, 5e-13), (12345.0, 12346.0), (1.0, 1.0)]
+)
 def test_ticks_are_in_full_and_differ(values):
     axes = drawn("weights", lambda step: {"mismatch/ess": values[step]}, [0, 1])["Effective sample size"]
     axes.figure.draw_without_rendering()
     labels = [label.get_text().replace("\N{MINUS SIGN}", "-") for label in axes.get_yticklabels()]
-    assert len(set(labels)) == len(labels) and [float(label) for label in labels] == pytest.approx(list(axes.get_yticks()), rel=1e-9)
-    assert axes.get_ylim()[0] < min(values) <= max(values) < axes.get_ylim()[1] and axes.yaxis.get_offset_text().get_text() == ""
+    assert len(set(labels)) == len(labels) and [float(label) for label in labels] == pytest.approx(
+        list(axes.get_yticks()), rel=1e-9
+    )
+    assert (
+        axes.get_ylim()[0] < min(values) <= max(values) < axes.get_ylim()[1]
+        and axes.yaxis.get_offset_text().get_text() == ""
+    )
 
 
 def test_legends_stand_off_the_data():
     for picture in PICTURES:
         recorded = make_recorded(
-            **{name: {s: step_metrics(s)[name] for s in range(1, 30)} for name in step_metrics(1) if not name.startswith("eval/")}
+            **{
+                name: {s: step_metrics(s)[name] for s in range(1, 30)}
+                for name in step_metrics(1)
+                if not name.startswith("eval/")
+            }
         )
         figure = draw(picture, recorded, make_config())
         figure.draw_without_rendering()
@@ -335,9 +434,21 @@ def test_alarm_histories_by_hand():
     rows = [
         {"step": 0, "mismatch/ess": 0.0},  # only evaluates
         {"step": 1, "mismatch/ess": 0.29, "mismatch/k1": -0.3, "mismatch/k3": 0.01},
-        {"step": 2, "mismatch/ess": 0.9, "mismatch/k1": 0.2, "policy/first_ratio_max": 1.1, "policy/first_ratio_min": 1.0},
+        {
+            "step": 2,
+            "mismatch/ess": 0.9,
+            "mismatch/k1": 0.2,
+            "policy/first_ratio_max": 1.1,
+            "policy/first_ratio_min": 1.0,
+        },
         {"step": 2, "eval/accuracy": 0.5},
-        {"step": 4, "mismatch/ess": 0.1, "mismatch/k1": 0.15, "policy/first_ratio_max": 1.0, "policy/first_ratio_min": 0.8},
+        {
+            "step": 4,
+            "mismatch/ess": 0.1,
+            "mismatch/k1": 0.15,
+            "policy/first_ratio_max": 1.0,
+            "policy/first_ratio_min": 0.8,
+        },
         {"step": 5, "mismatch/ess": 0.3, "mismatch/k1": 0.0, "mismatch/chi2_token": None},
     ]
     found = {h.name: (h.steps, h.worst_step) for h in alarm_histories(rows, AlarmsConfig())}
@@ -345,11 +456,15 @@ def test_alarm_histories_by_hand():
         "kl_max": ([1, 2, 4], 1), "ess_min": ([1, 4], 4), "first_ratio_tolerance": ([2, 4], 4), "chi2_token_max": ([5], 5)
     }  # fmt: skip
     assert alarm_histories(rows, AlarmsConfig())[0].name == "kl_max"
-    assert {h.name for h in alarm_histories(rows, AlarmsConfig(kl_max=None, ess_min=0.2))} == set(found) - {"kl_max"}
+    assert {h.name for h in alarm_histories(rows, AlarmsConfig(kl_max=None, ess_min=0.2))} == set(found) - {
+        "kl_max"
+    }
 
 
 def test_a_value_that_is_not_finite_is_the_worst():
-    rows = [{"step": s, "mismatch/weight_mean": value} for s, value in ((1, 9.0), (2, None), (3, 1e30), (4, 1.0))]
+    rows = [
+        {"step": s, "mismatch/weight_mean": value} for s, value in ((1, 9.0), (2, None), (3, 1e30), (4, 1.0))
+    ]
     histories = {h.name: h for h in alarm_histories(rows, AlarmsConfig())}
     assert histories["weight_mean_max"].steps == [1, 2, 3] and histories["weight_mean_max"].worst_step == 2
     assert histories["weight_mean_min"].steps == [2]
@@ -357,10 +472,20 @@ def test_a_value_that_is_not_finite_is_the_worst():
 
 def test_the_page_tells_alarms_in_full(tmp_path):
     def metrics(step):
-        return {"mismatch/ess": 0.2 - step / 1000 if step > 30 else 0.9, "mismatch/k3": None if step == 7 else 1e-6}
+        return {
+            "mismatch/ess": 0.2 - step / 1000 if step > 30 else 0.9,
+            "mismatch/k3": None if step == 7 else 1e-6,
+        }
 
-    text = Page(write_report(make_run(tmp_path / "run", range(41), make_config(alarms={"rejected_max": None}), metrics=metrics))).text
-    ess, k3 = text.index("ess_min : 10 of 40 steps (25%), first at step 31; worst 0.16 at step 40."), text.index("kl_max : 1 of 40 steps")
+    text = Page(
+        write_report(
+            make_run(tmp_path / "run", range(41), make_config(alarms={"rejected_max": None}), metrics=metrics)
+        )
+    ).text
+    ess, k3 = (
+        text.index("ess_min : 10 of 40 steps (25%), first at step 31; worst 0.16 at step 40."),
+        text.index("kl_max : 1 of 40 steps"),
+    )
     assert ess < k3
     assert "(2%), first at step 7; worst not finite at step 7." in text
     assert "mismatch/ess is 0.16 (alarms.ess_min: 0.3): before the bound few samples carry" in text
@@ -397,18 +522,30 @@ def test_the_head_says_what_is_corrected_and_trained(tmp_path, correction, writt
 
 
 def test_a_policy_gradient_in_the_place_of_the_objective_is_named(tmp_path):
-    config = make_config(correction={"mode": "bypass", "loss": "policy_gradient", "weight": {"level": "sequence"}})
+    config = make_config(
+        correction={"mode": "bypass", "loss": "policy_gradient", "weight": {"level": "sequence"}}
+    )
     text = Page(write_report(make_run(tmp_path / "run", [1], config, metrics=few_metrics))).text
     assert "correction pg_is" in text and "objective policy_gradient" in text
 
 
 def test_other_is_what_the_parts_leave_of_the_step_which_the_evaluation_comes_after(tmp_path):
     def metrics(step: int) -> dict[str, float]:
-        seconds = {"sampling": 4.0, "logprobs": 1.0, "update": 2.0, "sync": 1.0, "evaluation": 0.0 if step % 2 else 5.0, "step": 10.0}
+        seconds = {
+            "sampling": 4.0,
+            "logprobs": 1.0,
+            "update": 2.0,
+            "sync": 1.0,
+            "evaluation": 0.0 if step % 2 else 5.0,
+            "step": 10.0,
+        }
         return {f"time/{part}": value for part, value in seconds.items()}
 
     page = Page(write_report(make_run(tmp_path / "run", [1, 2], metrics=metrics)))
-    assert "sampling 8.0 32% logprobs 2.0 8% update 4.0 16% sync 2.0 8% evaluation 5.0 20% other 4.0 16%" in page.text
+    assert (
+        "sampling 8.0 32% logprobs 2.0 8% update 4.0 16% sync 2.0 8% evaluation 5.0 20% other 4.0 16%"
+        in page.text
+    )
 
 
 def test_an_older_figure_that_is_no_longer_drawn_goes(tmp_path):
@@ -420,7 +557,9 @@ def test_an_older_figure_that_is_no_longer_drawn_goes(tmp_path):
 
 
 def test_later_value_of_a_step_counts(tmp_path):
-    folder = make_run(tmp_path / "run", [0, 1], metrics=lambda step: {"eval/accuracy": 0.25 + step, "eval/count": 400})
+    folder = make_run(
+        tmp_path / "run", [0, 1], metrics=lambda step: {"eval/accuracy": 0.25 + step, "eval/count": 400}
+    )
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": 1, "elapsed_s": 7.0, "eval/accuracy": 0.75, "eval/count": 400}) + "\n")
     assert "Accuracy so far 75.0% ± 2.2%" in Page(write_report(folder)).text
@@ -433,7 +572,9 @@ def test_unreadable_summary_is_noted(tmp_path):
 
 
 def test_text_is_escaped_and_passwords_stay_out(tmp_path):
-    config = make_config(tracking={"uri": "http://me:secret@tracker/x", "experiment": "<script>alert(1)</script>"})
+    config = make_config(
+        tracking={"uri": "http://me:secret@tracker/x", "experiment": "<script>alert(1)</script>"}
+    )
     path = write_report(make_run(tmp_path / "run", [1], config=config, metrics=few_metrics))
     source = path.read_text(encoding="utf-8")
     assert "secret" not in source and "<script>" not in source
@@ -442,7 +583,9 @@ def test_text_is_escaped_and_passwords_stay_out(tmp_path):
 
 def test_changed_settings_by_hand():
     config = make_config(
-        task={"type": "countdown", "num_numbers": 5}, learner={"optimizer": {"lr": 0.001}}, correction={"weight": {"level": "none"}}
+        task={"type": "countdown", "num_numbers": 5},
+        learner={"optimizer": {"lr": 0.001}},
+        correction={"weight": {"level": "none"}},
     )
     assert changed_settings(config) == [
         ("steps", "40", "100"),
@@ -471,13 +614,18 @@ def test_a_folder_that_is_no_run(tmp_path, make, message):
 
 def test_config_of_another_version_is_named(tmp_path):
     folder = make_run(tmp_path / "run", [1])
-    (folder / "config.yaml").write_text("model: {path: m}\ntask: {type: countdown}\nstepz: 3\n", encoding="utf-8")
+    (folder / "config.yaml").write_text(
+        "model: {path: m}\ntask: {type: countdown}\nstepz: 3\n", encoding="utf-8"
+    )
     with pytest.raises(ValueError, match=r"config.yaml:3\n  field: stepz"):
         write_report(folder)
 
 
 @settings(deadline=None)
-@given(st.lists(st.one_of(st.floats(-1e3, 1e3), st.just(math.nan)), min_size=1, max_size=30), st.sampled_from([1, 3, 5, 7]))
+@given(
+    st.lists(st.one_of(st.floats(-1e3, 1e3), st.just(math.nan)), min_size=1, max_size=30),
+    st.sampled_from([1, 3, 5, 7]),
+)
 def test_smooth_is_the_mean_of_the_neighbours(values, width):
     half = width // 2
     for index, got in enumerate(smooth(values, width)):
@@ -487,5 +635,7 @@ def test_smooth_is_the_mean_of_the_neighbours(values, width):
 
 def test_importing_the_report_loads_neither_matplotlib_nor_torch():
     code = "import sys, trainer.report; assert not {'matplotlib', 'torch', 'mlflow'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr

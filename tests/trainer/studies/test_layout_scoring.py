@@ -1,4 +1,5 @@
-"""The learner's side of a study of mismatch: tokens come back in order from any layout and packing; a switch switches one thing."""
+"""The learner's side of a study of mismatch: tokens come back in order from any layout and packing; a switch
+switches one thing."""
 
 import pytest
 import torch
@@ -37,7 +38,9 @@ def test_scores_are_those_of_transformers_in_the_order_of_the_samples(folder):
     found = scorer.score("all", sampled)
     assert len(scorer.packed(sampled)) > 1, "one micro-batch shows nothing of the order"
     torch.testing.assert_close(found, by_transformers(folder, sampled, 0.7), atol=2e-5, rtol=0)
-    torch.testing.assert_close(scorer.score("alone", sampled, scorer.alone(sampled)), found, atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        scorer.score("alone", sampled, scorer.alone(sampled)), found, atol=2e-5, rtol=0
+    )
     assert said[0].startswith("scored all: 8 responses, ") and "tokens/s" in said[0]
 
 
@@ -51,7 +54,11 @@ def test_every_layout_gives_the_same_tokens_on_rank_0(folder, tmp_path, layout):
 
 def switched(config):
     scorer, sampled = scorer_of(config), random_samples()
-    return scorer.score("baseline", sampled), score_under_switches(config, scorer, sampled, lambda line: None), scorer
+    return (
+        scorer.score("baseline", sampled),
+        score_under_switches(config, scorer, sampled, lambda line: None),
+        scorer,
+    )
 
 
 def test_switches_of_a_bfloat16_learner(folder):
@@ -65,7 +72,9 @@ def test_switches_of_a_bfloat16_learner(folder):
     # A quotient of bfloat16 loses 2^-9 of a logit, so it must show; and nothing but that.
     rounding = (found["temperature_in_model_dtype"] - baseline).abs()
     assert 0 < rounding.max() < 0.1
-    torch.testing.assert_close(found["temperature_ignored"], scorer.score("at 1", random_samples(), temperature=1.0), atol=0, rtol=0)
+    torch.testing.assert_close(
+        found["temperature_ignored"], scorer.score("at 1", random_samples(), temperature=1.0), atol=0, rtol=0
+    )
     assert (found["temperature_ignored"] - baseline).abs().mean() > 10 * error
     assert not torch.equal(found["attention"], baseline)
     assert 0 < (found["lm_head"] - baseline).abs().max() < 0.1, "the head alone rounds a logit by 2^-9 of it"
@@ -75,7 +84,9 @@ def test_switches_of_a_bfloat16_learner(folder):
 
 def test_the_rounded_quotient_is_the_one_of_plain_tensors(folder):
     """log softmax of bfloat16(logits / T), from the model's own logits of one sequence."""
-    config = run_config(folder, model={"path": str(folder), "dtype": "bfloat16"}, learner={"token_budget": 1000})
+    config = run_config(
+        folder, model={"path": str(folder), "dtype": "bfloat16"}, learner={"token_budget": 1000}
+    )
     sampled, scorer = random_samples(1), scorer_of(config)
     found, _ = score_under_switches(config, scorer, sampled, lambda line: None)["temperature_in_model_dtype"]
     ids = torch.tensor(sampled.sequences()[0])

@@ -1,4 +1,5 @@
-"""Statistics of the gap between two engines: cases by hand, a slow reference in plain loops, and what must hold for any numbers."""
+"""Statistics of the gap between two engines: cases by hand, a slow reference in plain loops, and what must
+hold for any numbers."""
 
 import argparse
 import json
@@ -40,7 +41,8 @@ def logs(*probabilities: float) -> torch.Tensor:
     return torch.tensor(probabilities, dtype=torch.float64).log()
 
 
-# ------------------------------------------------------------------------------------------------------------------ by hand
+# ------------------------------------------------------------------------------------------------------------------
+# by hand
 
 
 def test_two_responses_by_hand():
@@ -76,16 +78,24 @@ def test_a_single_response_has_no_error():
 def test_with_as_many_tokens_in_each_response_a_ratio_has_the_error_of_a_mean():
     sums = torch.tensor([1.0, 4.0, 2.0, 7.0])
     ratio, error = ratio_and_error(sums, torch.full((4,), 5))
-    assert (ratio, error) == (pytest.approx(sums.mean().item() / 5), pytest.approx(mean_and_error(sums / 5)[1]))
+    assert (ratio, error) == (
+        pytest.approx(sums.mean().item() / 5),
+        pytest.approx(mean_and_error(sums / 5)[1]),
+    )
 
 
 def test_near_one_probabilities_keep_their_digits():
-    gap = probability_gaps(torch.tensor([-1e-12], dtype=torch.float64), torch.tensor([-3e-12], dtype=torch.float64))
+    gap = probability_gaps(
+        torch.tensor([-1e-12], dtype=torch.float64), torch.tensor([-3e-12], dtype=torch.float64)
+    )
     assert gap.item() == pytest.approx(2e-12, rel=1e-9)
 
 
 def sampled(prompts: list[int], responses: list[list[float]]) -> Sampled:
-    samples = [(which, list(range(1, len(p) + 1)), [math.log(x) for x in p]) for which, p in zip(prompts, responses, strict=True)]
+    samples = [
+        (which, list(range(1, len(p) + 1)), [math.log(x) for x in p])
+        for which, p in zip(prompts, responses, strict=True)
+    ]
     return join_samples([[7, 8]] * (max(prompts) + 1), samples)
 
 
@@ -101,24 +111,33 @@ def test_equal_tokens_by_hand():
     assert found["long_first_max"] == pytest.approx((0.2 + 0.3) / 2)
     assert found["short_max"] == pytest.approx(((0.1 + 0.3) / 2 + (0.2 + 0.1) / 2) / 2)
     assert found["short_together_max"] == pytest.approx((0.3 + 0.2) / 2)
-    assert found["long_over_short"] == pytest.approx(0.1) and found["long_over_short_se"] == pytest.approx(0.0, abs=1e-12)
+    assert found["long_over_short"] == pytest.approx(0.1) and found["long_over_short_se"] == pytest.approx(
+        0.0, abs=1e-12
+    )
     assert found["long_mean"] == pytest.approx((0.7 / 4 + 0.6 / 3) / 2)
     assert found["short_mean"] == pytest.approx((0.5 / 4 + 0.35 / 3) / 2)
 
 
 def test_unequal_counts_are_cut_to_the_smaller_of_each_prompt():
-    """Prompt 0: 3 tokens against 2 + 2, of which 2 + 1 count; prompt 1: 3 against 1 + 1, of which the first 2. Greatest gaps lie beyond."""
+    """Prompt 0: 3 tokens against 2 + 2, of which 2 + 1 count; prompt 1: 3 against 1 + 1, of which the first
+    2. Greatest gaps lie beyond."""
     long = sampled([0, 1], [[0.5] * 3, [0.5] * 3])
     long_gap = torch.tensor([0.1, 0.2, 0.3, 0.1, 0.0, 0.9], dtype=torch.float64)
     short = sampled([0, 0, 1, 1], [[0.5] * 2, [0.5] * 2, [0.5], [0.5]])
     short_gap = torch.tensor([0.1, 0.0, 0.2, 0.8, 0.3, 0.1], dtype=torch.float64)
     found = equal_tokens(long, long_gap, short, short_gap, first=3)
     assert (found["tokens"], found["long_tokens"], found["short_tokens"]) == (2.5, 3, 3)
-    assert found["long_max"] == pytest.approx((0.3 + 0.1) / 2) and found["short_together_max"] == pytest.approx((0.2 + 0.3) / 2)
+    assert found["long_max"] == pytest.approx((0.3 + 0.1) / 2) and found[
+        "short_together_max"
+    ] == pytest.approx((0.2 + 0.3) / 2)
     assert found["long_over_short"] == pytest.approx((0.1 - 0.2) / 2)
-    assert found["long_mean"] == pytest.approx((0.6 / 3 + 0.1 / 2) / 2) and found["short_mean"] == pytest.approx((0.3 / 3 + 0.4 / 2) / 2)
+    assert found["long_mean"] == pytest.approx((0.6 / 3 + 0.1 / 2) / 2) and found[
+        "short_mean"
+    ] == pytest.approx((0.3 / 3 + 0.4 / 2) / 2)
     # whole responses, cut by nothing
-    assert found["long_first_max"] == pytest.approx((0.3 + 0.9) / 2) and found["short_max"] == pytest.approx((0.1 + 0.8 + 0.3 + 0.1) / 4)
+    assert found["long_first_max"] == pytest.approx((0.3 + 0.9) / 2) and found["short_max"] == pytest.approx(
+        (0.1 + 0.8 + 0.3 + 0.1) / 4
+    )
 
 
 def test_equal_tokens_need_the_same_prompts():
@@ -140,7 +159,13 @@ def test_a_comparison_by_hand():
 
 @pytest.mark.parametrize(
     ("change", "error", "word"),
-    [(0.3, 0.1, "higher"), (-0.3, 0.1, "lower"), (0.2, 0.1, "undecided"), (0.0, 0.0, "undecided"), (1, None, "undecided")],
+    [
+        (0.3, 0.1, "higher"),
+        (-0.3, 0.1, "lower"),
+        (0.2, 0.1, "undecided"),
+        (0.0, 0.0, "undecided"),
+        (1, None, "undecided"),
+    ],
 )
 def test_what_counts_as_a_difference(change, error, word):
     assert verdict(change, error) == word
@@ -167,11 +192,16 @@ def test_which_layouts_are_compared(first, second, rollout_tp, about):
 
 
 def test_causes_are_ranked_by_how_far_they_move():
-    rows = [{"cause": "a", "moved_mean": 0.1}, {"cause": "b", "moved_mean": 0.3}, {"cause": "c", "moved_mean": 0.0}]
+    rows = [
+        {"cause": "a", "moved_mean": 0.1},
+        {"cause": "b", "moved_mean": 0.3},
+        {"cause": "c", "moved_mean": 0.0},
+    ]
     assert [row["cause"] for row in rank_causes(rows)] == ["b", "a", "c"]
 
 
-# ------------------------------------------------------------------------------------------------------- a reference in loops
+# ------------------------------------------------------------------------------------------------------- a
+# reference in loops
 
 
 def slow(rollout: list[list[float]], learner: list[list[float]]) -> dict[str, float]:
@@ -184,7 +214,12 @@ def slow(rollout: list[list[float]], learner: list[list[float]]) -> dict[str, fl
         for a, b in zip(r, train, strict=True):
             d = b - a
             bound = min(max(d, -20.0), 20.0)
-            k1, k3, outside, tokens = k1 - d, k3 + math.exp(bound) - 1 - bound, outside + (not 0.9 <= math.exp(bound) <= 1.1), tokens + 1
+            k1, k3, outside, tokens = (
+                k1 - d,
+                k3 + math.exp(bound) - 1 - bound,
+                outside + (not 0.9 <= math.exp(bound) <= 1.1),
+                tokens + 1,
+            )
     return {
         "max_mean": sum(maxima) / len(maxima),
         "mean_mean": sum(means) / len(means),
@@ -227,8 +262,14 @@ def test_buckets_hold_everything_once(rows):
     found = pair_statistics(rollout_N, learner_N, lengths_R)
     by_length, by_position = found["by_length"], found["by_position"]
     assert sum(row["responses"] for row in by_length) == len(rows)
-    assert sum(row["tokens"] for row in by_length) == sum(row["tokens"] for row in by_position) == rollout_N.numel()
-    assert sum(row["max_mean"] * row["responses"] for row in by_length) == pytest.approx(found["max_mean"] * len(rows))
+    assert (
+        sum(row["tokens"] for row in by_length)
+        == sum(row["tokens"] for row in by_position)
+        == rollout_N.numel()
+    )
+    assert sum(row["max_mean"] * row["responses"] for row in by_length) == pytest.approx(
+        found["max_mean"] * len(rows)
+    )
     assert max(row["max"] for row in by_position) == found["max_max"]
     total_gap = probability_gaps(rollout_N, learner_N).sum().item()
     assert sum(row["mean"] * row["tokens"] for row in by_position) == pytest.approx(total_gap)
@@ -270,7 +311,8 @@ def test_the_error_of_a_ratio_knows_that_tokens_of_a_response_belong_together():
     assert 0.90 < inside / 300 < 0.98
 
 
-# -------------------------------------------------------------------------------------------------------------- files, report
+# --------------------------------------------------------------------------------------------------------------
+# files, report
 
 
 def test_samples_come_back_as_they_were_written(tmp_path):
@@ -299,21 +341,46 @@ def result():
     pairs, comparisons = [], []
     for tp in (1, 2):
         lengths = [int(n) for n in torch.randint(3, 60, (12,), generator=generator)]
-        long = sampled(list(range(12)), [(torch.rand(n, generator=generator) * 0.9 + 0.05).tolist() for n in lengths])
-        short = sampled([i // 2 for i in range(24)], [(torch.rand(5, generator=generator) * 0.9 + 0.05).tolist() for _ in range(24)])
+        long = sampled(
+            list(range(12)), [(torch.rand(n, generator=generator) * 0.9 + 0.05).tolist() for n in lengths]
+        )
+        short = sampled(
+            [i // 2 for i in range(24)],
+            [(torch.rand(5, generator=generator) * 0.9 + 0.05).tolist() for _ in range(24)],
+        )
         scores = {}
         for text, layout in layouts.items():
             # Aligned: small noise, else ten times as much.
             noise = 0.01 if layout.tp == tp else 0.1
-            scores[text] = (long.logprobs_N + noise * torch.randn(long.num_tokens, generator=generator)).clamp(max=0)
+            scores[text] = (
+                long.logprobs_N + noise * torch.randn(long.num_tokens, generator=generator)
+            ).clamp(max=0)
             of_short = short.logprobs_N * (1 + noise)
             of_length = equal_tokens(
-                long, probability_gaps(long.logprobs_N, scores[text]), short, probability_gaps(short.logprobs_N, of_short), first=5
+                long,
+                probability_gaps(long.logprobs_N, scores[text]),
+                short,
+                probability_gaps(short.logprobs_N, of_short),
+                first=5,
             )
-            statistics_ = pair_statistics(long.logprobs_N, scores[text], long.response_lengths_R, threshold=0.1)
-            pairs.append({"learner": text, "rollout": f"tp={tp}", "aligned": layout.tp == tp, **statistics_, "equal_tokens": of_length})
+            statistics_ = pair_statistics(
+                long.logprobs_N, scores[text], long.response_lengths_R, threshold=0.1
+            )
+            pairs.append(
+                {
+                    "learner": text,
+                    "rollout": f"tp={tp}",
+                    "aligned": layout.tp == tp,
+                    **statistics_,
+                    "equal_tokens": of_length,
+                }
+            )
         comparisons += [{"rollout": f"tp={tp}", **row} for row in compare_layouts(tp, long, scores, layouts)]
-    causes = {"learner": "tp=1", "rollout": "tp=1", "ranked": [{"cause": "a | b", "side": "learner", **comparisons[0]}]}
+    causes = {
+        "learner": "tp=1",
+        "rollout": "tp=1",
+        "ranked": [{"cause": "a | b", "side": "learner", **comparisons[0]}],
+    }
     made = {"setting": {"model": "none"}, "threshold": 0.1, "pairs": pairs, "server_modes": [], "comparisons": comparisons,
             "causes": causes, "skipped": ["this, because of that"]}  # fmt: skip
     return made | {"findings": findings(made)}
@@ -321,7 +388,9 @@ def result():
 
 def test_findings_say_what_the_numbers_show(result):
     first, *details = result["findings"]
-    assert first.startswith("The rollout's own TP against another TP: of 2 comparisons, the first had the smaller max gap in 2")
+    assert first.startswith(
+        "The rollout's own TP against another TP: of 2 comparisons, the first had the smaller max gap in 2"
+    )
     assert "rollout tp=1: learner tp=2 instead of tp=1" in details[0] and "(larger)" in details[0]
     assert "rollout tp=2: learner tp=1 instead of tp=2" in details[1]
     assert any(line.startswith("Length, at equal tokens (") for line in result["findings"])
@@ -336,7 +405,12 @@ def test_the_result_survives_json_and_is_drawn_and_written_from_it(result, tmp_p
     assert [f.name for f in figures] == ["distribution.png", "length.png", "causes.png"]
     assert all(f.read_bytes().startswith(b"\x89PNG") and f.stat().st_size > 10_000 for f in figures)
     page = markdown(again, [f.name for f in figures])
-    assert "| tp=2 | tp=1 |" in page and "a \\| b" in page and "this, because of that" in page and "](length.png)" in page
+    assert (
+        "| tp=2 | tp=1 |" in page
+        and "a \\| b" in page
+        and "this, because of that" in page
+        and "](length.png)" in page
+    )
     # Every row of a table has the columns of its head.
     for block in page.split("\n\n"):
         rows = [line for line in block.splitlines() if line.startswith("|")]
@@ -346,11 +420,18 @@ def test_the_result_survives_json_and_is_drawn_and_written_from_it(result, tmp_p
 def test_the_benchmarks_page_says_how_it_was_made(result, tmp_path):
     """What was used, not what would be by default; and why SP cannot differ, where it does not."""
     given = argparse.Namespace(
-        model=None, config=ROOT / "configs/recipes/countdown_tiny.yaml", learner=None, rollout=None, prompts=256, override=[]
+        model=None,
+        config=ROOT / "configs/recipes/countdown_tiny.yaml",
+        learner=None,
+        rollout=None,
+        prompts=256,
+        override=[],
     )
     assert command(given, 16) == "python benchmarks/layout_mismatch.py --prompts 16"
     row = {"about": "sp", "first": "tp=2", "second": "tp=2,sp", "bitwise": True}
-    for number, (rows, is_said) in enumerate([([row], True), ([row, row | {"bitwise": False}], False), ([], False)]):
+    for number, (rows, is_said) in enumerate(
+        [([row], True), ([row, row | {"bitwise": False}], False), ([], False)]
+    ):
         study = tmp_path / str(number)
         study.mkdir()
         (study / "mismatch.json").write_text(json.dumps(result | {"comparisons": rows}))

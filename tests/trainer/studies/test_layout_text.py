@@ -54,7 +54,15 @@ def layouts() -> st.SearchStrategy:
 
     size = st.integers(1, 4)
     sizes = st.fixed_dictionaries(
-        dict(tp=size, pp=size, vpp=size, cp=size, ep=size, sp=st.booleans(), dp=st.just("auto") | st.integers(1, 4))
+        dict(
+            tp=size,
+            pp=size,
+            vpp=size,
+            cp=size,
+            ep=size,
+            sp=st.booleans(),
+            dp=st.just("auto") | st.integers(1, 4),
+        )
     )
     return sizes.map(lambda fields: make(**fields)).filter(lambda layout: layout is not None)
 
@@ -92,7 +100,11 @@ def test_auto_is_all_processes_or_one_plain_sentence(layout, processes):
         resolved = layout.resolved(processes)
     except ValueError as error:
         assert processes % layout.smallest().world_size
-        assert not isinstance(error, ValidationError) and str(error).startswith("layout.dp=auto: ") and "\n" not in str(error)
+        assert (
+            not isinstance(error, ValidationError)
+            and str(error).startswith("layout.dp=auto: ")
+            and "\n" not in str(error)
+        )
     else:
         assert resolved.world_size == processes if layout.dp == "auto" else resolved == layout
 

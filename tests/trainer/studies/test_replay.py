@@ -1,4 +1,5 @@
-"""Recorded batches, and what other corrections would have made of them: files, errors, and the loss of the trainer as the oracle."""
+"""Recorded batches, and what other corrections would have made of them: files, errors, and the loss of the
+trainer as the oracle."""
 
 import json
 import os
@@ -25,21 +26,32 @@ def config_of(**parts) -> RunConfig:
 def recorded(lengths=(5, 9, 4, 7), *, seed=0) -> RecordedBatch:
     batch = random_batch(list(lengths), seed=seed)
     batch = batch.with_fields(advantages_T=batch.advantages_T * batch.response_mask_T)
-    packed = PackedBatch(**{name: getattr(batch, name) for name in batch.__slots__} | {"sequence_ids_S": torch.arange(len(lengths))})
+    packed = PackedBatch(
+        **{name: getattr(batch, name) for name in batch.__slots__}
+        | {"sequence_ids_S": torch.arange(len(lengths))}
+    )
     rewards_S = torch.rand(len(lengths), generator=torch.Generator().manual_seed(seed))
     group_ids_S = torch.zeros(len(lengths), dtype=torch.int64)
     return RecordedBatch(
-        step=3, version=2, packed=packed, rewards_S=rewards_S, group_ids_S=group_ids_S, correction=PRESETS["decoupled_geo_rs"]
+        step=3,
+        version=2,
+        packed=packed,
+        rewards_S=rewards_S,
+        group_ids_S=group_ids_S,
+        correction=PRESETS["decoupled_geo_rs"],
     )
 
 
 def same(a: PackedBatch, b: PackedBatch) -> bool:
     return all(
-        (getattr(a, name) is None and getattr(b, name) is None) or torch.equal(getattr(a, name), getattr(b, name)) for name in a.__slots__
+        (getattr(a, name) is None and getattr(b, name) is None)
+        or torch.equal(getattr(a, name), getattr(b, name))
+        for name in a.__slots__
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------- recording
+# -------------------------------------------------------------------------------------------------------------------
+# recording
 
 
 def test_a_batch_comes_back_as_it_was_written(tmp_path):
@@ -62,8 +74,13 @@ def test_shares_of_ranks_are_joined_by_sequence_id():
 def test_what_follows_from_the_correction_is_not_recorded(tmp_path):
     batch = recorded()
     weights_T = torch.ones(batch.packed.num_tokens)
-    with_weights = batch.packed.with_fields(importance_weights_T=weights_T, aggregation_T=weights_T, value_aggregation_T=weights_T)
-    write_batch(batch_file(tmp_path, 3), RecordedBatch(**{n: getattr(batch, n) for n in batch.__slots__} | {"packed": with_weights}))
+    with_weights = batch.packed.with_fields(
+        importance_weights_T=weights_T, aggregation_T=weights_T, value_aggregation_T=weights_T
+    )
+    write_batch(
+        batch_file(tmp_path, 3),
+        RecordedBatch(**{n: getattr(batch, n) for n in batch.__slots__} | {"packed": with_weights}),
+    )
     assert same(read_batch(batch_file(tmp_path, 3)).packed, batch.packed)
 
 
@@ -101,12 +118,14 @@ def test_a_full_disk_is_an_error_that_says_what_to_do_and_leaves_nothing(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-# --------------------------------------------------------------------------------------------------------------------- replay
+# ---------------------------------------------------------------------------------------------------------------------
+# replay
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_loss_and_gradient_are_the_trainers(name):
-    """The whole batch in one micro-batch, by hand: weights and mask from the learner's log-probs, loss at current = them."""
+    """The whole batch in one micro-batch, by hand: weights and mask from the learner's log-probs, loss at
+    current = them."""
     from trainer.algorithm.correction import correct_current
 
     batch, config, correction = recorded(seed=4), config_of(), PRESETS[name]
@@ -120,12 +139,21 @@ def test_loss_and_gradient_are_the_trainers(name):
         old_logprobs_T=old_T, importance_weights_T=fix.weights_T, aggregation_T=fix.keep_T / kept
     )
     objective = config.model_copy(update={"correction": correction}).policy_objective
-    loss, _ = policy_loss(by_hand, current_T, torch.zeros_like(current_T), objective=objective, kl=config.kl, entropy=config.entropy)
+    loss, _ = policy_loss(
+        by_hand,
+        current_T,
+        torch.zeros_like(current_T),
+        objective=objective,
+        kl=config.kl,
+        entropy=config.entropy,
+    )
     loss.backward()
     assert found.loss == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
     # The replay packs sequences in an order of its own; norms and sums do not care.
     assert found.gradient_norm == pytest.approx(current_T.grad.norm().item(), rel=1e-5, abs=1e-9)
-    assert found.metrics["mismatch/kept_fraction"] == pytest.approx((fix.keep_T.sum() / packed.response_mask_T.sum()).item())
+    assert found.metrics["mismatch/kept_fraction"] == pytest.approx(
+        (fix.keep_T.sum() / packed.response_mask_T.sum()).item()
+    )
 
 
 def test_micro_batches_do_not_show():
@@ -135,7 +163,13 @@ def test_micro_batches_do_not_show():
         "reject": [{"rule": "ratio", "level": "geometric", "upper": 1.1}],
     })  # fmt: skip
     whole, parts = (
-        replay(batch, config_of(learner={"token_budget": budget}, rollout={"max_new_tokens": 8}), "x", correction, of_logprobs)
+        replay(
+            batch,
+            config_of(learner={"token_budget": budget}, rollout={"max_new_tokens": 8}),
+            "x",
+            correction,
+            of_logprobs,
+        )
         for budget in (10_000, 9)
     )
     assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
@@ -148,9 +182,17 @@ def test_the_cosine_is_of_the_angle_between_gradients():
     batch, config = recorded(seed=1), config_of()
     plain = replay(batch, config, "disabled", PRESETS["disabled"], of_logprobs)
     weighted = replay(batch, config, "tis", PRESETS["tis"], of_logprobs)
-    nothing = replay(batch, config, "x", CorrectionConfig.model_validate({"reject": [{"rule": "k3", "upper": 1e-12}]}), of_logprobs)
+    nothing = replay(
+        batch,
+        config,
+        "x",
+        CorrectionConfig.model_validate({"reject": [{"rule": "k3", "upper": 1e-12}]}),
+        of_logprobs,
+    )
     assert plain.cosine(plain) == pytest.approx(1.0)
-    by_hand = torch.nn.functional.cosine_similarity(plain.gradient.double(), weighted.gradient.double(), dim=0).item()
+    by_hand = torch.nn.functional.cosine_similarity(
+        plain.gradient.double(), weighted.gradient.double(), dim=0
+    ).item()
     assert 0.5 < weighted.cosine(plain) < 1 and weighted.cosine(plain) == pytest.approx(by_hand)
     assert nothing.loss == 0.0 and nothing.gradient_norm == 0.0 and nothing.cosine(plain) is None
 
@@ -158,11 +200,18 @@ def test_the_cosine_is_of_the_angle_between_gradients():
 def test_the_entropy_bonus_is_left_out_and_kl_is_not():
     batch = recorded(seed=2)
     plain = replay(batch, config_of(), "tis", PRESETS["tis"], of_logprobs)
-    assert replay(batch, config_of(entropy={"coefficient": 0.5}), "tis", PRESETS["tis"], of_logprobs).loss == plain.loss
-    assert replay(batch, config_of(kl={"coefficient": 0.5}), "tis", PRESETS["tis"], of_logprobs).loss > plain.loss
+    assert (
+        replay(batch, config_of(entropy={"coefficient": 0.5}), "tis", PRESETS["tis"], of_logprobs).loss
+        == plain.loss
+    )
+    assert (
+        replay(batch, config_of(kl={"coefficient": 0.5}), "tis", PRESETS["tis"], of_logprobs).loss
+        > plain.loss
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------ names, table, figure
+# ------------------------------------------------------------------------------------------------------------
+# names, table, figure
 
 
 def test_the_uncorrected_one_is_always_there_to_compare_with():
@@ -177,7 +226,18 @@ def test_table_and_figure_stand_a_missing_number(tmp_path):
            "sequences_kept": 0.5, "loss": -0.125, "gradient_norm": 0.0, "cosine": None}  # fmt: skip
     result = {"step": 3, "gradient_of": "log-probs", "rows": [row]}
     text = table(json.loads(json.dumps(result)))
-    assert text.splitlines()[1].split() == ["tis", "1.000", "2", "0.500", "0.750", "25.0%", "50.0%", "-0.125", "0", "-"]
+    assert text.splitlines()[1].split() == [
+        "tis",
+        "1.000",
+        "2",
+        "0.500",
+        "0.750",
+        "25.0%",
+        "50.0%",
+        "-0.125",
+        "0",
+        "-",
+    ]
     plot(result, tmp_path / "figures" / "x.png")
     assert (tmp_path / "figures" / "x.png").stat().st_size > 5000
 

@@ -1,4 +1,5 @@
-"""Alarms: every level fires on its side and not at it, can be moved and turned off, and reads metrics that exist."""
+"""Alarms: every level fires on its side and not at it, can be moved and turned off, and reads metrics that
+exist."""
 
 import math
 import re
@@ -76,7 +77,11 @@ def test_a_value_at_its_level_is_healthy_and_levels_can_be_moved():
     }  # fmt: skip
     assert check_alarms(edges, AlarmsConfig()) == []
     moved = AlarmsConfig(weight_mean_max=1.9, kl_max=0.05, kept_min=0.5)
-    assert [a.name for a in check_alarms(edges | {"mismatch/kept_fraction": 0.5}, moved)] == ["kept_min", "weight_mean_max", "kl_max"]
+    assert [a.name for a in check_alarms(edges | {"mismatch/kept_fraction": 0.5}, moved)] == [
+        "kept_min",
+        "weight_mean_max",
+        "kl_max",
+    ]
 
 
 @pytest.mark.parametrize("metric", HEALTHY)
@@ -93,7 +98,12 @@ def test_the_metrics_that_alarms_read_are_the_ones_that_are_written():
         | at_valid(weight_metrics, ratio_T, ratio_T.clamp(max=2), mask_T, cu_seqlens, upper=2)
         | rejection_metrics({}, *[count_per_sequence(mask_T, cu_seqlens)] * 2)
     )
-    elsewhere = {"policy/first_ratio_max", "policy/first_ratio_min", "mismatch/weight_normaliser", "reward/failed_fraction"}
+    elsewhere = {
+        "policy/first_ratio_max",
+        "policy/first_ratio_min",
+        "mismatch/weight_normaliser",
+        "reward/failed_fraction",
+    }
     assert HEALTHY.keys() - written.keys() == elsewhere
 
 
@@ -108,7 +118,9 @@ def test_a_rollout_of_another_policy_raises_what_it_should():
     assert {"weight_mean_min", "kl_max"} <= {alarm.name for alarm in check_alarms(metrics, AlarmsConfig())}
 
 
-@pytest.mark.parametrize("bad", [{"ess_min": 1.5}, {"kl_max": 0}, {"unknown": 1}, {"weight_mean_min": 3.0}, {"rejected_max": -0.1}])
+@pytest.mark.parametrize(
+    "bad", [{"ess_min": 1.5}, {"kl_max": 0}, {"unknown": 1}, {"weight_mean_min": 3.0}, {"rejected_max": -0.1}]
+)
 def test_impossible_levels_are_refused(bad):
     with pytest.raises(ValidationError):
         AlarmsConfig(**bad)
@@ -116,7 +128,11 @@ def test_impossible_levels_are_refused(bad):
 
 def test_the_guide_explains_every_alarm_and_every_preset_and_names_no_other():
     guide = (Path(__file__).parents[3] / "trainer" / "README.md").read_text()
-    advice = " ".join(check_alarms(HEALTHY | {metric: value}, AlarmsConfig())[0].message for _, metric, value in FIRING)
+    advice = " ".join(
+        check_alarms(HEALTHY | {metric: value}, AlarmsConfig())[0].message for _, metric, value in FIRING
+    )
     assert {name for name in PRESETS if f"`{name}`" not in guide} == set()
-    assert set(re.findall(r"\b(?:decoupled|bypass|pg)_[a-z0-9_]+|\b[a-z]+_(?:is|bypass|outliers)\b", advice)) <= set(PRESETS)
+    assert set(
+        re.findall(r"\b(?:decoupled|bypass|pg)_[a-z0-9_]+|\b[a-z]+_(?:is|bypass|outliers)\b", advice)
+    ) <= set(PRESETS)
     assert set(re.findall(r"^\| `(\w+)` \|", guide, re.MULTILINE)) >= set(AlarmsConfig.model_fields)

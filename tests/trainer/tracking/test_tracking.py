@@ -1,4 +1,5 @@
-"""The tracker against its record, a real MLflow sqlite store read back, and servers that hang or are not there."""
+"""The tracker against its record, a real MLflow sqlite store read back, and servers that hang or are not
+there."""
 
 import json
 import math
@@ -50,7 +51,9 @@ FULL = {
 
 
 def make_config(**fields) -> RunConfig:
-    return RunConfig.model_validate({"model": {"path": "model"}, "task": {"type": "countdown"}, "steps": 4, **fields})
+    return RunConfig.model_validate(
+        {"model": {"path": "model"}, "task": {"type": "countdown"}, "steps": 4, **fields}
+    )
 
 
 @pytest.fixture
@@ -89,7 +92,9 @@ def only_run(run_dir: Path):
 
 
 def test_sqlite_store_holds_params_metrics_artifacts_and_status(tmp_path):
-    config = make_config(rollout={"server_args": {f"flag-{i}": i for i in range(150)}})  # more params than one request takes
+    config = make_config(
+        rollout={"server_args": {f"flag-{i}": i for i in range(150)}}
+    )  # more params than one request takes
     (tmp_path / "config.yaml").write_text("name: written by whoever made the folder\n")
     tracker = Tracker(config, tmp_path)
     for step in (1, 2, 3):
@@ -104,12 +109,22 @@ def test_sqlite_store_holds_params_metrics_artifacts_and_status(tmp_path):
 
     client, run = only_run(tmp_path)
     assert run.info.status == "FINISHED"
-    assert run.data.params == {mlflow_store.mlflow_name(k): v for k, v in flatten(config.model_dump(mode="json")).items()}
+    assert run.data.params == {
+        mlflow_store.mlflow_name(k): v for k, v in flatten(config.model_dump(mode="json")).items()
+    }
     assert run.data.params["rollout.server_args.flag-149"] == "149"
     history = client.get_metric_history(run.info.run_id, "reward/mean")
-    assert [(m.step, m.value) for m in sorted(history, key=lambda m: m.step)] == [(1, 0.125), (2, 0.25), (3, 0.375)]
+    assert [(m.step, m.value) for m in sorted(history, key=lambda m: m.step)] == [
+        (1, 0.125),
+        (2, 0.25),
+        (3, 0.375),
+    ]
     assert run.data.metrics["many/1099"] == 1099.0
-    assert {a.path for a in client.list_artifacts(run.info.run_id)} == {"config.yaml", "report.html", "figures"}
+    assert {a.path for a in client.list_artifacts(run.info.run_id)} == {
+        "config.yaml",
+        "report.html",
+        "figures",
+    }
     assert (tmp_path.parent / "mlartifacts").is_dir()
     assert run.info.run_name == "run seed 0"
     assert run.data.tags["tandem.version.torch"] and run.data.tags["tandem.version.python"]
@@ -160,7 +175,10 @@ def test_tracking_uri_precedence(tmp_path, monkeypatch):
     assert mlflow_store.tracking_uri(make_config(), tmp_path) == f"sqlite:///{tmp_path.parent / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///elsewhere.db")
     assert mlflow_store.tracking_uri(make_config(), tmp_path) == "sqlite:///elsewhere.db"
-    assert mlflow_store.tracking_uri(make_config(tracking={"uri": "sqlite:///mine.db"}), tmp_path) == "sqlite:///mine.db"
+    assert (
+        mlflow_store.tracking_uri(make_config(tracking={"uri": "sqlite:///mine.db"}), tmp_path)
+        == "sqlite:///mine.db"
+    )
 
 
 def test_runs_share_a_store_where_the_file_system_is_local(tmp_path, monkeypatch):
@@ -171,7 +189,9 @@ def test_runs_share_a_store_where_the_file_system_is_local(tmp_path, monkeypatch
     assert mlflow_store.store_file(tmp_path) == tmp_path / "mlflow.db"
     monkeypatch.setattr(mlflow_store, "file_system_of", lambda folder: "ext4")
     (tmp_path / "mlflow.db").touch()
-    assert mlflow_store.store_file(tmp_path) == tmp_path / "mlflow.db", "a run of an earlier version goes on in its own"
+    assert mlflow_store.store_file(tmp_path) == tmp_path / "mlflow.db", (
+        "a run of an earlier version goes on in its own"
+    )
 
 
 def test_runs_that_start_together_stand_side_by_side_in_one_store(tmp_path):
@@ -188,13 +208,19 @@ with tracking.Tracker(config, pathlib.Path(sys.argv[1])) as tracker:
 """
     folders = [tmp_path.parent / f"run-{seed}" for seed in range(3)]
     command = [sys.executable, "-c", code]
-    processes = [subprocess.Popen([*command, str(folder), str(seed)], stdout=subprocess.DEVNULL) for seed, folder in enumerate(folders)]
+    processes = [
+        subprocess.Popen([*command, str(folder), str(seed)], stdout=subprocess.DEVNULL)
+        for seed, folder in enumerate(folders)
+    ]
     assert [process.wait(timeout=300) for process in processes] == [0, 0, 0]
     client = client_of(tmp_path)
     runs = client.search_runs([client.get_experiment_by_name("tandem").experiment_id])
     assert sorted(run.info.run_name for run in runs) == ["run-0 seed 0", "run-1 seed 1", "run-2 seed 2"]
     for run in runs:
-        assert run.info.status == "FINISHED" and len(client.get_metric_history(run.info.run_id, "reward/mean")) == 20
+        assert (
+            run.info.status == "FINISHED"
+            and len(client.get_metric_history(run.info.run_id, "reward/mean")) == 20
+        )
 
 
 def test_provenance_names_the_commit_of_a_checkout_and_of_nothing_else(tmp_path):
@@ -212,7 +238,9 @@ def test_provenance_names_the_commit_of_a_checkout_and_of_nothing_else(tmp_path)
     (tmp_path / "a").write_text("2")
     assert provenance(tmp_path)["tandem.uncommitted_changes"] == "true"
     (tmp_path / "inside").mkdir()
-    assert "mlflow.source.git.commit" not in provenance(tmp_path / "inside"), "installed inside another checkout"
+    assert "mlflow.source.git.commit" not in provenance(tmp_path / "inside"), (
+        "installed inside another checkout"
+    )
     assert clean["tandem.version.torch"]
 
 
@@ -236,8 +264,12 @@ def test_values_that_are_not_finite(tmp_path, caplog):
         for step in (1, 2):
             tracker.log(step, {"mismatch/k3": math.nan, "optim/grad_norm": math.inf, "reward/mean": 0.5})
     text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
-    assert [(r["mismatch/k3"], r["optim/grad_norm"]) for r in map(json.loads, text.splitlines())] == [(None, None)] * 2
-    assert [m for m in caplog.messages if "mismatch/k3" in m] == ["metric mismatch/k3 is nan; recorded as null (said once)"]
+    assert [(r["mismatch/k3"], r["optim/grad_norm"]) for r in map(json.loads, text.splitlines())] == [
+        (None, None)
+    ] * 2
+    assert [m for m in caplog.messages if "mismatch/k3" in m] == [
+        "metric mismatch/k3 is nan; recorded as null (said once)"
+    ]
     assert len([m for m in caplog.messages if "optim/grad_norm" in m]) == 1
     assert only_run(tmp_path)[1].data.metrics == {"reward/mean": 0.5}
 
@@ -273,9 +305,13 @@ def test_resume_ends_the_interrupted_mlflow_run_and_names_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("resumed_from", "changed", "runs"), [(2, {}, 1), (1, {}, 2), (2, {"steps": 77}, 2)], ids=["stopped", "a step redone", "other config"]
+    ("resumed_from", "changed", "runs"),
+    [(2, {}, 1), (1, {}, 2), (2, {"steps": 77}, 2)],
+    ids=["stopped", "a step redone", "other config"],
 )
-def test_a_stopped_run_is_one_run_for_mlflow_where_nothing_has_to_be_taken_back(tmp_path, resumed_from, changed, runs):
+def test_a_stopped_run_is_one_run_for_mlflow_where_nothing_has_to_be_taken_back(
+    tmp_path, resumed_from, changed, runs
+):
     with Tracker(make_config(), tmp_path) as tracker:
         for step in (1, 2):
             tracker.log(step, {"reward/mean": step / 10})
@@ -286,7 +322,10 @@ def test_a_stopped_run_is_one_run_for_mlflow_where_nothing_has_to_be_taken_back(
     newest = (tmp_path / "mlflow_run_id").read_text(encoding="utf-8")
     assert len(found) == runs and (newest == before.info.run_id) == (runs == 1)
     history = client.get_metric_history(newest, "reward/mean")
-    assert sorted((m.step, m.value) for m in history) == [*((s, s / 10) for s in range(1, resumed_from + 1)), (resumed_from + 1, 0.9)]
+    assert sorted((m.step, m.value) for m in history) == [
+        *((s, s / 10) for s in range(1, resumed_from + 1)),
+        (resumed_from + 1, 0.9),
+    ]
     run = client.get_run(newest)
     assert (run.info.status, run.data.tags["tandem.resumed_from_step"]) == ("FINISHED", str(resumed_from))
     assert run.data.tags[mlflow_store.COMPLETE_UNTIL] == str(resumed_from + 1)
@@ -312,7 +351,9 @@ def test_a_later_evaluation_of_a_step_joins_its_line(tmp_path):
 
 def test_a_folder_with_metrics_is_refused_unless_resumed(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path} already holds the metrics of a run; use another `name`")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"{tmp_path} already holds the metrics of a run; use another `name`")
+    ):
         Tracker(make_config(), tmp_path)
 
 
@@ -389,7 +430,9 @@ def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):
     tracker.close("FINISHED")
     client, run = only_run(store.parent / "run")
     assert sorted(m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")) == [0.5, 0.6]
-    assert (store.parent / "mlartifacts" / run.info.run_id / "artifacts" / "config.yaml").is_file()  # not in the current folder
+    assert (
+        store.parent / "mlartifacts" / run.info.run_id / "artifacts" / "config.yaml"
+    ).is_file()  # not in the current folder
 
 
 def test_a_full_queue_drops_instead_of_waiting(tmp_path, monkeypatch, hanging_server, caplog):
@@ -407,7 +450,11 @@ def test_a_full_queue_drops_instead_of_waiting(tmp_path, monkeypatch, hanging_se
 
 def test_header_and_rows_line_up_and_fit():
     for num_steps in (5, 100_000):
-        titles, line, empty = header(num_steps), row(num_steps, num_steps, FULL, 123456.0), row(0, num_steps, {}, None)
+        titles, line, empty = (
+            header(num_steps),
+            row(num_steps, num_steps, FULL, 123456.0),
+            row(0, num_steps, {}, None),
+        )
         assert len(titles) == len(line) == len(empty) <= 160
         # every cell ends in the column where its title ends
         ends = [m.end() for m in re.finditer(r"ref KL|\S+", titles)]
@@ -424,7 +471,9 @@ def test_columns_are_those_that_can_move():
     titles = "step reward heldout length loss entropy grad |Δp|max ESS tok/s sample update sync left"
     assert " ".join(titles_of()) == titles
     rejecting = {"weight": {"level": "none"}, "reject": [{"rule": "k3", "upper": 0.01}]}
-    assert {"kept"} == set(titles_of(correction=rejecting)) - set(titles_of()) and "ESS" not in titles_of(correction=rejecting)
+    assert {"kept"} == set(titles_of(correction=rejecting)) - set(titles_of()) and "ESS" not in titles_of(
+        correction=rejecting
+    )
     assert {"ref KL", "logprob"} == set(titles_of(kl={"coefficient": 0.1})) - set(titles_of())
     assert "logprob" in titles_of(learner={"minibatches": 2})
 
@@ -444,7 +493,10 @@ def test_row_by_hand():
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.sampled_from(sorted(FULL)), st.floats(allow_nan=False, allow_infinity=False)), st.integers(0, 10**5))
+@given(
+    st.dictionaries(st.sampled_from(sorted(FULL)), st.floats(allow_nan=False, allow_infinity=False)),
+    st.integers(0, 10**5),
+)
 def test_cells_never_run_together(metrics, step):
     assert len(row(step, 10**5, metrics, None).split()) == 17
 
@@ -479,7 +531,9 @@ def test_an_alarm_is_told_when_it_begins_and_again_only_after_it_had_stopped(tmp
     ]  # fmt: skip
     assert all("Usual cause: " in line and "Try: " in line for line in told)
     lines = out.splitlines()
-    assert all(lines[lines.index(line) - 1].split()[0].startswith(f"{line[9]}/") for line in told)  # under its own step
+    assert all(
+        lines[lines.index(line) - 1].split()[0].startswith(f"{line[9]}/") for line in told
+    )  # under its own step
 
 
 def test_a_first_failed_reward_is_told_once(tmp_path, capsys):
@@ -504,6 +558,8 @@ from configs.schema import RunConfig
 config = RunConfig.model_validate({{"model": {{"path": "m"}}, "task": {{"type": "countdown"}}}})
 Tracker(config, pathlib.Path({str(tmp_path)!r})).log(1, {{"reward/mean": 1.0}})
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
