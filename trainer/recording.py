@@ -24,6 +24,7 @@ from torch import Tensor
 from configs.schema.correction import CorrectionConfig
 from configs.schema.launch import RecordBatches, RecordEvery
 from parallel.packing import PackedBatch
+from trainer.batch.files import batch_file, recorded_steps
 from trainer.batch.step_batch import StepBatch
 
 if TYPE_CHECKING:
@@ -89,14 +90,6 @@ class Recorder:
                 correction=self._correction,
             )
             write_batch(batch_file(self._folder, step), whole)
-
-
-def batch_file(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:06d}.safetensors"
-
-
-def recorded_steps(folder: Path) -> list[int]:
-    return sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.safetensors"))
 
 
 def in_order(parts: Sequence[PackedBatch]) -> PackedBatch:

@@ -268,7 +268,7 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
     folder = existing_run(run)
 
     from launch.studies import replay as replays
-    from trainer.recording import recorded_steps
+    from trainer.batch.files import recorded_steps
 
     steps = recorded_steps(folder.batches)
     if step not in steps:

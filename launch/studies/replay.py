@@ -14,6 +14,7 @@ from configs.schema.correction import CorrectionConfig
 from configs.schema.layout import ONE_PROCESS
 from launch.processes.run_folder import RunFolder, write_json
 from parallel.checkpoints.files import valid_checkpoints
+from trainer.batch.files import batch_file, recorded_steps
 
 if TYPE_CHECKING:
     from trainer.studies.replay import Replayed
@@ -75,7 +76,7 @@ def write_results(
 
     with_gradients: of the parameters, in an initialised process group of one.
     """
-    from trainer.recording import batch_file, read_batch
+    from trainer.recording import read_batch
     from trainer.studies.replay import of_logprobs, of_parameters, replay
 
     config: RunConfig = load_config(folder.config, [])
@@ -118,8 +119,6 @@ def starting_weights(folder: RunFolder, step: int) -> Path | None:
 
     Raises ValueError where it was not kept.
     """
-    from trainer.recording import recorded_steps
-
     if step == 1:
         return None
     kept = valid_checkpoints(folder.checkpoints)

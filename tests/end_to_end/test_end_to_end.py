@@ -26,7 +26,8 @@ from rollout.sampling.sampler import epoch_order
 from rollout.tasks import load_task
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
-from trainer.recording import batch_file, read_batch, recorded_steps
+from trainer.batch.files import batch_file, recorded_steps
+from trainer.recording import read_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 900

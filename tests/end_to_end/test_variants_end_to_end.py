@@ -33,9 +33,10 @@ from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import rule_names
 from trainer.algorithm.kl_reward import KLInReward
 from trainer.algorithm.policy_loss import kept_factor
+from trainer.batch.files import batch_file
 from trainer.ranks.metrics import Metric, merge_metrics
 from trainer.ranks.totals import alone
-from trainer.recording import batch_file, read_batch
+from trainer.recording import read_batch
 from trainer.studies.replay import Loss, of_logprobs, replay
 from trainer.tracking.mlflow_thread import mlflow_name, store_file
 from trainer.weight_sync import EXACT_TOLERANCE

@@ -36,11 +36,12 @@ from tests.trainer.studies.test_replay import recorded
 from trainer import checkpointing as resume
 from trainer import learner as trainer_learner
 from trainer.algorithm.kl_reward import KLInReward
+from trainer.batch.files import batch_file, recorded_steps
 from trainer.batch.step_batch import StepBatch
 from trainer.checkpointing import Checkpointer, Progress
 from trainer.ranks.metrics import values
 from trainer.ranks.totals import alone
-from trainer.recording import Recorder, batch_file, read_batch, recorded_steps, write_batch
+from trainer.recording import Recorder, read_batch, write_batch
 from trainer.sampling import SharedSampler
 
 RECIPE = Path(__file__).resolve().parents[2] / "configs/recipes/countdown_tiny.yaml"

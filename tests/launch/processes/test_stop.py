@@ -11,7 +11,8 @@ import torch
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.megatron_workers import make_hf_model, run_ranks
 from tests.support.stop_workers import STEPS, Script, work_failing_publishes, work_lives
-from trainer.recording import batch_file, read_batch
+from trainer.batch.files import batch_file
+from trainer.recording import read_batch
 
 NOT_OF_THE_RUN = ("time/", "throughput/", "sync/", "sampling/seconds", "elapsed_s")
 

@@ -32,8 +32,9 @@ from tests.support.megatron_workers import (
     weights_of,
 )
 from tests.trainer.studies.test_replay import recorded
+from trainer.batch.files import batch_file
 from trainer.checkpointing import Checkpointer
-from trainer.recording import batch_file, write_batch
+from trainer.recording import write_batch
 
 REFUSED = r"holds (the object posix\.mkdir|a pickle that cannot be read), which no checkpoint of Tandem holds"
 

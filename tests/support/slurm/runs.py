@@ -13,7 +13,8 @@ from rollout.sampling.sampler import epoch_order
 from rollout.tasks import load_task
 from rollout.tokenization import load_tokenizer
 from tests.support.slurm.cluster import ROOT, Cluster
-from trainer.recording import batch_file, read_batch
+from trainer.batch.files import batch_file
+from trainer.recording import read_batch
 
 RECIPE = str(ROOT / "configs/recipes/countdown_tiny.yaml")
 PROMPTS, SIBLINGS = 8, 4

@@ -15,7 +15,8 @@ from launch.studies.replay import UNCORRECTED, corrections_named, plot, table
 from parallel.packing import PackedBatch
 from tests.support.packed_batches import random_batch
 from trainer.algorithm.policy_loss import kept_factor, policy_loss
-from trainer.recording import RecordedBatch, batch_file, in_order, read_batch, recorded_steps, write_batch
+from trainer.batch.files import batch_file, recorded_steps
+from trainer.recording import RecordedBatch, in_order, read_batch, write_batch
 from trainer.studies.replay import of_logprobs, replay
 
 
