@@ -25,7 +25,7 @@ import pytest
 from rollout.servers.command import choose_ports
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+ROOT = HERE.parents[2]
 DEADLINE_S = 400.0
 HOSTS = ("hosta", "hostb")
 ADDRESSES = {"hosta": "10.77.0.1", "hostb": "10.77.0.2"}
