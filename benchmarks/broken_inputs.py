@@ -1,8 +1,10 @@
-"""Broken inputs through the real command line: how long the answer takes, exit code, what is said, and what is left behind.
+"""Broken inputs through the real command line: how long the answer takes, exit code, what is said, and what
+is left behind.
 
-Each case runs ``python -m launch …`` under a shell in a new folder, with a tiny model, a sound config and a sound data file beside what is
-broken. Bad is: a traceback, another exit code than expected, more than 5 CPU seconds, the wall clock's limit, a file or a process that
-was not there before. ``T`` stands for the command; a case whose input is odd yet usable is expected to end with 0.
+Each case runs ``python -m launch …`` under a shell in a new folder, with a tiny model, a sound config and a
+sound data file beside what is broken. Bad is: a traceback, another exit code than expected, more than 5 CPU
+seconds, the wall clock's limit, a file or a process that was not there before. ``T`` stands for the command;
+a case whose input is odd yet usable is expected to end with 0.
 
     python benchmarks/broken_inputs.py [--only WORDS] [--out FILE]
 """
@@ -26,7 +28,9 @@ ROOT = Path(__file__).resolve().parent.parent
 MOST_CPU_S, LIMIT_S = 5.0, 30.0
 MOST_MEMORY_KIB = 12_000_000
 BAD, FAILED = 2, 1
-MADE_ON_PURPOSE = re.compile(r"^work/run/(report\.html|figures)|^tmp/torchinductor_|/export-lock$|^work/run/roles$")
+MADE_ON_PURPOSE = re.compile(
+    r"^work/run/(report\.html|figures)|^tmp/torchinductor_|/export-lock$|^work/run/roles$"
+)
 """The report that was asked for, torch's own cache, and the lock of an export."""
 TRY = "T train run.yaml --dry-run"
 Prepare = Callable[[Path], object]
@@ -81,7 +85,9 @@ def model_with(**changes: object) -> Prepare:
     def prepare(folder: Path) -> None:
         config = json.loads((folder / "tiny" / "config.json").read_text()) | changes
         shutil.copytree(folder / "tiny", folder / "odd")
-        (folder / "odd" / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+        (folder / "odd" / "config.json").write_text(
+            json.dumps({key: value for key, value in config.items() if value is not None})
+        )
 
     return prepare
 
@@ -112,14 +118,38 @@ def reward(content: str) -> Prepare:
 CONFIGS = [
     ("a config that is a model", "T train tiny/model.safetensors --dry-run", None),
     ("a config in UTF-16", "T train odd.yaml --dry-run", file("odd.yaml", "steps: 3".encode("utf-16"))),
-    ("a config that is a pipe nobody writes to", "T train odd.yaml --dry-run", lambda folder: os.mkfifo(folder / "odd.yaml")),
+    (
+        "a config that is a pipe nobody writes to",
+        "T train odd.yaml --dry-run",
+        lambda folder: os.mkfifo(folder / "odd.yaml"),
+    ),
     ("a config that never ends", "T train /dev/zero --dry-run", None),
-    ("a base that is a pipe", "T train odd.yaml --dry-run", lambda f: (os.mkfifo(f / "p.yaml"), file("odd.yaml", "extends: p.yaml")(f))),
-    ("marks of a merge conflict", "T train odd.yaml --dry-run", file("odd.yaml", "<<<<<<< HEAD\nsteps: 1\n=======\nsteps: 2\n>>>>>>> b\n")),
-    ("a tag that would run code", "T train odd.yaml --dry-run", file("odd.yaml", "steps: !!python/object/apply:os.system [touch x]\n")),
+    (
+        "a base that is a pipe",
+        "T train odd.yaml --dry-run",
+        lambda f: (os.mkfifo(f / "p.yaml"), file("odd.yaml", "extends: p.yaml")(f)),
+    ),
+    (
+        "marks of a merge conflict",
+        "T train odd.yaml --dry-run",
+        file("odd.yaml", "<<<<<<< HEAD\nsteps: 1\n=======\nsteps: 2\n>>>>>>> b\n"),
+    ),
+    (
+        "a tag that would run code",
+        "T train odd.yaml --dry-run",
+        file("odd.yaml", "steps: !!python/object/apply:os.system [touch x]\n"),
+    ),
     ("a NUL character", "T train odd.yaml --dry-run", file("odd.yaml", "steps: 3\0\n")),
-    ("a Windows path in double quotes", "T train odd.yaml --dry-run", file("odd.yaml", 'model: {path: "C:\\models\\x"}\n')),
-    ("a base at a web address", "T train odd.yaml --dry-run", file("odd.yaml", "extends: https://example.com/grpo.yaml\n")),
+    (
+        "a Windows path in double quotes",
+        "T train odd.yaml --dry-run",
+        file("odd.yaml", 'model: {path: "C:\\models\\x"}\n'),
+    ),
+    (
+        "a base at a web address",
+        "T train odd.yaml --dry-run",
+        file("odd.yaml", "extends: https://example.com/grpo.yaml\n"),
+    ),
     ("Markdown for YAML", "T train odd.yaml --dry-run", file("odd.yaml", "```yaml\nsteps: 3\n```\n")),
     ("a name with a slash", f"{TRY} name=a/b", None),
     ("a name with a line break", f"{TRY} $'name=a\\nb'", None),
@@ -147,14 +177,39 @@ TASK = f"{TRY} task.type=jsonl task.apply_chat_template=false task.train_path="
 DEEP = "[" * 20000 + "]" * 20000
 DATA = [
     ("data from a pipe", f"{TASK}odd.jsonl", lambda folder: os.mkfifo(folder / "odd.jsonl")),
-    ("data that is one pretty-printed list", f"{TASK}odd.jsonl", file("odd.jsonl", '[\n  {"prompt": "1", "answer": "2"}\n]\n')),
+    (
+        "data that is one pretty-printed list",
+        f"{TASK}odd.jsonl",
+        file("odd.jsonl", '[\n  {"prompt": "1", "answer": "2"}\n]\n'),
+    ),
     ("CSV by the name of JSONL", f"{TASK}odd.jsonl", file("odd.jsonl", "prompt,answer\n1+1,2\n")),
-    ("a record nested 20,000 deep", f"{TASK}odd.jsonl", file("odd.jsonl", '{"prompt": ' + DEEP + ', "answer": "2"}\n')),
-    ("a number of 10,000 digits", f"{TASK}odd.jsonl", file("odd.jsonl", '{"prompt": "1", "answer": ' + "9" * 10000 + "}\n")),
-    ("answers that are lists", f"{TASK}odd.jsonl", file("odd.jsonl", '{"prompt": "1", "answer": ["2", "3"]}\n')),
-    ("JSONL by the name of parquet", f"{TASK}odd.parquet", file("odd.parquet", '{"prompt": "1", "answer": "2"}\n')),
+    (
+        "a record nested 20,000 deep",
+        f"{TASK}odd.jsonl",
+        file("odd.jsonl", '{"prompt": ' + DEEP + ', "answer": "2"}\n'),
+    ),
+    (
+        "a number of 10,000 digits",
+        f"{TASK}odd.jsonl",
+        file("odd.jsonl", '{"prompt": "1", "answer": ' + "9" * 10000 + "}\n"),
+    ),
+    (
+        "answers that are lists",
+        f"{TASK}odd.jsonl",
+        file("odd.jsonl", '{"prompt": "1", "answer": ["2", "3"]}\n'),
+    ),
+    (
+        "JSONL by the name of parquet",
+        f"{TASK}odd.parquet",
+        file("odd.parquet", '{"prompt": "1", "answer": "2"}\n'),
+    ),
     ("an empty parquet file", f"{TASK}odd.parquet", file("odd.parquet", b"")),
-    ("a null character as the prompt", f"{TASK}odd.jsonl", file("odd.jsonl", '{"prompt": "\\u0000", "answer": "2"}\n'), 0),
+    (
+        "a null character as the prompt",
+        f"{TASK}odd.jsonl",
+        file("odd.jsonl", '{"prompt": "\\u0000", "answer": "2"}\n'),
+        0,
+    ),
 ]
 MODEL = f"{TRY} model.path=odd"
 MODELS = [
@@ -164,23 +219,58 @@ MODELS = [
     ("no heads", MODEL, model_with(num_attention_heads=0)),
     ("a width that is text", MODEL, model_with(hidden_size="64")),
     ("10^12 layers", MODEL, model_with(num_hidden_layers=10**12)),
-    ("a web page as the tokenizer", MODEL, model_file("tokenizer.json", b"<!DOCTYPE html><html>Sign in</html>")),
-    ("a pointer of git-lfs as the weights", MODEL, model_file("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid x\n")),
-    ("weights whose header says 2^62 bytes", MODEL, model_file("model.safetensors", (2**62).to_bytes(8, "little") + b"{}")),
+    (
+        "a web page as the tokenizer",
+        MODEL,
+        model_file("tokenizer.json", b"<!DOCTYPE html><html>Sign in</html>"),
+    ),
+    (
+        "a pointer of git-lfs as the weights",
+        MODEL,
+        model_file("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid x\n"),
+    ),
+    (
+        "weights whose header says 2^62 bytes",
+        MODEL,
+        model_file("model.safetensors", (2**62).to_bytes(8, "little") + b"{}"),
+    ),
 ]
 OWN = f"{TRY} reward.type=function reward.function=odd_reward:score"
 SOUND = "def score(prompt, response, reference):\n    return 0.5\n"
 REWARDS = [
-    ("a reward by its file's name", f"{TRY} reward.type=function reward.function=odd_reward.py:score", reward(SOUND)),
+    (
+        "a reward by its file's name",
+        f"{TRY} reward.type=function reward.function=odd_reward.py:score",
+        reward(SOUND),
+    ),
     ("a reward by its path", f"{TRY} reward.type=function reward.function=./odd_reward:score", reward(SOUND)),
     ("a module that prints 10 MB", OWN, reward("print('x' * 10_000_000)\n" + SOUND), 0),
     ("a module that interrupts", OWN, reward("raise KeyboardInterrupt\n" + SOUND)),
     ("a module that closes every file", OWN, reward("import os\nos.closerange(0, 100)\n" + SOUND)),
-    ("a module that leaves a process", OWN, reward("import subprocess\nsubprocess.Popen(['sleep', '300'])\n" + SOUND), 0),
-    ("a function that calls itself for ever", OWN, reward("def score(p, r, a):\n    return score(p, r, a)\n")),
+    (
+        "a module that leaves a process",
+        OWN,
+        reward("import subprocess\nsubprocess.Popen(['sleep', '300'])\n" + SOUND),
+        0,
+    ),
+    (
+        "a function that calls itself for ever",
+        OWN,
+        reward("def score(p, r, a):\n    return score(p, r, a)\n"),
+    ),
     ("a class for a function", OWN, reward("class score:\n    def __init__(self, p, r, a):\n        pass\n")),
-    ("a function that writes to stdout's own file", OWN, reward("import os\nos.write(1, b'mine: x\\n')\n" + SOUND), 0),
-    ("a module of the name of one of ours", f"{TRY} reward.type=function reward.function=trainer:score", file("trainer.py", SOUND), FAILED),
+    (
+        "a function that writes to stdout's own file",
+        OWN,
+        reward("import os\nos.write(1, b'mine: x\\n')\n" + SOUND),
+        0,
+    ),
+    (
+        "a module of the name of one of ours",
+        f"{TRY} reward.type=function reward.function=trainer:score",
+        file("trainer.py", SOUND),
+        FAILED,
+    ),
 ]
 RUNS = [
     ("resume of a run whose config is garbage", f"{TRY} resume=run", run_with("config.yaml", b"\x00\x01")),
@@ -193,21 +283,33 @@ RUNS = [
     ("export where the summary is garbage", "T export run out", run_with("summary.json", b"{")),
     ("export of a run without weights", "T export run out", run_with("logs/learn.log", b"")),
     ("logs that are no folder", "T logs run", run_with("logs", b"x")),
-    ("a recorded step that is garbage", "T replay run --step 1", run_with("batches/step_000001.pt", b"garbage")),
+    (
+        "a recorded step that is garbage",
+        "T replay run --step 1",
+        run_with("batches/step_000001.pt", b"garbage"),
+    ),
     ("a list of runs that are none", "T list odd", file("odd/x/config.yaml", "\0"), 0),
 ]
 ENVIRONMENT = [
     ("no HOME", f"unset HOME; {TRY}", None, 0),
     ("no folder for temporary files", f"TMPDIR=/nowhere {TRY}", None, 0),
     ("no folder for temporary files, with a reward", f"TMPDIR=/nowhere {OWN}", reward(SOUND), 0),
-    ("an ASCII locale and a name in Greek", f"LC_ALL=C PYTHONUTF8=0 PYTHONIOENCODING=ascii {TRY} name=δοκιμή", None),
+    (
+        "an ASCII locale and a name in Greek",
+        f"LC_ALL=C PYTHONUTF8=0 PYTHONIOENCODING=ascii {TRY} name=δοκιμή",
+        None,
+    ),
     ("stdout closed", f"{TRY} >&-", None, 0),
     ("stdin closed", f"{TRY} <&-", None, 0),
     ("stdout on a full disk", f"{TRY} > /dev/full", None, FAILED),
     ("a reader that stops early", f"{TRY} | head -1 > /dev/null; exit ${{PIPESTATUS[0]}}", None, FAILED),
     ("24 open files", f"ulimit -n 24; {OWN}", reward(SOUND), 0),
     ("a terminal of no kind and no width", f"TERM=nonsense COLUMNS=0 {TRY}", None, 0),
-    ("a run folder on a file system that cannot be written to", "T train run.yaml launch.runs_dir=/sys/runs", None),
+    (
+        "a run folder on a file system that cannot be written to",
+        "T train run.yaml launch.runs_dir=/sys/runs",
+        None,
+    ),
     ("a time zone that does not exist", f"TZ=Nowhere/City {TRY}", None, 0),
     ("OMP_NUM_THREADS that is no number", f"OMP_NUM_THREADS=many {TRY}", None, 0),
 ]
@@ -229,7 +331,13 @@ def run(case: Case, template: Path) -> Result:
         case.prepare(folder)
         before, mark = files(Path(scratch)), f"BROKEN_INPUT={os.getpid()}-{time.monotonic_ns()}"
         key, _, value = mark.partition("=")
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1", key: value}
+        env = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TMPDIR": str(temporary),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            key: value,
+        }
         # A limit of memory: an input that never ends must not take the machine's.
         script = f'ulimit -v {MOST_MEMORY_KIB}\nT() {{ "{sys.executable}" -m launch "$@"; }}\n{case.command}'
         spent, began = cpu_s(), time.monotonic()
@@ -244,7 +352,14 @@ def run(case: Case, template: Path) -> Result:
             said, code = shell.communicate()[0], None
         took = time.monotonic() - began
         left = tuple(sorted(files(Path(scratch)) - before)) + processes(mark)
-        return Result(case=case, code=code, wall_s=took, cpu_s=cpu_s() - spent, said=said.decode(errors="replace"), left=left)
+        return Result(
+            case=case,
+            code=code,
+            wall_s=took,
+            cpu_s=cpu_s() - spent,
+            said=said.decode(errors="replace"),
+            left=left,
+        )
 
 
 def files(folder: Path) -> set[str]:
@@ -280,7 +395,12 @@ def answer(said: str) -> str:
         lines = [line for line in said.splitlines() if line.strip()]
         text = boxed or (lines[-1] if lines else "")
     text = re.sub(r"/\S*/broken-\w+/work", ".", text)
-    return (text if len(text) <= 200 else f"{text[:200]}…").replace("|", "\\|").encode("utf-8", "replace").decode()
+    return (
+        (text if len(text) <= 200 else f"{text[:200]}…")
+        .replace("|", "\\|")
+        .encode("utf-8", "replace")
+        .decode()
+    )
 
 
 def table(results: list[Result]) -> str:
@@ -293,18 +413,33 @@ def table(results: list[Result]) -> str:
         f"({slowest.case.name}). `python benchmarks/broken_inputs.py` makes this table; what each input is stands there.", "",
     ]  # fmt: skip
     for group in dict.fromkeys(result.case.group for result in results):
-        lines += [f"## {group.capitalize()}", "", "| input | exit | CPU s | wall s | answer | wrong |", "|---|---|---|---|---|---|"]
+        lines += [
+            f"## {group.capitalize()}",
+            "",
+            "| input | exit | CPU s | wall s | answer | wrong |",
+            "|---|---|---|---|---|---|",
+        ]
         for result in (result for result in results if result.case.group == group):
             code = "-" if result.code is None else result.code
-            said = answer(result.said) if result.case.code else "(accepted)" if result.code == 0 else answer(result.said)
+            said = (
+                answer(result.said)
+                if result.case.code
+                else "(accepted)"
+                if result.code == 0
+                else answer(result.said)
+            )
             wrong = "; ".join(result.wrong) or "no"
-            lines.append(f"| {result.case.name} | {code} | {result.cpu_s:.1f} | {result.wall_s:.1f} | {said} | {wrong} |")
+            lines.append(
+                f"| {result.case.name} | {code} | {result.cpu_s:.1f} | {result.wall_s:.1f} | {said} | {wrong} |"
+            )
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--only", default="", help="cases whose name or group holds these words")
     arguments.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "broken_inputs.md")
     given = arguments.parse_args()
@@ -312,13 +447,23 @@ def main() -> None:
         template = Path(made) / "template"
         template.mkdir()
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        subprocess.run([sys.executable, "-m", "launch", "make-tiny-model", "tiny"], cwd=template, env=env, check=True, capture_output=True)
-        (template / "run.yaml").write_text("model: {path: tiny}\ntask: {type: countdown}\nrollout: {max_new_tokens: 14}\n")
+        subprocess.run(
+            [sys.executable, "-m", "launch", "make-tiny-model", "tiny"],
+            cwd=template,
+            env=env,
+            check=True,
+            capture_output=True,
+        )
+        (template / "run.yaml").write_text(
+            "model: {path: tiny}\ntask: {type: countdown}\nrollout: {max_new_tokens: 14}\n"
+        )
         results = []
         for case in (case for case in CASES if given.only in f"{case.group} {case.name}"):
             results.append(run(case, template))
             last = results[-1]
-            print(f"{case.name}: {last.code}, {last.cpu_s:.1f} s; {'; '.join(last.wrong) or 'good'}", flush=True)
+            print(
+                f"{case.name}: {last.code}, {last.cpu_s:.1f} s; {'; '.join(last.wrong) or 'good'}", flush=True
+            )
     if not given.only:
         given.out.write_text(table(results))
     for result in results:

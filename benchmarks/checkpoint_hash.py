@@ -1,10 +1,12 @@
-"""Seconds of saving a checkpoint with its hashes and without them, and of checking them before a load. Target: 5 % of a save at most.
+"""Seconds of saving a checkpoint with its hashes and without them, and of checking them before a load.
+Target: 5 % of a save at most.
 
     cost = median seconds of a save with hashes / median seconds of a save without - 1
 
-One Megatron process, saves in turn, so that the disk's moods meet both. Without: files are listed with their sizes alone, as they were
-before hashes. ``--place`` names the file system; on one in memory (/dev/shm) no disk hides the hashing: that is the worst case. Hashing
-is also timed by itself, over the checkpoint's files from the page cache: what it would cost if it came after writing.
+One Megatron process, saves in turn, so that the disk's moods meet both. Without: files are listed with their
+sizes alone, as they were before hashes. ``--place`` names the file system; on one in memory (/dev/shm) no
+disk hides the hashing: that is the worst case. Hashing is also timed by itself, over the checkpoint's files
+from the page cache: what it would cost if it came after writing.
 """
 
 import contextlib
@@ -35,7 +37,12 @@ CONFIG = {"hidden": 1024, "layers": 2, "intermediate": 4096, "vocab": 8192, "dty
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=9)
-    options.add_argument("--place", type=Path, default=Path(tempfile.gettempdir()), help="where to write (the system's temporary folder)")
+    options.add_argument(
+        "--place",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="where to write (the system's temporary folder)",
+    )
     given = options.parse_args()
     rounds = 2 if given.quick else given.rounds
     warnings.filterwarnings("ignore")
@@ -49,15 +56,17 @@ def main() -> None:
         print(line(name, values) + speed)
     cost = statistics.median(seconds[WITH]) / statistics.median(seconds[WITHOUT]) - 1
     waited = statistics.median(seconds[WAIT]) / statistics.median(seconds[WITHOUT])
-    print(f"cost of hashing {cost:+.1%} of a save, of which {waited:.1%} waiting for it   target: at most {TARGET:.0%}")
+    print(
+        f"cost of hashing {cost:+.1%} of a save, of which {waited:.1%} waiting for it   target: at most {TARGET:.0%}"
+    )
     result = {"hardware": hardware(), "config": config, "cost": cost, "waiting": waited, "target": TARGET}
     write({**result, "seconds": {name: spread(values) for name, values in seconds.items()}}, given.json)
 
 
 def measure(folder: Path, rounds: int, *, quick: bool) -> tuple[dict[str, list[float]], int]:
     """Seconds of each thing by its name, and the bytes of a checkpoint."""
-    from parallel import checkpoint
-    from parallel.checkpoint_files import hash_files, step_folder
+    from parallel.checkpoints import checkpoint
+    from parallel.checkpoints.files import hash_files, step_folder
 
     engine = make_engine(folder / "model", layers=1 if quick else CONFIG["layers"])
     seconds: dict[str, list[float]] = {name: [] for name in (WITHOUT, WITH, WAIT, ALONE, CHECK)}
@@ -67,7 +76,9 @@ def measure(folder: Path, rounds: int, *, quick: bool) -> tuple[dict[str, list[f
             with waits_timed(seconds[WAIT]) if variant == WITH else without_hashes():
                 seconds[variant].append(timed(engine.save, target, {}))
             if variant == WITH:
-                seconds[ALONE].append(timed(hash_files, target, [path.name for path in target.glob("*.distcp")]))
+                seconds[ALONE].append(
+                    timed(hash_files, target, [path.name for path in target.glob("*.distcp")])
+                )
                 seconds[CHECK].append(timed(checkpoint.verified, target))
                 size = sum(path.stat().st_size for path in target.iterdir())
             shutil.rmtree(target)
@@ -83,8 +94,9 @@ def timed(action: Callable[..., object], *arguments: object) -> float:
 
 @contextlib.contextmanager
 def waits_timed(seconds: list[float]) -> Iterator[None]:
-    """Inside, how long a save waits, after its last byte is on the disk, for files to be hashed to their ends."""
-    from parallel import checkpoint
+    """Inside, how long a save waits, after its last byte is on the disk, for files to be hashed to their
+    ends."""
+    from parallel.checkpoints import checkpoint
 
     follow = checkpoint.hashed_while_written
 
@@ -104,8 +116,9 @@ def waits_timed(seconds: list[float]) -> Iterator[None]:
 @contextlib.contextmanager
 def without_hashes() -> Iterator[None]:
     """The same way of saving, in which nothing is hashed."""
-    from parallel import checkpoint, checkpoint_files
-    from parallel.checkpoint_files import FileRecord
+    from parallel.checkpoints import checkpoint
+    from parallel.checkpoints import files as checkpoint_files
+    from parallel.checkpoints.files import FileRecord
 
     @contextlib.contextmanager
     def nothing_followed(folder: Path, pattern: str):
@@ -128,8 +141,8 @@ def make_engine(folder: Path, *, layers: int):
     from configs.schema.layout import LayoutConfig
     from configs.schema.learner import OptimizerConfig
     from configs.schema.model import ModelConfig
-    from parallel import platform
-    from parallel.megatron_engine import MegatronEngine
+    from parallel.engine import MegatronEngine
+    from parallel.megatron import platform
 
     shape = Qwen3Config(
         vocab_size=CONFIG["vocab"], hidden_size=CONFIG["hidden"], num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=8,

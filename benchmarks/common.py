@@ -12,14 +12,20 @@ from pathlib import Path
 def parser(description: str) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
-    made.add_argument("--quick", action="store_true", help="few repeats: shows that it works, not a figure to quote")
+    made.add_argument(
+        "--quick", action="store_true", help="few repeats: shows that it works, not a figure to quote"
+    )
     return made
 
 
 def hardware() -> dict:
     import torch
 
-    names = [row.split(":", 1)[1].strip() for row in Path("/proc/cpuinfo").read_text().splitlines() if row.startswith("model name")]
+    names = [
+        row.split(":", 1)[1].strip()
+        for row in Path("/proc/cpuinfo").read_text().splitlines()
+        if row.startswith("model name")
+    ]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     return {"cpu": names[0] if names else "?", "cores": os.cpu_count(), "gpus": gpus, **versions}
@@ -27,7 +33,12 @@ def hardware() -> dict:
 
 def spread(seconds: Sequence[float]) -> dict:
     """Minimum, median and maximum."""
-    return {"min": min(seconds), "median": statistics.median(seconds), "max": max(seconds), "repeats": len(seconds)}
+    return {
+        "min": min(seconds),
+        "median": statistics.median(seconds),
+        "max": max(seconds),
+        "repeats": len(seconds),
+    }
 
 
 def line(name: str, seconds: Sequence[float]) -> str:

@@ -1,15 +1,16 @@
-"""Bias and variance of the policy gradient under every correction preset, against growing mismatch and length: which preset to pick.
+"""Bias and variance of the policy gradient under every correction preset, against growing mismatch and
+length: which preset to pick.
 
-A softmax policy over 3 tokens, one row of logits per prefix, so that every sequence is known; the rollout's logits are the learner's plus
-normal noise. Of the gradient of one batch of N sequences that the rollout sampled, at the first update (old = current), by the trainer's
-own functions:
+A softmax policy over 3 tokens, one row of logits per prefix, so that every sequence is known; the rollout's
+logits are the learner's plus normal noise. Of the gradient of one batch of N sequences that the rollout
+sampled, at the first update (old = current), by the trainer's own functions:
 
     bias    |E[estimate] - g| / |g|                 g = d E_learner[reward], the on-policy gradient
     noise   sqrt(trace of the estimate's covariance) / |g|
     error   sqrt(bias^2 + noise^2), the root mean square distance of an estimate from g in units of |g|
 
-Nothing is Monte Carlo: expectations are sums over all sequences, and how many samples a rule accepts is summed over its binomial law.
-Figures are root mean squares over a few random worlds (policy, noise, reward).
+Nothing is Monte Carlo: expectations are sums over all sequences, and how many samples a rule accepts is
+summed over its binomial law. Figures are root mean squares over a few random worlds (policy, noise, reward).
 
 Legend: S sequences, T packed tokens, F prefixes, V vocabulary.
 """
@@ -38,7 +39,7 @@ from tests.reference.enumerated_policy import (  # noqa: E402
     moments_of_kept_mean,
     moments_of_mean,
 )
-from trainer.segments import count_per_sequence  # noqa: E402
+from trainer.algorithm.segments import count_per_sequence  # noqa: E402
 
 CONFIG = {
     "vocab": 3,
@@ -59,7 +60,9 @@ FIGURE = ROOT / "benchmarks/results/estimator_bias_variance.png"
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--figure", type=Path, default=FIGURE, help="where the PNG goes (default: benchmarks/results)")
+    options.add_argument(
+        "--figure", type=Path, default=FIGURE, help="where the PNG goes (default: benchmarks/results)"
+    )
     given = options.parse_args()
     torch.set_num_threads(1)
     if given.quick:
@@ -75,10 +78,22 @@ def main() -> None:
     for title, columns in tables.items():
         print(f"\n### {title}\n\n{markdown(names, columns)}")
     draw(names, tables, given.figure)
-    seconds = {"wall": round(time.perf_counter() - began, 1), "cpu": round(time.process_time() - began_cpu, 1)}
+    seconds = {
+        "wall": round(time.perf_counter() - began, 1),
+        "cpu": round(time.process_time() - began_cpu, 1),
+    }
     least = {title: [least_error(c) for c in columns] for title, columns in tables.items()}
     print("\n" + json.dumps({"seconds": seconds, "least_error": least}))
-    write({"hardware": hardware(), "config": CONFIG, "seconds": seconds, "tables": tables, "least_error": least}, given.json)
+    write(
+        {
+            "hardware": hardware(),
+            "config": CONFIG,
+            "seconds": seconds,
+            "tables": tables,
+            "least_error": least,
+        },
+        given.json,
+    )
 
 
 def measure(length: int, scale: float) -> dict:
@@ -90,7 +105,12 @@ def measure(length: int, scale: float) -> dict:
         bias, noise = (math.sqrt(statistics.fmean(e[key] ** 2 for e in each)) for key in ("bias", "noise"))
         accepted = statistics.fmean(e["accepted"] for e in each)
         presets[name] = {"bias": bias, "noise": noise, "error": math.hypot(bias, noise), "accepted": accepted}
-    return {"length": length, "scale": scale, "kl_per_token": statistics.fmean(w.kl for w in worlds), "presets": presets}
+    return {
+        "length": length,
+        "scale": scale,
+        "kl_per_token": statistics.fmean(w.kl for w in worlds),
+        "presets": presets,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +133,13 @@ def make_world(length: int, scale: float, seed: int) -> World:
     rewards_S = (scores_S > scores_S.median()).to(torch.float64)
     mu_S, pi_S = space.probs_S(rollout_FV), space.probs_S(learner_FV)
     kl = (mu_S @ (mu_S / pi_S).log()).item() / length
-    return World(space=space, learner_FV=learner_FV, rollout_FV=rollout_FV, advantages_S=rewards_S - mu_S @ rewards_S, kl=kl)
+    return World(
+        space=space,
+        learner_FV=learner_FV,
+        rollout_FV=rollout_FV,
+        advantages_S=rewards_S - mu_S @ rewards_S,
+        kl=kl,
+    )
 
 
 def estimate(world: World, config: CorrectionConfig) -> dict[str, float]:
@@ -123,7 +149,13 @@ def estimate(world: World, config: CorrectionConfig) -> dict[str, float]:
     current_T = learner_T.clone().requires_grad_()
     ones_S = torch.ones_like(world.advantages_S)
     loss, correction = corrected_loss(
-        space, config, current_T=current_T, old_T=learner_T, rollout_T=rollout_T, advantages_S=world.advantages_S, weights_S=ones_S
+        space,
+        config,
+        current_T=current_T,
+        old_T=learner_T,
+        rollout_T=rollout_T,
+        advantages_S=world.advantages_S,
+        weights_S=ones_S,
     )
     slopes_T = -torch.autograd.grad(loss, current_T)[0]
     mu_S = space.probs_S(world.rollout_FV)
@@ -143,14 +175,21 @@ def estimate(world: World, config: CorrectionConfig) -> dict[str, float]:
 
 
 def merge_equal(columns: list[dict]) -> dict[str, str]:
-    """The rows, by geometric mean of their error: first name -> all the names of presets that are the same estimator everywhere here."""
+    """The rows, by geometric mean of their error: first name -> all the names of presets that are the same
+    estimator everywhere here."""
     rows: dict[tuple, list[str]] = {}
     for name in PRESETS:
         key = tuple(f"{column['presets'][name][m]:.8f}" for column in columns for m in ("bias", "noise"))
         rows.setdefault(key, []).append(name)
     rows[()] = [UNBOUNDED]
-    error = {names[0]: statistics.fmean(math.log(c["presets"][names[0]]["error"]) for c in columns) for names in rows.values()}
-    return {names[0]: ", ".join(names) for names in sorted(rows.values(), key=lambda names: (names[0] == UNBOUNDED, error[names[0]]))}
+    error = {
+        names[0]: statistics.fmean(math.log(c["presets"][names[0]]["error"]) for c in columns)
+        for names in rows.values()
+    }
+    return {
+        names[0]: ", ".join(names)
+        for names in sorted(rows.values(), key=lambda names: (names[0] == UNBOUNDED, error[names[0]]))
+    }
 
 
 def least_error(column: dict) -> str:
@@ -163,7 +202,10 @@ def heading(column: dict) -> str:
 
 def markdown(names: dict[str, str], columns: list[dict]) -> str:
     """bias / noise (accepted %) of every row."""
-    lines = ["| preset | " + " | ".join(heading(c) for c in columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines = [
+        "| preset | " + " | ".join(heading(c) for c in columns) + " |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
     for first, label in names.items():
         cells = []
         for column in columns:
@@ -188,7 +230,8 @@ def share(accepted: float) -> str:
 
 
 def draw(names: dict[str, str], tables: dict[str, list[dict]], file: Path) -> None:
-    """Heat maps: presets down, mismatch (above) and length (below) across, one for each of bias, noise and error."""
+    """Heat maps: presets down, mismatch (above) and length (below) across, one for each of bias, noise and
+    error."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -201,22 +244,46 @@ def draw(names: dict[str, str], tables: dict[str, list[dict]], file: Path) -> No
     for row, (title, columns) in zip(axes, tables.items(), strict=True):
         for axis, measured in zip(row, ("bias", "noise", "error"), strict=True):
             values = [[column["presets"][first][measured] for column in columns] for first in names]
-            axis.imshow([[max(v, 1e-3) for v in line] for line in values], norm=norm, cmap="YlOrRd", aspect="auto")
+            axis.imshow(
+                [[max(v, 1e-3) for v in line] for line in values], norm=norm, cmap="YlOrRd", aspect="auto"
+            )
             for y, line in enumerate(values):
                 for x, value in enumerate(line):
-                    axis.text(x, y, number(value), ha="center", va="center", fontsize=8, color="white" if value > 0.35 else "black")
+                    axis.text(
+                        x,
+                        y,
+                        number(value),
+                        ha="center",
+                        va="center",
+                        fontsize=8,
+                        color="white" if value > 0.35 else "black",
+                    )
             if measured == "error":
                 for x, column in enumerate(columns):
                     limit = 1.1 * column["presets"][least_error(column)]["error"]
                     for y, first in enumerate(names):
                         if first in PRESETS and column["presets"][first]["error"] <= limit:
-                            axis.add_patch(plt.Rectangle((x - 0.46, y - 0.44), 0.92, 0.88, fill=False, edgecolor="#0050b0", linewidth=2))
+                            axis.add_patch(
+                                plt.Rectangle(
+                                    (x - 0.46, y - 0.44),
+                                    0.92,
+                                    0.88,
+                                    fill=False,
+                                    edgecolor="#0050b0",
+                                    linewidth=2,
+                                )
+                            )
             per_response = [number(c["kl_per_token"] * c["length"]) for c in columns]
             if len({c["length"] for c in columns}) > 1:
                 across, what = [c["length"] for c in columns], "tokens per response"
             else:
-                across, what = [f"{c['kl_per_token']:.0e}" for c in columns], "KL(rollout || learner) per token"
-            axis.set_xticks(range(len(columns)), [f"{a}\n{kl}" for a, kl in zip(across, per_response, strict=True)])
+                across, what = (
+                    [f"{c['kl_per_token']:.0e}" for c in columns],
+                    "KL(rollout || learner) per token",
+                )
+            axis.set_xticks(
+                range(len(columns)), [f"{a}\n{kl}" for a, kl in zip(across, per_response, strict=True)]
+            )
             axis.set_xlabel(f"{what};  below it: KL per response, nats")
             axis.set_yticks(range(len(names)), list(names.values()) if measured == "bias" else [])
             axis.tick_params(length=0)

@@ -1,8 +1,10 @@
-"""The mismatch of rollout and learner over a grid of layouts, with its causes: ``tandem mismatch --why`` on a model made here or given.
+"""The mismatch of rollout and learner over a grid of layouts, with its causes: ``tandem mismatch --why`` on a
+model made here or given.
 
-On a machine without a GPU: the tiny model in bfloat16, learner {TP 1, TP 2, TP 2 + SP, PP 2} x rollout {TP 1, TP 2}. Without --model it
-has random weights, scaled so that its distributions are as sharp as a trained model's, and every response runs to its limit: a Countdown
-answer has 8 tokens, too few for an effect of length. On CUDA give --config, a config of your own model.
+On a machine without a GPU: the tiny model in bfloat16, learner {TP 1, TP 2, TP 2 + SP, PP 2} x rollout {TP 1,
+TP 2}. Without --model it has random weights, scaled so that its distributions are as sharp as a trained
+model's, and every response runs to its limit: a Countdown answer has 8 tokens, too few for an effect of
+length. On CUDA give --config, a config of your own model.
 
 Writes RESULTS.md and RESULTS_*.png (benchmarks/results/layout_mismatch by default).
 """
@@ -22,9 +24,13 @@ from benchmarks.common import hardware, parser  # noqa: E402
 LEARNERS = ("tp=1", "tp=2", "tp=2,sp", "pp=2")
 ROLLOUTS = ("tp=1", "tp=2")
 BFLOAT16 = ("model.dtype=bfloat16", "rollout.dtype=bfloat16")
-TO_THE_LIMIT = ("rollout.max_new_tokens=128", """rollout.server_args={preferred_sampling_params: '{"ignore_eos": true}'}""")
+TO_THE_LIMIT = (
+    "rollout.max_new_tokens=128",
+    """rollout.server_args={preferred_sampling_params: '{"ignore_eos": true}'}""",
+)
 LAYER_SCALE, HEAD_SCALE = 6.0, 10.0
-"""Of a freshly made tiny model, whose layers do next to nothing and whose distributions are all but uniform."""
+"""Of a freshly made tiny model, whose layers do next to nothing and whose distributions are all but uniform.
+"""
 MADE = (
     f"random (seed 0), no trained model: the layers' matrices are multiplied by {LAYER_SCALE:g} and the final norm by {HEAD_SCALE:g}, so "
     "that the distributions are sharp; end-of-text tokens are ignored, so that every response runs to its limit"
@@ -38,24 +44,32 @@ SAME_SP = (
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--config", type=Path, default=ROOT / "configs/recipes/countdown_tiny.yaml")
-    options.add_argument("--model", type=Path, help="a Hugging Face folder; random weights where none is given")
+    options.add_argument(
+        "--model", type=Path, help="a Hugging Face folder; random weights where none is given"
+    )
     options.add_argument("--learner", action="append", help=f"layouts, in place of {', '.join(LEARNERS)}")
     options.add_argument("--rollout", action="append", help=f"layouts, in place of {', '.join(ROLLOUTS)}")
     options.add_argument("--prompts", type=int, default=256)
-    options.add_argument("--results", type=Path, default=ROOT / "benchmarks/results/layout_mismatch", help="where, without .md")
+    options.add_argument(
+        "--results", type=Path, default=ROOT / "benchmarks/results/layout_mismatch", help="where, without .md"
+    )
     options.add_argument("override", nargs="*", help="KEY=VALUE, as for tandem mismatch")
     given = options.parse_args()
     prompts = 16 if given.quick else given.prompts
     with tempfile.TemporaryDirectory() as scratch:
         study = measure(given, prompts, Path(scratch))
-        publish(study, given.results, {"command": f"`{command(given, prompts)}`"} | ({"weights": MADE} if makes_model(given) else {}))
+        publish(
+            study,
+            given.results,
+            {"command": f"`{command(given, prompts)}`"} | ({"weights": MADE} if makes_model(given) else {}),
+        )
         if given.json:
             shutil.copyfile(study / "mismatch.json", given.json)
 
 
 def measure(given, prompts: int, scratch: Path) -> Path:
-    from launch import commands
-    from launch.mismatch_plan import Request
+    from launch.commands import train as commands
+    from launch.studies.mismatch_plan import Request
 
     overrides = [*BFLOAT16, *given.override]
     if given.model is not None:
@@ -113,7 +127,7 @@ def is_sp_the_same(result: dict) -> bool:
 
 def publish(study: Path, results: Path, how: dict[str, str]) -> None:
     """The page of the study, headed with when, where and ``how``, beside its figures."""
-    from trainer.layout_study_text import markdown
+    from trainer.studies.layout_text import markdown
 
     result = json.loads((study / "mismatch.json").read_text())
     machine = hardware()

@@ -1,10 +1,11 @@
-"""Chunked log-probs and entropy against plain log-softmax of whole logits: peak memory and seconds. Target: a quarter of the memory.
+"""Chunked log-probs and entropy against plain log-softmax of whole logits: peak memory and seconds. Target: a
+quarter of the memory.
 
     memory ratio = (peak resident memory with chunks - before) / (the same with whole logits)
     time ratio   = median seconds with chunks / median seconds with whole logits, forward and backward
 
-Each variant runs in processes of its own, in turn, so that one's freed memory cannot serve the other; the chunked backward computes
-each chunk's logits a second time, which is what the memory costs.
+Each variant runs in processes of its own, in turn, so that one's freed memory cannot serve the other; the
+chunked backward computes each chunk's logits a second time, which is what the memory costs.
 """
 
 import json
@@ -28,7 +29,9 @@ CONFIG = {"tokens": 4096, "hidden": 512, "vocab": 32768, "chunk_tokens": 256, "d
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=5)
-    options.add_argument("--variant", choices=["chunked", "whole"], help="(internal) measure one variant in this process")
+    options.add_argument(
+        "--variant", choices=["chunked", "whole"], help="(internal) measure one variant in this process"
+    )
     given = options.parse_args()
     if given.variant:
         print(json.dumps(measure(given.variant)))
@@ -40,7 +43,9 @@ def main() -> None:
             results.append(run_variant(variant))
     print(json.dumps({"hardware": hardware(), "config": CONFIG}, indent=2))
     seconds = {variant: [r["seconds"] for r in results] for variant, results in found.items()}
-    megabytes = {variant: statistics.median(r["megabytes"] for r in results) for variant, results in found.items()}
+    megabytes = {
+        variant: statistics.median(r["megabytes"] for r in results) for variant, results in found.items()
+    }
     for variant in found:
         print(line(variant, seconds[variant]), f"  peak {megabytes[variant]:,.0f} MiB above the start")
     memory = megabytes["chunked"] / megabytes["whole"]
@@ -56,14 +61,20 @@ def main() -> None:
 
 
 def run_variant(variant: str) -> dict:
-    done = subprocess.run([sys.executable, __file__, "--variant", variant], capture_output=True, text=True, check=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, __file__, "--variant", variant],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=600,
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(variant: str) -> dict:
     import torch
 
-    from parallel.vocab_parallel import linear_logprobs
+    from parallel.megatron.vocab_parallel import linear_logprobs
 
     generator = torch.Generator().manual_seed(0)
     hidden_TH = torch.randn(CONFIG["tokens"], CONFIG["hidden"], generator=generator).requires_grad_()
@@ -72,7 +83,12 @@ def measure(variant: str) -> dict:
 
     def chunked(rows: int):
         return linear_logprobs(
-            hidden_TH[:rows], weight_VH, targets_T[:rows], vocab_size=CONFIG["vocab"], temperature=1.0, chunk_tokens=CONFIG["chunk_tokens"]
+            hidden_TH[:rows],
+            weight_VH,
+            targets_T[:rows],
+            vocab_size=CONFIG["vocab"],
+            temperature=1.0,
+            chunk_tokens=CONFIG["chunk_tokens"],
         )
 
     def whole(rows: int):
@@ -89,7 +105,10 @@ def measure(variant: str) -> dict:
     once(8)  # first-use allocations are nobody's
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     seconds = once(CONFIG["tokens"])
-    return {"seconds": seconds, "megabytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024}
+    return {
+        "seconds": seconds,
+        "megabytes": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
+    }
 
 
 if __name__ == "__main__":

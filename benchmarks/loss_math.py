@@ -1,17 +1,19 @@
-"""Correction, clipped loss and metrics on packed tokens against the same mathematics on padded (B, L) tensors: seconds and peak memory.
+"""Correction, clipped loss and metrics on packed tokens against the same mathematics on padded (B, L)
+tensors: seconds and peak memory.
 
     speedup      = median seconds padded / median seconds packed, forward and backward
     memory_ratio = peak memory packed / peak memory padded, of all tensors that the mathematics makes; the inputs are not counted
 
-Targets: a speedup of at least 3, a memory ratio of at most 1/3. Before anything is timed, loss, gradient, weights, mask and every metric of
-both are compared (relative 1e-6). Times: CPU seconds of the one thread, since others may share the machine, and the wall clock beside them;
-all sides in one process, in turn; then all of it again with the memory kept that is freed (``keep_freed_memory``). Memory: each side in a
-process of its own; the sum of what torch's allocator handed out and has not got back, from the events of its profiler, and beside it the
-growth of the peak resident memory.
+Targets: a speedup of at least 3, a memory ratio of at most 1/3. Before anything is timed, loss, gradient,
+weights, mask and every metric of both are compared (relative 1e-6). Times: CPU seconds of the one thread,
+since others may share the machine, and the wall clock beside them; all sides in one process, in turn; then
+all of it again with the memory kept that is freed (``keep_freed_memory``). Memory: each side in a process of
+its own; the sum of what torch's allocator handed out and has not got back, from the events of its profiler,
+and beside it the growth of the peak resident memory.
 
-Packed sequences hold their prompt, off the mask, as the trainer's do; padded tensors hold responses alone, as is usual. Both sides
-replace what is off the mask, even NaN; a third side, padded too, trusts that its padding is zero already.
-Legend: S = B responses, T packed tokens, L places of a padded row.
+Packed sequences hold their prompt, off the mask, as the trainer's do; padded tensors hold responses alone, as
+is usual. Both sides replace what is off the mask, even NaN; a third side, padded too, trusts that its padding
+is zero already. Legend: S = B responses, T packed tokens, L places of a padded row.
 """
 
 import ctypes
@@ -42,11 +44,11 @@ from configs.schema.correction import CorrectionConfig, ImportanceWeight, RatioR
 from configs.schema.objective import ClippedObjective, EntropyConfig, KLConfig  # noqa: E402
 from parallel.packing import PackedBatch  # noqa: E402
 from tests.reference import padded  # noqa: E402
-from trainer import correction as packed_correction  # noqa: E402
-from trainer.aggregation import GlobalCounts, aggregation_weights  # noqa: E402
-from trainer.correction import correct  # noqa: E402
-from trainer.metrics import values  # noqa: E402
-from trainer.policy_loss import policy_loss  # noqa: E402
+from trainer.algorithm import correction as packed_correction  # noqa: E402
+from trainer.algorithm.aggregation import GlobalCounts, aggregation_weights  # noqa: E402
+from trainer.algorithm.correction import correct  # noqa: E402
+from trainer.algorithm.policy_loss import policy_loss  # noqa: E402
+from trainer.ranks.metrics import values  # noqa: E402
 
 TARGETS = {"speedup": 3.0, "memory_ratio": 1 / 3}
 CONFIG = {
@@ -67,8 +69,10 @@ TRUSTING = "padded, trusting zeros"
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=41)
-    options.add_argument("--median-length", type=int, default=CONFIG["median_length"], help="of the lognormal, in tokens")
-    options.add_argument("--memory-of",  help="(internal) measure one side's memory in this process")
+    options.add_argument(
+        "--median-length", type=int, default=CONFIG["median_length"], help="of the lognormal, in tokens"
+    )
+    options.add_argument("--memory-of", help="(internal) measure one side's memory in this process")
     given = options.parse_args()
     torch.set_num_threads(1)
     sides = prepared(given.median_length)
@@ -81,7 +85,10 @@ def main() -> None:
     seconds, wall = alternate(sides, rounds=rounds)
     keep_freed_memory()
     kept, _ = alternate(sides, rounds=rounds)
-    shares = {name: statistics.median(column) for name, column in parts_of_packed(given.median_length, rounds=11).items()}
+    shares = {
+        name: statistics.median(column)
+        for name, column in parts_of_packed(given.median_length, rounds=11).items()
+    }
     memory = {side: memory_of(side, given.median_length) for side in sides}
     result = {
         "hardware": hardware(), "threads": torch.get_num_threads(), "config": config, "targets": TARGETS,
@@ -121,7 +128,9 @@ def report(result: dict, seconds: dict[str, list[float]]) -> None:
         f"by wall clock {result['speedup_by_wall_clock']:.2f}; against trusted zeros {trusting['speedup']:.2f})"
     )
     of_kept = result["freed_memory_kept"]
-    print(f"             {of_kept['speedup']:.2f} with freed memory kept (against trusted zeros {of_kept['against_trusted_zeros']:.2f})")
+    print(
+        f"             {of_kept['speedup']:.2f} with freed memory kept (against trusted zeros {of_kept['against_trusted_zeros']:.2f})"
+    )
     print(
         f"memory ratio {result['memory_ratio']:.3f}   target: at most 0.333   (resident {result['memory_ratio_resident']:.3f}; "
         f"against trusted zeros {trusting['memory_ratio']:.3f})"
@@ -131,7 +140,8 @@ def report(result: dict, seconds: dict[str, list[float]]) -> None:
         print(f"  {name:<28} {1000 * part:7.2f} ms  {part / total:4.0%}")
 
 
-# ---------------------------------------------------------------------------------------------------------------------- inputs
+# ----------------------------------------------------------------------------------------------------------------------
+# inputs
 
 
 def lengths(median: int) -> Tensor:
@@ -152,8 +162,9 @@ def describe(lengths_B: Tensor) -> dict:
 
 
 def inputs(lengths_B: Tensor, dtype: torch.dtype) -> tuple[padded.PaddedBatch, Tensor, Tensor]:
-    """The padded batch, current log-probs and entropy. Most tokens are nearly certain, as a trained policy's are; a response has its own
-    mismatch and drift, so that rules, bounds and clips all have some to act on."""
+    """The padded batch, current log-probs and entropy. Most tokens are nearly certain, as a trained policy's
+    are; a response has its own mismatch and drift, so that rules, bounds and clips all have some to act on.
+    """
     generator = torch.Generator().manual_seed(CONFIG["seed"] + 1)
     B, L = len(lengths_B), int(lengths_B.max())
     mask_BL = torch.arange(L) < lengths_B[:, None]
@@ -175,8 +186,11 @@ def inputs(lengths_B: Tensor, dtype: torch.dtype) -> tuple[padded.PaddedBatch, T
     return batch, filled[2], (entropy_BL * mask_BL).to(dtype)
 
 
-def packed_form(batch: padded.PaddedBatch) -> tuple[PackedBatch, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """The same as a packed batch, with how a padded tensor is packed (zeros on the prompt) and a packed one padded."""
+def packed_form(
+    batch: padded.PaddedBatch,
+) -> tuple[PackedBatch, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """The same as a packed batch, with how a padded tensor is packed (zeros on the prompt) and a packed one
+    padded."""
     places_S = batch.lengths_B + CONFIG["prompt"] - 1
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), places_S.cumsum(0)])
     positions_T = torch.cat([torch.arange(n) for n in places_S.tolist()])
@@ -197,7 +211,8 @@ def packed_form(batch: padded.PaddedBatch) -> tuple[PackedBatch, Callable[[Tenso
     return made, packed, padded_again
 
 
-# ------------------------------------------------------------------------------------------------------------------- both sides
+# -------------------------------------------------------------------------------------------------------------------
+# both sides
 
 
 def run_packed(batch: PackedBatch, current_T: Tensor, entropy_T: Tensor):
@@ -210,12 +225,16 @@ def run_packed(batch: PackedBatch, current_T: Tensor, entropy_T: Tensor):
 
 def with_loss_weights(batch: PackedBatch, correction: packed_correction.Correction) -> PackedBatch:
     counts = GlobalCounts.of(correction.kept_S)
-    aggregation_T = aggregation_weights(correction.keep_T, batch.cu_seqlens, mode="token_mean", constant=None, counts=counts)
+    aggregation_T = aggregation_weights(
+        correction.keep_T, batch.cu_seqlens, mode="token_mean", constant=None, counts=counts
+    )
     return batch.with_fields(importance_weights_T=correction.weights_T, aggregation_T=aggregation_T)
 
 
 def loss_of_packed(batch: PackedBatch, current_T: Tensor, entropy_T: Tensor):
-    return policy_loss(batch, current_T, entropy_T, objective=OBJECTIVE, kl=KL, entropy=ENTROPY, correction=CORRECTION)
+    return policy_loss(
+        batch, current_T, entropy_T, objective=OBJECTIVE, kl=KL, entropy=ENTROPY, correction=CORRECTION
+    )
 
 
 def run_padded(batch: padded.PaddedBatch, current_BL: Tensor, entropy_BL: Tensor):
@@ -229,27 +248,41 @@ def run_padded(batch: padded.PaddedBatch, current_BL: Tensor, entropy_BL: Tensor
 
 
 def run_padded_trusting_zeros(batch: padded.PaddedBatch, current_BL: Tensor, entropy_BL: Tensor):
-    """What a padded system may save that fills every tensor with zeros itself, and whose responses are one stretch."""
+    """What a padded system may save that fills every tensor with zeros itself, and whose responses are one
+    stretch."""
     return finished(batch, correction_of_padded(batch), current_BL, entropy_BL)
 
 
 def correction_of_padded(batch: padded.PaddedBatch) -> padded.PaddedCorrection:
     low, high = GEOMETRIC
-    return padded.correct(batch, weight_upper=WEIGHT_UPPER, geometric_lower=low, geometric_upper=high, veto=VETO)
+    return padded.correct(
+        batch, weight_upper=WEIGHT_UPPER, geometric_lower=low, geometric_upper=high, veto=VETO
+    )
 
 
-def finished(batch: padded.PaddedBatch, correction: padded.PaddedCorrection, current_BL: Tensor, entropy_BL: Tensor):
-    clips = {"clip_low": OBJECTIVE.clip_low, "clip_high": OBJECTIVE.clip_high, "dual_clip": OBJECTIVE.dual_clip}
+def finished(
+    batch: padded.PaddedBatch, correction: padded.PaddedCorrection, current_BL: Tensor, entropy_BL: Tensor
+):
+    clips = {
+        "clip_low": OBJECTIVE.clip_low,
+        "clip_high": OBJECTIVE.clip_high,
+        "dual_clip": OBJECTIVE.dual_clip,
+    }
     loss, metrics = padded.policy_loss(batch, correction, current_BL, entropy_BL, **clips)
     loss.backward()
     return loss, correction, correction.metrics | metrics
 
 
 def prepared(median: int) -> dict[str, Callable[[], None]]:
-    """Each side as a call that does all of it once. Leaves drop their gradient after it, so that each run allocates its own."""
+    """Each side as a call that does all of it once. Leaves drop their gradient after it, so that each run
+    allocates its own."""
     batch_BL, current_BL, entropy_BL = inputs(lengths(median), torch.float32)
     batch_T, packed, _ = packed_form(batch_BL)
-    leaf_BL, leaf_T, entropy_T = current_BL.requires_grad_(), packed(current_BL.detach()).requires_grad_(), packed(entropy_BL)
+    leaf_BL, leaf_T, entropy_T = (
+        current_BL.requires_grad_(),
+        packed(current_BL.detach()).requires_grad_(),
+        packed(entropy_BL),
+    )
 
     def once(run, batch, leaf: Tensor, entropy: Tensor) -> Callable[[], None]:
         def call():
@@ -274,32 +307,46 @@ def check_agreement(median: int) -> None:
         leaf_BL, leaf_T = current_BL.clone().requires_grad_(), packed(current_BL).requires_grad_()
         loss_BL, correction_BL, metrics_BL = run_padded(batch_BL, leaf_BL, entropy_BL)
         loss_T, correction_T, metrics_T = run_packed(batch_T, leaf_T, packed(entropy_BL))
-        assert 0 < metrics_BL["mismatch/rejected/ratio_geometric/sequences"] < 1 and metrics_BL["mismatch/veto/sequences"] > 0
+        assert (
+            0 < metrics_BL["mismatch/rejected/ratio_geometric/sequences"] < 1
+            and metrics_BL["mismatch/veto/sequences"] > 0
+        )
         assert metrics_BL["policy/clip_fraction"] > 0 and metrics_BL["mismatch/truncated_fraction"] > 0
         assert torch.equal(padded_again(correction_T.keep_T), correction_BL.keep_BL)
-        torch.testing.assert_close(padded_again(correction_T.weights_T), correction_BL.weights_BL, rtol=tolerance, atol=0)
+        torch.testing.assert_close(
+            padded_again(correction_T.weights_T), correction_BL.weights_BL, rtol=tolerance, atol=0
+        )
         torch.testing.assert_close(padded_again(leaf_T.grad), leaf_BL.grad, rtol=tolerance, atol=0)
         assert not leaf_T.grad[~batch_T.response_mask_T].any()
         torch.testing.assert_close(loss_T.detach(), loss_BL.detach(), rtol=tolerance, atol=0)
         found = values(metrics_T)
         assert found.keys() == metrics_BL.keys(), found.keys() ^ metrics_BL.keys()
-        wrong = {name: (found[name], x) for name, x in metrics_BL.items() if not math.isclose(found[name], x, rel_tol=tolerance)}
+        wrong = {
+            name: (found[name], x)
+            for name, x in metrics_BL.items()
+            if not math.isclose(found[name], x, rel_tol=tolerance)
+        }
         assert not wrong, wrong
 
 
-# ------------------------------------------------------------------------------------------------------------------ measurements
+# ------------------------------------------------------------------------------------------------------------------
+# measurements
 
 
 def keep_freed_memory() -> None:
-    """As glibc is set, it gives what is free at the end of its heap back to the system, and the next run fetches it anew, page by page.
-    That costs the padded side alone, whose tensors are larger, and by other load on the machine more or less."""
+    """As glibc is set, it gives what is free at the end of its heap back to the system, and the next run
+    fetches it anew, page by page. That costs the padded side alone, whose tensors are larger, and by other
+    load on the machine more or less."""
     trim_threshold, mmap_threshold = -1, -3  # names of mallopt(3)
     libc = ctypes.CDLL(None)
     assert libc.mallopt(mmap_threshold, 2**25) and libc.mallopt(trim_threshold, 2**31 - 1)
 
 
-def alternate(sides: dict[str, Callable[[], None]], *, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """(CPU seconds, seconds by the wall clock) of each side, in turn; two rounds before the first that counts."""
+def alternate(
+    sides: dict[str, Callable[[], None]], *, rounds: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """(CPU seconds, seconds by the wall clock) of each side, in turn; two rounds before the first that
+    counts."""
     found: dict[str, list[tuple[float, float]]] = {side: [] for side in sides}
     for _ in range(rounds + 2):
         for side, call in sides.items():
@@ -311,7 +358,8 @@ def alternate(sides: dict[str, Callable[[], None]], *, rounds: int) -> tuple[dic
 
 
 def parts_of_packed(median: int, *, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each part of the packed side, in runs of their own (the clock between the parts is not in ``alternate``)."""
+    """Seconds of each part of the packed side, in runs of their own (the clock between the parts is not in
+    ``alternate``)."""
     batch_BL, current_BL, entropy_BL = inputs(lengths(median), torch.float32)
     batch, packed, _ = packed_form(batch_BL)
     leaf_T, entropy_T = packed(current_BL).requires_grad_(), packed(entropy_BL)
@@ -342,7 +390,7 @@ def parts_of_packed(median: int, *, rounds: int) -> dict[str, list[float]]:
 
 @contextmanager
 def clocked(seconds: dict[str, float], *names: str) -> Iterator[None]:
-    """Within it, functions of ``trainer.correction`` add what they take to ``seconds``."""
+    """Within it, functions of ``trainer.algorithm.correction`` add what they take to ``seconds``."""
     originals = {name: getattr(packed_correction, name) for name in names}
 
     def timed(name: str, function):
@@ -371,7 +419,8 @@ def memory_of(side: str, median: int) -> dict:
 
 
 def peak_memory(call: Callable[[], None]) -> dict:
-    """Of one run, in MiB above the start: what torch's allocator handed out (``tensors``), and the resident memory of another run."""
+    """Of one run, in MiB above the start: what torch's allocator handed out (``tensors``), and the resident
+    memory of another run."""
     call()  # what is allocated once, on first use, is nobody's
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory starts anew
@@ -383,7 +432,9 @@ def peak_memory(call: Callable[[], None]) -> dict:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             call()
         profiled.export_chrome_trace(str(trace))
-        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
+        events = [
+            event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"
+        ]
     changes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
     return {"tensors": max(itertools.accumulate(changes)) / 2**20, "resident": resident}
 

@@ -1,18 +1,24 @@
-"""A whole RL step against the bare work inside it, measured side by side in one run. Target: ratio at most 1.15.
+"""A whole RL step against the bare work inside it, measured side by side in one run. Target: ratio at most
+1.15.
 
     ratio = median(step) / (median(bare generation) + median(bare update))
 
-- step: ``trainer.loop.train`` for one step: sampling, rewards, packing, old log-probs, correction, update, weight broadcast, checks.
-- bare generation: the prompts of that step straight to SGLang's /generate, one request with all of them per server and the step's sampling
-  parameters, no log-probs, no rewards. Responses end by themselves, as in the step: its samples are others of the same weights, and
-  about as long in all. The servers are as the step finds them: they have just taken an update, so they hold no prompt's keys and values.
-- the same with lengths forced: every response exactly as long as it was in the step, without a look for its end, which spares the server
-  work that no real generation is spared. Shown beside.
-- each of the two at once again, when the servers still hold the prompts' keys and values: no step finds them so. Shown beside.
-- bare update: Megatron forward, backward and optimizer step of the same packed micro-batches with a plain negative log-likelihood.
+- step: ``trainer.loop.train`` for one step: sampling, rewards, packing, old log-probs, correction, update,
+  weight broadcast, checks.
+- bare generation: the prompts of that step straight to SGLang's /generate, one request with all of them per
+  server and the step's sampling parameters, no log-probs, no rewards. Responses end by themselves, as in the
+  step: its samples are others of the same weights, and about as long in all. The servers are as the step
+  finds them: they have just taken an update, so they hold no prompt's keys and values.
+- the same with lengths forced: every response exactly as long as it was in the step, without a look for its
+  end, which spares the server work that no real generation is spared. Shown beside.
+- each of the two at once again, when the servers still hold the prompts' keys and values: no step finds them
+  so. Shown beside.
+- bare update: Megatron forward, backward and optimizer step of the same packed micro-batches with a plain
+  negative log-likelihood.
 
-The step does more than the sum: the old log-prob pass, the server's log-probs, the weight broadcast and its probe. The three alternate
-round by round, so a slow spell of a shared machine hits them alike; the first round warms up and is not counted.
+The step does more than the sum: the old log-prob pass, the server's log-probs, the weight broadcast and its
+probe. The three alternate round by round, so a slow spell of a shared machine hits them alike; the first
+round warms up and is not counted.
 """
 
 import asyncio
@@ -32,7 +38,12 @@ from benchmarks.common import hardware, line, parser, spread, write  # noqa: E40
 
 TARGET = 1.15
 NATURAL, FORCED, CACHED = "bare generation", "bare generation, lengths forced", ", prompts cached"
-RATIOS = {"ratio": NATURAL, "to forced lengths": FORCED, "to cached prompts": NATURAL + CACHED, "to both": FORCED + CACHED}
+RATIOS = {
+    "ratio": NATURAL,
+    "to forced lengths": FORCED,
+    "to cached prompts": NATURAL + CACHED,
+    "to both": FORCED + CACHED,
+}
 """Of the step to which generation (and the update)."""
 PARTS = ("sampling", "logprobs", "update", "sync")
 
@@ -40,7 +51,11 @@ PARTS = ("sampling", "logprobs", "update", "sync")
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--config", type=Path, default=ROOT / "configs/recipes/countdown_tiny.yaml")
-    options.add_argument("--model", type=Path, help="a Hugging Face folder; a tiny model with random weights where none is given")
+    options.add_argument(
+        "--model",
+        type=Path,
+        help="a Hugging Face folder; a tiny model with random weights where none is given",
+    )
     options.add_argument("--rounds", type=int, default=15)
     options.add_argument("--rank", type=Path, help="(internal) run as one learner rank of this run folder")
     options.add_argument("override", nargs="*", help="KEY=VALUE, as for tandem train")
@@ -52,16 +67,24 @@ def main() -> None:
     result = supervise(given.config, given.model, given.override, rounds)
     print(json.dumps({"hardware": result["hardware"], "config": result["config"]}, indent=2))
     for name, seconds in result["seconds"].items():
-        print(f"{name}: median {spread(seconds)['median']:.0f}" if name.startswith("tokens") else line(name, seconds))
-    print("   ".join(f"{name} {ratio:.3f}" for name, ratio in result["ratios"].items()) + f"   target of the first: at most {TARGET}")
+        print(
+            f"{name}: median {spread(seconds)['median']:.0f}"
+            if name.startswith("tokens")
+            else line(name, seconds)
+        )
+    print(
+        "   ".join(f"{name} {ratio:.3f}" for name, ratio in result["ratios"].items())
+        + f"   target of the first: at most {TARGET}"
+    )
     write(result | {"spread": {name: spread(s) for name, s in result["seconds"].items()}}, given.json)
 
 
 def supervise(config_path: Path, model: Path | None, overrides: list[str], rounds: int) -> dict:
     """Start the roles of a run, with this module in the learner's place."""
     from configs.loader import load_config, resolved_yaml
-    from launch import commands, run_folder
-    from launch.supervisor import Supervisor
+    from launch.commands import train as commands
+    from launch.processes import run_folder
+    from launch.processes.supervisor import Supervisor
     from rollout.tiny_model import make_tiny_countdown_model
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -84,17 +107,21 @@ def supervise(config_path: Path, model: Path | None, overrides: list[str], round
     told = ("prompts_per_step", "group_size", "max_new_tokens", "dtype", "replicas", "tp")
     return {
         "hardware": hardware(),
-        "config": {name: getattr(config.rollout, name) for name in told} | {"layout": config.layout.model_dump(), "overrides": overrides},
+        "config": {name: getattr(config.rollout, name) for name in told}
+        | {"layout": config.layout.model_dump(), "overrides": overrides},
         "seconds": seconds,
-        "ratios": {name: medians["step"] / (medians[generation] + medians["bare update"]) for name, generation in RATIOS.items()},
+        "ratios": {
+            name: medians["step"] / (medians[generation] + medians["bare update"])
+            for name, generation in RATIOS.items()
+        },
         "target": TARGET,
     }
 
 
 def measure_rank(path: Path, rounds: int) -> None:
     """One learner rank: step, bare generation, bare update, in turn."""
-    from launch import learning
-    from launch.run_folder import RunFolder
+    from launch.processes.run_folder import RunFolder
+    from launch.roles import learn as learning
     from trainer.loop import train
 
     folder = RunFolder(path)
@@ -121,7 +148,9 @@ def measure_rank(path: Path, rounds: int) -> None:
             start_together()
             if run.learner.is_first_rank:
                 for state in ("", CACHED):
-                    generation[name + state] = asyncio.run(bare_generation(folder, run.config, watch.groups, forced=forced))
+                    generation[name + state] = asyncio.run(
+                        bare_generation(folder, run.config, watch.groups, forced=forced)
+                    )
         began = start_together()
         bare_update(run.learner, watch.batch, run.config.rollout.temperature)
         start_together()
@@ -172,11 +201,12 @@ def bare_update(learner, batch, temperature: float) -> None:
 
 
 async def bare_generation(folder, config, groups, *, forced: bool) -> tuple[float, int]:
-    """(seconds, tokens) of one batched /generate per server for the step's prompts; ``forced``: each response to its length in the step."""
+    """(seconds, tokens) of one batched /generate per server for the step's prompts; ``forced``: each response
+    to its length in the step."""
     import aiohttp
 
-    from launch.placement import serve_roles
-    from launch.run_folder import read_servers
+    from launch.processes.placement import serve_roles
+    from launch.processes.run_folder import read_servers
     from rollout.tokenization import end_token_ids, load_tokenizer
 
     stop_token_ids = end_token_ids(load_tokenizer(config.model.path), config.model.path)
@@ -191,7 +221,9 @@ async def bare_generation(folder, config, groups, *, forced: bool) -> tuple[floa
 
     def body(part):
         return {
-            "input_ids": [[t for t, m in zip(s.token_ids, s.response_mask, strict=True) if not m] for s in part],
+            "input_ids": [
+                [t for t, m in zip(s.token_ids, s.response_mask, strict=True) if not m] for s in part
+            ],
             "sampling_params": [parameters(s) for s in part],
         }
 
@@ -202,7 +234,9 @@ async def bare_generation(folder, config, groups, *, forced: bool) -> tuple[floa
 
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
         began = time.perf_counter()
-        answers = await asyncio.gather(*(post(session, url, samples[i :: len(urls)]) for i, url in enumerate(urls)))
+        answers = await asyncio.gather(
+            *(post(session, url, samples[i :: len(urls)]) for i, url in enumerate(urls))
+        )
         seconds = time.perf_counter() - began
     return seconds, sum(one["meta_info"]["completion_tokens"] for answer in answers for one in answer)
 

@@ -1,15 +1,20 @@
-"""The transfer of weights from the learner against a bare broadcast of the same bytes, in one run. Target: at least 0.80 of its bandwidth.
+"""The transfer of weights from the learner against a bare broadcast of the same bytes, in one run. Target: at
+least 0.80 of its bandwidth.
 
     ratio = median(bare) / median(transfer)
 
-- bare: one ``dist.broadcast`` of a buffer with all the bytes, learner's process to one other, received into memory that is there.
-- transfer: what a publish does between begin and end: export from Megatron's parameters, conversion and copy into buckets, the request
-  and the broadcast of each bucket, to a process with a server's environment that allocates and receives as SGLang does and loads nothing.
-- transfer with checksums: the same, with the SHA-256 of every tensor that a publish of a dense model on CPU takes meanwhile. Beside.
-- transfer to SGLang: the same to a real server, which also copies the tensors into its model. That work is SGLang's; it is shown beside.
+- bare: one ``dist.broadcast`` of a buffer with all the bytes, learner's process to one other, received into
+  memory that is there.
+- transfer: what a publish does between begin and end: export from Megatron's parameters, conversion and copy
+  into buckets, the request and the broadcast of each bucket, to a process with a server's environment that
+  allocates and receives as SGLang does and loads nothing.
+- transfer with checksums: the same, with the SHA-256 of every tensor that a publish of a dense model on CPU
+  takes meanwhile. Beside.
+- transfer to SGLang: the same to a real server, which also copies the tensors into its model. That work is
+  SGLang's; it is shown beside.
 
-All are between two processes, in groups of the same size, and alternate round by round, so that a slow spell of a shared machine hits
-them alike; the first round warms up and is not counted.
+All are between two processes, in groups of the same size, and alternate round by round, so that a slow spell
+of a shared machine hits them alike; the first round warms up and is not counted.
 """
 
 import json
@@ -38,15 +43,32 @@ TIMEOUT_S = 300.0
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--model", type=Path, help="a Hugging Face folder; one of 276 MiB with random weights where none is given")
+    options.add_argument(
+        "--model",
+        type=Path,
+        help="a Hugging Face folder; one of 276 MiB with random weights where none is given",
+    )
     options.add_argument("--rounds", type=int, default=9)
-    options.add_argument("--bucket-mib", type=int, help="of the transfer; the product's size where none is given")
+    options.add_argument(
+        "--bucket-mib", type=int, help="of the transfer; the product's size where none is given"
+    )
     options.add_argument("--no-sglang", action="store_true", help="leave the real server out")
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = given.model or make_model(Path(scratch) / "model")
-        result = measure(model, 3 if given.quick else given.rounds, given.bucket_mib, Path(scratch), with_sglang=not given.no_sglang)
-    print(json.dumps({"hardware": result["hardware"], "mib": result["mib"], "bucket_mib": result["bucket_mib"]}, indent=2))
+        result = measure(
+            model,
+            3 if given.quick else given.rounds,
+            given.bucket_mib,
+            Path(scratch),
+            with_sglang=not given.no_sglang,
+        )
+    print(
+        json.dumps(
+            {"hardware": result["hardware"], "mib": result["mib"], "bucket_mib": result["bucket_mib"]},
+            indent=2,
+        )
+    )
     for name, seconds in result["seconds"].items():
         print(f"{line(name, seconds)}   {result['mib'] / statistics.median(seconds):7.0f} MiB/s")
     for name, ratio in result["ratios"].items():
@@ -69,8 +91,9 @@ def make_model(folder: Path) -> Path:
 def measure(model: Path, rounds: int, bucket_mib: int | None, scratch: Path, *, with_sglang: bool) -> dict:
     from configs.schema.layout import LayoutConfig
     from configs.schema.model import ModelConfig
-    from parallel import platform, weight_transfer
-    from parallel.megatron_engine import MegatronEngine
+    from parallel.engine import MegatronEngine
+    from parallel.megatron import platform
+    from parallel.weights import transfer as weight_transfer
 
     max_bytes = bucket_mib * 2**20 if bucket_mib else weight_transfer.BUCKET_BYTES["cpu"]
     buffers = weight_transfer.Buffers()
@@ -90,14 +113,19 @@ def measure(model: Path, rounds: int, bucket_mib: int | None, scratch: Path, *, 
 
     with Receiver() as receiver, servers(model, scratch, with_sglang) as control:
         to_receiver, to_sglang = sender(receiver), sender(control) if control else None
-        ways = {"transfer": (receiver, to_receiver, False), "transfer with checksums": (receiver, to_receiver, True)}
+        ways = {
+            "transfer": (receiver, to_receiver, False),
+            "transfer with checksums": (receiver, to_receiver, True),
+        }
         ways |= {"transfer to SGLang": (control, to_sglang, False)} if control else {}
         for _ in range(rounds + 1):
             timed("bare broadcast", lambda: bare(to_receiver, receiver, flat))
             for name, (line_to, to, hashed) in ways.items():
                 line_to.pause()
                 line_to.begin_update()
-                timed(name, lambda to=to, hashed=hashed: transfer(to, engine, max_bytes, buffers, hashed=hashed))
+                timed(
+                    name, lambda to=to, hashed=hashed: transfer(to, engine, max_bytes, buffers, hashed=hashed)
+                )
                 line_to.end_update()
                 line_to.resume()  # at once: the scheduler of a paused server keeps a core busy, which the others would miss
         for one in filter(None, (to_receiver, to_sglang)):
@@ -105,7 +133,13 @@ def measure(model: Path, rounds: int, bucket_mib: int | None, scratch: Path, *, 
     seconds = {name: s[1:] for name, s in seconds.items()}
     medians = {name: statistics.median(s) for name, s in seconds.items()}
     ratios = {name: medians["bare broadcast"] / medians[name] for name in ways}
-    return {"hardware": hardware(), "mib": flat.numel() / 2**20, "bucket_mib": max_bytes / 2**20, "seconds": seconds, "ratios": ratios}
+    return {
+        "hardware": hardware(),
+        "mib": flat.numel() / 2**20,
+        "bucket_mib": max_bytes / 2**20,
+        "seconds": seconds,
+        "ratios": ratios,
+    }
 
 
 def sender(control):
@@ -115,11 +149,13 @@ def sender(control):
 
 
 def transfer(to, engine, max_bytes: int, buffers, *, hashed: bool) -> None:
-    from parallel.weight_transfer import make_buckets
-    from rollout.sglang_control import ExpectedChecksums
+    from parallel.weights.transfer import make_buckets
+    from rollout.servers.control import ExpectedChecksums
 
     buckets = make_buckets(engine.export_hf(), dtype=torch.float32, max_bytes=max_bytes, buffers=buffers)
-    expected = ExpectedChecksums(tensor_parallel=1, kv_heads=engine.architecture.num_kv_heads) if hashed else None
+    expected = (
+        ExpectedChecksums(tensor_parallel=1, kv_heads=engine.architecture.num_kv_heads) if hashed else None
+    )
     to.send(next(buckets), buckets, None, expected)
 
 
@@ -134,15 +170,17 @@ class servers:
 
     def __init__(self, model: Path, scratch: Path, wanted: bool):
         from configs.schema.rollout import RolloutConfig
-        from rollout.sglang_server import ServerFleet
+        from rollout.servers.fleet import ServerFleet
 
         self._fleet = None
         if wanted:
             config = RolloutConfig(dtype="float32", max_total_tokens=4096)
-            self._fleet = ServerFleet(config, model_path=model, log_dir=scratch / "logs", threads=1, cuda=False, seed=0)
+            self._fleet = ServerFleet(
+                config, model_path=model, log_dir=scratch / "logs", threads=1, cuda=False, seed=0
+            )
 
     def __enter__(self):
-        from rollout.sglang_control import SGLangControl
+        from rollout.servers.control import SGLangControl
 
         if self._fleet is None:
             return None
@@ -156,12 +194,13 @@ class servers:
 
 
 class Receiver:
-    """A process that receives as SGLang does and loads nothing, with as much of ``SGLangControl`` as a sender asks for."""
+    """A process that receives as SGLang does and loads nothing, with as much of ``SGLangControl`` as a sender
+    asks for."""
 
     urls = ("receiver",)
 
     def __enter__(self) -> "Receiver":
-        from rollout.sglang_command import REUSED_MEMORY
+        from rollout.servers.command import REUSED_MEMORY
 
         context = mp.get_context("spawn")
         self._ours, theirs = context.Pipe()
@@ -177,7 +216,7 @@ class Receiver:
         self._pool.shutdown(wait=False)
 
     def ask(self, request: tuple):
-        from rollout.sglang_control import Pending
+        from rollout.servers.control import Pending
 
         self._ours.send(request)
         return Pending(str(request[0]), [self._pool.submit(self._ours.recv)], TIMEOUT_S)
@@ -185,8 +224,12 @@ class Receiver:
     def join_group(self, **meeting):
         return self.ask(("join", meeting))
 
-    def receive_bucket(self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None):
-        return self.ask(("bucket", sum(torch.Size(shape).numel() for shape in shapes) * getattr(torch, dtype).itemsize))
+    def receive_bucket(
+        self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None
+    ):
+        return self.ask(
+            ("bucket", sum(torch.Size(shape).numel() for shape in shapes) * getattr(torch, dtype).itemsize)
+        )
 
     def pause(self) -> None: ...
 
@@ -218,10 +261,15 @@ def receive_forever(requests) -> None:
         requests.send({})
 
 
-def join(*, master_address: str, master_port: int, world_size: int, group_name: str, backend: str) -> dist.ProcessGroupGloo:
+def join(
+    *, master_address: str, master_port: int, world_size: int, group_name: str, backend: str
+) -> dist.ProcessGroupGloo:
     timeout = timedelta(seconds=TIMEOUT_S)
-    store: dist.Store = dist.TCPStore(master_address, master_port, world_size, is_master=False, timeout=timeout)
-    # The names under which the ranks of a torch process group meet; its constructor would need a group of its own here.
+    store: dist.Store = dist.TCPStore(
+        master_address, master_port, world_size, is_master=False, timeout=timeout
+    )
+    # The names under which the ranks of a torch process group meet; its constructor would need a group of its
+    # own here.
     for prefix in (group_name, f"{group_name}/", "cpu/"):
         store = dist.PrefixStore(prefix, store)
     return dist.ProcessGroupGloo(store, 1, world_size, timeout)

@@ -37,10 +37,16 @@ class ConfigError(Exception):
 
 
 def did_you_mean(wrong: str, known: Sequence[str], label: str, otherwise: str | None = None) -> str:
-    """A fix for an unknown name: ``otherwise``, or the one that holds it or is close to it; and what is known, under ``label``, unless one
-    of many is close."""
-    holding = sorted((k for k in known if f"_{wrong}_" in f"_{k}_"), key=len)  # as whole words, `token_is` in `decoupled_token_is`
-    close = holding or difflib.get_close_matches(wrong, known, n=1, cutoff=0.6) or [k for k in known if k.lower() == wrong.lower()]
+    """A fix for an unknown name: ``otherwise``, or the one that holds it or is close to it; and what is
+    known, under ``label``, unless one of many is close."""
+    holding = sorted(
+        (k for k in known if f"_{wrong}_" in f"_{k}_"), key=len
+    )  # as whole words, `token_is` in `decoupled_token_is`
+    close = (
+        holding
+        or difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
+        or [k for k in known if k.lower() == wrong.lower()]
+    )
     listed = f"{label}: {', '.join(known)}" if known else "remove it"
     if close and not otherwise:
         return f"did you mean `{close[0]}`?{f' {listed}' if len(known) <= _FEW else ''}"

@@ -1,4 +1,5 @@
-"""YAML files and command-line overrides into one validated config, with errors that say where and how to fix them.
+"""YAML files and command-line overrides into one validated config, with errors that say where and how to fix
+them.
 
     layers          file named by `extends` (left to right, depth first)  <  the file itself  <  files of an override
                     `extends=other.yaml`  <  the other `key.sub=value` overrides
@@ -6,17 +7,19 @@
     validation      pydantic, strict: "8" is not 8, 8.0 is not 8, true is not 1.0
 
 Rules that are not obvious:
-- YAML is read by the core schema of YAML 1.2: `1e-4` is a number, `on`, `yes` and `2024-01-01` are text, a repeated key is an error;
-  `90_000` is read as 90000.
-- `extends` is relative to the file that holds it; as an override, to the current working directory, like every path *inside* a config.
-- A block of several variants (`task`, `correction.weight`, `data`) whose `type` (or `level`) is changed by a later layer starts
-  afresh: keys that earlier layers gave the other variant are dropped. All overrides together are one layer, so their order does not
-  matter, but for the files that several `extends=` name. A block without its `type` has that of the default. The root's `kind` cannot be
-  changed by a later layer.
-- `correction` may be a preset's name, or hold the block of another system; a layer that says so starts it afresh (`shorthands.py`).
+- YAML is read by the core schema of YAML 1.2: `1e-4` is a number, `on`, `yes` and `2024-01-01` are text, a
+  repeated key is an error; `90_000` is read as 90000.
+- `extends` is relative to the file that holds it; as an override, to the current working directory, like
+  every path *inside* a config.
+- A block of several variants (`task`, `correction.weight`, `data`) whose `type` (or `level`) is changed by a
+  later layer starts afresh: keys that earlier layers gave the other variant are dropped. All overrides
+  together are one layer, so their order does not matter, but for the files that several `extends=` name. A
+  block without its `type` has that of the default. The root's `kind` cannot be changed by a later layer.
+- `correction` may be a preset's name, or hold the block of another system; a layer that says so starts it
+  afresh (`shorthands.py`).
 
-Every key remembers the file and line that set it, so that an error can name them. All problems found are reported at once; the checks
-that span several fields run once the fields themselves are valid.
+Every key remembers the file and line that set it, so that an error can name them. All problems found are
+reported at once; the checks that span several fields run once the fields themselves are valid.
 
     errors.py       Problem and ConfigError              schema_shape.py   what the schema allows at each place
     yaml_values.py  YAML to values with lines, and back  wording.py        pydantic's errors in plain words
@@ -35,14 +38,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from configs.errors import COMMAND_LINE, ConfigError, Problem, did_you_mean, shorten
-from configs.named_files import check_files, close_name
-from configs.other_names import in_our_names
+from configs.other_systems.values import in_our_names
+from configs.reading.named_files import check_files, close_name
+from configs.reading.schema_shape import Shape
+from configs.reading.shorthands import expand, with_named_preset
+from configs.reading.torn_overrides import OVERRIDE, fix_for_no_override, rejoined
+from configs.reading.wording import problem_of, problems_of
+from configs.reading.yaml_values import Value, dump, read_yaml, show
 from configs.schema import AnyConfig, RunConfig, SftConfig
-from configs.schema_shape import Shape
-from configs.shorthands import expand, with_named_preset
-from configs.torn_overrides import OVERRIDE, fix_for_no_override, rejoined
-from configs.wording import problem_of, problems_of
-from configs.yaml_values import Value, dump, read_yaml, show
 
 __all__ = ["ConfigError", "Finding", "Problem", "check_files", "load_config", "resolved_yaml"]
 
@@ -66,13 +69,14 @@ def load_config(
     """The config of a YAML file (with what it extends) and dotted overrides.
 
     path: relative to the current folder, like every path inside the config.
-    overrides: ``key.sub=value``, the value read as YAML; ``extends=FILE`` lays a further file (or a list of them) over the first; each
+    overrides: ``key.sub=value``, the value read as YAML; ``extends=FILE`` lays a further file (or a list of
+    them) over the first; each
         of several lays its own over those before.
     files: also check that the files the config names exist (``check_files``), with the line that names them.
-    check: what more is wrong with a valid config; each finding becomes a problem, with the lines that set its fields.
-    notes: a list to which is added how another system's names and block (``correction.verl``) were understood, one line per key.
-    option: further overrides, and the command's option that stands for them, such as ``--learner tp=2``: their place in problems.
-    Raises ConfigError with every problem found.
+    check: what more is wrong with a valid config; each finding becomes a problem, with the lines that set its
+    fields. notes: a list to which is added how another system's names and block (``correction.verl``) were
+    understood, one line per key. option: further overrides, and the command's option that stands for them,
+    such as ``--learner tp=2``: their place in problems. Raises ConfigError with every problem found.
     """
     unreadable: list[Problem] = []
     problems: list[Problem] = []
@@ -84,7 +88,10 @@ def load_config(
     if unreadable:
         raise ConfigError([*unreadable, *problems])
     renamed: list[str] = []
-    layers = [in_our_names(layer, problems, renamed) for layer in ([*layers, override_layer] if override_layer.data else layers)]
+    layers = [
+        in_our_names(layer, problems, renamed)
+        for layer in ([*layers, override_layer] if override_layer.data else layers)
+    ]
     layers, understood = expand(layers, problems)
     if notes is not None:
         notes += [*renamed, *understood]
@@ -111,12 +118,22 @@ def _validate(tree: Value, problems: list[Problem]) -> RunConfig | SftConfig | N
     schema = _ROOT.tags.get(kind.data) if isinstance(kind.data, str) else None
     if schema is None:
         fix = did_you_mean(str(kind.data), list(_ROOT.tags), "kinds")
-        problems.append(Problem(where=kind.where, field="kind", value=show(kind.plain()), error="unknown kind of config", fix=fix))
+        problems.append(
+            Problem(
+                where=kind.where,
+                field="kind",
+                value=show(kind.plain()),
+                error="unknown kind of config",
+                fix=fix,
+            )
+        )
         return None
     root = Shape.of(schema)
     tree = _with_default_tags(tree, root)
     try:
-        return schema.model_validate_json(json.dumps(tree.plain()), strict=True)  # JSON: strict, yet text becomes a Path and a list a tuple
+        return schema.model_validate_json(
+            json.dumps(tree.plain()), strict=True
+        )  # JSON: strict, yet text becomes a Path and a list a tuple
     except ValidationError as error:
         problems += problems_of(error, tree, root)
         return None
@@ -133,7 +150,8 @@ def _with_default_tags(value: Value, shape: Shape) -> Value:
     return Value(data, value.where)
 
 
-# ------------------------------------------------------------------------------------------------------------------- merging
+# -------------------------------------------------------------------------------------------------------------------
+# merging
 
 
 def _merge_layers(layers: Sequence[Value], problems: list[Problem]) -> Value:
@@ -144,7 +162,9 @@ def _merge_layers(layers: Sequence[Value], problems: list[Problem]) -> Value:
         if before and after and before.plain() != after.plain():
             fix = f"name a config of kind {show(after.plain())} instead, or remove the later `kind`"
             error = f"`kind` is {before.plain()!r} in {before.where}; a later layer cannot change it"
-            problems.append(Problem(where=after.where, field="kind", value=show(after.plain()), error=error, fix=fix))
+            problems.append(
+                Problem(where=after.where, field="kind", value=show(after.plain()), error=error, fix=fix)
+            )
             layer = Value({k: v for k, v in layer.data.items() if k != "kind"}, layer.where)
         merged = _merge(merged, layer, _ROOT)
     return merged
@@ -154,7 +174,11 @@ def _merge(lower: Value, upper: Value, shape: Shape) -> Value:
     """``upper`` over ``lower``; a block that changes its variant starts afresh."""
     if upper.afresh or not (isinstance(lower.data, dict) and isinstance(upper.data, dict)):
         return upper
-    if shape.tag_key and shape.tag_key in upper.data and shape.tag_of(lower) not in (None, shape.tag_of(upper)):
+    if (
+        shape.tag_key
+        and shape.tag_key in upper.data
+        and shape.tag_of(lower) not in (None, shape.tag_of(upper))
+    ):
         return upper
     both = {**lower.data, **upper.data}
     chosen = shape.variant(Value(both, upper.where))
@@ -163,11 +187,15 @@ def _merge(lower: Value, upper: Value, shape: Shape) -> Value:
     return Value(both, upper.where)
 
 
-# --------------------------------------------------------------------------------------------------------------------- files
+# ---------------------------------------------------------------------------------------------------------------------
+# files
 
 
-def _read_file(path: Path, named_by: tuple[Path, ...], where: str, problems: list[Problem], field: str = "extends") -> list[Value]:
-    """The layers of a file, lowest first: those that it extends, then its own. Problems are added to the list.
+def _read_file(
+    path: Path, named_by: tuple[Path, ...], where: str, problems: list[Problem], field: str = "extends"
+) -> list[Value]:
+    """The layers of a file, lowest first: those that it extends, then its own. Problems are added to the
+    list.
 
     named_by: the files that led here by their ``extends``; where, field: what names this one.
     """
@@ -180,14 +208,24 @@ def _read_file(path: Path, named_by: tuple[Path, ...], where: str, problems: lis
     if extends is None:
         return [own]
     bases, chain = _extended_names(extends, problems), (*named_by, path)
-    return [layer for name, at in bases for layer in _read_file(path.parent / name, chain, at, problems)] + [own]
+    return [layer for name, at in bases for layer in _read_file(path.parent / name, chain, at, problems)] + [
+        own
+    ]
 
 
 def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -> Value:
     """What the file itself holds, ``extends`` included. Raises ConfigError."""
-    if os.path.realpath(path) in map(os.path.realpath, named_by):  # Path.resolve raises where links lead in a circle
+    if os.path.realpath(path) in map(
+        os.path.realpath, named_by
+    ):  # Path.resolve raises where links lead in a circle
         error = f"files extend each other: {' -> '.join(str(p) for p in (*named_by, path))}"
-        raise ConfigError([Problem(where=where, field=field, value=str(path), error=error, fix="remove one of these extends")])
+        raise ConfigError(
+            [
+                Problem(
+                    where=where, field=field, value=str(path), error=error, fix="remove one of these extends"
+                )
+            ]
+        )
     try:
         _refuse_other_than_text(path, where, field)
         text = path.read_text(encoding="utf-8")
@@ -198,23 +236,53 @@ def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -
     if own is None or own.data is None:
         write = "write at least `model:` and `task:`, or `extends:` another file"
         fix = "fill it, or remove it from extends" if field == "extends" else write
-        raise ConfigError([Problem(where=str(path), field="(the whole file)", value="(empty)", error="the file is empty", fix=fix)])
+        raise ConfigError(
+            [
+                Problem(
+                    where=str(path),
+                    field="(the whole file)",
+                    value="(empty)",
+                    error="the file is empty",
+                    fix=fix,
+                )
+            ]
+        )
     if not isinstance(own.data, dict):
         holds = "a list" if isinstance(own.data, list) else f"only the value {show(own.data)}"
-        error, fix = f"a config is a mapping of keys, this file holds {holds}", "write `key: value` lines at its top level"
-        raise ConfigError([Problem(where=own.where, field="(the whole file)", value=show(own.plain()), error=error, fix=fix)])
+        error, fix = (
+            f"a config is a mapping of keys, this file holds {holds}",
+            "write `key: value` lines at its top level",
+        )
+        raise ConfigError(
+            [
+                Problem(
+                    where=own.where, field="(the whole file)", value=show(own.plain()), error=error, fix=fix
+                )
+            ]
+        )
     return own
 
 
 def _refuse_other_than_text(path: Path, where: str, field: str) -> None:
-    """Of a pipe or a device the reading may never end, and a file of weights fills the memory. Raises ConfigError, or OSError."""
+    """Of a pipe or a device the reading may never end, and a file of weights fills the memory. Raises
+    ConfigError, or OSError."""
     status, wrong = path.stat(), None
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         wrong = "a pipe, a socket or a device, and a config is read more than once"
     elif stat.S_ISREG(status.st_mode) and status.st_size > _MOST_BYTES:
         wrong = f"a file of {status.st_size:,} bytes; no config is that large"
     if wrong is not None:
-        raise ConfigError([Problem(where=where, field=field, value=shorten(str(path)), error=f"this is {wrong}", fix="name a YAML file")])
+        raise ConfigError(
+            [
+                Problem(
+                    where=where,
+                    field=field,
+                    value=shorten(str(path)),
+                    error=f"this is {wrong}",
+                    fix="name a YAML file",
+                )
+            ]
+        )
 
 
 def _extended_names(extends: Value, problems: list[Problem]) -> list[tuple[str, str]]:
@@ -224,16 +292,26 @@ def _extended_names(extends: Value, problems: list[Problem]) -> list[tuple[str, 
         if isinstance(item.data, str) and item.data:
             names.append((item.data, item.where))
             continue
-        error, fix = "must be the name of a file or a list of such names", "write `extends: base.yaml` or `extends: [a.yaml, b.yaml]`"
-        problems.append(Problem(where=item.where, field="extends", value=show(item.plain()), error=error, fix=fix))
+        error, fix = (
+            "must be the name of a file or a list of such names",
+            "write `extends: base.yaml` or `extends: [a.yaml, b.yaml]`",
+        )
+        problems.append(
+            Problem(where=item.where, field="extends", value=show(item.plain()), error=error, fix=fix)
+        )
     return names
 
 
-def _unreadable(path: Path, where: str, field: str, error: OSError | UnicodeDecodeError, relative: str) -> Problem:
+def _unreadable(
+    path: Path, where: str, field: str, error: OSError | UnicodeDecodeError, relative: str
+) -> Problem:
     if isinstance(error, UnicodeDecodeError):
         wrong, fix = f"the file is not UTF-8 text (byte {error.start})", "save it as UTF-8"
     elif isinstance(error, FileNotFoundError) and field == "CONFIG" and OVERRIDE.fullmatch(str(path)):
-        wrong, fix = "this is an override, CONFIG a YAML file", f"name CONFIG first: `CONFIG {shorten(str(path))}`"
+        wrong, fix = (
+            "this is an override, CONFIG a YAML file",
+            f"name CONFIG first: `CONFIG {shorten(str(path))}`",
+        )
     elif isinstance(error, FileNotFoundError):
         wrong, fix = f"no such file; names are relative to {relative}", close_name(path) or "correct the name"
     elif isinstance(error, OSError) and error.errno == errno.ELOOP:
@@ -245,16 +323,23 @@ def _unreadable(path: Path, where: str, field: str, error: OSError | UnicodeDeco
     return Problem(where=where, field=field, value=shorten(str(path)), error=wrong, fix=fix)
 
 
-# ----------------------------------------------------------------------------------------------------------------- overrides
+# -----------------------------------------------------------------------------------------------------------------
+# overrides
 
-def _read_overrides(overrides: Iterable[str], option: tuple[str, Sequence[str]], problems: list[Problem]) -> tuple[Value, list[Value]]:
-    """All overrides as one layer, of two for the same key the later; and what each ``extends`` names, none of which replaces another."""
+
+def _read_overrides(
+    overrides: Iterable[str], option: tuple[str, Sequence[str]], problems: list[Problem]
+) -> tuple[Value, list[Value]]:
+    """All overrides as one layer, of two for the same key the later; and what each ``extends`` names, none of
+    which replaces another."""
     layer, extended = Value({}, COMMAND_LINE), []
     given = [(text, COMMAND_LINE, fix) for text, fix in rejoined(list(overrides))]
     for text, where, fix in [*given, *((text, option[0], None) for text in option[1])]:
         if fix is not None:
             error = "the shell took this override apart"
-            problems.append(Problem(where=where, field="(override)", value=shorten(text), error=error, fix=shorten(fix)))
+            problems.append(
+                Problem(where=where, field="(override)", value=shorten(text), error=error, fix=shorten(fix))
+            )
             continue
         try:
             override = _read_override(text, where)
@@ -271,17 +356,34 @@ def _read_overrides(overrides: Iterable[str], option: tuple[str, Sequence[str]],
 def _read_override(text: str, where: str) -> Value:
     """One override as a layer. Raises ConfigError."""
     if not text.isascii() and (readable := text.encode(errors="backslashreplace").decode()) != text:
-        error, fix = "this is not UTF-8 text, or the locale is of another encoding", "write it in UTF-8, and set LC_ALL=C.UTF-8"
-        raise ConfigError([Problem(where=where, field="(override)", value=shorten(readable), error=error, fix=fix)])
+        error, fix = (
+            "this is not UTF-8 text, or the locale is of another encoding",
+            "write it in UTF-8, and set LC_ALL=C.UTF-8",
+        )
+        raise ConfigError(
+            [Problem(where=where, field="(override)", value=shorten(readable), error=error, fix=fix)]
+        )
     match = OVERRIDE.fullmatch(text)
     if match is None:
         error = "an override must have the form key.sub=value"
-        raise ConfigError([Problem(where=where, field="(override)", value=shorten(text), error=error, fix=fix_for_no_override(text))])
+        raise ConfigError(
+            [
+                Problem(
+                    where=where,
+                    field="(override)",
+                    value=shorten(text),
+                    error=error,
+                    fix=fix_for_no_override(text),
+                )
+            ]
+        )
     key = match["key"]
     value = read_yaml(match["value"], where, override=key)
     if value is None:
         fix = _nothing_for(key)
-        raise ConfigError([Problem(where=where, field=key, value="(nothing)", error="no value after the `=`", fix=fix)])
+        raise ConfigError(
+            [Problem(where=where, field=key, value="(nothing)", error="no value after the `=`", fix=fix)]
+        )
     for part in reversed(key.split(".")):
         value = Value({part: value}, where)
     return value

@@ -1,10 +1,13 @@
-"""Corrections by name: ``correction: decoupled_token_is`` in YAML, ``--correction decoupled_token_is`` in a replay.
+"""Corrections by name: ``correction: decoupled_token_is`` in YAML, ``--correction decoupled_token_is`` in a
+replay.
 
-A preset says only what differs from the schema's defaults, so that one overridden key takes its companions along: ``weight.bound=none``
-over ``decoupled_token_is`` needs no word on ``upper``. How layers and overrides meet a name: ``configs/shorthands.py``.
+A preset says only what differs from the schema's defaults, so that one overridden key takes its companions
+along: ``weight.bound=none`` over ``decoupled_token_is`` needs no word on ``upper``. How layers and overrides
+meet a name: ``configs/reading/shorthands.py``.
 
-The first eight are those of the source documents, with their thresholds: 2 for weights, 1.001 for a geometric mean, 1e-4 for the veto that
-goes with it. The study of truncated importance sampling (Yao et al. 2025) gives no threshold for its variants: 2, as above.
+The first eight are those of the source documents, with their thresholds: 2 for weights, 1.001 for a geometric
+mean, 1e-4 for the veto that goes with it. The study of truncated importance sampling (Yao et al. 2025) gives
+no threshold for its variants: 2, as above.
 """
 
 from collections.abc import Mapping
@@ -12,9 +15,9 @@ from copy import deepcopy
 from types import MappingProxyType
 from typing import Any
 
-from configs.compat import REJECTED_TOKENS, VERL_PRESETS, from_verl
+from configs.other_systems.verl import REJECTED_TOKENS, VERL_PRESETS, from_verl
+from configs.reading.yaml_values import show
 from configs.schema.correction import CorrectionConfig
-from configs.yaml_values import show
 
 _NO_WEIGHT = {"level": "none"}
 _TOKEN, _SEQUENCE = {"level": "token"}, {"level": "sequence"}
@@ -31,40 +34,92 @@ _PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
         "a weight per sequence, truncated at 2; sequences outside [0.5, 2] are rejected",
         {"weight": _SEQUENCE, "reject": [{"rule": "ratio", "level": "sequence", "upper": 2.0}]},
     ),
-    "decoupled_geo_rs": ("sequences whose geometric mean leaves 1 by 0.1 % are rejected; veto", {"weight": _NO_WEIGHT, **_GEOMETRIC}),
+    "decoupled_geo_rs": (
+        "sequences whose geometric mean leaves 1 by 0.1 % are rejected; veto",
+        {"weight": _NO_WEIGHT, **_GEOMETRIC},
+    ),
     "ppo_is_bypass": ("PPO against the rollout policy, without recomputing old log-probs", _BYPASS),
-    "pg_rs": ("policy gradient without clipping; rejects as decoupled_geo_rs does", {**_GRADIENT, "weight": _NO_WEIGHT, **_GEOMETRIC}),
-    "pg_is": ("policy gradient without clipping, a weight per sequence, truncated at 2", {**_GRADIENT, "weight": _SEQUENCE}),
+    "pg_rs": (
+        "policy gradient without clipping; rejects as decoupled_geo_rs does",
+        {**_GRADIENT, "weight": _NO_WEIGHT, **_GEOMETRIC},
+    ),
+    "pg_is": (
+        "policy gradient without clipping, a weight per sequence, truncated at 2",
+        {**_GRADIENT, "weight": _SEQUENCE},
+    ),
     "disabled": ("metrics only: the gap is measured and left as it is", {"weight": _NO_WEIGHT}),
     "decoupled_token_icepop": ("a weight per token, 0 outside [0.5, 5] (IcePop)", {"weight": _ICEPOP}),
-    "decoupled_geo_rs_token_is": ("decoupled_geo_rs with the weight of decoupled_token_is", {"weight": _TOKEN, **_GEOMETRIC}),
-    "decoupled_geo_rs_seq_is": ("decoupled_geo_rs with the weight of decoupled_seq_is", {"weight": _SEQUENCE, **_GEOMETRIC}),
+    "decoupled_geo_rs_token_is": (
+        "decoupled_geo_rs with the weight of decoupled_token_is",
+        {"weight": _TOKEN, **_GEOMETRIC},
+    ),
+    "decoupled_geo_rs_seq_is": (
+        "decoupled_geo_rs with the weight of decoupled_seq_is",
+        {"weight": _SEQUENCE, **_GEOMETRIC},
+    ),
     "decoupled_k3_rs": ("sequences whose mean k3 is above 0.01 are rejected", {"weight": _NO_WEIGHT, **_K3}),
-    "decoupled_k3_rs_token_is": ("decoupled_k3_rs with the weight of decoupled_token_is", {"weight": _TOKEN, **_K3}),
-    "decoupled_k3_rs_seq_is": ("decoupled_k3_rs with the weight of decoupled_seq_is", {"weight": _SEQUENCE, **_K3}),
-    "bypass_geo_rs": ("ppo_is_bypass with the rejection and veto of decoupled_geo_rs", {**_BYPASS, **_GEOMETRIC}),
+    "decoupled_k3_rs_token_is": (
+        "decoupled_k3_rs with the weight of decoupled_token_is",
+        {"weight": _TOKEN, **_K3},
+    ),
+    "decoupled_k3_rs_seq_is": (
+        "decoupled_k3_rs with the weight of decoupled_seq_is",
+        {"weight": _SEQUENCE, **_K3},
+    ),
+    "bypass_geo_rs": (
+        "ppo_is_bypass with the rejection and veto of decoupled_geo_rs",
+        {**_BYPASS, **_GEOMETRIC},
+    ),
     "bypass_k3_rs": ("ppo_is_bypass with the rejection of decoupled_k3_rs", {**_BYPASS, **_K3}),
-    "pg_geo_rs_token_is": ("pg_rs with a weight per token, truncated at 2", {**_GRADIENT, "weight": _TOKEN, **_GEOMETRIC}),
-    "pg_geo_rs_seq_is": ("pg_rs with a weight per sequence, truncated at 2", {**_GRADIENT, "weight": _SEQUENCE, **_GEOMETRIC}),
-    "pg_token_icepop": ("policy gradient without clipping, the weight of decoupled_token_icepop", {**_GRADIENT, "weight": _ICEPOP}),
-    "tis": ("the study's truncated importance sampling: decoupled_token_is by its own name", {"weight": _TOKEN}),
-    "vanilla_is": ("the study's importance sampling without bound", {"weight": {"level": "token", "bound": "none"}}),
-    "ppo_is": ("the study's PPO with the rollout's probabilities in its ratio: ppo_is_bypass by its own name", _BYPASS),
+    "pg_geo_rs_token_is": (
+        "pg_rs with a weight per token, truncated at 2",
+        {**_GRADIENT, "weight": _TOKEN, **_GEOMETRIC},
+    ),
+    "pg_geo_rs_seq_is": (
+        "pg_rs with a weight per sequence, truncated at 2",
+        {**_GRADIENT, "weight": _SEQUENCE, **_GEOMETRIC},
+    ),
+    "pg_token_icepop": (
+        "policy gradient without clipping, the weight of decoupled_token_icepop",
+        {**_GRADIENT, "weight": _ICEPOP},
+    ),
+    "tis": (
+        "the study's truncated importance sampling: decoupled_token_is by its own name",
+        {"weight": _TOKEN},
+    ),
+    "vanilla_is": (
+        "the study's importance sampling without bound",
+        {"weight": {"level": "token", "bound": "none"}},
+    ),
+    "ppo_is": (
+        "the study's PPO with the rollout's probabilities in its ratio: ppo_is_bypass by its own name",
+        _BYPASS,
+    ),
     "drop_outliers": (
         "a weight per token without bound; tokens above 2 are dropped instead of truncated",
-        {"weight": {"level": "token", "bound": "none"}, "reject": [{"rule": "ratio", "level": "token", "lower": 0.0, "upper": 2.0}]},
+        {
+            "weight": {"level": "token", "bound": "none"},
+            "reject": [{"rule": "ratio", "level": "token", "lower": 0.0, "upper": 2.0}],
+        },
     ),
 }
 
-PRESETS: Mapping[str, CorrectionConfig] = MappingProxyType({name: CorrectionConfig(**body) for name, (_, body) in _PRESETS.items()})
-ALIASES: Mapping[str, CorrectionConfig] = MappingProxyType({name: from_verl(block)[0] for name, block in VERL_PRESETS.items()})
+PRESETS: Mapping[str, CorrectionConfig] = MappingProxyType(
+    {name: CorrectionConfig(**body) for name, (_, body) in _PRESETS.items()}
+)
+ALIASES: Mapping[str, CorrectionConfig] = MappingProxyType(
+    {name: from_verl(block)[0] for name, block in VERL_PRESETS.items()}
+)
 """Presets under the names that verl has for them; not all of them are equal to one of ours."""
-DESCRIPTIONS: Mapping[str, str] = MappingProxyType({name: description for name, (description, _) in _PRESETS.items()})
+DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
+    {name: description for name, (description, _) in _PRESETS.items()}
+)
 """One line each, for ``--help``, the README and tables of replays."""
 
 
 def preset_body(name: str) -> dict[str, Any]:
-    """What a preset or alias says in the words of ``correction:``, a copy. Raises KeyError for an unknown name."""
+    """What a preset or alias says in the words of ``correction:``, a copy. Raises KeyError for an unknown
+    name."""
     if name not in ALIASES:
         return deepcopy(_PRESETS[name][1])
     ours = preset_name(ALIASES[name])
@@ -82,7 +137,8 @@ def alias_notes(name: str) -> list[str]:
 
 
 def preset_name(correction: CorrectionConfig) -> str | None:
-    """The preset that a correction is, None where it is none: found by equality, so an override never leaves a name that lies.
+    """The preset that a correction is, None where it is none: found by equality, so an override never leaves
+    a name that lies.
 
     Of two names for the same correction (``tis``), the first in ``PRESETS``.
     """

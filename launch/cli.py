@@ -1,7 +1,8 @@
-"""The ``tandem`` command: arguments in, one exit code out. What the commands do is in ``launch/commands.py``.
+"""The ``tandem`` command: arguments in, one exit code out. What the commands do is in
+``launch/commands/train.py``.
 
-Exit codes: 0 done; 1 a role failed, or a file cannot be used; 2 bad input, nothing was started; 75 stopped on request, can go on;
-130 interrupted.
+Exit codes: 0 done; 1 a role failed, or a file cannot be used; 2 bad input, nothing was started; 75 stopped on
+request, can go on; 130 interrupted.
 """
 
 import difflib
@@ -19,7 +20,8 @@ from typer.core import TyperGroup
 
 
 class Commands(TyperGroup):
-    """The commands; an override with dashes, which is no option of the command, is told from a misspelt option."""
+    """The commands; an override with dashes, which is no option of the command, is told from a misspelt
+    option."""
 
     def list_commands(self, ctx):
         """What help lists, and what is offered for a misspelt command."""
@@ -28,12 +30,18 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx, args):
         if args[0] not in self.commands and not args[0].startswith("-"):
             close = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(self.list_commands(ctx))}"
+            hint = (
+                f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(self.list_commands(ctx))}"
+            )
             ctx.fail(f"No such command {args[0]!r}; {hint}")
         name, command, rest = super().resolve_command(ctx, args)
         options = {option for parameter in command.params for option in parameter.opts}
         if any(parameter.name == "overrides" for parameter in command.params):
-            _refuse_dashes(argument for argument in rest if argument.startswith("-") and argument.partition("=")[0] not in options)
+            _refuse_dashes(
+                argument
+                for argument in rest
+                if argument.startswith("-") and argument.partition("=")[0] not in options
+            )
         return name, command, rest
 
 
@@ -41,7 +49,7 @@ def _refuse_dashes(arguments: Iterable[str]) -> None:
     """Raises BadInput for one that has the key of a config."""
     for plain in (argument.lstrip("-") for argument in arguments):
         from configs.schema import RunConfig, SftConfig
-        from launch.checks import BadInput
+        from launch.checks.config import BadInput
 
         key, equals, _ = plain.partition("=")
         if equals and key.split(".")[0] in {*RunConfig.model_fields, *SftConfig.model_fields, "extends"}:
@@ -51,12 +59,19 @@ def _refuse_dashes(arguments: Iterable[str]) -> None:
 app = typer.Typer(
     cls=Commands,
     help="RL post-training with a Megatron-Core learner and SGLang rollouts.",
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 OUR_PACKAGES = ("configs", "rollout", "parallel", "trainer", "launch")
-ConfigPath = Annotated[Path, typer.Argument(help="A YAML config, e.g. configs/recipes/countdown_tiny.yaml", metavar="CONFIG")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Dotted overrides: learner.optimizer.lr=3e-5 seed=1", metavar="[KEY=VALUE]...")]
+ConfigPath = Annotated[
+    Path, typer.Argument(help="A YAML config, e.g. configs/recipes/countdown_tiny.yaml", metavar="CONFIG")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Dotted overrides: learner.optimizer.lr=3e-5 seed=1", metavar="[KEY=VALUE]..."),
+]
 DryRun = Annotated[
     bool,
     typer.Option(
@@ -67,7 +82,11 @@ DryRun = Annotated[
 ]
 GpuMemory = Annotated[
     float | None,
-    typer.Option(min=1, max=1_000_000, help="With --dry-run: GiB of each GPU, for a run on other machines than this one."),
+    typer.Option(
+        min=1,
+        max=1_000_000,
+        help="With --dry-run: GiB of each GPU, for a run on other machines than this one.",
+    ),
 ]
 RunPath = Annotated[Path, typer.Argument(help="A run folder, e.g. runs/latest", metavar="RUN")]
 
@@ -81,24 +100,32 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version, do nothing.")
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version, do nothing."
+        ),
     ] = False,
 ) -> None:
     pass
 
 
 @app.command()
-def train(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
+def train(
+    config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None
+) -> None:
     """Train by RL: SGLang servers, the sample role and the Megatron learner, from start to report."""
-    from launch import commands
+    from launch.commands import train as commands
 
     commands.train(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command()
-def resume(run: RunPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
-    """Go on with a run that was stopped or failed, from its newest whole checkpoint; overrides (such as steps=300) change its config."""
-    from launch import commands
+def resume(
+    run: RunPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None
+) -> None:
+    """Go on with a run that was stopped or failed, from its newest whole checkpoint; overrides (such as
+    steps=300) change its config."""
+    from launch.commands import train as commands
 
     commands.resume(run, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
@@ -106,32 +133,41 @@ def resume(run: RunPath, overrides: Overrides = None, dry_run: DryRun = False, g
 @app.command("init")
 def make_experiment(
     folder: Annotated[Path, typer.Argument(help="The folder to write.", metavar="FOLDER")],
-    model: Annotated[Path | None, typer.Option(help="A Hugging Face folder, for the config's model.path.", metavar="PATH")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A Hugging Face folder, for the config's model.path.", metavar="PATH")
+    ] = None,
 ) -> None:
     """Write a commented config, a reward function and example data: the start of an experiment of your own."""
-    from launch import experiment
+    from launch.commands import init as experiment
 
     experiment.make_experiment(folder, model)
 
 
 @app.command()
 def schema(
-    field: Annotated[str | None, typer.Argument(help="Only this field and those inside it, e.g. rollout.", metavar="[FIELD]")] = None,
-    kind: Annotated[Literal["train", "sft"], typer.Option(help="Of a config: an RL run, or a supervised warm start.")] = "train",
+    field: Annotated[
+        str | None,
+        typer.Argument(help="Only this field and those inside it, e.g. rollout.", metavar="[FIELD]"),
+    ] = None,
+    kind: Annotated[
+        Literal["train", "sft"], typer.Option(help="Of a config: an RL run, or a supervised warm start.")
+    ] = "train",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON Schema, as editors read it.")] = False,
 ) -> None:
     """Print every field of a config: type, default, unit and meaning."""
-    from launch.schema_text import print_schema
+    from launch.commands.schema import print_schema
 
     print_schema(kind, field, as_json=as_json)
 
 
 @app.command("list")
 def list_runs(
-    runs: Annotated[Path, typer.Argument(help="The folder of the runs (launch.runs_dir).", metavar="[RUNS]")] = Path("runs"),
+    runs: Annotated[
+        Path, typer.Argument(help="The folder of the runs (launch.runs_dir).", metavar="[RUNS]")
+    ] = Path("runs"),
 ) -> None:
     """List the runs of a folder, newest first: state, step, held-out accuracy, reward, age."""
-    from launch.run_list import run_table
+    from launch.commands.list_runs import run_table
 
     print(run_table(runs))
 
@@ -141,35 +177,45 @@ def prepare(
     config: ConfigPath,
     overrides: Overrides = None,
     endpoint: Annotated[
-        str | None, typer.Option(help="Where the learner's nodes meet: its first one, by default this host.", metavar="HOST:PORT")
+        str | None,
+        typer.Option(
+            help="Where the learner's nodes meet: its first one, by default this host.", metavar="HOST:PORT"
+        ),
     ] = None,
 ) -> None:
-    """Make the run folder of a run on several nodes (launch.nodes) and print what to start on each, for hosts without Slurm."""
-    from launch import prepare as preparation
+    """Make the run folder of a run on several nodes (launch.nodes) and print what to start on each, for hosts
+    without Slurm."""
+    from launch.commands import prepare as preparation
 
     preparation.prepare(config, overrides or [], endpoint=endpoint)
 
 
 @app.command()
-def sft(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
+def sft(
+    config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None
+) -> None:
     """Warm-start a model by supervised training on prompts with answers."""
-    from launch import commands
+    from launch.commands import train as commands
 
     commands.sft(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command("eval")
-def evaluate(config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None) -> None:
+def evaluate(
+    config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None
+) -> None:
     """Measure the accuracy of model.path on the task's held-out problems."""
-    from launch import commands
+    from launch.commands import train as commands
 
     commands.evaluate(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command()
-def export(run: RunPath, out: Annotated[Path, typer.Argument(help="The folder to write", metavar="OUT")]) -> None:
+def export(
+    run: RunPath, out: Annotated[Path, typer.Argument(help="The folder to write", metavar="OUT")]
+) -> None:
     """Write the newest weights of a run as a Hugging Face checkpoint."""
-    from launch import commands
+    from launch.commands import train as commands
 
     commands.export(run, out)
 
@@ -177,7 +223,7 @@ def export(run: RunPath, out: Annotated[Path, typer.Argument(help="The folder to
 @app.command()
 def report(run: RunPath) -> None:
     """Write report.html and figures for a run, finished or not."""
-    from launch import commands
+    from launch.commands import train as commands
 
     commands.report(run)
 
@@ -185,8 +231,8 @@ def report(run: RunPath) -> None:
 @app.command()
 def status(run: RunPath) -> None:
     """Say what a run is doing: step, rate, time left, results, checkpoint, Slurm job, roles."""
-    from launch import commands
-    from launch.status import status as look
+    from launch.commands import train as commands
+    from launch.commands.status import status as look
 
     print(look(commands.existing_run(run)))
 
@@ -194,13 +240,20 @@ def status(run: RunPath) -> None:
 @app.command()
 def logs(
     run: RunPath,
-    role: Annotated[str | None, typer.Option(help="Show the logs of this role alone: learn, sample, serve, sglang-0, slurm, ...")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until the run ends or Ctrl-C.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Show this many lines of the end of each log.")] = 20,
+    role: Annotated[
+        str | None,
+        typer.Option(help="Show the logs of this role alone: learn, sample, serve, sglang-0, slurm, ..."),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with what is added, until the run ends or Ctrl-C.")
+    ] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Show this many lines of the end of each log.")
+    ] = 20,
 ) -> None:
     """Show the ends of a run's logs, per role and node."""
-    from launch import commands
-    from launch.status import log_files, show_logs
+    from launch.commands import train as commands
+    from launch.commands.status import log_files, show_logs
 
     folder = commands.existing_run(run)
     show_logs(folder, log_files(folder, role), lines=lines, follow=follow)
@@ -208,19 +261,34 @@ def logs(
 
 @app.command("check-cluster")
 def check_cluster(
-    config: Annotated[Path | None, typer.Argument(help="The config that is to run.", metavar="[CONFIG]")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="The config that is to run.", metavar="[CONFIG]")
+    ] = None,
     overrides: Overrides = None,
-    folder: Annotated[Path | None, typer.Option(help="A folder the nodes share; launch.runs_dir if left out.", metavar="FOLDER")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="The number of nodes that run this command; known in a Slurm step.")] = None,
-    node: Annotated[int | None, typer.Option(min=0, help="The number of this node among them, from 0.")] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for the others, and for a collective.")] = 60.0,
-    run: Annotated[Path | None, typer.Option(help="A run that is going on: list what it listens on here, instead.", metavar="RUN")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="A folder the nodes share; launch.runs_dir if left out.", metavar="FOLDER"),
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="The number of nodes that run this command; known in a Slurm step."),
+    ] = None,
+    node: Annotated[
+        int | None, typer.Option(min=0, help="The number of this node among them, from 0.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds to wait for the others, and for a collective.")
+    ] = 60.0,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="A run that is going on: list what it listens on here, instead.", metavar="RUN"),
+    ] = None,
 ) -> None:
-    """Find what keeps a first job on a cluster from running: drivers, limits, shared folder, ports, interfaces. One call per node:
-    srun --nodes 4 --ntasks-per-node 1 tandem check-cluster CONFIG"""
-    from launch.check_cluster import check_cluster as check
-    from launch.check_cluster import check_sockets
-    from launch.commands import existing_run
+    """Find what keeps a first job on a cluster from running: drivers, limits, shared folder, ports,
+    interfaces. One call per node: srun --nodes 4 --ntasks-per-node 1 tandem check-cluster CONFIG"""
+    from launch.commands.check_cluster import check_cluster as check
+    from launch.commands.check_cluster import check_sockets
+    from launch.commands.train import existing_run
 
     if run is not None:
         raise typer.Exit(0 if check_sockets(existing_run(run)) else 1)
@@ -231,12 +299,17 @@ def check_cluster(
 def replay(
     run: RunPath,
     step: Annotated[int, typer.Option(help="A recorded step (record_batches in the config).")],
-    correction: Annotated[list[str] | None, typer.Option(help="A preset to try; may be given several times. All if left out.")] = None,
-    gradients: Annotated[bool, typer.Option("--gradients", help="Also of the parameters, from the checkpoint before the step.")] = False,
+    correction: Annotated[
+        list[str] | None, typer.Option(help="A preset to try; may be given several times. All if left out.")
+    ] = None,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Also of the parameters, from the checkpoint before the step.")
+    ] = False,
     plot: Annotated[bool, typer.Option("--plot", help="Also draw a figure, in the run's figures/.")] = False,
 ) -> None:
-    """Show what other corrections would have made of a recorded step: weights, what is kept, loss and gradient; no engine needed."""
-    from launch import commands
+    """Show what other corrections would have made of a recorded step: weights, what is kept, loss and
+    gradient; no engine needed."""
+    from launch.commands import train as commands
 
     commands.replay(run, step, correction or [], gradients=gradients, plot=plot)
 
@@ -245,11 +318,16 @@ def replay(
 def verify_sync(
     config: ConfigPath,
     overrides: Overrides = None,
-    learner: Annotated[list[str] | None, typer.Option(help="A learner layout, e.g. tp=2,sp; may be given several times.")] = None,
-    rollout: Annotated[list[str] | None, typer.Option(help="A rollout layout, e.g. tp=2; may be given several times.")] = None,
+    learner: Annotated[
+        list[str] | None, typer.Option(help="A learner layout, e.g. tp=2,sp; may be given several times.")
+    ] = None,
+    rollout: Annotated[
+        list[str] | None, typer.Option(help="A rollout layout, e.g. tp=2; may be given several times.")
+    ] = None,
 ) -> None:
-    """Prove the weight transfer: servers that received weights from each learner layout answer, to the bit, like ones started from them."""
-    from launch import commands
+    """Prove the weight transfer: servers that received weights from each learner layout answer, to the bit,
+    like ones started from them."""
+    from launch.commands import train as commands
 
     if not commands.verify_sync(config, overrides or [], learner or [], rollout or []):
         raise typer.Exit(1)
@@ -259,20 +337,37 @@ def verify_sync(
 def mismatch(
     config: ConfigPath,
     overrides: Overrides = None,
-    learner: Annotated[list[str], typer.Option(help="A learner layout, e.g. tp=2,sp; may be given several times.")] = ["tp=1"],  # noqa: B006
+    learner: Annotated[
+        list[str], typer.Option(help="A learner layout, e.g. tp=2,sp; may be given several times.")
+    ] = ["tp=1"],  # noqa: B006
     rollout: Annotated[
-        list[str], typer.Option(help="A rollout layout, e.g. tp=2; on CUDA also tp=2,deterministic or tp=2,attention=triton.")
+        list[str],
+        typer.Option(
+            help="A rollout layout, e.g. tp=2; on CUDA also tp=2,deterministic or tp=2,attention=triton."
+        ),
     ] = ["tp=1"],  # noqa: B006
     prompts: Annotated[int, typer.Option(help="Prompts of the task, the same ones for every pair.")] = 512,
     threshold: Annotated[float, typer.Option(help="Count responses with a max |Δp| above it.")] = 0.5,
-    out: Annotated[Path | None, typer.Option(help="A new folder; in launch.runs_dir if left out.", metavar="FOLDER")] = None,
-    why: Annotated[bool, typer.Option("--why", help="Also switch one cause at a time, and rank them.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder; in launch.runs_dir if left out.", metavar="FOLDER")
+    ] = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Also switch one cause at a time, and rank them.")
+    ] = False,
 ) -> None:
-    """Measure how far learner and rollout are apart in probability, for every pair of layouts: sampled and scored by the real engines."""
-    from launch import commands
-    from launch.mismatch_plan import Request
+    """Measure how far learner and rollout are apart in probability, for every pair of layouts: sampled and
+    scored by the real engines."""
+    from launch.commands import train as commands
+    from launch.studies.mismatch_plan import Request
 
-    request = Request(learners=tuple(learner), rollouts=tuple(rollout), prompts=prompts, threshold=threshold, out=out, why=why)
+    request = Request(
+        learners=tuple(learner),
+        rollouts=tuple(rollout),
+        prompts=prompts,
+        threshold=threshold,
+        out=out,
+        why=why,
+    )
     commands.mismatch(config, overrides or [], request)
 
 
@@ -280,10 +375,12 @@ def mismatch(
 def make_tiny_model(
     folder: Annotated[Path, typer.Argument(help="The folder to write", metavar="FOLDER")],
     seed: Annotated[int, typer.Option(help="The seed of the random weights.")] = 0,
-    family: Annotated[Literal["qwen3", "qwen3_moe", "mixtral"], typer.Option(help="The family of the model.")] = "qwen3",
+    family: Annotated[
+        Literal["qwen3", "qwen3_moe", "mixtral"], typer.Option(help="The family of the model.")
+    ] = "qwen3",
 ) -> None:
     """Make a tiny model with random weights and a character tokenizer, for Countdown."""
-    from launch.checks import check_new_folder
+    from launch.checks.config import check_new_folder
 
     check_new_folder("FOLDER", folder)  # before the seconds that the function's imports take
 
@@ -300,7 +397,7 @@ def quickstart(
     install_seconds: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:
     """Go the whole path on one machine: tiny model, warm start, RL, evaluation, export, report."""
-    from launch.quickstart import run_quickstart
+    from launch.commands.quickstart import run_quickstart
 
     run_quickstart(seed=seed, steps=steps, install_seconds=install_seconds)
 
@@ -308,16 +405,23 @@ def quickstart(
 @app.command()
 def plan(
     config: ConfigPath,
-    gpus: Annotated[int, typer.Option(min=2, max=100_000, help="The number of GPUs, of learner and servers together.")],
+    gpus: Annotated[
+        int, typer.Option(min=2, max=100_000, help="The number of GPUs, of learner and servers together.")
+    ],
     gpu_memory: Annotated[float, typer.Option(min=1, max=1_000_000, help="The memory of one GPU, in GiB.")],
     overrides: Overrides = None,
-    gpus_per_node: Annotated[int, typer.Option(min=1, max=1024, help="GPUs of a node, within which tensor-parallel groups stay.")] = 8,
-    measured: Annotated[Path | None, typer.Option(help="A table of `tandem mismatch`; it decides first.")] = None,
+    gpus_per_node: Annotated[
+        int, typer.Option(min=1, max=1024, help="GPUs of a node, within which tensor-parallel groups stay.")
+    ] = 8,
+    measured: Annotated[
+        Path | None, typer.Option(help="A table of `tandem mismatch`; it decides first.")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Print this many pairs.")] = 10,
 ) -> None:
-    """Find layouts of learner and rollout that fit on some GPUs, by expected mismatch; of the model it needs config.json alone."""
-    from launch.plan import print_plans
-    from parallel.planner import Cluster
+    """Find layouts of learner and rollout that fit on some GPUs, by expected mismatch; of the model it needs
+    config.json alone."""
+    from launch.commands.plan import print_plans
+    from parallel.planning.planner import Cluster
 
     cluster = Cluster(num_gpus=gpus, gpu_bytes=int(gpu_memory * 2**30), gpus_per_node=gpus_per_node)
     print_plans(config, overrides or [], cluster, measured=measured, count=top)
@@ -329,15 +433,27 @@ def slurm(
     overrides: Overrides = None,
     submit: Annotated[bool, typer.Option("--submit", help="Also submit it, by sbatch.")] = False,
     array: Annotated[
-        list[str] | None, typer.Option(help="A run for each value of a key, e.g. seed=0,1,2; several times: for each combination.")
+        list[str] | None,
+        typer.Option(
+            help="A run for each value of a key, e.g. seed=0,1,2; several times: for each combination."
+        ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what --dry-run of train does, and the script; write nothing.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Print what --dry-run of train does, and the script; write nothing."),
+    ] = False,
     gpu_memory: Annotated[
-        float | None, typer.Option(min=1, max=1_000_000, help="GiB of each of the job's GPUs, to check their memory too.", metavar="GIB")
+        float | None,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="GiB of each of the job's GPUs, to check their memory too.",
+            metavar="GIB",
+        ),
     ] = None,
 ) -> None:
     """Write the batch script of this config for Slurm (launch.nodes, launch.slurm), in a new run folder."""
-    from launch.slurm_submit import slurm
+    from launch.commands.slurm import slurm
 
     slurm(config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run, gpu_memory=gpu_memory)
 
@@ -345,14 +461,14 @@ def slurm(
 @app.command(hidden=True)
 def job(run: RunPath) -> None:
     """The supervisor inside a Slurm job, which the batch script of `tandem slurm` becomes."""
-    from launch.job import run_job
+    from launch.slurm.inside_job import run_job
 
     raise typer.Exit(run_job(run))
 
 
 def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
     def run(run_folder: RunPath) -> None:
-        from launch import commands
+        from launch.commands import train as commands
 
         commands.run_role(name, run_folder)
 
@@ -362,10 +478,13 @@ def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
 @app.command()
 def serve(
     run_folder: RunPath,
-    node: Annotated[int | None, typer.Option(help="Of the servers' nodes, from 0; in a Slurm step SLURM_NODEID if left out.")] = None,
+    node: Annotated[
+        int | None,
+        typer.Option(help="Of the servers' nodes, from 0; in a Slurm step SLURM_NODEID if left out."),
+    ] = None,
 ) -> None:
     """Run one role alone: the SGLang servers of a run, or those of one node."""
-    from launch import commands
+    from launch.commands import train as commands
 
     commands.run_role("serve", run_folder, node)
 
@@ -373,15 +492,30 @@ def serve(
 _role_command("sample", "Run one role alone: the sampling driver of a run.")
 _role_command("learn", "Run one role alone, under torchrun: a Megatron rank of a run.")
 _role_command("sft-rank", "Under torchrun: a Megatron rank of a warm start.", hidden=True)
-_role_command("replay-rank", "A Megatron process that replays a step with gradients of the parameters.", hidden=True)
-_role_command("verify-rank", "Under torchrun: a Megatron rank that sends other weights to servers, to verify the transfer.", hidden=True)
-_role_command("mismatch-draw", "Samples and scores prompts with the servers of a folder, for a study of mismatch.", hidden=True)
-_role_command("score-rank", "Under torchrun: a Megatron rank that scores samples, for a study of mismatch.", hidden=True)
-_role_command("export-rank", "A Megatron process that writes a checkpoint as a Hugging Face folder.", hidden=True)
+_role_command(
+    "replay-rank", "A Megatron process that replays a step with gradients of the parameters.", hidden=True
+)
+_role_command(
+    "verify-rank",
+    "Under torchrun: a Megatron rank that sends other weights to servers, to verify the transfer.",
+    hidden=True,
+)
+_role_command(
+    "mismatch-draw",
+    "Samples and scores prompts with the servers of a folder, for a study of mismatch.",
+    hidden=True,
+)
+_role_command(
+    "score-rank", "Under torchrun: a Megatron rank that scores samples, for a study of mismatch.", hidden=True
+)
+_role_command(
+    "export-rank", "A Megatron process that writes a checkpoint as a Hugging Face folder.", hidden=True
+)
 
 
 def check_packages() -> None:
-    """Our packages have plain names: refuse to start when another ``trainer`` (or ...) on the path shadows ours."""
+    """Our packages have plain names: refuse to start when another ``trainer`` (or ...) on the path shadows
+    ours."""
     root = Path(__file__).resolve().parent.parent
     for name in OUR_PACKAGES:
         spec = importlib.util.find_spec(name)
@@ -398,12 +532,16 @@ def check_current_folder() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        print("tandem: the current folder does not exist any more; change to one that does, and start the command again", file=sys.stderr)
+        print(
+            "tandem: the current folder does not exist any more; change to one that does, and start the command again",
+            file=sys.stderr,
+        )
         sys.exit(2)
 
 
 def open_what_is_closed() -> None:
-    """Standard streams that the caller closed lead nowhere, so that no file takes their number, and none of them is None."""
+    """Standard streams that the caller closed lead nowhere, so that no file takes their number, and none of
+    them is None."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         stream = open(number, "r" if number == 0 else "w", closefd=False)  # noqa: SIM115
         setattr(sys, ("stdin", "stdout", "stderr")[number], stream)
@@ -414,11 +552,13 @@ def main() -> None:
     open_what_is_closed()
     check_current_folder()
     check_packages()
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' bars too, of every process of the run
+    os.environ.setdefault(
+        "HF_HUB_DISABLE_PROGRESS_BARS", "1"
+    )  # transformers' bars too, of every process of the run
     from configs.loader import ConfigError
-    from launch.checks import BadInput
-    from launch.stopping import RunStopped
-    from launch.supervisor import Interrupted, RoleFailed
+    from launch.checks.config import BadInput
+    from launch.processes.stopping import RunStopped
+    from launch.processes.supervisor import Interrupted, RoleFailed
 
     try:
         app()
@@ -429,7 +569,10 @@ def main() -> None:
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
-        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # not about a file: a bug, with its traceback
+        if error.filename is None and error.errno not in (
+            errno.ENOSPC,
+            errno.EDQUOT,
+        ):  # not about a file: a bug, with its traceback
             raise
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(1)

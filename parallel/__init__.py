@@ -1,1 +1,2 @@
-"""The learner's engine: Megatron-Core models, packing, vocab-parallel log-probs, weight transfer, checkpoints."""
+"""The learner's engine: Megatron-Core models, packing, vocab-parallel log-probs, weight transfer,
+checkpoints."""

@@ -1,7 +1,8 @@
-"""Packed batches: sequences laid end to end, never padded; the shift by one token happens here and nowhere else.
+"""Packed batches: sequences laid end to end, never padded; the shift by one token happens here and nowhere
+else.
 
-Legend: S sequences, T packed tokens. Every ``_T`` tensor's index t describes predicting ``targets_T[t]``, so a sequence of
-L tokens takes L - 1 places.
+Legend: S sequences, T packed tokens. Every ``_T`` tensor's index t describes predicting ``targets_T[t]``, so
+a sequence of L tokens takes L - 1 places.
 """
 
 from collections.abc import Sequence
@@ -13,15 +14,16 @@ from torch import Tensor
 INTEGERS = (torch.int64,)
 FLAGS = (torch.bool,)
 FLOATS = (torch.float32, torch.float64)
-"""A log-prob of -8 has steps of 1/32 in bfloat16 and 1/256 in float16: ratios of such numbers are off by percents, and exp overflows."""
+"""A log-prob of -8 has steps of 1/32 in bfloat16 and 1/256 in float16: ratios of such numbers are off by
+percents, and exp overflows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
     """S sequences of T tokens in all, on one rank. Optional fields are filled in as the step goes on.
 
-    Raises ValueError, naming the field, for a field that is not one value per token, has another dtype than is told below, or does not
-    fit ``cu_seqlens``. float64 is taken wherever float32 is told.
+    Raises ValueError, naming the field, for a field that is not one value per token, has another dtype than
+    is told below, or does not fit ``cu_seqlens``. float64 is taken wherever float32 is told.
     """
 
     tokens_T: Tensor
@@ -39,7 +41,8 @@ class PackedBatch:
     sequence_ids_S: Tensor
     """int64, which sequence of the whole step's batch this is, the same under every layout."""
     old_logprobs_T: Tensor | None = None
-    """float32 nats. None when the loss takes it: current is old, and the forward pass of the update gives both."""
+    """float32 nats. None when the loss takes it: current is old, and the forward pass of the update gives
+    both."""
     ref_logprobs_T: Tensor | None = None
     advantages_T: Tensor | None = None
     values_T: Tensor | None = None
@@ -82,9 +85,14 @@ class PackedBatch:
         return replace(self, **tensors)
 
     def select(self, rows: Sequence[int]) -> "PackedBatch":
-        """The sequences at ``rows``, in that order, as a batch of their own. All ``_T`` fields that are set come along."""
+        """The sequences at ``rows``, in that order, as a batch of their own. All ``_T`` fields that are set
+        come along."""
         bounds = self.cu_seqlens.tolist()
-        places = torch.cat([torch.arange(bounds[r], bounds[r + 1]) for r in rows]) if rows else torch.empty(0, dtype=torch.int64)
+        places = (
+            torch.cat([torch.arange(bounds[r], bounds[r + 1]) for r in rows])
+            if rows
+            else torch.empty(0, dtype=torch.int64)
+        )
         lengths = torch.tensor([0] + [bounds[r + 1] - bounds[r] for r in rows])
         taken = {}
         for f in fields(self):
@@ -95,7 +103,8 @@ class PackedBatch:
         return replace(self, **taken, cu_seqlens=lengths.cumsum(0).to(torch.int32), sequence_ids_S=ids_S)
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """Every ``_T`` tensor on ``device``; cu_seqlens and sequence ids stay on the CPU, where shapes are decided."""
+        """Every ``_T`` tensor on ``device``; cu_seqlens and sequence ids stay on the CPU, where shapes are
+        decided."""
         moved = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_T")}
         return replace(self, **{k: v.to(device) for k, v in moved.items() if v is not None})
 
@@ -103,13 +112,21 @@ class PackedBatch:
 _DTYPES = dict.fromkeys(("tokens_T", "targets_T", "positions_T"), INTEGERS) | {"response_mask_T": FLAGS}
 
 
-def require_per_token(name: str, value: Tensor, num_tokens: int, dtypes: Sequence[torch.dtype] = FLOATS) -> None:
+def require_per_token(
+    name: str, value: Tensor, num_tokens: int, dtypes: Sequence[torch.dtype] = FLOATS
+) -> None:
     """Raises ValueError where the tensor is not one value per token, or of another dtype than these."""
     if value.shape != (num_tokens,):
-        raise ValueError(f"{name} has shape {tuple(value.shape)}, the batch {num_tokens} tokens; pass one value per token")
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}, the batch {num_tokens} tokens; pass one value per token"
+        )
     if value.dtype not in dtypes:
         named = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        fix = f"compute it in {named}: what was rounded before cannot be brought back" if dtypes is FLOATS else f"convert it to {named}"
+        fix = (
+            f"compute it in {named}: what was rounded before cannot be brought back"
+            if dtypes is FLOATS
+            else f"convert it to {named}"
+        )
         raise ValueError(f"{name} is {str(value.dtype).removeprefix('torch.')}, not {named}; {fix}")
 
 
@@ -122,8 +139,8 @@ def pack_sequences(
 ) -> PackedBatch:
     """Lay sequences end to end and shift by one: input ``ids[:-1]``, target, mask and log-prob ``[1:]``.
 
-    Raises ValueError for a sequence of fewer than two tokens, which predicts nothing, and for one whose mask or log-probs are not one
-    value per token.
+    Raises ValueError for a sequence of fewer than two tokens, which predicts nothing, and for one whose mask
+    or log-probs are not one value per token.
     """
     for i, *rows in zip(sequence_ids, token_ids, response_masks, rollout_logprobs, strict=True):
         if len({len(row) for row in rows}) > 1:
@@ -142,6 +159,8 @@ def pack_sequences(
         positions_T=torch.tensor([p for n in lengths for p in range(n)], dtype=torch.int64),
         cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
         response_mask_T=torch.tensor([m for row in response_masks for m in row[1:]], dtype=torch.bool),
-        rollout_logprobs_T=torch.tensor([x for row in rollout_logprobs for x in row[1:]], dtype=torch.float32),
+        rollout_logprobs_T=torch.tensor(
+            [x for row in rollout_logprobs for x in row[1:]], dtype=torch.float32
+        ),
         sequence_ids_S=torch.tensor(list(sequence_ids), dtype=torch.int64),
     )

@@ -41,15 +41,23 @@ class GenerationClient(Protocol):
     def stats(self) -> ClientStats: ...
 
     async def generate_group(
-        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float, stop_token_ids: Sequence[int], seeds: Sequence[int]
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        seeds: Sequence[int],
     ) -> list[Completion]:
-        """Independent responses to one prompt, one per seed and in their order; a stop token that ended one is part of it.
+        """Independent responses to one prompt, one per seed and in their order; a stop token that ended one
+        is part of it.
 
-        Log-probs are natural logs of softmax(logits / temperature) over the full vocabulary. A seed fixes its sample on engines
-        that run deterministically; others ignore it.
+        Log-probs are natural logs of softmax(logits / temperature) over the full vocabulary. A seed fixes its
+        sample on engines that run deterministically; others ignore it.
 
         Raises:
-            GenerationError: not every completion came after retries and before the deadline, or the request was refused.
+            GenerationError: not every completion came after retries and before the deadline, or the request
+            was refused.
         """
         ...
 

@@ -1,6 +1,8 @@
-"""Connections between hosts: they outlast a short cut of the network, and none waits for ever for a host that is gone.
+"""Connections between hosts: they outlast a short cut of the network, and none waits for ever for a host that
+is gone.
 
-A long generation, or the learner's wait for it, sends nothing for minutes: only probes tell a busy peer from one that has vanished.
+A long generation, or the learner's wait for it, sends nothing for minutes: only probes tell a busy peer from
+one that has vanished.
 """
 
 import errno
@@ -16,7 +18,9 @@ PEER_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
 """Of one attempt."""
 CONNECT_AGAIN_S = 0.5
-UNREACHABLE = frozenset({errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT})
+UNREACHABLE = frozenset(
+    {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT}
+)
 """What a cut of the network looks like; a host that is there and refuses says so."""
 
 
@@ -25,7 +29,8 @@ class PeerLost(ConnectionError):
 
 
 def watch(connection: socket.socket, peer_timeout_s: float) -> socket.socket:
-    """Have the kernel end ``connection``, idle or with data under way, when the other host has acknowledged nothing for this long."""
+    """Have the kernel end ``connection``, idle or with data under way, when the other host has acknowledged
+    nothing for this long."""
     options = {
         socket.TCP_KEEPIDLE: max(1, round(peer_timeout_s / 2)),
         socket.TCP_KEEPINTVL: max(1, round(peer_timeout_s / 6)),
@@ -45,7 +50,8 @@ def watched_socket(address_info: tuple, *, peer_timeout_s: float) -> socket.sock
 
 
 def connect(address: tuple[str, int], *, peer_timeout_s: float) -> socket.socket:
-    """A watched connection; where the host cannot be reached, one attempt after another for ``peer_timeout_s``.
+    """A watched connection; where the host cannot be reached, one attempt after another for
+    ``peer_timeout_s``.
 
     Raises:
         OSError: it was refused, or could not be reached in that time.
@@ -68,7 +74,8 @@ def is_unreachable(error: OSError) -> bool:
 
 
 def heartbeats(peer_timeout_s: float) -> dict[int, int]:
-    """Options of a ZeroMQ socket that drops a connection whose other side has said nothing for ``peer_timeout_s``."""
+    """Options of a ZeroMQ socket that drops a connection whose other side has said nothing for
+    ``peer_timeout_s``."""
     milliseconds = round(peer_timeout_s * 1000)
     return {
         zmq.HEARTBEAT_IVL: max(1, milliseconds // 4),
@@ -82,9 +89,12 @@ def heartbeats(peer_timeout_s: float) -> dict[int, int]:
 
 
 class Requester:
-    """A ZeroMQ REQ socket that says when the one who is to answer is gone; otherwise it would wait for an answer that is lost."""
+    """A ZeroMQ REQ socket that says when the one who is to answer is gone; otherwise it would wait for an
+    answer that is lost."""
 
-    def __init__(self, context: zmq.Context, address: str, *, peer_timeout_s: float, key: RunKey | None = None) -> None:
+    def __init__(
+        self, context: zmq.Context, address: str, *, peer_timeout_s: float, key: RunKey | None = None
+    ) -> None:
         self._address, self._peer_timeout_s = address, peer_timeout_s
         self._socket = context.socket(zmq.REQ)
         if key is not None:
@@ -102,7 +112,9 @@ class Requester:
         self._socket.connect(address)
 
     def send(self, message: bytes) -> None:
-        while self._events.poll(0):  # of the time before: a connection that was lost and made anew is as good as any
+        while self._events.poll(
+            0
+        ):  # of the time before: a connection that was lost and made anew is as good as any
             self._is_connected = self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if not self._is_connected:
             self._connect_until = time.monotonic() + self._peer_timeout_s
@@ -123,10 +135,14 @@ class Requester:
                 return True
             if self._events in ready:
                 self._is_connected = self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                if not self._is_connected and not self._socket.poll(0):  # the answer may have come last of all
+                if not self._is_connected and not self._socket.poll(
+                    0
+                ):  # the answer may have come last of all
                     raise PeerLost(f"lost the connection to {self._address}: its process or its host is gone")
             elif not self._is_connected and time.monotonic() >= self._connect_until:
-                raise PeerLost(f"no connection to {self._address} in {self._peer_timeout_s:g} s: its process or its host is gone")
+                raise PeerLost(
+                    f"no connection to {self._address} in {self._peer_timeout_s:g} s: its process or its host is gone"
+                )
             elif time.monotonic() >= deadline:
                 return False
 

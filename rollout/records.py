@@ -53,7 +53,8 @@ class Score:
     value: float
     parts: dict[str, float] = field(default_factory=dict)
     correct: bool = False
-    """Whether the response counts as right in an evaluation; said by ``Scorer``, not by single reward functions."""
+    """Whether the response counts as right in an evaluation; said by ``Scorer``, not by single reward
+    functions."""
     error: str | None = None
     """Why scoring failed (what failed counts 0), else None."""
 

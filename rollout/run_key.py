@@ -1,7 +1,8 @@
 """The key of a run: who may ask its servers and its sampler for anything.
 
-It lies in the run folder, where only the user who runs can read it: whoever can read it is trusted. SGLang's servers, the router and the
-sample role refuse those who do not prove it. It is on no command line (``ps`` shows those to everyone) and in no environment.
+It lies in the run folder, where only the user who runs can read it: whoever can read it is trusted. SGLang's
+servers, the router and the sample role refuse those who do not prove it. It is on no command line (``ps``
+shows those to everyone) and in no environment.
 """
 
 import hashlib
@@ -35,7 +36,8 @@ class RunKey:
         return {"Authorization": f"Bearer {self.secret}"}
 
     def curve_pair(self, side: Side) -> tuple[bytes, bytes]:
-        """(public, secret), for ZeroMQ's CURVE: each side's pair follows from the key, so both know both public ones."""
+        """(public, secret), for ZeroMQ's CURVE: each side's pair follows from the key, so both know both
+        public ones."""
         secret = z85.encode(hmac.digest(self.secret.encode(), f"tandem {side}".encode(), hashlib.sha256))
         return zmq.curve_public(secret), secret
 
@@ -66,7 +68,9 @@ def _make(file: Path) -> None:
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "w") as target:
-            target.write(f'# Whoever reads this may control the servers of this run.\n{FIELD}: "{secrets.token_hex(32)}"\n')
+            target.write(
+                f'# Whoever reads this may control the servers of this run.\n{FIELD}: "{secrets.token_hex(32)}"\n'
+            )
         with suppress(FileExistsError):
             os.link(fresh, file)
     finally:

@@ -1,4 +1,5 @@
-"""A tiny model with a real tokenizer, small enough to be trained on two CPU cores in minutes: Qwen3, Qwen3-MoE or Mixtral."""
+"""A tiny model with a real tokenizer, small enough to be trained on two CPU cores in minutes: Qwen3,
+Qwen3-MoE or Mixtral."""
 
 import os
 import shutil
@@ -24,9 +25,14 @@ FAMILIES = {
     "qwen3_moe": (
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
-        _EXPERTS | {"intermediate_size": 384, "moe_intermediate_size": 96, "num_experts": 8, "norm_topk_prob": True},
+        _EXPERTS
+        | {"intermediate_size": 384, "moe_intermediate_size": 96, "num_experts": 8, "norm_topk_prob": True},
     ),
-    "mixtral": (MixtralConfig, MixtralForCausalLM, _EXPERTS | {"intermediate_size": 96, "num_local_experts": 8}),
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        _EXPERTS | {"intermediate_size": 96, "num_local_experts": 8},
+    ),
 }
 """Of each: the classes, and what the others do not share."""
 
@@ -40,9 +46,9 @@ VOCAB_MULTIPLE = 8
 def make_tiny_countdown_model(folder: Path, *, seed: int, family: str = "qwen3") -> None:
     """Write a Hugging Face folder of a randomly initialised model (float32) for the Countdown task.
 
-    ``family`` is one of ``FAMILIES``. Qwen3 has 0.79 M parameters; the two with 8 experts in every layer have 1.4 M, of which a token
-    uses those of 2 experts and the rest (0.5 M). The folder appears under its name only when complete. The same ``seed`` gives the
-    same weights.
+    ``family`` is one of ``FAMILIES``. Qwen3 has 0.79 M parameters; the two with 8 experts in every layer have
+    1.4 M, of which a token uses those of 2 experts and the rest (0.5 M). The folder appears under its name
+    only when complete. The same ``seed`` gives the same weights.
 
     Raises:
         ValueError: ``folder`` exists already, or ``family`` is unknown.
@@ -64,9 +70,11 @@ def make_tiny_countdown_model(folder: Path, *, seed: int, family: str = "qwen3")
 
 
 def _character_tokenizer() -> PreTrainedTokenizerFast:
-    """One character per token. What is not in the vocabulary becomes <unk>, so that it shows instead of vanishing."""
+    """One character per token. What is not in the vocabulary becomes <unk>, so that it shows instead of
+    vanishing."""
     tokens = [*SPECIAL_TOKENS, *CHARACTERS]
-    # The filling tokens are ordinary ones: if the model ever samples one, its text spoils the answer, as it should.
+    # The filling tokens are ordinary ones: if the model ever samples one, its text spoils the answer, as it
+    # should.
     tokens += [f"<unused_{i}>" for i in range(-len(tokens) % VOCAB_MULTIPLE)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.named_files import TOKENIZERS
+from configs.reading.named_files import TOKENIZERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,7 +18,9 @@ def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
     """
     model_dir = Path(model_dir)
     if not model_dir.is_dir():
-        raise ValueError(f"model folder {model_dir} does not exist; set model.path to a Hugging Face folder on this disk")
+        raise ValueError(
+            f"model folder {model_dir} does not exist; set model.path to a Hugging Face folder on this disk"
+        )
     if not any((model_dir / name).is_file() for name in TOKENIZERS):
         raise ValueError(
             f"model folder {model_dir} holds no tokenizer (none of {', '.join(TOKENIZERS)}); "
@@ -29,11 +31,14 @@ def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
     try:
         return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(f"the tokenizer in {model_dir} cannot be loaded: {error}; restore its tokenizer files") from error
+        raise ValueError(
+            f"the tokenizer in {model_dir} cannot be loaded: {error}; restore its tokenizer files"
+        ) from error
 
 
 def check_vocabulary_size(num_ids: int, vocab_size: int | None, model_dir: Path) -> None:
-    """Refuse a tokenizer that can give ids beyond the model's embedding: SGLang would die of the first such prompt.
+    """Refuse a tokenizer that can give ids beyond the model's embedding: SGLang would die of the first such
+    prompt.
 
     Raises:
         ValueError: the tokenizer has more tokens than the model.
@@ -50,11 +55,13 @@ def encode_prompt(
 ) -> list[int]:
     """Token ids of a prompt, up to where the model's answer starts.
 
-    With a chat template: the system message (where given), ``text`` as the user's message, and the header of the assistant's turn.
-    Without: ``text`` alone, with the special tokens that the tokenizer itself puts around a text (such as Llama's begin token).
+    With a chat template: the system message (where given), ``text`` as the user's message, and the header of
+    the assistant's turn. Without: ``text`` alone, with the special tokens that the tokenizer itself puts
+    around a text (such as Llama's begin token).
 
     Raises:
-        ValueError: a template is asked for and there is none, a system prompt is given without a template, or nothing is left.
+        ValueError: a template is asked for and there is none, a system prompt is given without a template, or
+        nothing is left.
     """
     if apply_chat_template:
         token_ids = _encode_chat(tokenizer, text, system_prompt)
@@ -76,23 +83,31 @@ def _encode_chat(tokenizer: "PreTrainedTokenizerBase", text: str, system_prompt:
         )
     messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     messages.append({"role": "user", "content": text})
-    return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+    return list(
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    )
 
 
 def end_token_ids(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> list[int]:
-    """Every token id that ends an answer: first the tokenizer's own, then the others of generation_config.json and config.json, ascending.
+    """Every token id that ends an answer: first the tokenizer's own, then the others of
+    generation_config.json and config.json, ascending.
 
-    The first is the one to end a written answer with (supervised training); all of them stop sampling. Chat models often end a
-    turn with another token than the tokenizer's own, and name it only in generation_config.json.
+    The first is the one to end a written answer with (supervised training); all of them stop sampling. Chat
+    models often end a turn with another token than the tokenizer's own, and name it only in
+    generation_config.json.
 
     Raises:
         ValueError: a file is not valid JSON, an id is not an integer, or no id is given anywhere.
     """
     own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    named = {i for name in ("generation_config.json", "config.json") for i in _eos_ids_in(Path(model_dir) / name)}
+    named = {
+        i for name in ("generation_config.json", "config.json") for i in _eos_ids_in(Path(model_dir) / name)
+    }
     found = own + sorted(named.difference(own))
     if not found:
-        raise ValueError(f"{model_dir} names no end-of-sequence token; set eos_token_id in its generation_config.json")
+        raise ValueError(
+            f"{model_dir} names no end-of-sequence token; set eos_token_id in its generation_config.json"
+        )
     return found
 
 
@@ -101,7 +116,10 @@ def _eos_ids_in(path: Path) -> list[int]:
         return []
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # also a decoding error of UTF-8, and values nested too deep
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also a decoding error of UTF-8, and values nested too deep
         raise ValueError(f"{path} is not valid JSON: {error}; restore the file of the model") from error
     ids = content.get("eos_token_id") if isinstance(content, dict) else None
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]

@@ -8,11 +8,11 @@ from torch import Tensor
 from configs.schema.critic import CriticConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.model import ModelConfig
-from parallel.layout import check_critic_vocabulary, read_hf_config
-from parallel.megatron_engine import ValueEngine
+from parallel.engine import ValueEngine
 from parallel.packing import PackedBatch
-from trainer.metrics import Metric, merge_metrics, merge_over_ranks
-from trainer.value_loss import value_loss
+from parallel.planning.layout import check_critic_vocabulary, read_hf_config
+from trainer.algorithm.value_loss import value_loss
+from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,8 @@ class CriticUpdate:
 class Critic:
     """A value model beside the policy, in the policy's layout.
 
-    ``engine`` saves and loads its checkpoints. Raises ValueError where the critic's model does not know every token of the policy's.
+    ``engine`` saves and loads its checkpoints. Raises ValueError where the critic's model does not know every
+    token of the policy's.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class Critic:
 
     def update(self, minibatch: Sequence[PackedBatch]) -> CriticUpdate:
         """Forward, loss, backward, clip, step. Raises NonFiniteError before any weight has changed."""
-        result = self.engine.update(minibatch, lambda batch, values_T: value_loss(batch, values_T, value_clip=self._value_clip))
+        result = self.engine.update(
+            minibatch, lambda batch, values_T: value_loss(batch, values_T, value_clip=self._value_clip)
+        )
         metrics = merge_over_ranks(merge_metrics(result.outputs), self.engine.groups.dp_group)
         return CriticUpdate(metrics=metrics, grad_norm=result.grad_norm, lr=result.lr, skipped=result.skipped)

@@ -1,4 +1,5 @@
-"""The learner of one rank: which policy computes which log-probs, and one optimizer step. All ranks run it in step (SPMD)."""
+"""The learner of one rank: which policy computes which log-probs, and one optimizer step. All ranks run it in
+step (SPMD)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,15 +12,15 @@ from torch import Tensor
 
 from configs.schema import RunConfig
 from configs.schema.objective import KLConfig
-from parallel.megatron_engine import MegatronEngine, UpdateResult, ValueEngine
+from parallel.engine import MegatronEngine, UpdateResult, ValueEngine
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group
+from trainer.algorithm.kl_reward import KLInReward
+from trainer.algorithm.policy_loss import kept_factor, policy_loss, scale_losses
+from trainer.batch.step_batch import StepBatch, split_groups, step_batch
 from trainer.critic import Critic, CriticUpdate
-from trainer.metrics import Metric, Reduction, merge_metrics, merge_over_ranks
-from trainer.policy_loss import kept_factor, policy_loss, scale_losses
-from trainer.ranks import total_over
-from trainer.shaped_rewards import KLInReward
-from trainer.step_batch import StepBatch, split_groups, step_batch
+from trainer.ranks.metrics import Metric, Reduction, merge_metrics, merge_over_ranks
+from trainer.ranks.totals import total_over
 
 LOSSES = ("loss/", "critic/loss")
 
@@ -29,15 +30,18 @@ Scored = tuple[dict[str, Metric], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What the optimizer steps on one minibatch did, the policy's and the critic's. Metrics are the same on every rank."""
+    """What the optimizer steps on one minibatch did, the policy's and the critic's. Metrics are the same on
+    every rank."""
 
     metrics: dict[str, Metric] = field(default_factory=dict)
     logprobs: list[Tensor] = field(default_factory=list)
-    """Of the policy before its step, [T] of each micro-batch of this rank, on the CPU; empty where only the critic was trained."""
+    """Of the policy before its step, [T] of each micro-batch of this rank, on the CPU; empty where only the
+    critic was trained."""
 
 
 class Learner:
-    """Holds ``current`` (trained, and ``old`` before the first update of a step) and, where asked for, a frozen ``ref`` and a critic."""
+    """Holds ``current`` (trained, and ``old`` before the first update of a step) and, where asked for, a
+    frozen ``ref`` and a critic."""
 
     def __init__(self, config: RunConfig):
         self._config = config
@@ -51,8 +55,12 @@ class Learner:
             timeout_s=config.launch.collective_timeout_s,
         )
         policy_steps = (config.steps - config.critic_warmup_steps) * minibatches
-        self.engine = policy(settings.optimizer, total_optimizer_steps=policy_steps, recompute=settings.recompute)
-        self._reference = policy(None, total_optimizer_steps=1, recompute="none") if config.kl.coefficient > 0 else None
+        self.engine = policy(
+            settings.optimizer, total_optimizer_steps=policy_steps, recompute=settings.recompute
+        )
+        self._reference = (
+            policy(None, total_optimizer_steps=1, recompute="none") if config.kl.coefficient > 0 else None
+        )
         self.critic = None
         if config.critic is not None:
             self.critic = Critic(
@@ -85,7 +93,8 @@ class Learner:
         return self.groups.rank == 0
 
     def offload(self) -> None:
-        """All models to host memory; until ``restore`` nothing else may be asked. All ranks are done at return."""
+        """All models to host memory; until ``restore`` nothing else may be asked. All ranks are done at
+        return."""
         for engine in self._engines:
             engine.offload()
         dist.barrier()
@@ -96,10 +105,15 @@ class Learner:
 
     @property
     def _engines(self) -> list[MegatronEngine | ValueEngine]:
-        return [engine for engine in (self.engine, self._reference, self.critic and self.critic.engine) if engine is not None]
+        return [
+            engine
+            for engine in (self.engine, self._reference, self.critic and self.critic.engine)
+            if engine is not None
+        ]
 
     def receive(self, groups: Sequence[Group] | None) -> StepBatch:
-        """Rank 0 has the groups, the others pass None; each gets its balanced share and the scalars of the whole step."""
+        """Rank 0 has the groups, the others pass None; each gets its balanced share and the scalars of the
+        whole step."""
         shares = [None] * self.groups.world_size
         if groups is not None:
             by_dp_rank = split_groups(
@@ -116,10 +130,11 @@ class Learner:
         return step_batch(mine[0])
 
     def score(self, batch: StepBatch, *, before_update: bool) -> StepBatch:
-        """``old``, ``ref`` and values of the sampled tokens, without gradient, by the update's own micro-batches.
+        """``old``, ``ref`` and values of the sampled tokens, without gradient, by the update's own
+        micro-batches.
 
-        ``old`` is the rollout in bypass mode, and stays unset where the policy's update, which comes next (``before_update``), gives it by
-        its own forward pass (``RunConfig.scores_old``).
+        ``old`` is the rollout in bypass mode, and stays unset where the policy's update, which comes next
+        (``before_update``), gives it by its own forward pass (``RunConfig.scores_old``).
         """
         if self._config.correction.mode == "bypass":
             batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
@@ -140,7 +155,8 @@ class Learner:
         return batch.scattered([logprobs_T for logprobs_T, _ in found])
 
     def update(self, minibatch: Sequence[PackedBatch], *, policy: bool) -> Update:
-        """Forward, loss, backward, clip, step; the critic's first, and the policy's where ``policy`` says so (not in the critic's warm-up).
+        """Forward, loss, backward, clip, step; the critic's first, and the policy's where ``policy`` says so
+        (not in the critic's warm-up).
 
         Raises NonFiniteError before any weight of that model has changed.
         """
@@ -172,16 +188,23 @@ class Learner:
             return kept_factor(over_ranks)
 
         grad_scale = scale_of if config.rejects_in_loss else None
-        result = self.engine.update(minibatch, keep_logprobs, temperature=config.rollout.temperature, grad_scale=grad_scale)
+        result = self.engine.update(
+            minibatch, keep_logprobs, temperature=config.rollout.temperature, grad_scale=grad_scale
+        )
         metrics = over_ranks or self._over_ranks(result.outputs)
-        metrics = per_minibatch(scale_losses(metrics, kept_factor(metrics))) | _optimizer_metrics("optim", result)
+        metrics = per_minibatch(scale_losses(metrics, kept_factor(metrics))) | _optimizer_metrics(
+            "optim", result
+        )
         return Update(metrics=metrics, logprobs=[logprobs_T for _, logprobs_T in result.outputs])
 
     def _over_ranks(self, outputs: list[Scored]) -> dict[str, Metric]:
         return merge_over_ranks(merge_metrics([found for found, _ in outputs]), self.groups.dp_group)
 
-    def logprobs_of(self, prompt: Sequence[int], completions: Sequence[Completion], *, temperature: float) -> list[list[float]]:
-        """The learner's own log-probs of each completion's tokens; every rank calls it with the same arguments."""
+    def logprobs_of(
+        self, prompt: Sequence[int], completions: Sequence[Completion], *, temperature: float
+    ) -> list[list[float]]:
+        """The learner's own log-probs of each completion's tokens; every rank calls it with the same
+        arguments."""
         token_ids = [[*prompt, *c.token_ids] for c in completions]
         masks = [[False] * len(prompt) + [True] * len(c.token_ids) for c in completions]
         batch = pack_sequences(
@@ -199,12 +222,16 @@ class Learner:
 
 
 def per_minibatch(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Losses, sums over a whole minibatch, as what becomes their mean when the updates of a step are merged. Counts stay sums."""
-    return {name: Metric.quotient(m.value, 1) if name.startswith(LOSSES) else m for name, m in metrics.items()}
+    """Losses, sums over a whole minibatch, as what becomes their mean when the updates of a step are merged.
+    Counts stay sums."""
+    return {
+        name: Metric.quotient(m.value, 1) if name.startswith(LOSSES) else m for name, m in metrics.items()
+    }
 
 
 def _optimizer_metrics(part: str, step: UpdateResult | CriticUpdate) -> dict[str, Metric]:
-    """Of a step with several minibatches: the greatest norm and the mean learning rate of the updates done, and how many were skipped."""
+    """Of a step with several minibatches: the greatest norm and the mean learning rate of the updates done,
+    and how many were skipped."""
     done = 0 if step.skipped else 1
     metrics = {
         f"{part}/grad_norm": Metric(reduction=Reduction.MAX, parts=(step.grad_norm,) * done),

@@ -5,17 +5,19 @@
     correct               importance weights and rejection, from old against rollout
     compute_advantages    from rewards of the whole step, less the KL to ref where it is in the reward
     learner.update        forward, loss, backward, clip, step; once per minibatch
-                          (with a single minibatch current is old: then score leaves old out, and the loss does what correct
-                          would have done, from its own forward pass; in bypass mode it does so against current)
+                          (with a single minibatch current is old: then score leaves old out, and the loss
+                          does what correct would have done, from its own forward pass; in bypass mode it does
+                          so against current)
     weight_sync.publish   pause, broadcast, verify, resume
 
-Synchronous: every token of a step is sampled by the weights that the step starts from. All ranks run this page; what is
-only for one of them (asking, tracking, writing) does nothing on the others. Where learner and servers share devices they take turns
-(``trainer/turns.py``).
+Synchronous: every token of a step is sampled by the weights that the step starts from. All ranks run this
+page; what is only for one of them (asking, tracking, writing) does nothing on the others. Where learner and
+servers share devices they take turns (``trainer/turns.py``).
 
-A run is interrupted (a request to stop, a failure of the rollout side) on all ranks together, and between two steps. While groups
-are waited for, nothing has moved: the step is dropped. Once its weights have moved, the step is done, whether or not the servers took
-them: it is recorded, without its evaluation where that did not come about (a resumed run makes up for it), and only then the run ends.
+A run is interrupted (a request to stop, a failure of the rollout side) on all ranks together, and between two
+steps. While groups are waited for, nothing has moved: the step is dropped. Once its weights have moved, the
+step is done, whether or not the servers took them: it is recorded, without its evaluation where that did not
+come about (a resumed run makes up for it), and only then the run ends.
 """
 
 import time
@@ -24,16 +26,16 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from configs.schema import RunConfig
-from trainer.advantages import compute_advantages
-from trainer.alarms import check_alarms
-from trainer.correction import correct
-from trainer.interruption import INTERRUPTIONS, Postponed
+from trainer.algorithm.advantages import compute_advantages
+from trainer.algorithm.correction import correct
+from trainer.checkpointing import Checkpointer
 from trainer.learner import Learner
+from trainer.ranks.interruption import INTERRUPTIONS, Postponed
 from trainer.recording import Recorder
-from trainer.resume import Checkpointer
 from trainer.sampling import Sampled, SharedSampler
 from trainer.step_metrics import evaluation_metrics, step_metrics
-from trainer.tracking import Tracker
+from trainer.tracking.alarms import check_alarms
+from trainer.tracking.tracker import Tracker
 from trainer.turns import OwnDevices
 from trainer.weight_sync import WeightSync
 
@@ -56,7 +58,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a training run is made of; ``launch/learning.py`` builds it."""
+    """What a training run is made of; ``launch/roles/learn.py`` builds it."""
 
     config: RunConfig
     learner: Learner
@@ -82,30 +84,50 @@ def train(run: Run) -> None:
         clock, rest, trains_policy = Clock(run.doing), Postponed(), step > config.critic_warmup_steps
         with clock.time("step"):
             with clock.time("sampling"):
-                sampled = sampler.next_groups(rollout.prompts_per_step, newest=learner.version, max_staleness=rollout.max_staleness)
+                sampled = sampler.next_groups(
+                    rollout.prompts_per_step, newest=learner.version, max_staleness=rollout.max_staleness
+                )
                 batch = learner.receive(sampled.groups)
             tell_of_failed_rewards(run, step, sampled)
             with clock.time("logprobs"):
                 run.turns.learners()
                 batch = learner.score(batch, before_update=trains_policy)
             correction = correct(batch.packed, config.correction, learner.total)
-            penalty_T, kl_metrics = learner.kl_in_reward.penalty(batch.packed, num_samples=len(batch.rewards_S), total=learner.total)
+            penalty_T, kl_metrics = learner.kl_in_reward.penalty(
+                batch.packed, num_samples=len(batch.rewards_S), total=learner.total
+            )
             advantages = compute_advantages(
-                batch.packed, batch.rewards_S, batch.group_ids_S, config.advantage, penalty_T=penalty_T, total=learner.total
+                batch.packed,
+                batch.rewards_S,
+                batch.group_ids_S,
+                config.advantage,
+                penalty_T=penalty_T,
+                total=learner.total,
             )
             batch = batch.with_advantages(advantages)
-            batch = batch.with_loss_weights(correction, config.aggregation, config.correction.denominator, learner.total)
+            batch = batch.with_loss_weights(
+                correction, config.aggregation, config.correction.denominator, learner.total
+            )
             run.recorder.record(step, batch, learner)
             with clock.time("update"):
-                updates = [learner.update(minibatch, policy=trains_policy) for minibatch in batch.minibatches()]
+                updates = [
+                    learner.update(minibatch, policy=trains_policy) for minibatch in batch.minibatches()
+                ]
             with clock.time("sync"):
                 sync = rest.attempt(run.weight_sync.publish)
 
         with clock.time("evaluation"):
             evaluation = rest.attempt(sampler.evaluate) if is_evaluation_step(step, config) else None
         metrics = step_metrics(
-            sampled=sampled, batch=batch, measured=[kl_metrics, advantages.metrics, correction.metrics], updates=updates, sync=sync,
-            evaluation=evaluation, seconds=clock.seconds, mode=config.correction.mode, group=learner.groups.dp_group,
+            sampled=sampled,
+            batch=batch,
+            measured=[kl_metrics, advantages.metrics, correction.metrics],
+            updates=updates,
+            sync=sync,
+            evaluation=evaluation,
+            seconds=clock.seconds,
+            mode=config.correction.mode,
+            group=learner.groups.dp_group,
         )
         if run.tracker is not None:
             run.tracker.log(step, metrics, check_alarms(metrics, config.alarms))
@@ -120,11 +142,14 @@ def tell_of_failed_rewards(run: Run, step: int, sampled: Sampled) -> None:
     """On the console, the first time; from then on metrics and alarms tell how many there are."""
     if run.tracker is not None and sampled.stats.first_failure is not None:
         failed = f"{sampled.stats.failed_rewards} of {sampled.stats.scored} rewards failed"
-        run.tracker.warn_once("failed rewards", f"step {step}: {failed}; the first, of {sampled.stats.first_failure}")
+        run.tracker.warn_once(
+            "failed rewards", f"step {step}: {failed}; the first, of {sampled.stats.first_failure}"
+        )
 
 
 def evaluate_before(run: Run) -> None:
-    """Held-out accuracy of what the run starts from: a fresh one's model (step 0), or a step that was interrupted before its evaluation."""
+    """Held-out accuracy of what the run starts from: a fresh one's model (step 0), or a step that was
+    interrupted before its evaluation."""
     is_due = run.evaluation_owed or (run.first_step == 1 and run.config.evaluation.at_ends)
     if not is_due:
         return
@@ -132,7 +157,10 @@ def evaluate_before(run: Run) -> None:
     with clock.time("evaluation"):
         evaluation = run.sampler.evaluate()
     if run.tracker is not None and evaluation is not None:
-        run.tracker.log(run.first_step - 1, evaluation_metrics(evaluation) | {"time/evaluation": clock.seconds["evaluation"]})
+        run.tracker.log(
+            run.first_step - 1,
+            evaluation_metrics(evaluation) | {"time/evaluation": clock.seconds["evaluation"]},
+        )
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""A step's batch on disk: what ``tandem replay`` needs to say, without any engine, what another correction would have made of it.
+"""A step's batch on disk: what ``tandem replay`` needs to say, without any engine, what another correction
+would have made of it.
 
-One safetensors file per recorded step, ``RUN/batches/step_000010.safetensors``: the packed fields of all ranks in the order of sequence
-ids, the rewards and groups of the step, and as metadata the step, the weight version it was sampled with, and a SHA-256 of it all.
-Legend: S sequences of the whole step, T their packed tokens.
+One safetensors file per recorded step, ``RUN/batches/step_000010.safetensors``: the packed fields of all
+ranks in the order of sequence ids, the rewards and groups of the step, and as metadata the step, the weight
+version it was sampled with, and a SHA-256 of it all. Legend: S sequences of the whole step, T their packed
+tokens.
 """
 
 import hashlib
@@ -22,7 +24,8 @@ from torch import Tensor
 from configs.schema.correction import CorrectionConfig
 from configs.schema.launch import RecordBatches, RecordEvery
 from parallel.packing import PackedBatch
-from trainer.step_batch import StepBatch
+from trainer.batch.files import batch_file, recorded_steps
+from trainer.batch.step_batch import StepBatch
 
 if TYPE_CHECKING:
     from trainer.learner import Learner
@@ -68,7 +71,8 @@ class Recorder:
     def record(self, step: int, batch: StepBatch, learner: "Learner") -> None:
         """Before the update, where this step is wanted.
 
-        That takes a forward pass where the step itself has none of ``old``: in bypass mode, and where current is old.
+        That takes a forward pass where the step itself has none of ``old``: in bypass mode, and where current
+        is old.
         """
         if not self._wants(step):
             return
@@ -86,14 +90,6 @@ class Recorder:
                 correction=self._correction,
             )
             write_batch(batch_file(self._folder, step), whole)
-
-
-def batch_file(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:06d}.safetensors"
-
-
-def recorded_steps(folder: Path) -> list[int]:
-    return sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.safetensors"))
 
 
 def in_order(parts: Sequence[PackedBatch]) -> PackedBatch:
@@ -145,12 +141,16 @@ def read_batch(path: Path) -> RecordedBatch:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
             if about.get("format") != FORMAT:
-                raise ValueError(f"{path} is no batch of this version of tandem (format {about.get('format')!r}, not {FORMAT!r})")
+                raise ValueError(
+                    f"{path} is no batch of this version of tandem (format {about.get('format')!r}, not {FORMAT!r})"
+                )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read as a recorded batch: {error}") from error
     if about.pop("sha256", None) != _digest(about, tensors):
-        raise ValueError(f"{path} is damaged: its content does not fit the SHA-256 that it was written with; replay another step")
+        raise ValueError(
+            f"{path} is damaged: its content does not fit the SHA-256 that it was written with; replay another step"
+        )
     per_step = {name: tensors.pop(name) for name in PER_STEP}
     try:
         packed = PackedBatch(**tensors)

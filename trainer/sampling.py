@@ -1,4 +1,5 @@
-"""The sample role as the learner's ranks see it: rank 0 asks and looks out for a request to stop; the others wait for how that went."""
+"""The sample role as the learner's ranks see it: rank 0 asks and looks out for a request to stop; the others
+wait for how that went."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,10 +7,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from rollout.records import Group
-from rollout.remote_sampler import RemoteSampler
-from rollout.sample_messages import EvaluationResult, SamplingStats
-from trainer.interruption import StopRequested
-from trainer.ranks import on_first_rank
+from rollout.sampling.messages import EvaluationResult, SamplingStats
+from rollout.sampling.remote import RemoteSampler
+from trainer.ranks.interruption import StopRequested
+from trainer.ranks.totals import on_first_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +22,9 @@ class Sampled:
 
 
 class SharedSampler:
-    """``next_groups`` and ``evaluate`` are collectives and raise an interruption on all ranks together (see trainer/interruption.py): that
-    the sample role failed, or that a stop was asked for before it answered. What it makes then is nobody's: the data stays where it was.
+    """``next_groups`` and ``evaluate`` are collectives. They raise an interruption on all ranks together (see
+    trainer/ranks/interruption.py) when the sample role fails, or when a stop is requested before it answers.
+    Its result is discarded then, and the data position does not advance.
 
     remote: None on all ranks but the first. stop_requested: why the run is to stop; None where it is not.
     """
@@ -34,8 +36,12 @@ class SharedSampler:
     def next_groups(self, count: int, *, newest: int, max_staleness: int) -> Sampled:
         def ask() -> Sampled:
             self._heed_stop()
-            groups, stats = self._remote.next_groups(count, newest=newest, max_staleness=max_staleness, meanwhile=self._heed_stop)
-            self._state = self._remote.state()  # now: a sample role that is gone, or busy with what nobody waits for, cannot be asked
+            groups, stats = self._remote.next_groups(
+                count, newest=newest, max_staleness=max_staleness, meanwhile=self._heed_stop
+            )
+            self._state = (
+                self._remote.state()
+            )  # now: a sample role that is gone, or busy with what nobody waits for, cannot be asked
             return Sampled(groups=groups, stats=stats)
 
         return on_first_rank(ask if self._remote is not None else None) or Sampled(groups=None, stats=None)
@@ -61,7 +67,8 @@ class SharedSampler:
             raise StopRequested(reason)
 
     def state(self) -> dict | None:
-        """Where in the data the groups handed out last end, or what was loaded; None before that, and on all ranks but the first."""
+        """Where in the data the groups handed out last end, or what was loaded; None before that, and on all
+        ranks but the first."""
         return self._state
 
     def load_state(self, state: dict | None) -> None:

@@ -1,6 +1,6 @@
 """The supervised warm start: next-token loss on the answer alone, by the same engine as the RL update.
 
-    loss = -(1 / N) sum over answer tokens of log pi(token | what precedes it),   N counted over the whole batch, all ranks
+loss = -(1 / N) sum over answer tokens of log pi(token | what precedes it),   N counted over the whole batch, all ranks
 """
 
 import time
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from configs.schema import SftConfig
 from configs.schema.run import CountdownSftData
-from parallel.layout import read_architecture, read_hf_config
-from parallel.megatron_engine import MegatronEngine
+from parallel.engine import MegatronEngine
 from parallel.packing import PackedBatch, pack_sequences
-from rollout.prompt_room import check_example_length
+from parallel.planning.layout import read_architecture, read_hf_config
+from rollout.sampling.prompt_room import check_example_length
 from rollout.tasks import generate_sft_examples, read_pairs
 from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
-from trainer.batching import packed_length, plan_batches
-from trainer.metrics import Metric, merge_metrics, merge_over_ranks
+from trainer.batch.plan import packed_length, plan_batches
+from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
 
 REPORT_EVERY_S = 5.0
 
@@ -32,7 +32,8 @@ class Example:
 
 
 def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
-    """Train ``config.model`` on ``config.data`` for ``config.steps`` and write ``config.output``. Every rank calls it.
+    """Train ``config.model`` on ``config.data`` for ``config.steps`` and write ``config.output``. Every rank
+    calls it.
 
     Raises ValueError for data that cannot be trained on (see ``load_examples``), before the model is loaded.
     """
@@ -52,7 +53,9 @@ def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
     started = said = time.perf_counter()
     tokens = 0
     for step, rows in enumerate(batches(len(examples), config), start=1):
-        microbatches, counted = local_batch([examples[r] for r in rows], config, dp_rank=engine.groups.dp_rank)
+        microbatches, counted = local_batch(
+            [examples[r] for r in rows], config, dp_rank=engine.groups.dp_rank
+        )
         result = engine.update(microbatches, _loss(1.0 / counted), temperature=1.0)
         tokens += counted
         now = time.perf_counter()
@@ -82,14 +85,18 @@ def load_examples(config: SftConfig) -> list[Example]:
     """Tokenised prompt + answer + end of sequence, in the order of the file or the generator.
 
     Raises:
-        ValueError: see ``read_pairs``; also an example that is too long for a micro-batch or for the model, naming its line.
+        ValueError: see ``read_pairs``; also an example that is too long for a micro-batch or for the model,
+        naming its line.
     """
     tokenizer = load_tokenizer(config.model.path)
     end = end_token_ids(tokenizer, config.model.path)[0]
     data = config.data
     if isinstance(data, CountdownSftData):
         made = generate_sft_examples(data.task, count=data.examples, noise=data.noise, seed=config.seed)
-        pairs = [(f"generated example {number}", prompt, answer) for number, (prompt, answer) in enumerate(made, start=1)]
+        pairs = [
+            (f"generated example {number}", prompt, answer)
+            for number, (prompt, answer) in enumerate(made, start=1)
+        ]
         template = False
     else:
         pairs = read_pairs(data.path, data.prompt_field, data.response_field)
@@ -100,7 +107,12 @@ def load_examples(config: SftConfig) -> list[Example]:
         prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=None, apply_chat_template=template)
         answer_ids = tokenizer.encode(answer, add_special_tokens=False)
         example = Example(token_ids=[*prompt_ids, *answer_ids, end], prompt_length=len(prompt_ids))
-        check_example_length(where, packed_length(example.token_ids), token_budget=config.token_budget, max_positions=max_positions)
+        check_example_length(
+            where,
+            packed_length(example.token_ids),
+            token_budget=config.token_budget,
+            max_positions=max_positions,
+        )
         examples.append(example)
     return examples
 
@@ -130,7 +142,9 @@ def local_batch(examples: list[Example], config: SftConfig, *, dp_rank: int) -> 
     mine = [examples[i] for i in ids]
     packed = pack_sequences(
         token_ids=[e.token_ids for e in mine],
-        response_masks=[[False] * e.prompt_length + [True] * (len(e.token_ids) - e.prompt_length) for e in mine],
+        response_masks=[
+            [False] * e.prompt_length + [True] * (len(e.token_ids) - e.prompt_length) for e in mine
+        ],
         rollout_logprobs=[[0.0] * len(e.token_ids) for e in mine],
         sequence_ids=ids,
     )

@@ -1,4 +1,5 @@
-"""Everything that is tracked of a step, by name. Names are ``part/quantity``; the report and the console line read them."""
+"""Everything that is tracked of a step, by name. Names are ``part/quantity``; the report and the console line
+read them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -7,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from rollout.records import FinishReason, Group
-from rollout.sample_messages import EvaluationResult, SamplingStats
+from rollout.sampling.messages import EvaluationResult, SamplingStats
+from trainer.algorithm.mismatch import negative_fraction, reward_metrics
+from trainer.algorithm.segments import count_per_sequence, sum_per_sequence
+from trainer.algorithm.value_loss import explained_variance
+from trainer.batch.step_batch import StepBatch
 from trainer.learner import Update
-from trainer.metrics import Metric, merge_metrics, merge_over_ranks, values
-from trainer.mismatch import negative_fraction, reward_metrics
+from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks, values
 from trainer.sampling import Sampled
-from trainer.segments import count_per_sequence, sum_per_sequence
-from trainer.step_batch import StepBatch
-from trainer.value_loss import explained_variance
 from trainer.weight_sync import SyncResult
 
 
@@ -34,7 +35,9 @@ def step_metrics(
 
     measured: of this rank's share, before the update. sync: None where it failed.
     """
-    found = values(merge_over_ranks(merge_metrics([*measured, reward_metrics_of(batch, updates, mode)]), group))
+    found = values(
+        merge_over_ranks(merge_metrics([*measured, reward_metrics_of(batch, updates, mode)]), group)
+    )
     found |= values(merge_metrics(u.metrics for u in updates)) | first_and_sign(updates, mode)
     explained = explained_variance(found)
     found |= {} if explained is None else {"critic/explained_variance": explained}
@@ -51,7 +54,8 @@ def step_metrics(
 
 
 def reward_metrics_of(batch: StepBatch, updates: Sequence[Update], mode: str) -> dict[str, Metric]:
-    """The mean reward as sampled, and as the learner's policy would have it: ``old``, or in bypass mode each minibatch's ``current``.
+    """The mean reward as sampled, and as the learner's policy would have it: ``old``, or in bypass mode each
+    minibatch's ``current``.
 
     Nothing of the kind in a critic's warm-up, where the policy may not have seen the batch at all.
     """
@@ -70,20 +74,22 @@ def reward_metrics_of(batch: StepBatch, updates: Sequence[Update], mode: str) ->
 
 
 def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
-    """Of the policy's updates: how often k1 of KL(old || current) was negative and, in decoupled mode, the ratio's extremes on the first
-    minibatch, where current is old and every ratio 1."""
+    """Of the policy's updates: how often k1 of KL(old || current) was negative and, in decoupled mode, the
+    ratio's extremes on the first minibatch, where current is old and every ratio 1."""
     policy = [values(u.metrics) for u in updates if "policy/ppo_kl" in u.metrics]
     if not policy:
         return {}
     names = ("ratio_max", "ratio_min") if mode == "decoupled" else ()
-    first = {f"policy/first_{name}": policy[0][f"policy/{name}"] for name in names if f"policy/{name}" in policy[0]}
+    first = {
+        f"policy/first_{name}": policy[0][f"policy/{name}"] for name in names if f"policy/{name}" in policy[0]
+    }
     estimates = [found["policy/ppo_kl"] for found in policy if "policy/ppo_kl" in found]
     return first | values({"policy/ppo_kl_negative_fraction": negative_fraction(estimates)})
 
 
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards and responses, as sampled. A part of the reward is averaged over the samples that have it: one whose reward failed has not
-    (``reward/failed`` counts them)."""
+    """Rewards and responses, as sampled. A part of the reward is averaged over the samples that have it: one
+    whose reward failed has not (``reward/failed`` counts them)."""
     samples = [t for g in groups for t in g.trajectories]
     rewards = [t.reward for t in samples]
     lengths = [sum(t.response_mask) for t in samples]
@@ -97,7 +103,8 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response/length_mean": sum(lengths) / len(lengths),
         "response/length_max": max(lengths),
         "response/tokens": sum(lengths),
-        "response/truncated_fraction": sum(t.finish_reason == FinishReason.LENGTH for t in samples) / len(samples),
+        "response/truncated_fraction": sum(t.finish_reason == FinishReason.LENGTH for t in samples)
+        / len(samples),
         "groups/no_signal_fraction": no_signal / len(groups),
     }
 

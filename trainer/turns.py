@@ -5,10 +5,11 @@
     BOTH      transfer, probe         there             -        there
     LEARNERS  score, update             -               -        there
 
-From the learner's turn to that of both the servers' weights come back as memory that holds anything: they are sent anew (each step does).
+From the learner's turn to that of both the servers' weights come back as memory that holds anything: they are
+sent anew (each step does).
 
-CUDA graphs of the servers stay where they are: they are small beside weights and cache, and refer to these by addresses, which SGLang's
-memory saver keeps.
+CUDA graphs of the servers stay where they are: they are small beside weights and cache, and refer to these by
+addresses, which SGLang's memory saver keeps.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,11 +18,11 @@ from enum import Enum, auto
 
 import torch.distributed as dist
 
-from parallel import platform
-from rollout.sglang_control import SGLangControl
-from trainer.interruption import Postponed
+from parallel.megatron import platform
+from rollout.servers.control import SGLangControl
 from trainer.learner import Learner
-from trainer.ranks import on_first_rank
+from trainer.ranks.interruption import Postponed
+from trainer.ranks.totals import on_first_rank
 
 CACHE, WEIGHTS = "kv_cache", "weights"
 
@@ -38,11 +39,13 @@ class OwnDevices:
         """The turn of both: learner and servers' weights are there, and nothing is sampled."""
 
     def servers(self) -> None:
-        """The servers' turn: they sample. Not right after the learner's: their weights have to be sent in between."""
+        """The servers' turn: they sample. Not right after the learner's: their weights have to be sent in
+        between."""
 
     @contextmanager
     def learner_there(self) -> Iterator[None]:
-        """For what needs the learner between two requests of the servers, such as a checkpoint; then whose turn it was goes on."""
+        """For what needs the learner between two requests of the servers, such as a checkpoint; then whose
+        turn it was goes on."""
         yield
 
 
@@ -55,11 +58,12 @@ class _Turn(Enum):
 class SharedDevices(OwnDevices):
     """Every method is a collective, and does nothing where it is that turn already.
 
-    A server that fails raises RolloutError on all ranks together; where it was to make room for the learner, the learner is there then, and
-    the turn is its own: what is gone needs no memory.
+    A server that fails raises RolloutError on all ranks together; where it was to make room for the learner,
+    the learner is there then, and the turn is its own: what is gone needs no memory.
 
     Args:
-        control: None on all ranks but the first. Its servers have been asked to ``make_room`` before the learner was built.
+        control: None on all ranks but the first. Its servers have been asked to ``make_room`` before the
+        learner was built.
     """
 
     are_shared = True

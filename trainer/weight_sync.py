@@ -1,7 +1,8 @@
 """Publishing: learner weights -> servers, verified before sampling goes on.
 
-One publish, all ranks together. Each pipeline stage sends its own weights: its ranks gather one tensor after another (over tensor- and
-expert-parallel ranks), and the first rank of the stage, its sender, broadcasts them in a process group of its own with the servers.
+One publish, all ranks together. Each pipeline stage sends its own weights: its ranks gather one tensor after
+another (over tensor- and expert-parallel ranks), and the first rank of the stage, its sender, broadcasts them
+in a process group of its own with the servers.
 
     rank 0             pause -> begin -> [ stage 0 ]------------------------------------> end -> versions and checksums -> resume -> probe
     sender of stage 1                      first bucket filled, waits for its turn -> [ stage 1 ] --^
@@ -9,21 +10,25 @@ expert-parallel ranks), and the first rank of the stage, its sender, broadcasts 
 
     [ stage ]  for each bucket: tell the servers, line its broadcast up behind the one in flight; then the stage gathers the next one
 
-A sender does not wait for a bucket before it asks the servers to receive the next one: they find that request, and its bytes, waiting when
-they have loaded the one before. Only the request that names the version waits for the answers to all buckets before it. A server that fails
-before it has received a bucket takes that one's bytes for the next one's: no harm, since its answer ends the update, and the run.
+A sender does not wait for a bucket before it asks the servers to receive the next one: they find that
+request, and its bytes, waiting when they have loaded the one before. Only the request that names the version
+waits for the answers to all buckets before it. A server that fails before it has received a bucket takes that
+one's bytes for the next one's: no harm, since its answer ends the update, and the run.
 
-Stages take turns: servers load one bucket at a time anyway, and only so is the very last bucket of all, which names the version and
-flushes the cache, known to be the last. A sender waits for the servers' answers to its own buckets, and at its turn for the stage before
-it; rank 0 waits for all stages (they tell it what they sent) before it ends the update. Rank 0 alone opens and closes an update. Each
-sender asks the servers itself to receive its buckets: a server that refuses never joins the broadcast, and only its answer says so.
+Stages take turns: servers load one bucket at a time anyway, and only so is the very last bucket of all, which
+names the version and flushes the cache, known to be the last. A sender waits for the servers' answers to its
+own buckets, and at its turn for the stage before it; rank 0 waits for all stages (they tell it what they
+sent) before it ends the update. Rank 0 alone opens and closes an update. Each sender asks the servers itself
+to receive its buckets: a server that refuses never joins the broadcast, and only its answer says so.
 
-Nothing samples between pause and the end of the probe: the learner asks for groups only after ``publish`` has returned.
-Any failure of the rollout side raises on all ranks together, which ends the run: a partial update never serves a training sample. A sender
-whose servers failed therefore goes on with the gathering, which its stage needs, and passes its turn on, marked.
+Nothing samples between pause and the end of the probe: the learner asks for groups only after ``publish`` has
+returned. Any failure of the rollout side raises on all ranks together, which ends the run: a partial update
+never serves a training sample. A sender whose servers failed therefore goes on with the gathering, which its
+stage needs, and passes its turn on, marked.
 
-Where checksums have shown every byte to be served, and the learner scores each step's samples by the very weights that sampled them,
-the samples themselves are the probe (``check_samples``), and ``publish`` asks for none of its own.
+Where checksums have shown every byte to be served, and the learner scores each step's samples by the very
+weights that sampled them, the samples themselves are the probe (``check_samples``), and ``publish`` asks for
+none of its own.
 """
 
 import math
@@ -39,22 +44,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema.rollout import Quantization
-from parallel.fake_quantization import with_int8_matrices
-from parallel.megatron_groups import Groups
-from parallel.platform import has_cuda
-from parallel.weight_transfer import Bucket, Buffers, UnderWay, WeightBroadcaster, make_buckets
+from parallel.megatron.groups import Groups
+from parallel.megatron.platform import has_cuda
+from parallel.weights.fake_quantization import with_int8_matrices
+from parallel.weights.transfer import Bucket, Buffers, UnderWay, WeightBroadcaster, make_buckets
 from rollout.client import RolloutError
 from rollout.connections import PEER_TIMEOUT_S
 from rollout.records import Completion
 from rollout.run_key import RunKey
-from rollout.sglang_control import ExpectedChecksums, Pending, Served, SGLangControl
+from rollout.servers.control import ExpectedChecksums, Pending, Served, SGLangControl
 from trainer.learner import Learner
-from trainer.ranks import on_first_rank
+from trainer.ranks.totals import on_first_rank
 from trainer.turns import OwnDevices
 
 GROUP = "tandem-weights"
 EXACT_TOLERANCE = 1e-4
-"""What a float32 learner and a float32 server may differ by: nats on a probe token, probability on any sampled token."""
+"""What a float32 learner and a float32 server may differ by: nats on a probe token, probability on any
+sampled token."""
 UNLIKELY_TOLERANCE = 1e-3
 """Nats on any sampled token, of which some are so unlikely that the rounding of their logits shows."""
 
@@ -64,7 +70,8 @@ class WeightSyncError(RolloutError):
 
 
 class ForeignSamplesError(RuntimeError):
-    """A step was trained on what other weights, or another softmax, have sampled. No interruption: its weights are not worth keeping."""
+    """A step was trained on what other weights, or another softmax, have sampled. No interruption: its
+    weights are not worth keeping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,16 +116,20 @@ class WeightSync:
         key: RunKey | None = None,
     ):
         """quantization: ``fake_int8`` rounds what is sent; see ``RolloutConfig``.
-        samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it. address: of this rank's host, where
-        the servers reach it if it is a sender. turns: None where the servers have devices of their own.
+        samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it. address:
+        of this rank's host, where the servers reach it if it is a sender. turns: None where the servers have
+        devices of their own.
         key: what the servers want proved."""
         self._learner, self._control = learner, control
         self._turns = turns or OwnDevices()
         self._dtype = getattr(torch, rollout_dtype)
-        self._exact = rollout_dtype == "float32" and learner.engine.dtype == torch.float32 and quantization == "none"
+        self._exact = (
+            rollout_dtype == "float32" and learner.engine.dtype == torch.float32 and quantization == "none"
+        )
         self._rounds = quantization == "fake_int8"
         self._temperature, self._probe_prompt, self._probe_tokens = temperature, probe_prompt, probe_tokens
-        # SGLang's checksum is SHA-256 of its tensors only on CPU, and experts it arranges in its own way; there the probe stands alone.
+        # SGLang's checksum is SHA-256 of its tensors only on CPU, and experts it arranges in its own way;
+        # there the probe stands alone.
         self._checks_bytes = not has_cuda() and learner.engine.architecture.experts is None
         self._tensor_parallel = tensor_parallel
         self._samples_are_probes = samples_are_probes and self._checks_bytes
@@ -129,13 +140,20 @@ class WeightSync:
         if learner.groups.is_stage_first:
             # The control of rank 0 serves its own stage too.
             of_stage = control or SGLangControl(
-                urls[0], tensor_parallel=tensor_parallel, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s, key=key
+                urls[0],
+                tensor_parallel=tensor_parallel,
+                timeout_s=timeout_s,
+                peer_timeout_s=peer_timeout_s,
+                key=key,
             )
             with in_turn(learner.groups):
-                self._sender = StageSender(of_stage, tensor_parallel, backend, timeout_s, address, stage=learner.groups.pp_rank)
+                self._sender = StageSender(
+                    of_stage, tensor_parallel, backend, timeout_s, address, stage=learner.groups.pp_rank
+                )
 
     def publish(self) -> SyncResult:
-        """Send the current weights under the next version, which is theirs from now on, and prove that they are what the servers serve.
+        """Send the current weights under the next version, which is theirs from now on, and prove that they
+        are what the servers serve.
 
         Raises RolloutError on all ranks together where a server or the transfer fails.
         """
@@ -143,14 +161,16 @@ class WeightSync:
         return self._send(self._learner.version)
 
     def restore(self) -> SyncResult:
-        """Send the current weights under their own version: after a resume, when the servers hold the model of the start."""
+        """Send the current weights under their own version: after a resume, when the servers hold the model
+        of the start."""
         return self._send(self._learner.version)
 
     def take_over(self, *, sends: bool) -> None:
-        """Make servers ready that may have outlived an earlier learner; all ranks together, before anything is sampled.
+        """Make servers ready that may have outlived an earlier learner; all ranks together, before anything
+        is sampled.
 
-        They get the current weights where an update was broken off or they hold another version, and in any case where ``sends``. Until
-        these are verified they stay paused: half an update never serves.
+        They get the current weights where an update was broken off or they hold another version, and in any
+        case where ``sends``. Until these are verified they stay paused: half an update never serves.
         """
         needed = [on_first_rank(self._control and self._finds_other_weights)]
         dist.broadcast_object_list(needed, src=0)
@@ -169,12 +189,16 @@ class WeightSync:
         self._turns.both()
         opening = self._control.open_update() if self._control is not None else None
         of_stages: list[SentByRank] = [SentByRank()] * groups.pp_size
-        dist.all_gather_object(of_stages, self._send_stage(version, opening), group=groups.pp_group)  # rank 0's pipeline: all senders
+        dist.all_gather_object(
+            of_stages, self._send_stage(version, opening), group=groups.pp_group
+        )  # rank 0's pipeline: all senders
         on_first_rank(self._control and (lambda: self._finish(version, of_stages)))
         self._turns.servers()
         gap = None if self._samples_are_probes else self.probe(self._temperature)
         total = sum(sent.bytes for sent in of_stages)
-        return SyncResult(version=version, bytes=total, seconds=time.perf_counter() - started, max_logprob_gap=gap)
+        return SyncResult(
+            version=version, bytes=total, seconds=time.perf_counter() - started, max_logprob_gap=gap
+        )
 
     def _send_stage(self, version: int, opening: Pending | None) -> SentByRank:
         """This rank's part of the transfer of its pipeline stage."""
@@ -191,14 +215,19 @@ class WeightSync:
             pass
         return sent
 
-    def _send_as_sender(self, exported: Iterator[tuple[str, Tensor]], version: int, opening: Pending | None) -> SentByRank:
+    def _send_as_sender(
+        self, exported: Iterator[tuple[str, Tensor]], version: int, opening: Pending | None
+    ) -> SentByRank:
         groups = self._learner.groups
         buckets = make_buckets(exported, dtype=self._dtype, buffers=self._buffers)
         first = next(buckets)
         with in_turn(groups):
-            # Only the very last bucket names the version (and flushes): an update that breaks off is never reported under its new one.
+            # Only the very last bucket names the version (and flushes): an update that breaks off is never
+            # reported under its new one.
             last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
-            checksums, size = self._sender.send(first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None, opening)
+            checksums, size = self._sender.send(
+                first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None, opening
+            )
         self._buffers.release()
         return SentByRank(checksums=checksums, bytes=size)
 
@@ -212,7 +241,9 @@ class WeightSync:
             self._control.resume()
 
     def _new_checksums(self) -> ExpectedChecksums:
-        return ExpectedChecksums(tensor_parallel=self._tensor_parallel, kv_heads=self._learner.engine.architecture.num_kv_heads)
+        return ExpectedChecksums(
+            tensor_parallel=self._tensor_parallel, kv_heads=self._learner.engine.architecture.num_kv_heads
+        )
 
     def _check_served(self, version: int, expected: Mapping[str, str], served: Served) -> None:
         if set(served.versions) != {version}:
@@ -220,17 +251,24 @@ class WeightSync:
         if not self._checks_bytes:
             return
         for url, found in zip(self._control.urls, served.checksums, strict=True):
-            wrong = sorted(name for name in expected.keys() | found.keys() if found.get(name) != expected.get(name))
+            wrong = sorted(
+                name for name in expected.keys() | found.keys() if found.get(name) != expected.get(name)
+            )
             if wrong or not expected:
-                raise WeightSyncError(f"{url} holds other bytes than were sent as version {version}, in {len(wrong)} tensors: {wrong[:5]}")
+                raise WeightSyncError(
+                    f"{url} holds other bytes than were sent as version {version}, in {len(wrong)} tensors: {wrong[:5]}"
+                )
 
     def probe(self, temperature: float) -> float:
-        """Largest |log p_server - log p_learner| over tokens that each replica samples for the probe prompt, in nats.
+        """Largest |log p_server - log p_learner| over tokens that each replica samples for the probe prompt,
+        in nats.
 
         Raises WeightSyncError above 1e-4 when both engines hold float32: then only rounding order may differ.
         """
         control = self._control
-        ask = control and partial(control.probe, self._probe_prompt, max_new_tokens=self._probe_tokens, temperature=temperature)
+        ask = control and partial(
+            control.probe, self._probe_prompt, max_new_tokens=self._probe_tokens, temperature=temperature
+        )
         answers: list[list[Completion] | None] = [on_first_rank(ask)]
         dist.broadcast_object_list(answers, src=0)
         completions = answers[0]
@@ -239,9 +277,16 @@ class WeightSync:
         theirs = [x for completion in completions for x in completion.rollout_logprobs]
         ours = [x for row in mine for x in row]
         # torch's maximum, unlike Python's, does not lose a NaN.
-        gap = (torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64)).abs().max().item()
+        gap = (
+            (torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64))
+            .abs()
+            .max()
+            .item()
+        )
         if not math.isfinite(gap):
-            raise WeightSyncError(f"a probe log-prob is not finite after version {self._learner.version}: server {theirs}, learner {ours}")
+            raise WeightSyncError(
+                f"a probe log-prob is not finite after version {self._learner.version}: server {theirs}, learner {ours}"
+            )
         if self._exact and gap > EXACT_TOLERANCE:
             raise WeightSyncError(
                 f"after version {self._learner.version}, learner and server differ by {gap:.2e} nats on the probe prompt at temperature "
@@ -250,10 +295,14 @@ class WeightSync:
         return gap
 
     def check_samples(self, metrics: Mapping[str, float]) -> None:
-        """Raise ForeignSamplesError where a sampled token shows that the servers' policy was not the learner's (float32 on both sides)."""
+        """Raise ForeignSamplesError where a sampled token shows that the servers' policy was not the
+        learner's (float32 on both sides)."""
         if not (self._exact and self._samples_are_probes):
             return
-        for name, tolerance, unit in (("abs_prob_max", EXACT_TOLERANCE, ""), ("logprob_gap_max", UNLIKELY_TOLERANCE, " nats")):
+        for name, tolerance, unit in (
+            ("abs_prob_max", EXACT_TOLERANCE, ""),
+            ("logprob_gap_max", UNLIKELY_TOLERANCE, " nats"),
+        ):
             gap = metrics.get(f"mismatch/{name}", 0.0)
             if not gap <= tolerance:
                 raise ForeignSamplesError(
@@ -270,12 +319,20 @@ class StageSender:
     """One pipeline stage's line to all servers: a transfer group, and the requests that belong to it."""
 
     def __init__(
-        self, control: SGLangControl, tensor_parallel: int, backend: str, timeout_s: float, address: str = "127.0.0.1", *, stage: int = 0
+        self,
+        control: SGLangControl,
+        tensor_parallel: int,
+        backend: str,
+        timeout_s: float,
+        address: str = "127.0.0.1",
+        *,
+        stage: int = 0,
     ):
         """Make the transfer group: the servers join (told over HTTP) while this process does."""
         self._control = control
         world_size = 1 + len(control.urls) * tensor_parallel
-        # The same name in every life of the run: so servers that outlive a learner can be told to leave its group.
+        # The same name in every life of the run: so servers that outlive a learner can be told to leave its
+        # group.
         name = f"{GROUP}-{stage}"
         self._broadcaster = WeightBroadcaster(
             world_size=world_size, backend=backend, timeout_s=timeout_s, address=address, group_name=name
@@ -298,9 +355,11 @@ class StageSender:
         expected: ExpectedChecksums | None,
         opening: Pending | None = None,
     ) -> tuple[dict[str, str], int]:
-        """All buckets; the last names ``version``. While one is in flight the next is filled (by ``further``), asked for and lined up.
+        """All buckets; the last names ``version``. While one is in flight the next is filled (by
+        ``further``), asked for and lined up.
 
-        opening: of the update, where that is still under way. The first failure of any answer that is due ends the transfer.
+        opening: of the update, where that is still under way. The first failure of any answer that is due
+        ends the transfer.
         """
         answers = Answers([] if opening is None else [opening])
         in_flight: UnderWay[None] | None = None
@@ -311,7 +370,9 @@ class StageSender:
             names_version = version is not None and bucket.is_last
             if names_version and in_flight is not None:
                 _wait_for(in_flight, answers)
-                answers.wait_for_all_but(0)  # or servers that failed to load one bucket would call the rest the new version
+                answers.wait_for_all_but(
+                    0
+                )  # or servers that failed to load one bucket would call the rest the new version
             receiving = self._control.receive_bucket(
                 names=bucket.names,
                 dtype=str(bucket.dtype).removeprefix("torch."),
@@ -374,7 +435,9 @@ def in_turn(groups: Groups) -> Iterator[None]:
     """
     failed = torch.zeros(1)
     if groups.pp_rank > 0:
-        dist.recv(failed, src=dist.get_global_rank(groups.pp_group, groups.pp_rank - 1), group=groups.pp_group)
+        dist.recv(
+            failed, src=dist.get_global_rank(groups.pp_group, groups.pp_rank - 1), group=groups.pp_group
+        )
     try:
         if failed.item():
             raise WeightSyncError("an earlier pipeline stage has failed to send its weights")
@@ -384,4 +447,6 @@ def in_turn(groups: Groups) -> Iterator[None]:
         raise
     finally:
         if groups.pp_rank < groups.pp_size - 1:
-            dist.send(failed, dst=dist.get_global_rank(groups.pp_group, groups.pp_rank + 1), group=groups.pp_group)
+            dist.send(
+                failed, dst=dist.get_global_rank(groups.pp_group, groups.pp_rank + 1), group=groups.pp_group
+            )

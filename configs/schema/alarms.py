@@ -10,12 +10,14 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class AlarmsConfig(Schema):
-    """Each alarm bears the name of its level here; None turns it off. What they mean stands in trainer/README.md."""
+    """Each alarm bears the name of its level here; None turns it off. What they mean stands in
+    trainer/README.md."""
 
     kept_min: Share | None = 0.0
     """Share of response tokens that the correction keeps: alarm at or below it."""
     first_ratio_tolerance: NonNegativeFloat | None = 1e-3
-    """Of current / old on the first minibatch, where both are the same weights: alarm where a ratio is farther from 1. Decoupled only."""
+    """Of current / old on the first minibatch, where both are the same weights: alarm where a ratio is
+    farther from 1. Decoupled only."""
     weight_mean_min: PositiveFloat | None = 0.5
     """Mean importance weight, after the bound and before normalisation."""
     weight_mean_max: PositiveFloat | None = 2.0
@@ -27,17 +29,21 @@ class AlarmsConfig(Schema):
     chi2_token_max: PositiveFloat | None = 1.0
     """Mean squared ratio of a token, less 1."""
     response_abs_prob_over_max: Share | None = 0.02
-    """Share of responses with a token whose two probabilities differ by more than 0.5. In the study that names this quantity (F. Yao et
-    al., 2025) 1 or 2 of 512 responses are over it with aligned layouts, and tens with different ones."""
+    """Share of responses with a token whose two probabilities differ by more than 0.5. In the study that
+    names this quantity (F. Yao et al., 2025) 1 or 2 of 512 responses are over it with aligned layouts, and
+    tens with different ones."""
     rejected_max: Share | None = 0.5
     """Share of the response tokens, and of the responses, that all rules together reject."""
 
     reward_failed_max: Share | None = 0.05
-    """Share of the samples whose reward raised, ran out of time or returned no number, and counts as 0. Where all fail, the run ends."""
+    """Share of the samples whose reward raised, ran out of time or returned no number, and counts as 0. Where
+    all fail, the run ends."""
 
     @model_validator(mode="after")
     def _weight_means_in_order(self):
         low, high = self.weight_mean_min, self.weight_mean_max
         if low is not None and high is not None and low >= high:
-            raise ValueError(f"alarms.weight_mean_min={low} is not below alarms.weight_mean_max={high}; a healthy mean is near 1")
+            raise ValueError(
+                f"alarms.weight_mean_min={low} is not below alarms.weight_mean_max={high}; a healthy mean is near 1"
+            )
         return self

@@ -12,7 +12,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 class Schema(BaseModel):
     """Frozen, closed (an unknown key is an error) and with every default stated once, here in the schema."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
+    )
 
 
 class Contradictions(ValueError):
@@ -34,10 +36,16 @@ def _can_be_looked_at(value: Any) -> Any:
         raise ValueError("an empty path; name a file or folder, `.` for the current folder")
     if isinstance(value, str) and (unexpanded := _UNEXPANDED.match(value)):
         fix = f"write the path out, {os.path.expandvars(os.path.expanduser(value))}"
-        raise ValueError(f"a path in a config is taken as it stands, and `{unexpanded[0]}` in it is not expanded; {fix}")
-    if isinstance(value, str) and (len(value.encode()) > LONGEST_PATH or any(len(n.encode()) > LONGEST_NAME for n in value.split("/"))):
+        raise ValueError(
+            f"a path in a config is taken as it stands, and `{unexpanded[0]}` in it is not expanded; {fix}"
+        )
+    if isinstance(value, str) and (
+        len(value.encode()) > LONGEST_PATH or any(len(n.encode()) > LONGEST_NAME for n in value.split("/"))
+    ):
         # of these even Path.exists raises
-        raise ValueError(f"longer than a path ({LONGEST_PATH} bytes) or a name in it ({LONGEST_NAME}) may be; use shorter names")
+        raise ValueError(
+            f"longer than a path ({LONGEST_PATH} bytes) or a name in it ({LONGEST_NAME}) may be; use shorter names"
+        )
     return value
 
 
@@ -83,7 +91,9 @@ Seconds = Annotated[PositiveFloat, at_most(2 * 10**6, "ZeroMQ waits for 24 days 
 """At most two million, 23 days."""
 Temperature = Annotated[
     PositiveFloat,
-    at_least(1e-3, "SGLang takes the likeliest token there, and its log-probs are those of another temperature"),
+    at_least(
+        1e-3, "SGLang takes the likeliest token there, and its log-probs are those of another temperature"
+    ),
     at_most(100, "every token is nearly as likely as any other there"),
 ]
 """Between 0.001 and 100."""

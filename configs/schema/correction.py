@@ -1,6 +1,7 @@
 """What stands between the log-probs of two engines and the loss: importance weights, rejection, veto.
 
-rho = pi_train / pi_rollout of a token. train is old in ``decoupled`` mode, current in ``bypass`` mode. Presets: ``configs/presets.py``.
+rho = pi_train / pi_rollout of a token. train is old in ``decoupled`` mode, current in ``bypass`` mode.
+Presets: ``configs/presets.py``.
 """
 
 from typing import Annotated, Any, Literal
@@ -10,8 +11,9 @@ from pydantic import Field, model_validator
 from configs.schema.base import NonNegativeFloat, PositiveFloat, Schema
 
 Level = Literal["token", "sequence", "geometric", "segment", "segment_geometric"]
-"""What a ratio is of: a token, the product over its sequence's valid tokens, that product's n-th root, the product over its segment (a
-stretch of consecutive valid tokens, such as one turn), or that product's n-th root."""
+"""What a ratio is of: a token, the product over its sequence's valid tokens, that product's n-th root, the
+product over its segment (a stretch of consecutive valid tokens, such as one turn), or that product's n-th
+root."""
 
 DEFAULT_UPPER = 2.0
 TWO_SIDED = ("clip", "mask")
@@ -28,24 +30,37 @@ class ImportanceWeight(Schema):
     """The weight of every token, from the ratio at ``level``; never with gradient."""
 
     level: Level = "token"
-    """What the ratio is of: a token, its whole response (product, or its n-th root), or its stretch of valid tokens."""
+    """What the ratio is of: a token, its whole response (product, or its n-th root), or its stretch of valid
+    tokens."""
     bound: Literal["truncate", "clip", "mask", "none"] = "truncate"
-    """truncate: min(rho, upper). clip: into [lower, upper]. mask: 0 outside [lower, upper], the token still counts (IcePop). none: rho."""
-    upper: PositiveFloat | None = Field(default_factory=lambda data: None if data.get("bound") == "none" else DEFAULT_UPPER)
+    """truncate: min(rho, upper). clip: into [lower, upper]. mask: 0 outside [lower, upper], the token still
+    counts (IcePop). none: rho."""
+    upper: PositiveFloat | None = Field(
+        default_factory=lambda data: None if data.get("bound") == "none" else DEFAULT_UPPER
+    )
     """2 where it is left out (and ``bound`` is not none)."""
-    lower: NonNegativeFloat | None = Field(default_factory=lambda data: _reciprocal(data) if data.get("bound") in TWO_SIDED else None)
+    lower: NonNegativeFloat | None = Field(
+        default_factory=lambda data: _reciprocal(data) if data.get("bound") in TWO_SIDED else None
+    )
     """Of clip and mask: 1 / upper where it is left out."""
     normalise: bool = False
-    """Divide the bounded weights by their mean over the step: over tokens at token level, else over sequences (segments)."""
+    """Divide the bounded weights by their mean over the step: over tokens at token level, else over sequences
+    (segments)."""
 
     @model_validator(mode="after")
     def _bounds_belong(self):
         if self.bound == "none" and (self.upper, self.lower) != (None, None):
-            raise ValueError("`bound: none` leaves ratios as they are: remove `upper` and `lower`, or choose another bound")
+            raise ValueError(
+                "`bound: none` leaves ratios as they are: remove `upper` and `lower`, or choose another bound"
+            )
         if (self.bound != "none" and self.upper is None) or (self.bound in TWO_SIDED and self.lower is None):
-            raise ValueError(f"`bound: {self.bound}` needs its bounds; give numbers instead of null, or set `bound: none`")
+            raise ValueError(
+                f"`bound: {self.bound}` needs its bounds; give numbers instead of null, or set `bound: none`"
+            )
         if self.bound == "truncate" and self.lower is not None:
-            raise ValueError("`bound: truncate` has no lower bound: remove `lower`, or use `bound: clip` or `bound: mask`")
+            raise ValueError(
+                "`bound: truncate` has no lower bound: remove `lower`, or use `bound: clip` or `bound: mask`"
+            )
         if self.upper is not None and self.lower is not None and self.lower > self.upper:
             raise ValueError(f"lower={self.lower} is above upper={self.upper}")
         return self
@@ -69,7 +84,9 @@ class RatioRule(Schema):
     @model_validator(mode="after")
     def _ordered(self):
         if self.lower > self.upper:
-            raise ValueError(f"lower={self.lower} (1 / upper where it is left out) is above upper={self.upper}; give both, lower first")
+            raise ValueError(
+                f"lower={self.lower} (1 / upper where it is left out) is above upper={self.upper}; give both, lower first"
+            )
         return self
 
 
@@ -85,14 +102,18 @@ class DivergenceRule(Schema):
 
 
 class DifferenceRule(Schema):
-    """Keeps what has lower <= p_train - p_rollout <= upper: the difference of the sampled token's two probabilities, with its sign."""
+    """Keeps what has lower <= p_train - p_rollout <= upper: the difference of the sampled token's two
+    probabilities, with its sign."""
 
     rule: Literal["difference"]
     reduce: Literal["token", "sum", "mean", "segment_mean"] = "token"
-    """Each token on its own, its whole sequence by the sum or mean over valid tokens, or its segment by the mean."""
+    """Each token on its own, its whole sequence by the sum or mean over valid tokens, or its segment by the
+    mean."""
     upper: PositiveFloat
     """Largest difference that is kept."""
-    lower: Annotated[float, Field(lt=0)] = Field(default_factory=lambda data: -data["upper"] if data.get("upper") else -1.0)
+    lower: Annotated[float, Field(lt=0)] = Field(
+        default_factory=lambda data: -data["upper"] if data.get("upper") else -1.0
+    )
     """-upper where it is left out."""
 
 
@@ -100,27 +121,34 @@ RejectionRule = Annotated[RatioRule | DivergenceRule | DifferenceRule, Field(dis
 
 
 class CorrectionConfig(Schema):
-    """What corrects the gap between the two engines' log-probs. A preset's name may stand in the block's place."""
+    """What corrects the gap between the two engines' log-probs. A preset's name may stand in the block's
+    place."""
 
     mode: Literal["decoupled", "bypass"] = "decoupled"
     """decoupled: rollout, old and current are three policies; old is the learner's own before the update.
-    bypass: old := rollout, without that forward pass; ratios, rejection and weights then compare current with rollout."""
+    bypass: old := rollout, without that forward pass; ratios, rejection and weights then compare current with
+    rollout."""
     loss: Literal["objective", "policy_gradient"] = "objective"
-    """objective: the run's ``objective`` (in bypass its ratio is current / rollout, which leaves no separate weight).
-    policy_gradient, only in bypass: -sg(w) log pi_current A takes its place, without clipping."""
-    weight: WeightConfig = Field(default_factory=lambda data: NoWeight() if _no_weight_fits(data) else ImportanceWeight())
+    """objective: the run's ``objective`` (in bypass its ratio is current / rollout, which leaves no separate
+    weight). policy_gradient, only in bypass: -sg(w) log pi_current A takes its place, without clipping."""
+    weight: WeightConfig = Field(
+        default_factory=lambda data: NoWeight() if _no_weight_fits(data) else ImportanceWeight()
+    )
     """In bypass mode with the run's objective: none, and nothing else."""
     reject: tuple[RejectionRule, ...] = ()
     """A token is kept where all rules pass it."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """One valid token with rho below this (before any bound) rejects its whole sequence. Usual: 1e-4 to 1e-6."""
+    """One valid token with rho below this (before any bound) rejects its whole sequence. Usual: 1e-4 to 1e-6.
+    """
     denominator: Literal["kept", "all"] = "kept"
     """What the loss is averaged over. kept: what no rule rejected; all: rejected tokens count as zeros."""
 
     @model_validator(mode="after")
     def _mode_fits(self):
         if self.loss == "policy_gradient" and self.mode != "bypass":
-            raise ValueError("`loss: policy_gradient` goes with `mode: bypass`; in decoupled mode set objective.type=policy_gradient")
+            raise ValueError(
+                "`loss: policy_gradient` goes with `mode: bypass`; in decoupled mode set objective.type=policy_gradient"
+            )
         if self.mode == "bypass":
             if self.loss == "objective" and self.weight.level != "none":
                 raise ValueError(

@@ -6,21 +6,24 @@ from configs.schema.model import ModelConfig
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """The learner's optimizer settings with a greater default step: the critic starts from a head of zeros and chases moving returns."""
+    """The learner's optimizer settings with a greater default step: the critic starts from a head of zeros
+    and chases moving returns."""
 
     lr: LearningRate = 1e-5
     """Learning rate of the critic, after the warm-up."""
 
 
 class CriticConfig(Schema):
-    """Layout, minibatches, token budget and recomputation are the learner's; the critic takes as many optimizer steps per batch."""
+    """Layout, minibatches, token budget and recomputation are the learner's; the critic takes as many
+    optimizer steps per batch."""
 
     model: ModelConfig | None = None
-    """The folder whose backbone the critic starts from, with the policy's vocabulary; None: the policy's own. The head starts at zero."""
+    """The folder whose backbone the critic starts from, with the policy's vocabulary; None: the policy's own.
+    The head starts at zero."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     value_clip: PositiveFloat | None = 0.2
-    """The loss counts a value as moved by at most this from the value that the advantages were computed with, in the unit of rewards;
-    null: unclipped."""
+    """The loss counts a value as moved by at most this from the value that the advantages were computed with,
+    in the unit of rewards; null: unclipped."""
     warmup_steps: NonNegativeInt = 0
-    """The first this many steps of the run train the critic alone and leave the policy as it is, so that its first advantages are not
-    those of an untrained critic."""
+    """The first this many steps of the run train the critic alone and leave the policy as it is, so that its
+    first advantages are not those of an untrained critic."""

@@ -6,11 +6,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from configs.schema.base import Count, GivenPath, NonNegativeInt, PositiveInt, Schema, Seconds, Siblings, Temperature
+from configs.schema.base import (
+    Count,
+    GivenPath,
+    NonNegativeInt,
+    PositiveInt,
+    Schema,
+    Seconds,
+    Siblings,
+    Temperature,
+)
 
 
 class NodesConfig(Schema):
-    """On which nodes the roles run: the learner's first, then the servers'. The sample role is on the learner's first node."""
+    """On which nodes the roles run: the learner's first, then the servers'. The sample role is on the
+    learner's first node."""
 
     learner: Count = 1
     """Nodes of the learner."""
@@ -19,8 +29,8 @@ class NodesConfig(Schema):
     gpus_per_node: NonNegativeInt = 8
     """Of every node; 0: nodes without GPUs."""
     interface: str | None = None
-    """Network interface by which the roles reach each other, on every node (also gloo's and NCCL's). None: the one that a node's host name
-    stands for, or else that of the default route."""
+    """Network interface by which the roles reach each other, on every node (also gloo's and NCCL's). None:
+    the one that a node's host name stands for, or else that of the default route."""
 
     @property
     def total(self) -> int:
@@ -55,7 +65,8 @@ class SlurmConfig(Schema):
     """What ``tandem slurm`` asks of Slurm. None: Slurm's own default."""
 
     time: Annotated[str, AfterValidator(_slurm_time)] = "24:00:00"
-    """Limit of one start, as ``hours:minutes:seconds`` or ``days-hours``; the job is requeued before it and goes on."""
+    """Limit of one start, as ``hours:minutes:seconds`` or ``days-hours``; the job is requeued before it and
+    goes on."""
     partition: OneWord | None = None
     """``--partition``"""
     account: OneWord | None = None
@@ -63,7 +74,8 @@ class SlurmConfig(Schema):
     qos: OneWord | None = None
     """``--qos``"""
     gpus: NonNegativeInt | None = None
-    """Of the one node of a run without ``launch.nodes``; 0 for a node without GPUs. None: one for each process of learner and servers."""
+    """Of the one node of a run without ``launch.nodes``; 0 for a node without GPUs. None: one for each
+    process of learner and servers."""
     cpus_per_node: PositiveInt | None = None
     """CPU cores of each node."""
     memory_per_node: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$")
@@ -77,37 +89,46 @@ class SlurmConfig(Schema):
     options: tuple[Option, ...] = ()
     """Further ``#SBATCH`` options, such as ``--exclusive``."""
     notice_s: PositiveInt = 180
-    """Seconds before the time limit at which the run is told to stop: to finish or drop its step, write a checkpoint and be requeued."""
+    """Seconds before the time limit at which the run is told to stop: to finish or drop its step, write a
+    checkpoint and be requeued."""
     max_restarts: PositiveInt = 3
-    """Starts after failures that brought no new checkpoint; then the job ends. Pre-emption and time limits are not counted."""
+    """Starts after failures that brought no new checkpoint; then the job ends. Pre-emption and time limits
+    are not counted."""
 
 
 class LaunchConfig(Schema):
     """Where a run writes, where its processes run, and their deadlines."""
 
-    runs_dir: GivenPath = Field(default=Path("runs"), validate_default=False)  # a Path is not what JSON has: pydantic would refuse it
+    runs_dir: GivenPath = Field(
+        default=Path("runs"), validate_default=False
+    )  # a Path is not what JSON has: pydantic would refuse it
     """Run folders are made in it; a relative path starts at the folder that the command is started in."""
     nodes: NodesConfig | None = None
     """None: every role on this machine, on its loopback address."""
     placement: Literal["separate", "colocated"] = "separate"
-    """separate: learner and servers have GPUs of their own. colocated: they share them, each giving its memory back in the other's turn."""
+    """separate: learner and servers have GPUs of their own. colocated: they share them, each giving its
+    memory back in the other's turn."""
     slurm: SlurmConfig = SlurmConfig()
     threads_per_process: Count = 1
     """OMP threads of every process on CPU: several processes with several threads each stall 10-40 times."""
     start_timeout_s: Seconds = 900.0
     """For all roles to report that they are ready."""
     collective_timeout_s: Seconds = 1800.0
-    """Of torch.distributed and of the weight broadcast; ranks wait in a collective while rank 0 waits for samples."""
+    """Of torch.distributed and of the weight broadcast; ranks wait in a collective while rank 0 waits for
+    samples."""
     peer_timeout_s: Seconds = 60.0
-    """After which a host that one waits for is given up if it answers nothing, not even its kernel's probes. Shorter cuts of the network
-    are survived. What a busy host does may take its own, longer time (collective_timeout_s, rollout.request_timeout_s)."""
+    """After which a host that one waits for is given up if it answers nothing, not even its kernel's probes.
+    Shorter cuts of the network are survived. What a busy host does may take its own, longer time
+    (collective_timeout_s, rollout.request_timeout_s)."""
     heartbeat_timeout_s: Seconds = 40.0
-    """For which the kernel must have stopped a process (SIGSTOP) before it is taken for dead, and killed; it is looked at every 10 s. Of
-    processes that only are slow, or of a node that is not heard of, this long and longer, the console tells: time alone ends nothing."""
+    """For which the kernel must have stopped a process (SIGSTOP) before it is taken for dead, and killed; it
+    is looked at every 10 s. Of processes that only are slow, or of a node that is not heard of, this long and
+    longer, the console tells: time alone ends nothing."""
     stop_grace_s: Seconds = 10.0
     """Between SIGTERM and SIGKILL to a role's process group."""
     stop_timeout_s: Seconds = 600.0
-    """From a request to stop (SIGTERM or SIGUSR1 to ``tandem train``) to the learner's end, its checkpoint written; then all are ended."""
+    """From a request to stop (SIGTERM or SIGUSR1 to ``tandem train``) to the learner's end, its checkpoint
+    written; then all are ended."""
 
     @model_validator(mode="after")
     def _colocated_on_the_same_nodes(self):
@@ -124,13 +145,15 @@ class TrackingConfig(Schema):
     experiment: str = "tandem"
     """Name of the MLflow experiment that runs stand side by side in."""
     uri: str | None = None
-    """MLflow tracking URI; None: MLFLOW_TRACKING_URI if set, else the sqlite store ``launch.runs_dir``/mlflow.db of all runs there (on a
-    file system of a network: one inside each run folder, since sqlite cannot trust its locks)."""
+    """MLflow tracking URI; None: MLFLOW_TRACKING_URI if set, else the sqlite store
+    ``launch.runs_dir``/mlflow.db of all runs there (on a file system of a network: one inside each run
+    folder, since sqlite cannot trust its locks)."""
 
 
 class EvaluationConfig(Schema):
-    """When held-out problems are answered, and how. ``eval/accuracy`` is the share of responses whose reward is at least 1 (of a weighted
-    reward: its deciding part); ``eval/reward_mean`` stands beside it for rewards that are not 0 or 1."""
+    """When held-out problems are answered, and how. ``eval/accuracy`` is the share of responses whose reward
+    is at least 1 (of a weighted reward: its deciding part); ``eval/reward_mean`` stands beside it for rewards
+    that are not 0 or 1."""
 
     every: NonNegativeInt = 0
     """Steps between evaluations on held-out problems; 0: only before the first and after the last step."""

@@ -11,7 +11,8 @@ from configs.schema.base import Count, Schema
 
 
 class LayoutConfig(Schema):
-    """Sizes of Megatron's parallel groups. One copy of the model takes tp * cp * pp processes, of which there are dp copies."""
+    """Sizes of Megatron's parallel groups. One copy of the model takes tp * cp * pp processes, of which there
+    are dp copies."""
 
     tp: Count = 1
     """Tensor parallel: every matrix is split over this many ranks."""
@@ -22,24 +23,34 @@ class LayoutConfig(Schema):
     sp: bool = False
     """Sequence parallel: between matrices, the tensor-parallel ranks split the tokens."""
     cp: Count = 1
-    """Context parallel: sequences are split over this many ranks. Above 1 is refused, with Transformer Engine too: the learner does not
-    split packed sequences."""
+    """Context parallel: sequences are split over this many ranks. Above 1 is refused, with Transformer Engine
+    too: the learner does not split packed sequences."""
     ep: Count = 1
-    """Expert parallel: the experts of a mixture-of-experts model are split over this many ranks of a stage (of its tp * cp * dp ranks)."""
+    """Expert parallel: the experts of a mixture-of-experts model are split over this many ranks of a stage
+    (of its tp * cp * dp ranks)."""
     dp: Count | Literal["auto"] = "auto"
-    """Data parallel. auto: as many copies as the GPUs beside the servers are enough for; without a GPU, as few as ep allows, mostly one."""
+    """Data parallel. auto: as many copies as the GPUs beside the servers are enough for; without a GPU, as
+    few as ep allows, mostly one."""
 
     @model_validator(mode="after")
     def _combinations(self):
         if self.sp and self.tp == 1:
-            raise ValueError("sp=true splits tokens over tensor-parallel ranks, of which tp=1 has one; set tp=2 or more, or sp=false")
+            raise ValueError(
+                "sp=true splits tokens over tensor-parallel ranks, of which tp=1 has one; set tp=2 or more, or sp=false"
+            )
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(f"vpp={self.vpp} interleaves the stages of a pipeline, of which pp=1 has one; set pp=2 or more, or vpp=1")
+            raise ValueError(
+                f"vpp={self.vpp} interleaves the stages of a pipeline, of which pp=1 has one; set pp=2 or more, or vpp=1"
+            )
         if self.ep > 1 and self.tp > 1 and not self.sp:
-            raise ValueError(f"ep={self.ep} with tp={self.tp} needs sp=true: Megatron routes tokens to experts from where they are split")
+            raise ValueError(
+                f"ep={self.ep} with tp={self.tp} needs sp=true: Megatron routes tokens to experts from where they are split"
+            )
         ranks = self.tp * self.cp * self.dp if self.dp != "auto" else None
         if ranks is not None and ranks % self.ep:
-            raise ValueError(f"ep={self.ep} does not divide the tp*cp*dp={ranks} ranks of a pipeline stage; use ep or dp that does")
+            raise ValueError(
+                f"ep={self.ep} does not divide the tp*cp*dp={ranks} ranks of a pipeline stage; use ep or dp that does"
+            )
         return self
 
     @property
@@ -49,19 +60,22 @@ class LayoutConfig(Schema):
 
     @property
     def microbatch_multiple(self) -> int:
-        """A minibatch takes a multiple of this many micro-batches on each rank: an interleaved pipeline fills all its stages at a time."""
+        """A minibatch takes a multiple of this many micro-batches on each rank: an interleaved pipeline fills
+        all its stages at a time."""
         return self.pp if self.vpp > 1 else 1
 
     @property
     def world_size(self) -> int:
         """Processes of the learner. Raises ValueError while dp is auto: see ``resolved``."""
         if self.dp == "auto":
-            raise ValueError("layout.dp=auto has not been resolved: the number of processes is not known here")
+            raise ValueError(
+                "layout.dp=auto has not been resolved: the number of processes is not known here"
+            )
         return self.model_size * self.dp
 
     def resolved(self, num_processes: int) -> "LayoutConfig":
-        """This layout on ``num_processes`` processes, dp no longer auto. Raises ValueError where they hold no whole number of copies, or
-        one that ep does not allow."""
+        """This layout on ``num_processes`` processes, dp no longer auto. Raises ValueError where they hold no
+        whole number of copies, or one that ep does not allow."""
         if self.dp != "auto":
             return self
         if num_processes < self.model_size or num_processes % self.model_size:
@@ -78,7 +92,8 @@ class LayoutConfig(Schema):
         return self._with_dp(dp)
 
     def smallest(self) -> "LayoutConfig":
-        """This layout, dp=auto taken as the least number of copies that ep allows: one, where there are no experts to split."""
+        """This layout, dp=auto taken as the least number of copies that ep allows: one, where there are no
+        experts to split."""
         return self if self.dp != "auto" else self._with_dp(self._dp_multiple)
 
     @property
@@ -96,7 +111,8 @@ ONE_PROCESS = tuple(f"layout.{name}={'false' if name == 'sp' else 1}" for name i
 
 
 def parse_layout(text: str) -> LayoutConfig:
-    """A layout as one writes it on the command line: ``tp=2,sp,pp=2``, where ``sp`` alone means ``sp=true``. "" is all defaults.
+    """A layout as one writes it on the command line: ``tp=2,sp,pp=2``, where ``sp`` alone means ``sp=true``.
+    "" is all defaults.
 
     Raises ValueError, in one sentence with field, value and fix.
     """
@@ -104,14 +120,19 @@ def parse_layout(text: str) -> LayoutConfig:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (x.strip() for x in part.partition("="))
         if name not in LayoutConfig.model_fields:
-            raise ValueError(f"layout {text!r}: unknown field {name!r}; {did_you_mean(name, list(LayoutConfig.model_fields), 'fields')}")
+            raise ValueError(
+                f"layout {text!r}: unknown field {name!r}; {did_you_mean(name, list(LayoutConfig.model_fields), 'fields')}"
+            )
         if name in values:
             raise ValueError(f"layout {text!r} gives {name} twice; give it once")
         values[name] = _layout_value(text, name, value if "=" in part else None)
     try:
         return LayoutConfig(**values)
     except ValidationError as error:
-        said = [str(e.get("ctx", {}).get("error") or f"{e['loc'][0]}: {e['msg']}, not {e['input']}") for e in error.errors()]
+        said = [
+            str(e.get("ctx", {}).get("error") or f"{e['loc'][0]}: {e['msg']}, not {e['input']}")
+            for e in error.errors()
+        ]
         raise ValueError(f"layout {text!r}: {said[0]}") from error
 
 
@@ -128,9 +149,13 @@ def _layout_value(text: str, name: str, value: str | None) -> Any:
 
 
 def layout_text(layout: LayoutConfig) -> str:
-    """What ``parse_layout`` reads, of one text per layout: the fields in their order, without those that are 1, false or auto; ``tp=1``
-    where all are."""
-    given = {name: value for name, value in layout.model_dump().items() if value is True or value not in (1, False, "auto")}
+    """What ``parse_layout`` reads, of one text per layout: the fields in their order, without those that are
+    1, false or auto; ``tp=1`` where all are."""
+    given = {
+        name: value
+        for name, value in layout.model_dump().items()
+        if value is True or value not in (1, False, "auto")
+    }
     return ",".join(name if value is True else f"{name}={value}" for name, value in given.items()) or "tp=1"
 
 

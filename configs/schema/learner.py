@@ -54,8 +54,9 @@ class LearnerConfig(Schema):
     minibatches: Count = 1
     """Optimizer steps per rollout batch; prompts_per_step must divide by it."""
     old_logprobs: Literal["when_needed", "always"] = "when_needed"
-    """Whether a forward pass before the update computes the log-probs of ``old``. when_needed: not where the update's own pass gives
-    them, since with one minibatch current is old, and nothing before the update asks for them."""
+    """Whether a forward pass before the update computes the log-probs of ``old``. when_needed: not where the
+    update's own pass gives them, since with one minibatch current is old, and nothing before the update asks
+    for them."""
     token_budget: Tokens = 16384
     """Most tokens of one packed micro-batch on one rank; a longer single sequence is an error."""
     logprob_chunk_tokens: Tokens = 1024

@@ -11,9 +11,11 @@ class ModelConfig(Schema):
     """The model that is trained."""
 
     path: GivenPath
-    """A Hugging Face folder (config.json, *.safetensors, tokenizer): dense Qwen2/2.5, Qwen3 or Llama, Qwen3-MoE or Mixtral."""
+    """A Hugging Face folder (config.json, *.safetensors, tokenizer): dense Qwen2/2.5, Qwen3 or Llama,
+    Qwen3-MoE or Mixtral."""
     dtype: Dtype = "bfloat16"
-    """Of the learner's weights and activations; the optimizer keeps float32 either way. float16 scales the loss: a step whose scaled
-    gradient overflows is skipped, the scale halved, and ``optim/skipped`` counts it."""
+    """Of the learner's weights and activations; the optimizer keeps float32 either way. float16 scales the
+    loss: a step whose scaled gradient overflows is skipped, the scale halved, and ``optim/skipped`` counts
+    it."""
     fp32_lm_head: bool = False
     """The output projection in float32, in the learner and in SGLang alike."""

@@ -1,4 +1,5 @@
-"""The loss: objective, advantages, aggregation, KL and entropy. Formulas stand with the functions in ``trainer/``."""
+"""The loss: objective, advantages, aggregation, KL and entropy. Formulas stand with the functions in
+``trainer/``."""
 
 from typing import Annotated, Literal
 
@@ -63,7 +64,8 @@ class SapoObjective(Schema):
 
 
 class DppoObjective(Schema):
-    """DPPO with binary total variation: a token is masked by how far its probability has moved, not by its ratio."""
+    """DPPO with binary total variation: a token is masked by how far its probability has moved, not by its
+    ratio."""
 
     type: Literal["dppo"]
     max_decrease: UnitFraction = 0.2
@@ -81,7 +83,13 @@ class PolicyGradientObjective(Schema):
 
 
 ObjectiveConfig = Annotated[
-    ClippedObjective | GspoObjective | GmpoObjective | CispoObjective | SapoObjective | DppoObjective | PolicyGradientObjective,
+    ClippedObjective
+    | GspoObjective
+    | GmpoObjective
+    | CispoObjective
+    | SapoObjective
+    | DppoObjective
+    | PolicyGradientObjective,
     Field(discriminator="type"),
 ]
 
@@ -121,7 +129,8 @@ class ReinforcePlusPlusBaselineAdvantage(Schema):
 
 
 class GaeAdvantage(Schema):
-    """Generalised advantage estimation from the values of a critic (``critic:``), whitened over the step where asked."""
+    """Generalised advantage estimation from the values of a critic (``critic:``), whitened over the step
+    where asked."""
 
     type: Literal["gae"]
     gamma: UnitFraction = 1.0
@@ -133,7 +142,12 @@ class GaeAdvantage(Schema):
 
 
 AdvantageConfig = Annotated[
-    GrpoAdvantage | RlooAdvantage | OpoAdvantage | ReinforcePlusPlusAdvantage | ReinforcePlusPlusBaselineAdvantage | GaeAdvantage,
+    GrpoAdvantage
+    | RlooAdvantage
+    | OpoAdvantage
+    | ReinforcePlusPlusAdvantage
+    | ReinforcePlusPlusBaselineAdvantage
+    | GaeAdvantage,
     Field(discriminator="type"),
 ]
 
@@ -142,20 +156,28 @@ class AggregationConfig(Schema):
     """How the losses of tokens become the loss of a step."""
 
     type: Literal[
-        "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_over_constant"
+        "token_mean",
+        "sequence_mean_token_mean",
+        "sequence_mean_token_sum",
+        "sequence_mean_token_sum_over_constant",
     ] = "token_mean"
-    """How per-token losses become one number: a mean over all tokens, or over responses of each one's mean or sum."""
+    """How per-token losses become one number: a mean over all tokens, or over responses of each one's mean or
+    sum."""
     constant: PositiveInt | None = None
     """The divisor of ``sequence_mean_token_sum_over_constant`` (Dr. GRPO), usually max_new_tokens."""
 
     @model_validator(mode="after")
     def _constant_where_used(self):
         if (self.type == "sequence_mean_token_sum_over_constant") != (self.constant is not None):
-            raise ValueError("`constant` goes with `type: sequence_mean_token_sum_over_constant`, and only with it")
+            raise ValueError(
+                "`constant` goes with `type: sequence_mean_token_sum_over_constant`, and only with it"
+            )
         return self
 
 
-Estimator = Literal["k1", "k2", "k3", "abs", "k1_straight_through", "k3_straight_through", "abs_straight_through"]
+Estimator = Literal[
+    "k1", "k2", "k3", "abs", "k1_straight_through", "k3_straight_through", "abs_straight_through"
+]
 """``x_straight_through`` has the value of x and the gradient of k2."""
 
 
@@ -181,23 +203,32 @@ class KLConfig(Schema):
     coefficient: Coefficient = 0.0
     """0 loads no reference. With an adaptive controller: the first value."""
     place: Literal["loss", "reward"] = "loss"
-    """loss: coefficient times KL(current || ref) is added to the loss. reward: coefficient times the estimate of KL(old || ref) is
-    taken off each token's reward, before advantages."""
+    """loss: coefficient times KL(current || ref) is added to the loss. reward: coefficient times the estimate
+    of KL(old || ref) is taken off each token's reward, before advantages."""
     estimator: Estimator = Field(default_factory=lambda data: "k1" if data.get("place") == "reward" else "k3")
-    """k3 in the loss and k1 in the reward where it is left out: the reward takes the value alone, of which k1 is the unbiased one."""
-    controller: Annotated[FixedController | AdaptiveController, Field(discriminator="type")] = FixedController()
+    """k3 in the loss and k1 in the reward where it is left out: the reward takes the value alone, of which k1
+    is the unbiased one."""
+    controller: Annotated[FixedController | AdaptiveController, Field(discriminator="type")] = (
+        FixedController()
+    )
     """Of the coefficient in the reward."""
 
     @model_validator(mode="after")
     def _parts_fit(self):
         if self.place == "reward" and self.coefficient == 0:
-            raise ValueError("`place: reward` with coefficient 0 has no effect; set kl.coefficient, or remove it")
+            raise ValueError(
+                "`place: reward` with coefficient 0 has no effect; set kl.coefficient, or remove it"
+            )
         if self.place == "loss" and self.controller.type != "fixed":
             raise ValueError("an adaptive controller goes with `place: reward`")
         if self.controller.type == "adaptive" and self.coefficient == 0:
-            raise ValueError("an adaptive controller multiplies the coefficient, so it must start above 0; set kl.coefficient")
+            raise ValueError(
+                "an adaptive controller multiplies the coefficient, so it must start above 0; set kl.coefficient"
+            )
         if self.place == "reward" and self.estimator.endswith("_straight_through"):
-            raise ValueError(f"kl.estimator={self.estimator} differs from its plain form in the gradient alone, which a reward has none of")
+            raise ValueError(
+                f"kl.estimator={self.estimator} differs from its plain form in the gradient alone, which a reward has none of"
+            )
         return self
 
 

@@ -4,7 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from configs.schema.base import Count, NonNegativeInt, PositiveInt, Schema, Seconds, Siblings, Temperature, Tokens, at_most
+from configs.schema.base import (
+    Count,
+    NonNegativeInt,
+    PositiveInt,
+    Schema,
+    Seconds,
+    Siblings,
+    Temperature,
+    Tokens,
+    at_most,
+)
 from configs.schema.model import Dtype
 
 
@@ -15,28 +25,32 @@ class NoDynamicSampling(Schema):
 
 
 class ResampleGroups(Schema):
-    """DAPO's dynamic sampling: groups whose siblings all score the same carry no signal, and further prompts are sampled in their place.
+    """DAPO's dynamic sampling: groups whose siblings all score the same carry no signal, and further prompts
+    are sampled in their place.
 
     Each round asks for as many prompts as groups are still missing. Prompts without signal are used up too.
     """
 
     type: Literal["resample"] = "resample"
     max_rounds: Annotated[int, Field(ge=2, strict=True)] = 4
-    """Of sampling in one step, the first included. What is missing then is filled with the step's first groups without signal."""
+    """Of sampling in one step, the first included. What is missing then is filled with the step's first
+    groups without signal."""
     compare: Literal["reward", "correct"] = "reward"
-    """What must differ between siblings. ``reward``: the whole reward, so that the advantage is not zero. ``correct``: whether the
-    response counts as right, as in the paper; a group that differs only in a model's score or in a penalty then carries no signal."""
+    """What must differ between siblings. ``reward``: the whole reward, so that the advantage is not zero.
+    ``correct``: whether the response counts as right, as in the paper; a group that differs only in a model's
+    score or in a penalty then carries no signal."""
 
 
 class RouterConfig(Schema):
     """``sglang-router`` between the sample role and the servers, started by that role on its host.
 
-    It knows nothing of ``launch.peer_timeout_s``: a host that vanishes in the middle of a request is given up after
-    ``request_timeout_s``.
+    It knows nothing of ``launch.peer_timeout_s``: a host that vanishes in the middle of a request is given up
+    after ``request_timeout_s``.
     """
 
     policy: Literal["round_robin", "cache_aware", "power_of_two", "random"] = "round_robin"
-    """How it chooses the server of a request. ``cache_aware`` sends what begins alike to one server, as far as the load allows."""
+    """How it chooses the server of a request. ``cache_aware`` sends what begins alike to one server, as far
+    as the load allows."""
 
 
 Quantization = Literal["none", "fp8", "fake_int8"]
@@ -52,12 +66,13 @@ class RolloutConfig(Schema):
     quantization: Quantization = "none"
     """Of the layers' matrices in the servers; embeddings, output head and norms stay as they are.
 
-    fp8: SGLang rounds weights as they arrive, and activations as they come, to FP8 (e4m3), with a scale for each output channel and each
-    token. On CUDA, of compute capability 8.9 or newer, and for dense Qwen2 and Qwen3: the models that SGLang can update while it serves
-    them in FP8. Its own INT8 cannot be updated at all.
-    fake_int8: the learner rounds what it sends to the 255 values of INT8, with a scale for each output channel, and the servers compute
-    with the rounded numbers in ``dtype``, on any device: the error of INT8 weights, without INT8's speed and without that of rounded
-    activations."""
+    fp8: SGLang rounds weights as they arrive, and activations as they come, to FP8 (e4m3), with a scale for
+    each output channel and each token. On CUDA, of compute capability 8.9 or newer, and for dense Qwen2 and
+    Qwen3: the models that SGLang can update while it serves them in FP8. Its own INT8 cannot be updated at
+    all.
+    fake_int8: the learner rounds what it sends to the 255 values of INT8, with a scale for each output
+    channel, and the servers compute with the rounded numbers in ``dtype``, on any device: the error of INT8
+    weights, without INT8's speed and without that of rounded activations."""
     prompts_per_step: Count = 32
     """P, prompts of one step; the step has P times ``group_size`` responses."""
     group_size: Siblings = 8
@@ -79,8 +94,9 @@ class RolloutConfig(Schema):
     replicas: Count = 1
     """Servers, each with a copy of the model."""
     router: RouterConfig | None = None
-    """None: our own client sends each group, as one request, to the replica with the fewest samples in flight. A router gets each sample as
-    a request of its own: it takes one set of sampling parameters, and so one seed, per request."""
+    """None: our own client sends each group, as one request, to the replica with the fewest samples in
+    flight. A router gets each sample as a request of its own: it takes one set of sampling parameters, and so
+    one seed, per request."""
     tp: Count = 1
     """SGLang's TP size of each replica."""
     first_port: int | None = Field(default=None, ge=1024, le=65000)
@@ -101,13 +117,17 @@ class RolloutConfig(Schema):
     @model_validator(mode="after")
     def _siblings_can_differ(self):
         if self.dynamic_sampling.type == "resample" and self.group_size == 1:
-            raise ValueError("dynamic_sampling.type=resample needs siblings that can differ, but group_size=1; raise it, or use type: none")
+            raise ValueError(
+                "dynamic_sampling.type=resample needs siblings that can differ, but group_size=1; raise it, or use type: none"
+            )
         return self
 
     @model_validator(mode="after")
     def _quantization_has_kernels(self):
         if self.quantization == "fp8" and self.dtype == "float32":
-            raise ValueError("quantization=fp8 computes with activations of 2 bytes, but dtype=float32; set dtype=bfloat16")
+            raise ValueError(
+                "quantization=fp8 computes with activations of 2 bytes, but dtype=float32; set dtype=bfloat16"
+            )
         return self
 
     @model_validator(mode="after")

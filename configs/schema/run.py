@@ -1,4 +1,5 @@
-"""The roots: ``RunConfig`` (kind: train) and ``SftConfig`` (kind: sft), with the checks that span several parts."""
+"""The roots: ``RunConfig`` (kind: train) and ``SftConfig`` (kind: sft), with the checks that span several
+parts."""
 
 import math
 from collections.abc import Iterator
@@ -25,7 +26,15 @@ from configs.schema.objective import (
     PolicyGradientObjective,
 )
 from configs.schema.rollout import RolloutConfig
-from configs.schema.task import AnyReward, CountdownReward, CountdownTask, Gsm8kReward, MathVerifyReward, TaskConfig, WeightedReward
+from configs.schema.task import (
+    AnyReward,
+    CountdownReward,
+    CountdownTask,
+    Gsm8kReward,
+    MathVerifyReward,
+    TaskConfig,
+    WeightedReward,
+)
 
 DEFAULT_REWARD = {"countdown": CountdownReward(), "gsm8k": Gsm8kReward(), "jsonl": MathVerifyReward()}
 PER_SEQUENCE_OBJECTIVES = ("gspo", "gmpo")
@@ -35,7 +44,8 @@ MEAN_OF_SEQUENCES = (*PER_SEQUENCE_OBJECTIVES, "sapo")
 """Their papers average over the tokens of a sequence, then over sequences."""
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-"""File names have at most 255 bytes, and a run folder's name has the date and what varies in a job array, too."""
+"""File names have at most 255 bytes, and a run folder's name has the date and what varies in a job array,
+too."""
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 """torch takes less than 2**64, and Megatron adds offsets of its own."""
 
@@ -48,9 +58,11 @@ class RunConfig(Schema):
     name: RunName = "run"
     """The run folder is named after it, ``NAME-DATE-TIME``, and so is the run in MLflow."""
     seed: Seed = 0
-    """Of the order of the data, of the learner, and of sampling where the servers sample deterministically."""
+    """Of the order of the data, of the learner, and of sampling where the servers sample deterministically.
+    """
     steps: Steps = 100
-    """Training steps of the whole run, those before a resume included. A step samples once, and updates ``learner.minibatches`` times."""
+    """Training steps of the whole run, those before a resume included. A step samples once, and updates
+    ``learner.minibatches`` times."""
     model: ModelConfig
     task: TaskConfig
     reward: AnyReward | None = None
@@ -59,7 +71,9 @@ class RunConfig(Schema):
     layout: LayoutConfig = LayoutConfig()
     learner: LearnerConfig = LearnerConfig()
     advantage: AdvantageConfig = GrpoAdvantage()
-    critic: CriticConfig | None = Field(default_factory=lambda data: CriticConfig() if _is(data, "advantage", "gae") else None)
+    critic: CriticConfig | None = Field(
+        default_factory=lambda data: CriticConfig() if _is(data, "advantage", "gae") else None
+    )
     """Of ``advantage: {type: gae}``, and of nothing else."""
     objective: ObjectiveConfig = ClippedObjective()
     correction: CorrectionConfig = CorrectionConfig()
@@ -72,7 +86,8 @@ class RunConfig(Schema):
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
     record_batches: RecordBatches = "none"
-    """For ``tandem replay``: none, all, or ``{every: N}``. About 50 bytes per token of a step, in the run folder."""
+    """For ``tandem replay``: none, all, or ``{every: N}``. About 50 bytes per token of a step, in the run
+    folder."""
     launch: LaunchConfig = LaunchConfig()
     resume: GivenPath | None = None
     """A run folder to go on from: its newest valid checkpoint."""
@@ -133,9 +148,16 @@ class RunConfig(Schema):
                 )
 
     def _batch_contradictions(self) -> Iterator[str]:
-        prompts, parts, stages = self.rollout.prompts_per_step, self.learner.minibatches, self.layout.microbatch_multiple
+        prompts, parts, stages = (
+            self.rollout.prompts_per_step,
+            self.learner.minibatches,
+            self.layout.microbatch_multiple,
+        )
         # layout.dp=auto: the command checks again once it knows the number of processes.
-        sequences, ranks = prompts // parts * self.rollout.group_size, 1 if self.layout.dp == "auto" else self.layout.dp
+        sequences, ranks = (
+            prompts // parts * self.rollout.group_size,
+            1 if self.layout.dp == "auto" else self.layout.dp,
+        )
         if prompts % parts:
             yield (
                 f"rollout.prompts_per_step={prompts} does not divide into learner.minibatches={parts}; "
@@ -162,25 +184,36 @@ class RunConfig(Schema):
 
     @property
     def policy_objective(self) -> ObjectiveConfig:
-        """What the policy is trained with: ``objective``, unless the correction puts a policy gradient in its place."""
-        return PolicyGradientObjective(type="policy_gradient") if self.correction.loss == "policy_gradient" else self.objective
+        """What the policy is trained with: ``objective``, unless the correction puts a policy gradient in its
+        place."""
+        return (
+            PolicyGradientObjective(type="policy_gradient")
+            if self.correction.loss == "policy_gradient"
+            else self.objective
+        )
 
     @property
     def scores_old(self) -> bool:
         """Whether a forward pass before the update computes ``old``; see ``learner.old_logprobs``.
 
-        What asks for ``old`` before the update: several minibatches, whose later ones are not of ``old`` any more; weights normalised over
-        the whole step; KL(old || ref) in the reward.
+        What asks for ``old`` before the update: several minibatches, whose later ones are not of ``old`` any
+        more; weights normalised over the whole step; KL(old || ref) in the reward.
         """
         if self.correction.mode == "bypass":
             return False
         normalises = self.correction.weight.level != "none" and self.correction.weight.normalise
         kl_in_reward = self.kl.place == "reward" and self.kl.coefficient > 0
-        return self.learner.old_logprobs == "always" or self.learner.minibatches > 1 or normalises or kl_in_reward
+        return (
+            self.learner.old_logprobs == "always"
+            or self.learner.minibatches > 1
+            or normalises
+            or kl_in_reward
+        )
 
     @property
     def compares_samples(self) -> bool:
-        """Whether a step's mismatch metrics are of the very weights that sampled it: not of a policy that has moved between minibatches."""
+        """Whether a step's mismatch metrics are of the very weights that sampled it: not of a policy that has
+        moved between minibatches."""
         return self.correction.mode == "decoupled" or self.learner.minibatches == 1
 
     @property
@@ -229,7 +262,9 @@ class CountdownSftData(Schema):
     @model_validator(mode="after")
     def _wrong_answers_exist(self):
         if self.noise > 0 and self.task.num_numbers == 1:
-            raise ValueError(f"noise={self.noise} needs wrong answers, but task.num_numbers=1 has none; use noise=0 or more numbers")
+            raise ValueError(
+                f"noise={self.noise} needs wrong answers, but task.num_numbers=1 has none; use noise=0 or more numbers"
+            )
         return self
 
 
@@ -238,13 +273,15 @@ class JsonlSftData(Schema):
 
     type: Literal["jsonl"]
     path: GivenPath
-    """A ``.jsonl`` or ``.parquet`` file; a relative path starts at the folder that the command is started in."""
+    """A ``.jsonl`` or ``.parquet`` file; a relative path starts at the folder that the command is started in.
+    """
     prompt_field: str = "prompt"
     """The name of the field with the prompt; a field inside others is named with dots."""
     response_field: str = "response"
     """The name of the field with the response to learn."""
     apply_chat_template: bool = True
-    """Whether a prompt becomes a user's message in the model's chat template. false: prompt and response stand as they are."""
+    """Whether a prompt becomes a user's message in the model's chat template. false: prompt and response
+    stand as they are."""
 
 
 SftData = Annotated[CountdownSftData | JsonlSftData, Field(discriminator="type")]
@@ -279,7 +316,10 @@ class SftConfig(Schema):
     def _batch_divides(self):
         if self.layout.dp != "auto" and self.batch_size % self.layout.dp:
             raise ValueError(f"batch_size={self.batch_size} does not divide by layout.dp={self.layout.dp}")
-        of_rank, stages = self.batch_size // (1 if self.layout.dp == "auto" else self.layout.dp), self.layout.microbatch_multiple
+        of_rank, stages = (
+            self.batch_size // (1 if self.layout.dp == "auto" else self.layout.dp),
+            self.layout.microbatch_multiple,
+        )
         if of_rank % stages:
             raise ValueError(
                 f"layout.vpp={self.layout.vpp} interleaves layout.pp={stages} stages, which take a multiple of {stages} micro-batches, but "

@@ -6,7 +6,16 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.schema.base import Count, Fraction, GivenPath, NonNegativeInt, PositiveInt, Schema, Seconds, at_most
+from configs.schema.base import (
+    Count,
+    Fraction,
+    GivenPath,
+    NonNegativeInt,
+    PositiveInt,
+    Schema,
+    Seconds,
+    at_most,
+)
 
 MAX_NUMBERS = 5
 """Of a Countdown problem: the expressions of more are too many to enumerate."""
@@ -16,7 +25,8 @@ Weight = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class CountdownTask(Schema):
-    """Reach a target with all the given numbers and ``+ - *``; generated, with disjoint train and held-out problems."""
+    """Reach a target with all the given numbers and ``+ - *``; generated, with disjoint train and held-out
+    problems."""
 
     type: Literal["countdown"] = "countdown"
     num_numbers: Annotated[int, Field(ge=1, le=MAX_NUMBERS, strict=True)] = 3
@@ -26,20 +36,23 @@ class CountdownTask(Schema):
     max_target: Annotated[PositiveInt, at_most(10**9, "no small model reaches such numbers")] = 100
     """The target is between 1 and this."""
     heldout_fraction: Fraction = 1 / 16
-    """Share of the problems that are held out, by a hash of the problem: never seen in training, whatever the seed."""
+    """Share of the problems that are held out, by a hash of the problem: never seen in training, whatever the
+    seed."""
 
 
 class FileTask(Schema):
     """Problems from a file of the user's own."""
 
     train_path: GivenPath
-    """A ``.jsonl`` or ``.parquet`` file; a relative path starts at the folder that the command is started in."""
+    """A ``.jsonl`` or ``.parquet`` file; a relative path starts at the folder that the command is started in.
+    """
     heldout_path: GivenPath | None = None
     """Without it nothing is evaluated."""
     system_prompt: str | None = None
     """A system message before every prompt; it needs ``apply_chat_template``."""
     apply_chat_template: bool = True
-    """Whether a prompt becomes a user's message in the model's chat template. false: the text stands as it is, for base models."""
+    """Whether a prompt becomes a user's message in the model's chat template. false: the text stands as it
+    is, for base models."""
 
     @model_validator(mode="after")
     def _system_prompt_has_a_place(self):
@@ -58,7 +71,8 @@ class Gsm8kTask(FileTask):
 
 
 class JsonlTask(FileTask):
-    """Any JSONL or parquet file with a prompt field and an answer field. A field inside others is named with dots."""
+    """Any JSONL or parquet file with a prompt field and an answer field. A field inside others is named with
+    dots."""
 
     type: Literal["jsonl"]
     prompt_field: str = "prompt"
@@ -95,7 +109,8 @@ class MathVerifyReward(Schema):
     timeout_s: Seconds = 10.0
     """Of one sample; past it the sample scores 0 and is marked failed."""
     num_workers: PositiveInt | None = None
-    """Processes that score at the same time, one sample each, started as they are needed; null: half of the cores, at most 32."""
+    """Processes that score at the same time, one sample each, started as they are needed; null: half of the
+    cores, at most 32."""
 
 
 class FunctionReward(Schema):
@@ -105,18 +120,21 @@ class FunctionReward(Schema):
     weight: Weight = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
     function: str
-    """``module:function``, called as ``f(prompt_text, response_text, reference)``. It returns a number, or ``(number, parts)``, where
-    ``parts`` is a dict of numbers, recorded as ``reward/part/NAME``. A function with a parameter ``row`` also gets the whole record of
-    the data file, as a dict (None for countdown). The module is looked for in the current folder, and among the installed ones."""
+    """``module:function``, called as ``f(prompt_text, response_text, reference)``. It returns a number, or
+    ``(number, parts)``, where ``parts`` is a dict of numbers, recorded as ``reward/part/NAME``. A function
+    with a parameter ``row`` also gets the whole record of the data file, as a dict (None for countdown). The
+    module is looked for in the current folder, and among the installed ones."""
     timeout_s: Seconds = 10.0
     """Of one call; past it the sample scores 0 and is marked failed."""
     num_workers: PositiveInt | None = None
-    """Processes that score at the same time, one sample each, started as they are needed; null: half of the cores, at most 32."""
+    """Processes that score at the same time, one sample each, started as they are needed; null: half of the
+    cores, at most 32."""
     import_timeout_s: Seconds = 60.0
     """For a process to start and import the module."""
     check: Literal["call", "import", "none"] = "call"
-    """What is tried before anything starts, in a process that is killed when it hangs. ``call``: the module is imported, and the function
-    called on an empty and an ordinary response to the task's first problem. ``none`` is for a module that only a job's own nodes have."""
+    """What is tried before anything starts, in a process that is killed when it hangs. ``call``: the module
+    is imported, and the function called on an empty and an ordinary response to the task's first problem.
+    ``none`` is for a module that only a job's own nodes have."""
 
     @field_validator("function")
     @classmethod
@@ -145,7 +163,9 @@ class PlainText(Schema):
                 "{reference}, and a literal brace is written twice"
             ) from error
         if mark not in text:
-            raise ValueError(f"template {template!r} leaves out the response; write {{response}} where it belongs")
+            raise ValueError(
+                f"template {template!r} leaves out the response; write {{response}} where it belongs"
+            )
         return template
 
 
@@ -161,15 +181,18 @@ RewardModelText = Annotated[PlainText | ChatText, Field(discriminator="type")]
 
 
 class ModelReward(Schema):
-    """The number that a reward model served over HTTP gives (``rollout/rewards/model.py`` says what is sent and what must come back)."""
+    """The number that a reward model served over HTTP gives (``rollout/rewards/model.py`` says what is sent
+    and what must come back)."""
 
     type: Literal["model"] = "model"
     weight: Weight = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Replicas of the same model; each batch goes to the least loaded. ``sglang``: ``http://host:port``. ``json``: the full address."""
+    """Replicas of the same model; each batch goes to the least loaded. ``sglang``: ``http://host:port``.
+    ``json``: the full address."""
     protocol: Literal["sglang", "json"] = "sglang"
-    """``sglang``: ``/classify`` of a server started with ``--is-embedding``. ``json``: a server of the user's own."""
+    """``sglang``: ``/classify`` of a server started with ``--is-embedding``. ``json``: a server of the user's
+    own."""
     text: RewardModelText = PlainText()
     """What of a sample the model reads. Prompt and response as they stand: no system prompt, no end token."""
     batch_size: Count = 32
@@ -190,12 +213,15 @@ class ModelReward(Schema):
             except ValueError:  # brackets that do not close
                 known = False
             if not known:
-                raise ValueError(f"{url!r} is not an address of a reward model; write it like http://10.0.0.7:30000")
+                raise ValueError(
+                    f"{url!r} is not an address of a reward model; write it like http://10.0.0.7:30000"
+                )
         return urls
 
 
 class OverlongPenalty(Schema):
-    """DAPO's soft overlong punishment, only as a part of ``weighted``; -1 times ``weight`` at ``rollout.max_new_tokens``."""
+    """DAPO's soft overlong punishment, only as a part of ``weighted``; -1 times ``weight`` at
+    ``rollout.max_new_tokens``."""
 
     type: Literal["overlong"] = "overlong"
     weight: Weight = 1.0
@@ -205,30 +231,39 @@ class OverlongPenalty(Schema):
 
 
 RewardPart = Annotated[
-    CountdownReward | Gsm8kReward | MathVerifyReward | FunctionReward | ModelReward | OverlongPenalty, Field(discriminator="type")
+    CountdownReward | Gsm8kReward | MathVerifyReward | FunctionReward | ModelReward | OverlongPenalty,
+    Field(discriminator="type"),
 ]
 
 
 class WeightedReward(Schema):
-    """The sum of several rewards, each times its ``weight``; every part is also recorded by its name, unweighted."""
+    """The sum of several rewards, each times its ``weight``; every part is also recorded by its name,
+    unweighted."""
 
     type: Literal["weighted"] = "weighted"
     parts: Annotated[dict[str, RewardPart], Field(min_length=1)]
-    """By name, e.g. ``correct: {type: math_verify}`` and ``helpful: {type: model, urls: [...], weight: 0.2}``.
+    """By name, e.g. ``correct: {type: math_verify}`` and ``helpful: {type: model, urls: [...], weight:
+    0.2}``.
 
-    Whether a response counts as right in an evaluation is decided by one part alone, its value being at least 1: the first that checks
-    an answer (countdown, gsm8k, math_verify, function) or, where there is none, the first model."""
+    Whether a response counts as right in an evaluation is decided by one part alone, its value being at least
+    1: the first that checks an answer (countdown, gsm8k, math_verify, function) or, where there is none, the
+    first model."""
 
     @model_validator(mode="after")
     def _something_is_rewarded(self):
         if all(part.type == "overlong" for part in self.parts.values()):
-            raise ValueError("parts hold an overlong penalty and nothing to penalise; add a part that rewards, e.g. correct: {type: gsm8k}")
+            raise ValueError(
+                "parts hold an overlong penalty and nothing to penalise; add a part that rewards, e.g. correct: {type: gsm8k}"
+            )
         wrong = next((name for name in self.parts if not PART_NAME.fullmatch(name)), None)
         if wrong is not None:
-            raise ValueError(f"{wrong!r} cannot name a part, since metrics are named after it; use letters, digits, `_` and `-`")
+            raise ValueError(
+                f"{wrong!r} cannot name a part, since metrics are named after it; use letters, digits, `_` and `-`"
+            )
         return self
 
 
 AnyReward = Annotated[
-    CountdownReward | Gsm8kReward | MathVerifyReward | FunctionReward | ModelReward | WeightedReward, Field(discriminator="type")
+    CountdownReward | Gsm8kReward | MathVerifyReward | FunctionReward | ModelReward | WeightedReward,
+    Field(discriminator="type"),
 ]

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from rollout.records import Score
 
 MAX_CHARACTERS = 256
-"""Of one expression; longer ones are refused unread. Five numbers of three digits with generous parentheses take 40."""
+"""Of one expression; longer ones are refused unread. Five numbers of three digits with generous parentheses
+take 40."""
 MAX_DEPTH = 32
 """Of nested parentheses, far below Python's own recursion limit."""
 DIGITS = frozenset("0123456789")
@@ -35,7 +36,8 @@ def evaluate(text: str) -> Evaluated:
         number  := "0" | [1-9][0-9]*
 
     Raises:
-        ExpressionError: anything else, e.g. a unary minus, a leading zero, a blank, text left over, or beyond the two limits above.
+        ExpressionError: anything else, e.g. a unary minus, a leading zero, a blank, text left over, or beyond
+        the two limits above.
     """
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"{len(text)} characters, more than {MAX_CHARACTERS}")
@@ -121,7 +123,8 @@ def parse_problem(reference: str) -> tuple[tuple[int, ...], int]:
 
 
 def countdown_reward(reference: str, response_text: str) -> Score:
-    """1 if the response is an expression that equals the target and uses each given number exactly once, else 0.
+    """1 if the response is an expression that equals the target and uses each given number exactly once, else
+    0.
 
     The part ``valid`` is 1 for an expression with the right numbers, whatever it equals.
 

@@ -8,7 +8,8 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) ->
         L_max - L_cache < L <= L_max   (L_max - L_cache - L) / L_cache
         L > L_max                      -1
 
-    L is ``num_tokens`` of the response, its end token included; L_max is ``max_tokens``, L_cache ``buffer_tokens``.
+    L is ``num_tokens`` of the response, its end token included; L_max is ``max_tokens``, L_cache
+    ``buffer_tokens``.
     """
     over = num_tokens - (max_tokens - buffer_tokens)
     return -min(max(over, 0), buffer_tokens) / buffer_tokens

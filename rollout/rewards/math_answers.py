@@ -8,7 +8,8 @@ from rollout.records import Score
 
 ANSWER_MARK = "####"
 """GSM8K's solutions end with a line of this mark and the answer."""
-# A minus right after a digit, a letter or a closing parenthesis subtracts; anywhere else it is a sign. Commas count only between thousands.
+# A minus right after a digit, a letter or a closing parenthesis subtracts; anywhere else it is a sign. Commas
+# count only between thousands.
 NUMBER = re.compile(
     r"(?P<minus>(?<![\w)])-)?\$?(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
 )
@@ -24,15 +25,18 @@ def gsm8k_reference(answer: str) -> str:
     if not mark:
         raise ValueError(f"has no `{ANSWER_MARK}`; a GSM8K answer ends with `{ANSWER_MARK} <number>`")
     if NUMBER.search(tail) is None:
-        raise ValueError(f"has no number after `{ANSWER_MARK}` but {tail.strip()[:40]!r}; write e.g. `{ANSWER_MARK} 72`")
+        raise ValueError(
+            f"has no number after `{ANSWER_MARK}` but {tail.strip()[:40]!r}; write e.g. `{ANSWER_MARK} 72`"
+        )
     return tail.strip().replace(",", "")
 
 
 def gsm8k_reward(reference: str, response_text: str) -> Score:
     """1 if the response's final number equals the reference exactly, as a decimal number, else 0.
 
-    The final number is the first one after the last ``####``; without that mark, the last number of the response. Thousands' commas, ``$``
-    and a closing dot do not matter, nor do zeros after the decimal point. The part ``found`` tells whether there was a number.
+    The final number is the first one after the last ``####``; without that mark, the last number of the
+    response. Thousands' commas, ``$`` and a closing dot do not matter, nor do zeros after the decimal point.
+    The part ``found`` tells whether there was a number.
 
     Raises:
         ValueError: ``reference`` holds no number.
@@ -64,15 +68,18 @@ def _to_decimal(match: re.Match[str]) -> Decimal:
 def math_verify_reward(reference: str, response_text: str) -> Score:
     """1 if math-verify finds the response's final expression equal to the reference, else 0.
 
-    The reference may be bare (``3/4``, ``\\frac{3}{4}``) or marked up (``$...$``, ``\\boxed{...}``). Has no time limit of its own: a few
-    expressions keep sympy busy for ever, so a process that can be ended must run this (see ``Scorer``).
+    The reference may be bare (``3/4``, ``\\frac{3}{4}``) or marked up (``$...$``, ``\\boxed{...}``). Has no
+    time limit of its own: a few expressions keep sympy busy for ever, so a process that can be ended must run
+    this (see ``Scorer``).
 
     Raises:
         ValueError: math-verify cannot read the reference.
     """
     from math_verify import parse, verify  # loads sympy, which only the worker process needs
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns, per process, that its own time limit is off
+    logging.getLogger("math_verify").setLevel(
+        logging.ERROR
+    )  # it warns, per process, that its own time limit is off
     marked_up = any(mark in reference for mark in ("$", "\\boxed", "\\(", "\\["))
     expected = parse(reference if marked_up else f"\\boxed{{{reference}}}", parsing_timeout=None)
     if not expected:

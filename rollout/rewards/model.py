@@ -1,32 +1,39 @@
 """Scores from a reward model that is served over HTTP.
 
-    Scorer ── score ──> waiting ── batch_size items, or LINGER_S after the first ──> request: a free place, the least loaded replica,
-                                                                                     attempts with a deadline each, backoff between
+    Scorer ── score ──> waiting ── batch_size items, or LINGER_S after the first ──> request: a free place,
+    the least loaded replica,
+                                                                                     attempts with a deadline
+                                                                                     each, backoff between
 
 What is sent, and what must come back with HTTP 200:
 
 ``sglang``  POST <url>/classify  ``{"text": ["...", ...]}``, or ``"input_ids"`` where a chat template was applied, so that no second
-            begin token is added. Reply: ``[{"embedding": [score], ...}, ...]``, one object per text, in order. An empty text is
-            a failed sample and is never sent: without a begin token it is no tokens, and SGLang 0.5.23 dies of a forward pass of none.
+            begin token is added. Reply: ``[{"embedding": [score], ...}, ...]``, one object per text, in
+            order. An empty text is a failed sample and is never sent: without a begin token it is no tokens,
+            and SGLang 0.5.23 dies of a forward pass of none.
 ``json``    POST <url>           ``{"items": [{"prompt": "...", "response": "...", "reference": "...", "text": "..."}, ...]}``.
-            Reply: ``{"scores": [0.5, ...]}``, one number per item, in order; ``null`` where an item cannot be scored.
+            Reply: ``{"scores": [0.5, ...]}``, one number per item, in order; ``null`` where an item cannot be
+            scored.
 
 What a failure means:
 
-- No connection, a broken one, no answer in time, HTTP 429 or 5xx: another attempt, on another replica if there is one. When
-  ``max_retries`` are used up: ``RewardModelError``, which ends the run. A step scored 0 throughout would teach the model nonsense.
-- HTTP 400, 413 or 422 (e.g. a text longer than the model's context): the batch is halved until the refused items are alone. Such an
-  item, like one whose score is missing or not finite, is a failed sample: scored 0, counted, and the run goes on. After
-  ``MAX_FAILED_IN_A_ROW`` of them without a good one between, the model is taken for broken: ``RewardModelError``.
+- No connection, a broken one, no answer in time, HTTP 429 or 5xx: another attempt, on another replica if
+  there is one. When ``max_retries`` are used up: ``RewardModelError``, which ends the run. A step scored 0
+  throughout would teach the model nonsense.
+- HTTP 400, 413 or 422 (e.g. a text longer than the model's context): the batch is halved until the refused
+  items are alone. Such an item, like one whose score is missing or not finite, is a failed sample: scored 0,
+  counted, and the run goes on. After ``MAX_FAILED_IN_A_ROW`` of them without a good one between, the model is
+  taken for broken: ``RewardModelError``.
 - Any other status, or a reply of another form: ``RewardModelError`` at once.
 
 Two things to know of SGLang 0.5.23:
 
-- Its Qwen2ForSequenceClassification and Qwen3ForSequenceClassification have a bias after the last layer, transformers' have none. A
-  checkpoint without one leaves it at a draw from --random-seed, up to 1/sqrt(hidden_size), which shifts all scores of a replica alike.
-  Store ``score.bias`` as zeros in such a checkpoint.
-- A text that fits the model's context but not the server's --max-total-tokens is never answered, and ends the run as a late answer
-  does. Leave room there for the longest text.
+- Its Qwen2ForSequenceClassification and Qwen3ForSequenceClassification have a bias after the last layer,
+  transformers' have none. A checkpoint without one leaves it at a draw from --random-seed, up to
+  1/sqrt(hidden_size), which shifts all scores of a replica alike. Store ``score.bias`` as zeros in such a
+  checkpoint.
+- A text that fits the model's context but not the server's --max-total-tokens is never answered, and ends the
+  run as a late answer does. Leave room there for the longest text.
 """
 
 import asyncio
@@ -98,7 +105,9 @@ class RewardModel:
         if config.text.type == "chat":
             self._tokenizer = load_tokenizer(config.text.tokenizer)
             if not self._tokenizer.chat_template:
-                raise ValueError(f"{name}.text.tokenizer={config.text.tokenizer} has no chat template; use text: {{type: plain}}")
+                raise ValueError(
+                    f"{name}.text.tokenizer={config.text.tokenizer} has no chat template; use text: {{type: plain}}"
+                )
         suffix = "/classify" if config.protocol == "sglang" else ""
         self._replicas = [_Replica(f"{url.rstrip('/')}{suffix}" if suffix else url) for url in config.urls]
         self._places = asyncio.Semaphore(config.max_concurrency)
@@ -117,14 +126,20 @@ class RewardModel:
             RewardModelError: one of them does not.
         """
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, socket_factory=partial(watched_socket, peer_timeout_s=PEER_TIMEOUT_S)),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),  # the deadline is our own
+            connector=aiohttp.TCPConnector(
+                limit=0, socket_factory=partial(watched_socket, peer_timeout_s=PEER_TIMEOUT_S)
+            ),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=CONNECT_TIMEOUT_S
+            ),  # the deadline is our own
         )
         probe = self._item(*PROBE, reference="2")
         scores = await asyncio.gather(*(self._probe(replica, probe) for replica in self._replicas))
         for replica, score in zip(self._replicas, scores, strict=True):
             if score.error is not None:
-                raise RewardModelError(f"{self._name}: the reward model at {replica.url} cannot score a trial sample: {score.error}")
+                raise RewardModelError(
+                    f"{self._name}: the reward model at {replica.url} cannot score a trial sample: {score.error}"
+                )
 
     async def _probe(self, replica: _Replica, item: Item) -> Score:
         try:
@@ -140,7 +155,9 @@ class RewardModel:
             RewardModelError: the model does not answer, or not as it should.
         """
         item = self._item(prompt.text, response_text, reference=prompt.reference)
-        if self._config.protocol == "sglang" and not (item.text if item.token_ids is None else item.token_ids):
+        if self._config.protocol == "sglang" and not (
+            item.text if item.token_ids is None else item.token_ids
+        ):
             return Score(value=0.0, error="the text for the reward model is empty")
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
@@ -216,7 +233,9 @@ class RewardModel:
         for score in scores:
             self._failed_in_a_row = 0 if score.error is None else self._failed_in_a_row + 1
             if self._failed_in_a_row == MAX_FAILED_IN_A_ROW:
-                raise RewardModelError(f"{self._name}: {MAX_FAILED_IN_A_ROW} samples in a row could not be scored, the last: {score.error}")
+                raise RewardModelError(
+                    f"{self._name}: {MAX_FAILED_IN_A_ROW} samples in a row could not be scored, the last: {score.error}"
+                )
 
     async def _attempts(self, items: list[Item], replicas: Sequence[_Replica]) -> list[Score]:
         body = json.dumps(self._body(items)).encode()
@@ -241,7 +260,9 @@ class RewardModel:
                     f"(max_retries={self._config.max_retries}): {failures}; {self._fix()}"
                 )
             self.retries += 1
-            logger.warning("%s: attempt %d failed, another follows: %s", self._name, len(failures), failures[-1])
+            logger.warning(
+                "%s: attempt %d failed, another follows: %s", self._name, len(failures), failures[-1]
+            )
             failed.append(replica)
             if len(failed) == len(replicas):  # nobody left to ask at once
                 failed.clear()
@@ -249,13 +270,20 @@ class RewardModel:
 
     def _body(self, items: Sequence[Item]) -> dict[str, object]:
         if self._config.protocol == "json":
-            return {"items": [{"prompt": i.prompt, "response": i.response, "reference": i.reference, "text": i.text} for i in items]}
+            return {
+                "items": [
+                    {"prompt": i.prompt, "response": i.response, "reference": i.reference, "text": i.text}
+                    for i in items
+                ]
+            }
         if self._tokenizer is not None:
             return {"input_ids": [item.token_ids for item in items]}
         return {"text": [item.text for item in items]}
 
     async def _post(self, url: str, body: bytes) -> bytes:
-        async with self._session.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
+        async with self._session.post(
+            url, data=body, headers={"Content-Type": "application/json"}
+        ) as response:
             content = await response.read()
         if response.status == 200:
             return content
@@ -275,8 +303,15 @@ class RewardModel:
         if not isinstance(scores, list) or len(scores) != count:
             wanted = '{"scores": [...]}' if self._config.protocol == "json" else '[{"embedding": [...]}, ...]'
             found = f"{len(scores)} of them" if isinstance(scores, list) else repr(content[:200])
-            raise RewardModelError(f"{self._name}: {url} was asked for {count} scores as {wanted} and sent {found}; {self._fix()}")
-        return [_to_score(score) for score in (scores if self._config.protocol == "json" else [self._embedded(url, s) for s in scores])]
+            raise RewardModelError(
+                f"{self._name}: {url} was asked for {count} scores as {wanted} and sent {found}; {self._fix()}"
+            )
+        return [
+            _to_score(score)
+            for score in (
+                scores if self._config.protocol == "json" else [self._embedded(url, s) for s in scores]
+            )
+        ]
 
     def _embedded(self, url: str, reply: object) -> object:
         numbers = reply.get("embedding") if isinstance(reply, dict) else None

@@ -1,8 +1,9 @@
-"""``Scorer``: scores responses, by one reward or the weighted sum of several, without a run ever hanging on reward code.
+"""``Scorer``: scores responses, by one reward or the weighted sum of several, without a run ever hanging on
+reward code.
 
-    score ─┬─ countdown, gsm8k, overlong     computed at once
-           ├─ math_verify, function          a process of their own (worker.py)
-           └─ model                          an HTTP server (model.py)
+score ─┬─ countdown, gsm8k, overlong     computed at once
+       ├─ math_verify, function          a process of their own (worker.py)
+       └─ model                          an HTTP server (model.py)
 """
 
 import asyncio
@@ -32,27 +33,36 @@ logger = logging.getLogger(__name__)
 MAX_LOGGED_ERRORS = 20
 """Failures that are logged one by one; the metrics count them all."""
 MOST_DEFAULT_WORKERS = 32
-"""Of a reward that does not say how many: each holds a Python of its own with all that the user's module imports."""
+"""Of a reward that does not say how many: each holds a Python of its own with all that the user's module
+imports."""
 
 
 def check_reward(
-    config: AnyReward, sample: Callable[[], "Problem | None"] = lambda: None, tell: Callable[[str], None] = logger.info
+    config: AnyReward,
+    sample: Callable[[], "Problem | None"] = lambda: None,
+    tell: Callable[[str], None] = logger.info,
 ) -> None:
-    """Whether this reward can be used here, before anything is started; servers of reward models are asked later, by ``Scorer``.
+    """Whether this reward can be used here, before anything is started; servers of reward models are asked
+    later, by ``Scorer``.
 
-    sample: gives a problem to try the user's function on; without one it is only imported. tell: takes what is worth knowing of a reward
-    that can be used.
+    sample: gives a problem to try the user's function on; without one it is only imported. tell: takes what
+    is worth knowing of a reward that can be used.
 
     Raises:
-        ValueError: the user's function cannot be used, math-verify is not installed, or a tokenizer's folder is missing.
+        ValueError: the user's function cannot be used, math-verify is not installed, or a tokenizer's folder
+        is missing.
     """
     for name, part in _parts(config).items():
         if part.type == "function":
             _check_function(name, part, sample, tell)
         elif part.type == "math_verify" and importlib.util.find_spec("math_verify") is None:
-            raise ValueError(f"{name}.type=math_verify needs the package math-verify, which is not installed; install it or use another")
+            raise ValueError(
+                f"{name}.type=math_verify needs the package math-verify, which is not installed; install it or use another"
+            )
         elif part.type == "model" and part.text.type == "chat" and not part.text.tokenizer.is_dir():
-            raise ValueError(f"{name}.text.tokenizer={part.text.tokenizer} is no folder; name the folder of the reward model's tokenizer")
+            raise ValueError(
+                f"{name}.text.tokenizer={part.text.tokenizer} is no folder; name the folder of the reward model's tokenizer"
+            )
 
 
 def _check_function(
@@ -71,16 +81,22 @@ def _check_function(
 
 def _parts(config: AnyReward) -> dict[str, RewardPart]:
     """By where the config holds them."""
-    return {f"reward.parts.{name}": part for name, part in config.parts.items()} if config.type == "weighted" else {"reward": config}
+    return (
+        {f"reward.parts.{name}": part for name, part in config.parts.items()}
+        if config.type == "weighted"
+        else {"reward": config}
+    )
 
 
 def may_read_rows(config: AnyReward) -> bool:
-    """Whether a part of the reward is the user's function, which may ask for the record that a prompt was made of."""
+    """Whether a part of the reward is the user's function, which may ask for the record that a prompt was
+    made of."""
     return any(part.type == "function" for part in _parts(config).values())
 
 
 def default_num_workers(cores: int) -> int:
-    """Of those that this process may use; the other half is for servers, the sample role itself and, on one node, the learner."""
+    """Of those that this process may use; the other half is for servers, the sample role itself and, on one
+    node, the learner."""
     return max(1, min(MOST_DEFAULT_WORKERS, cores // 2))
 
 
@@ -91,13 +107,15 @@ _Reward = Callable[[Prompt, str, int], Awaitable[Score]]
 class Scorer:
     """Scores responses inside ``async with``; entering it checks that every reward model answers.
 
-    ``max_new_tokens`` is the length from which the overlong penalty counts. ``num_workers`` is of each math-verify and each function of
-    the user's that does not say it: a process scores one sample at a time, within ``timeout_s``; a late or dead one is killed and
-    replaced. Start-up and the wait for a free process do not count.
+    ``max_new_tokens`` is the length from which the overlong penalty counts. ``num_workers`` is of each
+    math-verify and each function of the user's that does not say it: a process scores one sample at a time,
+    within ``timeout_s``; a late or dead one is killed and replaced. Start-up and the wait for a free process
+    do not count.
 
     Entering raises:
         RewardModelError: a reward model cannot be asked.
-        ValueError: the overlong penalty's buffer is longer than a response can be, or a reward model's tokenizer is unusable.
+        ValueError: the overlong penalty's buffer is longer than a response can be, or a reward model's
+        tokenizer is unusable.
     """
 
     def __init__(self, config: AnyReward, *, max_new_tokens: int, num_workers: int | None = None):
@@ -105,7 +123,11 @@ class Scorer:
         self._num_workers = num_workers or default_num_workers(len(os.sched_getaffinity(0)))
         self._parts = _parts(config)
         checks = [where for where, part in self._parts.items() if part.type not in ("model", "overlong")]
-        self._deciding = checks[0] if checks else next(where for where, part in self._parts.items() if part.type != "overlong")
+        self._deciding = (
+            checks[0]
+            if checks
+            else next(where for where, part in self._parts.items() if part.type != "overlong")
+        )
         self._rewards: dict[str, _Reward] = {}
         self._models: list[RewardModel] = []
         self._exits = AsyncExitStack()
@@ -128,7 +150,8 @@ class Scorer:
         await self.close()
 
     async def close(self) -> None:
-        """End all processes and requests; samples that are being scored raise ``CancelledError``. Safe to call twice."""
+        """End all processes and requests; samples that are being scored raise ``CancelledError``. Safe to
+        call twice."""
         await self._exits.aclose()
 
     async def _make(self, where: str, part: RewardPart) -> _Reward:
@@ -140,8 +163,14 @@ class Scorer:
             case "overlong":
                 longest, buffer = self._max_new_tokens, part.buffer_tokens
                 if buffer > longest:
-                    raise ValueError(f"{where}.buffer_tokens={buffer} is more than rollout.max_new_tokens={longest}; lower it")
-                return _inline(lambda prompt, text, n: Score(value=overlong_penalty(n, max_tokens=longest, buffer_tokens=buffer)))
+                    raise ValueError(
+                        f"{where}.buffer_tokens={buffer} is more than rollout.max_new_tokens={longest}; lower it"
+                    )
+                return _inline(
+                    lambda prompt, text, n: Score(
+                        value=overlong_penalty(n, max_tokens=longest, buffer_tokens=buffer)
+                    )
+                )
             case "model":
                 model = RewardModel(part, name=where)
                 self._models.append(model)
@@ -153,12 +182,16 @@ class Scorer:
                 self._exits.callback(processes.close)
                 return processes.score
 
-    async def score(self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason) -> Score:
-        """The sum of the parts, each times its weight. ``num_tokens`` is of the response, with its end token where it has one.
+    async def score(
+        self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason
+    ) -> Score:
+        """The sum of the parts, each times its weight. ``num_tokens`` is of the response, with its end token
+        where it has one.
 
-        ``parts`` of a single reward are its own; of a weighted one, each part's unweighted value by the part's name, and the part's own
-        as ``name/own``. What reward code could not score counts 0, and ``error`` says why and for which prompt.
-        ``correct``: the deciding part (see ``WeightedReward``) was scored, with at least 1.
+        ``parts`` of a single reward are its own; of a weighted one, each part's unweighted value by the
+        part's name, and the part's own as ``name/own``. What reward code could not score counts 0, and
+        ``error`` says why and for which prompt. ``correct``: the deciding part (see ``WeightedReward``) was
+        scored, with at least 1.
 
         Raises:
             WorkerStartError: a reward cannot be run at all in a process of its own.
@@ -166,8 +199,12 @@ class Scorer:
             CancelledError: the scorer was closed meanwhile.
         """
         if finish_reason is FinishReason.LENGTH:
-            num_tokens = self._max_new_tokens  # cut off earlier, by the model's positions, it was too long all the same
-        found = await asyncio.gather(*(reward(prompt, response_text, num_tokens) for reward in self._rewards.values()))
+            num_tokens = (
+                self._max_new_tokens
+            )  # cut off earlier, by the model's positions, it was too long all the same
+        found = await asyncio.gather(
+            *(reward(prompt, response_text, num_tokens) for reward in self._rewards.values())
+        )
         scores = dict(zip(self._rewards, found, strict=True))
         for where, score in scores.items():
             if score.error is not None:
@@ -219,11 +256,15 @@ class _Processes:
     def __init__(self, config: MathVerifyReward | FunctionReward, *, num_workers: int):
         reward = config.function if config.type == "function" else MATH_VERIFY
         start_timeout_s = max(START_TIMEOUT_S, config.import_timeout_s if config.type == "function" else 0.0)
-        self._pool = WorkerPool(reward, num_workers=num_workers, timeout_s=config.timeout_s, start_timeout_s=start_timeout_s)
+        self._pool = WorkerPool(
+            reward, num_workers=num_workers, timeout_s=config.timeout_s, start_timeout_s=start_timeout_s
+        )
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
     async def score(self, prompt: Prompt, response_text: str, num_tokens: int) -> Score:
-        job = Job(prompt_text=prompt.text, response_text=response_text, reference=prompt.reference, row=prompt.row)
+        job = Job(
+            prompt_text=prompt.text, response_text=response_text, reference=prompt.reference, row=prompt.row
+        )
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._pool.call, job)
 
     def close(self) -> None:

@@ -1,10 +1,13 @@
-"""A trial of the user's reward function before a run starts: it is imported, and called on two made responses.
+"""A trial of the user's reward function before a run starts: it is imported, and called on two made
+responses.
 
     this process: try_function ── pipe ──> a worker (worker.py), which cannot hang, end or print into this one
-                  waits with a deadline, and says so meanwhile; asks a late worker for the line that it is at; kills it
+                  waits with a deadline, and says so meanwhile; asks a late worker for the line that it is at;
+                  kills it
 
-A response can be unlike anything that a function expects, so that raising on one of the two is only told. Raising on both is an error, and
-so is what no response excuses: a hang, a process that dies, a value that is no reward.
+A response can be unlike anything that a function expects, so that raising on one of the two is only told.
+Raising on both is an error, and so is what no response excuses: a hang, a process that dies, a value that is
+no reward.
 """
 
 import os
@@ -21,7 +24,7 @@ from configs.schema.task import FunctionReward
 from rollout.rewards import worker
 from rollout.rewards.function import is_library
 from rollout.rewards.worker import Job, Reply, kill_tree, start_process
-from rollout.watched_process import how_it_ended
+from rollout.servers.watched_process import how_it_ended
 
 if TYPE_CHECKING:
     from rollout.tasks.task import Problem
@@ -35,12 +38,19 @@ _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function
 
 
 def made_responses(reference: str) -> dict[str, str]:
-    """What a model may answer, by what messages call it: the right answer in the forms that graders look for, and nothing at all."""
-    return {"an ordinary response": f"The answer is \\boxed{{{reference}}}.\n#### {reference}", "an empty response": ""}
+    """What a model may answer, by what messages call it: the right answer in the forms that graders look for,
+    and nothing at all."""
+    return {
+        "an ordinary response": f"The answer is \\boxed{{{reference}}}.\n#### {reference}",
+        "an empty response": "",
+    }
 
 
-def try_function(reward: FunctionReward, problem: "Problem | None", tell: Callable[[str], None]) -> tuple[str, ...]:
-    """What is worth knowing of a function that can be used; ``tell`` is called while it takes long. Without a problem it is only imported.
+def try_function(
+    reward: FunctionReward, problem: "Problem | None", tell: Callable[[str], None]
+) -> tuple[str, ...]:
+    """What is worth knowing of a function that can be used; ``tell`` is called while it takes long. Without a
+    problem it is only imported.
 
     Raises:
         ValueError: "what is wrong; fix" of a function that cannot be used.
@@ -48,7 +58,9 @@ def try_function(reward: FunctionReward, problem: "Problem | None", tell: Callab
     tried = (reward, problem and (problem.text, problem.reference))
     if tried not in _KNOWN:
         with tempfile.TemporaryFile() as output:
-            process, connection = start_process(reward.function, output=output.fileno(), options=[NO_BYTECODE])
+            process, connection = start_process(
+                reward.function, output=output.fileno(), options=[NO_BYTECODE]
+            )
             with connection:
                 try:
                     _KNOWN[tried] = _Trial(reward, process, connection, output, tell).run(problem)
@@ -63,14 +75,27 @@ _KNOWN: dict[tuple, tuple[str, ...]] = {}
 
 class _Trial:
     def __init__(
-        self, reward: FunctionReward, process: subprocess.Popen, connection: Connection, output: IO[bytes], tell: Callable[[str], None]
+        self,
+        reward: FunctionReward,
+        process: subprocess.Popen,
+        connection: Connection,
+        output: IO[bytes],
+        tell: Callable[[str], None],
     ):
-        self._reward, self._process, self._connection, self._output, self._tell = reward, process, connection, output, tell
+        self._reward, self._process, self._connection, self._output, self._tell = (
+            reward,
+            process,
+            connection,
+            output,
+            tell,
+        )
 
     def run(self, problem: "Problem | None") -> tuple[str, ...]:
         module = self._reward.function.partition(":")[0]
         slow_import = "do slow work in the function's first call, or raise its import_timeout_s"
-        kind, content = self._wait(f"importing {module}", "import_timeout_s", self._reward.import_timeout_s, slow_import)
+        kind, content = self._wait(
+            f"importing {module}", "import_timeout_s", self._reward.import_timeout_s, slow_import
+        )
         if kind != "ready":
             raise ValueError(content)
         return () if problem is None else self._score(problem)
@@ -78,15 +103,24 @@ class _Trial:
     def _score(self, problem: "Problem") -> tuple[str, ...]:
         raised: dict[str, str] = {}
         for name, response in made_responses(problem.reference).items():
-            job = Job(prompt_text=problem.text, response_text=response, reference=problem.reference, row=problem.row)
+            job = Job(
+                prompt_text=problem.text, response_text=response, reference=problem.reference, row=problem.row
+            )
             self._connection.send(job)
-            kind, content = self._wait(f"scoring {name}", "timeout_s", self._reward.timeout_s, "make it faster, or raise its timeout_s")
+            kind, content = self._wait(
+                f"scoring {name}",
+                "timeout_s",
+                self._reward.timeout_s,
+                "make it faster, or raise its timeout_s",
+            )
             if kind == "unusable":
                 fix = "return a finite number, float(...), or (number, {name: number}), from every path through the function"
                 raise ValueError(f"scoring {name} to the task's first problem: {content}; {fix}")
             if kind == "raised":
                 raised[name] = content
-        said = [f"scoring {name} to the task's first problem raised {content}" for name, content in raised.items()]
+        said = [
+            f"scoring {name} to the task's first problem raised {content}" for name, content in raised.items()
+        ]
         if len(said) > 1:
             fix = "return a number for whatever a model writes, or set its `check: import` to have it not called before the start"
             raise ValueError(f"{', and '.join(said)}; {fix}")
@@ -98,13 +132,17 @@ class _Trial:
         while not self._answers(min(TELL_EVERY_S, max(0.0, began + limit_s - time.monotonic()))):
             waited = time.monotonic() - began
             if waited >= limit_s:
-                raise ValueError(f"{doing} took longer than {limit}={limit_s:g}{self._line_it_is_at()}; {fix}")
+                raise ValueError(
+                    f"{doing} took longer than {limit}={limit_s:g}{self._line_it_is_at()}; {fix}"
+                )
             self._tell(f"{doing} … {waited:.0f} s of {limit}={limit_s:g}")
         try:
             return self._connection.recv()
         except (EOFError, OSError):
             ending = how_it_ended(self._process.wait())
-            raise ValueError(f"{doing}: its process {ending}{self._last_words()}; correct the module") from None
+            raise ValueError(
+                f"{doing}: its process {ending}{self._last_words()}; correct the module"
+            ) from None
 
     def _answers(self, timeout_s: float) -> bool:
         try:
@@ -113,7 +151,8 @@ class _Trial:
             return True
 
     def _line_it_is_at(self) -> str:
-        """``, at rewards.py:3 in <module>``; faulthandler writes it even where Python's own code does not run."""
+        """``, at rewards.py:3 in <module>``; faulthandler writes it even where Python's own code does not
+        run."""
         before = self._written()
         self._process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + TRACE_WITHIN_S

@@ -6,8 +6,8 @@
                               waits with a deadline                  imports the reward, then answers one job at a time
                               kills and replaces what is late        ends when the pipe closes, so also when its parent dies
 
-A worker is a fresh interpreter (no fork: the parent has threads and sockets) in the process group of its parent, so whoever ends
-that group ends it too.
+A worker is a fresh interpreter (no fork: the parent has threads and sockets) in the process group of its
+parent, so whoever ends that group ends it too.
 """
 
 import faulthandler
@@ -26,12 +26,20 @@ from pathlib import Path
 from typing import Literal
 
 from rollout.records import Score
-from rollout.rewards.function import RewardFunction, describe, import_reward_function, place_of, takes_row, to_score
+from rollout.rewards.function import (
+    RewardFunction,
+    describe,
+    import_reward_function,
+    place_of,
+    takes_row,
+    to_score,
+)
 from rollout.rewards.math_answers import math_verify_reward
-from rollout.watched_process import how_it_ended
+from rollout.servers.watched_process import how_it_ended
 
 START_TIMEOUT_S = 120.0
-"""For a worker to start and import the reward, on a machine where all of them may be starting at once; more where the config says so."""
+"""For a worker to start and import the reward, on a machine where all of them may be starting at once; more
+where the config says so."""
 STOP_TIMEOUT_S = 5.0
 """For the kernel to end a killed process."""
 BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from rollout.rewards.worker import serve; serve({descriptor}, {reward!r})"
@@ -51,13 +59,18 @@ Reply = tuple[Literal["ready", "failed", "score", "raised", "unusable"], Score |
 
 
 class WorkerStartError(RuntimeError):
-    """The reward could not be imported in a fresh process, although a check at start-up did: nothing can be scored."""
+    """The reward could not be imported in a fresh process, although a check at start-up did: nothing can be
+    scored."""
 
 
 def serve(descriptor: int, reward: str) -> None:
     """Main function of a worker: ``reward`` is ``math_verify`` or the user's ``module:function``."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides when this process ends
-    faulthandler.register(signal.SIGUSR1)  # on request, the lines that it is at, whatever the user's code does
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent decides when this process ends
+    faulthandler.register(
+        signal.SIGUSR1
+    )  # on request, the lines that it is at, whatever the user's code does
     with Connection(descriptor) as connection:
         try:
             function = _resolve(reward)
@@ -89,7 +102,10 @@ def _answer(function: RewardFunction, job: Job) -> Reply:
     try:
         row = {"row": job.row} if takes_row(function) else {}
         returned = function(job.prompt_text, job.response_text, job.reference, **row)
-    except (Exception, SystemExit) as error:  # reward code may raise anything, or call exit(); the run goes on
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # reward code may raise anything, or call exit(); the run goes on
         return "raised", describe(error)
     try:
         return "score", to_score(returned)
@@ -97,8 +113,11 @@ def _answer(function: RewardFunction, job: Job) -> Reply:
         return "unusable", f"{type(error).__name__}: {error} ({place_of(function)})"
 
 
-def start_process(reward: str, *, output: int, options: Sequence[str] = ()) -> tuple[subprocess.Popen, Connection]:
-    """A process that runs ``serve``, and our end of its pipe. ``output``: where all goes that it prints; ``options``: of Python."""
+def start_process(
+    reward: str, *, output: int, options: Sequence[str] = ()
+) -> tuple[subprocess.Popen, Connection]:
+    """A process that runs ``serve``, and our end of its pipe. ``output``: where all goes that it prints;
+    ``options``: of Python."""
     ours, theirs = Pipe()
     path = [entry or os.getcwd() for entry in sys.path]
     command = BOOTSTRAP.format(path=path, descriptor=theirs.fileno(), reward=reward)
@@ -111,11 +130,16 @@ def start_process(reward: str, *, output: int, options: Sequence[str] = ()) -> t
 
 
 class WorkerPool:
-    """Workers of one reward. ``call`` may be called from as many threads as there are workers; processes start on first use."""
+    """Workers of one reward. ``call`` may be called from as many threads as there are workers; processes
+    start on first use."""
 
-    def __init__(self, reward: str, *, num_workers: int, timeout_s: float, start_timeout_s: float = START_TIMEOUT_S):
+    def __init__(
+        self, reward: str, *, num_workers: int, timeout_s: float, start_timeout_s: float = START_TIMEOUT_S
+    ):
         self._workers = [_Worker(reward, timeout_s, start_timeout_s) for _ in range(num_workers)]
-        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()  # the last one used is next: no more are started than are needed at once
+        self._idle: queue.LifoQueue[_Worker] = (
+            queue.LifoQueue()
+        )  # the last one used is next: no more are started than are needed at once
         for worker in self._workers:
             self._idle.put(worker)
 
@@ -158,12 +182,18 @@ class _Worker:
         except TimeoutError:
             self._end()
             self._raise_if_closed()
-            return Score(value=0.0, error=f"TimeoutError: no answer within {self._timeout_s:g} s; its process was killed")
+            return Score(
+                value=0.0,
+                error=f"TimeoutError: no answer within {self._timeout_s:g} s; its process was killed",
+            )
         except (EOFError, OSError):
             process = self._process
             self._end()
             self._raise_if_closed()
-            return Score(value=0.0, error=f"the reward's process (pid {process.pid}) {how_it_ended(process.returncode)}")
+            return Score(
+                value=0.0,
+                error=f"the reward's process (pid {process.pid}) {how_it_ended(process.returncode)}",
+            )
         return content if kind == "score" else Score(value=0.0, error=content)
 
     def _start(self) -> None:
@@ -171,14 +201,17 @@ class _Worker:
         with self._lock:
             if self._closed:
                 raise CancelledError
-            # Standard output stays free for the run's own lines: what reward code prints goes to the error stream.
+            # Standard output stays free for the run's own lines: what reward code prints goes to the error
+            # stream.
             self._process, self._connection = start_process(self._reward, output=sys.__stderr__.fileno())
         try:
             kind, content = self._receive(self._start_timeout_s)
         except (TimeoutError, EOFError, OSError) as error:
             self._end()
             self._raise_if_closed()
-            raise WorkerStartError(f"the process of reward {self._reward!r} did not start; its error output says why") from error
+            raise WorkerStartError(
+                f"the process of reward {self._reward!r} did not start; its error output says why"
+            ) from error
         if kind != "ready":
             self._end()
             raise WorkerStartError(content)
@@ -225,7 +258,8 @@ def _descendants(root: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The name of the program, in parentheses, may hold blanks; after it come the state and the parent's id.
+            # The name of the program, in parentheses, may hold blanks; after it come the state and the
+            # parent's id.
             parent = int(stat.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
         except (FileNotFoundError, ProcessLookupError):  # ended while we were reading
             continue

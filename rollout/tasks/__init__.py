@@ -1,11 +1,18 @@
 """Tasks: where problems come from. ``load_task`` is the one entrance."""
 
-
 from typing import TYPE_CHECKING
 
 from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask, TaskConfig
 from rollout.tasks.countdown import first_countdown_problem, generate_sft_examples, load_countdown
-from rollout.tasks.files import Survey, first_in_file, load_gsm8k, load_jsonl, read_pairs, survey_pairs, survey_task_file
+from rollout.tasks.files import (
+    Survey,
+    first_in_file,
+    load_gsm8k,
+    load_jsonl,
+    read_pairs,
+    survey_pairs,
+    survey_task_file,
+)
 from rollout.tasks.task import Problem, Task, longest_above
 
 if TYPE_CHECKING:
@@ -28,10 +35,12 @@ FILE_LOADERS = {Gsm8kTask: load_gsm8k, JsonlTask: load_jsonl}
 
 
 def load_task(config: TaskConfig, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
-    """The prompts of a task, for training and held out. ``keep_rows``: each with the whole record of its file, for the user's reward.
+    """The prompts of a task, for training and held out. ``keep_rows``: each with the whole record of its
+    file, for the user's reward.
 
     Raises:
-        ValueError: what the task's own loader cannot use: a file, a line, a tokenizer; it names the thing and the fix.
+        ValueError: what the task's own loader cannot use: a file, a line, a tokenizer; it names the thing and
+        the fix.
     """
     if isinstance(config, CountdownTask):
         return load_countdown(config, tokenizer=tokenizer)

@@ -1,7 +1,9 @@
-"""Countdown: reach the target with all the given numbers and ``+ - *``. Problems and their solutions are enumerated, not guessed.
+"""Countdown: reach the target with all the given numbers and ``+ - *``. Problems and their solutions are
+enumerated, not guessed.
 
-Expressions are counted and drawn in a normal form that gives each text exactly one derivation: parentheses only where precedence
-needs them, so the right side of ``+`` is never a sum (``a+(b+c)`` is written ``a+b+c``) and the right side of ``*`` never a product.
+Expressions are counted and drawn in a normal form that gives each text exactly one derivation: parentheses
+only where precedence needs them, so the right side of ``+`` is never a sum (``a+(b+c)`` is written ``a+b+c``)
+and the right side of ``*`` never a product.
 """
 
 import ast
@@ -27,7 +29,8 @@ Numbers = tuple[int, ...]
 """Sorted, with repetition."""
 
 MAX_CHOICES = {1: 100_000, 2: 100_000, 3: 20_000, 4: 10_000, 5: 400}
-"""Most choices of that many numbers that are enumerated: a few seconds of work. Beyond it a fixed random subset is taken."""
+"""Most choices of that many numbers that are enumerated: a few seconds of work. Beyond it a fixed random
+subset is taken."""
 CHARACTERS = "0123456789+-*()=: "
 
 
@@ -84,7 +87,8 @@ def prompt_text(problem: tuple[Numbers, int]) -> str:
 
 
 def long_prompt(config: CountdownTask) -> str:
-    """One of the longest prompts: of the highest numbers, with the highest target that they reach. "" where they reach none."""
+    """One of the longest prompts: of the highest numbers, with the highest target that they reach. "" where
+    they reach none."""
     numbers = _choices(config)[-1]
     return prompt_text((numbers, max(found))) if (found := reachable(numbers, config.max_target)) else ""
 
@@ -96,11 +100,14 @@ def check_problems(config: CountdownTask) -> None:
 
 
 def _nothing_left(config: CountdownTask) -> ValueError:
-    return ValueError(f"no Countdown problem is left to train on with {config!r}; raise max_number or max_target")
+    return ValueError(
+        f"no Countdown problem is left to train on with {config!r}; raise max_number or max_target"
+    )
 
 
 def check_characters(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Each character must survive encoding and decoding next to digits, where it stands in a prompt or an answer. Raises ValueError."""
+    """Each character must survive encoding and decoding next to digits, where it stands in a prompt or an
+    answer. Raises ValueError."""
     missing = []
     for character in CHARACTERS:
         text = f"1{character}1"
@@ -115,7 +122,8 @@ def check_characters(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def is_heldout(problem: tuple[Numbers, int], fraction: float) -> bool:
-    """Whether the problem's md5, read as a number in [0, 1), lies below ``fraction``: the same for ever and for every seed."""
+    """Whether the problem's md5, read as a number in [0, 1), lies below ``fraction``: the same for ever and
+    for every seed."""
     digest = hashlib.md5(format_problem(*problem).encode(), usedforsecurity=False).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
@@ -132,10 +140,13 @@ def _choices(config: CountdownTask) -> list[Numbers]:
     size, highest = config.num_numbers, config.max_number
     if math.comb(highest + size - 1, size) <= MAX_CHOICES[size]:
         return list(combinations_with_replacement(range(1, highest + 1), size))
-    rng = random.Random(f"countdown {size} {highest}")  # of the task, not of the run: every run sees the same problems
+    rng = random.Random(
+        f"countdown {size} {highest}"
+    )  # of the task, not of the run: every run sees the same problems
     chosen: set[Numbers] = set()
     while len(chosen) < MAX_CHOICES[size]:
-        # Multisets of 1..highest are the strictly ascending tuples of 1..highest+size-1, each element lowered by its index.
+        # Multisets of 1..highest are the strictly ascending tuples of 1..highest+size-1, each element lowered
+        # by its index.
         ascending = sorted(rng.sample(range(1, highest + size), size))
         chosen.add(tuple(number - i for i, number in enumerate(ascending)))
     return sorted(chosen)
@@ -143,7 +154,8 @@ def _choices(config: CountdownTask) -> list[Numbers]:
 
 @lru_cache(maxsize=8192)
 def splits(numbers: Numbers) -> tuple[tuple[Numbers, Numbers], ...]:
-    """Every way to deal ``numbers`` to a left and a right side, neither empty; equal numbers are not told apart."""
+    """Every way to deal ``numbers`` to a left and a right side, neither empty; equal numbers are not told
+    apart."""
     found = set()
     indices = range(len(numbers))
     for size in range(1, len(numbers)):
@@ -189,7 +201,8 @@ def _apply(operator: str, a: int, b: int) -> int:
 
 @lru_cache(maxsize=16384)
 def _ways_to_reach(numbers: Numbers, value: int, kinds: tuple[Kind, ...]) -> tuple[list[tuple], list[int]]:
-    """Outermost steps (left, a, operator, right, b) of the expressions with this value, and cumulated counts of their expressions."""
+    """Outermost steps (left, a, operator, right, b) of the expressions with this value, and cumulated counts
+    of their expressions."""
     ways, counts = [], []
     for left, right in splits(numbers):
         for operator in _operators(kinds):
@@ -212,7 +225,9 @@ def _partners(operator: str, a: int, value: int, candidates: dict[int, int]) -> 
     return [b] if b in candidates else []
 
 
-def random_solution(numbers: Numbers, value: int, rng: random.Random, kinds: tuple[Kind, ...] = ANY_KIND) -> str:
+def random_solution(
+    numbers: Numbers, value: int, rng: random.Random, kinds: tuple[Kind, ...] = ANY_KIND
+) -> str:
     """An expression of all the numbers with this value, uniformly among the distinct ones.
 
     Raises:
@@ -224,7 +239,9 @@ def random_solution(numbers: Numbers, value: int, rng: random.Random, kinds: tup
     if not ways:
         raise ValueError(f"no expression of {numbers} equals {value}")
     left, a, operator, right, b = rng.choices(ways, cum_weights=cumulated)[0]
-    return _join(random_solution(left, a, rng), operator, random_solution(right, b, rng, RIGHT_KINDS[operator]))
+    return _join(
+        random_solution(left, a, rng), operator, random_solution(right, b, rng, RIGHT_KINDS[operator])
+    )
 
 
 @lru_cache(maxsize=8192)
@@ -235,13 +252,19 @@ def num_expressions(numbers: Numbers, kinds: tuple[Kind, ...] = ANY_KIND) -> int
 
 @lru_cache(maxsize=8192)
 def _outermost_steps(numbers: Numbers, kinds: tuple[Kind, ...]) -> tuple[list[tuple], list[int]]:
-    """Steps (left, operator, right) of all the expressions of these kinds, and cumulated counts of their expressions."""
+    """Steps (left, operator, right) of all the expressions of these kinds, and cumulated counts of their
+    expressions."""
     steps = [(left, operator, right) for left, right in splits(numbers) for operator in _operators(kinds)]
-    counts = [num_expressions(left) * num_expressions(right, RIGHT_KINDS[operator]) for left, operator, right in steps]
+    counts = [
+        num_expressions(left) * num_expressions(right, RIGHT_KINDS[operator])
+        for left, operator, right in steps
+    ]
     return steps, list(accumulate(counts))
 
 
-def random_expression(numbers: Numbers, rng: random.Random, kinds: tuple[Kind, ...] = ANY_KIND) -> tuple[str, int]:
+def random_expression(
+    numbers: Numbers, rng: random.Random, kinds: tuple[Kind, ...] = ANY_KIND
+) -> tuple[str, int]:
     """An expression of all the numbers and its value, uniformly among the distinct expressions."""
     if len(numbers) == 1:
         return str(numbers[0]), numbers[0]
@@ -253,7 +276,8 @@ def random_expression(numbers: Numbers, rng: random.Random, kinds: tuple[Kind, .
 
 
 def _join(left: str, operator: str, right: str) -> str:
-    """Put parentheses where precedence needs them: around sums in a product, and around a sum that is subtracted."""
+    """Put parentheses where precedence needs them: around sums in a product, and around a sum that is
+    subtracted."""
     if operator == "*" and _is_sum(left):
         left = f"({left})"
     if operator != "+" and _is_sum(right):
@@ -272,7 +296,8 @@ def _is_sum(text: str) -> bool:
 
 
 def random_wrong_expression(numbers: Numbers, target: int, rng: random.Random) -> str:
-    """An expression of all the numbers that does not equal the target, uniformly among those. Needs two numbers or more."""
+    """An expression of all the numbers that does not equal the target, uniformly among those. Needs two
+    numbers or more."""
     while True:  # a sum and a difference of the same positive numbers are never both right, so this ends
         text, value = random_expression(numbers, rng)
         if value != target:
@@ -280,7 +305,8 @@ def random_wrong_expression(numbers: Numbers, target: int, rng: random.Random) -
 
 
 def is_tidy(text: str) -> bool:
-    """Whether the terms of every sum and the factors of every product stand in descending order: one way of writing out of many."""
+    """Whether the terms of every sum and the factors of every product stand in descending order: one way of
+    writing out of many."""
     return _tidy_value(ast.parse(text, mode="eval").body) is not None
 
 
@@ -301,12 +327,15 @@ def _tidy_value(node: ast.expr) -> int | None:
     return a + b if isinstance(node.op, ast.Add) else a * b
 
 
-def generate_sft_examples(config: CountdownTask, *, count: int, noise: float, seed: int) -> list[tuple[str, str]]:
+def generate_sft_examples(
+    config: CountdownTask, *, count: int, noise: float, seed: int
+) -> list[tuple[str, str]]:
     """``count`` pairs (prompt text, answer text) of random training problems, never held-out ones.
 
-    With probability ``noise`` an answer is a wrong expression of the same numbers, which leaves RL something to improve;
-    otherwise it is a solution. Either is drawn uniformly among the distinct tidy ones: a small model that need not learn all
-    orders of the same sum learns more arithmetic from as many examples. The seed decides everything.
+    With probability ``noise`` an answer is a wrong expression of the same numbers, which leaves RL something
+    to improve; otherwise it is a solution. Either is drawn uniformly among the distinct tidy ones: a small
+    model that need not learn all orders of the same sum learns more arithmetic from as many examples. The
+    seed decides everything.
 
     ``noise`` above 0 needs two numbers or more: a single one has no wrong expression.
 

@@ -31,7 +31,10 @@ _FOREIGN = {
     b"PK\x03\x04": ("a zip archive or a spreadsheet", "unpack it, or export it as JSONL"),
     b"\xff\xfe": ("UTF-16 text", "save it as UTF-8"),
     b"\xfe\xff": ("UTF-16 text", "save it as UTF-8"),
-    b"version https://git-lfs": ("a pointer of Git LFS, not the data themselves", "fetch them with `git lfs pull`"),
+    b"version https://git-lfs": (
+        "a pointer of Git LFS, not the data themselves",
+        "fetch them with `git lfs pull`",
+    ),
 }
 """What files of other kinds begin with: what they are, and what to do."""
 _PARQUET = b"PAR1"
@@ -42,19 +45,26 @@ def place(path: Path, number: int) -> str:
     return f"{path}:{'row' if path.suffix in PARQUET_SUFFIXES else 'line'} {number}"
 
 
-def read_records(path: Path, progress: Progress | None = None, *, roots: Collection[str] = ()) -> Iterator[Record]:
+def read_records(
+    path: Path, progress: Progress | None = None, *, roots: Collection[str] = ()
+) -> Iterator[Record]:
     """The records of a ``.jsonl`` or ``.parquet`` file, in order; blank lines are skipped.
 
     roots: the only fields that are needed, where a file stores fields apart and has them all.
 
     Raises:
-        ValueError: the file is missing, unreadable or of another kind, or a line is no JSON object; the line is named.
+        ValueError: the file is missing, unreadable or of another kind, or a line is no JSON object; the line
+        is named.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"data file {path} does not exist (the current folder is {Path.cwd()}); correct the path in the config")
+        raise ValueError(
+            f"data file {path} does not exist (the current folder is {Path.cwd()}); correct the path in the config"
+        )
     _refuse_other_kinds(path)
-    return _read_lines(path, progress) if path.suffix in LINE_SUFFIXES else _read_parquet(path, progress, roots)
+    return (
+        _read_lines(path, progress) if path.suffix in LINE_SUFFIXES else _read_parquet(path, progress, roots)
+    )
 
 
 def _refuse_other_kinds(path: Path) -> None:
@@ -66,7 +76,11 @@ def _refuse_other_kinds(path: Path) -> None:
     if path.suffix in LINE_SUFFIXES and start.startswith(_PARQUET):
         raise ValueError(f"data file {path} is parquet; give it a name that ends in .parquet")
     if path.suffix not in LINE_SUFFIXES + PARQUET_SUFFIXES:
-        hint = "write each record of its array as a line (`jq -c '.[]'`)" if path.suffix == ".json" else "write it as JSONL or parquet"
+        hint = (
+            "write each record of its array as a line (`jq -c '.[]'`)"
+            if path.suffix == ".json"
+            else "write it as JSONL or parquet"
+        )
         known = ", ".join(LINE_SUFFIXES + PARQUET_SUFFIXES)
         raise ValueError(f"data file {path} is of no known kind; its name must end in {known}: {hint}")
 
@@ -91,13 +105,18 @@ def _read_lines(path: Path, progress: Progress | None) -> Iterator[Record]:
 
 
 def _decode_at_leisure(line: bytes, path: Path, number: int) -> object:
-    """What Python's own reader takes too: a byte order mark, NaN, lone surrogates. Raises ValueError naming the line."""
+    """What Python's own reader takes too: a byte order mark, NaN, lone surrogates. Raises ValueError naming
+    the line."""
     try:
         return json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{place(path, number)}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8") from error
+        raise ValueError(
+            f"{place(path, number)}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
+        ) from error
     except RecursionError as error:
-        raise ValueError(f"{place(path, number)}: nested too deeply to be read; flatten or drop the record") from error
+        raise ValueError(
+            f"{place(path, number)}: nested too deeply to be read; flatten or drop the record"
+        ) from error
     except ValueError as error:
         fix = "each line must be one JSON object; correct or remove it"
         if number == 1 and line.lstrip().startswith(b"["):
@@ -124,13 +143,18 @@ def _read_parquet(path: Path, progress: Progress | None, roots: Collection[str])
 
 
 def _values(array: "pyarrow.Array") -> list:
-    """``array.to_pylist()``, several times faster for objects and lists of them: column by column, not value by value."""
+    """``array.to_pylist()``, several times faster for objects and lists of them: column by column, not value
+    by value."""
     from pyarrow import types
 
     if types.is_struct(array.type):
         columns = [_values(column) for column in array.flatten()]
         names = [field.name for field in array.type]
-        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)] if columns else [{} for _ in array]
+        rows = (
+            [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+            if columns
+            else [{} for _ in array]
+        )
     elif types.is_list(array.type) and types.is_struct(array.type.value_type):
         inner, lengths = iter(_values(array.flatten())), array.value_lengths().to_pylist()
         rows = [list(islice(inner, length or 0)) for length in lengths]

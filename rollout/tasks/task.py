@@ -1,4 +1,5 @@
-"""What a task is: prompts to train on and prompts to measure on, turned into token ids only when they are asked for."""
+"""What a task is: prompts to train on and prompts to measure on, turned into token ids only when they are
+asked for."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -53,7 +54,9 @@ class LazyPrompts(Sequence[Prompt]):
     def __getitem__(self, index):
         if isinstance(index, slice):
             items = self._items[index]
-            return LazyPrompts(items, task=self._task, to_problem=self._to_problem, encode=self._encode, where=self._where)
+            return LazyPrompts(
+                items, task=self._task, to_problem=self._to_problem, encode=self._encode, where=self._where
+            )
         problem = self._to_problem(self._items[index])
         return Prompt(
             prompt_id=problem.prompt_id,
@@ -62,13 +65,17 @@ class LazyPrompts(Sequence[Prompt]):
             task=self._task,
             reference=problem.reference,
             row=problem.row,
-            place=self._where(problem.number) if self._where is not None and problem.number is not None else None,
+            place=self._where(problem.number)
+            if self._where is not None and problem.number is not None
+            else None,
         )
 
     def may_exceed(self, num_tokens: int) -> Iterator[Prompt]:
-        """Every prompt of more than ``num_tokens`` tokens, and maybe others; texts that are too short for that are not tokenised.
+        """Every prompt of more than ``num_tokens`` tokens, and maybe others; texts that are too short for
+        that are not tokenised.
 
-        What stands around a text (chat template, system prompt, special tokens) is at most what the first prompt has in all.
+        What stands around a text (chat template, system prompt, special tokens) is at most what the first
+        prompt has in all.
         """
         around = len(self[0].token_ids) if self._items else 0
         for index, item in enumerate(self._items):
@@ -79,7 +86,8 @@ class LazyPrompts(Sequence[Prompt]):
 def most_tokens(text: str) -> int:
     """No tokenizer makes more tokens than there are bytes once it has normalised the text.
 
-    ASCII stays as it is; UTF-8 of other characters grows at most elevenfold (Unicode FAQ, normalization, NFKC and NFKD).
+    ASCII stays as it is; UTF-8 of other characters grows at most elevenfold (Unicode FAQ, normalization, NFKC
+    and NFKD).
     """
     return len(text) if text.isascii() else len(text) + 11 * len(text.encode())
 
@@ -93,7 +101,8 @@ def longest_above(prompts: Sequence[Prompt], num_tokens: int) -> Prompt | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """``train`` and ``heldout`` are in a fixed order of their own (nothing is shuffled here); ``heldout`` may be empty."""
+    """``train`` and ``heldout`` are in a fixed order of their own (nothing is shuffled here); ``heldout`` may
+    be empty."""
 
     name: str
     train: Sequence[Prompt]

@@ -30,7 +30,11 @@ def grpo(rewards: list[float], groups: list[int], normalize_by_std: bool) -> lis
 def rloo(rewards: list[float], groups: list[int]) -> list[float]:
     out = []
     for place, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
-        siblings = [r for other, (r, g) in enumerate(zip(rewards, groups, strict=True)) if g == group and other != place]
+        siblings = [
+            r
+            for other, (r, g) in enumerate(zip(rewards, groups, strict=True))
+            if g == group and other != place
+        ]
         out.append(reward - statistics.fmean(siblings) if siblings else reward)
     return out
 
@@ -81,7 +85,10 @@ def whiten(rows: list[list[float]], samples: list[Sample]) -> list[list[float]]:
     mean = statistics.fmean(valid) if valid else 0.0
     variance = statistics.variance(valid) if len(valid) > 1 else 0.0
     return [
-        [(x - mean) / math.sqrt(variance + 1e-8) if is_valid else 0.0 for x, is_valid in zip(row, sample.mask, strict=True)]
+        [
+            (x - mean) / math.sqrt(variance + 1e-8) if is_valid else 0.0
+            for x, is_valid in zip(row, sample.mask, strict=True)
+        ]
         for row, sample in zip(rows, samples, strict=True)
     ]
 
@@ -91,7 +98,9 @@ def advantages(samples: list[Sample], config: AdvantageConfig) -> list[list[floa
     shaped = [s.score - math.fsum(s.penalties[place] for place in _valid(s)) for s in samples]
 
     def to_tokens(per_sample: list[float]) -> list[list[float]]:
-        return [[a if is_valid else 0.0 for is_valid in s.mask] for a, s in zip(per_sample, samples, strict=True)]
+        return [
+            [a if is_valid else 0.0 for is_valid in s.mask] for a, s in zip(per_sample, samples, strict=True)
+        ]
 
     if config.type == "grpo":
         return to_tokens(grpo(shaped, groups, config.normalize_by_std))

@@ -47,12 +47,17 @@ def weight(rho: float, bound: str, lower: float | None, upper: float | None) -> 
     return rho
 
 
-def weights(sequences: list[tuple[list[float], list[bool]]], *, level: str, bound: str, lower, upper, normalise: bool) -> list[list[float]]:
+def weights(
+    sequences: list[tuple[list[float], list[bool]]], *, level: str, bound: str, lower, upper, normalise: bool
+) -> list[list[float]]:
     """Per sequence of (log-ratios, mask), the weight of each token; 0 off the mask."""
     if level == "none":
         return [[1.0 if valid else 0.0 for valid in mask] for _, mask in sequences]
     found = [
-        [weight(ratio(x), bound, lower, upper) if valid else 0.0 for x, valid in zip(level_log_ratios(lr, mask, level), mask, strict=True)]
+        [
+            weight(ratio(x), bound, lower, upper) if valid else 0.0
+            for x, valid in zip(level_log_ratios(lr, mask, level), mask, strict=True)
+        ]
         for lr, mask in sequences
     ]
     if not normalise:
@@ -84,7 +89,9 @@ def keeps(log_ratios: list[float], mask: list[bool], rule: dict) -> list[bool]:
             passed = [x <= rule["upper"] for x in d]
         else:
             mine = [d[place] for place in valid] or [0.0]
-            value = {"sum": math.fsum(mine), "mean": math.fsum(mine) / len(mine), "max": max(mine)}[rule["reduce"]]
+            value = {"sum": math.fsum(mine), "mean": math.fsum(mine) / len(mine), "max": max(mine)}[
+                rule["reduce"]
+            ]
             passed = [value <= rule["upper"]] * len(mask)
     return [p and m for p, m in zip(passed, mask, strict=True)]
 

@@ -1,7 +1,8 @@
-"""A softmax policy with so few sequences that all of them can be written down: expectations are sums, gradients are exact.
+"""A softmax policy with so few sequences that all of them can be written down: expectations are sums,
+gradients are exact.
 
-Legend: S sequences (all there are), T packed tokens, F prefixes, V vocabulary. A policy is a table of logits [F, V], one row per prefix
-that a response can have; log-probs are nats, everything is float64.
+Legend: S sequences (all there are), T packed tokens, F prefixes, V vocabulary. A policy is a table of logits
+[F, V], one row per prefix that a response can have; log-probs are nats, everything is float64.
 """
 
 import itertools
@@ -15,16 +16,17 @@ from torch import Tensor
 from configs.schema.correction import CorrectionConfig
 from configs.schema.objective import ClippedObjective, EntropyConfig, KLConfig, PolicyGradientObjective
 from parallel.packing import PackedBatch
-from trainer.correction import Correction, correct, correct_current
-from trainer.policy_loss import policy_loss
-from trainer.segments import spread, sum_per_sequence
+from trainer.algorithm.correction import Correction, correct, correct_current
+from trainer.algorithm.policy_loss import policy_loss
+from trainer.algorithm.segments import spread, sum_per_sequence
 
 PROMPT = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Enumeration:
-    """Every response, in one batch. A sequence's first place predicts a prompt token: off the mask, its log-probs are NaN."""
+    """Every response, in one batch. A sequence's first place predicts a prompt token: off the mask, its
+    log-probs are NaN."""
 
     responses: list[tuple[int, ...]]
     batch: PackedBatch
@@ -55,16 +57,20 @@ class Enumeration:
         return torch.randn(len(self.prefixes), self.vocab, generator=generator, dtype=torch.float64)
 
     def gradient_FV(self, slopes_T: Tensor, logits_FV: Tensor) -> Tensor:
-        """d / d logits of sum_t slopes_t log pi(t), written out: each token adds slope (onehot - pi) to its prefix's row."""
+        """d / d logits of sum_t slopes_t log pi(t), written out: each token adds slope (onehot - pi) to its
+        prefix's row."""
         mask_T = self.batch.response_mask_T
         places = (self.prefix_T[mask_T], self.batch.targets_T[mask_T])
         table_FV = torch.zeros_like(logits_FV).index_put(places, slopes_T[mask_T], accumulate=True)
         return table_FV - table_FV.sum(-1, keepdim=True) * logits_FV.softmax(-1)
 
     def squared_norms_S(self, slopes_T: Tensor, logits_FV: Tensor) -> Tensor:
-        """|gradient|^2 of each sequence by itself. No prefix occurs twice in a sequence, so its tokens' rows add up as squares."""
+        """|gradient|^2 of each sequence by itself. No prefix occurs twice in a sequence, so its tokens' rows
+        add up as squares."""
         probs_FV = logits_FV.softmax(-1)
-        row_T = 1 - 2 * probs_FV[self.prefix_T, self.batch.targets_T] + probs_FV.square().sum(-1)[self.prefix_T]
+        row_T = (
+            1 - 2 * probs_FV[self.prefix_T, self.batch.targets_T] + probs_FV.square().sum(-1)[self.prefix_T]
+        )
         squares_T = torch.where(self.batch.response_mask_T, slopes_T.square() * row_T, 0.0)
         return sum_per_sequence(squares_T, self.batch.cu_seqlens)
 
@@ -108,9 +114,9 @@ def corrected_loss(
     weights_S: Tensor,
     objective: ClippedObjective | PolicyGradientObjective | None = None,
 ) -> tuple[Tensor, Correction]:
-    """sum_s weights_s loss_s by the trainer's own functions, with gradient to current_T, where loss_s is the loss of a batch that holds s
-    alone (the sum over its kept tokens). Probabilities as weights make it the expected loss. ``objective`` is the one that the correction
-    asks for unless it is given.
+    """sum_s weights_s loss_s by the trainer's own functions, with gradient to current_T, where loss_s is the
+    loss of a batch that holds s alone (the sum over its kept tokens). Probabilities as weights make it the
+    expected loss. ``objective`` is the one that the correction asks for unless it is given.
     """
     bypass = config.mode == "bypass"
     batch = space.batch.with_fields(
@@ -120,26 +126,39 @@ def corrected_loss(
     )
     correction = correct_current(batch, current_T, config) if bypass else correct(batch, config)
     batch = batch.with_fields(
-        importance_weights_T=correction.weights_T, aggregation_T=space.to_tokens(weights_S) * correction.keep_T
+        importance_weights_T=correction.weights_T,
+        aggregation_T=space.to_tokens(weights_S) * correction.keep_T,
     )
-    asked = PolicyGradientObjective(type="policy_gradient") if config.loss == "policy_gradient" else ClippedObjective()
+    asked = (
+        PolicyGradientObjective(type="policy_gradient")
+        if config.loss == "policy_gradient"
+        else ClippedObjective()
+    )
     loss, _ = policy_loss(
-        batch, current_T, torch.zeros_like(current_T), objective=objective or asked, kl=KLConfig(), entropy=EntropyConfig()
+        batch,
+        current_T,
+        torch.zeros_like(current_T),
+        objective=objective or asked,
+        kl=KLConfig(),
+        entropy=EntropyConfig(),
     )
     return loss, correction
 
 
 def moments_of_mean(gradient: Tensor, square: float, num_samples: int) -> tuple[Tensor, float]:
-    """Expectation and variance (trace of the covariance) of the mean of N samples, from E[g] and E[|g|^2] of one."""
+    """Expectation and variance (trace of the covariance) of the mean of N samples, from E[g] and E[|g|^2] of
+    one."""
     return gradient, (square - gradient.square().sum().item()) / num_samples
 
 
-def moments_of_kept_mean(gradient: Tensor, square: float, accepted: float, num_samples: int) -> tuple[Tensor, float]:
+def moments_of_kept_mean(
+    gradient: Tensor, square: float, accepted: float, num_samples: int
+) -> tuple[Tensor, float]:
     """The same of the mean over those of N samples that were accepted, zero where none was.
 
-    gradient = E[g] and square = E[|g|^2] hold a zero for a rejected sample; ``accepted`` is its probability P. K = k samples are accepted
-    with binomial probability b_k, and these are independent draws given acceptance, with mean m = E[g] / P and variance v =
-    E[|g|^2] / P - |m|^2. Hence
+    gradient = E[g] and square = E[|g|^2] hold a zero for a rejected sample; ``accepted`` is its probability
+    P. K = k samples are accepted with binomial probability b_k, and these are independent draws given
+    acceptance, with mean m = E[g] / P and variance v = E[|g|^2] / P - |m|^2. Hence
         expectation = (1 - b_0) m,    variance = v sum_{k >= 1} b_k / k + b_0 (1 - b_0) |m|^2.
     """
     if accepted == 0:

@@ -1,7 +1,9 @@
-"""The loss of a step by its definitions, from log-probs to one number, in 50 digits. No derivative is written down: gradients are
-difference quotients of that number, so that neither autograd nor a formula of ours has a part in them.
+"""The loss of a step by its definitions, from log-probs to one number, in 50 digits. No derivative is written
+down: gradients are difference quotients of that number, so that neither autograd nor a formula of ours has a
+part in them.
 
-A sequence is a list of ``Token``. Advantages, rollout and old are constants; weights and rejection are constants of the loss too.
+A sequence is a list of ``Token``. Advantages, rollout and old are constants; weights and rejection are
+constants of the loss too.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +35,9 @@ def stretches(tokens: Sequence_, level: str) -> list[list[int]]:
     if not level.startswith("segment"):
         return [valid] if valid else []
     starts = [i for i in valid if i == 0 or not tokens[i - 1].valid]
-    return [[i for i in valid if start <= i and all(tokens[j].valid for j in range(start, i))] for start in starts]
+    return [
+        [i for i in valid if start <= i and all(tokens[j].valid for j in range(start, i))] for start in starts
+    ]
 
 
 def put_together(tokens: Sequence_, x: Sequence[Decimal], level: str) -> list[Decimal]:
@@ -54,10 +58,13 @@ def weight(rho: Decimal, *, bound: str, lower: Decimal | None, upper: Decimal | 
     return lower if bound == "clip" and rho < lower else rho
 
 
-def weights_and_kept(step: Sequence[Sequence_], train: str, weighs: dict | None, rules: Sequence[dict]) -> tuple[Numbers, list[list[bool]]]:
+def weights_and_kept(
+    step: Sequence[Sequence_], train: str, weighs: dict | None, rules: Sequence[dict]
+) -> tuple[Numbers, list[list[bool]]]:
     """Of each token, against the policy ``train`` ("old" or "current").
 
-    weighs: level, bound, lower, upper; None for weights of one. rules: kind ("ratio" or "difference"), level, lower, upper.
+    weighs: level, bound, lower, upper; None for weights of one. rules: kind ("ratio" or "difference"), level,
+    lower, upper.
     """
     all_weights, all_kept = [], []
     for tokens in step:
@@ -71,13 +78,17 @@ def weights_and_kept(step: Sequence[Sequence_], train: str, weighs: dict | None,
         for rule in rules:
             x = put_together(tokens, log_rho if rule["kind"] == "ratio" else change, rule["level"])
             values = [value.exp() for value in x] if rule["kind"] == "ratio" else x
-            kept = [k and rule["lower"] <= value <= rule["upper"] for k, value in zip(kept, values, strict=True)]
+            kept = [
+                k and rule["lower"] <= value <= rule["upper"] for k, value in zip(kept, values, strict=True)
+            ]
         all_weights.append(row)
         all_kept.append(kept)
     return all_weights, all_kept
 
 
-def ppo(token: Token, current: Decimal, *, clip_low: Decimal, clip_high: Decimal, dual_clip: Decimal) -> Decimal:
+def ppo(
+    token: Token, current: Decimal, *, clip_low: Decimal, clip_high: Decimal, dual_clip: Decimal
+) -> Decimal:
     ratio = (current - token.old).exp()
     held = min(max(ratio, 1 - clip_low), 1 + clip_high)
     loss = max(-ratio * token.advantage, -held * token.advantage)
@@ -88,7 +99,9 @@ def reinforce(token: Token, current: Decimal) -> Decimal:
     return -token.advantage * current
 
 
-def share(step: Sequence[Sequence_], kept: list[list[bool]], row: int, *, mode: str, denominator: str) -> Decimal:
+def share(
+    step: Sequence[Sequence_], kept: list[list[bool]], row: int, *, mode: str, denominator: str
+) -> Decimal:
     """What a kept token of a sequence counts in the mean."""
     counted = kept if denominator == "kept" else [[token.valid for token in tokens] for tokens in step]
     counts = [sum(flags) for flags in counted]
@@ -98,9 +111,14 @@ def share(step: Sequence[Sequence_], kept: list[list[bool]], row: int, *, mode: 
 
 
 def loss_and_gradient(
-    step: Sequence[Sequence_], weights: Numbers, kept: list[list[bool]], objective: Callable[[Token, Decimal], Decimal], **mean: str
+    step: Sequence[Sequence_],
+    weights: Numbers,
+    kept: list[list[bool]],
+    objective: Callable[[Token, Decimal], Decimal],
+    **mean: str,
 ) -> tuple[Decimal, Numbers]:
-    """The mean of objective times weight over kept tokens, and its derivative by each token's current log-prob."""
+    """The mean of objective times weight over kept tokens, and its derivative by each token's current
+    log-prob."""
     loss, gradient = Decimal(0), []
     for row, tokens in enumerate(step):
         slopes = [Decimal(0)] * len(tokens)

@@ -1,6 +1,8 @@
-"""Policy objectives, KL and the whole policy loss by plain loops over sequences and tokens, straight from the formulas; Python floats.
+"""Policy objectives, KL and the whole policy loss by plain loops over sequences and tokens, straight from the
+formulas; Python floats.
 
-An objective returns (loss, d loss / d log pi_current) of each token, except ``gmpo``, which has one loss per sequence.
+An objective returns (loss, d loss / d log pi_current) of each token, except ``gmpo``, which has one loss per
+sequence.
 """
 
 import math
@@ -30,7 +32,9 @@ def surrogate(ratio: float, slope: float, advantage: float, low: float, high: fl
     return (held, 0.0) if held > plain else (plain, -slope * advantage)
 
 
-def clipped(sequence: list[Token], *, clip_low: float, clip_high: float, dual_clip: float | None) -> list[tuple[float, float]]:
+def clipped(
+    sequence: list[Token], *, clip_low: float, clip_high: float, dual_clip: float | None
+) -> list[tuple[float, float]]:
     found = []
     for token in sequence:
         loss, slope = surrogate(*bounded_ratio(token), token.advantage, clip_low, clip_high)
@@ -44,7 +48,9 @@ def gspo(sequence: list[Token], *, clip_low: float, clip_high: float) -> list[tu
     counted = [token for token in sequence if token.counts]
     log_s = math.fsum(token.current - token.old for token in counted) / max(len(counted), 1)
     s = math.exp(min(log_s, 10.0))
-    return [surrogate(s, s if log_s <= 10.0 else 0.0, token.advantage, clip_low, clip_high) for token in sequence]
+    return [
+        surrogate(s, s if log_s <= 10.0 else 0.0, token.advantage, clip_low, clip_high) for token in sequence
+    ]
 
 
 def gmpo(sequence: list[Token], *, clip_low: float, clip_high: float) -> tuple[float, list[float]]:
@@ -76,7 +82,9 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
 
 
-def sapo(sequence: list[Token], *, temperature_positive: float, temperature_negative: float) -> list[tuple[float, float]]:
+def sapo(
+    sequence: list[Token], *, temperature_positive: float, temperature_negative: float
+) -> list[tuple[float, float]]:
     found = []
     for token in sequence:
         ratio, slope = bounded_ratio(token)
@@ -86,7 +94,9 @@ def sapo(sequence: list[Token], *, temperature_positive: float, temperature_nega
     return found
 
 
-def dppo(sequence: list[Token], *, max_decrease: float, max_increase: float, ratio_max: float) -> list[tuple[float, float]]:
+def dppo(
+    sequence: list[Token], *, max_decrease: float, max_increase: float, ratio_max: float
+) -> list[tuple[float, float]]:
     found = []
     for token in sequence:
         moved = math.exp(token.current) - math.exp(token.old)
@@ -100,7 +110,14 @@ def policy_gradient(sequence: list[Token]) -> list[tuple[float, float]]:
     return [(-token.advantage * token.current, -token.advantage) for token in sequence]
 
 
-OBJECTIVES = {"clipped": clipped, "gspo": gspo, "cispo": cispo, "sapo": sapo, "dppo": dppo, "policy_gradient": policy_gradient}
+OBJECTIVES = {
+    "clipped": clipped,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "dppo": dppo,
+    "policy_gradient": policy_gradient,
+}
 
 
 def policy_term(

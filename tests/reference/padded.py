@@ -1,11 +1,13 @@
-"""The chain from log-probs to loss on padded tensors, as padded systems write it: one row per response, whole-tensor operations, no loops
-over tokens. An oracle for whole batches, and the opponent of ``benchmarks/loss_math.py``; vectorised to be fast, not to be plain.
+"""The chain from log-probs to loss on padded tensors, as padded systems write it: one row per response,
+whole-tensor operations, no loops over tokens. An oracle for whole batches, and the opponent of
+``benchmarks/loss_math.py``; vectorised to be fast, not to be plain.
 
-Legend: B responses, L places up to the longest, of which the first ``lengths_B[b]`` hold response tokens; K edges of position buckets.
-Padding is zero (``with_zeros`` makes it so), so log-ratios, k3 and the like are zero there and sums need no mask; a response is a row's
-beginning, without gaps, so its positions are columns. float32 where the trainer's mathematics
-has float32, float64 where it has float64. One configuration: decoupled, token weights truncated from above, a geometric rejection rule and
-a veto, the mean over kept tokens, PPO's clip with dual clip.
+Legend: B responses, L places up to the longest, of which the first ``lengths_B[b]`` hold response tokens; K
+edges of position buckets. Padding is zero (``with_zeros`` makes it so), so log-ratios, k3 and the like are
+zero there and sums need no mask; a response is a row's beginning, without gaps, so its positions are columns.
+float32 where the trainer's mathematics has float32, float64 where it has float64. One configuration:
+decoupled, token weights truncated from above, a geometric rejection rule and a veto, the mean over kept
+tokens, PPO's clip with dual clip.
 """
 
 import itertools
@@ -44,7 +46,13 @@ def with_zeros(batch: PaddedBatch, *names: str) -> PaddedBatch:
 
 
 def correct(
-    batch: PaddedBatch, *, weight_upper: float, geometric_lower: float, geometric_upper: float, veto: float, high_gap: float = 0.5
+    batch: PaddedBatch,
+    *,
+    weight_upper: float,
+    geometric_lower: float,
+    geometric_upper: float,
+    veto: float,
+    high_gap: float = 0.5,
 ) -> PaddedCorrection:
     mask_BL, lengths_B = batch.mask_BL, batch.lengths_B
     log_ratio_BL = batch.old_logprobs_BL - batch.rollout_logprobs_BL
@@ -57,10 +65,18 @@ def correct(
     geometric_B = (log_ratio_BL.sum(1, dtype=torch.float64) / lengths_B).clamp(-BOUND, BOUND)
     passed_B = (geometric_B >= math.log(geometric_lower)) & (geometric_B <= math.log(geometric_upper))
     low_B = (log_ratio_BL < math.log(veto)).sum(1)
-    outside = {"above_upper": geometric_B > math.log(geometric_upper), "below_lower": geometric_B < math.log(geometric_lower)}
+    outside = {
+        "above_upper": geometric_B > math.log(geometric_upper),
+        "below_lower": geometric_B < math.log(geometric_lower),
+    }
     metrics |= statistic_metrics("ratio_geometric", geometric_B.expm1(), outside)
-    metrics |= rejection_metrics("ratio_geometric", passed_B, lengths_B) | rejection_metrics("veto", low_B == 0, lengths_B)
-    metrics |= {"mismatch/veto/tokens": low_B.sum().item(), "mismatch/veto/sequences": (low_B > 0).sum().item()}
+    metrics |= rejection_metrics("ratio_geometric", passed_B, lengths_B) | rejection_metrics(
+        "veto", low_B == 0, lengths_B
+    )
+    metrics |= {
+        "mismatch/veto/tokens": low_B.sum().item(),
+        "mismatch/veto/sequences": (low_B > 0).sum().item(),
+    }
     passed_B = passed_B & (low_B == 0)
     metrics |= rejection_metrics("total", passed_B, lengths_B)
     metrics["mismatch/kept_fraction"] = 1 - metrics["mismatch/rejected/total/tokens"]
@@ -69,11 +85,15 @@ def correct(
 
 def mismatch_metrics(batch: PaddedBatch, high_gap: float) -> dict[str, float]:
     lengths_B, count = batch.lengths_B, batch.lengths_B.sum().item()
-    train_BL, rollout_BL = (x_BL.to(torch.float64, copy=True) for x_BL in (batch.old_logprobs_BL, batch.rollout_logprobs_BL))
+    train_BL, rollout_BL = (
+        x_BL.to(torch.float64, copy=True) for x_BL in (batch.old_logprobs_BL, batch.rollout_logprobs_BL)
+    )
     log_ratio_BL = train_BL - rollout_BL
     train_B, rollout_B = train_BL.sum(1), rollout_BL.sum(1)
     log_ratio_B = train_B - rollout_B
-    log_ppl_train_B, log_ppl_rollout_B, diff_B = (-x_B / lengths_B for x_B in (train_B, rollout_B, log_ratio_B))
+    log_ppl_train_B, log_ppl_rollout_B, diff_B = (
+        -x_B / lengths_B for x_B in (train_B, rollout_B, log_ratio_B)
+    )
     metrics = {
         "log_ppl_train": log_ppl_train_B.mean().item(),
         "log_ppl_rollout": log_ppl_rollout_B.mean().item(),
@@ -101,7 +121,8 @@ def mismatch_metrics(batch: PaddedBatch, high_gap: float) -> dict[str, float]:
         "ratio_mean": 1 + excess / count,
         "ratio_max": math.exp(min(max(high_log, -BOUND), BOUND)),
         "ratio_min": math.exp(min(max(low_log, -BOUND), BOUND)),
-        "ratio_outside_fraction": torch.count_nonzero((excess_BL < 0.9 - 1) | (excess_BL > 1.1 - 1)).item() / count,
+        "ratio_outside_fraction": torch.count_nonzero((excess_BL < 0.9 - 1) | (excess_BL > 1.1 - 1)).item()
+        / count,
         "chi2_token": (squares + 2 * excess) / count,
     }
     k3_BL = excess_BL.sub_(bounded_BL)
@@ -111,11 +132,17 @@ def mismatch_metrics(batch: PaddedBatch, high_gap: float) -> dict[str, float]:
     return {f"mismatch/{name}": value for name, value in metrics.items()}
 
 
-def by_response_and_bucket(gap_BL: Tensor, k3_BL: Tensor, lengths_B: Tensor, high_gap: float) -> dict[str, float]:
+def by_response_and_bucket(
+    gap_BL: Tensor, k3_BL: Tensor, lengths_B: Tensor, high_gap: float
+) -> dict[str, float]:
     edges = [edge for edge in (0, *LENGTH_EDGES) if edge < gap_BL.shape[1]] + [gap_BL.shape[1]]
-    columns = [slice(low, high) for low, high in itertools.pairwise(edges)]  # a response's position is its column
+    columns = [
+        slice(low, high) for low, high in itertools.pairwise(edges)
+    ]  # a response's position is its column
     gap_sum_BK, k3_sum_BK = (torch.stack([x_BL[:, c].sum(1) for c in columns], 1) for x_BL in (gap_BL, k3_BL))
-    gap_max_BK, k3_max_BK = (torch.stack([x_BL[:, c].amax(1) for c in columns], 1) for x_BL in (gap_BL, k3_BL))
+    gap_max_BK, k3_max_BK = (
+        torch.stack([x_BL[:, c].amax(1) for c in columns], 1) for x_BL in (gap_BL, k3_BL)
+    )
     counts_BK = torch.stack([(lengths_B - c.start).clamp(0, c.stop - c.start) for c in columns], 1)
     mean_B, max_B = gap_sum_BK.sum(1) / lengths_B, gap_max_BK.amax(1)
     metrics = {
@@ -130,7 +157,13 @@ def by_response_and_bucket(gap_BL: Tensor, k3_BL: Tensor, lengths_B: Tensor, hig
     for k, label in enumerate(labels(LENGTH_EDGES)):
         rows_B = bucket_B == k
         if rows_B.any():
-            pieces = (counts_BK[rows_B], gap_sum_BK[rows_B], gap_max_BK[rows_B], k3_sum_BK[rows_B], k3_max_BK[rows_B])
+            pieces = (
+                counts_BK[rows_B],
+                gap_sum_BK[rows_B],
+                gap_max_BK[rows_B],
+                k3_sum_BK[rows_B],
+                k3_max_BK[rows_B],
+            )
             metrics |= bucket(f"by_length/{label}", *pieces)
         if k < len(columns) and counts_BK[:, k].any():
             pieces = (counts_BK[:, k], gap_sum_BK[:, k], gap_max_BK[:, k], k3_sum_BK[:, k], k3_max_BK[:, k])
@@ -138,7 +171,9 @@ def by_response_and_bucket(gap_BL: Tensor, k3_BL: Tensor, lengths_B: Tensor, hig
     return metrics
 
 
-def bucket(name: str, counts: Tensor, gap_sum: Tensor, gap_max: Tensor, k3_sum: Tensor, k3_max: Tensor) -> dict[str, float]:
+def bucket(
+    name: str, counts: Tensor, gap_sum: Tensor, gap_max: Tensor, k3_sum: Tensor, k3_max: Tensor
+) -> dict[str, float]:
     count = counts.sum().item()
     return {
         f"{name}/abs_prob_mean": gap_sum.sum().item() / count,
@@ -148,10 +183,13 @@ def bucket(name: str, counts: Tensor, gap_sum: Tensor, gap_max: Tensor, k3_sum: 
     }
 
 
-def weight_metrics(raw_BL: Tensor, weights_BL: Tensor, mask_BL: Tensor, lengths_B: Tensor, upper: float) -> dict[str, float]:
+def weight_metrics(
+    raw_BL: Tensor, weights_BL: Tensor, mask_BL: Tensor, lengths_B: Tensor, upper: float
+) -> dict[str, float]:
     count, metrics = lengths_B.sum().item(), {}
     for name, w_BL in (("raw_", raw_BL), ("", weights_BL)):
-        # Less 1, so that the standard deviation keeps its digits; the mean and the ESS follow from the same two sums.
+        # Less 1, so that the standard deviation keeps its digits; the mean and the ESS follow from the same
+        # two sums.
         less_one_BL = torch.where(mask_BL, w_BL.double() - 1, 0.0)
         sums_B, squares = less_one_BL.sum(1), dot(less_one_BL, less_one_BL)
         mean = sums_B.sum().item() / count
@@ -203,13 +241,16 @@ def policy_loss(
     clip_high: float,
     dual_clip: float,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mean over kept tokens of PPO's clipped loss times the weights, with gradient to ``current_logprobs_BL``, and its metrics."""
+    """The mean over kept tokens of PPO's clipped loss times the weights, with gradient to
+    ``current_logprobs_BL``, and its metrics."""
     keep_BL, advantages_BL = correction.keep_BL, batch.advantages_BL
     tokens, kept = batch.lengths_B.sum().item(), torch.count_nonzero(keep_BL).item()
     log_ratio_BL = current_logprobs_BL - batch.old_logprobs_BL
     ratio_BL = log_ratio_BL.clamp(-BOUND, BOUND).exp()
     fixed_BL = ratio_BL.detach()
-    clipped_BL = ((advantages_BL > 0) & (fixed_BL > 1 + clip_high)) | ((advantages_BL < 0) & (fixed_BL < 1 - clip_low))
+    clipped_BL = ((advantages_BL > 0) & (fixed_BL > 1 + clip_high)) | (
+        (advantages_BL < 0) & (fixed_BL < 1 - clip_low)
+    )
     dual_BL = (advantages_BL < 0) & (fixed_BL > dual_clip)
     held_BL = torch.where(dual_BL, dual_clip, fixed_BL.clamp(1 - clip_low, 1 + clip_high))
     loss_BL = -advantages_BL * torch.where(clipped_BL | dual_BL, held_BL, ratio_BL)
@@ -250,7 +291,8 @@ def is_broken(x_BL: Tensor, at_most: float) -> bool:
 
 
 def extremes(x_BL: Tensor, mask_BL: Tensor) -> tuple[float, float]:
-    """Least and greatest on the mask. The padding's zero counts only where all the rest lies on one side of it."""
+    """Least and greatest on the mask. The padding's zero counts only where all the rest lies on one side of
+    it."""
     low, high = (x.item() for x in torch.aminmax(x_BL))
     if low == 0 or high == 0:
         low, high = (x.item() for x in torch.aminmax(x_BL[mask_BL]))
@@ -262,8 +304,12 @@ def dot(x_BL: Tensor, y_BL: Tensor) -> float:
 
 
 def shares(name: str, values_B: Tensor, edges: tuple[float, ...]) -> dict[str, float]:
-    counts = torch.bincount(torch.bucketize(values_B, torch.tensor(edges, dtype=torch.float64)), minlength=len(edges) + 1).tolist()
-    return {f"{name}/{label}": count / len(values_B) for label, count in zip(labels(edges), counts, strict=True)}
+    counts = torch.bincount(
+        torch.bucketize(values_B, torch.tensor(edges, dtype=torch.float64)), minlength=len(edges) + 1
+    ).tolist()
+    return {
+        f"{name}/{label}": count / len(values_B) for label, count in zip(labels(edges), counts, strict=True)
+    }
 
 
 def labels(edges: tuple[float, ...]) -> list[str]:

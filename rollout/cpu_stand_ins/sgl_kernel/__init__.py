@@ -1,7 +1,8 @@
 """Import-only stand-in for SGLang's kernel package in server processes on machines without CUDA.
 
-SGLang imports nine functions by name on CPU, and only speculative decoding calls them. No operator is registered under
-``torch.ops.sgl_kernel``, so SGLang finds no AMX support and takes its pure-torch path in every layer.
+SGLang imports nine functions by name on CPU, and only speculative decoding calls them. No operator is
+registered under ``torch.ops.sgl_kernel``, so SGLang finds no AMX support and takes its pure-torch path in
+every layer.
 This folder is on the server's PYTHONPATH only.
 """
 
@@ -13,7 +14,9 @@ __version__ = "0.0.0"
 
 def _speculative_only(name: str) -> Callable[..., NoReturn]:
     def kernel(*args: object, **kwargs: object) -> NoReturn:
-        raise RuntimeError(f"sgl_kernel.{name} needs SGLang's compiled kernels; speculative decoding does not run on CPU")
+        raise RuntimeError(
+            f"sgl_kernel.{name} needs SGLang's compiled kernels; speculative decoding does not run on CPU"
+        )
 
     kernel.__name__ = name
     return kernel

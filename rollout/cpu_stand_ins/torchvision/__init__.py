@@ -1,8 +1,9 @@
 """Import-only stand-in for torchvision in SGLang server processes on machines without CUDA.
 
-SGLang's multimodal modules and transformers' image modules name torchvision while they are imported; a text model never
-calls it, and its published wheel is linked against CUDA. Every ``torchvision.x.y`` imports as an empty module here, and
-every attribute of it is an inert class that cannot be instantiated. This folder is on the server's PYTHONPATH only.
+SGLang's multimodal modules and transformers' image modules name torchvision while they are imported; a text
+model never calls it, and its published wheel is linked against CUDA. Every ``torchvision.x.y`` imports as an
+empty module here, and every attribute of it is an inert class that cannot be instantiated. This folder is on
+the server's PYTHONPATH only.
 """
 
 import importlib.abc
@@ -22,7 +23,9 @@ class _InertType(type):
         return f"{cls.__name__}.{name}"
 
     def __call__(cls, *args: object, **kwargs: object) -> object:
-        raise RuntimeError(f"torchvision's {cls.__name__} was called; without CUDA this server has an import-only stand-in")
+        raise RuntimeError(
+            f"torchvision's {cls.__name__} was called; without CUDA this server has an import-only stand-in"
+        )
 
 
 def _inert_attribute(name: str) -> type:
@@ -35,7 +38,8 @@ __getattr__ = _inert_attribute
 
 
 class _SubmoduleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Resolves every ``torchvision.*`` import; transformers looks submodules up by spec, so attributes alone are not enough."""
+    """Resolves every ``torchvision.*`` import; transformers looks submodules up by spec, so attributes alone
+    are not enough."""
 
     def find_spec(self, fullname, path=None, target=None):
         if not fullname.startswith("torchvision."):

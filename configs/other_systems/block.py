@@ -1,0 +1,177 @@
+"""A block of keys in the words of another system, read key by key. Nothing is dropped in silence: a key is
+honoured, a note says that it has no effect there either, or it is a problem with its fix.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+from configs.errors import NOT_SET, ConfigError, Problem, did_you_mean, dotted
+from configs.reading.yaml_values import show
+from configs.schema.correction import ImportanceWeight, RejectionRule
+
+TWO_BOUNDS = 'write both as text, lower first: "0.5_2.0"'
+
+
+class ForeignBlock:
+    """A block that is read key by key: what is wrong with it is gathered, and what was understood."""
+
+    def __init__(
+        self,
+        block: Mapping[str, Any],
+        name: str,
+        known: Sequence[str],
+        *,
+        path: tuple = (),
+        outer: "ForeignBlock | None" = None,
+    ):
+        """path, outer: of a block inside another one, which gathers the problems and notes of both."""
+        self.block, self.notes = block, [] if outer is None else outer.notes
+        self._name, self._path, self._problems = name, path, [] if outer is None else outer._problems
+        for key in block:
+            if key not in known:
+                self.refuse(key, "unknown key", did_you_mean(str(key), known, "keys of this block"))
+
+    def refuse(self, key: str, error: str, fix: str) -> None:
+        value = show(self.block[key]) if key in self.block else NOT_SET
+        self._problems.append(
+            Problem(where=self._name, field=dotted((*self._path, key)), value=value, error=error, fix=fix)
+        )
+
+    def raise_problems(self) -> None:
+        if self._problems:
+            raise ConfigError(self._problems)
+
+    # ---- notes
+
+    def say(self, keys: Sequence[str], ours: str, *, first: bool = False) -> None:
+        """Notes what the keys that are set mean; nothing where none of them is."""
+        given = [f"{key}: {show(self.block[key])}" for key in keys if key in self.block]
+        if given:
+            self.notes.insert(0 if first else len(self.notes), f"{', '.join(given)} -> {ours}")
+
+    def unused(self, keys: Sequence[str], why: str) -> None:
+        """Notes that keys have no effect, where they are set to something."""
+        given = [f"{key}: {show(self.block[key])}" for key in keys if not is_off(self.block.get(key))]
+        if given:
+            self.notes.append(f"{', '.join(given)} -> no effect: {why}")
+
+    # ---- values; a wrong one is noted as a problem and read as if there were none
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.block.get(key, default)
+
+    def flag(self, key: str, default: bool | None = False) -> bool | None:
+        value = self.get(key)
+        if value is None or isinstance(value, bool):
+            return default if value is None else value
+        self.refuse(key, "must be true or false", "write true or false, without quotes")
+        return default
+
+    def choice(self, key: str, choices: Sequence[str], default: str | None) -> str | None:
+        value = self.get(key, default)
+        if value is None or value in choices:
+            return value
+        self.refuse(key, "not one of the choices", did_you_mean(str(value), choices, "choices"))
+        return default
+
+    def number(self, key: str, default: float | None, *, zero: bool = False) -> float | None:
+        """A positive number, or 0 where ``zero``."""
+        value = self.get(key, default)
+        if value is None and default is None:
+            return None
+        if is_number(value) and (value > 0 or (zero and value == 0)):
+            return float(value)
+        self.refuse(
+            key, "must be a number", f"use a number {'of at least' if zero else 'above'} 0, without quotes"
+        )
+        return None
+
+    def veto(self, key: str, default: float | None) -> float | None:
+        value = self.number(key, default)
+        if value is not None and value >= 1:
+            self.refuse(
+                key,
+                "would reject what the two policies agree on (rho = 1)",
+                "use a value below 1; usual are 1e-4 to 1e-6",
+            )
+        return value
+
+    def any_number(self, key: str, default: float) -> float:
+        """A number of either sign."""
+        value = self.get(key, default)
+        if is_number(value):
+            return float(value)
+        self.refuse(key, "must be a number", "use a number, without quotes")
+        return default
+
+    def inside(self, key: str, known: Sequence[str]) -> "ForeignBlock":
+        """The block of keys at a key; an empty one where it is left out."""
+        value = self.get(key) or {}
+        if not isinstance(value, Mapping):
+            self.refuse(key, "must be a block of keys", f"give it keys of: {', '.join(known)}")
+            value = {}
+        return ForeignBlock(value, self._name, known, path=(*self._path, key), outer=self)
+
+    def all_inside(self, key: str, known: Sequence[str]) -> list["ForeignBlock"]:
+        """The blocks of keys in the list at a key."""
+        items = self.get(key) or []
+        if not isinstance(items, list | tuple) or not all(isinstance(item, Mapping) for item in items):
+            self.refuse(
+                key, "must be a list of blocks", f"write a list of blocks with keys of: {', '.join(known)}"
+            )
+            items = []
+        return [
+            ForeignBlock(item, self._name, known, path=(*self._path, key, i), outer=self)
+            for i, item in enumerate(items)
+        ]
+
+    def listed(self, key: str) -> list[Any]:
+        """The parts of a text with commas, or of a list."""
+        value = self.get(key)
+        parts = (
+            value.split(",")
+            if isinstance(value, str)
+            else value
+            if isinstance(value, list | tuple)
+            else [value]
+        )
+        parts = [part.strip() if isinstance(part, str) else part for part in parts]
+        return [part for part in parts if part not in (None, "")]
+
+    def bounds(self, key: str, text: Any) -> tuple[float | None, float] | None:
+        """(lower, upper) of verl's ``"0.5_2.0"``; (None, upper) of a number, which may be written as text."""
+        parts = text.split("_") if isinstance(text, str) else [text]
+        try:
+            bounds = [float(part) for part in parts if not isinstance(part, bool)]
+        except (TypeError, ValueError):
+            bounds = []
+        if len(bounds) not in (1, 2) or not all(isfinite(bound) and bound > 0 for bound in bounds):
+            error = f"{show(text)} is neither a number above 0 nor two of them"
+            self.refuse(key, error, f"write a number or, for two bounds, {TWO_BOUNDS}")
+            return None
+        if len(bounds) == 2 and not self.ordered(key, *bounds):
+            return None
+        return (None, bounds[0]) if len(bounds) == 1 else (bounds[0], bounds[1])
+
+    def ordered(self, key: str, lower: float, upper: float) -> bool:
+        if lower <= upper:
+            return True
+        self.refuse(
+            key,
+            f"the lower bound {show(lower)} is above the upper bound {show(upper)}",
+            "correct them; nothing could pass",
+        )
+        return False
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def is_off(value: Any) -> bool:
+    return value is None or value is False or value in ("", "none", "None")
+
+
+def shown(part: ImportanceWeight | RejectionRule) -> str:
+    return show({key: value for key, value in part.model_dump().items() if not is_off(value)})

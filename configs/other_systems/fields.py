@@ -1,0 +1,64 @@
+"""Fields by the names that verl, TRL, slime and OpenRLHF give them: what they are here."""
+
+_STEP = "`rollout.prompts_per_step` prompts, each with `rollout.group_size` responses"
+_PARTS = "`learner.minibatches`, the number of optimizer steps that a step's batch is split into"
+_MICRO = (
+    "`learner.token_budget`, the tokens of a micro-batch: its number of sequences follows from their lengths"
+)
+_GROUP = "`rollout.group_size`, the responses to a prompt"
+_LENGTH = "`rollout.max_new_tokens`, the tokens of a response"
+_PROMPT = (
+    "no field: a prompt may be as long as `rollout.max_new_tokens` and `learner.token_budget` leave room for"
+)
+_MODEL = "`model.path`, a Hugging Face folder on this disk"
+_STEPS = "`steps`, the number of times that prompts are sampled and learned from; epochs are not counted"
+_TP, _MEMORY = (
+    "`layout.tp` of the learner and `rollout.tp` of a server",
+    "`rollout.server_args={mem_fraction_static: 0.8}`",
+)
+_DATA, _HELDOUT = (
+    "`task.train_path`, beside `task.type=jsonl`",
+    "`task.heldout_path`, beside `task.type=jsonl`",
+)
+_EVERY_EVALUATION, _EVERY_CHECKPOINT = "`evaluation.every`, in steps", "`checkpoint.every`, in steps"
+_RUNS = "`launch.runs_dir`, in which each run makes a folder of its own"
+_REWARD = "`reward={type: function, function: my_module:score}`"
+_KL = "`kl.coefficient`, with `kl.place` loss or reward"
+_LR = "`learner.optimizer.lr`"
+
+OTHER_FIELDS = {
+    **dict.fromkeys(["batch_size", "train_batch_size", "rollout_batch_size", "global_batch_size", "generation_batch_size"], _STEP),
+    **dict.fromkeys(["mini_batch_size", "ppo_mini_batch_size", "num_steps_per_rollout"], _PARTS),
+    **dict.fromkeys(
+        ["micro_batch_size", "micro_train_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu",
+         "gradient_accumulation_steps", "per_device_train_batch_size", "ppo_max_token_len_per_gpu", "max_tokens_per_gpu"], _MICRO,
+    ),
+    **dict.fromkeys(["num_generations", "n_samples_per_prompt", "num_samples", "rollout_n"], _GROUP),
+    **dict.fromkeys(["max_response_length", "max_completion_length", "rollout_max_response_len", "generate_max_len"], _LENGTH),
+    **dict.fromkeys(["max_prompt_length", "rollout_max_prompt_len", "prompt_max_len"], _PROMPT),
+    **dict.fromkeys(["model_name", "model_name_or_path", "model_path", "hf_checkpoint", "pretrain"], _MODEL),
+    **dict.fromkeys(
+        ["max_steps", "total_training_steps", "num_train_epochs", "total_epochs", "num_rollout", "epochs", "num_epochs"], _STEPS
+    ),
+    **dict.fromkeys(["tensor_model_parallel_size", "tensor_parallel_size", "rollout_num_gpus_per_engine"], _TP),
+    **dict.fromkeys(["gpu_memory_utilization", "sglang_mem_fraction_static", "mem_fraction_static"], _MEMORY),
+    **dict.fromkeys(["train_files", "prompt_data", "dataset", "dataset_name", "data"], _DATA),
+    **dict.fromkeys(["val_files", "eval_prompt_data", "eval_dataset"], _HELDOUT),
+    **dict.fromkeys(["test_freq", "eval_steps", "eval_interval"], _EVERY_EVALUATION),
+    **dict.fromkeys(["save_freq", "save_steps", "save_interval"], _EVERY_CHECKPOINT),
+    **dict.fromkeys(["output_dir", "default_local_dir", "save_path"], _RUNS),
+    **dict.fromkeys(["reward_funcs", "custom_reward_function", "custom_rm_path", "rm_type", "reward_fn"], _REWARD),
+    **dict.fromkeys(["kl_coef", "init_kl_coef", "beta"], _KL),
+    **dict.fromkeys(["learning_rate", "actor_learning_rate"], _LR),
+    "clip_ratio": "`objective.clip_low` and `objective.clip_high`",
+    "eps_clip": "`objective.clip_low` and `objective.clip_high`",
+    "epsilon": "`objective.clip_low` and `objective.clip_high`",
+    "epsilon_high": "`objective.clip_high`",
+    "eps_clip_high": "`objective.clip_high`",
+    "advantage_estimator": "`advantage.type`",
+    "resume_from_checkpoint": "`resume`, the folder of a run",
+    "experiment_name": "`name`",
+    "project_name": "`tracking.experiment`",
+    "run_name": "`name`",
+}  # fmt: skip
+"""By the last part of the field's name, in words that follow "here it is"."""

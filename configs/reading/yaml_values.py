@@ -1,0 +1,317 @@
+"""YAML text to values that know the line that set them, and values back to text.
+
+Text is read by the core schema of YAML 1.2, and not by PyYAML's YAML 1.1, where `1e-4` is text and `no` is
+false. Beyond it, `90_000` is a number, and a repeated key is an error. Text is written so that readers of
+either version agree on it.
+"""
+
+import re
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from configs.errors import ConfigError, Problem, dotted, shorten
+from configs.schema.base import Schema
+
+# ------------------------------------------------------------------------------------------------------- YAML
+# 1.2 for PyYAML
+
+MAX_DEPTH = 100
+MAX_VALUES = 10_000
+"""Of one text, aliases counted as often as they are used. No config comes near either."""
+
+_BOOL = re.compile(r"(true|True|TRUE|false|False|FALSE)$")
+_INT = re.compile(r"[-+]?[0-9](_?[0-9])*$|0x[0-9a-fA-F]+$|0o[0-7]+$")
+_FLOAT = re.compile(
+    r"[-+]?(\.[0-9]+|[0-9](_?[0-9])*(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$"
+)
+_CORE_SCHEMA = (
+    ("tag:yaml.org,2002:null", re.compile(r"(~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:bool", _BOOL, list("tTfF")),
+    ("tag:yaml.org,2002:int", _INT, list("-+0123456789")),
+    ("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789")),
+    ("tag:yaml.org,2002:merge", re.compile(r"<<$"), ["<"]),
+)
+"""(tag, the texts that have it, their first characters)"""
+
+
+class _TooDeep(yaml.MarkedYAMLError):
+    """More than MAX_DEPTH blocks inside each other."""
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the core schema of YAML 1.2, and no deeper than MAX_DEPTH: its own recursion would end
+    in Python's limit."""
+
+    yaml_implicit_resolvers: ClassVar[dict] = {}
+    _depth = 0
+
+    @contextmanager
+    def deeper(self, mark: yaml.Mark) -> Iterator[None]:
+        """While a block at ``mark``, inside those around it, is read. Raises _TooDeep."""
+        if self._depth >= MAX_DEPTH:
+            raise _TooDeep(problem=f"more than {MAX_DEPTH} blocks inside each other", problem_mark=mark)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        with self.deeper(self.peek_event().start_mark):
+            return super().compose_node(parent, index)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """What is merged in (`<<`) as keys of the mapping's own, each once: else merges of merges would
+        multiply them."""
+        with self.deeper(node.start_mark):
+            super().flatten_mapping(node)
+        last = {
+            (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key): (key, value)
+            for key, value in node.value
+        }
+        node.value = list(last.values())
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes text which YAML 1.1 *or* 1.2 would read as something else, so that any reader
+    agrees."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+class _Shown(yaml.SafeDumper):
+    """For values in messages: text is quoted only where this loader needs it."""
+
+    yaml_implicit_resolvers: ClassVar[dict] = {}
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    """Text with line breaks of any kind in double quotes: PyYAML's other styles turn U+0085 and its like into
+    spaces."""
+    breaks = text.splitlines() != [text]
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if text and breaks else None)
+
+
+def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    text = node.value.replace("_", "")
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"it has {len(text)} digits, and no field takes more than {_MOST_DIGITS}")
+    return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
+
+
+def _construct_float(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    text = node.value.replace("_", "").lower()
+    return float(text.replace(".inf", "inf").replace(".nan", "nan"))
+
+
+for _tag, _pattern, _first in _CORE_SCHEMA:
+    for _class in (_Loader, _Dumper, _Shown):
+        _class.add_implicit_resolver(_tag, _pattern, _first)
+_Dumper.add_representer(str, _represent_text)
+_Shown.add_representer(str, _represent_text)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
+
+
+_MOST_DIGITS = 1000
+"""Of a whole number; Python writes one of more than 4300 in no way that JSON knows."""
+
+
+def is_number_or_bool(text: str) -> bool:
+    """Whether the text, written without quotes, would be read as a number or a boolean."""
+    return any(pattern.match(text) for pattern in (_BOOL, _INT, _FLOAT))
+
+
+# -------------------------------------------------------------------------------------------------------------------
+# writing
+
+
+def dump(data: Any) -> str:
+    """Plain data as a YAML document."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+def show(value: Any) -> str:
+    """A value as YAML would write it, on one line and not too long."""
+    plain = value.model_dump(mode="json") if isinstance(value, Schema) else value
+    plain = str(plain) if isinstance(plain, Path) else list(plain) if isinstance(plain, tuple) else plain
+    text = yaml.dump(
+        plain, Dumper=_Shown, default_flow_style=True, sort_keys=False, width=2**20, allow_unicode=True
+    )
+    return shorten(text.removesuffix("\n").removesuffix("\n...").strip())
+
+
+# -------------------------------------------------------------------------------------------------------------------
+# reading
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A YAML value with the place that set it; ``data`` is dict[str, Value], list[Value] or a scalar."""
+
+    data: Any
+    where: str
+    afresh: bool = False
+    """A block that takes the place of what lower layers say of it, instead of merging with that."""
+
+    def plain(self) -> Any:
+        if isinstance(self.data, dict):
+            return {key: value.plain() for key, value in self.data.items()}
+        if isinstance(self.data, list):
+            return [value.plain() for value in self.data]
+        return self.data
+
+    def at(self, path: Sequence[Hashable]) -> "Value | None":
+        """The value at a path, or None where there is none."""
+        here = self
+        for part in path:
+            in_list = isinstance(here.data, list) and isinstance(part, int) and part < len(here.data)
+            if not in_list and not (isinstance(here.data, dict) and part in here.data):
+                return None
+            here = here.data[part]
+        return here
+
+    def where_of(self, path: Sequence[Hashable]) -> str:
+        """The place that set the path, or its nearest ancestor that is set."""
+        return next(
+            found.where for depth in range(len(path), -1, -1) if (found := self.at(path[:depth])) is not None
+        )
+
+
+def read_yaml(text: str, source: str, override: str | None = None) -> Value | None:
+    """The value of a YAML text, None where there is nothing in it.
+
+    source: the file, or "command line".
+    override: the dotted key whose value the text is; places then name no line, and problems show the whole
+    text. Raises ConfigError where the text is no YAML, or holds what no config can.
+    """
+    return _Reader(text, source, override).read()
+
+
+class _Reader:
+    """One text from YAML's nodes to values that know their line."""
+
+    _loader: _Loader
+
+    def __init__(self, text: str, source: str, override: str | None):
+        self._text, self._source, self._override = text, source, override
+        self._count = 0
+
+    def read(self) -> Value | None:
+        try:
+            self._loader = _Loader(self._text)
+            try:
+                node = self._loader.get_single_node()
+                return None if node is None else self._value(node, (), ())
+            finally:
+                self._loader.dispose()
+        except yaml.YAMLError as error:
+            raise self._malformed(error) from error
+
+    def _value(self, node: yaml.Node, path: tuple[str, ...], parents: tuple[int, ...]) -> Value:
+        """``parents``: ids of the nodes around this one."""
+        if id(node) in parents:
+            raise self._unusable(path, "an alias that contains itself", "remove the alias", node.start_mark)
+        self._count += 1
+        if self._count > MAX_VALUES:
+            error = f"with its aliases written out, the text holds more than {MAX_VALUES} values"
+            raise self._unusable(path, error, "remove aliases of aliases", node.start_mark)
+        within = (*parents, id(node))
+        with self._loader.deeper(node.start_mark):
+            if isinstance(node, yaml.SequenceNode):
+                items = [
+                    self._value(item, (*path, str(index)), within) for index, item in enumerate(node.value)
+                ]
+                return Value(items, self._where(node.start_mark))
+            if isinstance(node, yaml.MappingNode):
+                return Value(self._mapping(node, path, within), self._where(node.start_mark))
+            return Value(self._scalar(node, path), self._where(node.start_mark))
+
+    def _scalar(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> str | int | float | None:
+        try:
+            data = self._loader.construct_object(node)
+        except ValueError as error:
+            wrong = f"cannot be read as {node.tag.rpartition(':')[2]}: {error}"
+            raise self._unusable(path, wrong, "correct the value", node.start_mark) from error
+        if not isinstance(data, str | int | float | None):
+            wrong = f"values of type {node.tag} are not used in configs"
+            raise self._unusable(path, wrong, "write text, a number, true, false or null", node.start_mark)
+        return data
+
+    def _mapping(
+        self, node: yaml.MappingNode, path: tuple[str, ...], within: tuple[int, ...]
+    ) -> dict[str, Value]:
+        self._refuse_repeated_keys(node, path)
+        self._loader.flatten_mapping(node)  # `<<: *anchor`
+        data = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise self._unusable(
+                    path, "a key that is a list or a block", "write text as the key", key_node.start_mark
+                )
+            key = self._loader.construct_object(key_node)
+            if not isinstance(key, str):
+                raise self._unusable(
+                    path, f"the key {key!r} is not text", "write the key in quotes", key_node.start_mark
+                )
+            data[key] = Value(
+                self._value(value_node, (*path, key), within).data, self._where(key_node.start_mark)
+            )
+        return data
+
+    def _refuse_repeated_keys(self, node: yaml.MappingNode, path: tuple[str, ...]) -> None:
+        lines: dict[str, int] = {}
+        for key_node, _ in node.value:
+            key, mark = key_node.value, key_node.start_mark
+            if not isinstance(key, str):
+                continue  # no text: refused later
+            if key in lines:
+                raise self._unusable(
+                    (*path, key),
+                    f"the key is repeated; it is set first in line {lines[key]}",
+                    "keep one of them",
+                    mark,
+                )
+            lines[key] = mark.line + 1
+
+    # ---- what is wrong
+
+    def _where(self, mark: yaml.Mark) -> str:
+        return self._source if self._override else f"{self._source}:{mark.line + 1}"
+
+    def _line(self, mark: yaml.Mark) -> str:
+        if self._override:
+            return shorten(self._text)
+        rest = self._text.splitlines()[mark.line :]
+        return shorten(rest[0].strip()) if rest else "(end of the file)"
+
+    def _unusable(self, path: tuple[str, ...], error: str, fix: str, mark: yaml.Mark) -> ConfigError:
+        """Well-formed YAML that no config can hold."""
+        field = dotted((self._override, *path) if self._override else path) or "(top level)"
+        return ConfigError(
+            [Problem(where=self._where(mark), field=field, value=self._line(mark), error=error, fix=fix)]
+        )
+
+    def _malformed(self, error: yaml.YAMLError) -> ConfigError:
+        what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        fix = "correct the YAML there: `key: value` with a space after the colon, the same indent for keys of one block, closed quotes"
+        if "\\t" in what:
+            fix = "indent with spaces, not tabs"
+        if isinstance(error, _TooDeep):
+            fix = "nest less; no key of a config is that deep"
+        if "another document" in what:
+            what, fix = "a second document begins", "keep one: remove the `---` line, and write each key once"
+        at = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        where = self._where(mark) if mark else self._source
+        value = self._line(mark) if mark else shorten(self._text) if self._override else "(the file)"
+        field = self._override or "(YAML syntax)"
+        return ConfigError(
+            [Problem(where=where, field=field, value=value, error=f"malformed YAML: {what}{at}", fix=fix)]
+        )

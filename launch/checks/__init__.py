@@ -1,0 +1,1 @@
+"""Checks before anything starts: the config, its files, devices, disks, nodes. Nothing here starts a role."""

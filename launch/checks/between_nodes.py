@@ -1,0 +1,262 @@
+"""What only the nodes together can find out before a first job: shared folder, clocks, ports, collectives.
+
+every node   writes its card (host, address, port) into a folder of this check, and waits for the cards of the others
+             connects to every other node's port
+             one all-reduce with gloo, and one with NCCL where there are GPUs
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from configs.schema.launch import NodesConfig
+from launch.checks.node import GIB, Finding, Level, fail, ok, warn
+from launch.processes.addresses import free_port, own_address, role_environment
+from launch.processes.run_folder import locked, write_json
+
+FREE_SPACE = 50 * GIB
+CLOCK_SKEW_S = 5.0
+COLLECTIVE_BYTES = {"gloo": 64 * 2**20, "nccl": GIB}
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """Where the nodes of one check find each other."""
+
+    folder: Path
+    """New, of this check alone, on the file system that the run folders will be on."""
+    node: int
+    num_nodes: int
+    timeout_s: float
+
+
+def checks_between(nodes: NodesConfig | None, meeting: Meeting) -> Iterator[Finding]:
+    """What only several nodes together can tell. Each waits for the others for ``meeting.timeout_s``, and
+    names those that are missing."""
+    writable = _writable(meeting.folder)
+    yield writable
+    if meeting.num_nodes == 1 or writable.level is Level.FAIL:
+        return
+    address = own_address(nodes)
+    with _Listener(address) as listener:
+        card = {
+            "host": socket.gethostname(),
+            "address": address,
+            "port": listener.port,
+            "written": time.time(),
+        }
+        seen = _exchange(meeting, "card", card)
+        missing = sorted(set(range(meeting.num_nodes)) - seen.keys())
+        if missing:
+            yield fail(
+                "folder",
+                f"of {meeting.num_nodes} nodes, {missing} left no file in {meeting.folder}",
+                "use a folder that every node sees at the same path, and start this command on every node at the same time",
+            )
+            return
+        yield _clocks(seen)
+        yield from _reachable(seen, meeting)
+        others = _exchange(meeting, "connected", {})
+        if len(others) < meeting.num_nodes:
+            yield fail("ports", f"nodes {sorted(seen.keys() - others.keys())} gave up before the collective")
+            return
+    yield from _collectives(nodes, meeting, seen[0]["address"])
+
+
+def _writable(folder: Path) -> Finding:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / f"try-{socket.gethostname()}-{os.getpid()}") as file:
+            file.write("something")
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return fail("folder", f"{folder}: {error}", "give --folder a place that every node may write to")
+    except ValueError as error:
+        return fail("folder", str(error))
+    if free < FREE_SPACE:
+        return warn(
+            "folder",
+            f"{folder.parent} has {free / GIB:.0f} GiB left",
+            "checkpoints of a 7B model take about 100 GiB each",
+        )
+    return ok("folder", f"{folder.parent} is writable, {free / GIB:.0f} GiB free")
+
+
+def _exchange(meeting: Meeting, name: str, content: dict) -> dict[int, dict]:
+    """Every node's ``content`` by node, one's own included; without those that did not come in time."""
+    mine = meeting.folder / f"{name}-{meeting.node}.json"
+    write_json(mine, content)
+    since = mine.stat().st_mtime - meeting.timeout_s  # what is older was left by a check that was killed
+    deadline = time.monotonic() + meeting.timeout_s
+    found: dict[int, dict] = {}
+    while len(found) < meeting.num_nodes and time.monotonic() < deadline:
+        for node in set(range(meeting.num_nodes)) - found.keys():
+            try:
+                file = meeting.folder / f"{name}-{node}.json"
+                if file.stat().st_mtime > since:
+                    found[node] = json.loads(file.read_text())
+            except FileNotFoundError:
+                continue
+        time.sleep(POLL_S)  # between looks at the condition above
+    return found
+
+
+def leave(meeting: Meeting) -> None:
+    """The first node removes the folder once nobody needs it any more, or the time is up."""
+    with contextlib.suppress(OSError):
+        if meeting.node == 0:
+            _exchange(meeting, "done", {})
+            shutil.rmtree(meeting.folder)
+        else:
+            write_json(meeting.folder / f"done-{meeting.node}.json", {})
+
+
+def _clocks(seen: dict[int, dict]) -> Finding:
+    """By when each says it wrote its file: an upper bound of the skew, since nodes may also start at
+    different times."""
+    times = [card["written"] for card in seen.values()]
+    spread = max(times) - min(times)
+    if spread > CLOCK_SKEW_S:
+        return warn(
+            "clocks",
+            f"the nodes wrote their files up to {spread:.1f} s apart by their own clocks",
+            "if they started together, have their clocks synchronised (chrony, ntp)",
+        )
+    return ok("clocks", f"at most {spread:.1f} s apart")
+
+
+class _Listener:
+    """Answers every connection with its own port, on a port of its own; a context manager."""
+
+    def __init__(self, address: str) -> None:
+        class Answer(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                self.request.sendall(str(self.server.server_address[1]).encode())
+
+        self._server = socketserver.ThreadingTCPServer((address, 0), Answer)
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+
+    def __enter__(self) -> "_Listener":
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": POLL_S}, daemon=True
+        ).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _reachable(seen: dict[int, dict], meeting: Meeting) -> Iterator[Finding]:
+    others = [card for node, card in sorted(seen.items()) if node != meeting.node]
+    with ThreadPoolExecutor(max_workers=max(len(others), 1)) as pool:
+        problems = [
+            problem for problem in pool.map(lambda card: _connect(card, meeting.timeout_s), others) if problem
+        ]
+    for problem in problems:
+        yield fail(
+            "ports", problem, "open TCP ports above 1024 between the nodes, or set launch.nodes.interface"
+        )
+    if not problems:
+        yield ok("ports", f"a free port of each of {len(others)} other nodes answers")
+
+
+def _connect(card: dict, timeout_s: float) -> str | None:
+    where = f"{card['host']} ({card['address']}:{card['port']})"
+    try:
+        with socket.create_connection((card["address"], card["port"]), timeout=timeout_s) as connection:
+            answer = connection.recv(16).decode()
+    except OSError as error:
+        return f"{where} cannot be reached: {error}"
+    return (
+        None
+        if answer == str(card["port"])
+        else f"{where} is answered by something else, which says {answer!r}"
+    )
+
+
+def _collectives(nodes: NodesConfig | None, meeting: Meeting, head: str) -> Iterator[Finding]:
+    """One all-reduce with gloo, and one with NCCL where there are GPUs, each with a deadline of its own."""
+    os.environ.update(role_environment(nodes))
+    import torch
+
+    for backend in ("gloo", "nccl") if torch.cuda.is_available() else ("gloo",):
+        port = _agreed_port(meeting, backend, head)
+        if port is None:
+            yield fail(backend, "the first node offered no port for the collective")
+            return
+        yield _within(
+            meeting.timeout_s * 2,
+            backend,
+            lambda backend=backend, port=port: _all_reduce(backend, meeting, head, port),
+        )
+
+
+def _agreed_port(meeting: Meeting, backend: str, head: str) -> int | None:
+    offered = _exchange(meeting, backend, {"port": free_port(head)} if meeting.node == 0 else {}).get(0)
+    return offered["port"] if offered is not None else None
+
+
+def _all_reduce(backend: str, meeting: Meeting, head: str, port: int) -> Finding:
+    import torch
+    import torch.distributed as dist
+
+    if backend == "nccl":
+        torch.cuda.set_device(0)
+    limit = timedelta(seconds=meeting.timeout_s)
+    dist.init_process_group(
+        backend,
+        init_method=f"tcp://{head}:{port}",
+        rank=meeting.node,
+        world_size=meeting.num_nodes,
+        timeout=limit,
+    )
+    values = torch.ones(COLLECTIVE_BYTES[backend] // 4, device="cuda" if backend == "nccl" else "cpu")
+    dist.all_reduce(torch.ones(1, device=values.device))  # the first one connects
+    began = time.perf_counter()
+    dist.all_reduce(values)
+    total = values[-1].item()  # waits for a GPU too
+    seconds = time.perf_counter() - began
+    dist.destroy_process_group()
+    if total != meeting.num_nodes:
+        return fail(backend, f"an all-reduce of ones over {meeting.num_nodes} nodes gave {total}")
+    rate = COLLECTIVE_BYTES[backend] / seconds / 1e9
+    return ok(
+        backend,
+        f"all-reduce of {COLLECTIVE_BYTES[backend] // 2**20} MiB over {meeting.num_nodes} nodes: {rate:.2f} GB/s",
+    )
+
+
+def _within(seconds: float, check: str, work: Callable[[], Finding]) -> Finding:
+    """``work()`` in a thread that may be left behind: a collective that hangs does not listen to anybody."""
+    result: list[Finding] = []
+
+    def run() -> None:
+        try:
+            result.append(work())
+        except (RuntimeError, OSError, ValueError) as error:
+            first = str(error).strip().splitlines()[0]
+            result.append(fail(check, first, "see the interface above; NCCL_DEBUG=INFO says more"))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not result:
+        return fail(
+            check,
+            f"no answer within {seconds:.0f} s",
+            "the nodes reach each other by TCP (see ports), so look at the interface that the library chose: set launch.nodes.interface",
+        )
+    return result[0]

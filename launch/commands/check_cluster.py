@@ -1,0 +1,83 @@
+"""``tandem check-cluster``: who runs it on which node, and what it prints."""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from configs.loader import load_config
+from configs.schema import RunConfig, SftConfig
+from configs.schema.launch import LaunchConfig, NodesConfig
+from launch.checks.between_nodes import Meeting, checks_between, leave
+from launch.checks.config import BadInput
+from launch.checks.node import Finding, Level, checks_of_node
+from launch.checks.sockets import sockets_of
+from launch.processes.run_folder import RunFolder
+
+
+def check_cluster(
+    config_path: Path | None,
+    overrides: Sequence[str],
+    *,
+    folder: Path | None,
+    num_nodes: int | None,
+    node: int | None,
+    timeout_s: float,
+) -> NoReturn:
+    """Print every finding of this node as it is made, and end the process: 1 where something fails, else 0."""
+    config = None if config_path is None else load_config(config_path, overrides)
+    launch = LaunchConfig() if config is None else config.launch
+    meeting = _meeting(folder or launch.runs_dir, num_nodes, node, timeout_s)
+    # A check of several nodes without a config, too, is about addresses that others can reach.
+    nodes = launch.nodes or (NodesConfig(gpus_per_node=0) if meeting.num_nodes > 1 else None)
+    worst = 0
+    name = f"{socket.gethostname()}: " if meeting.num_nodes > 1 else ""
+    for finding in _findings(nodes, config, meeting):
+        print(f"{name}{finding}", flush=True)
+        worst |= finding.level is Level.FAIL
+    leave(meeting)
+    print(
+        f"{name}{'see FAIL above: a run would not work' if worst else 'nothing found that would keep a run from working'}"
+    )
+    sys.stdout.flush()
+    os._exit(worst)  # a collective that hangs may have left its thread behind
+
+
+def check_sockets(folder: RunFolder) -> bool:
+    """Print what a run that is going on listens on here; whether all of it is where it should be."""
+    findings = list(sockets_of(folder))
+    print(*findings, sep="\n", flush=True)
+    return all(finding.level is not Level.FAIL for finding in findings)
+
+
+def _findings(
+    nodes: NodesConfig | None, config: RunConfig | SftConfig | None, meeting: Meeting
+) -> Iterator[Finding]:
+    alone = list(checks_of_node(nodes, config))
+    yield from alone
+    if not any(finding.level is Level.FAIL and finding.check == "address" for finding in alone):
+        yield from checks_between(nodes, meeting)
+
+
+def _meeting(folder: Path, num_nodes: int | None, node: int | None, timeout_s: float) -> Meeting:
+    """By the options; else by the environment of a Slurm step; else of this node alone."""
+    if (num_nodes is None) != (node is None):
+        raise BadInput(
+            "--nodes and --node belong together: `tandem check-cluster --nodes 2 --node 0` on one node, `--node 1` on the other"
+        )
+    in_step = "SLURM_STEP_ID" in os.environ
+    if num_nodes is None or node is None:
+        num_nodes = int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) if in_step else 1
+        node = int(os.environ.get("SLURM_NODEID", "0")) if in_step else 0
+    if node >= num_nodes:
+        raise BadInput(f"--node {node} is not one of --nodes {num_nodes}, which are counted from 0")
+    # Of this step, so that nobody reads what an earlier check left behind.
+    name = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}" if in_step else "by-hand"
+    return Meeting(
+        folder=folder.resolve() / f".check-cluster-{name}",
+        node=node,
+        num_nodes=num_nodes,
+        timeout_s=timeout_s,
+    )

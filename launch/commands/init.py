@@ -1,0 +1,92 @@
+"""``tandem init``: a folder with a small experiment on own data and an own reward, to be changed by its
+owner."""
+
+import shlex
+from pathlib import Path
+
+import yaml
+
+from launch.checks.config import check_new_folder
+
+CONFIG = "experiment.yaml"
+MODEL_TO_CHOOSE = Path("CHANGE/ME")
+
+_YAML = """\
+# An RL experiment on your own data, with your own reward. `tandem schema` explains every field; what is not here has its default.
+# Relative paths start at the folder that `tandem` is started in: start it in this one.
+name: {name}
+steps: 100
+
+model:
+  path: {model}                      # a Hugging Face folder: config.json, *.safetensors, tokenizer
+
+task:
+  type: jsonl                        # or a .parquet file: a problem per line or row
+  train_path: train.jsonl
+  heldout_path: heldout.jsonl        # measured before, during and after training; leave it out to measure nothing
+  prompt_field: prompt
+  answer_field: answer               # the reward's `reference`; text or a number, never empty
+  apply_chat_template: true          # false for a base model: the prompt's text stands as it is
+  # system_prompt: You are a careful mathematician.
+
+reward:                              # left out, the reward of jsonl is math_verify: 1 for the reference's number or formula, else 0
+  type: function
+  function: my_reward:score          # my_reward.py, in this folder
+  timeout_s: 10                      # of one call; what is later counts 0
+# Several rewards, each with a factor:
+#   type: weighted
+#   parts:
+#     right: {{type: function, function: "my_reward:score"}}
+#     short: {{type: overlong, buffer_tokens: 64, weight: 0.5}}
+
+rollout:
+  prompts_per_step: 32
+  group_size: 8                      # responses per prompt
+  max_new_tokens: 512
+learner:
+  token_budget: 8192                 # most tokens of one forward pass
+  optimizer: {{lr: 1.0e-6}}
+
+evaluation: {{every: 20}}              # steps
+checkpoint: {{every: 20}}              # steps; `tandem resume RUN` goes on from the newest
+"""
+
+_REWARD = '''\
+"""The reward of this experiment."""
+
+
+def score(prompt, response, reference, row):
+    """1 for a right answer, else 0. Held-out accuracy is the share of responses with a reward of at least 1.
+
+    prompt, response, reference: text. row: the whole record of the data file, a dict; leave the parameter out if you do not need it.
+    Returns a number, or (number, parts) with parts a dict of numbers, which are recorded as reward/part/NAME.
+    """
+    right = response.strip() == reference
+    return float(right), {"length": len(response)}
+'''
+
+
+def make_experiment(folder: Path, model: Path | None) -> None:
+    """Write the folder and say what to do with it. Raises BadInput where it exists already."""
+    check_new_folder("FOLDER", folder)
+    path = MODEL_TO_CHOOSE if model is None else model.resolve()
+    name = "".join(c if c.isalnum() else "-" for c in folder.name).strip("-") or "experiment"
+    folder.mkdir(parents=True)
+    (folder / CONFIG).write_text(
+        _YAML.format(name=name, model=yaml.safe_dump(str(path), default_style='"').strip())
+    )
+    (folder / "my_reward.py").write_text(_REWARD)
+    for file, numbers in (("train.jsonl", range(10, 42)), ("heldout.jsonl", range(42, 50))):
+        lines = (
+            f'{{"prompt": "{a}+{b}=", "answer": "{a + b}", "level": {a // 10}}}\n'
+            for a in numbers
+            for b in (7, 25)
+        )
+        (folder / file).write_text("".join(lines))
+    change = f"set model.path in {CONFIG}, " if model is None else ""
+    print(
+        f"wrote {folder}: {CONFIG}, my_reward.py, train.jsonl, heldout.jsonl (examples: put yours in their place)"
+    )
+    print(
+        f"next: cd {shlex.quote(str(folder))}; {change}tandem train {CONFIG} --dry-run; then the same without --dry-run"
+    )

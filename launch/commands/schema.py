@@ -1,0 +1,153 @@
+"""``tandem schema``: every field of a config with its type, default, unit and meaning, for people (text) and
+for editors (JSON Schema)."""
+
+import json
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from configs.presets import DESCRIPTIONS
+from configs.reading.wording import did_you_mean
+from configs.schema import RunConfig, SftConfig
+from launch.checks.config import BadInput
+
+KINDS = {"train": RunConfig, "sft": SftConfig}
+TYPES = {
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "boolean": "true or false",
+    "null": "null",
+}
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+WIDTH = 120
+Node = Mapping[str, Any]
+
+
+def json_schema(kind: str) -> dict[str, Any]:
+    """JSON Schema of a config file of this kind, with what the loader understands beside the fields:
+    ``extends`` and short corrections."""
+    schema = KINDS[kind].model_json_schema()
+    path = {"type": "string"}
+    schema["properties"]["extends"] = {
+        "description": "A config file, or several, that this one changes; a relative path starts at this file's folder.",
+        "anyOf": [path, {"type": "array", "items": path}],
+    }
+    schema.pop("required", None)  # they may stand in a file that this one extends
+    if "correction" in schema["properties"]:
+        preset = {"enum": list(DESCRIPTIONS)}
+        block = {**schema["$defs"]["CorrectionConfig"], "additionalProperties": True}
+        block["properties"] = {
+            **block["properties"],
+            "preset": preset,
+            "verl": {"type": "object"},
+            "roll": {"type": "object"},
+        }
+        schema["$defs"]["CorrectionConfig"] = {
+            "description": block.pop("description"),
+            "anyOf": [preset, block],
+        }
+    return schema
+
+
+def print_schema(kind: str, field: str | None, *, as_json: bool) -> None:
+    """Raises BadInput where there is no such field, or a part is asked for as JSON."""
+    if as_json:
+        if field is not None:
+            raise BadInput(f"FIELD: {field} has no JSON Schema of its own; leave out --json or the field")
+        print(json.dumps(json_schema(kind), indent=2))
+        return
+    schema = KINDS[kind].model_json_schema()
+    entries = list(_entries(schema, schema, ""))
+    wanted = [
+        text
+        for path, text in entries
+        if field is None or path == field or path.startswith((f"{field}.", f"{field}["))
+    ]
+    if not wanted:
+        paths = list(dict.fromkeys(path for path, _ in entries))
+        raise BadInput(f"FIELD: {field} is no field of kind {kind}; {did_you_mean(field, paths, 'fields')}")
+    print("\n".join(wanted))
+
+
+def _entries(node: Node, root: Node, prefix: str) -> Iterator[tuple[str, str]]:
+    """(path, text) of the fields of a block, each before those inside it."""
+    for name, field in node["properties"].items():
+        path = f"{prefix}{name}"
+        yield path, _entry(path, field, root, required=name in node.get("required", ()))
+        inner = f"{path}.NAME" if isinstance(field.get("additionalProperties"), dict) else path
+        for tag, block in _blocks(field, root):
+            if tag is not None:
+                yield f"{inner}.{tag}", _titled(f"-- {inner}.{tag}", block.get("description", ""))
+            yield from _entries(_without_tag(block), root, f"{inner}.")
+
+
+def _without_tag(block: Node) -> Node:
+    """Its fields but for one that only says which variant this is."""
+    return {
+        **block,
+        "properties": {name: field for name, field in block["properties"].items() if "const" not in field},
+    }
+
+
+def _entry(path: str, field: Node, root: Node, *, required: bool) -> str:
+    unit = ", seconds" if path.endswith("_s") else ""
+    default = (
+        "required" if required else f"default {json.dumps(field['default'])}" if _is_plain(field) else ""
+    )
+    head = f"{path}  ({_type(field, root)}{unit}{f'; {default}' if default else ''})"
+    blocks = [block for _, block in _blocks(field, root)]
+    about = field.get("description") or (blocks[0].get("description", "") if len(blocks) == 1 else "")
+    return _titled(head, about)
+
+
+def _titled(head: str, about: str) -> str:
+    about = " ".join(about.replace("``", "`").split())
+    return head + (
+        f"\n{textwrap.fill(about, WIDTH, initial_indent='    ', subsequent_indent='    ')}" if about else ""
+    )
+
+
+def _is_plain(field: Node) -> bool:
+    """Whether the default says more than the defaults of the fields inside."""
+    return "default" in field and not (isinstance(field["default"], dict) and field["default"])
+
+
+def _type(field: Node, root: Node) -> str:
+    if "$ref" in field:
+        return _type(_resolved(field, root), root)
+    if "anyOf" in field:
+        return ", or ".join(dict.fromkeys(_type(option, root) for option in field["anyOf"]))
+    if "oneOf" in field:
+        tag = field["discriminator"]
+        return f"block by {tag['propertyName']}: {' | '.join(tag['mapping'])}"
+    if "enum" in field or "const" in field:
+        return " | ".join(map(str, field.get("enum") or [field["const"]]))
+    if field.get("type") == "object":
+        return "block"
+    if field.get("type") == "array":
+        return "list"
+    text = "path" if field.get("format") == "path" else TYPES[field["type"]]
+    bounds = [f"{sign} {field[key]:.4g}" for key, sign in BOUNDS.items() if key in field]
+    return " ".join([text, " and ".join(bounds)]) if bounds else text
+
+
+def _resolved(field: Node, root: Node) -> Node:
+    return root["$defs"][field["$ref"].rpartition("/")[2]] if "$ref" in field else field
+
+
+def _blocks(field: Node, root: Node) -> Iterator[tuple[str | None, Node]]:
+    """(variant, block) of the blocks that a field may hold; the variant is None where there is one alone."""
+    if "oneOf" in field:
+        tag, names = field["discriminator"]["propertyName"], {}
+        for name, reference in field["discriminator"]["mapping"].items():
+            names.setdefault(reference, []).append(name)
+        for option in field["oneOf"]:
+            yield f"{tag}={'|'.join(names[option['$ref']])}", _resolved(option, root)
+    for option in field.get("anyOf", ()):
+        yield from _blocks(option, root)
+    for inner in ("items", "additionalProperties"):
+        if isinstance(field.get(inner), dict) and field.get("type") in ("array", "object"):
+            yield from _blocks(field[inner], root)
+    if "$ref" in field and "properties" in (block := _resolved(field, root)):
+        yield None, block

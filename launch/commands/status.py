@@ -1,0 +1,314 @@
+"""``tandem status`` and ``tandem logs``: what a run is doing, read from its folder by someone who only
+watches.
+
+Nothing here talks to a role or takes a lock: a look never disturbs the run, and works from any machine that
+sees the folder.
+"""
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from launch.checks.config import BadInput
+from launch.processes.heartbeat import read_beats
+from launch.processes.run_folder import RunFolder
+from parallel.checkpoints.files import MANIFEST, step_of
+from trainer.tracking.tracker import duration, read_metrics
+
+PACE_STEPS = 20
+SMOOTHED_STEPS = 10
+SQUEUE_TIMEOUT_S = 10.0
+BEATS = 8
+"""Roles and ranks whose doings the overview shows."""
+ERROR_LINES = 3
+"""Of an error that the overview shows."""
+QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
+RESULTS = (
+    ("reward", "reward/mean", ".3f"),
+    ("|Δp| max", "mismatch/abs_prob_max", ".1e"),
+    ("ESS", "mismatch/ess", ".3f"),
+)
+"""(title, metric, format); Δp is p_rollout - p_old."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """A run's state in words, and the lines that say more: (title, text)."""
+
+    state: str
+    lines: list[tuple[str, str]]
+
+    def __str__(self) -> str:
+        rows = [("state", self.state), *self.lines]
+        width = max(len(title) for title, _ in rows)
+        return "\n".join(f"{title:<{width}}  {text}".rstrip() for title, text in rows)
+
+
+def status(folder: RunFolder, *, now: float | None = None) -> Status:
+    """What the folder says at time ``now`` (seconds since the epoch; None: this moment)."""
+    now = time.time() if now is None else now
+    damaged: list[str] = []
+    config = _read(folder.config, {"name": str, "steps": int}, damaged, parse=yaml.safe_load)
+    job = _read(folder.job, {"job_id": (str, int), "restart": int}, damaged)
+    in_slurm = _slurm_state(job) if job is not None else ""
+    state = _state(folder, in_slurm, damaged)
+    running = state.startswith("running")
+    lines = [("run", f"{config['name'] if config else '(name unknown)'} in {folder.path}")]
+    if job is not None:
+        lines.append(
+            (
+                "job",
+                f"{job['job_id']} {in_slurm}" + (f", start {job['restart'] + 1}" if job["restart"] else ""),
+            )
+        )
+    lines += _progress(
+        folder.path / "metrics.jsonl", config["steps"] if config else None, now if running else None
+    )
+    lines += [
+        ("checkpoint", _checkpoint(folder, now)),
+        *(_roles(folder, damaged, now) if running else []),
+        ("logs", _logs(folder)),
+    ]
+    return Status(state=state, lines=[*lines, *(("damaged", said) for said in damaged)])
+
+
+def brief_state(folder: RunFolder) -> str:
+    """The state of a run in a word or two: what ``status`` says first, without its reasons."""
+    job = _read(folder.job, {"job_id": (str, int), "restart": int}, [])
+    state = _state(folder, _slurm_state(job) if job is not None else "", [])
+    return re.split(r"[,:;(]", state, maxsplit=1)[0].strip()
+
+
+def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
+    """In the order of certainty: who holds the folder, what Slurm says of its job, what the run left when it
+    ended."""
+    if _is_held(folder.path / "roles" / "lock") or in_slurm.startswith("RUNNING"):
+        asked = _read(folder.path / "roles" / "stop.json", {"reason": str}, damaged)
+        return f"running, asked to stop: {asked['reason']}" if asked else "running"
+    if in_slurm.startswith(QUEUED):
+        return f"waiting in the queue ({in_slurm})"
+    # An evaluation's summary has no steps, nor a model.
+    if folder.hf.is_dir() and _read(folder.summary, {"steps": int}, damaged) and folder.has_final_model():
+        return "finished"
+    if stopped := _read(folder.path / "roles" / "stopped.json", {"step": int, "reason": str}, damaged):
+        script = folder.path / "train.sbatch"
+        again = f"sbatch {script}" if script.exists() else f"tandem resume {folder.path}"
+        return f"stopped after step {stopped['step']}: {stopped['reason']}; it goes on with `{again}`"
+    errors = sorted((folder.path / "roles").glob("*.error"), key=lambda file: file.stat().st_mtime)
+    if errors:
+        said = errors[0].read_text().strip().splitlines()
+        more = [f"({len(said) - ERROR_LINES} more lines in {errors[0]})"] if len(said) > ERROR_LINES else []
+        return f"failed, by the {errors[0].stem} role: " + "\n    ".join(said[:ERROR_LINES] + more)
+    if not (folder.path / "roles").is_dir():
+        return "not started"
+    return "not running: interrupted, killed, or started on another machine"
+
+
+def _progress(metrics_file: Path, steps: int | None, now: float | None) -> list[tuple[str, str]]:
+    """Step, pace and results so far; of a run that goes on at ``now`` also the time left, and when it was
+    last heard of. ``steps``: of the whole run; None where that is not known."""
+    rows = read_metrics(metrics_file) if metrics_file.exists() else []
+    trained = [row for row in rows if row["step"] > 0]
+    if not trained:
+        return [("step", "none yet" if steps is None else f"none of {steps} yet")]
+    step = trained[-1]["step"]
+    pace = statistics.median(row.get("time/step") or 0.0 for row in trained[-PACE_STEPS:])
+    of_all = "" if steps is None else f" of {steps} ({step / max(steps, 1):.0%})"
+    text = f"{step}{of_all}, {pace:.1f} s a step"
+    if now is not None and steps is not None and step < steps:
+        left = (steps - step) * _whole_pace(trained, pace)
+        text += f", about {duration(left)} left; the last one {duration(max(now - metrics_file.stat().st_mtime, 0))} ago"
+    heldout = {row["step"]: row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None}
+    accuracies = ", ".join(f"{accuracy:.1%} at step {at}" for at, accuracy in heldout.items())
+    means = [
+        (title, _means([row[metric] for row in trained if row.get(metric) is not None], show))
+        for title, metric, show in RESULTS
+    ]
+    return [("step", text), *((title, text) for title, text in [*means, ("held out", accuracies)] if text)]
+
+
+def _whole_pace(trained: Sequence[dict], pace: float) -> float:
+    """Seconds from one step to the next, with the evaluations and checkpoints between them; ``pace`` where
+    two steps are not known."""
+    first, last = trained[-PACE_STEPS - 1 :][0], trained[-1]
+    if last["step"] == first["step"] or None in (first.get("elapsed_s"), last.get("elapsed_s")):
+        return pace
+    return (last["elapsed_s"] - first["elapsed_s"]) / (last["step"] - first["step"])
+
+
+def _means(values: Sequence[float], show: str) -> str:
+    last, before = values[-SMOOTHED_STEPS:], values[-2 * SMOOTHED_STEPS : -SMOOTHED_STEPS]
+    if not last:
+        return ""
+    text = f"{statistics.mean(last):{show}} (mean of the last {len(last)} steps"
+    return text + (f"; {statistics.mean(before):{show}} before)" if before else ")")
+
+
+def _checkpoint(folder: RunFolder, now: float) -> str:
+    newest = folder.newest_checkpoint()
+    if newest is None:
+        return "none"
+    age = max(now - (newest / MANIFEST).stat().st_mtime, 0)
+    return f"step {step_of(newest)}, written {duration(age)} ago"
+
+
+def _slurm_state(job: dict) -> str:
+    """Of its job as Slurm tells it, with nodes and time left; "" where there is no Slurm here or it has
+    forgotten the job."""
+    if shutil.which("squeue") is None:
+        return ""
+    ask = ["squeue", "--noheader", "--jobs", str(job["job_id"]), "--states=all", "--format=%T on %N, %L left"]
+    try:
+        answer = subprocess.run(ask, capture_output=True, text=True, timeout=SQUEUE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return "(squeue does not answer)"
+    return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else ""
+
+
+def _roles(folder: RunFolder, damaged: list[str], now: float) -> list[tuple[str, str]]:
+    lines = []
+    for file in sorted((folder.path / "roles").glob("s[ae]*.json")):  # sample, serve, serve-0, ...; not stop
+        address = _read(file, {}, damaged) or {}
+        where = address.get("address") or ", ".join(address.get("urls", []))
+        if where:
+            lines.append((file.stem, f"listens at {where}"))
+    return lines + _beats(folder, now)
+
+
+def _beats(folder: RunFolder, now: float) -> list[tuple[str, str]]:
+    """What each role is doing; of many ranks those that have been at it longest."""
+    beats = sorted(read_beats(folder), key=lambda found: (found[0].who.startswith("learner"), found[0].since))
+    lines = [
+        (
+            "doing",
+            f"{beat.who}: {beat.words(now)}; heard of {duration(max(now - written, 0))} ago (pid {beat.pid} on {beat.host})",
+        )
+        for beat, written in beats[:BEATS]
+    ]
+    return lines + (
+        [("doing", f"… and {len(beats) - BEATS} learner ranks more, each not as long")]
+        if len(beats) > BEATS
+        else []
+    )
+
+
+def _logs(folder: RunFolder) -> str:
+    names = ", ".join(file.stem for file in _log_files(folder))
+    return f"{names} (`tandem logs {folder.path} --role NAME`)" if names else "none yet"
+
+
+def _is_held(lock: Path, locks: Path = Path("/proc/locks")) -> bool:
+    """Whether a process of this machine holds the lock file of a run."""
+    return bool(_holders(lock, locks))
+
+
+def _holders(lock: Path, locks: Path = Path("/proc/locks")) -> list[int]:
+    """The processes of this machine that hold the lock file of a run. Asking for the lock oneself could make
+    the run's own claim fail."""
+    try:
+        name = _name_of_lock(lock)
+        # 3: FLOCK  ADVISORY  WRITE 4711 08:02:1234 0 EOF
+        return [
+            int(line.split("FLOCK", 1)[1].split()[2])
+            for line in locks.read_text().splitlines()
+            if "FLOCK" in line and name in line
+        ]
+    except OSError:
+        return []
+
+
+def _name_of_lock(file: Path) -> str:
+    """What the kernel calls a lock of ``file``, MAJOR:MINOR:INODE between spaces; where the device is not
+    known, the end of that.
+
+    The device is the mount's, which on btrfs and overlays is not the one that stat gives.
+    """
+    handle = os.open(file, os.O_PATH)
+    try:
+        inode = os.fstat(handle).st_ino
+        mount = re.search(r"^mnt_id:\s+(\d+)", Path(f"/proc/self/fdinfo/{handle}").read_text(), re.M)
+    finally:
+        os.close(handle)
+    device = mount and re.search(
+        rf"^{mount[1]} \d+ (\d+):(\d+) ", Path("/proc/self/mountinfo").read_text(), re.M
+    )
+    return f" {int(device[1]):02x}:{int(device[2]):02x}:{inode} " if device else f":{inode} "
+
+
+def _read(
+    file: Path,
+    fields: dict[str, type | tuple[type, ...]],
+    damaged: list[str],
+    parse: Callable[[str], object] = json.loads,
+) -> dict | None:
+    """What the file holds, with these fields of these types at least; None where it is missing, or else: what
+    is wrong is added to ``damaged``."""
+    try:
+        content = parse(file.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        damaged.append(f"{file} cannot be read ({' '.join(str(error).split())})")
+        return None
+    wrong = [
+        name
+        for name, wanted in fields.items()
+        if not isinstance(content, dict) or not isinstance(content.get(name), wanted)
+    ]
+    if wrong or not isinstance(content, dict):
+        damaged.append(
+            f"{file} {f'lacks a sound {wrong[0]!r}' if isinstance(content, dict) else 'holds no block of keys'}"
+        )
+        return None
+    return content
+
+
+def _log_files(folder: RunFolder) -> list[Path]:
+    return sorted(folder.logs.glob("*.log")) if folder.logs.is_dir() else []
+
+
+def log_files(folder: RunFolder, role: str | None) -> list[Path]:
+    """The logs of a run, or those of one role: ``serve`` stands for serve-0, serve-1, …. Raises BadInput,
+    naming the roles there are."""
+    files = _log_files(folder)
+    if not files:
+        raise BadInput(
+            f"RUN: {folder.path} has no logs yet; `tandem status {folder.path}` says what it is doing"
+        )
+    if role is None:
+        return files
+    chosen = [file for file in files if file.stem == role or file.stem.startswith(f"{role}-")]
+    if not chosen:
+        raise BadInput(
+            f"--role {role}: no such log in {folder.logs}; there are {', '.join(file.stem for file in files)}"
+        )
+    return chosen
+
+
+def show_logs(folder: RunFolder, files: Sequence[Path], *, lines: int, follow: bool) -> None:
+    """The ends of ``files`` by coreutils' tail, in place of this process; ``follow``: and what is added,
+    until the run ends or Ctrl-C."""
+    options = _following(folder) if follow else []
+    os.execvp("tail", ["tail", f"--lines={lines}", *options, *map(str, files)])
+
+
+def _following(folder: RunFolder) -> list[str]:
+    """Options for tail; none of a run that has ended. Of one that runs on another machine the end is not
+    known from here."""
+    if holders := [pid for pid in _holders(folder.path / "roles" / "lock") if pid > 0]:
+        return ["--follow=name", "--retry", *(f"--pid={pid}" for pid in holders[:1])]
+    state = brief_state(folder)
+    if state.startswith(("running", "waiting")):
+        return ["--follow=name", "--retry"]
+    print(f"the run is not going on here ({state}), so nothing will be added", file=sys.stderr, flush=True)
+    return []

@@ -1,0 +1,234 @@
+"""The learn role: one Megatron rank, from its parts to its export. ``trainer/loop.py`` is what happens in
+between."""
+
+import contextlib
+import gc
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from configs.loader import load_config
+from configs.schema import RunConfig
+from launch.processes.addresses import own_address
+from launch.processes.placement import serve_roles
+from launch.processes.run_folder import RunFolder, wait_for_servers
+from launch.processes.stopping import StopListener, Stopped, report_stopped
+from launch.processes.supervisor import exit_now
+from parallel.checkpoints.files import remove_leftovers
+
+if TYPE_CHECKING:
+    from trainer.loop import Run
+    from trainer.recording import Recorder
+
+START_PROBE_TEMPERATURE = 0.7
+"""Not 1: a server whose log-probs ignore the temperature would agree at 1."""
+PROBE_PROMPT = [2 + i % 8 for i in range(12)]
+"""Any tokens will do for comparing two engines; ids this small exist in every vocabulary."""
+PROBE_TOKENS = 4
+
+
+def learn(folder: RunFolder, doing: Callable[[str], None] = lambda what: None) -> None:
+    """One Megatron rank (torchrun sets RANK, WORLD_SIZE, MASTER_ADDR): build everything, train, export."""
+    began = time.perf_counter()
+    import torch.distributed as dist
+
+    from launch.roles.summary import write_summary
+    from trainer.loop import evaluate_before, saved_where_interrupted, train
+    from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
+    from trainer.report.page import write_report
+
+    listener = StopListener(folder, is_first_rank=os.environ.get("RANK", "0") == "0")
+    run = replace(build_run(folder, listener.reason), doing=doing)
+    if run.learner.is_first_rank:
+        folder.announce("learn", {"pid": os.getpid(), "host": socket.gethostname()})
+    gc.freeze()  # what start-up made lives as long as the run: walking through it again and again would cost a tenth of a second each time
+    try:
+        # As a context manager the tracker closes with FINISHED, FAILED or KILLED, by the way out.
+        with run.tracker or contextlib.nullcontext():
+            with saved_where_interrupted(run):
+                doing("comparing the engines")
+                compare_engines(run)
+                started = time.perf_counter()
+                evaluate_before(run)
+                train(run)
+                run.weight_sync.probe(
+                    run.config.rollout.temperature
+                )  # of the last update, which nothing was sampled from
+                run.turns.learners()
+                doing("export")
+            trained = time.perf_counter()
+            # From here on a request to stop is not heeded: what is left to do ends the run too.
+            run.checkpointer.save_before_export(run.learner, run.sampler)
+            run.learner.save_hf(folder.hf)
+            if run.tracker is not None:
+                write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
+                for artifact in (write_report(folder.path), folder.figures, folder.summary):
+                    run.tracker.artifact(artifact)
+    except INTERRUPTIONS as interruption:
+        is_stop = isinstance(interruption, StopRequested)
+        if is_stop and run.learner.is_first_rank:
+            report_stopped(folder, Stopped(step=run.checkpointer.complete, reason=str(interruption)))
+        dist.barrier()  # the first rank has closed its tracker: torchrun ends the others as soon as one of them has failed
+        if is_stop:
+            exit_now(
+                0
+            )  # the sample role may be busy for long with what nobody takes any more: the supervisor ends it
+        raise
+    end_run(run)
+
+
+def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lambda: None) -> "Run":
+    """Everything that ``train`` needs on this rank, resumed where the run folder holds a checkpoint."""
+    from parallel.megatron.platform import collective_backend, init_distributed
+    from trainer.checkpointing import Checkpointer
+    from trainer.learner import Learner
+    from trainer.loop import Run
+    from trainer.recording import Recorder
+    from trainer.sampling import SharedSampler
+    from trainer.tracking.tracker import Tracker
+    from trainer.turns import OwnDevices, SharedDevices
+    from trainer.weight_sync import WeightSync
+
+    config: RunConfig = load_config(folder.config, [])
+    init_distributed(timeout_s=config.launch.collective_timeout_s)
+    colocated = config.launch.placement == "colocated"
+    if colocated:
+        wait_for_rollout(folder, config)
+        remote, control = _connect_and_make_room(folder, config)
+    learner = Learner(config)
+    if not colocated:
+        wait_for_rollout(folder, config)
+        remote, control = _connect(folder, config) if learner.is_first_rank else (None, None)
+    turns = SharedDevices(learner, control) if colocated else OwnDevices()
+    sampler = SharedSampler(remote, stop_requested)
+    checkpointer = Checkpointer(folder.checkpoints, config.checkpoint, turns)
+    progress = checkpointer.restore(learner, sampler)
+    resumed_from = progress.step if progress else None
+    recorder = Recorder(folder.batches, config.record_batches, config.correction)
+    if learner.is_first_rank:
+        forget_lost_steps(folder, recorder, resumed_from)
+    weight_sync = WeightSync(
+        learner,
+        control,
+        rollout_dtype=config.rollout.dtype,
+        tensor_parallel=config.rollout.tp,
+        # NCCL refuses two ranks of a group on one GPU; gloo takes a GPU's tensors through host memory. Not
+        # run on GPUs by this project.
+        backend="gloo" if colocated else collective_backend(),
+        temperature=config.rollout.temperature,
+        probe_prompt=PROBE_PROMPT,
+        probe_tokens=PROBE_TOKENS,
+        timeout_s=_patience_s(config),
+        samples_are_probes=config.compares_samples,
+        address=own_address(config.launch.nodes),
+        quantization=config.rollout.quantization,
+        peer_timeout_s=config.launch.peer_timeout_s,
+        turns=turns,
+        key=folder.run_key(),
+    )
+    # Last: once it is open, whoever fails has to close it.
+    tracker = Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None
+    for notice in checkpointer.notices:
+        tracker.note(notice)
+    return Run(
+        config=config,
+        learner=learner,
+        sampler=sampler,
+        weight_sync=weight_sync,
+        checkpointer=checkpointer,
+        recorder=recorder,
+        tracker=tracker,
+        turns=turns,
+        first_step=1 if resumed_from is None else resumed_from + 1,
+        evaluation_owed=progress is not None and progress.evaluation_owed,
+    )
+
+
+def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int | None) -> None:
+    """What an earlier attempt has left of steps that are done again, and of writes it was killed in: each as
+    large as the model.
+
+    No supervisor may have cleared the folder. It is this run's alone: no other learner is writing there."""
+    for parent, name in (
+        (folder.checkpoints, "step_*"),
+        (folder.critic_checkpoints, "step_*"),
+        (folder.path, folder.hf.name),
+    ):
+        remove_leftovers(parent, name)
+    recorder.forget_after(resumed_from or 0)
+    if resumed_from is None:
+        folder.put_metrics_aside()
+
+
+def compare_engines(run: "Run") -> None:
+    """Before the first step: the servers get the weights of a resumed run, or rounded ones, or where they
+    lent their memory to the learner; then they must give the learner's log-probs.
+
+    Servers that have outlived the learner of an earlier attempt get the weights too, unless they still hold
+    those of the start."""
+    sends = run.first_step > 1 or run.config.rollout.quantization == "fake_int8" or run.turns.are_shared
+    run.weight_sync.take_over(sends=sends)
+    gap = run.weight_sync.probe(START_PROBE_TEMPERATURE)
+    if run.tracker is not None:
+        probe = f"a probe prompt, sampled at its own temperature of {START_PROBE_TEMPERATURE}"
+        run.tracker.say(
+            f"before the first step, learner and servers agree: log-probs of {probe}, differ by {gap:.1e} nats at most"
+        )
+
+
+def end_run(run: "Run") -> None:
+    """Tell the sample role to stop and leave every process group, all ranks together."""
+    import torch.distributed as dist
+
+    run.sampler.stop()
+    run.weight_sync.close()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def wait_for_rollout(folder: RunFolder, config: RunConfig) -> None:
+    """Return when servers and sample role are ready. Every rank looks for itself: one that waited for rank 0
+    in a collective would give up after ``collective_timeout_s``, however long the servers may take to start.
+    """
+    wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)
+    folder.wait_for_address("sample", timeout_s=config.launch.start_timeout_s)
+
+
+def _connect(folder: RunFolder, config: RunConfig):
+    """Rank 0's lines to the sample role and to the servers."""
+    from rollout.sampling.remote import RemoteSampler
+    from rollout.servers.control import SGLangControl
+
+    timeout_s = config.launch.start_timeout_s
+    urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s)
+    address = folder.wait_for_address("sample", timeout_s=timeout_s)["address"]
+    limits = {
+        "timeout_s": _patience_s(config),
+        "peer_timeout_s": config.launch.peer_timeout_s,
+        "key": folder.run_key(),
+    }
+    remote = RemoteSampler(address, **limits)
+    control = SGLangControl(urls, tensor_parallel=config.rollout.tp, **limits)
+    return remote, control
+
+
+def _connect_and_make_room(folder: RunFolder, config: RunConfig):
+    """The same before there is a learner, which shares the servers' devices: they have given their memory
+    back at return, on all ranks."""
+    import torch.distributed as dist
+
+    from trainer.ranks.totals import on_first_rank
+    from trainer.turns import CACHE, WEIGHTS, make_room
+
+    remote, control = _connect(folder, config) if dist.get_rank() == 0 else (None, None)
+    on_first_rank(control and (lambda: make_room(control, CACHE, WEIGHTS)))
+    return remote, control
+
+
+def _patience_s(config: RunConfig) -> float:
+    """With the rollout side: less than that of the ranks which wait in a collective meanwhile, so that they
+    hear what has failed."""
+    return 0.9 * config.launch.collective_timeout_s

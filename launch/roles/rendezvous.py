@@ -1,0 +1,176 @@
+"""``torchrun`` with a rendezvous of our own.
+
+``python -m launch.roles.rendezvous`` takes torchrun's arguments and ``--rdzv-backend=tandem``.
+
+torchrun's own rendezvous (``--standalone``, c10d) listens on every interface without a password, and
+unpickles what its store holds: whoever reaches the port runs code in the run. Here nothing is unpickled, and
+
+- on one node nothing listens: the ranks' store is a file in memory, which no other user can open and which
+  goes with torchrun;
+- on several nodes the store listens on the one address that the others were given. It has no password: see
+  launch/README.md.
+"""
+
+import os
+import socket
+import sys
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import run
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from parallel.megatron.rank_store import STORE_VARIABLE
+
+BACKEND = "tandem"
+JOIN_TIMEOUT_S = 600
+"""Where ``--rdzv-conf=join_timeout=N`` does not say."""
+NO_ADDRESS = RendezvousStoreInfo("127.0.0.1", 0)
+"""MASTER_ADDR and MASTER_PORT of ranks that meet in a file; torchrun sets them all the same."""
+
+
+class _Rendezvous(RendezvousHandler):
+    """What both kinds answer alike: a group of agents that meets once and never changes."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class OneNode(_Rendezvous):
+    """One agent, whose ranks meet in a file of its memory (``STORE_VARIABLE`` names it)."""
+
+    def __init__(self, run_id: str) -> None:
+        super().__init__(run_id)
+        self._file = os.memfd_create("tandem-ranks")
+        os.environ[STORE_VARIABLE] = f"/proc/{os.getpid()}/fd/{self._file}"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        os.ftruncate(self._file, 0)
+        return RendezvousInfo(dist.HashStore(), rank=0, world_size=1, bootstrap_store_info=NO_ADDRESS)
+
+
+class SeveralNodes(_Rendezvous):
+    """An agent per node. The host's is node 0 and holds the store, which the ranks use too; the others are
+    numbered as they come."""
+
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        host: str,
+        port: int,
+        nodes: int,
+        is_host: bool,
+        timeout_s: float,
+        own_address: str | None = None,
+    ) -> None:
+        super().__init__(run_id)
+        self._host, self._port, self._nodes, self._is_host = host, port, nodes, is_host
+        self._own_address = own_address or host
+        self._timeout = timedelta(seconds=timeout_s)
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Returns when all agents are there.
+
+        Raises:
+            RendezvousTimeoutError: they were not, in time. OSError: the host cannot listen at its address.
+        """
+        store = dist.PrefixStore(self._run_id, self._open())
+        node = 0 if self._is_host else store.add("agents", 1)
+        if node >= self._nodes:
+            raise RendezvousTimeoutError(
+                f"{self._nodes} nodes have met at {self._host}:{self._port} already; this one is too many"
+            )
+        store.set(f"agent/{node}", b"")
+        everyone = [f"agent/{number}" for number in range(self._nodes)]
+        try:
+            store.wait(everyone, self._timeout)
+        except dist.DistStoreError as error:
+            here = sum(store.check([agent]) for agent in everyone)
+            raise RendezvousTimeoutError(
+                f"{here} of {self._nodes} nodes came to {self._host}:{self._port} in {self._timeout.total_seconds():.0f} s; start the "
+                "others, or raise launch.start_timeout_s"
+            ) from error
+        return RendezvousInfo(store, node, self._nodes, RendezvousStoreInfo(self._host, self._port))
+
+    def _open(self) -> dist.TCPStore:
+        # A store listens on every interface, unless it is handed a socket that listens already.
+        listening = self._listen().detach() if self._is_host else None
+        return dist.TCPStore(
+            self._host,
+            self._port,
+            None,
+            self._is_host,
+            self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
+
+    def _listen(self) -> socket.socket:
+        listening = socket.create_server((self._own_address, self._port))
+        if (address := listening.getsockname()[0]).startswith("127.") and not self._own_address.startswith(
+            "127."
+        ):
+            listening.close()
+            raise OSError(
+                f"{self._own_address} stands for {address} on this host, where no other node comes; give --local-addr=ADDRESS"
+            )
+        return listening
+
+
+def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    if parameters.max_nodes == 1:
+        return OneNode(parameters.run_id)
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=-1)
+    return SeveralNodes(
+        parameters.run_id,
+        host=host,
+        port=port,
+        nodes=parameters.max_nodes,
+        is_host=bool(parameters.get_as_bool("is_host")),
+        timeout_s=parameters.get_as_int("join_timeout", JOIN_TIMEOUT_S),
+        own_address=parameters.local_addr,
+    )
+
+
+def main(arguments: list[str]) -> None:
+    rendezvous_handler_registry.register(BACKEND, make_handler)
+    run.main(arguments)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,105 @@
+"""The serve role: the SGLang servers of one node, from their start to their end."""
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from configs.loader import load_config
+from configs.schema import RunConfig
+from launch.processes.addresses import own_address
+from launch.processes.placement import serve_roles, servers_on
+from launch.processes.run_folder import RunFolder
+from rollout.servers.share import ServerShare
+
+
+def serve(folder: RunFolder, node: int = 0, doing: Callable[[str], None] = lambda what: None) -> None:
+    """Start the SGLang servers of one node, announce them when they are healthy, watch them until SIGTERM;
+    all are gone at return."""
+    config: RunConfig = load_config(folder.config, [])
+    shares = shares_of(folder, config, node)
+    led = [f"replica-{share.replica}" for share in shares if share.node_rank == 0]
+    for replica in led:  # before the imports, which take long: their other nodes may be looking already
+        folder.forget(replica)
+
+    import torch
+
+    from rollout.servers.fleet import ServerFleet
+
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: stop.set())
+    name, host = serve_roles(config)[node], own_address(config.launch.nodes)
+    fleet = ServerFleet(
+        config.rollout,
+        model_path=config.model.path,
+        log_dir=folder.logs,
+        threads=config.launch.threads_per_process,
+        cuda=torch.cuda.is_available(),
+        seed=config.seed,
+        shares=shares,
+        host=host,
+        meeting_points=meeting_points(folder, config, shares, host),
+        fp32_lm_head=config.model.fp32_lm_head,
+        lends_memory=config.launch.placement == "colocated",
+        key=folder.run_key(),
+    )
+    try:
+        fleet.start()
+        fleet.wait_healthy(config.rollout.server_start_timeout_s, print, should_stop=stop.is_set)
+        if not stop.is_set():
+            folder.announce(name, {"urls": fleet.urls, "pid": os.getpid(), "host": socket.gethostname()})
+        doing("serving")
+        while not stop.wait(0.5):
+            fleet.poll()
+    finally:
+        fleet.stop()
+        for announced in (name, *led):
+            folder.withdraw(announced)
+
+
+def shares_of(folder: RunFolder, config: RunConfig, node: int) -> list[ServerShare]:
+    """Their GPUs come after the learner's where those are here too, unless a request (of several fleets on
+    one machine) says where."""
+    shares = servers_on(config, node)
+    request = folder.path / "request.json"
+    asked = json.loads(request.read_text()) if request.exists() else {}
+    moved_by = asked.get("first_gpu", shares[0].first_gpu) - shares[0].first_gpu
+    return [replace(share, first_gpu=share.first_gpu + moved_by) for share in shares]
+
+
+def meeting_points(
+    folder: RunFolder, config: RunConfig, shares: Sequence[ServerShare], host: str
+) -> dict[int, str]:
+    """Of each replica that takes several nodes: its first node says where in the run folder, and the others
+    wait for that."""
+    from rollout.servers.command import choose_ports
+
+    for share in shares:
+        if share.num_nodes > 1 and share.node_rank == 0:
+            (ports,) = choose_ports([share.replica], None, host)
+            folder.announce(f"replica-{share.replica}", {"address": f"{host}:{ports.nccl}"})
+    timeout_s = config.launch.start_timeout_s
+    return {
+        share.replica: folder.wait_for_address(f"replica-{share.replica}", timeout_s=timeout_s)["address"]
+        for share in shares
+        if share.num_nodes > 1
+    }
+
+
+def serving_node(config: RunConfig, asked: int | None) -> int:
+    """Which of the servers' nodes this is: the one asked for, or by the place of this process in its Slurm
+    step. Raises ValueError."""
+    names = serve_roles(config)
+    by_slurm = os.environ.get("SLURM_NODEID", "0") if config.launch.nodes is not None else "0"
+    node = int(by_slurm) if asked is None else asked
+    if not 0 <= node < len(names):
+        how = f"--node {node}" if asked is not None else f"SLURM_NODEID={node}"
+        raise ValueError(
+            f"{how}: the servers of this run are on {len(names)} node{'s' * (len(names) > 1)}, counted from 0"
+        )
+    return node

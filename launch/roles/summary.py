@@ -1,0 +1,30 @@
+"""summary.json of a run: what its last lines say, for scripts."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from launch.processes.run_folder import RunFolder, write_json
+from trainer.tracking.tracker import read_metrics
+
+PARTS = ("sampling", "logprobs", "update", "sync", "evaluation")
+
+
+def write_summary(folder: RunFolder, *, seconds: Mapping[str, float]) -> dict:
+    """Accuracy at step 0 and at the last evaluation (None where there was none), steps, and seconds per part."""
+    steps = read_metrics(folder.path / "metrics.jsonl")
+    measured = {s["step"]: s["eval/accuracy"] for s in steps if s.get("eval/accuracy") is not None}
+    spent: dict[str, float] = defaultdict(float)
+    for step in steps:
+        for part in PARTS:
+            spent[part] += step.get(f"time/{part}") or 0.0
+    summary = {
+        "accuracy_before": measured.get(0),
+        "accuracy_after": measured[max(measured)] if max(measured, default=0) > 0 else None,
+        "steps": max((s["step"] for s in steps), default=0),
+        "seconds": {
+            **{k: round(v, 2) for k, v in spent.items()},
+            **{k: round(v, 2) for k, v in seconds.items()},
+        },
+    }
+    write_json(folder.summary, summary)
+    return summary

@@ -1,0 +1,249 @@
+"""What each role runs, given a run folder: serve (SGLang), sample (groups), learn (Megatron ranks, under
+torchrun), and how it is started.
+
+Roles find each other through ``RUN/roles/*.json``, so each can be started by itself, on any node that sees
+the run folder.
+"""
+
+import asyncio
+import math
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import get_args
+
+from configs.loader import load_config
+from configs.schema import RunConfig, SftConfig
+from configs.schema.layout import ONE_PROCESS
+from launch.processes.addresses import own_address, role_environment
+from launch.processes.heartbeat import Pulse, stopped_note
+from launch.processes.placement import serve_roles
+from launch.processes.run_folder import RunFolder, wait_for_servers
+from launch.processes.supervisor import end_with_parent, exit_now
+from launch.roles.learn import learn
+from launch.roles.serve import serve, serving_node
+from launch.studies.mismatch import draw, score
+from launch.studies.verify_sync import send_other_weights
+from parallel.checkpoints.files import step_folders
+from rollout.servers.watched_process import guard_session
+
+INTERRUPTED = 130
+IN_JOB = "TANDEM_JOB"
+"""In the environment of every role of a Slurm job, set by ``launch/slurm/inside_job.py``."""
+
+
+def sample(folder: RunFolder, doing: Callable[[str], None] = lambda what: None) -> None:
+    """Hand groups to the learner until it says stop."""
+    from rollout.sampling.role import run_sample_role
+
+    config: RunConfig = load_config(folder.config, [])
+
+    def server_urls() -> list[str]:
+        return wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)
+
+    def announce(address: str) -> None:
+        folder.announce("sample", {"address": address, "pid": os.getpid(), "host": socket.gethostname()})
+
+    try:
+        host = own_address(config.launch.nodes)
+        asyncio.run(
+            run_sample_role(
+                config,
+                server_urls=server_urls,
+                announce=announce,
+                log_dir=folder.logs,
+                host=host,
+                key=folder.run_key(),
+                doing=doing,
+            )
+        )
+    finally:
+        folder.withdraw("sample")
+
+
+def supervised(folder: RunFolder) -> None:
+    """One Megatron rank of a warm start."""
+    import torch.distributed as dist
+
+    from parallel.megatron.platform import init_distributed
+    from trainer.sft import train_sft
+
+    config: SftConfig = load_config(folder.config, [])
+    init_distributed(timeout_s=config.launch.collective_timeout_s)
+    train_sft(config, report=lambda line: print(line, flush=True))
+    dist.destroy_process_group()
+
+
+def export(folder: RunFolder) -> None:
+    """The newest checkpoint of a run into its ``export/`` folder; one process, whatever layout wrote it."""
+    import torch.distributed as dist
+
+    from parallel.checkpoints.checkpoint import newest_whole
+    from parallel.megatron.platform import init_distributed
+    from trainer.learner import Learner
+
+    config: RunConfig = load_config(folder.config, [*ONE_PROCESS])
+    init_distributed(timeout_s=config.launch.collective_timeout_s)
+    learner = Learner.of_policy_alone(config)
+    newest_first = reversed(step_folders(folder.checkpoints).values())
+    (whole,), damaged = newest_whole([step] for step in newest_first)
+    for wrong in damaged.values():
+        print(f"checkpoint {wrong}; exporting {whole.folder.name} instead", flush=True)
+    learner.engine.load(whole)
+    learner.save_hf(folder.export)
+    dist.destroy_process_group()
+
+
+def replay(folder: RunFolder) -> None:
+    """What the request file asks of a recorded step, with gradients of the parameters; one process, whatever
+    layout trained."""
+    import torch.distributed as dist
+
+    from launch.studies.replay import answer_request
+    from parallel.megatron.platform import init_distributed
+
+    config: RunConfig = load_config(folder.config, [])
+    init_distributed(timeout_s=config.launch.collective_timeout_s)
+    answer_request(folder)
+    dist.destroy_process_group()
+
+
+MEGATRON_ROLES = ("learn", "sft-rank", "export-rank", "replay-rank", "verify-rank", "score-rank")
+SIDES = ("serve", "sample", "learn")
+"""The roles of a training run, which may be on different nodes."""
+ROLES = {
+    "serve": serve,
+    "sample": sample,
+    "learn": learn,
+    "sft-rank": supervised,
+    "export-rank": export,
+    "replay-rank": replay,
+    "verify-rank": send_other_weights,
+    "mismatch-draw": draw,
+    "score-rank": score,
+}
+
+
+def config_of(folder: RunFolder, kind: type = RunConfig) -> RunConfig | SftConfig:
+    """Raises ValueError where the folder is that of a run of another kind."""
+    config = load_config(folder.config, [])
+    if not isinstance(config, kind):
+        (wanted,) = get_args(kind.model_fields["kind"].annotation)
+        raise ValueError(
+            f"RUN: {folder.path} is a run of kind {config.kind}; this is for runs of kind {wanted}"
+        )
+    return config
+
+
+def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
+    """Run one role in this process; its end, good or bad, is the end of the process.
+
+    Args:
+        node: of the servers' nodes, for the serve role.
+
+    Raises:
+        ValueError: the folder is of a run of another kind, there is no such node, or this host has no address
+        that the others could
+            reach. Nothing was started.
+    """
+    run, label = ROLES[name], name
+    config = config_of(folder, SftConfig if name == "sft-rank" else RunConfig)
+    os.environ.update(role_environment(config.launch.nodes if name in SIDES else None))
+    if name == "serve":
+        node = serving_node(config, node)
+        run, label = partial(serve, node=node), serve_roles(config)[node]
+    beat = f"rank-{os.environ.get('RANK', '0')}" if name in MEGATRON_ROLES else label
+    note = stopped_note(folder, beat)
+    note.parent.mkdir(exist_ok=True)
+    note.unlink(missing_ok=True)
+    guard_session(timeout_s=config.launch.heartbeat_timeout_s, note=note)
+    if name in MEGATRON_ROLES:
+        # torchrun puts ranks into sessions of their own: nothing else would end them if it were killed.
+        end_with_parent(signal.SIGKILL)
+    else:
+        folder.forget(label)
+        if IN_JOB in os.environ:
+            # Slurm sends it to everything at once, while the learner still finishes its step with us. The
+            # job's supervisor ends us.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with Pulse(folder, beat, timeout_s=config.launch.heartbeat_timeout_s) as pulse:
+            run(folder, **({"doing": pulse.doing} if name in SIDES else {}))
+    except BaseException as error:
+        # Nothing may interrupt or stop the way out, whatever fails on it (a full disk, the SIGTERM of a
+        # peer's failure).
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            if isinstance(error, Exception):
+                folder.report_error(label, error)
+                traceback.print_exc()
+        finally:
+            exit_now(1 if isinstance(error, Exception) else INTERRUPTED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the torchrun agents of the learner's nodes, one on each, find one another."""
+
+    nodes: int
+    endpoint: str
+    """HOST:PORT of the learner's first node, whose agent listens there."""
+    is_host: bool
+    """Whether the agent is that one. It cannot find out by itself where the name of its host stands for
+    another address."""
+    address: str | None = None
+    """Of this agent's node, where its ranks are met if they are the first. None: what the host calls itself,
+    which may be localhost."""
+    id: str
+    """The same for all agents of one start of one run."""
+    timeout_s: float
+    """For all of them to have come."""
+
+
+def command(
+    role: str,
+    folder: RunFolder,
+    *,
+    ranks: int = 1,
+    node: int | None = None,
+    rendezvous: Rendezvous | None = None,
+) -> list[str]:
+    """The command line that starts ``role``; Megatron roles run under torchrun.
+
+    Args:
+        ranks: of a Megatron role, on each node. node: of the servers, where there are several. rendezvous: of
+        a Megatron role on several
+            nodes; None: all ranks are here.
+    """
+    arguments = ["launch", role, str(folder.path), *([] if node is None else ["--node", str(node)])]
+    if role not in MEGATRON_ROLES:
+        return [sys.executable, "-m", *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "launch.roles.rendezvous",
+        *_meeting(rendezvous),
+        f"--nproc-per-node={ranks}",
+        "-m",
+        *arguments,
+    ]
+
+
+def _meeting(rendezvous: Rendezvous | None) -> list[str]:
+    if rendezvous is None:
+        return ["--rdzv-backend=tandem"]
+    # No --node-rank: the host is node 0, and the others are numbered as they come, each with its ranks one
+    # after another.
+    return [
+        f"--nnodes={rendezvous.nodes}",
+        "--rdzv-backend=tandem",
+        f"--rdzv-endpoint={rendezvous.endpoint}",
+        f"--rdzv-id={rendezvous.id}",
+        f"--rdzv-conf=join_timeout={math.ceil(rendezvous.timeout_s)},is_host={str(rendezvous.is_host).lower()}",
+        *([] if rendezvous.address is None else [f"--local-addr={rendezvous.address}"]),
+    ]

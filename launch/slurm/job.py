@@ -1,0 +1,150 @@
+"""What is known of a Slurm job, by itself and from outside: ``RUN/job.json`` {job_id, nodes, restart}, and
+``RUN/restarts.json``."""
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from configs.schema import RunConfig
+from launch.checks.config import BadInput
+from launch.processes.run_folder import RunFolder, write_json
+
+TIMEOUT_S = 60
+"""Of a question to Slurm's controller."""
+OVER = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+}
+"""States of a job that has ended and will not run again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The one that this process is in."""
+
+    id: str
+    names: frozenset[str]
+    """All that it is called: an element of an array has a number of its own, and ARRAY_ELEMENT."""
+    nodes: tuple[str, ...]
+    restart: int
+
+    @classmethod
+    def of_environment(cls) -> "Job":
+        """Raises BadInput outside a job."""
+        env = os.environ
+        if "SLURM_JOB_ID" not in env or "SLURM_JOB_NODELIST" not in env:
+            raise BadInput(
+                "job: this process is not inside a Slurm job; submit the script that `tandem slurm` writes"
+            )
+        names = {env["SLURM_JOB_ID"]}
+        if "SLURM_ARRAY_JOB_ID" in env:
+            names.add(f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}")
+        return cls(
+            id=env["SLURM_JOB_ID"],
+            names=frozenset(names),
+            nodes=tuple(_ask("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split()),
+            restart=int(env.get("SLURM_RESTART_COUNT", 0)),
+        )
+
+    def record(self, folder: RunFolder) -> None:
+        write_json(folder.job, {"job_id": self.id, "nodes": list(self.nodes), "restart": self.restart})
+
+    def requeue(self) -> None:
+        """Have Slurm start this job again. It ends this process soon. Raises RuntimeError where Slurm
+        refuses."""
+        try:
+            _ask("scontrol", "requeue", self.id)
+        except RuntimeError as error:
+            # Already done: by Slurm itself, which has lost a node of the job and leaves the others KillWait
+            # to end.
+            if "is pending execution" not in str(error):
+                raise
+
+
+def recorded(folder: RunFolder) -> str | None:
+    """The job that last ran this folder, or was submitted to."""
+    try:
+        return json.loads(folder.job.read_text())["job_id"]
+    except (FileNotFoundError, ValueError, KeyError):
+        return None
+
+
+def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
+    """The id of another job than ``job`` that runs this folder or waits to, as far as Slurm knows; None where
+    there is none.
+
+    Beside the lock of ``RunFolder.claim``, which on some shared file systems only one host sees.
+    """
+    other = recorded(folder)
+    if other is None or (job is not None and other in job.names) or shutil.which("squeue") is None:
+        return None
+    try:
+        states = _ask("squeue", "--noheader", f"--jobs={other}", "--format=%T", "--states=all").split()
+    except RuntimeError:  # Slurm has forgotten it
+        return None
+    return other if set(states) - OVER else None
+
+
+def is_finished(folder: RunFolder, config: RunConfig) -> bool:
+    """Whether all steps are done and the model is written."""
+    return folder.has_final_model() and json.loads(folder.summary.read_text())["steps"] >= config.steps
+
+
+def may_restart(folder: RunFolder, limit: int) -> bool:
+    """Count a start that left no checkpoint; whether there may be another.
+
+    A newer checkpoint than at the last one begins the count anew.
+    """
+    failures = _failures(folder) + 1
+    if failures > limit:
+        folder.restarts.unlink(missing_ok=True)  # a start by hand begins anew
+        return False
+    write_json(folder.restarts, {"checkpoint": _newest(folder), "failures": failures})
+    return True
+
+
+def pause_s(folder: RunFolder) -> float:
+    """Before another start: 0, 15, 30, 60, 60, ... seconds, by the number of those before it that left no
+    newer checkpoint.
+
+    What has failed at once may do so again, and use up all restarts in seconds: Slurm kills what a returned
+    node still holds of the job by a number that the new start's step has too, again and again for some time
+    (seen: two starts in 14 s).
+    """
+    failures = _failures(folder)
+    return min(15.0 * 2 ** (failures - 1), 60.0) if failures else 0.0
+
+
+def _failures(folder: RunFolder) -> int:
+    """How many starts have left no newer checkpoint than the newest."""
+    try:
+        before = json.loads(folder.restarts.read_text())
+        return before["failures"] if before["checkpoint"] == _newest(folder) else 0
+    except (FileNotFoundError, ValueError, KeyError):
+        return 0
+
+
+def _newest(folder: RunFolder) -> str | None:
+    newest = folder.newest_checkpoint()
+    return newest.name if newest is not None else None
+
+
+def _ask(*command: str) -> str:
+    """Raises RuntimeError with what the command says where it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {error}") from error
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {' '.join(done.stderr.split())}")
+    return done.stdout

@@ -1,0 +1,185 @@
+"""``tandem replay``: what other corrections would have made of a recorded step, as a table and, with --plot,
+as a figure."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs.errors import did_you_mean
+from configs.loader import load_config
+from configs.presets import ALIASES, PRESETS
+from configs.schema import RunConfig
+from configs.schema.correction import CorrectionConfig
+from configs.schema.layout import ONE_PROCESS
+from launch.processes.run_folder import RunFolder, write_json
+from parallel.checkpoints.files import valid_checkpoints
+from trainer.batch.files import batch_file, recorded_steps
+
+if TYPE_CHECKING:
+    from trainer.studies.replay import Replayed
+
+AS_TRAINED, UNCORRECTED = "as trained", "disabled"
+COLUMNS = (
+    # title, key, format
+    ("weight", "weight_mean", "{:.3f}"),
+    ("max", "weight_max", "{:.3g}"),
+    ("ESS", "ess", "{:.3f}"),
+    ("bounded", "ess_bounded", "{:.3f}"),
+    ("tokens kept", "tokens_kept", "{:.1%}"),
+    ("sequences", "sequences_kept", "{:.1%}"),
+    ("loss", "loss", "{:.4g}"),
+    ("|gradient|", "gradient_norm", "{:.3g}"),
+    ("cosine", "cosine", "{:.4f}"),
+)
+"""ESS is of the ratios, ``bounded`` of the weights; the cosine is of the angle to the gradient without
+correction."""
+
+
+def corrections_named(names: Sequence[str]) -> dict[str, CorrectionConfig]:
+    """The named presets (all of them where none is named), with ``disabled`` to compare with.
+
+    Raises ValueError for an unknown name.
+    """
+    unknown = next((name for name in names if name not in PRESETS | ALIASES), None)
+    if unknown is not None:
+        raise ValueError(
+            f"--correction {unknown}: no such preset; {did_you_mean(unknown, list(PRESETS), 'presets')}"
+        )
+    wanted = dict.fromkeys([UNCORRECTED, *(names or PRESETS)])
+    return {name: (PRESETS | ALIASES)[name] for name in wanted}
+
+
+def result_file(folder: RunFolder, step: int) -> Path:
+    return folder.path / "replay" / f"step_{step:06d}.json"
+
+
+def request_file(folder: RunFolder) -> Path:
+    return folder.path / "replay" / "request.json"
+
+
+def write_request(folder: RunFolder, step: int, names: Sequence[str]) -> None:
+    write_json(request_file(folder), {"step": step, "corrections": list(names)})
+
+
+def answer_request(folder: RunFolder) -> None:
+    """In a process group of one."""
+    request = json.loads(request_file(folder).read_text())
+    write_results(folder, request["step"], corrections_named(request["corrections"]), with_gradients=True)
+
+
+def write_results(
+    folder: RunFolder, step: int, corrections: Mapping[str, CorrectionConfig], *, with_gradients: bool
+) -> None:
+    """Replay in this process and write ``result_file``: the step's own correction first, then
+    ``corrections``.
+
+    with_gradients: of the parameters, in an initialised process group of one.
+    """
+    from trainer.recording import read_batch
+    from trainer.studies.replay import of_logprobs, of_parameters, replay
+
+    config: RunConfig = load_config(folder.config, [])
+    recorded = read_batch(batch_file(folder.batches, step))
+    gradient = (
+        of_parameters(_engine_before(folder, step), temperature=config.rollout.temperature)
+        if with_gradients
+        else of_logprobs
+    )
+    corrections = {AS_TRAINED: recorded.correction, **corrections}
+    base = replay(recorded, config, UNCORRECTED, corrections[UNCORRECTED], gradient)
+    # One at a time: a gradient of the parameters is as large as the model.
+    rows = [
+        _row(base if name == UNCORRECTED else replay(recorded, config, name, c, gradient), base)
+        for name, c in corrections.items()
+    ]
+    write_json(
+        result_file(folder, step),
+        {"step": step, "gradient_of": "parameters" if with_gradients else "log-probs", "rows": rows},
+    )
+
+
+def _row(one: "Replayed", base: "Replayed") -> dict[str, Any]:
+    return {
+        "correction": one.name,
+        "weight_mean": one.metrics.get("mismatch/weight_mean"),
+        "weight_max": one.metrics.get("mismatch/weight_max"),
+        "ess": one.metrics.get("mismatch/ess"),
+        "ess_bounded": one.metrics.get("mismatch/ess_bounded"),
+        "tokens_kept": one.metrics.get("mismatch/kept_fraction"),
+        "sequences_kept": 1 - one.metrics.get("mismatch/rejected/total/sequences", 0.0),
+        "loss": one.loss,
+        "gradient_norm": one.gradient_norm,
+        "cosine": one.cosine(base),
+    }
+
+
+def starting_weights(folder: RunFolder, step: int) -> Path | None:
+    """The checkpoint that a step started from; None for step 1, which starts from the run's model.
+
+    Raises ValueError where it was not kept.
+    """
+    if step == 1:
+        return None
+    kept = valid_checkpoints(folder.checkpoints)
+    if step - 1 not in kept:
+        possible = [s for s in recorded_steps(folder.batches) if s == 1 or s - 1 in kept]
+        raise ValueError(
+            f"--gradients needs the weights that step {step} started from, a checkpoint of step {step - 1}, which was not kept; "
+            f"steps that were recorded and have one: {possible or 'none'} (see checkpoint.every, checkpoint.keep and record_batches)"
+        )
+    return kept[step - 1]
+
+
+def _engine_before(folder: RunFolder, step: int):
+    from trainer.learner import Learner
+
+    config: RunConfig = load_config(folder.config, [*ONE_PROCESS])
+    engine = Learner.of_policy_alone(
+        config
+    ).engine  # ref log-probs are recorded, and a critic's loss is no part of a replay
+    checkpoint = starting_weights(folder, step)
+    if checkpoint is not None:
+        engine.load(checkpoint)
+    return engine
+
+
+def table(result: Mapping[str, Any]) -> str:
+    rows = result["rows"]
+    width = max(len(row["correction"]) for row in rows)
+    lines = [f"{'correction':<{width}}" + "".join(f"{title:>13}" for title, _, _ in COLUMNS)]
+    for row in rows:
+        cells = ["-" if row[key] is None else show.format(row[key]) for _, key, show in COLUMNS]
+        lines.append(f"{row['correction']:<{width}}" + "".join(f"{cell:>13}" for cell in cells))
+    return "\n".join(lines)
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """ESS, kept tokens, gradient norm and cosine of each correction, as bars."""
+    from matplotlib.figure import Figure
+
+    rows = result["rows"][::-1]
+    names = [row["correction"] for row in rows]
+    figure = Figure(figsize=(13, 1.6 + 0.24 * len(rows)), layout="constrained")
+    panels = (
+        ("ESS of the bounded weights", "ess_bounded"),
+        ("tokens kept", "tokens_kept"),
+        (f"gradient norm ({result['gradient_of']})", "gradient_norm"),
+        ("cosine to the uncorrected gradient", "cosine"),
+    )
+    for index, (axes, (title, key)) in enumerate(
+        zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True)
+    ):
+        axes.barh(names, [row[key] or 0.0 for row in rows], color="#3b6ea5")
+        axes.set_title(title, fontsize=9)
+        axes.tick_params(labelsize=8)
+        axes.grid(axis="x", alpha=0.3)
+        if index == 0:
+            axes.margins(y=0.01)
+    figure.suptitle(f"Step {result['step']} under other corrections", fontsize=11)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def read_result(folder: RunFolder, step: int) -> dict[str, Any]:
+    return json.loads(result_file(folder, step).read_text())

@@ -1,0 +1,3 @@
+"""Resumable checkpoints: written, hashed, verified, loaded; and the learner's tensors in host memory while
+servers use its device.
+"""

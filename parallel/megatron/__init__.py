@@ -1,0 +1,3 @@
+"""Adapters around Megatron-Core: models, process groups, optimizer, attention. ``parallel/engine.py`` puts
+them together.
+"""

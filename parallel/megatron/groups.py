@@ -1,0 +1,106 @@
+"""Megatron's process groups of a layout, and where this process stands in them."""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from configs.schema.layout import LayoutConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Where this process stands, in Megatron's order: tensor-parallel neighbours first, then context, data
+    and pipeline."""
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp_size: int
+    dp_group: dist.ProcessGroup
+    tp_rank: int
+    pp_rank: int
+    pp_size: int
+    pp_group: dist.ProcessGroup
+    is_stage_first: bool
+    """Whether this rank writes and sends the weights of its pipeline stage."""
+
+    def dp_rank_of(self, rank: int) -> int:
+        """Where another process of this run stands."""
+        inner = self.world_size // (self.dp_size * self.pp_size)
+        return rank // inner % self.dp_size
+
+
+class _Sizes(NamedTuple):
+    """What Megatron's process groups of a layout are made from, besides the number of processes."""
+
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    ep: int
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in self._asdict().items())
+
+
+def join_groups(layout: LayoutConfig, seed: int, timeout_s: float) -> None:
+    """Megatron's process groups, built once per process; a second engine must ask for the same layout, and
+    shares the first's deadline."""
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s} must be above 0")
+    wanted = _Sizes(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, cp=layout.cp, ep=layout.ep)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=wanted.tp,
+            pipeline_model_parallel_size=wanted.pp,
+            virtual_pipeline_model_parallel_size=wanted.vpp if wanted.vpp > 1 else None,
+            context_parallel_size=wanted.cp,
+            expert_model_parallel_size=wanted.ep,
+            expert_tensor_parallel_size=1,
+            distributed_timeout_minutes=math.ceil(timeout_s / 60),
+        )
+        model_parallel_cuda_manual_seed(seed)
+    elif wanted != (running := _running_sizes()):
+        raise ValueError(
+            f"this process already runs a layout of {running}; a second engine cannot have {wanted}"
+        )
+
+
+def _running_sizes() -> _Sizes:
+    return _Sizes(
+        tp=parallel_state.get_tensor_model_parallel_world_size(),
+        pp=parallel_state.get_pipeline_model_parallel_world_size(),
+        vpp=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        cp=parallel_state.get_context_parallel_world_size(),
+        ep=parallel_state.get_expert_model_parallel_world_size(),
+    )
+
+
+def groups_of_this_process() -> Groups:
+    return Groups(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        dp_group=parallel_state.get_data_parallel_group(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        is_stage_first=is_stage_first(),
+    )
+
+
+def is_stage_first() -> bool:
+    """Whether this rank is the one of its pipeline stage that writes and sends: the first. (Stages are
+    consecutive ranks.)"""
+    return (
+        dist.get_rank() % (dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size())
+        == 0
+    )

@@ -1,0 +1,522 @@
+"""Megatron-Core ``GPTModel`` from a Hugging Face config.json, dense or with experts; as a policy or as a
+critic.
+
+Legend: T packed tokens, V vocabulary, H hidden size, F rotary frequencies.
+
+Megatron's own rotary embedding is off (``position_embedding_type="none"``): the core attention rotates
+queries and keys itself, after Megatron's query/key norm and so at the same place in the mathematics, from one
+table per micro-batch. That handles every static rope_type of transformers exactly, packed, and without a
+Python loop over sequences.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from parallel.megatron import moe as megatron_moe
+from parallel.megatron import platform
+from parallel.megatron.attention import PackedPlan, packed_attention, plan_packing, rotary_tables, rotate
+from parallel.megatron.vocab_parallel import linear_logprobs
+from parallel.planning.layout import (
+    Architecture,
+    Experts,
+    check_rope_type,
+    padded_vocab_size,
+    read_architecture,
+)
+
+
+def rotary_frequencies(folder: Path, model_type: str) -> tuple[Tensor, float]:
+    """(inv_freq [F] float32, attention factor) as transformers computes them for this config.json.
+
+    Raises ValueError for a rope_type whose frequencies depend on the sequence length (dynamic, longrope).
+    """
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    kind = config.rope_parameters["rope_type"]
+    check_rope_type(kind, model_type)
+    compute = (
+        LlamaRotaryEmbedding.compute_default_rope_parameters
+        if kind == "default"
+        else ROPE_INIT_FUNCTIONS[kind]
+    )
+    inv_freq_F, attention_factor = compute(config, device=torch.device("cpu"))
+    return inv_freq_F.float(), float(attention_factor)
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """What Megatron hands to every layer: its own packed-sequence fields, the plan and the rotary tables of
+    the micro-batch."""
+
+    plan: PackedPlan | None = None
+    cos_T1F: Tensor | None = None
+    sin_T1F: Tensor | None = None
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; its weight knows of sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device())
+        )
+        # Megatron then sums this weight's gradient over tensor-parallel ranks, each of which saw its own
+        # tokens.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rms_norm(x, self.weight, self.eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+class PackedCoreAttention(nn.Module):
+    """Megatron's ``core_attention`` slot without Transformer Engine: rotation, then causal attention within
+    each sequence."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
+        super().__init__()
+        self.scale = softmax_scale
+        self.dtype = platform.attention_dtype(config.params_dtype)
+
+    def forward(
+        self, query_TAD, key_TKD, value_TKD, attention_mask, *, packed_seq_params: PackedSequences, **unused
+    ) -> Tensor:
+        packed = packed_seq_params
+        query_TAD, key_TKD = (rotate(x, packed.cos_T1F, packed.sin_T1F) for x in (query_TAD, key_TKD))
+        out_TAD = packed_attention(
+            query_TAD, key_TKD, value_TKD, packed.plan.buckets, scale=self.scale, dtype=self.dtype
+        )
+        return out_TAD.flatten(1)
+
+
+def _block_spec(
+    config: TransformerConfig, architecture: Architecture, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The layers of this rank, each dense or with experts, and the final norm."""
+    make_layer, norm = _local_layer, RMSNorm
+    if platform.uses_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        make_layer, norm = _transformer_engine_layer, TENorm
+    first = get_transformer_layer_offset(config, vp_stage)
+    experts = architecture.experts
+    is_sparse = experts.is_sparse if experts else (False,) * architecture.num_layers
+    is_sparse = is_sparse[first : first + get_num_layers_to_build(config, vp_stage)]
+    layers = {sparse: make_layer(architecture, experts if sparse else None) for sparse in set(is_sparse)}
+    return TransformerBlockSubmodules(layer_specs=[layers[sparse] for sparse in is_sparse], layer_norm=norm)
+
+
+def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+    """A layer without Transformer Engine."""
+    spec: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=experts and experts.num_experts,
+        qk_layernorm=architecture.qk_norm,
+        normalization="RMSNorm",
+    )
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedCoreAttention
+    if architecture.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if experts:
+        megatron_moe.use_router(spec, experts)
+    return spec
+
+
+def _transformer_engine_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+    spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts and experts.num_experts,
+        moe_grouped_gemm=platform.uses_grouped_gemm(),
+        qk_layernorm=architecture.qk_norm,
+    )
+    spec.submodules.self_attention.submodules.core_attention = _transformer_engine_attention()
+    if experts:
+        megatron_moe.use_router(spec, experts)
+    return spec
+
+
+def _transformer_engine_attention() -> type:
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class RotaryTEAttention(TEDotProductAttention):
+        """Transformer Engine's packed attention on queries and keys that were rotated like everywhere else in
+        this file."""
+
+        def forward(
+            self,
+            query_TAD,
+            key_TKD,
+            value_TKD,
+            attention_mask,
+            attn_mask_type,
+            packed_seq_params=None,
+            **rest,
+        ):
+            query_TAD, key_TKD = (
+                rotate(x, packed_seq_params.cos_T1F, packed_seq_params.sin_T1F) for x in (query_TAD, key_TKD)
+            )
+            own = PackedSeqParams(
+                **{f.name: getattr(packed_seq_params, f.name) for f in fields(PackedSeqParams)}
+            )
+            return super().forward(
+                query_TAD,
+                key_TKD,
+                value_TKD,
+                attention_mask,
+                attn_mask_type=attn_mask_type,
+                packed_seq_params=own,
+                **rest,
+            )
+
+    return RotaryTEAttention
+
+
+def _leave(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def transformer_config(
+    architecture: Architecture, dtype: torch.dtype, recompute: str, *, sequence_parallel: bool = False
+) -> TransformerConfig:
+    """Sizes from the architecture, parallel sizes from Megatron's groups, no dropout, and no fusion that
+    needs Apex or CUDA."""
+    pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    full = (
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        if recompute == "full"
+        else {}
+    )
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.num_heads,
+        num_query_groups=architecture.num_kv_heads,
+        kv_channels=architecture.head_dim,
+        ffn_hidden_size=architecture.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=sequence_parallel,
+        pipeline_model_parallel_size=pipeline_parallel,
+        virtual_pipeline_model_parallel_size=virtual,
+        # Interleaved, both neighbours may be one rank, and batched messages to it would be mixed up. 1F1B
+        # refuses to overlap.
+        overlap_p2p_comm=virtual is not None,
+        batch_p2p_comm=virtual is None,
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        variable_seq_lengths=pipeline_parallel > 1,
+        # The default refuses variable lengths, of dense models too.
+        moe_token_dispatcher_type="alltoall",
+        # Must hold before DDP is built: otherwise gradients come out divided by the data-parallel size.
+        calculate_per_token_loss=True,
+        # Every parameter is read from the checkpoint, so nothing is drawn. Megatron's initialisation must run
+        # all the same: it is where a parameter learns that it is a shard (which gradient norm, export and
+        # checkpoints ask for).
+        perform_initialization=True,
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
+        use_cpu_initialization=not platform.has_cuda(),
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=platform.uses_transformer_engine(),
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        **megatron_moe.config_fields(architecture.experts),
+        **full,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backbone:
+    """What every model on one Hugging Face folder is built from."""
+
+    architecture: Architecture
+    config: TransformerConfig
+    inv_freq_F: Tensor
+    attention_factor: float
+    vp_stage: int | None
+    """Which of this rank's chunks is built; None where the pipeline is not interleaved."""
+
+
+class PackedGPTModel(GPTModel):
+    """A ``GPTModel`` on packed micro-batches; what its last stage makes of the hidden states is the
+    subclass's ``_postprocess``.
+
+    ``shares_output``: the output layer's weight is the embedding's, or a copy of it on the last of several
+    pipeline stages, which Megatron keeps equal: it sums the gradients of both.
+    """
+
+    def __init__(self, backbone: Backbone, *, shares_output: bool):
+        architecture, config, vp_stage = backbone.architecture, backbone.config, backbone.vp_stage
+        super().__init__(
+            config=config,
+            transformer_layer_spec=_block_spec(config, architecture, vp_stage),
+            vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=architecture.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=shares_output,
+            position_embedding_type="none",
+            vp_stage=vp_stage,
+        )
+        megatron_moe.mark_expert_parameters(self)
+        self.architecture = architecture
+        self.inv_freq_F = backbone.inv_freq_F.to(platform.device())
+        self.attention_factor = backbone.attention_factor
+
+    def pack(self, cu_seqlens: Tensor, positions_T: Tensor) -> PackedSequences:
+        """The plan and rotary tables of a micro-batch. Transformer Engine packs by itself and needs no
+        reordering."""
+        place = positions_T.device
+        multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        plan = plan_packing(
+            cu_seqlens, place, keep_order=platform.uses_transformer_engine(), multiple=multiple
+        )
+        longest = int(torch.diff(cu_seqlens).max())
+        if longest > self.architecture.max_positions:
+            raise ValueError(
+                f"a sequence of {longest} tokens exceeds max_position_embeddings={self.architecture.max_positions}"
+            )
+        positions_T = plan.to_model_order(positions_T)
+        cos_T1F, sin_T1F = rotary_tables(
+            self.inv_freq_F, self.attention_factor, positions_T, self.config.params_dtype
+        )
+        bounds = plan.cu_seqlens.to(place)
+        return PackedSequences(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            plan=plan,
+            cos_T1F=cos_T1F,
+            sin_T1F=sin_T1F,
+        )
+
+    def _run(self, tokens_T: Tensor, packed: PackedSequences):
+        """What ``_postprocess`` gives, in the plan's order."""
+        return self(packed.plan.to_model_order(tokens_T).unsqueeze(0), None, None, packed_seq_params=packed)
+
+
+class LogprobGPTModel(PackedGPTModel):
+    """A policy: its last stage returns (logprobs_T, entropy_T) of given targets rather than logits."""
+
+    def __init__(self, backbone: Backbone, *, chunk_tokens: int, fp32_lm_head: bool):
+        super().__init__(backbone, shares_output=backbone.architecture.tied)
+        self.chunk_tokens = chunk_tokens
+        self.head_dtype = torch.float32 if fp32_lm_head else backbone.config.params_dtype
+
+    def logprobs(
+        self,
+        *,
+        tokens_T: Tensor,
+        targets_T: Tensor,
+        packed: PackedSequences,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None] | Tensor:
+        """float32 (logprobs_T, entropy_T or None) in the order of ``tokens_T`` on the last stage, hidden
+        states on earlier ones."""
+        request = {
+            "targets_T": packed.plan.to_model_order(targets_T),
+            "temperature": temperature,
+            "with_entropy": with_entropy,
+        }
+        found = self._answer(tokens_T, packed, request)
+        if not self.post_process:
+            return found
+        return tuple(None if x is None else packed.plan.to_batch_order(x) for x in found)
+
+    def logits(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
+        """[T, V] over the full vocabulary, gathered over ranks, without padding: for comparing, not for
+        training."""
+        found = self._answer(tokens_T, packed, None)
+        return packed.plan.to_batch_order(found) if self.post_process else found
+
+    def _answer(self, tokens_T: Tensor, packed: PackedSequences, request: dict | None):
+        # Megatron passes extra_block_kwargs to layers; the request travels on the side, for _postprocess
+        # alone.
+        self._request = request
+        return self._run(tokens_T, packed)
+
+    def _postprocess(self, hidden_states, **unused):
+        if not self.post_process:
+            return hidden_states
+        weight_VH = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        group = self.pg_collection.tp
+        # Forward gathers (or passes on); backward sums over tensor-parallel ranks, each of which knows its
+        # own vocabulary only.
+        if self.config.sequence_parallel:
+            hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True
+            )
+        else:
+            hidden_states = tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states)
+        hidden_TH = hidden_states.squeeze(1)
+        if self._request is None:
+            logits_TV = tensor_parallel.gather_from_tensor_model_parallel_region(
+                hidden_TH.to(self.head_dtype) @ weight_VH.to(self.head_dtype).t()
+            )
+            return logits_TV[:, : self.architecture.vocab_size]
+        return linear_logprobs(
+            hidden_TH,
+            weight_VH,
+            vocab_size=self.architecture.vocab_size,
+            chunk_tokens=self.chunk_tokens,
+            group=group,
+            dtype=self.head_dtype,
+            **self._request,
+        )
+
+
+class ValueGPTModel(PackedGPTModel):
+    """A critic: the same backbone, and a linear head H -> 1 without bias in the place of the vocabulary.
+
+    The head starts at zero, so that every value is exactly 0 until the first update: the first advantages are
+    those of the returns alone. A random projection of the hidden states would enter them as noise of any
+    size, and teach nothing. Its gradient is not zero (the hidden states are not); the backbone's is, in the
+    first step alone.
+    """
+
+    def __init__(self, backbone: Backbone):
+        super().__init__(backbone, shares_output=False)
+        if self.post_process:
+            # A critic never asks for logits, and GPTModel knows no last stage without an output layer.
+            del self.output_layer
+            config = backbone.config
+            self.value_head = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
+            nn.init.zeros_(self.value_head.weight)
+            # Replicated: without sequence parallelism every tensor-parallel rank sees all tokens and has the
+            # whole gradient; with it each has that of its own tokens, and Megatron then sums them.
+            self.value_head.weight.sequence_parallel = config.sequence_parallel
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        # Past GPTModel's, which looks for the output layer's weight.
+        return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+
+    def values(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
+        """float32 values_T in the order of ``tokens_T`` on the last stage, hidden states on earlier ones.
+
+        V_t = w . h_t, h_t the final hidden state at input token t: the value of the state in which
+        ``targets_T[t]`` is chosen.
+        """
+        found = self._run(tokens_T, packed)
+        return packed.plan.to_batch_order(found) if self.post_process else found
+
+    def _postprocess(self, hidden_states, **unused):
+        if not self.post_process:
+            return hidden_states
+        # float32: a bfloat16 product would round a value of 1 to steps of 1/128.
+        values_T11 = F.linear(hidden_states.float(), self.value_head.weight.float())
+        if self.config.sequence_parallel:
+            # Every rank's loss is of all values: backward keeps this rank's tokens, it sums nothing.
+            values_T11 = tensor_parallel.gather_from_sequence_parallel_region(
+                values_T11, tensor_parallel_output_grad=False
+            )
+        return values_T11.flatten()
+
+
+def build_model(
+    folder: Path,
+    hf_config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+    vp_stage: int | None = None,
+    chunk_tokens: int = 1024,
+    fp32_lm_head: bool = False,
+) -> LogprobGPTModel:
+    """A chunk of the policy, its weights unset: ``hf_conversion.load_hf`` fills them. Needs Megatron's
+    parallel groups.
+
+    ``vp_stage`` is which of this rank's chunks, None where each rank has one. ``fp32_lm_head``: the output
+    projection in float32.
+    """
+    backbone = _backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)
+    return LogprobGPTModel(backbone, chunk_tokens=chunk_tokens, fp32_lm_head=fp32_lm_head).to(
+        platform.device()
+    )
+
+
+def build_value_model(
+    folder: Path,
+    hf_config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    recompute: str = "none",
+    sequence_parallel: bool = False,
+    vp_stage: int | None = None,
+) -> ValueGPTModel:
+    """A chunk of the critic, its head zero and its other weights unset like ``build_model``'s."""
+    return ValueGPTModel(_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)).to(
+        platform.device()
+    )
+
+
+def _backbone(
+    folder: Path,
+    hf_config: Mapping[str, Any],
+    dtype: torch.dtype,
+    recompute: str,
+    sequence_parallel: bool,
+    vp_stage: int | None,
+) -> Backbone:
+    architecture = read_architecture(hf_config)
+    inv_freq_F, attention_factor = rotary_frequencies(folder, architecture.model_type)
+    return Backbone(
+        architecture=architecture,
+        config=transformer_config(architecture, dtype, recompute, sequence_parallel=sequence_parallel),
+        inv_freq_F=inv_freq_F,
+        attention_factor=attention_factor,
+        vp_stage=vp_stage,
+    )

@@ -1,0 +1,71 @@
+"""A run's optimizer config as Megatron's: AdamW, its loss scale for float16, and the learning-rate schedule."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import Module
+
+import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from configs.schema.learner import OptimizerConfig
+
+FIRST_LOSS_SCALE, LEAST_LOSS_SCALE = 2.0**16, 1.0
+"""Of a float16 model. Megatron forgives one overflow, then halves the scale on each; after a thousand steps
+without one it doubles the scale, and forgives one again."""
+
+
+def build_optimizer(
+    trained: Sequence[Module], config: OptimizerConfig, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """AdamW on chunks of a model that Megatron's DistributedDataParallel wraps. ``dtype``: the model's."""
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            fp16=dtype == torch.float16,
+            initial_loss_scale=FIRST_LOSS_SCALE,
+            min_loss_scale=LEAST_LOSS_SCALE,
+            params_dtype=dtype,
+            use_distributed_optimizer=config.distributed,
+        ),
+        trained,
+    )
+
+
+def build_scheduler(optimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
+    """Step k of n (from 1) runs at lr k / warmup while warming up, and a decaying schedule reaches min_lr at
+    step n."""
+    if total_steps < 1:
+        raise ValueError(f"total_optimizer_steps={total_steps} must be at least 1")
+    if config.schedule != "constant" and config.warmup_steps >= total_steps:
+        raise ValueError(
+            f"optimizer.warmup_steps={config.warmup_steps} leaves nothing of the run's {total_steps} optimizer steps for the "
+            f"{config.schedule} schedule; use fewer warm-up steps or schedule: constant"
+        )
+    decay_steps = max(total_steps, config.warmup_steps + 1)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=config.schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+        # On resume the running config decides the schedule; the checkpoint says how far it has come.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )

@@ -1,0 +1,116 @@
+"""The only file that knows CUDA from CPU: device, collective backend, which layers Megatron is built from,
+start and stop."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# Before anything imports megatron.core: its repairs, and on a machine without CUDA the stand-ins.
+import parallel.megatron.setup  # noqa: F401
+from parallel.megatron.rank_store import STORE_VARIABLE
+
+
+def has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """This process's device: the GPU of its LOCAL_RANK, or the CPU."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda() else torch.device("cpu")
+
+
+def collective_backend() -> str:
+    """The backend for tensors on this process's device, such as the weights that go to the servers."""
+    return "nccl" if has_cuda() else "gloo"
+
+
+def _group_backends() -> str:
+    """Of the default group, and of every group made from it: gloo stays for CPU tensors and pickled objects
+    where NCCL serves the GPU."""
+    return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+
+
+def uses_transformer_engine() -> bool:
+    """Whether layers come from Transformer Engine (fused norms, flash attention) or from Megatron's local
+    ones and ours."""
+    return has_cuda() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def uses_grouped_gemm() -> bool:
+    """Whether a rank's experts run as one grouped matrix product (Transformer Engine's) or one after the
+    other."""
+    return uses_transformer_engine()
+
+
+def attention_dtype(model_dtype: torch.dtype) -> torch.dtype:
+    """In which dtype our own attention runs.
+
+    On CPU float32 even for a bfloat16 model: torch's bfloat16 attention backward is several times slower
+    there, and less exact.
+    """
+    return model_dtype if has_cuda() else torch.float32
+
+
+def return_free_memory() -> None:
+    """What torch keeps of the device's memory without using it goes back to the device, for other processes."""
+    if has_cuda():
+        torch.cuda.empty_cache()
+
+
+def synchronize() -> None:
+    """Wait until the device has done all it was given; on CPU nothing is outstanding."""
+    if has_cuda():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def side_stream(place: torch.device) -> Iterator[None]:
+    """Work given to the device inside comes after what was given before, beside what other threads give
+    meanwhile; done on leaving.
+
+    On CPU work is done when a call returns, in whatever thread.
+    """
+    if place.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(place)
+    stream.wait_stream(torch.cuda.current_stream(place))
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
+
+
+def init_distributed(timeout_s: float) -> None:
+    """Join the process group that torchrun's environment describes, or be a group of one where there is none.
+
+    On one node the ranks meet in a file (``launch/roles/rendezvous.py``), on several at torchrun's
+    MASTER_ADDR and MASTER_PORT.
+
+    ``timeout_s`` seconds is the deadline of every collective. Calling it twice is harmless. Raises ValueError
+    for a half-set environment.
+    """
+    if dist.is_initialized():
+        return
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    if missing and len(missing) < len(names) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"environment variables {missing} are missing beside WORLD_SIZE={os.environ['WORLD_SIZE']}; start with torchrun"
+        )
+    if has_cuda():
+        torch.cuda.set_device(device())
+    timeout = timedelta(seconds=timeout_s)
+    if missing:
+        store = dist.HashStore()
+        dist.init_process_group(_group_backends(), store=store, rank=0, world_size=1, timeout=timeout)
+    elif STORE_VARIABLE in os.environ:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = dist.FileStore(os.environ[STORE_VARIABLE], size)
+        dist.init_process_group(_group_backends(), store=store, rank=rank, world_size=size, timeout=timeout)
+    else:
+        dist.init_process_group(_group_backends(), timeout=timeout)

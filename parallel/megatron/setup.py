@@ -1,0 +1,97 @@
+"""What Megatron-Core 0.16 needs before its first use: import this module before ``megatron.core``, on every
+platform.
+
+On CPU and CUDA alike it silences warnings about absent kernels and repairs the distributed optimizer's
+checkpoints; without CUDA ``parallel.megatron.cpu`` puts its stand-ins in place besides, first.
+"""
+
+import warnings
+
+import torch
+
+# Before the imports below, which warn.
+warnings.filterwarnings(
+    "ignore", message=".*(Apex|Transformer Engine|dynamic_context|script_method|custom_fwd|custom_bwd).*"
+)
+# Of every expert under sequence parallelism: experts are not split, whatever the rest of the layer is.
+warnings.filterwarnings(
+    "ignore", message="`sequence_parallel` is set to `True`, but tensor model parallel size is 1."
+)
+
+import parallel.megatron.cpu  # noqa: E402, F401
+
+
+def _repair_distributed_optimizer() -> None:
+    """Torch's AdamW keeps a ``step`` tensor per parameter; Megatron's distributed optimizer loses it, then
+    shares one.
+
+    Without this, loading a checkpoint fails with KeyError('step'), or (one tensor shared by all parameters)
+    every parameter advances the step of all others, silently. TE's and Apex's Adam keep ``step`` elsewhere
+    and pass through unchanged.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+    load_state_dict = DistributedOptimizer.load_state_dict
+
+    def set_states_with_step(self, model_param, tensors):
+        group, order = self.model_param_group_index_map[model_param]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
+        if "step" in state and "step" not in tensors:
+            tensors = {**tensors, "step": state["step"]}
+        return set_states(self, model_param, tensors)
+
+    def load_with_own_steps(self, state_dict):
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"] = state["step"].clone()
+
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_states_with_step
+    DistributedOptimizer.load_state_dict = load_with_own_steps
+
+
+def _repair_checkpoints_of_several_buckets() -> None:
+    """The distributed optimizer gathers its state without the padding between buckets, then cuts parameters
+    out where they are with it.
+
+    A copy of a tied embedding on another pipeline stage takes a bucket of its own: every parameter after the
+    first bucket would be saved as a shifted piece of its neighbours, silently.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    gather = DistributedOptimizer.get_parameter_state_dp_zero
+
+    def gather_with_padding(self, *args, **kwargs):
+        state = gather(self, *args, **kwargs)
+        for i, buffer in enumerate(self.buffers if state is not None else ()):
+            for tensors in state[i].values():
+                for key in ("param", "exp_avg", "exp_avg_sq"):
+                    tensors[key] = _with_padding(tensors[key], buffer)
+        return state
+
+    DistributedOptimizer.get_parameter_state_dp_zero = gather_with_padding
+
+
+def _with_padding(flat: torch.Tensor, buffer) -> torch.Tensor:
+    """``flat`` holds the buckets of a buffer end to end; here each is at its own offset."""
+    if len(buffer.buckets) == 1:
+        return flat
+    whole, start = flat.new_zeros(buffer.numel), 0
+    for bucket in buffer.buckets:
+        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = flat[
+            start : start + bucket.numel_unpadded
+        ]
+        start += bucket.numel_unpadded
+    return whole
+
+
+def install() -> None:
+    """Put the repairs in place, once. Called on import."""
+    if not getattr(torch, "_tandem_megatron_repaired", False):
+        torch._tandem_megatron_repaired = True
+        _repair_distributed_optimizer()
+        _repair_checkpoints_of_several_buckets()
+
+
+install()

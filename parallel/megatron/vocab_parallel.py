@@ -1,0 +1,233 @@
+"""Log-prob and entropy straight from hidden states, with the vocabulary sharded over tensor-parallel ranks.
+
+Legend: T packed tokens, C tokens of one chunk, H hidden size, V this rank's rows of the output projection.
+
+The output projection is fused with the log-softmax chunk by chunk: float32 logits exist for C tokens at a
+time, neither forward nor backward holds those of a whole micro-batch. Backward computes each chunk's logits
+again.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def linear_logprobs(
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    targets_T: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    chunk_tokens: int,
+    group: dist.ProcessGroup | None = None,
+    with_entropy: bool = True,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(x)[target] and the entropy of softmax(x), for x = hidden @ weight^T / temperature over the
+    full vocabulary.
+
+    With Z = sum_v exp(x_v) over all ranks and p = exp(x) / Z:
+    ``logprobs_T = x_target - log Z`` and ``entropy_T = log Z - sum_v p_v x_v``, both float32 [T], in nats.
+    Gradients: d logprob / dx_v = 1[v = target] - p_v and d entropy / dx_v = -p_v (log p_v + entropy).
+    The division by temperature is the one SGLang applies before its own log-softmax. The projection and its
+    backward run in ``dtype`` (None: that of ``hidden_TH``), to which hidden states and weight are converted;
+    everything after it runs in float32.
+
+    ``weight_VH`` holds rows [rank V, rank V + V) of the vocabulary; rows from ``vocab_size`` on are padding
+    and take no part. ``group`` is the tensor-parallel group, None (or one rank) for an unsharded vocabulary.
+    Two all-reduces per call whatever the number of chunks. The returned values are the same on every rank;
+    the gradient of ``hidden_TH`` is this rank's part, which the caller sums over the group. The log-probs do
+    not depend on ``with_entropy``.
+
+    Raises ValueError for shapes that do not fit, temperature <= 0 and chunk_tokens < 1.
+    """
+    _check(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group)
+    logprobs_T, entropy_T = _LinearLogprobs.apply(
+        hidden_TH,
+        weight_VH,
+        targets_T,
+        vocab_size,
+        temperature,
+        chunk_tokens,
+        group,
+        with_entropy,
+        dtype or hidden_TH.dtype,
+    )
+    return logprobs_T, entropy_T if with_entropy else None
+
+
+def _check(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group) -> None:
+    if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
+        raise ValueError(
+            f"hidden {tuple(hidden_TH.shape)} and weight {tuple(weight_VH.shape)} must be [T, H] and [V, H] of the same H"
+        )
+    if targets_T.shape != hidden_TH.shape[:1]:
+        raise ValueError(f"targets {tuple(targets_T.shape)} must be [T] like hidden {tuple(hidden_TH.shape)}")
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature} must be above 0")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
+    if vocab_size > weight_VH.shape[0] * _size(group):
+        raise ValueError(
+            f"vocab_size={vocab_size} exceeds the {weight_VH.shape[0]} rows on each of {_size(group)} ranks"
+        )
+
+
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def _real_rows(weight_VH: Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
+    """(id of this rank's first row, how many of its rows are no padding)."""
+    first = 0 if group is None else dist.get_rank(group) * weight_VH.shape[0]
+    return first, min(max(vocab_size - first, 0), weight_VH.shape[0])
+
+
+def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
+    """float32 [C, V], a fresh tensor that may be changed in place."""
+    logits_CV = hidden_CH @ weight_VH.t()
+    if temperature == 1.0:
+        return logits_CV.float()
+    return (
+        logits_CV.float().div_(temperature)
+        if logits_CV.dtype != torch.float32
+        else logits_CV.div_(temperature)
+    )
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        hidden_TH,
+        weight_VH,
+        targets_T,
+        vocab_size,
+        temperature,
+        chunk_tokens,
+        group,
+        with_entropy,
+        dtype,
+    ):
+        first, count = _real_rows(weight_VH, vocab_size, group)
+        rows_VH = weight_VH[:count].to(dtype)
+        maximum_T, sums_3T = _local_sums(
+            hidden_TH, rows_VH, targets_T - first, temperature, chunk_tokens, with_entropy
+        )
+        log_z_T, logprobs_T, entropy_T = _combine(maximum_T, sums_3T, group)
+        ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_z_T, entropy_T)
+        ctx.first, ctx.count, ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = (
+            first,
+            count,
+            temperature,
+            chunk_tokens,
+            with_entropy,
+        )
+        ctx.dtype = dtype
+        ctx.set_materialize_grads(False)
+        return logprobs_T, entropy_T
+
+    @staticmethod
+    def backward(ctx, grad_logprobs_T, grad_entropy_T):
+        hidden_TH, weight_VH, targets_T, log_z_T, entropy_T = ctx.saved_tensors
+        if not ctx.with_entropy:
+            grad_entropy_T = None
+        rows_VH = weight_VH[: ctx.count].to(ctx.dtype)
+        grad_hidden_TH = torch.empty_like(hidden_TH)
+        # float32 over the chunks, so that the sum does not depend on where bfloat16 would round it
+        grad_weight_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
+        if grad_logprobs_T is None:
+            grad_logprobs_T = torch.zeros_like(log_z_T)
+        for start in range(0, hidden_TH.shape[0], ctx.chunk_tokens):
+            chunk = slice(start, start + ctx.chunk_tokens)
+            hidden_CH = hidden_TH[chunk].to(ctx.dtype)
+            grad_CV = _grad_logits(
+                _scaled_logits(hidden_CH, rows_VH, ctx.temperature),
+                targets_T[chunk] - ctx.first,
+                log_z_T[chunk],
+                entropy_T[chunk],
+                grad_logprobs_T[chunk],
+                None if grad_entropy_T is None else grad_entropy_T[chunk],
+            )
+            grad_CV = (grad_CV if ctx.temperature == 1.0 else grad_CV.div_(ctx.temperature)).to(ctx.dtype)
+            grad_hidden_TH[chunk] = grad_CV @ rows_VH
+            _add_product(grad_weight_VH[: ctx.count], grad_CV.t(), hidden_CH)
+        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, total in float32 whatever the dtype of the factors."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
+
+
+def _local_sums(
+    hidden_TH, rows_VH, local_targets_T, temperature, chunk_tokens, with_entropy
+) -> tuple[Tensor, Tensor]:
+    """This rank's maximum m over its rows, and [sum exp(x - m), x_target or 0, sum exp(x - m) (x - m)], each
+    [T]."""
+    num_tokens = hidden_TH.shape[0]
+    maximum_T = hidden_TH.new_full((num_tokens,), -torch.inf, dtype=torch.float32)
+    sums_3T = hidden_TH.new_zeros((3, num_tokens), dtype=torch.float32)
+    if rows_VH.shape[0] == 0:
+        return maximum_T, sums_3T
+    here_T = (local_targets_T >= 0) & (local_targets_T < rows_VH.shape[0])
+    for start in range(0, num_tokens, chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        logits_CV = _scaled_logits(hidden_TH[chunk].to(rows_VH.dtype), rows_VH, temperature)
+        maximum_T[chunk] = logits_CV.amax(-1)
+        column_C1 = torch.where(here_T[chunk], local_targets_T[chunk], 0).unsqueeze(1)
+        sums_3T[1, chunk] = torch.where(here_T[chunk], logits_CV.gather(1, column_C1).squeeze(1), 0.0)
+        logits_CV.sub_(maximum_T[chunk].unsqueeze(1))
+        exponentials_CV = logits_CV.exp()
+        sums_3T[0, chunk] = exponentials_CV.sum(-1)
+        if with_entropy:
+            sums_3T[2, chunk] = exponentials_CV.mul_(logits_CV).sum(-1)
+    return maximum_T, sums_3T
+
+
+def _combine(
+    maximum_T: Tensor, sums_3T: Tensor, group: dist.ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Over all ranks: (log Z, log-prob of the target, entropy), each [T].
+
+    The common maximum is taken off before anything is subtracted, so that large logits cost no digits.
+    """
+    if _size(group) == 1:
+        total_T = maximum_T
+    else:
+        total_T = maximum_T.clone()
+        dist.all_reduce(total_T, op=dist.ReduceOp.MAX, group=group)
+        # to the common maximum M: exp(x - M) = exp(x - m) exp(m - M), and x - M = (x - m) + (m - M)
+        shift_T = torch.where(maximum_T == -torch.inf, 0.0, maximum_T - total_T)
+        scale_T = torch.where(maximum_T == -torch.inf, 0.0, shift_T.exp())
+        sums_3T = torch.stack(
+            (sums_3T[0] * scale_T, sums_3T[1], (sums_3T[2] + sums_3T[0] * shift_T) * scale_T)
+        )
+        dist.all_reduce(sums_3T, group=group)
+    log_sum_T = sums_3T[0].log()
+    return total_T + log_sum_T, (sums_3T[1] - total_T) - log_sum_T, log_sum_T - sums_3T[2] / sums_3T[0]
+
+
+def _grad_logits(logits_CV, local_targets_C, log_z_C, entropy_C, grad_logprobs_C, grad_entropy_C) -> Tensor:
+    """d loss / d x [C, V]: g (1[target] - p) - h p (log p + entropy), g and h the gradients of log-prob and
+    entropy."""
+    logp_CV = logits_CV.sub_(log_z_C.unsqueeze(1))
+    probabilities_CV = logp_CV.exp()
+    if grad_entropy_C is None:
+        grad_CV = probabilities_CV.mul_(-grad_logprobs_C.unsqueeze(1))
+    else:
+        factor_CV = (
+            logp_CV.add_(entropy_C.unsqueeze(1))
+            .mul_(grad_entropy_C.unsqueeze(1))
+            .add_(grad_logprobs_C.unsqueeze(1))
+        )
+        grad_CV = probabilities_CV.mul_(factor_CV).neg_()
+    here_C = (local_targets_C >= 0) & (local_targets_C < grad_CV.shape[1])
+    if grad_CV.shape[1]:
+        column_C1 = torch.where(here_C, local_targets_C, 0).unsqueeze(1)
+        grad_CV.scatter_add_(1, column_C1, torch.where(here_C, grad_logprobs_C, 0.0).unsqueeze(1))
+    return grad_CV

@@ -1,0 +1,197 @@
+"""Folders of safetensors as Hugging Face lays them out: read a tensor at a time, written by one or several
+processes, all or nothing.
+
+Who writes what: the pipeline stages' writers (``ShardWriter``) each put shards of their own into one hidden
+folder beside the final one; the first of them names all shards, writes the index and what belongs beside it,
+and renames the folder (``finish_folder``).
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from parallel.weights.hf_headers import INDEX, SINGLE, shard_of_names
+
+MAX_SHARD_BYTES = 4 * 1024**3
+# What a folder needs beside weights to be served and trained from: copied as they are.
+COMPANIONS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+class HuggingFaceWeights:
+    """The tensors of a folder's safetensors, read one at a time. Raises ValueError naming what cannot be
+    read."""
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder)
+        self._files = self._locate()
+
+    def _locate(self) -> dict[str, Path]:
+        mapping = shard_of_names(self.folder)
+        if mapping is not None:
+            return {name: self.folder / file for name, file in mapping.items()}
+        single = self.folder / SINGLE
+        if not single.is_file():
+            raise ValueError(
+                f"model.path={self.folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors"
+            )
+        return dict.fromkeys(self._open(single).keys(), single)
+
+    @staticmethod
+    def _open(path: Path):
+        try:
+            return safe_open(path, framework="pt", device="cpu")
+        except (
+            Exception
+        ) as error:  # safetensors raises its own type for a broken file, OSError for a missing one
+            raise ValueError(f"{path} is no readable safetensors file: {error}") from error
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def read(self, name: str) -> Tensor:
+        with self._open(self._files[name]) as file:
+            return file.get_tensor(name)
+
+
+class PerturbedWeights(HuggingFaceWeights):
+    """Other weights than the folder's, the same wherever they are read: every tensor gets noise of its own,
+    seeded by its name.
+
+    t' = t + (0.01 + 0.05 std(t)) e, e standard normal: no tensor stays as it is, and the model stays one that
+    says something.
+    """
+
+    def read(self, name: str) -> Tensor:
+        tensor = super().read(name)
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:6])
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+        spread = tensor.float().std().item() if tensor.numel() > 1 else 0.0
+        return (tensor.float() + (0.01 + 0.05 * spread) * noise).to(tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One file of a folder that is being written."""
+
+    file: str
+    names: tuple[str, ...]
+    bytes: int
+    """Of its tensors."""
+
+
+def hidden_folder(final: Path) -> Path:
+    """A new folder beside ``final`` to write into, of a name that no listing shows."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
+
+
+class ShardWriter:
+    """Collects tensors and writes a shard whenever the next one would not fit. ``number`` tells the files of
+    several writers apart."""
+
+    def __init__(self, folder: Path, *, number: int, max_shard_bytes: int):
+        self.shards: list[Shard] = []
+        self._folder, self._number, self._limit = folder, number, max_shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        if self._pending and self._pending_bytes + tensor.nbytes > self._limit:
+            self.flush()
+        self._pending[name] = tensor.cpu().clone().contiguous()
+        self._pending_bytes += tensor.nbytes
+
+    def flush(self) -> None:
+        """Write what is collected; it is on the disk when this returns."""
+        if not self._pending:
+            return
+        file = f"stage-{self._number}-shard-{len(self.shards)}"
+        save_file(self._pending, self._folder / file, metadata={"format": "pt"})
+        _flush(self._folder / file)
+        self.shards.append(Shard(file=file, names=tuple(self._pending), bytes=self._pending_bytes))
+        self._pending, self._pending_bytes = {}, 0
+
+
+def finish_folder(
+    temporary: Path, final: Path, shards: Sequence[Shard], *, source: Path, dtype: torch.dtype
+) -> None:
+    """Make ``temporary`` with its ``shards`` a Hugging Face folder (config and tokenizer of ``source``) and
+    rename it to ``final``."""
+    _name_shards(temporary, shards)
+    for name in COMPANIONS:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, temporary / name)
+    _set_dtype(temporary / "config.json", dtype)
+    os.chmod(temporary, 0o755)
+    replace_folder(temporary, final)
+
+
+def _name_shards(folder: Path, shards: Sequence[Shard]) -> None:
+    if len(shards) == 1:
+        os.rename(folder / shards[0].file, folder / SINGLE)
+        return
+    mapping: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        os.rename(folder / shard.file, folder / file)
+        mapping |= dict.fromkeys(shard.names, file)
+    index = {"metadata": {"total_size": sum(shard.bytes for shard in shards)}, "weight_map": mapping}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+
+
+def _set_dtype(config: Path, dtype: torch.dtype) -> None:
+    """config.json says in which dtype the weights beside it are; older files call the key torch_dtype."""
+    loaded = json.loads(config.read_text())
+    key = "torch_dtype" if "torch_dtype" in loaded else "dtype"
+    if loaded.get(key) != str(dtype).removeprefix("torch."):
+        loaded[key] = str(dtype).removeprefix("torch.")
+        config.write_text(json.dumps(loaded, indent=2) + "\n")
+
+
+def flush_folder(folder: Path) -> None:
+    """Every file and directory under ``folder`` is on the disk when this returns."""
+    for parent, _, files in os.walk(folder):
+        for path in [*(os.path.join(parent, file) for file in files), parent]:
+            _flush(path)
+
+
+def _flush(path: str | Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def replace_folder(temporary: Path, final: Path) -> None:
+    """``temporary`` becomes ``final``, flushed first. What stood there is moved aside, and removed once the
+    new one is in place."""
+    flush_folder(temporary)
+    aside = None
+    if final.exists():
+        aside = Path(tempfile.mkdtemp(prefix=f".{final.name}.old.", dir=final.parent))
+        os.rename(final, aside / final.name)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if aside is not None:
+            os.rename(aside / final.name, final)
+            os.rmdir(aside)
+        raise
+    if aside is not None:
+        shutil.rmtree(aside, ignore_errors=True)
+    _flush(final.parent)

@@ -1,0 +1,268 @@
+"""Learner -> server weights: full Hugging Face tensors, flattened into buckets, broadcast in process groups
+of their own.
+
+Who is in a group: rank 0 is a sender, the first rank of a pipeline stage of the learner; the servers'
+tensor-parallel ranks follow, replica after replica. Every stage has a group of its own. Groups are apart from
+the learner's own (another rendezvous store), so a server that dies can never hang the training collectives.
+Non-goals: choosing when to send, and talking HTTP; ``trainer/weight_sync.py`` does both.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+from parallel.megatron import platform
+
+T = TypeVar("T")
+
+BUCKET_BYTES = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
+"""By device. On a GPU the requests' latency counts, so buckets are large. On CPU the copies count: a small
+bucket stays in the cache until it is sent, and the receiver's allocator gives it the last one's memory again
+(see ``sglang_command.REUSED_MEMORY``)."""
+CHECK_EVERY_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Consecutive tensors of one dtype as one flat byte string, in the order of ``names``.
+
+    One dtype per bucket keeps every tensor's byte offset a multiple of its item size, which the receiver
+    needs to view it.
+    """
+
+    names: list[str]
+    dtype: torch.dtype
+    shapes: list[list[int]]
+    bytes: Tensor
+    """uint8 [sum of sizes]."""
+    is_last: bool
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Views of the bytes, by name."""
+        start = 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            size = torch.Size(shape).numel() * self.dtype.itemsize
+            yield name, self.bytes[start : start + size].view(self.dtype).view(shape)
+            start += size
+
+
+class Buffers:
+    """Memory for two buckets, which take turns: one can be filled while the other is still being sent.
+
+    It is kept from one transfer to the next: on CPU new memory costs as much as the copy into it.
+    """
+
+    def __init__(self) -> None:
+        self._flat: list[Tensor | None] = [None, None]
+
+    def take(self, size: int, place: torch.device) -> Tensor:
+        """uint8 [at least size]; what it holds stays until ``take`` has been called twice more."""
+        self._flat.reverse()
+        if self._flat[0] is None or self._flat[0].numel() < size:
+            self._flat[0] = torch.empty(size, dtype=torch.uint8, device=place)
+        return self._flat[0]
+
+    def release(self) -> None:
+        """Between transfers a GPU's memory is the training's: its allocator gives it back at once when asked
+        again."""
+        self._flat = [flat if flat is not None and flat.device.type == "cpu" else None for flat in self._flat]
+
+
+def make_buckets(
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    dtype: torch.dtype,
+    buffers: Buffers | None = None,
+    max_bytes: int | None = None,
+) -> Iterator[Bucket]:
+    """Group ``(name, full tensor)`` pairs into buckets of at most ``max_bytes`` (a larger single tensor gets
+    its own).
+
+    Each tensor is converted and copied straight into one of two buffers: a bucket's bytes hold until the next
+    but one is asked for. A tensor that fills a bucket by itself is sent from where it is, unless it has to be
+    converted.
+    max_bytes: None for ``BUCKET_BYTES`` of the device.
+    """
+    buffers = buffers or Buffers()
+    filling = _Filling(dtype)
+    for name, tensor in tensors:
+        size, limit = tensor.numel() * dtype.itemsize, max_bytes or BUCKET_BYTES[tensor.device.type]
+        if filling.names and filling.size + size > limit:
+            yield filling.bucket(is_last=False)
+            filling = _Filling(dtype)
+        if size >= limit and tensor.dtype == dtype and tensor.is_contiguous():
+            filling.adopt(name, tensor)
+            continue
+        if not filling.names:
+            filling.buffer = buffers.take(max(size, limit), tensor.device)
+        filling.add(name, tensor)
+    if filling.names:
+        yield filling.bucket(is_last=True)
+
+
+class _Filling:
+    """A bucket in the making."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.names: list[str] = []
+        self.size = 0
+        self.buffer: Tensor
+        self._shapes: list[list[int]] = []
+        self._dtype = dtype
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        size = tensor.numel() * self._dtype.itemsize
+        self.buffer[self.size : self.size + size].view(self._dtype).view(tensor.shape).copy_(tensor.detach())
+        self._note(name, tensor, size)
+
+    def adopt(self, name: str, tensor: Tensor) -> None:
+        """The tensor's own memory is the bucket."""
+        self.buffer = tensor.detach().view(-1).view(torch.uint8)
+        self._note(name, tensor, tensor.nbytes)
+
+    def _note(self, name: str, tensor: Tensor, size: int) -> None:
+        self.names.append(name)
+        self._shapes.append(list(tensor.shape))
+        self.size += size
+
+    def bucket(self, *, is_last: bool) -> Bucket:
+        return Bucket(
+            names=self.names,
+            dtype=self._dtype,
+            shapes=self._shapes,
+            bytes=self.buffer[: self.size],
+            is_last=is_last,
+        )
+
+
+class WeightBroadcaster:
+    """Rank 0 of a transfer group: make it, tell the receivers its ``port`` over HTTP, ``join``, ``start``
+    bucket after bucket, ``close``.
+
+    ``join``, and ``wait`` of what ``start`` gives, block until the receivers have done their part. A receiver
+    that has refused never will, and says so only in its HTTP answer: ``check`` is called again and again
+    meanwhile and ends the wait by raising. ``address`` is this host's, as the receivers reach it.
+    """
+
+    def __init__(
+        self,
+        *,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        address: str = "127.0.0.1",
+        group_name: str | None = None,
+    ):
+        """group_name: None for one that no other broadcaster of this process has."""
+        self._timeout = timedelta(seconds=timeout_s)
+        # A store listens on every interface, unless it is handed a socket that listens already. Port 0:
+        # nothing can take it in between.
+        listening = socket.create_server((address, 0))
+        port = listening.getsockname()[1]
+        self._store = dist.TCPStore(
+            address,
+            port,
+            world_size,
+            True,
+            self._timeout,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
+        self._backend, self._group, self._line = backend, None, Line()
+        self.address, self.port, self.world_size = address, port, world_size
+        self.group_name = group_name or f"tandem-weights-{port}"
+
+    def join(self, check: Callable[[], None]) -> None:
+        """Return when every rank is in the group."""
+        self._group = self._line.begin(self._make_group).wait(check)
+
+    def _make_group(self) -> dist.ProcessGroup:
+        # init_process_group would replace the learner's default group; a second, independent world has no
+        # public constructor.
+        group, _ = _new_process_group_helper(
+            self.world_size,
+            0,
+            [],
+            Backend(self._backend),
+            PrefixStore(self.group_name, self._store),
+            group_name=self.group_name,
+            backend_options=None,
+            timeout=self._timeout,
+        )
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
+        return group
+
+    def start(self, bucket: Bucket) -> "UnderWay[None]":
+        """Begin to send one bucket, after those that were started before it.
+
+        Its bytes must stay until it is done: that is, until this side's part of the broadcast is.
+        """
+        return self._line.begin(lambda: self._broadcast(bucket.bytes))
+
+    def _broadcast(self, flat: Tensor) -> None:
+        with platform.side_stream(flat.device):
+            dist.broadcast(flat, src=0, group=self._group)
+
+    def close(self) -> None:
+        self._line.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+
+
+class UnderWay(Generic[T]):
+    """The result of work in another thread."""
+
+    def __init__(self, result: Future[T]):
+        self._result = result
+
+    def wait(self, check: Callable[[], None]) -> T:
+        """What the work gives; ``check()`` is called every 50 ms until then. Where check raises, the work is
+        left behind."""
+        while True:
+            try:
+                return self._result.result(timeout=CHECK_EVERY_S)
+            except TimeoutError:
+                if self._result.done():  # between the timeout and here, or with a TimeoutError of its own
+                    return self._result.result()
+                check()
+
+
+class Line:
+    """One thing after another, in a thread of its own.
+
+    A daemon, unlike those of an executor: work that never ends (a receiver is gone) does not keep the process
+    from its end.
+    """
+
+    def __init__(self) -> None:
+        self._works: SimpleQueue[tuple[Callable[[], object], Future] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="weight-transfer", daemon=True).start()
+
+    def begin(self, work: Callable[[], T]) -> UnderWay[T]:
+        """``work()``, when all that was begun before has ended, well or not."""
+        result: Future[T] = Future()
+        self._works.put((work, result))
+        return UnderWay(result)
+
+    def close(self) -> None:
+        """The thread ends after what was begun."""
+        self._works.put(None)
+
+    def _run(self) -> None:
+        while (item := self._works.get()) is not None:
+            work, result = item
+            try:
+                result.set_result(work())
+            except BaseException as error:  # handed to the caller's thread, whatever it is
+                result.set_exception(error)
+            del item, work, result  # or the last bucket would stay in memory until the next transfer

@@ -1,0 +1,159 @@
+"""The server's side of ``tandem mismatch``: a fixed set of prompts sampled without rewards, and given tokens
+scored by prefill."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+
+import aiohttp
+import orjson
+
+from configs.schema import RunConfig
+from rollout.client import GenerationClient, GenerationError
+from rollout.records import Completion, Prompt
+from rollout.run_key import RunKey
+from rollout.sampling.sampler import epoch_order
+from rollout.servers.client import neutral_sampling_params, server_message
+from rollout.tasks import Task
+
+PREFILL_TOKENS = 16_384
+"""Tokens of one scoring request, if they are not of one sequence."""
+TELL_EVERY_S = 5.0
+
+Report = Callable[[str], None]
+
+
+def fixed_prompts(task: Task, count: int, *, seed: int) -> list[Prompt]:
+    """The first ``count`` training prompts of the seed's order.
+
+    Raises ValueError where the task has fewer.
+    """
+    if count > len(task.train):
+        raise ValueError(
+            f"--prompts {count}: the task {task.name} has {len(task.train)} training prompts; ask for at most so many"
+        )
+    return [task.train[i] for i in epoch_order(len(task.train), seed=seed, epoch=0)[:count]]
+
+
+async def sample_fixed(
+    client: GenerationClient,
+    prompts: Sequence[Prompt],
+    *,
+    per_prompt: int,
+    max_new_tokens: int,
+    temperature: float,
+    stop_token_ids: Sequence[int],
+    seed: int,
+    name: str,
+    report: Report,
+) -> list[list[Completion]]:
+    """``per_prompt`` responses to each prompt, in order. Raises GenerationError where one could not be had."""
+    began, told, done, tokens = time.perf_counter(), time.perf_counter(), 0, 0
+
+    async def one(prompt: Prompt) -> list[Completion]:
+        nonlocal done, tokens, told
+        seeds = [
+            random.Random(f"tandem mismatch {seed} {prompt.prompt_id} {name} {i}").getrandbits(31)
+            for i in range(per_prompt)
+        ]
+        found = await client.generate_group(
+            prompt.token_ids,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=stop_token_ids,
+            seeds=seeds,
+        )
+        done, tokens, now = done + 1, tokens + sum(len(c.token_ids) for c in found), time.perf_counter()
+        if now - told > TELL_EVERY_S or done == len(prompts):
+            told = now
+            report(
+                f"sampled {name}: {done} of {len(prompts)} prompts, {tokens} tokens, {tokens / (now - began):,.0f} tokens/s"
+            )
+        return found
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            groups = [tasks.create_task(one(prompt)) for prompt in prompts]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    return [group.result() for group in groups]
+
+
+async def prefill_logprobs(
+    url: str,
+    sequences: Sequence[Sequence[int]],
+    response_lengths: Sequence[int],
+    *,
+    vocab_size: int,
+    name: str,
+    timeout_s: float,
+    report: Report,
+    key: RunKey | None = None,
+) -> list[list[float]]:
+    """Log-probs of each sequence's last ``response_lengths`` tokens, by one prefill of the whole sequence at
+    temperature 1.
+
+    SGLang gives log-probs of prompt tokens from unscaled logits, whatever the temperature of the request.
+    From the first token on, so that no key or value of an earlier decode is taken from its cache.
+
+    Raises GenerationError where the server refuses, or answers for other tokens.
+    """
+    found: list[list[float]] = []
+    began, tokens = time.perf_counter(), 0
+    headers = key.http_headers if key is not None else None
+    async with aiohttp.ClientSession(
+        timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers
+    ) as session:
+        for rows in _requests(sequences):
+            part = [list(sequences[row]) for row in rows]
+            replies = await _score(session, url, part)
+            counts = [response_lengths[row] for row in rows]
+            found += [_last_logprobs(*each, vocab_size) for each in zip(replies, part, counts, strict=True)]
+            tokens += sum(map(len, part))
+            report(
+                f"prefilled {name}: {len(found)} of {len(sequences)}, {tokens / (time.perf_counter() - began):,.0f} tokens/s"
+            )
+    return found
+
+
+def _requests(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+    requests: list[list[int]] = []
+    room = 0
+    for row, ids in enumerate(sequences):
+        if not requests or len(ids) > room:
+            requests.append([])
+            room = PREFILL_TOKENS
+        requests[-1].append(row)
+        room -= len(ids)
+    return requests
+
+
+async def _score(session: aiohttp.ClientSession, url: str, part: list[list[int]]) -> list[dict]:
+    sampling = neutral_sampling_params(max_new_tokens=1, temperature=1.0)
+    body = {"input_ids": part, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+    async with session.post(
+        f"{url}/generate", data=orjson.dumps(body), headers={"Content-Type": "application/json"}
+    ) as response:
+        content = await response.read()
+        if response.status != 200:
+            raise GenerationError(
+                f"{url} refused to score {len(part)} sequences with HTTP {response.status}: {server_message(content)}"
+            )
+    return orjson.loads(content)
+
+
+def _last_logprobs(reply: dict, ids: list[int], count: int, vocab_size: int) -> list[float]:
+    """SGLang names the vocabulary's last token 0 here (it takes it for a part of an image); its log-prob is
+    the token's own."""
+    triples = reply["meta_info"]["input_token_logprobs"]
+    if [token for _, token, *_ in triples] != [token if token < vocab_size - 1 else 0 for token in ids]:
+        raise GenerationError(
+            f"the server gave prefill log-probs of other tokens than the {len(ids)} it was asked for ({len(triples)})"
+        )
+    return [float(logprob) for logprob, *_ in triples[-count:]]
+
+
+def shortened(config: RunConfig, parts: int) -> int:
+    """Limit of each of ``parts`` short responses that together have the tokens of a long one."""
+    return max(1, config.rollout.max_new_tokens // parts)

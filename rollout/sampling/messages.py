@@ -1,0 +1,111 @@
+"""What the learner asks of the sample role and what it is told: msgpack over ZeroMQ."""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from rollout.client import RolloutError
+from rollout.records import Group
+
+
+class SamplingError(RolloutError):
+    """Groups or an evaluation could not be produced; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingStats:
+    """What producing one reply took."""
+
+    seconds: float
+    requests: int
+    retries: int
+    """Attempts that failed in transport and were repeated."""
+    failed_rewards: int
+    """Samples whose reward raised or ran out of time (scored 0)."""
+    reward_retries: int = 0
+    """Requests to reward models that were repeated."""
+    resampled_groups: int = 0
+    """Sampled beyond those asked for, in place of groups without signal (dynamic sampling)."""
+    filled_groups: int = 0
+    """Without signal and handed out all the same, since dynamic sampling had used up its rounds."""
+    scored: int = 0
+    """Samples that a reward was asked for."""
+    first_failure: str | None = None
+    """Of a reward: which prompt, and what went wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationResult:
+    """Of held-out problems. What makes a sample right: ``Score.correct``."""
+
+    accuracy: float
+    reward_mean: float
+    count: int
+    """Samples: problems times samples_per_prompt."""
+    length_mean: float
+    """Response tokens, the end token included."""
+    truncated_fraction: float
+    """Of the samples, those that ``max_new_tokens`` cut off."""
+    accuracy_error: float | None = None
+    """Standard error of the accuracy, from problem to problem: samples of one problem are not independent.
+    None of a single problem."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerState:
+    """Where in the data sampling stands: everything that a resumed run needs."""
+
+    position: int
+    """Training prompts handed out since the start, over all epochs."""
+    next_group_id: int
+    num_prompts: int
+    """Of the training set, to notice another one."""
+
+
+class NextGroups(msgspec.Struct, frozen=True, tag=True):
+    count: int
+    newest: int
+    max_staleness: int
+
+
+class Evaluate(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class GetState(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class LoadState(msgspec.Struct, frozen=True, tag=True):
+    state: SamplerState | None
+    """None: the start."""
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Groups(msgspec.Struct, frozen=True, tag=True):
+    groups: list[Group]
+    stats: SamplingStats
+
+
+class Evaluated(msgspec.Struct, frozen=True, tag=True):
+    result: EvaluationResult | None
+
+
+class State(msgspec.Struct, frozen=True, tag=True):
+    state: SamplerState
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Failure(msgspec.Struct, frozen=True, tag=True):
+    message: str
+
+
+Request = NextGroups | Evaluate | GetState | LoadState | Stop
+Reply = Groups | Evaluated | State | Done | Failure
+"""The messages between learner and sample role, msgpack on the wire."""

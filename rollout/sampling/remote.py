@@ -1,0 +1,145 @@
+"""The learner's synchronous side of the sample role."""
+
+import time
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from rollout.connections import PEER_TIMEOUT_S, PeerLost, Requester
+from rollout.records import Group
+from rollout.run_key import RunKey
+from rollout.sampling.messages import (
+    Done,
+    Evaluate,
+    Evaluated,
+    EvaluationResult,
+    Failure,
+    GetState,
+    Groups,
+    LoadState,
+    NextGroups,
+    Reply,
+    Request,
+    SamplerState,
+    SamplingError,
+    SamplingStats,
+    State,
+    Stop,
+)
+
+LOOK_UP_EVERY_S = 0.2
+"""From waiting for an answer."""
+
+
+def _nothing() -> None:
+    return None
+
+
+class RemoteSampler:
+    """Asks the sample role at ``address`` (``tcp://host:port``); used by one thread.
+
+    Every method raises SamplingError when the sample role answers that it failed (with its reason), or does
+    not answer in ``timeout_s``, or is gone: its process has ended, or its host has said nothing for
+    ``peer_timeout_s``.
+    ``meanwhile`` is called again and again while an answer that can take minutes is waited for; what it
+    raises ends the waiting, and nobody takes that answer any more.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        timeout_s: float,
+        peer_timeout_s: float = PEER_TIMEOUT_S,
+        key: RunKey | None = None,
+    ) -> None:
+        self._address, self._timeout_s, self._peer_timeout_s, self._key = (
+            address,
+            timeout_s,
+            peer_timeout_s,
+            key,
+        )
+        self._context = zmq.Context()
+        self._channel: Requester | None = None
+
+    def __enter__(self) -> "RemoteSampler":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._drop_channel()
+        self._context.term()
+
+    def next_groups(
+        self, count: int, *, newest: int, max_staleness: int, meanwhile: Callable[[], None] = _nothing
+    ) -> tuple[list[Group], SamplingStats]:
+        """The next ``count`` prompts with their scored siblings, no token older than ``newest -
+        max_staleness``."""
+        reply = self._ask(NextGroups(count, newest, max_staleness), Groups, meanwhile)
+        return reply.groups, reply.stats
+
+    def evaluate(self, meanwhile: Callable[[], None] = _nothing) -> EvaluationResult | None:
+        """Of held-out problems; None where the task has none."""
+        return self._ask(Evaluate(), Evaluated, meanwhile).result
+
+    def state(self) -> dict[str, int]:
+        """For a checkpoint: plain JSON values."""
+        return msgspec.to_builtins(self._ask(GetState(), State).state)
+
+    def load_state(self, state: dict[str, int] | None) -> None:
+        """Go on from a ``state()`` of the same seed and data; None: begin anew, wherever an earlier learner
+        has left off."""
+        try:
+            known = msgspec.convert(state, SamplerState | None)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{state} is not a state of the sampler: {error}") from error
+        self._ask(LoadState(known), Done)
+
+    def stop(self) -> None:
+        """Have the sample role end."""
+        self._ask(Stop(), Done)
+
+    def _ask(self, request: Request, expected: type, meanwhile: Callable[[], None] = _nothing) -> Reply:
+        channel = self._open_channel()
+        channel.send(msgspec.msgpack.encode(request))
+        try:
+            self._wait_for_answer(channel, request, meanwhile)
+        except BaseException:
+            self._drop_channel()  # a REQ socket with an answer outstanding can ask nothing else
+            raise
+        reply = msgspec.msgpack.decode(channel.recv(), type=Reply)
+        if isinstance(reply, Failure):
+            raise SamplingError(f"the sample role failed: {reply.message}")
+        if not isinstance(reply, expected):
+            raise SamplingError(
+                f"the sample role answered {type(request).__name__} with {type(reply).__name__}; are both of one version?"
+            )
+        return reply
+
+    def _wait_for_answer(self, channel: Requester, request: Request, meanwhile: Callable[[], None]) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                if channel.poll(min(left_s, LOOK_UP_EVERY_S) * 1000):
+                    return
+            except PeerLost as error:
+                raise SamplingError(f"the sample role is gone: {error}") from error
+            meanwhile()
+        raise SamplingError(
+            f"the sample role at {self._address} did not answer {type(request).__name__} in {self._timeout_s:g} s; see its log"
+        )
+
+    def _open_channel(self) -> Requester:
+        if self._channel is None:
+            self._channel = Requester(
+                self._context, self._address, peer_timeout_s=self._peer_timeout_s, key=self._key
+            )
+        return self._channel
+
+    def _drop_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None

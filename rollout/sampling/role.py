@@ -1,0 +1,263 @@
+"""The sample role: groups of scored responses, handed to the learner on request.
+
+learner (rank 0)                         this process, one event loop
+RemoteSampler --- request, ZeroMQ ---> serve: one request at a time
+                                         └─ GroupSampler: one task per group
+                                              generate (HTTP, bounded by the client) -> decode -> score, a
+                                              task per sample
+              <-- reply or Failure ---
+"""
+
+import gc
+import hmac
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from configs.schema import RunConfig
+from rollout.client import GenerationError
+from rollout.connections import PEER_TIMEOUT_S, heartbeats
+from rollout.records import Prompt
+from rollout.rewards import RewardModelError, Scorer, WorkerStartError, may_read_rows
+from rollout.run_key import RunKey
+from rollout.sampling.messages import (
+    Done,
+    Evaluate,
+    Evaluated,
+    Failure,
+    GetState,
+    Groups,
+    LoadState,
+    NextGroups,
+    Reply,
+    Request,
+    SamplingError,
+    State,
+    Stop,
+)
+from rollout.sampling.prompt_room import prompt_room
+from rollout.sampling.sampler import GroupSampler
+from rollout.servers.router import generation_client
+from rollout.tasks import Task, load_task, longest_above
+from rollout.tokenization import check_vocabulary_size, end_token_ids, load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+LAST_REPLY_LINGER_MS = 1000
+
+
+def _unheard(what: str) -> None:
+    """Nobody wants to know what this role is doing."""
+
+
+async def run_sample_role(
+    config: RunConfig,
+    *,
+    server_urls: Sequence[str] | Callable[[], Sequence[str]],
+    announce: Callable[[str], None],
+    log_dir: Path,
+    host: str = "127.0.0.1",
+    doing: Callable[[str], None] = _unheard,
+    key: RunKey | None = None,
+) -> None:
+    """Serve the learner until it says stop. ``announce`` is called once with the address to ask, of ``host``,
+    when requests can come.
+
+    log_dir: of a router, where the config asks for one. key: what the learner has to prove, and what the
+    servers want proved.
+
+    ``server_urls`` may be a function that waits for the servers: it is called once the data is loaded and
+    checked and every reward model answers, so that this takes place while the servers start.
+
+    Raises:
+        ValueError: the task, one of its prompts, the reward or the tokenizer cannot be used.
+        RewardModelError: a reward model does not answer, or not as it should.
+    """
+    tokenizer, task = load_checked_task(config)
+    async with Scorer(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer:
+        urls = server_urls() if callable(server_urls) else server_urls
+        async with generation_client(config, urls, log_dir=log_dir, key=key) as client:
+            sampler = GroupSampler(
+                client=client,
+                task=task,
+                scorer=scorer,
+                tokenizer=tokenizer,
+                stop_token_ids=end_token_ids(tokenizer, config.model.path),
+                rollout=config.rollout,
+                evaluation=config.evaluation,
+                seed=config.seed,
+            )
+            gc.freeze()  # tokenizer, prompts and libraries live as long as the run; no collection needs to walk through them
+            await serve(
+                sampler,
+                announce=announce,
+                host=host,
+                peer_timeout_s=config.launch.peer_timeout_s,
+                key=key,
+                doing=doing,
+            )
+
+
+def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Task]:
+    """The task, with the model's tokenizer. Raises ValueError where either, or one of the prompts, cannot be
+    used."""
+    tokenizer = load_tokenizer(config.model.path)
+    check_vocabulary(tokenizer, config.model.path)
+    task = load_task(config.task, tokenizer=tokenizer, keep_rows=may_read_rows(config.reward_type))
+    check_prompt_lengths(
+        task,
+        config,
+        max_positions=_read_json(config.model.path / "config.json").get("max_position_embeddings"),
+    )
+    return tokenizer, task
+
+
+def check_prompt_lengths(task: Task, config: RunConfig, *, max_positions: int | None) -> None:
+    """Refuse prompts that leave no room for ``max_new_tokens``: they would end the run when their turn comes,
+    maybe hours later.
+
+    ``max_positions``, and what limits a sequence: see ``prompt_room``.
+
+    Raises:
+        ValueError: naming the longest prompt that does not fit, its length, the limits and the fix.
+    """
+    _check_longest(task.train, "training", config, max_positions)
+    _check_longest(task.heldout, "held-out", config, max_positions)
+
+
+def _check_longest(
+    prompts: Sequence[Prompt],
+    which: Literal["training", "held-out"],
+    config: RunConfig,
+    max_positions: int | None,
+) -> None:
+    room = prompt_room(config, which, max_positions=max_positions) if prompts else None
+    if room is None:
+        return
+    prompt = longest_above(prompts, room.tokens)
+    if prompt is not None:
+        raise ValueError(
+            room.too_long(f"{which} prompt {prompt.place or prompt.prompt_id}", len(prompt.token_ids))
+        )
+
+
+def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> None:
+    """See ``tokenization.check_vocabulary_size``."""
+    check_vocabulary_size(
+        len(tokenizer), _read_json(Path(model_dir) / "config.json").get("vocab_size"), model_dir
+    )
+
+
+def _read_json(path: Path) -> dict:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+async def serve(
+    sampler: GroupSampler,
+    *,
+    announce: Callable[[str], None],
+    host: str = "127.0.0.1",
+    peer_timeout_s: float = PEER_TIMEOUT_S,
+    doing: Callable[[str], None] = _unheard,
+    key: RunKey | None = None,
+) -> None:
+    """Answer requests on a free port, one at a time, until Stop. A request that fails is answered with a
+    Failure.
+
+    Only a learner that proves ``key`` is heard; None, for tests alone: anyone. doing: told of each request,
+    and when there is none.
+    """
+    context = zmq.asyncio.Context()
+    try:
+        with only_learner(context, key), context.socket(zmq.REP) as channel:
+            if key is not None:
+                channel.curve_server = True
+                channel.curve_publickey, channel.curve_secretkey = key.curve_pair("sampler")
+            channel.setsockopt(zmq.LINGER, LAST_REPLY_LINGER_MS)
+            for option, value in heartbeats(peer_timeout_s).items():
+                channel.setsockopt(option, value)
+            port = channel.bind_to_random_port(f"tcp://{host}")
+            announce(f"tcp://{host}:{port}")
+            while True:
+                doing("waiting for the learner")
+                try:
+                    request = msgspec.msgpack.decode(await channel.recv(), type=Request)
+                except (
+                    msgspec.DecodeError,
+                    UnicodeDecodeError,
+                ) as error:  # of another version of Tandem: it has proved the key
+                    logger.error("a message that is no request was refused: %s", error)
+                    await channel.send(
+                        msgspec.msgpack.encode(Failure(f"this is no request of the sample role: {error}"))
+                    )
+                    continue
+                doing(type(request).__name__)
+                try:
+                    reply = await _answer(sampler, request)
+                except Exception as error:  # a defect: the learner hears of it before this process dies of it
+                    await channel.send(msgspec.msgpack.encode(Failure(f"{type(error).__name__}: {error}")))
+                    raise
+                await channel.send(msgspec.msgpack.encode(reply))
+                if isinstance(request, Stop):
+                    return
+    finally:
+        context.term()
+
+
+@contextmanager
+def only_learner(context: zmq.asyncio.Context, key: RunKey | None) -> Iterator[None]:
+    """Inside, connections to the CURVE sockets of ``context`` are refused that do not prove to be the learner
+    of this run."""
+    if key is None:
+        yield
+        return
+    learner, _ = key.curve_pair("learner")
+    door = AsyncioAuthenticator(context)
+    door.start()
+    door.configure_curve_callback(credentials_provider=_OnlyOne(learner))
+    try:
+        yield
+    finally:
+        door.stop()
+
+
+@dataclass(frozen=True, slots=True)
+class _OnlyOne:
+    """What pyzmq asks about a client's public key, in Z85 like ours."""
+
+    public: bytes
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return hmac.compare_digest(key, self.public)
+
+
+async def _answer(sampler: GroupSampler, request: Request) -> Reply:
+    try:
+        match request:
+            case NextGroups(count, newest, max_staleness):
+                groups, stats = await sampler.next_groups(count, newest=newest, max_staleness=max_staleness)
+                return Groups(groups, stats)
+            case Evaluate():
+                return Evaluated(await sampler.evaluate())
+            case GetState():
+                return State(sampler.state)
+            case LoadState(state):
+                sampler.load_state(state)
+                return Done()
+            case Stop():
+                return Done()
+    except (GenerationError, SamplingError, WorkerStartError, RewardModelError, ValueError) as error:
+        logger.error("%s failed: %s", type(request).__name__, error)
+        return Failure(f"{type(error).__name__}: {error}")

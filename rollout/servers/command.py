@@ -1,0 +1,333 @@
+"""How one SGLang server is started: its command line, its environment, its ports.
+
+Not its concern: which GPUs this machine may use: CUDA_VISIBLE_DEVICES is inherited, and a share names some of
+those.
+"""
+
+import difflib
+import importlib.util
+import os
+import random
+import re
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.schema.rollout import RolloutConfig
+from rollout.run_key import RunKey
+from rollout.servers.share import ServerShare
+
+LOOPBACK = "127.0.0.1"
+INITIAL_WEIGHT_VERSION = 0
+"""What the servers call the weights that they loaded from disk."""
+REUSED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20)}
+"""For glibc on CPU: blocks of up to 32 MiB (its maximum), such as received weights, get the memory of the
+last ones again. By default each is new pages, which takes half as long as receiving into them."""
+KEEP_IDLE_S = 120
+"""Servers keep idle connections much longer than clients use them again (``REUSE_S``): one that a server
+closed during a cut of the network would take the next request with it."""
+STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
+
+OWNED_FLAGS = frozenset(
+    {
+        "model",
+        "model-path",
+        "config",
+        "device",
+        "base-gpu-id",
+        "gpu-id-step",
+        "host",
+        "port",
+        "nccl-port",
+        "dist-init-addr",
+        "nccl-init-addr",
+        "nnodes",
+        "node-rank",
+        "tp-size",
+        "tensor-parallel-size",
+        "pp-size",
+        "pipeline-parallel-size",
+        "dp-size",
+        "data-parallel-size",
+        "dtype",
+        "max-total-tokens",
+        "random-seed",
+        "weight-version",
+        "skip-tokenizer-init",
+        "enable-fp32-lm-head",
+        "quantization",
+        "load-format",
+        "rl-quant-profile",
+        "enable-memory-saver",
+        "api-key",
+        "admin-api-key",
+    }
+)
+"""Flags that the schema's own fields or the design decide, by all their names; ``server_args`` may not
+override them."""
+FP8_MODELS = ("qwen2", "qwen3")
+"""Model types whose loader SGLang 0.5.23 lets load new weights into FP8 ones (its
+``supports_quantized_rl_reload``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    """Of one replica on one node. ``nccl`` is where its TP ranks meet; the other channels are unix sockets."""
+
+    http: int
+    nccl: int
+
+
+def server_command(
+    config: RolloutConfig,
+    *,
+    share: ServerShare,
+    model_path: Path,
+    ports: Ports,
+    cuda: bool,
+    seed: int,
+    host: str = LOOPBACK,
+    meeting_point: str | None = None,
+    fp32_lm_head: bool = False,
+    lends_memory: bool = False,
+    key: RunKey | None = None,
+) -> list[str]:
+    """The command line of one replica, or of one node's share of it.
+
+    Args:
+        host: this node's address. meeting_point: HOST:PORT of the replica's first node, for one that takes
+        several nodes. lends_memory: the replica can be asked to give its GPUs' memory back for a while.
+        key: what requests have to prove; SGLang reads it from its file.
+    """
+    flags: dict[str, str | int | float | bool] = {
+        "model-path": str(model_path),
+        "host": host,
+        "port": ports.http,
+        "nccl-port": ports.nccl,
+        "dtype": config.dtype,
+        "tp-size": config.tp,
+        "random-seed": (seed + share.replica) % 2**31,  # replicas must not draw the same samples
+        "weight-version": str(INITIAL_WEIGHT_VERSION),
+        "skip-tokenizer-init": True,  # ids in, ids out
+        "sleep-on-idle": True,  # otherwise an idle server keeps a core busy
+        "log-level-http": "warning",
+    }
+    if share.num_nodes > 1:
+        flags |= {"nnodes": share.num_nodes, "node-rank": share.node_rank, "dist-init-addr": meeting_point}
+    if fp32_lm_head:
+        flags["enable-fp32-lm-head"] = True
+    if config.quantization == "fp8":
+        # Without this loader SGLang quantises once, at start, and refuses what the learner sends.
+        flags |= {"quantization": "fp8", "load-format": "flash_rl"}
+    if config.max_total_tokens is not None:
+        flags["max-total-tokens"] = config.max_total_tokens
+    if cuda:
+        flags["base-gpu-id"] = share.first_gpu
+        if lends_memory:
+            flags["enable-memory-saver"] = True
+    else:
+        flags |= {
+            "device": "cpu",
+            "skip-server-warmup": True,
+        }  # nothing is compiled on first use, and wait_healthy generates a token
+    flags |= {name.replace("_", "-"): value for name, value in config.server_args.items()}
+    if key is not None:
+        flags["config"] = str(key.file)
+    return [sys.executable, "-m", "sglang.launch_server", *_as_arguments(flags)]
+
+
+def _as_arguments(flags: dict[str, str | int | float | bool]) -> list[str]:
+    arguments: list[str] = []
+    for name, value in flags.items():
+        if value is True:
+            arguments.append(f"--{name}")
+        elif value is not False:
+            arguments += [f"--{name}", str(value)]
+    return arguments
+
+
+def server_environment(share: ServerShare, *, place: int, threads: int, cuda: bool) -> dict[str, str]:
+    """The environment of one replica: this process's, nothing looked up on the network, and the CPU engine
+    where there is no CUDA.
+
+    Args:
+        place: of the share among those on this node, which are all of one size.
+    """
+    environment = dict(os.environ)
+    environment |= {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = str(KEEP_IDLE_S)
+    # For a router, which asks /health before it takes a server: as it is, that asks for a token, and a paused
+    # server would never give one.
+    environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
+    if cuda:
+        return environment
+    paths = [str(STAND_INS), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    environment |= {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    environment |= REUSED_MEMORY
+    if share.num_ranks * share.num_nodes > 1:
+        cpus = sorted(os.sched_getaffinity(0))
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(
+            cpus, place=place, num_ranks=share.num_ranks, threads=threads
+        )
+    return environment
+
+
+def cpu_binding(cpus: list[int], *, place: int, num_ranks: int, threads: int) -> str:
+    """Cores of each TP rank of a replica as SGLang reads them, ``0,1|2,3``; ranks share cores where there are
+    too few."""
+    ranks = range(place * num_ranks, (place + 1) * num_ranks)
+    return "|".join(
+        ",".join(str(cpus[(rank * threads + i) % len(cpus)]) for i in range(min(threads, len(cpus))))
+        for rank in ranks
+    )
+
+
+def choose_ports(replicas: Sequence[int], first_port: int | None, host: str = LOOPBACK) -> list[Ports]:
+    """Ports first_port + 2 i (HTTP) and the next (rank meeting point) of each replica i of this node, or free
+    ones, all of ``host``.
+
+    Raises:
+        ValueError: one of the given ports is taken or out of range, or too few are free.
+    """
+    if first_port is None:
+        return _free_ports(len(replicas), host)
+    chosen = [Ports(http=first_port + 2 * i, nccl=first_port + 2 * i + 1) for i in replicas]
+    last = max(ports.nccl for ports in chosen)
+    if last > 65535:
+        raise ValueError(
+            f"rollout.first_port={first_port} with {max(replicas) + 1} replicas needs ports up to {last}; choose a lower one"
+        )
+    for port in (port for ports in chosen for port in (ports.http, ports.nccl)):
+        if not _is_free(host, port):
+            raise ValueError(
+                f"port {port} on {host} is taken by another process (rollout.first_port={first_port} needs {chosen[0].http} to {last}); "
+                "choose another rollout.first_port, leave it out to take free ports, or end that process"
+            )
+    return chosen
+
+
+def _free_ports(replicas: int, host: str) -> list[Ports]:
+    """Below the kernel's range for outgoing connections, one of which could otherwise take a port while its
+    server still loads."""
+    try:
+        lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        lowest_outgoing = 32768
+    top = lowest_outgoing if lowest_outgoing > 4096 else 65536
+    candidates = list(range(max(2048, top - 16384), top - 1, 2))
+    random.SystemRandom().shuffle(candidates)
+    free = (
+        Ports(http=port, nccl=port + 1)
+        for port in candidates
+        if _is_free(host, port) and _is_free(host, port + 1)
+    )
+    chosen = [ports for ports, _ in zip(free, range(replicas), strict=False)]
+    if len(chosen) < replicas:
+        raise ValueError(
+            f"fewer than {2 * replicas} free ports between {candidates[0]} and {top} on {host}; set rollout.first_port"
+        )
+    return chosen
+
+
+def _is_free(host: str, port: int) -> bool:
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one in TIME_WAIT is free for a server
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
+
+
+def check_server_args(config: RolloutConfig) -> None:
+    """Whether ``server_args`` holds further flags only.
+
+    Raises:
+        ValueError: one has dashes in front, or another field or the design decides what it is or abbreviates.
+    """
+    for name in config.server_args:
+        flag = name.replace("_", "-")
+        # SGLang completes what is short for a flag.
+        owned = next((owned for owned in sorted(OWNED_FLAGS) if owned.startswith(flag)), None)
+        if flag.startswith("-") or owned:
+            short = f": it is short for {owned}" if owned and owned != flag else ""
+            raise ValueError(
+                f"rollout.server_args: {name!r} cannot be set there{short}; write names without dashes in front, and set the model, ports, "
+                "dtype, quantization, sizes and seed by their own config fields"
+            )
+
+
+def check_flags_exist(config: RolloutConfig) -> None:
+    """Whether SGLang has the flags of ``server_args``, by their full names, as far as its sources tell.
+
+    Raises:
+        ValueError: it has not.
+    """
+    known = flags_of_sglang() if config.server_args else ()
+    for name in config.server_args:
+        flag = name.replace("_", "-")
+        if known and flag.removeprefix("no-") not in known:  # some can be turned off so
+            close = difflib.get_close_matches(flag, known, n=1)
+            fix = (
+                f"did you mean {close[0]!r}?"
+                if close
+                else "`python -m sglang.launch_server --help` lists them"
+            )
+            raise ValueError(f"rollout.server_args: SGLang has no flag {name!r}; {fix}")
+
+
+def flags_of_sglang() -> list[str]:
+    """What SGLang's sources declare as flags, and a few settings without one; importing SGLang would take
+    seconds.
+
+    Each is a field, ``model_path: A[...]``, or text, ``"--model"``: an alias, or an argument by itself. Empty
+    where SGLang is not installed, or arranged otherwise.
+    """
+    found = importlib.util.find_spec("sglang")
+    home = Path(found.origin).parent / "srt" if found and found.origin else Path()
+    fields = "".join(
+        file.read_text(encoding="utf-8") for file in (home / "arg_groups" / "fields").glob("*.py")
+    )
+    if not fields:
+        return []
+    text = fields + (home / "server_args.py").read_text(encoding="utf-8")
+    names = {*re.findall(r"^    (\w+): A\[", fields, re.MULTILINE), *re.findall(r'"--([\w-]+)"', text)}
+    return sorted(name.replace("_", "-") for name in names)
+
+
+def check_quantization(config: RolloutConfig, model_type: str) -> None:
+    """Whether SGLang can serve this kind of model so and take new weights for it.
+
+    Raises:
+        ValueError: FP8 of a model whose loader cannot.
+    """
+    if config.quantization == "fp8" and model_type not in FP8_MODELS:
+        raise ValueError(
+            f"rollout.quantization=fp8: SGLang cannot update a {model_type} model while it serves it in FP8, only models of type "
+            f"{' and '.join(FP8_MODELS)}; set rollout.quantization=none"
+        )
+
+
+def check_has_kernels(config: RolloutConfig, *, cuda: bool) -> None:
+    """Whether this machine's servers have the kernels that the config asks for.
+
+    Raises:
+        ValueError: they are on CPU, where SGLang has none for FP8.
+    """
+    if config.quantization == "fp8" and not cuda:
+        raise ValueError(
+            "rollout.quantization=fp8 needs NVIDIA GPUs, which SGLang has its FP8 kernels for; set rollout.quantization=none, or fake_int8 "
+            "for a quantised rollout without them"
+        )

@@ -1,0 +1,282 @@
+"""The SGLang servers of one node: start, health, watch, and an end that leaves no process behind.
+
+Each replica, or this node's share of one that takes several nodes, is a watched process (see there).
+ServerFleet is used by one thread. Not its concern: requests (``sglang_client``), weights
+(``sglang_control``), command lines (``sglang_command``), and which share is on which node and GPUs: it is
+given them.
+"""
+
+import http.client
+import json
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.schema.rollout import RolloutConfig
+from rollout.run_key import RunKey
+from rollout.servers.command import (
+    LOOPBACK,
+    Ports,
+    check_has_kernels,
+    check_server_args,
+    choose_ports,
+    server_command,
+    server_environment,
+)
+from rollout.servers.rank_meeting import RankMeeting
+from rollout.servers.share import ServerShare, on_one_machine
+from rollout.servers.watched_process import end_watched, how_it_ended, log_tail, server_pid, start_watched
+
+HEALTH_POLL_S = 0.25
+HEALTH_REQUEST_TIMEOUT_S = 60.0
+
+
+class ServerDied(RuntimeError):
+    """A server process ended while the run needed it."""
+
+    def __init__(self, replica: int, pid: int, exit_code: int, log_file: Path) -> None:
+        super().__init__(
+            f"SGLang replica {replica} (pid {pid}) {how_it_ended(exit_code)}; last lines of {log_file}:\n{log_tail(log_file)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    """This node's share of one."""
+
+    number: int
+    process: subprocess.Popen
+    ports: Ports
+    log_file: Path
+    meeting: RankMeeting
+    answers: bool
+    """HTTP; where a replica takes several nodes, only its first one does."""
+
+
+class ServerFleet:
+    """The replicas of one node. ``start``, ``wait_healthy``, then ``poll`` now and then, and always ``stop``."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        *,
+        model_path: Path,
+        log_dir: Path,
+        threads: int,
+        cuda: bool,
+        seed: int,
+        shares: Sequence[ServerShare] | None = None,
+        host: str = LOOPBACK,
+        meeting_points: Mapping[int, str] | None = None,
+        fp32_lm_head: bool = False,
+        lends_memory: bool = False,
+        key: RunKey | None = None,
+    ) -> None:
+        """
+        Args:
+            shares: what runs on this node; None: every replica, from the first GPU on. host: this node's
+            address, where they listen. meeting_points: of each replica that takes several nodes, where its
+            ranks meet, HOST:PORT on its first node. fp32_lm_head: the output projection runs in float32.
+            lends_memory: see ``server_command``.
+            key: what requests have to prove; None: nothing, for tests and benchmarks alone.
+
+        Raises:
+            ValueError: ``server_args`` holds a flag that another field decides, or the config needs kernels
+            that CPU lacks.
+        """
+        check_server_args(config)
+        check_has_kernels(config, cuda=cuda)
+        self._config = config
+        self._shares = on_one_machine(config.replicas, config.tp) if shares is None else list(shares)
+        self._host, self._meeting_points = host, dict(meeting_points or {})
+        self._model_path = Path(model_path).resolve()
+        self._log_dir = Path(log_dir)
+        self._threads = threads
+        self._cuda = cuda
+        self._seed = seed
+        self._fp32_lm_head, self._lends_memory = fp32_lm_head, lends_memory
+        self._key = key
+        self._replicas: list[_Replica] = []
+        self._pids: dict[int, int] = {}
+        """Of the servers themselves, by replica; once they have been seen."""
+
+    @property
+    def urls(self) -> list[str]:
+        """One per replica that answers from this node, in order; empty before ``start``."""
+        return [self._url(replica) for replica in self._replicas if replica.answers]
+
+    def _url(self, replica: _Replica) -> str:
+        return f"http://{self._host}:{replica.ports.http}"
+
+    def start(self) -> None:
+        """Start every share and return at once.
+
+        Raises:
+            ValueError: there are too few GPUs, a port is taken, or the model folder is missing; then nothing
+            was started.
+        """
+        if self._replicas:
+            raise RuntimeError("the servers were started already")
+        if not (self._model_path / "config.json").is_file():
+            raise ValueError(
+                f"{self._model_path} has no config.json; give the folder of a Hugging Face model"
+            )
+        if self._cuda:
+            check_gpus_of(self._shares, available=visible_gpus())
+        all_ports = choose_ports(
+            [share.replica for share in self._shares], self._config.first_port, self._host
+        )
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            for place, (share, ports) in enumerate(zip(self._shares, all_ports, strict=True)):
+                self._replicas.append(self._start_share(place, share, ports))
+        except OSError:
+            self.stop()
+            raise
+
+    def _start_share(self, place: int, share: ServerShare, ports: Ports) -> _Replica:
+        command = server_command(
+            self._config,
+            share=share,
+            model_path=self._model_path,
+            ports=ports,
+            cuda=self._cuda,
+            seed=self._seed,
+            host=self._host,
+            meeting_point=self._meeting_points.get(share.replica),
+            fp32_lm_head=self._fp32_lm_head,
+            lends_memory=self._lends_memory,
+            key=self._key,
+        )
+        part = f".{share.node_rank}" if share.node_rank else ""
+        log_file = self._log_dir / f"sglang-{share.replica}{part}.log"
+        meeting = RankMeeting(share, self._meeting_points.get(share.replica))
+        environment = (
+            server_environment(share, place=place, threads=self._threads, cuda=self._cuda)
+            | meeting.environment
+        )
+        process = start_watched(command, log_file=log_file, environment=environment)
+        return _Replica(share.replica, process, ports, log_file, meeting, answers=share.node_rank == 0)
+
+    def wait_healthy(
+        self,
+        timeout_s: float,
+        on_progress: Callable[[str], None] = lambda message: None,
+        *,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Return when every replica that answers from here has generated a token, or as soon as
+        ``should_stop`` says so.
+
+        Raises:
+            ServerDied: one ended meanwhile.
+            TimeoutError: ``timeout_s`` passed; it names who is late and the end of the log.
+        """
+        started = time.monotonic()
+        waiting = [replica for replica in self._replicas if replica.answers]
+        while waiting and not should_stop():
+            self.poll()
+            left_s = started + timeout_s - time.monotonic()
+            for replica in list(waiting):
+                if _is_healthy(
+                    self._host, replica.ports.http, min(HEALTH_REQUEST_TIMEOUT_S, max(left_s, 0.1)), self._key
+                ):
+                    waiting.remove(replica)
+                    took_s = time.monotonic() - started
+                    on_progress(
+                        f"SGLang replica {replica.number} is ready at {self._url(replica)} after {took_s:.0f} s"
+                    )
+            if waiting and left_s <= 0:
+                raise TimeoutError(_late(waiting, timeout_s))
+            if waiting:
+                time.sleep(HEALTH_POLL_S)  # between looks at the condition above
+
+    def poll(self) -> None:
+        """Look at every process once.
+
+        Raises:
+            ServerDied: a replica ended.
+        """
+        for replica in self._replicas:
+            if replica.number not in self._pids and (pid := server_pid(replica.process)) is not None:
+                self._pids[replica.number] = pid
+            code = replica.process.poll()
+            if code is not None:
+                raise ServerDied(
+                    replica.number,
+                    self._pids.get(replica.number, replica.process.pid),
+                    code,
+                    replica.log_file,
+                )
+
+    def stop(self) -> None:
+        """End every replica, see ``end_watched``. May be called twice.
+
+        Raises:
+            RuntimeError: a process survived SIGKILL.
+        """
+        replicas, self._replicas = self._replicas, []
+        try:
+            end_watched([replica.process for replica in replicas])
+        finally:
+            for replica in replicas:
+                replica.meeting.close()
+
+
+def _late(waiting: Sequence[_Replica], timeout_s: float) -> str:
+    log_file = waiting[0].log_file
+    return (
+        f"SGLang replicas {[replica.number for replica in waiting]} were not ready after {timeout_s:g} s; raise "
+        f"rollout.server_start_timeout_s if they only need longer. Last lines of {log_file}:\n{log_tail(log_file)}"
+    )
+
+
+def check_gpus(config: RolloutConfig, *, first_gpu: int, available: int) -> None:
+    """Whether this machine has a GPU for every learner rank and every rank of every replica.
+
+    Raises:
+        ValueError: fewer are ``available`` than needed; it names both numbers and the fix.
+    """
+    needed = first_gpu + config.replicas * config.tp
+    if available < needed:
+        raise ValueError(
+            f"{needed} GPUs are needed, {first_gpu} of the learner or other servers and rollout.replicas={config.replicas} times "
+            f"rollout.tp={config.tp} of the servers, but {available} are visible here; use fewer learner ranks "
+            "(layout) or fewer or smaller replicas (rollout), or make more visible (CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def check_gpus_of(shares: Sequence[ServerShare], *, available: int) -> None:
+    """Whether this node has the GPUs that its shares take. Raises ValueError."""
+    needed = max((share.first_gpu + share.num_ranks for share in shares), default=0)
+    if available < needed:
+        raise ValueError(
+            f"the servers of this node take GPUs {min(share.first_gpu for share in shares)} to {needed - 1}, but {available} are visible "
+            "here; use fewer learner ranks (layout) or fewer or smaller replicas (rollout), or make more visible (CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def visible_gpus() -> int:
+    """GPUs that this process and its children may use; takes none of them."""
+    import torch  # seconds; whoever only checks a config never comes here
+
+    return torch.cuda.device_count()
+
+
+def _is_healthy(host: str, port: int, timeout_s: float, key: RunKey | None) -> bool:
+    """Whether the server generates; while it still loads, the connection is refused or the answer is 503."""
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
+    headers = {} if key is None else key.http_headers
+    with closing(connection):
+        try:
+            connection.request("GET", "/model_info", headers=headers)
+            response = connection.getresponse()
+            if response.status != 200 or "weight_version" not in json.loads(response.read()):
+                return False
+            connection.request("GET", "/health_generate", headers=headers)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException, json.JSONDecodeError):
+            return False

@@ -1,0 +1,52 @@
+"""Where the tensor-parallel ranks of one replica meet: on one node in a file in memory, on several at an
+address of the first one.
+
+By itself SGLang has them meet in a store that listens on every interface, with no password.
+"""
+
+import os
+import socket
+
+from rollout.servers.share import ServerShare
+
+OVERRIDE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+
+
+class RankMeeting:
+    """Open from before the servers' start until their end. ``environment`` is what they are told.
+
+    Args:
+        address: HOST:PORT on the replica's first node, for one that takes several; None: it is on this node
+        alone.
+
+    Raises:
+        OSError: the first node cannot listen there.
+    """
+
+    def __init__(self, share: ServerShare, address: str | None) -> None:
+        self._file, self._store = None, None
+        if address is None:
+            self._file = os.memfd_create("sglang-ranks")
+            # Other users cannot open it, and it goes with this process, which the servers never outlive.
+            self.environment = {OVERRIDE: f"file:///proc/{os.getpid()}/fd/{self._file}"}
+            return
+        host, _, port = address.rpartition(":")
+        self.environment = {
+            OVERRIDE: "env://",
+            "MASTER_ADDR": host,
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        if share.node_rank == 0:
+            from torch.distributed import TCPStore  # seconds; other fleets never come here
+
+            listening = socket.create_server((host, int(port)))
+            self._store = TCPStore(
+                host, int(port), None, True, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
+
+    def close(self) -> None:
+        self._store = None
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

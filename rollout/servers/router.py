@@ -1,0 +1,238 @@
+"""An ``sglang-router`` between the sample role and the servers, where ``rollout.router`` asks for one.
+
+    sample role --/generate--> sglang-router (here, on the loopback interface) --/generate--> servers
+
+The learner's control of the servers does not come by here: the router knows nothing of pauses and weights.
+Tried with sglang-router 0.3.2.
+"""
+
+import http.client
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+from configs.schema import RunConfig
+from configs.schema.rollout import RouterConfig
+from rollout.client import ClientStats, GenerationClient, GenerationError
+from rollout.records import Completion
+from rollout.run_key import RunKey
+from rollout.servers.client import SGLangClient
+from rollout.servers.command import LOOPBACK, Ports, choose_ports
+from rollout.servers.watched_process import end_watched, how_it_ended, log_tail, start_watched
+
+POLL_S = 0.25
+READY_REQUEST_TIMEOUT_S = 5.0
+START_TIMEOUT_S = 120.0
+"""The servers are there already; it imports for some seconds, and asks each of them."""
+PACKAGE = "sglang_router"
+PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
+
+
+@asynccontextmanager
+async def generation_client(
+    config: RunConfig, urls: Sequence[str], *, log_dir: Path, key: RunKey | None = None
+) -> AsyncIterator[GenerationClient]:
+    """What the sample role asks: the servers at ``urls``, or a router before them. Raises as ``Router`` does."""
+    rollout = config.rollout
+    with ExitStack() as stack:
+        if rollout.router is not None:
+            log_file, timeout_s = log_dir / "router.log", rollout.request_timeout_s
+            router = Router(rollout.router, urls, log_file=log_file, request_timeout_s=timeout_s, key=key)
+            urls = [stack.enter_context(router).url]
+        async with SGLangClient(
+            urls,
+            max_concurrency=rollout.max_concurrency,
+            timeout_s=rollout.request_timeout_s,
+            max_retries=rollout.max_retries,
+            peer_timeout_s=config.launch.peer_timeout_s,
+            whole_groups=rollout.router is None,
+            key=key,
+        ) as client:
+            yield client if rollout.router is None else _Routed(client, router)
+
+
+class _Routed:
+    """A ``GenerationClient`` whose failures say so where it is the router that has ended."""
+
+    def __init__(self, client: SGLangClient, router: "Router") -> None:
+        self._client, self._router = client, router
+
+    @property
+    def stats(self) -> ClientStats:
+        return self._client.stats
+
+    async def generate_group(self, prompt_ids: Sequence[int], **sampling: Any) -> list[Completion]:
+        try:
+            return await self._client.generate_group(prompt_ids, **sampling)
+        except GenerationError as error:
+            try:
+                self._router.poll()
+            except RouterEnded as end:
+                raise GenerationError(f"{end}\n({error})") from error
+            raise
+
+    async def close(self) -> None:
+        await self._client.close()
+
+
+class RouterEnded(RuntimeError):
+    """It ended while the run needed it; with the end of its log."""
+
+
+class Router:
+    """``start``, ``wait_ready``, and always ``stop``; or a context, which does all three.
+
+    Args:
+        urls: of the servers, which are healthy. request_timeout_s: of our client, which gives up first.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        urls: Sequence[str],
+        *,
+        log_file: Path,
+        request_timeout_s: float,
+        key: RunKey | None = None,
+    ) -> None:
+        check_is_installed()
+        self._key = key
+        self._config, self._urls, self._log_file, self._request_timeout_s = (
+            config,
+            list(urls),
+            log_file,
+            request_timeout_s,
+        )
+        (self._ports,) = choose_ports([0], None)
+        self._process: subprocess.Popen | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{LOOPBACK}:{self._ports.http}"
+
+    def __enter__(self) -> "Router":
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        self._log_file.parent.mkdir(parents=True, exist_ok=True)
+        command = router_command(
+            self._config,
+            self._urls,
+            ports=self._ports,
+            request_timeout_s=self._request_timeout_s,
+            key=self._key,
+        )
+        # Unlike our clients it would ask a proxy for the servers.
+        environment = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
+        environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        self._process = start_watched(command, log_file=self._log_file, environment=environment)
+
+    def wait_ready(self) -> None:
+        """Return when every server is behind it.
+
+        Raises:
+            RouterEnded: it has. TimeoutError: it was not ready in time; with the end of its log.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._is_ready():
+            self.poll()
+            if time.monotonic() > deadline:
+                waited = f"{START_TIMEOUT_S:g} s"
+                raise TimeoutError(
+                    f"sglang-router had not found all of {self._urls} after {waited}; {self._last_words()}"
+                )
+            time.sleep(POLL_S)  # between looks at the conditions above
+
+    def poll(self) -> None:
+        """Look at the process once. Raises RouterEnded."""
+        code = self._process.poll()
+        if code is not None:
+            raise RouterEnded(
+                f"sglang-router (pid {self._process.pid}) {how_it_ended(code)}; {self._last_words()}"
+            )
+
+    def _is_ready(self) -> bool:
+        connection = http.client.HTTPConnection(LOOPBACK, self._ports.http, timeout=READY_REQUEST_TIMEOUT_S)
+        with closing(connection):
+            try:
+                connection.request(
+                    "GET", "/workers", headers=self._key.http_headers if self._key is not None else {}
+                )
+                response = connection.getresponse()
+                return response.status == 200 and _healthy_workers(response.read()) == len(self._urls)
+            except (OSError, http.client.HTTPException):
+                return False
+
+    def _last_words(self) -> str:
+        return f"last lines of {self._log_file}:\n{log_tail(self._log_file)}"
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            end_watched([process])
+
+
+def router_command(
+    config: RouterConfig,
+    urls: Sequence[str],
+    *,
+    ports: Ports,
+    request_timeout_s: float,
+    key: RunKey | None = None,
+) -> list[str]:
+    """The command line. Its settings, beside addresses and policy:
+
+    - health by /model_info, every 2 s: its default asks the server for a token, which a paused one never
+      gives: after half a minute every server would count as ill, and requests would be answered 503;
+    - no retries of its own: ``SGLangClient`` repeats what failed, and counts it;
+    - a server that broke connections is tried again after 5 s, not 60.
+    """
+    flags = {
+        "--policy": config.policy,
+        "--host": LOOPBACK,
+        "--port": ports.http,
+        "--prometheus-host": LOOPBACK,
+        "--prometheus-port": ports.nccl,
+        "--health-check-endpoint": "/model_info",
+        "--health-check-interval-secs": 2,
+        "--cb-timeout-duration-secs": 5,
+        "--request-timeout-secs": math.ceil(request_timeout_s) + 1,  # the client's own comes first
+        "--shutdown-grace-period-secs": 1,
+        "--log-level": "warn",
+    }
+    arguments = [str(part) for flag in flags.items() for part in flag]
+    start = [f"{PACKAGE}.launch_router"] if key is None else ["rollout.servers.start_router", str(key.file)]
+    return [sys.executable, "-m", *start, "--worker-urls", *urls, "--disable-retries", *arguments]
+
+
+def check_is_installed() -> None:
+    """Raises ValueError."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise ValueError(
+            "rollout.router needs the package sglang-router; pip install sglang-router==0.3.2, or leave rollout.router out"
+        )
+
+
+def _healthy_workers(content: bytes) -> int:
+    """Raises OSError where that is no list of workers: something else listens at this port."""
+    try:
+        return sum(worker["is_healthy"] for worker in json.loads(content)["workers"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise OSError(f"no answer of sglang-router: {content[:200]!r}") from error

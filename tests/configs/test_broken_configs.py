@@ -1,0 +1,879 @@
+"""Configs that cannot work, and what is said of each: the field, its value, what is wrong and what to write
+instead.
+
+Every one goes through the command's own entry point, which must end with exit code 2, having written and
+started nothing.
+"""
+
+import errno
+import json
+import os
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from configs.other_systems.fields import OTHER_FIELDS
+from configs.reading.schema_shape import Shape
+from configs.schema import RunConfig
+from launch import cli
+from launch.processes.supervisor import Supervisor
+from tests.support.model_folders import make_model_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS_TO_ANSWER = 5
+
+COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": COMMON | {
+        "model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128,
+    },
+    "small-vocabulary": COMMON | {
+        "model_type": "qwen3", "vocab_size": 32, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128,
+    },
+    "experts": COMMON | {
+        "model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "7b": COMMON | {
+        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+        "num_key_value_heads": 4, "intermediate_size": 18944,
+    },
+    "235b": COMMON | {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1536,
+    },
+    "other-kind": {"model_type": "gpt2"},
+}  # fmt: skip
+SFT = yaml.safe_dump(
+    {"kind": "sft", "model": {"path": "dense"}, "data": {"type": "countdown"}, "output": "new"}
+)
+REWARDS = """\
+def score(prompt, response, reference):
+    return 0.0
+
+
+def forgets(prompt, response, reference):
+    pass
+
+async def later(prompt, response, reference):
+    return 1.0
+"""
+BASE = {"model": {"path": "dense"}, "task": {"type": "countdown"}, "rollout": {"max_new_tokens": 14}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broken:
+    """``text`` is the config, BASE where it is none; ``options`` what else is on the command line. The rest
+    is what must be said."""
+
+    options: str = ""
+    text: str | None = None
+    command: str = "train"
+    field: str
+    value: str
+    error: str
+    fix: str
+
+
+NODES = "launch.nodes={learner: 2, rollout: 2, gpus_per_node: 8}"
+TABLE = {
+    # ---- the file itself
+    "malformed yaml": Broken(
+        text="model:\n  path: x\n task: [", field="(YAML syntax)", value="task: [", error="(line 3, column 2)", fix="correct the YAML there"
+    ),
+    "empty": Broken(text="", field="(the whole file)", value="(empty)", error="the file is empty", fix="write at least `model:`"),
+    "no such file": Broken(
+        options="CONFIG=runn.yaml", field="CONFIG", value="runn.yaml", error="no such file", fix="did you mean `run.yaml`?"
+    ),
+    "no such base": Broken(
+        text="extends: [grpoo.yaml]", field="extends", value="grpoo.yaml", error="no such file", fix="did you mean `grpo.yaml`?"
+    ),
+    "extends in a circle": Broken(
+        options="CONFIG=circle_a.yaml", field="extends", value="circle_a.yaml", error="circle_a.yaml -> circle_b.yaml -> circle_a.yaml",
+        fix="remove one of these extends",
+    ),
+    "repeated key": Broken(
+        text="steps: 1\nsteps: 2", field="steps", value="steps: 2", error="the key is repeated; it is set first in line 1",
+        fix="keep one of them",
+    ),
+    "no override": Broken(options="nonsense", field="(override)", value="nonsense", error="key.sub=value", fix="rollout.group_size=8"),
+    "overrides first": Broken(
+        options="CONFIG=steps=3 run.yaml", field="CONFIG", value="steps=3", error="this is an override",
+        fix="CONFIG first: `CONFIG steps=3`",
+    ),
+    "a second file": Broken(
+        options="grpo.yaml", field="(override)", value="grpo.yaml", error="key.sub=value", fix="`extends=FILE` lays a further file over it"
+    ),
+    "a name of any length": Broken(
+        options=f"CONFIG={'x' * 5000}", field="CONFIG", value=f"{'x' * 97}...", error="File name too long", fix="check its name"
+    ),
+    "dots in a file": Broken(
+        text="learner.token_budget: 8192", field="learner.token_budget", value="8192", error="unknown key",
+        fix="in YAML write `learner: {token_budget: 8192}`",
+    ),
+    "links in a circle": Broken(
+        options="CONFIG=loop.yaml", field="CONFIG", value="loop.yaml", error="links lead in a circle", fix="make the link point to a file"
+    ),
+    "base of links in a circle": Broken(
+        text="extends: loop.yaml", field="extends", value="loop.yaml", error="links lead in a circle", fix="make the link point to a file"
+    ),
+    "a pipe": Broken(
+        options="CONFIG=pipe.yaml", field="CONFIG", value="pipe.yaml", error="a pipe, a socket or a device", fix="name a YAML file"
+    ),
+    "a base that never ends": Broken(
+        text="extends: /dev/zero", field="extends", value="/dev/zero", error="a pipe, a socket or a device", fix="name a YAML file"
+    ),
+    "a file of weights": Broken(
+        options="CONFIG=large.bin", field="CONFIG", value="large.bin", error="20,000,000 bytes; no config", fix="name a YAML file"
+    ),
+    "a folder of a similar name": Broken(
+        options="CONFIG=stopped_earli", field="CONFIG", value="stopped_earli", error="no such file", fix="correct the name"
+    ),
+    "model of links in a circle": Broken(
+        options="model.path=loop", field="model.path", value="loop", error="no such folder", fix="a symbolic link to loop, which is not"
+    ),
+    # ---- overrides
+    "blanks around the sign": Broken(
+        options="steps = 5", field="(override)", value="steps = 5", error="the shell took this override apart", fix="steps=5"
+    ),
+    "a blank before the sign": Broken(
+        options="steps =5", field="(override)", value="steps =5", error="the shell took this override apart", fix="steps=5"
+    ),
+    "a blank after the sign": Broken(
+        options="steps= 5 seed=1", field="(override)", value="steps= 5", error="the shell took this override apart", fix="steps=5"
+    ),
+    "braces without quotes": Broken(
+        options="layout={tp:\\ 2,\\ dp:\\ 1} seed=1", field="(override)", value="layout={tp: 2, dp: 1}", error="took this override apart",
+        fix="quote the override, since the shell takes it apart at blanks: 'layout={tp: 2, dp: 1}'",
+    ),
+    "braces that the shell took": Broken(
+        options="layout=tp:2", field="layout", value="tp:2", error="must be a block of keys", fix="'layout={tp: 2, ...}'"
+    ),
+    "no blank after a colon": Broken(
+        options="task={type:jsonl}", field="task.type:jsonl", value="null", error="unknown key", fix="after the colon: `type: jsonl`"
+    ),
+    "a key to add": Broken(
+        options="++steps=5", field="(override)", value="++steps=5", error="key.sub=value", fix="write `steps=5`: a key is set"
+    ),
+    "a key to take away": Broken(
+        options="~critic", field="(override)", value="~critic", error="key.sub=value", fix="write `critic=null` where it may be nothing"
+    ),
+    "a colon for the sign": Broken(
+        options="steps:5", field="(override)", value="steps:5", error="key.sub=value", fix="write `steps=5`"
+    ),
+    **{f"{name} of other systems": Broken(
+        options=f"{name}=8", field=name, value="8", error="unknown key", fix=fix,
+    ) for name, fix in [
+        ("batch_size", "here it is `rollout.prompts_per_step` prompts, each with `rollout.group_size` responses"),
+        ("rollout.n_samples_per_prompt", "here it is `rollout.group_size`"),
+        ("learner.ppo_micro_batch_size_per_gpu", "here it is `learner.token_budget`"),
+        ("learning_rate", "here it is `learner.optimizer.lr`"),
+    ]},
+    **{f"path with {path}": Broken(
+        options=f"{field}={path}", field=field, value=path, error="is not expanded", fix=f"write the path out, {Path.home()}",
+    ) for field, path in [("model.path", "$HOME/m"), ("launch.runs_dir", "~/runs"), ("resume", "${HOME}/run")]},
+    "bytes that are no text": Broken(
+        options="name=\udcce\udcb4", field="(override)", value="name=\\udcce", error="not UTF-8 text", fix="set LC_ALL=C.UTF-8"
+    ),
+    # ---- fields
+    "unknown key": Broken(
+        options="learner.optimiser.lr=1", field="learner.optimiser", value="{lr: 1}", error="unknown key", fix="did you mean `optimizer`?"
+    ),
+    "wrong type": Broken(
+        options="steps=many", field="steps", value="many", error="must be a whole number", fix="correct the value (default: 100)"
+    ),
+    "no model": Broken(text="task: {type: countdown}", field="model", value="(not set)", error="required, but not set", fix="add `model`"),
+    "unknown task": Broken(
+        options="task.type=countdwn", field="task.type", value="countdwn", error="unknown variant", fix="did you mean `countdown`?"
+    ),
+    "unknown preset": Broken(
+        options="correction=decoupled_token_iss", field="correction.preset", value="decoupled_token_iss", error="no such preset",
+        fix="did you mean `decoupled_token_is`?",
+    ),
+    "key of another system": Broken(
+        options="correction={verl: {rollout_is: token, rollout_token_veto_threshold: 1.0}}",
+        field="correction.verl.rollout_token_veto_threshold", value="1.0", error="would reject what the two policies agree on", fix="1e-4",
+    ),
+    "truncated sampling": Broken(
+        options="rollout.top_p=0.9", field="rollout.top_p", value="0.9", error="log-probs of the full one", fix="set top_p: 1.0"
+    ),
+    "siblings that cannot differ": Broken(
+        options="rollout.group_size=1 rollout.dynamic_sampling={type: resample}", field="rollout.dynamic_sampling.type, rollout.group_size",
+        value="rollout.group_size: 1 (command line)", error="siblings that can differ", fix="raise it, or use type: none",
+    ),
+    "response longer than a micro-batch": Broken(
+        options="rollout.max_new_tokens=512 learner.token_budget=256", field="rollout.max_new_tokens, learner.token_budget",
+        value="512 (command line)", error="leaves no room for a prompt", fix="raise the budget",
+    ),
+    "gae without a critic": Broken(
+        options="advantage={type: gae} critic=null", field="advantage.type", value="gae", error="needs the values of a critic",
+        fix="remove `critic: null`",
+    ),
+    "time limit": Broken(
+        options="launch.slurm.time=tomorrow", field="launch.slurm.time", value="tomorrow",
+        error="write hours:minutes:seconds, such as 12:00:00", fix="correct launch.slurm.time",
+    ),
+    **{f"time limit {time}": Broken(
+        options=f"launch.slurm.time={time}", field="launch.slurm.time", value=time, error=error, fix=fix,
+    ) for time, error, fix in [
+        ("12:00", "write hours:minutes:seconds", "correct launch.slurm.time"),
+        ("99:99:99", "write hours:minutes:seconds", "correct launch.slurm.time"),
+        ("2-24", "write hours:minutes:seconds", "correct launch.slurm.time"),
+        ("5", "must be text", "correct the value (default: 24:00:00)"),
+    ]},
+    "unknown way to choose a server": Broken(
+        options="rollout.router.policy=least", field="rollout.router.policy", value="least", error="not one of the choices",
+        fix="round_robin",
+    ),
+    "port out of range": Broken(
+        options="rollout.first_port=80", field="rollout.first_port", value="80", error="greater than or equal to 1024", fix="at least 1024"
+    ),
+    "name too long": Broken(
+        options=f"name={'n' * 101}", field="name", value="n" * 90, error="at most 100 characters", fix="default: run"
+    ),
+    "name too long for Slurm": Broken(
+        command="slurm", options=f"name={'n' * 300}", field="name", value="n" * 90, error="at most 100 characters", fix="default: run"
+    ),
+    "numbers of a problem": Broken(
+        options="task.num_numbers=6", field="task.num_numbers", value="6", error="less than or equal to 5", fix="at most 5"
+    ),
+    "seed": Broken(options=f"seed={2**64}", field="seed", value=str(2**64), error="less than 9223372036854775808", fix="default: 0"),
+    "negative seed": Broken(options="seed=-1", field="seed", value="-1", error="greater than or equal to 0", fix="at least 0"),
+    "numbers of a problem of a warm start": Broken(
+        command="sft", text=SFT, options="data.task.num_numbers=9", field="data.task.num_numbers", value="9",
+        error="less than or equal to 5", fix="at most 5",
+    ),
+    "wrong answers of a single number": Broken(
+        command="sft", text=SFT, options="data.task.num_numbers=1", field="data.noise, data.task.num_numbers",
+        value="data.noise: 0.3 (default), data.task.num_numbers: 1", error="needs wrong answers", fix="use noise=0 or more numbers",
+    ),
+    # ---- numbers beyond reason
+    **{f"beyond reason: {field}={value}": Broken(
+        options=f"{field}={value}", field=field, value="(command line)", error=f"beyond reason: {error}", fix=f"use at {fix}",
+    ) for field, value, error, fix in [
+        ("steps", "1" + 23 * "0", "at a step a second", "most 1_000_000_000"),
+        ("rollout.group_size", "1000000000", "nobody samples so many responses", "most 65_536"),
+        ("rollout.prompts_per_step", "1000000000", "no cluster runs a million of these", "most 1_000_000"),
+        ("rollout.temperature", "1e30", "every token is nearly as likely", "most 100"),
+        ("rollout.temperature", "1e-9", "SGLang takes the likeliest token there", "least 0.001"),
+        ("evaluation.temperature", "1e30", "every token is nearly as likely", "most 100"),
+        ("learner.optimizer.lr", "1e6", "Adam moves every weight by about lr in a step", "most 1"),
+        ("learner.token_budget", "9999999999999999999999", "positions in a batch are numbers of 32 bits", "most 2_147_483_647"),
+        ("kl.coefficient", "1e6", "the rest of the loss would not count beside it", "most 1_000"),
+        ("layout.tp", "1" + 23 * "0", "no cluster runs a million", "most 1_000_000"),
+        ("launch.start_timeout_s", "1e30", "ZeroMQ waits for 24 days at most", "most 2_000_000"),
+        ("task.max_number", "1" + 30 * "0", "no small model adds such numbers", "most 1_000_000"),
+    ]},
+    "a single sibling": Broken(
+        options="rollout.group_size=1", field="advantage.type, rollout.group_size", value="rollout.group_size: 1 (command line)",
+        error="so that every advantage would be 0", fix="use 2 or more",
+    ),
+    **{f"bounds without 1: {options}": Broken(
+        options=options, field=field, value=value, error=f"{error} the ratio 1 of two engines that agree",
+        fix="use bounds on both sides of 1",
+    ) for options, field, value, error in [
+        ("correction.weight.upper=0.5", "correction.weight.upper", "0.5", "correction.weight.upper=0.5 lowers"),
+        ("correction.weight={bound: mask, lower: 2, upper: 3}", "correction.weight.lower", "2", "correction.weight: [2.0, 3.0] leaves out"),
+        ("correction.weight={bound: clip, lower: 0.1, upper: 0.5}", "correction.weight.upper", "0.5", "[0.1, 0.5] leaves out"),
+        (
+            "correction.reject=[{rule: k3, upper: 0.1},{rule: ratio, lower: 0, upper: 0.5}]", "correction.reject", "0.5",
+            "correction.reject: [0.0, 0.5] of rule 2 leaves out",
+        ),
+    ]},
+    # ---- room for a prompt
+    "response longer than the model's positions": Broken(
+        options="rollout.max_new_tokens=100000 learner.token_budget=200000", field="rollout.max_new_tokens, learner.token_budget",
+        value="rollout.max_new_tokens: 100000", error="within learner.token_budget=200000, max_position_embeddings=32768",
+        fix="lower rollout.max_new_tokens",
+    ),
+    "response longer than the servers' pool": Broken(
+        options="rollout.max_total_tokens=14", field="rollout.max_total_tokens", value="rollout.max_total_tokens: 14 (command line)",
+        error="leaves no room for a training prompt", fix="raise rollout.max_total_tokens",
+    ),
+    # ---- batches
+    "prompts over minibatches": Broken(
+        options="rollout.prompts_per_step=10 learner.minibatches=4", field="rollout.prompts_per_step, learner.minibatches",
+        value="rollout.prompts_per_step: 10", error="does not divide", fix="use 8 or 12 prompts",
+    ),
+    "sequences over ranks": Broken(
+        options="layout.dp=3", field="layout.dp", value="layout.dp: 3 (command line)", error="a minibatch of 256 sequences",
+        fix="use 30 or 33 prompts",
+    ),
+    # ---- layouts
+    "heads": Broken(
+        options="layout.tp=3 layout.dp=1", field="layout.tp", value="3 (command line)", error="num_attention_heads=4",
+        fix="use tp=2 or tp=4",
+    ),
+    "layers": Broken(
+        options="layout.pp=3 layout.dp=1", field="layout.pp", value="3 (command line)", error="num_hidden_layers=4", fix="use pp=2 or pp=4"
+    ),
+    "chunks without a pipeline": Broken(
+        options="layout.vpp=2", field="layout.vpp, layout.pp", value="layout.vpp: 2", error="of which pp=1 has one", fix="or vpp=1"
+    ),
+    "sp without tp": Broken(
+        options="layout.sp=true", field="layout.sp, layout.tp", value="layout.sp: true", error="of which tp=1 has one",
+        fix="set tp=2 or more, or sp=false",
+    ),
+    "experts": Broken(
+        options="model.path=experts layout.ep=3 layout.dp=3 rollout.prompts_per_step=3", field="layout.ep", value="3 (command line)",
+        error="does not divide the model's num_experts=8", fix="use ep=1",
+    ),
+    "experts of a dense model": Broken(
+        options="layout.ep=2", field="layout.ep", value="2 (command line)", error="of which this qwen3 model has none", fix="use ep=1"
+    ),
+    "context parallel": Broken(
+        options="layout.cp=2", field="layout.cp", value="2 (command line)", error="exists on CUDA alone", fix="use cp=1"
+    ),
+    "heads of a server": Broken(
+        options="rollout.tp=3", field="rollout.tp", value="3 (command line)", error="num_attention_heads=4", fix="use one of [1, 2, 4]"
+    ),
+    # ---- files
+    "no model folder": Broken(
+        options="model.path=densee", field="model.path", value="densee", error="no such folder", fix="did you mean `dense`?"
+    ),
+    "another kind of model": Broken(
+        options="model.path=other-kind", field="model.path", value="other-kind", error="model_type 'gpt2' is not supported", fix="qwen3"
+    ),
+    "weights cut short": Broken(
+        options="model.path=cut-short", field="model.path", value="cut-short", error="so it was cut short", fix="download or copy it again"
+    ),
+    "weights of a critic cut short": Broken(
+        options="advantage={type: gae} critic.model={path: cut-short}", field="critic.model.path", value="cut-short",
+        error="so it was cut short", fix="download or copy it again",
+    ),
+    "weights of a warm start of another model": Broken(
+        command="sft", text=SFT, options="model.path=another-size", field="model.path", value="another-size",
+        error="model.embed_tokens.weight is (64, 64), not (32, 64)", fix="use the config.json that came with these weights",
+    ),
+    "pickled weights": Broken(
+        options="model.path=pickled", field="model.path", value="pickled", error="but pytorch_model.bin, which is not read",
+        fix="a copy with safetensors",
+    ),
+    "folder around the folder": Broken(
+        options="model.path=around", field="model.path", value="around", error="has no config.json", fix="did you mean `around/model`?"
+    ),
+    "more layers than any model has": Broken(
+        options="model.path=endless", field="model.path", value="endless", error="num_hidden_layers=1000000000000", fix="restore it"
+    ),
+    "a model's config that nests too deep": Broken(
+        options="model.path=deep", field="model.path", value="deep", error="nests its values too deep", fix="restore it"
+    ),
+    "no task file": Broken(
+        options="task={type: gsm8k, train_path: trian.jsonl}", field="task.train_path", value="trian.jsonl", error="no such file",
+        fix="did you mean `train.jsonl`?",
+    ),
+    "broken line": Broken(
+        options="task={type: gsm8k, train_path: train.jsonl}", field="task.train_path", value="train.jsonl",
+        error="train.jsonl:line 2: not valid JSON", fix="correct or remove it",
+    ),
+    "no such reward function": Broken(
+        options="reward={type: function, function: my_rewards:scroe}", field="reward.function", value="my_rewards:scroe",
+        error="my_rewards has no 'scroe'", fix="did you mean 'score'?",
+    ),
+    "reward function that returns nothing": Broken(
+        options="reward={type: function, function: my_rewards:forgets}", field="reward.function", value="my_rewards:forgets",
+        error="a number, not <class 'NoneType'> (my_rewards.py:5 in forgets)", fix="return a finite number",
+    ),
+    "reward function among others": Broken(
+        options="reward.type=weighted reward.parts={mine: {type: function, function: my_rewards:later}}",
+        field="reward.parts.mine.function", value="my_rewards:later", error="`async def` (my_rewards.py:8 in later)", fix="write `def`",
+    ),
+    "reward module that ends the process": Broken(
+        options="reward={type: function, function: script:score}", field="reward.function", value="script:score",
+        error="ends the process: SystemExit: 0 (script.py:2", fix="under `if __name__ == '__main__':`",
+    ),
+    "critic of another vocabulary": Broken(
+        options="advantage={type: gae} critic.model={path: small-vocabulary}", field="critic.model.path", value="small-vocabulary",
+        error="a vocabulary of 32 tokens, the policy's has 64", fix="give a critic of the policy's model family",
+    ),
+    "resume without a checkpoint": Broken(
+        options="resume=stopped_early", field="resume", value="stopped_early", error="holds no complete checkpoint",
+        fix="start anew without `resume`",
+    ),
+    "resume of a warm start": Broken(
+        options="resume=warm_start", field="resume", value="warm_start", error="is a run of kind sft", fix="start anew without `resume`",
+    ),
+    "resume of another run": Broken(
+        options="resume=stopped_early seed=7", field="resume", value="stopped_early", error="`seed` of stopped_early is 0, but 7 was given",
+        fix="or start a new run",
+    ),
+    "evaluation without held-out problems": Broken(
+        command="eval", options="--dry-run task={type: gsm8k, train_path: sound.jsonl}", field="task.heldout_path", value="null",
+        error="no held-out problems to evaluate on", fix="name a file of them",
+    ),
+    "runs in a file": Broken(
+        options="launch.runs_dir=run.yaml/sub", field="launch.runs_dir", value="run.yaml/sub", error="Not a directory, in",
+        fix="give a folder that can be written to",
+    ),
+    "runs where nothing can be written": Broken(
+        options="--dry-run launch.runs_dir=/proc/foo", field="launch.runs_dir", value="/proc/foo",
+        error=", in /proc", fix="give a folder that can be written to",
+    ),
+    "job's runs where nothing can be written": Broken(
+        command="slurm", options="layout.dp=1 launch.runs_dir=/proc/foo", field="launch.runs_dir", value="/proc/foo",
+        error=", in /proc", fix="give a folder that can be written to",
+    ),
+    "warm start's runs where nothing can be written": Broken(
+        command="sft", text=SFT, options="launch.runs_dir=/proc/foo", field="launch.runs_dir", value="/proc/foo",
+        error=", in /proc", fix="give a folder that can be written to",
+    ),
+    "output in a file": Broken(
+        command="sft", text=SFT, options="--dry-run output=run.yaml/x", field="output", value="run.yaml/x",
+        error="Not a directory, in", fix="give a folder that can be written to",
+    ),
+    "output where nothing can be written": Broken(
+        command="sft", text=SFT, options="--dry-run output=/proc/x", field="output", value="/proc/x",
+        error=", in /proc", fix="give a folder that can be written to",
+    ),
+    "output of a name too long": Broken(
+        command="sft", text=SFT, options=f"--dry-run output={'n' * 300}", field="output", value="n" * 90,
+        error="a name in it (255) may be", fix="use shorter names",
+    ),
+    "no examples": Broken(
+        command="sft", text=SFT, options="data={type: jsonl, path: empty.jsonl}", field="data.path", value="empty.jsonl",
+        error="holds no records", fix="write one per line, with the fields `prompt` and `response`",
+    ),
+    "existing output": Broken(
+        command="sft", text=SFT, options="output=dense",
+        field="output", value="dense", error="dense exists already", fix="name a new folder, or remove it first",
+    ),
+    # ---- servers and ports
+    "port taken": Broken(
+        options="rollout.first_port=TAKEN", field="rollout.first_port", value="TAKEN", error="port TAKEN on 127.0.0.1 is taken",
+        fix="choose another rollout.first_port",
+    ),
+    "too many ports": Broken(
+        options=f"--dry-run {NODES} layout.tp=4 layout.dp=4 rollout.first_port=64990 rollout.replicas=400 launch.nodes.gpus_per_node=200",
+        field="rollout.first_port, rollout.replicas", value="rollout.first_port: 64990", error="need ports above 65535",
+        fix="choose a lower one",
+    ),
+    "flag that a field decides": Broken(
+        options="rollout.server_args={tp_size: 2}", field="rollout.server_args", value="{tp_size: 2}",
+        error="'tp_size' cannot be set there", fix="by their own config fields",
+    ),
+    "flag in short": Broken(
+        options="rollout.server_args={tp: 2}", field="rollout.server_args", value="{tp: 2}",
+        error="'tp' cannot be set there: it is short for tp-size", fix="by their own config fields",
+    ),
+    "flag that SGLang has not": Broken(
+        options="rollout.server_args={max_runing_requests: 2}", field="rollout.server_args", value="{max_runing_requests: 2}",
+        error="SGLang has no flag 'max_runing_requests'", fix="did you mean 'max-running-requests'?",
+    ),
+    "flag that SGLang cannot turn off": Broken(
+        options="rollout.server_args={no-such-flag: true}", field="rollout.server_args", value="{no-such-flag: true}",
+        error="SGLang has no flag 'no-such-flag'", fix="sglang.launch_server --help",
+    ),
+    "static share": Broken(
+        options="rollout.server_args={mem-fraction-static: 8}", field="rollout.server_args", value="{mem-fraction-static: 8}",
+        error="is no share of a GPU", fix="give a number between 0 and 1",
+    ),
+    # ---- nodes
+    "server larger than its nodes": Broken(
+        options=f"--dry-run model.path=7b rollout.tp=4 layout.dp=16 {NODES} launch.nodes.gpus_per_node=2 launch.nodes.learner=8 "
+        "launch.nodes.rollout=1", field="rollout.tp", value="rollout.tp: 4", error="put 4 server ranks on a node",
+        fix="use more launch.nodes.rollout",
+    ),
+    "replicas over nodes": Broken(
+        options=f"--dry-run layout.dp=16 rollout.replicas=3 {NODES}", field="rollout.replicas, launch.nodes.rollout",
+        value="rollout.replicas: 3", error="cannot be spread evenly", fix="use a multiple of 2",
+    ),
+    "learner over nodes": Broken(
+        options=f"--dry-run layout.dp=1 rollout.replicas=2 {NODES}", field="launch.nodes.learner", value="2",
+        error="the learner's processes", fix="use a multiple of 2",
+    ),
+    "tp over nodes": Broken(
+        options=f"--dry-run layout.tp=4 layout.dp=3 rollout.prompts_per_step=3 rollout.replicas=2 {NODES}", field="layout.tp",
+        value="4 (command line)", error="would lie on two nodes", fix="use a tp that does",
+    ),
+    "dp=auto over nodes": Broken(
+        options=f"--dry-run model.path=experts layout.ep=32 rollout.replicas=2 {NODES} launch.nodes.learner=3", field="layout.dp",
+        value="auto (default)", error="24 processes make dp=24", fix="use another number of processes, or a smaller ep",
+    ),
+    "nodes on this machine": Broken(
+        options=f"layout.dp=2 rollout.replicas=2 {NODES}", field="launch.nodes", value="learner: 2",
+        error="this machine alone cannot run launch.nodes", fix="use `tandem slurm`, `tandem prepare`, or remove it",
+    ),
+    "evaluation on nodes": Broken(
+        command="eval", options=f"layout.dp=2 rollout.replicas=2 {NODES}", field="launch.nodes", value="learner: 2",
+        error="this machine alone cannot run launch.nodes", fix="set launch.nodes=null",
+    ),
+    "shared GPUs of two sides' nodes": Broken(
+        options=f"launch.placement=colocated {NODES}", field="launch.placement", value="colocated",
+        error="nodes gives learner and servers nodes of their own", fix="remove one",
+    ),
+    # ---- memory
+    "learner too large": Broken(
+        options="--dry-run --gpu-memory 24 model.path=7b model.dtype=bfloat16 layout.tp=4 layout.dp=2 rollout.tp=4",
+        field="layout.tp, layout.pp, layout.dp, learner.token_budget", value="layout.tp: 4 (command line)",
+        error="the fullest learner rank needs", fix="a layout that splits the model further",
+    ),
+    "learner too large for the job's GPUs": Broken(
+        command="slurm", options="--gpu-memory 24 model.path=7b model.dtype=bfloat16 layout.tp=4 layout.dp=2 rollout.tp=4",
+        field="layout.tp, layout.pp, layout.dp, learner.token_budget", value="layout.tp: 4 (command line)",
+        error="the fullest learner rank needs", fix="a layout that splits the model further",
+    ),
+    "server too large": Broken(
+        options="--dry-run --gpu-memory 16 model.path=7b model.dtype=bfloat16 layout.tp=4 layout.dp=16 layout.pp=4",
+        field="rollout.tp, rollout.max_new_tokens", value="rollout.tp: 1 (default)", error="have room for 0 tokens",
+        fix="use a larger rollout.tp",
+    ),
+    "too large for both on one GPU": Broken(
+        options="--dry-run --gpu-memory 44 model.path=7b model.dtype=bfloat16 layout.tp=2 layout.dp=4 rollout.tp=1 "
+        "launch.placement=colocated learner.recompute=full", field="launch.placement", value="colocated",
+        error="beside 14.2 GiB", fix="set launch.placement=separate",
+    ),
+    "too large for this machine": Broken(
+        options="--dry-run model.path=235b", field="model.path", value="235b (command line)", error="the processes need",
+        fix="use a smaller model, or plan for GPUs with --dry-run --gpu-memory GIB",
+    ),
+    "too many tokens for this machine": Broken(
+        options="--dry-run learner.token_budget=2000000000", field="learner.token_budget", value="2000000000",
+        error="1 learner rank ", fix="use a smaller learner.token_budget",
+    ),
+    "too many servers for this machine": Broken(
+        options="--dry-run rollout.replicas=1000000", field="rollout.replicas", value="1000000", error="1000000 server ranks",
+        fix="use a smaller rollout.replicas",
+    ),
+    "too large a cache for this machine": Broken(
+        options="--dry-run rollout.max_total_tokens=1000000000000 rollout.replicas=2", field="rollout.max_total_tokens",
+        value="1000000000000", error="2 server ranks", fix="use a smaller rollout.max_total_tokens",
+    ),
+    "too many learner ranks for this machine": Broken(
+        options="--dry-run layout.dp=100000 rollout.prompts_per_step=100000", field="layout.dp", value="100000 (command line)",
+        error="100000 learner ranks", fix="use a smaller layout.dp",
+    ),
+    "too many tokens of a warm start for this machine": Broken(
+        command="sft", text="kind: sft\nmodel: {path: dense}\ndata: {type: countdown}\noutput: warm\nlayout: {dp: 2}\n",
+        options="--dry-run token_budget=2000000000", field="token_budget", value="2000000000",
+        error="2 learner ranks", fix="use a smaller token_budget",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made once: tests read them only."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, content in MODELS.items():
+        make_model_folder(folder / name, content)
+    _break_models(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for model in models.iterdir():
+        (tmp_path / model.name).symlink_to(model)
+    endless = json.dumps(MODELS["dense"] | {"num_hidden_layers": 10**12})
+    for name, content in {"endless": endless, "deep": "[" * 20000 + "]" * 20000}.items():
+        shutil.copytree(tmp_path / "dense", tmp_path / name)
+        (tmp_path / name / "config.json").write_text(content)
+    good = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
+    (tmp_path / "train.jsonl").write_text(f"{good}\n{good[:-5]}\n")
+    (tmp_path / "sound.jsonl").write_text(f"{good}\n")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(0)\n")
+    (tmp_path / "grpo.yaml").write_text("steps: 3\n")
+    (tmp_path / "circle_a.yaml").write_text("extends: circle_b.yaml\n")
+    (tmp_path / "circle_b.yaml").write_text("extends: circle_a.yaml\n")
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (tmp_path / "large.bin").touch()
+    os.truncate(tmp_path / "large.bin", 20_000_000)
+    (tmp_path / "stopped_early").mkdir()
+    (tmp_path / "stopped_early" / "config.yaml").write_text(yaml.safe_dump(BASE))
+    (tmp_path / "warm_start").mkdir()
+    (tmp_path / "warm_start" / "config.yaml").write_text(SFT)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def _break_models(folder: Path) -> None:
+    for name in ("cut-short", "another-size", "pickled", "around/model"):
+        make_model_folder(folder / name, MODELS["dense"])
+    with (folder / "cut-short" / "model.safetensors").open("r+b") as file:
+        file.truncate(10_000)
+    (folder / "another-size" / "config.json").write_text(json.dumps(MODELS["small-vocabulary"]))
+    (folder / "pickled" / "model.safetensors").rename(folder / "pickled" / "pytorch_model.bin")
+
+
+@pytest.fixture
+def port() -> Iterator[str]:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield str(taken.getsockname()[1])
+
+
+def refused(
+    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> str:
+    """What the command says of it, once it is known that it did nothing else."""
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
+    monkeypatch.setattr(Supervisor, "start", lambda *_: pytest.fail("a process would have been started"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2, said.out + said.err
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before, "something was written"
+    assert "pydantic" not in said.err
+    return said.err
+
+
+def problems(said: str) -> list[dict[str, str]]:
+    """The blocks of an error, by their labels."""
+    blocks = said.split("\n\n")[1:]
+    return [
+        dict(
+            re.findall(
+                r"^  (field|value|error|fix): +((?:.|\n(?!  (?:field|value|error|fix):))+)", block, re.M
+            )
+        )
+        for block in blocks
+    ]
+
+
+def split(options: str) -> list[str]:
+    """At spaces outside of braces, and at those with a backslash."""
+    return [
+        part
+        for whole in re.findall(r"(?:\{(?:[^{}]|\{[^{}]*\})*\}|\S)+", options)
+        for part in whole.split("\\ ")
+    ]
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_broken_config_is_refused(name, folder, port, monkeypatch, capsys):
+    case = TABLE[name]
+    options = split(case.options.replace("TAKEN", port))
+    config = "run.yaml"
+    if case.text is not None:
+        Path("broken.yaml").write_text(case.text)
+        config = "broken.yaml"
+    if options and options[0].startswith("CONFIG="):
+        config = options.pop(0).removeprefix("CONFIG=")
+    found = problems(refused([case.command, config, *options], folder, monkeypatch, capsys))
+    wanted = {
+        label: getattr(case, label).replace("TAKEN", port) for label in ("field", "value", "error", "fix")
+    }
+    assert any(all(words in block[label] for label, words in wanted.items()) for block in found), (
+        f"{wanted} is none of\n{found}"
+    )
+
+
+@pytest.mark.parametrize(
+    "written", ["--steps=3", "-steps=3", "--learner.optimizer.lr=3", "--extends=grpo.yaml"]
+)
+def test_an_override_with_dashes(written, folder, monkeypatch, capsys):
+    said = refused(["train", "run.yaml", "--dry-run", written], folder, monkeypatch, capsys)
+    assert f"no such option; write {written.lstrip('-')}, without dashes" in said
+
+
+def test_fields_of_other_systems_are_told_by_fields_that_exist():
+    def exists(path: str) -> bool:
+        shape = Shape.of(RunConfig)
+        for part in path.partition("=")[0].split("."):
+            if part not in shape.names():
+                return False
+            shape = shape.child(part)
+        return True
+
+    named = {name for text in OTHER_FIELDS.values() for name in re.findall(r"`([^`]+)`", text)}
+    assert [name for name in named if not exists(name)] == []
+    assert not OTHER_FIELDS.keys() & RunConfig.model_fields.keys()
+
+
+def test_a_misspelt_command_is_not_answered_with_a_hidden_one(folder, monkeypatch, capsys):
+    said = refused(["trian"], folder, monkeypatch, capsys)
+    assert "did you mean 'train'?" in said and "sft-rank" not in said
+    assert "commands: " in (said := refused(["xyzzy"], folder, monkeypatch, capsys)) and "-rank" not in said
+
+
+def test_closed_standard_streams_lead_nowhere(folder):
+    command = [sys.executable, "-m", "launch", "train", "run.yaml", "--dry-run", "layout.dp=1"]
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        ["bash", "-c", '"$@" <&- >&-', "sh", *command],
+        env=env,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_current_folder_that_is_gone_is_one_sentence(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "argv", ["tandem", "train", "run.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, capsys.readouterr().err.count("\n")) == (2, 1)
+
+
+def test_a_misspelt_option_is_no_override(folder, monkeypatch, capsys):
+    assert "--gpu-memory" in refused(["train", "run.yaml", "--gpu-memry=80"], folder, monkeypatch, capsys)
+
+
+def test_everything_that_is_wrong_is_said_at_once(folder, port, monkeypatch, capsys):
+    """Of the model, the layouts of both engines, files, rewards, servers, ports and nodes; each with the line
+    that sets it."""
+    content = {
+        "model": {"path": "dense"},
+        "task": {"type": "gsm8k", "train_path": "train.jsonl", "heldout_path": "none.jsonl"},
+        "reward": {"type": "function", "function": "my_rewards:scroe"},
+        "rollout": {"tp": 3, "replicas": 3, "first_port": int(port), "server_args": {"port": 1}},
+        "layout": {"tp": 3, "pp": 3, "cp": 2, "dp": 1},
+        "resume": "stopped_early",
+    }
+    Path("broken.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    said = refused(["train", "broken.yaml"], folder, monkeypatch, capsys)
+    fields = [block["field"] for block in problems(said)]
+    line = 1 + Path("broken.yaml").read_text().splitlines().index("layout:") + 1
+    assert f"broken.yaml:{line}\n  field: layout.tp" in said and said.startswith(
+        f"tandem: {len(fields)} problems in the configuration"
+    )
+    assert fields == [
+        "task.heldout_path", "layout.tp", "layout.pp", "layout.cp", "rollout.tp", "task.train_path", "rollout.server_args",
+        "reward.function", "resume", "resume", "rollout.first_port",
+    ]  # fmt: skip
+
+
+def test_all_contradictions_are_said_at_once(folder, monkeypatch, capsys):
+    """They are in the way of everything else, since there is no config to compare with anything."""
+    options = [
+        "rollout.prompts_per_step=10",
+        "learner.minibatches=4",
+        "rollout.max_new_tokens=512",
+        "learner.token_budget=256",
+    ]
+    said = refused(
+        ["train", "run.yaml", "critic={}", "model.path=none", *options], folder, monkeypatch, capsys
+    )
+    assert [block["field"] for block in problems(said)] == [
+        "advantage.type", "rollout.prompts_per_step, learner.minibatches", "rollout.max_new_tokens, learner.token_budget",
+    ]  # fmt: skip
+
+
+def test_what_is_wrong_does_not_hide_what_fits(folder, monkeypatch, capsys):
+    """The same command without the mistake is accepted."""
+    monkeypatch.setattr(
+        sys, "argv", ["tandem", "train", "run.yaml", "--dry-run", "layout.tp=2", "layout.pp=2", "layout.dp=1"]
+    )
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code in (0, None), capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "wanted"), [("sft", None, "sft"), ("train", SFT, "train"), ("eval", SFT, "train")]
+)
+def test_a_config_of_another_kind_is_refused(command, text, wanted, folder, monkeypatch, capsys):
+    Path("given.yaml").write_text(text or yaml.safe_dump(BASE))
+    assert refused([command, "given.yaml", "--dry-run"], folder, monkeypatch, capsys).endswith(
+        f"this command takes kind: {wanted}\n"
+    )
+
+
+OF_ANY_CONFIG = [
+    "train",
+    "sft",
+    "eval",
+    "plan --gpus 8 --gpu-memory 80",
+    "mismatch",
+    "verify-sync",
+    "slurm",
+    "prepare",
+    "check-cluster",
+]
+
+
+@pytest.mark.parametrize("command", OF_ANY_CONFIG)
+@pytest.mark.parametrize("path", ["x" * 5000, "x/" * 2500])
+def test_a_model_whose_path_is_too_long_is_no_traceback(command, path, folder, monkeypatch, capsys):
+    name, *options = command.split()
+    Path("given.yaml").write_text(SFT if name == "sft" else yaml.safe_dump(BASE))
+    (found,) = problems(
+        refused([name, "given.yaml", *options, f"model.path={path}"], folder, monkeypatch, capsys)
+    )
+    assert (
+        found["field"] == "model.path" and "use shorter names" in found["fix"] and len(found["value"]) < 200
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "is_refused"), [("train", True), ("eval", True), ("mismatch", False), ("verify-sync", False)]
+)
+def test_a_router_that_is_not_installed_is_missed_where_one_is_used(
+    command, is_refused, folder, monkeypatch, capsys
+):
+    """Together with another mistake, so that nothing starts."""
+
+    def check_is_installed() -> None:
+        raise ValueError("sglang-router is missing; install it")
+
+    monkeypatch.setattr("rollout.servers.router.check_is_installed", check_is_installed)
+    Path("run.yaml").write_text(yaml.safe_dump(BASE))
+    said = refused([command, "run.yaml", "rollout.router={}", "rollout.tp=3"], folder, monkeypatch, capsys)
+    assert "rollout.tp" in said and ("sglang-router is missing" in said) == is_refused
+
+
+def test_a_run_folder_that_cannot_be_made_after_all_is_no_traceback(folder, monkeypatch, capsys):
+    """Such as on a disk that has filled up since it was looked at."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    (found,) = problems(refused(["train", "run.yaml", "layout.dp=1"], folder, monkeypatch, capsys))
+    assert (found["field"], found["value"]) == ("launch.runs_dir", "runs") and "No space left" in found[
+        "error"
+    ]
+
+
+def cpu_seconds_of_children() -> float:
+    """Of those that have ended: on a quiet machine the time until the answer, on a busy one still the
+    command's own."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
+@pytest.mark.parametrize("name", ["unknown key", "no such reward function", "too large for both on one GPU"])
+def test_the_answer_comes_within_seconds(name, folder):
+    """In a process of its own: most of the time is that of starting Python and importing what the checks
+    need."""
+    began = cpu_seconds_of_children()
+    command = [sys.executable, "-m", "launch", "train", "run.yaml", *split(TABLE[name].options)]
+    done = subprocess.run(
+        command,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    took = cpu_seconds_of_children() - began
+    assert done.returncode == 2 and TABLE[name].fix in done.stderr, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert took < SECONDS_TO_ANSWER, f"answered after {took:.1f} s"

@@ -1,0 +1,350 @@
+"""Names of other systems: verl's presets and values, each the same algorithm or an error; ROLL's
+``train_infer_correction`` block.
+
+ROLL's formulas stand here as its configuration describes them, in plain loops. Legend: S sequences, L padded
+length.
+"""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.loader import ConfigError, Problem, load_config, resolved_yaml
+from configs.other_systems.values import NEARLY, OUR_NAMES
+from configs.other_systems.verl import VERL_PRESETS, from_roll, from_verl
+from configs.presets import ALIASES, PRESETS, alias_notes, preset_body
+from configs.schema.correction import (
+    CorrectionConfig,
+    DifferenceRule,
+    DivergenceRule,
+    ImportanceWeight,
+    NoWeight,
+    RatioRule,
+)
+from launch.studies.replay import corrections_named
+from tests.support.packed_batches import random_batch
+from trainer.algorithm.correction import correct
+
+NONE, TOKEN, SEQUENCE = (
+    NoWeight(),
+    ImportanceWeight(level="token", upper=2.0),
+    ImportanceWeight(level="sequence", upper=2.0),
+)
+GEOMETRIC = RatioRule(level="geometric", lower=1 / 1.001, upper=1 / 0.999)
+"""0.999 <= 1 / rho <= 1.001"""
+K3 = DivergenceRule(rule="k3", reduce="mean", upper=0.01)
+CLIP, GRADIENT = {"mode": "bypass", "loss": "objective"}, {"mode": "bypass", "loss": "policy_gradient"}
+
+EXPECTED = {
+    "decoupled_geo_rs_token_tis": CorrectionConfig(weight=TOKEN, reject=(GEOMETRIC,)),
+    "decoupled_geo_rs_seq_tis": CorrectionConfig(weight=SEQUENCE, reject=(GEOMETRIC,)),
+    "decoupled_k3_rs_token_tis": CorrectionConfig(weight=TOKEN, reject=(K3,)),
+    "decoupled_k3_rs_seq_tis": CorrectionConfig(weight=SEQUENCE, reject=(K3,)),
+    "bypass_ppo_clip": CorrectionConfig(weight=NONE, **CLIP),
+    "bypass_ppo_clip_geo_rs": CorrectionConfig(weight=NONE, reject=(GEOMETRIC,), **CLIP),
+    "bypass_ppo_clip_k3_rs": CorrectionConfig(weight=NONE, reject=(K3,), **CLIP),
+    "bypass_pg_is": CorrectionConfig(weight=SEQUENCE, **GRADIENT),
+    "bypass_pg_geo_rs": CorrectionConfig(weight=NONE, reject=(GEOMETRIC,), **GRADIENT),
+    "bypass_pg_geo_rs_token_tis": CorrectionConfig(weight=TOKEN, reject=(GEOMETRIC,), **GRADIENT),
+    "bypass_pg_geo_rs_seq_tis": CorrectionConfig(weight=SEQUENCE, reject=(GEOMETRIC,), **GRADIENT),
+}
+SAME_AS_OURS = {
+    "decoupled_k3_rs_token_tis": "decoupled_k3_rs_token_is",
+    "decoupled_k3_rs_seq_tis": "decoupled_k3_rs_seq_is",
+    "bypass_ppo_clip": "ppo_is_bypass",
+    "bypass_ppo_clip_k3_rs": "bypass_k3_rs",
+    "bypass_pg_is": "pg_is",
+}
+"""The others have a preset beside them with a veto and with bounds on rho: another algorithm."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text("model: {path: model}\ntask: {type: countdown}\n", encoding="utf-8")
+    return tmp_path
+
+
+def the_problem(*overrides: str) -> Problem:
+    with pytest.raises(ConfigError) as raised:
+        load_config("base.yaml", overrides)
+    (problem,) = raised.value.problems
+    return problem
+
+
+# -------------------------------------------------------------------------------------------------------------
+# verl's presets
+
+
+def test_every_alias_is_expected_and_none_hides_a_preset_of_ours():
+    assert ALIASES.keys() == VERL_PRESETS.keys() == EXPECTED.keys()
+    assert not ALIASES.keys() & PRESETS.keys()
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_alias_is_what_verl_s_preset_is(folder, name):
+    notes: list[str] = []
+    config = load_config("base.yaml", [f"correction={name}"], notes=notes)
+    assert config.correction == ALIASES[name] == from_verl(VERL_PRESETS[name])[0] == EXPECTED[name]
+    assert CorrectionConfig.model_validate(preset_body(name)) == EXPECTED[name]
+    assert (
+        load_config("base.yaml", [f"correction={{preset: {name}, denominator: all}}"]).correction.denominator
+        == "all"
+    )
+    Path("resolved.yaml").write_text(resolved_yaml(config), encoding="utf-8")
+    assert load_config("resolved.yaml") == config
+    assert notes == [f"correction.preset (command line): {note}" for note in alias_notes(name)]
+    rejects_in_bypass = config.correction.mode == "bypass" and config.correction.reject
+    assert any("denominator: all" in note for note in notes) == bool(rejects_in_bypass)
+    assert corrections_named([name])[name] == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_note_names_our_preset_where_it_is_the_same_and_no_other(name):
+    if name in SAME_AS_OURS:
+        assert ALIASES[name] == PRESETS[SAME_AS_OURS[name]]
+        assert alias_notes(name)[0] == f"{name} is a preset of verl -> {SAME_AS_OURS[name]}"
+    else:
+        assert ALIASES[name] not in PRESETS.values()
+        assert "which no preset of Tandem is" in alias_notes(name)[0]
+    assert alias_notes("pg_is") == []
+
+
+def test_a_misspelt_alias_is_not_answered_with_another_algorithm(folder):
+    assert the_problem("correction=bypass_pg_iss").fix.startswith(
+        "did you mean `bypass_pg_is`? presets: decoupled_token_is"
+    )
+    with pytest.raises(ValueError, match="no such preset"):
+        corrections_named(["bypass_pg_iss"])
+
+
+# --------------------------------------------------------------------------------------------------------------
+# verl's values
+
+
+CASES = [(*place, theirs, ours) for place, names in OUR_NAMES.items() for theirs, ours in names.items()]
+
+
+@pytest.mark.parametrize(("block", "key", "theirs", "ours"), CASES)
+def test_a_value_in_verl_s_name_is_ours(folder, block, key, theirs, ours):
+    notes: list[str] = []
+    config = load_config("base.yaml", [f"{block}.{key}={theirs}"], notes=notes)
+    assert config == load_config("base.yaml", [f"{block}.{key}={ours}"])
+    assert notes == [f"{block}.{key} (command line): {theirs} is verl's name -> {ours}"]
+
+
+def test_names_of_the_source_are_known():
+    """Of the KL estimators, aggregations and loss of the guide to verl's losses."""
+    assert (
+        OUR_NAMES["kl", "estimator"] | {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+        == OUR_NAMES["kl", "estimator"]
+    )
+    assert {"token-mean", "seq-mean-token-mean", "seq-mean-token-sum"} <= OUR_NAMES[
+        "aggregation", "type"
+    ].keys()
+    assert OUR_NAMES["objective", "type"]["vanilla"] == "clipped"
+
+
+def test_values_in_a_file_and_beside_other_keys(folder):
+    Path("top.yaml").write_text(
+        "extends: base.yaml\nobjective: {type: vanilla, clip_high: 0.28}\nkl: {estimator: low_var_kl, coefficient: 0.1}\n",
+        encoding="utf-8",
+    )
+    config = load_config("top.yaml", ["objective.clip_low=0.1"])
+    assert (config.objective.type, config.objective.clip_low, config.objective.clip_high) == (
+        "clipped",
+        0.1,
+        0.28,
+    )
+    assert (config.kl.estimator, config.kl.coefficient) == ("k3", 0.1)
+
+
+@pytest.mark.parametrize(
+    ("block", "key", "theirs"), [(*place, name) for place, names in NEARLY.items() for name in names]
+)
+def test_what_is_nearly_the_same_is_refused_with_what_differs(folder, block, key, theirs):
+    problem = the_problem(f"{block}.{key}={theirs}")
+    assert (problem.where, problem.field, problem.value) == ("command line", f"{block}.{key}", theirs)
+    assert (problem.error, problem.fix) == NEARLY[block, key][theirs]
+
+
+@pytest.mark.parametrize(
+    ("key", "home"), [("loss_agg_mode", "aggregation.type"), ("clip_ratio_c", "objective.dual_clip")]
+)
+def test_a_field_of_verl_is_told_its_name_here(folder, key, home):
+    assert the_problem(f"{key}=3").fix == f"verl's {key} is `{home}` here"
+
+
+# -------------------------------------------------------------------------------------------------------
+# train_infer_correction
+
+
+def groups_of(mask: list[bool], level: str) -> list[list[int]]:
+    places = [i for i, valid in enumerate(mask) if valid]
+    if level == "token":
+        return [[i] for i in places]
+    if level != "segment":
+        return [places] if places else []
+    return split_at_gaps(places)
+
+
+def split_at_gaps(places: list[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for place in places:
+        if runs and runs[-1][-1] == place - 1:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    return runs
+
+
+def aggregated(x: list[float], mask: list[bool], level: str) -> list[float]:
+    """The value itself, its sum over the sequence, or its mean over the sequence (geometric) or segment; 0
+    off the mask."""
+    out = [0.0] * len(x)
+    for group in groups_of(mask, level):
+        total = math.fsum(x[i] for i in group)
+        for i in group:
+            out[i] = total if level in ("token", "sequence") else total / len(group)
+    return out
+
+
+LEVELS = ("token", "segment", "geometric", "sequence")
+one_filter = st.fixed_dictionaries(
+    {"enabled": st.just(True)},
+    optional={
+        "agg_type": st.sampled_from(LEVELS),
+        "ratio_enabled": st.booleans(),
+        "ratio_low": st.sampled_from((0.0, 0.6, 0.9)),
+        "ratio_high": st.sampled_from((1.05, 1.7)),
+        "diff_enabled": st.booleans(),
+        "diff_low": st.sampled_from((-0.01, -0.1)),
+        "diff_high": st.sampled_from((0.002, 0.05)),
+    },
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    level=st.sampled_from((None, *LEVELS)), upper=st.sampled_from((None, 1.2, 3.0)), filters=st.lists(one_filter, max_size=3),
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5), seed=st.integers(0, 999),
+)  # fmt: skip
+def test_rolls_newer_block_weighs_and_keeps_as_it_does_there(level, upper, filters, lengths, seed):
+    is_weight = {"enabled": level is not None, "upper_bound": upper} | (
+        {} if level is None else {"weight_type": level}
+    )
+    config, _ = from_roll(
+        {
+            "train_infer_correction": {"is_weight": is_weight, "filters": filters},
+            "enable_old_logprobs_recompute": True,
+        }
+    )
+    batch = random_batch(lengths, seed=seed, dtype=torch.float64)
+    found = correct(batch, config)
+    tensors = (
+        batch.old_logprobs_T,
+        batch.rollout_logprobs_T,
+        batch.response_mask_T,
+        found.weights_T,
+        found.keep_T,
+    )
+    rows = [x_T.split(lengths) for x_T in tensors]
+    for old, rollout, mask, weights, kept in zip(
+        *([row.tolist() for row in part] for part in rows), strict=True
+    ):
+        ratios = {a: aggregated([o - r for o, r in zip(old, rollout, strict=True)], mask, a) for a in LEVELS}
+        gaps = {
+            a: aggregated([math.exp(o) - math.exp(r) for o, r in zip(old, rollout, strict=True)], mask, a)
+            for a in LEVELS
+        }
+        for i, valid in enumerate(mask):
+            weight = 1.0 if level is None else min(math.exp(ratios[level][i]), upper or math.inf)
+            assert weights[i] == pytest.approx(weight if valid else 0.0, rel=1e-9)
+            passed = True
+            for f in filters:
+                at = f.get("agg_type", "token")
+                if f.get("ratio_enabled", True):
+                    passed &= f.get("ratio_low", 0.8) <= math.exp(ratios[at][i]) <= f.get("ratio_high", 1.2)
+                if f.get("diff_enabled", False):
+                    passed &= f.get("diff_low", -0.2) <= gaps[at][i] <= f.get("diff_high", 0.2)
+            assert kept[i] == (valid and passed)
+
+
+def test_rolls_newer_block_in_a_config(folder):
+    Path("top.yaml").write_text(
+        "extends: base.yaml\ncorrection:\n  roll:\n    train_infer_correction:\n      is_weight: {enabled: true, weight_type: segment}\n"
+        "      filters:\n        - {enabled: true, agg_type: segment, diff_enabled: true, ratio_low: 0.8, ratio_high: 1.05}\n"
+        "        - {enabled: false, ratio_high: 3.0}\n",
+        encoding="utf-8",
+    )
+    notes: list[str] = []
+    config = load_config("top.yaml", notes=notes)
+    assert config.correction == CorrectionConfig(
+        weight=ImportanceWeight(level="segment_geometric", upper=1.2),
+        reject=(
+            RatioRule(level="segment_geometric", lower=0.8, upper=1.05),
+            DifferenceRule(rule="difference", reduce="segment_mean", lower=-0.2, upper=0.2),
+        ),
+        denominator="all",
+    )
+    assert [note.partition(": ")[2] for note in notes] == [
+        "enabled: true, weight_type: segment -> weight: {level: segment_geometric, bound: truncate, upper: 1.2}",
+        "enabled: true, agg_type: segment, diff_enabled: true, ratio_low: 0.8, ratio_high: 1.05 -> reject: "
+        "{rule: ratio, level: segment_geometric, upper: 1.05, lower: 0.8}, "
+        "{rule: difference, reduce: segment_mean, upper: 0.2, lower: -0.2}",
+        "ratio_high: 3.0 -> no effect: the filter's `enabled` is false",
+        "enable_old_logprobs_recompute is left out, and false by default -> denominator: all; "
+        "ROLL then filters in the loss, whose tokens were counted before",
+    ]
+    Path("resolved.yaml").write_text(resolved_yaml(config), encoding="utf-8")
+    assert load_config("resolved.yaml") == config
+
+
+def test_rolls_newer_block_switched_off_measures_only():
+    for block in ({}, {"is_weight": {}, "filters": []}, {"is_weight": None, "filters": None}):
+        assert from_roll({"train_infer_correction": block})[0] == PRESETS["disabled"]
+
+
+@pytest.mark.parametrize(("block", "field", "value", "told"), [
+    ({"is_weight": {"enabled": True, "detach": False}}, "is_weight.detach", "false", "weights carry no gradient here"),
+    ({"is_weight": {"enabled": True, "weight_type": "turn"}}, "is_weight.weight_type", "turn", "not one of the choices"),
+    ({"is_weight": {"enabled": True, "upper_bound": -1}}, "is_weight.upper_bound", "-1", "must be a number"),
+    ({"is_weight": 3}, "is_weight", "3", "must be a block of keys"),
+    ({"is_weights": {}}, "is_weights", "{}", "unknown key"),
+    ({"filters": {"enabled": True}}, "filters", "{enabled: true}", "must be a list of blocks"),
+    ({"filters": [{}, {"enabled": True, "ratio_low": 2.0}]}, "filters.1.ratio_low", "2.0", "above the upper bound 1.2"),
+    ({"filters": [{"enabled": True, "ratio_lo": 2.0}]}, "filters.0.ratio_lo", "2.0", "unknown key"),
+    ({"filters": [{"enabled": True, "diff_enabled": True, "diff_low": 0.1}]}, "filters.0.diff_low", "0.1", "policies agree on"),
+    ({"filters": [{"enabled": True, "diff_high": "0.1"}]}, "filters.0.diff_high", "'0.1'", "must be a number"),
+])  # fmt: skip
+def test_what_rolls_newer_block_cannot_say_here(folder, block, field, value, told):
+    with pytest.raises(ConfigError) as raised:
+        from_roll({"train_infer_correction": block})
+    (problem,) = raised.value.problems
+    assert (problem.field, problem.value) == (f"train_infer_correction.{field}", value)
+    assert told in problem.error and problem.fix
+
+
+def test_both_of_rolls_blocks_at_once(folder):
+    problem = the_problem("correction={roll: {train_infer_correction: {}, infer_is_mode: token}}")
+    assert problem.field == "correction.roll.infer_is_mode" and problem.fix == "keep one of the two"
+    assert "correction: {roll: {...}}" in the_problem("train_infer_correction={filters: []}").fix
+
+
+def test_a_problem_of_a_filter_names_its_line(folder):
+    Path("top.yaml").write_text(
+        "extends: base.yaml\ncorrection:\n  roll:\n    train_infer_correction:\n      filters:\n        - enabled: true\n"
+        "          agg_type: turn\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(ConfigError) as raised:
+        load_config("top.yaml")
+    (problem,) = raised.value.problems
+    assert (problem.where, problem.field) == (
+        "top.yaml:7",
+        "correction.roll.train_infer_correction.filters.0.agg_type",
+    )

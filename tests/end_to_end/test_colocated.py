@@ -1,0 +1,355 @@
+"""Learner and servers taking turns on the same devices: who is asked what in which order, and that nothing is
+lost on the way."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from configs.schema.objective import AggregationConfig, KLConfig
+from configs.schema.rollout import RolloutConfig
+from parallel.megatron import platform
+from rollout.client import RolloutError
+from rollout.records import Completion
+from rollout.servers.command import Ports, server_command
+from rollout.servers.control import ControlError, Pending
+from rollout.servers.share import ServerShare
+from tests.end_to_end.test_end_to_end import (
+    RECIPE,
+    SMALL,
+    assert_nothing_left,
+    finish,
+    processes_of,
+    start,
+    steps_of,
+)
+from tests.support.megatron_workers import (
+    learner_config,
+    make_batch,
+    make_engine,
+    make_hf_model,
+    run_ranks,
+    weighted_loss,
+    weights_of,
+)
+from tests.support.offload_workers import bytes_there, work_offloaded_updates
+from tests.trainer.test_weight_sync import GROUPS, PROMPT, TEMPERATURE, TIMEOUT_S, FakeControl, train
+from trainer import weight_sync
+from trainer.learner import Learner
+from trainer.turns import CACHE, WEIGHTS, SharedDevices, make_room
+from trainer.weight_sync import WeightSync
+
+# --------------------------------------------------------------------------------------------------------------------
+# offload
+
+CASES = [
+    {"dtype": "float32", "distributed": True},
+    {"dtype": "float32", "distributed": False},
+    {"dtype": "bfloat16", "distributed": True},
+    {"dtype": "bfloat16", "distributed": False},
+]
+"""In bfloat16 the optimizer has weights of its own, distributed or not; in float32 they are the model's."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_hf_model(tmp_path_factory.mktemp("model") / "m", "qwen3")
+
+
+def assert_same(found: list[dict]) -> None:
+    for case, ways in zip(CASES, found, strict=True):
+        resident, offloaded = ways["resident"], ways["offloaded"]
+        assert offloaded["away"] == [0] * 6, case
+        assert all(offloaded["unchanged"]), case
+        assert resident["norms"] == offloaded["norms"] and len(set(resident["norms"])) == 3, case
+        for name in ("logprobs", "state"):
+            assert all(map(torch.equal, resident[name], offloaded[name])), (case, name)
+        assert all(
+            torch.equal(resident["weights"][name], tensor) for name, tensor in offloaded["weights"].items()
+        ), case
+
+
+def test_an_offloaded_engine_takes_no_memory_and_goes_on_bitwise(folder):
+    assert_same(work_offloaded_updates(folder, CASES))
+
+
+@pytest.mark.engines
+def test_so_do_two_data_parallel_ranks(folder, tmp_path):
+    for found in run_ranks(work_offloaded_updates, 2, tmp_path, folder, CASES):
+        assert_same(found)
+
+
+def test_a_saved_checkpoint_of_an_engine_that_was_away_is_that_of_one_that_was_not(folder, tmp_path):
+    engine = make_engine(folder)
+    batch = make_batch([9, 6])
+    engine.update([batch], weighted_loss, temperature=1.0)
+    engine.offload()
+    engine.restore()
+    engine.save(tmp_path / "saved", {"step": 1})
+    wanted = [engine.update([batch], weighted_loss, temperature=1.0).grad_norm, weights_of(engine)]
+    engine.load(tmp_path / "saved")
+    found = [engine.update([batch], weighted_loss, temperature=1.0).grad_norm, weights_of(engine)]
+    assert wanted[0] == found[0] and all(
+        torch.equal(found[1][name], tensor) for name, tensor in wanted[1].items()
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# turns
+
+
+class LendingControl(FakeControl):
+    """Servers that hold no more than they have memory for. ``is_gone``: they answer nothing."""
+
+    def __init__(self, folder: Path, learner: Learner) -> None:
+        super().__init__(folder, 1)
+        self.held, self.samples, self.is_gone = {CACHE, WEIGHTS}, True, False
+        self._learner = learner
+
+    def pause(self) -> None:
+        self._say("pause")
+        self.samples = False
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        self._say(f"release {' '.join(tags)}")
+        assert not self.samples and self.held >= set(tags)
+        self.held -= set(tags)
+        if WEIGHTS in tags:  # what comes back is memory that holds anything
+            self.replicas[0].tensors = {
+                name: tensor * torch.nan for name, tensor in self.replicas[0].tensors.items()
+            }
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        self._say(f"take {' '.join(tags)}")
+        assert not self.held & set(tags)
+        assert CACHE not in tags or learner_bytes(self._learner) == 0, (
+            "the cache has no room beside the learner"
+        )
+        self.held |= set(tags)
+
+    def resume(self) -> None:
+        super().resume()
+        assert self.held == {CACHE, WEIGHTS}
+        self.samples = True
+
+    def open_update(self) -> Pending:
+        assert self.held == {WEIGHTS}
+        return super().open_update()
+
+    def probe(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> list[Completion]:
+        assert self.samples and learner_bytes(self._learner) == 0
+        return super().probe(prompt_ids, max_new_tokens=max_new_tokens, temperature=temperature)
+
+    def _say(self, call: str) -> None:
+        if self.is_gone:
+            raise ControlError("connection refused")
+        self.calls.append(call)
+
+
+def learner_bytes(learner: Learner) -> int:
+    return sum(bytes_there(engine) for engine in learner._engines)
+
+
+@pytest.fixture
+def learner(folder) -> Learner:
+    platform.init_distributed(60.0)
+    config = learner_config(folder, data_parallel=1, aggregation=AggregationConfig(), sharded=True)
+    return Learner(config.model_copy(update={"kl": KLConfig(coefficient=0.1)}))
+
+
+@pytest.fixture
+def control(folder, learner) -> Iterator[LendingControl]:
+    control = LendingControl(folder, learner)
+    make_room(control, CACHE, WEIGHTS)
+    assert control.calls == ["pause", "release kv_cache weights"]
+    control.calls.clear()
+    yield control
+    control.close()
+
+
+def sync_of(learner: Learner, control: LendingControl, turns: SharedDevices, *, probes: bool) -> WeightSync:
+    weight_sync.GROUP = f"test-{next(GROUPS)}"  # those of the tests before may still be there
+    return WeightSync(
+        learner, control, rollout_dtype="float32", tensor_parallel=1, backend="gloo", temperature=TEMPERATURE, probe_prompt=PROMPT,
+        probe_tokens=6, timeout_s=TIMEOUT_S, turns=turns, samples_are_probes=not probes,
+    )  # fmt: skip
+
+
+TRANSFER = ["take weights", "open_update", "receive_bucket", "close_update", "take kv_cache", "resume"]
+PROBE = ["probe", "pause", "release kv_cache", "take kv_cache", "resume"]
+
+
+def said(control: LendingControl) -> list[str]:
+    """What the servers were asked since the last time, buckets as one."""
+    calls = [name for name, _ in groupby(call.split(" version")[0] for call in control.calls)]
+    control.calls.clear()
+    return calls
+
+
+def test_the_order_of_a_step(learner, control):
+    turns = SharedDevices(learner, control)
+    sync = sync_of(learner, control, turns, probes=False)
+    sync.restore()
+    assert said(control) == TRANSFER
+    for version in (1, 2):
+        assert learner_bytes(learner) == 0, "while the servers sample"
+        turns.learners()
+        turns.learners()
+        assert said(control) == ["pause", "release kv_cache weights"] and control.held == set()
+        train(learner)
+        sync.publish()
+        assert said(control) == TRANSFER
+        assert (control.replicas[0].version, control.held, control.samples) == (
+            version,
+            {CACHE, WEIGHTS},
+            True,
+        )
+    with turns.learner_there():
+        served = weights_of(learner.engine)
+        assert said(control) == ["pause", "release kv_cache"], "the servers keep their weights meanwhile"
+    assert said(control) == ["take kv_cache", "resume"] and learner_bytes(learner) == 0
+    assert all(torch.equal(control.replicas[0].tensors[name], tensor) for name, tensor in served.items())
+    sync.close()
+
+
+def test_a_probe_compares_what_was_sampled_without_the_learner(learner, control):
+    turns = SharedDevices(learner, control)
+    sync = sync_of(learner, control, turns, probes=True)
+    assert sync.restore().max_logprob_gap < 1e-4
+    assert said(control) == [*TRANSFER, *PROBE]
+    turns.learners()
+    train(learner)
+    assert sync.publish().max_logprob_gap < 1e-4
+    assert said(control) == ["pause", "release kv_cache weights", *TRANSFER, *PROBE]
+    sync.close()
+
+
+def test_no_server_samples_from_weights_that_were_not_sent(learner, control):
+    turns = SharedDevices(learner, control)
+    with pytest.raises(ValueError, match="have not been sent since the learner's turn"):
+        turns.servers()
+    assert said(control) == []
+
+
+def test_where_the_servers_are_gone_the_learner_is_there(learner, control):
+    """For a last checkpoint, whoever's turn it was."""
+    turns = SharedDevices(learner, control)
+    sync = sync_of(learner, control, turns, probes=False)
+    sync.restore()
+    served = {name: tensor.clone() for name, tensor in control.replicas[0].tensors.items()}
+    control.is_gone = True
+    with pytest.raises(RolloutError, match="connection refused"), turns.learner_there():
+        assert all(torch.equal(served[name], tensor) for name, tensor in weights_of(learner.engine).items())
+    with turns.learner_there():  # again, after what failed: nobody is asked any more
+        assert learner_bytes(learner) > 0
+    with pytest.raises(RolloutError, match="connection refused"):
+        turns.both()
+
+
+def test_only_servers_on_a_gpu_need_the_flag():
+    def command(*, cuda: bool, lends_memory: bool) -> list[str]:
+        share = ServerShare(replica=0, node=0, node_rank=0, num_nodes=1, first_gpu=0, num_ranks=1)
+        return server_command(
+            RolloutConfig(),
+            share=share,
+            model_path=Path("m"),
+            ports=Ports(http=2, nccl=3),
+            cuda=cuda,
+            seed=0,
+            lends_memory=lends_memory,
+        )
+
+    for cuda, lends in ((False, False), (False, True), (True, False), (True, True)):
+        assert ("--enable-memory-saver" in command(cuda=cuda, lends_memory=lends)) == (cuda and lends)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# the real engines
+
+
+@pytest.fixture
+def run_folder(tmp_path) -> Iterator[Path]:
+    from rollout.tiny_model import make_tiny_countdown_model
+
+    make_tiny_countdown_model(tmp_path / "model", seed=0)
+    yield tmp_path
+    for process in processes_of(tmp_path):  # of a test that failed
+        process.kill()
+
+
+CONTROL = re.compile(
+    r"POST /(\w*(?:pause|continue)_generation|\w+_memory_occupation|\w+_weight_update|update_weights_from_distributed) "
+)
+STEP = [
+    "pause_generation", "release_memory_occupation", "resume_memory_occupation", "pause_generation", "begin_weight_update",
+    "update_weights_from_distributed", "end_weight_update", "resume_memory_occupation", "continue_generation",
+]  # fmt: skip
+TAKEN_OVER = ["pause_generation", "update_weights_from_distributed"]
+"""Whether an earlier learner has left an update open; refused, as it should be."""
+BESIDE = ["pause_generation", "release_memory_occupation", "resume_memory_occupation", "continue_generation"]
+"""A probe's or a checkpoint's need of the learner."""
+
+
+def control_calls(log: Path) -> list[str]:
+    return [name for name, _ in groupby(CONTROL.findall(log.read_text()))]
+
+
+@pytest.mark.engines
+def test_a_colocated_run_is_exact_resumes_and_exports(run_folder):
+    """On CPU the servers have no memory to give back, but everything is asked of them and of the learner as
+    on a GPU."""
+    (run_folder / "my_reward.py").write_text(
+        "def score(prompt, response, reference):\n    return len(response) / 14\n"
+    )
+    settings = [
+        *SMALL, "launch.placement=colocated", "layout.dp=2", "checkpoint.every=2", "kl.coefficient=0.01", "evaluation.at_ends=false",
+        "reward.type=function", "reward.function=my_reward:score", "rollout.server_args.log_level_http=info",
+    ]  # fmt: skip
+    process = start("train", RECIPE, *settings, "steps=3", cwd=run_folder)
+    output = finish(process)
+    assert process.returncode == 0, output
+    run, steps = run_folder / "runs" / "latest", steps_of(run_folder)
+    assert [s["step"] for s in steps] == [1, 2, 3]
+    assert all(s["mismatch/logprob_gap_max"] <= 1e-4 and s["optim/grad_norm"] > 0 for s in steps)
+    assert steps[1]["policy/ref_kl"] > 0, "the policy has moved away from its reference"
+    # The start: room for the learner, a look at the servers, then its weights, and a probe. The end: a probe,
+    # and room for the export.
+    first = [*STEP[:2], *TAKEN_OVER, *STEP[2:]]
+    assert control_calls(run / "logs" / "sglang-0.log") == [
+        *first,
+        *BESIDE,
+        *STEP,
+        *STEP,
+        *BESIDE,
+        *STEP,
+        *BESIDE,
+        *STEP[:2],
+    ]
+    assert_nothing_left(run_folder)
+
+    process = start("train", RECIPE, *settings, "steps=4", f"resume={run.resolve()}", cwd=run_folder)
+    output = finish(process)
+    assert process.returncode == 0, output
+    steps = steps_of(run_folder)
+    assert [s["step"] for s in steps] == [1, 2, 3, 4]
+    assert all(s["mismatch/logprob_gap_max"] <= 1e-4 for s in steps)
+    assert json.loads((run / "checkpoints" / "step_000004" / "extra.json").read_text())["version"] == 4
+
+    trained = load_file(run / "hf" / "model.safetensors")
+    shutil.rmtree(run / "hf")
+    exported = start("export", "runs/latest", "out", cwd=run_folder)
+    output = finish(exported)
+    assert exported.returncode == 0, output
+    found = load_file(run_folder / "out" / "model.safetensors")
+    assert found.keys() == trained.keys() and all(
+        torch.equal(found[name], tensor) for name, tensor in trained.items()
+    )
+    assert_nothing_left(run_folder)

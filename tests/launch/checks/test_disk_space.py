@@ -1,0 +1,204 @@
+"""Space on disks: what a checkpoint takes, what is said before a run that cannot fit, and what an export onto
+a full disk leaves."""
+
+import fcntl
+import re
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from configs.loader import ConfigError, load_config
+from configs.schema import RunConfig
+from launch.checks import disk_space
+from launch.checks.config import BadInput
+from launch.checks.disk_space import disk_lines, disk_need, disk_problems
+from launch.commands import train as commands
+from launch.processes.run_folder import RunFolder
+from parallel.checkpoints.files import step_folder, stored_bytes, write_manifest
+from parallel.planning.memory import GIB, size_text
+from tests.configs.test_broken_configs import BASE, MODELS
+from tests.support.megatron_workers import make_engine, make_hf_model, make_value_engine
+from tests.support.model_folders import make_model_folder
+
+SHAPE = dict(hidden_size=256, intermediate_size=512, vocab_size=512, num_attention_heads=8)
+"""Large enough that what is not tensors does not matter."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_hf_model(tmp_path_factory.mktemp("model") / "m", "qwen3", **SHAPE)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    make_model_folder(tmp_path / "dense", MODELS["dense"])
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE))
+    sft = {"kind": "sft", "model": {"path": "dense"}, "data": {"type": "countdown"}, "output": "warm"}
+    (tmp_path / "sft.yaml").write_text(yaml.safe_dump(sft))
+    return tmp_path
+
+
+@pytest.fixture
+def free(monkeypatch) -> SimpleNamespace:
+    usage = SimpleNamespace(free=0)
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: usage)
+    return usage
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config("run.yaml", ["layout.dp=1", *overrides])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "distributed"), [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)]
+)
+def test_the_estimate_is_what_a_checkpoint_takes(folder, model, tmp_path, dtype, distributed):
+    overrides = (
+        f"model.path={model}",
+        f"model.dtype={dtype}",
+        f"learner.optimizer.distributed={str(distributed).lower()}",
+    )
+    engine = make_engine(model, dtype=dtype, distributed=distributed)
+    engine.save(step_folder(tmp_path, 1), {})
+    policy = disk_need(config(*overrides, "checkpoint.every=1"))
+    assert 1 <= stored_bytes(tmp_path) / policy.checkpoint < 1.03
+    engine.save_hf(tmp_path / "hf")
+    assert 1 <= (tmp_path / "hf" / "model.safetensors").stat().st_size / policy.model < 1.03
+
+
+def test_the_estimate_of_a_critic_too(folder, model, tmp_path):
+    make_value_engine(model).save(step_folder(tmp_path, 1), {})
+    settings = (f"model.path={model}", "model.dtype=float32")
+    policy, both = disk_need(config(*settings)), disk_need(config(*settings, "advantage.type=gae"))
+    assert 1 <= stored_bytes(tmp_path) / (both.checkpoint - policy.checkpoint) < 1.03
+
+
+def test_how_many_checkpoints_there_are_at_once(folder):
+    """One more than are kept, while the newest is written; no more than the run writes; none where it writes
+    none."""
+    settings = ("steps=10", "checkpoint.keep=3")
+    for every, count in ((1, 4), (3, 4), (4, 3), (20, 1), (0, 0)):
+        need = disk_need(config(*settings, f"checkpoint.every={every}"))
+        assert need.checkpoints == count
+        assert need.most == count * need.checkpoint + need.model
+        assert need.least == (need.checkpoint if count else 0) + need.model
+
+
+def problems(config: RunConfig) -> tuple[list[tuple[str, str]], list[str]]:
+    notes: list[str] = []
+    return [*disk_problems(config, notes)], notes
+
+
+def test_too_little_space_is_an_error_and_perhaps_too_little_a_note(folder, free):
+    run = config("steps=10", "checkpoint.every=1", "launch.runs_dir=here/runs")
+    need = disk_need(run)
+    free.free = need.most
+    assert problems(run) == ([], [])
+    free.free = need.most - 1
+    (errors, (note,)) = problems(run)
+    assert errors == [] and "the run needs up to" in note and "lower checkpoint.keep" in note
+    free.free = need.least
+    assert problems(run)[0] == []
+    free.free = need.least - 1
+    (((field, said),), notes) = problems(run)
+    assert (field, notes) == ("launch.runs_dir", [])
+    numbers = f"its disk has {size_text(free.free)} free, and the run needs {size_text(need.least)} ("
+    assert said.startswith(f"launch.runs_dir=here/runs: {numbers}")
+    assert "3 checkpoint(s) at once" in said and "free space" in said
+
+
+def test_what_a_resumed_run_has_written_is_not_needed_again(folder, free):
+    run = config("steps=10", "checkpoint.every=1")
+    for parent in ("checkpoints", "checkpoints/critic"):
+        step = step_folder(folder / "before" / parent, 1)
+        step.mkdir(parents=True)
+        (step / "x").write_bytes(b"x" * 1000)
+        write_manifest(step, world_size=1)
+    resumed = run.model_copy(update={"resume": folder / "before"})
+    assert disk_need(resumed).most == disk_need(run).most - 2000
+    assert [field for field, _ in problems(resumed)[0]] == ["resume"]
+
+
+def test_it_is_said_before_a_start(folder, free, capsys):
+    """Of the learner and of a warm start; not by what writes no weights, nor where it is to run elsewhere."""
+    for command, file, field in (
+        (commands.train, "run.yaml", "launch.runs_dir"),
+        (commands.sft, "sft.yaml", "output"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{field}[\s\S]*its disk has 0 B free, and the run needs"):
+            command(Path(file), ["layout.dp=1"], dry_run=True)
+        command(Path(file), ["layout.dp=1"], dry_run=True, gpu_memory=80)
+    free.free = 2**60
+    capsys.readouterr()
+    commands.train(Path("run.yaml"), ["layout.dp=1", "checkpoint.every=1"], dry_run=True)
+    said = capsys.readouterr().out
+    assert re.search(r"# disk, in runs: up to \S+ .iB, of \S+ TiB free here: 3 checkpoint\(s\) at once", said)
+    free.free = 0
+    commands.evaluate(Path("run.yaml"), ["layout.dp=1"], dry_run=True)
+
+
+def test_dry_run_tells_the_sizes(folder, free):
+    free.free = 5 * GIB
+    run = config("checkpoint.every=1", "checkpoint.keep=2", "steps=9")
+    need = disk_need(run)
+    (line,) = disk_lines(run)
+    assert line == (
+        f"disk, in runs: up to {size_text(need.most)}, of 5.00 GiB free here: 3 checkpoint(s) at once of {size_text(need.checkpoint)} "
+        f"each, the trained model {size_text(need.model)}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# export
+
+
+@pytest.fixture
+def finished(tmp_path) -> RunFolder:
+    run = RunFolder(tmp_path / "run")
+    run.hf.mkdir(parents=True)
+    run.config.write_text("kind: train\n")
+    run.summary.write_text('{"steps": 1}')
+    (run.hf / "config.json").write_text("{}")
+    (run.hf / "model.safetensors").write_bytes(b"x" * 5000)
+    return run
+
+
+def test_an_export_onto_a_full_disk_is_one_error_and_leaves_nothing(finished, tmp_path):
+    """The operating system refuses files above a size, as a full disk would."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(
+            BadInput,
+            match=r"OUT: .*out cannot be written: .*File too large.*partial copy was removed. Free space there",
+        ):
+            commands.export(finished.path, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    commands.export(finished.path, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").stat().st_size == 5000
+
+
+def test_an_interrupted_export_leaves_nothing(finished, tmp_path, monkeypatch):
+    def interrupted(source, target):
+        target.mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands.shutil, "copytree", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        commands.export(finished.path, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_two_exports_of_one_run_do_not_meet(finished, tmp_path):
+    (finished.path / "roles").mkdir()
+    with (finished.path / "roles" / "export-lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(BadInput, match="is being exported by another process"):
+            commands.export(finished.path, tmp_path / "out")
+    commands.export(finished.path, tmp_path / "out")

@@ -1,0 +1,395 @@
+"""What is wrong with a model's folder or with data is said before anything starts: in process, on files made
+here.
+
+Each case breaks one thing of a sound run; the problem names the field, what is wrong and what to do.
+"""
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import yaml
+
+from configs.errors import ConfigError, Problem
+from configs.schema import RunConfig, SftConfig
+from launch.checks import config as checks
+from launch.checks import inputs as input_checks
+from rollout.tasks import records
+from rollout.tasks.countdown import check_characters
+from rollout.tiny_model import make_tiny_countdown_model
+from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
+from rollout.tokenizer_files import TokenizerFiles
+from tests.parallel.weights.test_hf_headers import TINY
+from tests.support.model_folders import CHATML, make_model_folder, write_tokenizer
+
+MODEL = TINY | {"max_position_embeddings": 256}
+RUN = {
+    "model": {"path": "model"}, "task": {"type": "jsonl", "train_path": "train.jsonl", "heldout_path": "heldout.jsonl"},
+    "rollout": {"max_new_tokens": 56, "prompts_per_step": 2}, "reward": {"type": "gsm8k"}, "layout": {"dp": 1},
+}  # fmt: skip
+SFT = {
+    "kind": "sft", "model": {"path": "model"}, "data": {"type": "jsonl", "path": "pairs.jsonl"}, "output": "new", "layout": {"dp": 1},
+}  # fmt: skip
+Damage = Callable[[], object]
+
+
+def write_jsonl(path: str, *rows: dict) -> None:
+    Path(path).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    make_model_folder(tmp_path / "model", MODEL)
+    write_jsonl("train.jsonl", *({"prompt": f"{i} + {i}", "answer": str(2 * i)} for i in range(4)))
+    write_jsonl("heldout.jsonl", {"prompt": "9 + 9", "answer": "18"})
+    write_jsonl("pairs.jsonl", {"prompt": "1 + 1", "response": "2"})
+    Path("run.yaml").write_text(yaml.safe_dump(RUN))
+    Path("sft.yaml").write_text(yaml.safe_dump(SFT))
+    return tmp_path
+
+
+def problems(*overrides: str, config: str = "run.yaml") -> list[Problem]:
+    kind = SftConfig if config == "sft.yaml" else RunConfig
+    try:
+        checks.load(Path(config), list(overrides), kind)
+    except ConfigError as error:
+        return list(error.problems)
+    return []
+
+
+def in_model(name: str, content: str | bytes | dict) -> Damage:
+    def write() -> None:
+        data = json.dumps(content) if isinstance(content, dict) else content
+        (Path("model") / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+
+    return write
+
+
+def template(text: str | list) -> Damage:
+    return in_model(
+        "tokenizer_config.json", {"eos_token": "<eos>", "unk_token": "<unk>", "chat_template": text}
+    )
+
+
+def train(content: bytes | str) -> Damage:
+    return lambda: Path("train.jsonl").write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
+
+
+GOOD = '{"prompt": "1", "answer": "1"}\n'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    damage: Damage = lambda: None
+    overrides: tuple[str, ...] = ()
+    config: str = "run.yaml"
+    field: str
+    error: str
+    fix: str = ""
+
+
+CASES = {
+    # ---- tokenizer
+    "no tokenizer": Case(
+        damage=lambda: Path("model/tokenizer.json").unlink(), field="model.path", error="the folder has no tokenizer.json or",
+        fix="download what is missing",
+    ),
+    "broken tokenizer": Case(
+        damage=in_model("tokenizer.json", "{ broken"), field="model.path", error="tokenizer.json is no readable tokenizer: key must be a",
+        fix="download or copy it again",
+    ),
+    "empty tokenizer": Case(damage=in_model("tokenizer.json", ""), field="model.path", error="it is empty"),
+    "tokenizer of an LFS pointer": Case(
+        damage=in_model("tokenizer.json", "version https://git-lfs.github.com/spec/v1\n"), field="model.path", error="a pointer of Git LFS"
+    ),
+    "tokenizer that is a picture": Case(
+        damage=in_model("tokenizer.json", b"\x89PNG\xff"), field="model.path", error="is no readable tokenizer: 'utf-8' codec can't decode"
+    ),
+    "broken tokenizer_config": Case(
+        damage=in_model("tokenizer_config.json", "{"), field="model.path", error="tokenizer_config.json is not valid JSON"
+    ),
+    "tokenizer_config of a list": Case(
+        damage=in_model("tokenizer_config.json", "[]"), field="model.path", error="holds a list, not an object"
+    ),
+    "tokenizer larger than the vocabulary": Case(
+        damage=lambda: write_tokenizer(Path("model"), tokens=40), field="model.path",
+        error="has 40 tokens, but the model's vocab_size is 32", fix="use the tokenizer that belongs to the model",
+    ),
+    "token added beyond the vocabulary": Case(
+        damage=lambda: (write_tokenizer(Path("model"), tokens=32), template(CHATML)(), _add_pad_token()), field="model.path",
+        error="has 33 tokens, but the model's vocab_size is 32",
+    ),
+    "no end token": Case(
+        damage=in_model("tokenizer_config.json", {"chat_template": CHATML}), field="model.path", error="names no end-of-sequence token",
+        fix="set eos_token_id in its generation_config.json",
+    ),
+    "broken generation_config": Case(
+        damage=in_model("generation_config.json", "{"), field="model.path", error="generation_config.json is not valid JSON"
+    ),
+    "tokenizer without the task's characters": Case(
+        damage=lambda: (p := Path("model/tokenizer.json")).write_text(p.read_text().replace('"*":', '"x":')),
+        overrides=("task={type: countdown}", "reward=null"), field="model.path", error="cannot write ['*'] that Countdown needs",
+        fix="use a model whose vocabulary has them",
+    ),
+    # ---- template
+    "no template": Case(
+        damage=lambda: write_tokenizer(Path("model"), chat_template=None), field="task.apply_chat_template", error="has no chat template",
+        fix="set apply_chat_template: false",
+    ),
+    "template that is no Jinja": Case(
+        damage=template("{% for m in messages %}"), field="task.apply_chat_template",
+        error="is no Jinja template: Unexpected end of template",
+        fix="restore the template that came with the model, or set task.apply_chat_template=false",
+    ),
+    "template that fails": Case(
+        damage=template("{{ messages[0]['role'] / 2 }}"), field="task.apply_chat_template", error="cannot be rendered: TypeError"
+    ),
+    "template that reaches out": Case(
+        damage=template("{{ ''.__class__.__mro__[1].__subclasses__() }}"), field="task.apply_chat_template", error="SecurityError"
+    ),
+    "template that refuses a system message": Case(
+        damage=template("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML),
+        overrides=("task.system_prompt=Think.",), field="task.apply_chat_template", error="no system role", fix="remove task.system_prompt",
+    ),
+    "template that leaves out the system message": Case(
+        damage=template("{{ messages[-1]['content'] }}"), overrides=("task.system_prompt=Think.",), field="task.apply_chat_template",
+        error="leaves out task.system_prompt",
+    ),
+    "template that leaves out the prompt": Case(
+        damage=template("Hello."), field="task.apply_chat_template", error="leaves out the prompt"
+    ),
+    "template of a warm start": Case(
+        damage=template("Hello."), config="sft.yaml", field="data.apply_chat_template", error="leaves out the prompt",
+        fix="set data.apply_chat_template=false",
+    ),
+    "system prompt without a template": Case(
+        overrides=("task.system_prompt=Think.", "task.apply_chat_template=false"), field="task.system_prompt",
+        error="has its place in a chat template", fix="set it to true",
+    ),
+    "tokenizer of a reward model": Case(
+        damage=lambda: (shutil.copytree("model", "judge"), Path("judge/tokenizer.json").write_text("{")),
+        overrides=("reward={type: model, urls: ['http://127.0.0.1:1'], text: {type: chat, tokenizer: judge}}",), field="reward",
+        error="judge/tokenizer.json is no readable tokenizer",
+    ),
+    # ---- lengths
+    "a long prompt": Case(
+        damage=train(GOOD + '{"prompt": "%s", "answer": "1"}\n' % ("1" * 230)), overrides=("task.apply_chat_template=false",),
+        field="task.train_path", error="the longest prompt, train.jsonl:line 2, has 230 tokens, but only 200 leave room for",
+        fix="remove prompts of more than 200 tokens",
+    ),
+    "prompts all too long": Case(
+        damage=train('{"prompt": "%s", "answer": "1"}\n' % ("1" * 230) * 3), overrides=("task.apply_chat_template=false",),
+        field="task.train_path", error="the longest of at least 3 such prompts, train.jsonl:line 1, has 230 tokens",
+    ),
+    "a long held-out prompt": Case(
+        damage=lambda: write_jsonl("heldout.jsonl", {"prompt": "2" * 201, "answer": "1"}), overrides=("task.apply_chat_template=false",),
+        field="task.heldout_path", error="heldout.jsonl:line 1, has 201 tokens",
+    ),
+    "a long system prompt": Case(
+        overrides=(f"task.system_prompt={'1' * 180}x",), field="task.train_path", error="has 2", fix="lower rollout.max_new_tokens",
+    ),
+    "a generated prompt without room": Case(
+        overrides=("task={type: countdown}", "reward=null", "rollout.max_new_tokens=245"), field="rollout.max_new_tokens",
+        error="training prompt '20 20 20=60:' has 12 tokens, but only 11 leave room",
+    ),
+    "a long example of a warm start": Case(
+        damage=lambda: write_jsonl("pairs.jsonl", {"prompt": "1", "response": "2"}, {"prompt": "1" * 200, "response": "2" * 60}),
+        overrides=("data.apply_chat_template=false",), config="sft.yaml", field="data.path", error="pairs.jsonl:line 2: takes 260 tokens",
+        fix="shorten or drop it",
+    ),
+    # ---- data
+    "gzip": Case(damage=train(gzip.compress(GOOD.encode())), field="task.train_path", error="is compressed by gzip", fix="`gunzip`"),
+    "gzip by name": Case(
+        damage=lambda: Path("t.jsonl.gz").write_bytes(gzip.compress(b"{}")), overrides=("task.train_path=t.jsonl.gz",),
+        field="task.train_path", error="is compressed by gzip", fix="`gunzip`",
+    ),
+    "zstd": Case(damage=train(b"\x28\xb5\x2f\xfd\x00"), field="task.train_path", error="is compressed by zstd"),
+    "zip": Case(damage=train(b"PK\x03\x04\x00"), field="task.train_path", error="a zip archive or a spreadsheet"),
+    "parquet by another name": Case(
+        damage=train(b"PAR1\x00"), field="task.train_path", error="is parquet", fix="a name that ends in .parquet"
+    ),
+    "UTF-16": Case(damage=train(GOOD.encode("utf-16")), field="task.train_path", error="is UTF-16 text", fix="save it as UTF-8"),
+    "LFS pointer": Case(
+        damage=train("version https://git-lfs.github.com/spec/v1\n"), field="task.train_path", error="a pointer of Git LFS",
+        fix="git lfs pull",
+    ),
+    "an array": Case(damage=train('[\n{"prompt": "1"}\n]\n'), field="task.train_path", error="line 1: not valid JSON", fix="jq -c '.[]'"),
+    "JSON by name": Case(
+        damage=lambda: Path("t.json").write_text("[]"), overrides=("task.train_path=t.json",), field="task.train_path",
+        error="of no known kind", fix="jq -c '.[]'",
+    ),
+    "half a character": Case(
+        damage=train(GOOD + '{"prompt": "a\\ud800", "answer": "1"}\n'), field="task.train_path",
+        error="train.jsonl:line 2: field `prompt` has half a character (\\ud800, at position 2)", fix="write the whole pair, or drop it",
+    ),
+    "half a character of an answer": Case(
+        damage=train('{"prompt": "1", "answer": "\\udc00"}\n'), field="task.train_path", error="line 1: field `answer` has half a character"
+    ),
+    "half a character of a warm start": Case(
+        damage=lambda: Path("pairs.jsonl").write_text('{"prompt": "1", "response": "\\ud800"}\n'), config="sft.yaml", field="data.path",
+        error="pairs.jsonl:line 1: field `response` has half a character",
+    ),
+    "deeply nested": Case(
+        damage=train('{"prompt": "1", "answer": "1", "more": ' + "[" * 100_000 + "]" * 100_000 + "}\n"), field="task.train_path",
+        error="line 1: nested too deeply",
+    ),
+    "nothing": Case(damage=train(""), field="task.train_path", error="holds no records"),
+    "blank lines": Case(damage=train("\n \n"), field="task.train_path", error="holds no records"),
+    "a folder of data": Case(
+        damage=lambda: (Path("data").mkdir(), shutil.copy("train.jsonl", "data")), overrides=("task.train_path=data",),
+        field="task.train_path", error="this is a folder", fix="name a file in it, such as data/train.jsonl",
+    ),
+    # ---- names of the hub
+    "model of the hub": Case(
+        overrides=("model.path=Qwen/Qwen2.5-0.5B",), field="model.path", error="no such folder",
+        fix="nothing is downloaded by itself: `hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B`, then "
+        "model.path=models/Qwen2.5-0.5B (models that are here: model)",
+    ),
+    "data of the hub": Case(
+        overrides=("task.train_path=openai/gsm8k",), field="task.train_path", error="no such file",
+        fix="`hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k`",
+    ),
+    "another model than is here": Case(
+        overrides=("model.path=models/tiny",), field="model.path", error="no such folder", fix="(models that are here: model)"
+    ),
+}  # fmt: skip
+
+
+def _add_pad_token() -> None:
+    path = Path("model/tokenizer_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pad_token": {"content": "<new>"}}))
+
+
+@pytest.mark.parametrize("config", ["run.yaml", "sft.yaml"])
+def test_sound_inputs_have_no_problems(config):
+    assert problems(config=config) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_broken_input_is_named(name):
+    case = CASES[name]
+    case.damage()
+    found = problems(*case.overrides, config=case.config)
+    assert any(
+        case.field in p.field.split(", ") and case.error in p.error and case.fix in p.fix for p in found
+    ), [str(p) for p in found]
+    assert len(found) == 1 or case.field == "model.path" or "system prompt" in name, "one thing is broken"
+
+
+def test_everything_is_said_at_once():
+    CASES["broken tokenizer"].damage()
+    CASES["half a character"].damage()
+    Path("heldout.jsonl").write_text("")
+    with Path("model/model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    assert [problem.field for problem in problems()] == [
+        "model.path",
+        "model.path",
+        "task.train_path",
+        "task.heldout_path",
+    ]
+
+
+def test_what_is_rarely_meant_is_said(capsys):
+    row = {"prompt": "1", "answer": "1"}
+    write_jsonl("train.jsonl", row, row, row)
+    write_jsonl("heldout.jsonl", row, {"prompt": "2", "answer": "2"})
+    assert problems("rollout.prompts_per_step=5") == []
+    said = capsys.readouterr().out
+    assert "# task.train_path: 2 of 3 prompts of train.jsonl repeat an earlier one" in said
+    assert "# task.heldout_path: 1 of the 2 held-out prompts are trained on too" in said
+    assert "# task.train_path: its 3 prompts are fewer than rollout.prompts_per_step=5" in said
+
+
+# ----------------------------------------------------------------------------------------------------------
+# reading, once
+
+
+def test_a_file_is_read_once_until_it_changes(monkeypatch):
+    read = []
+    original = records._read_lines
+    monkeypatch.setattr(
+        records, "_read_lines", lambda path, progress: read.append(str(path)) or original(path, progress)
+    )
+    problems()
+    problems()
+    assert read == ["train.jsonl", "heldout.jsonl"]
+    train(GOOD * 3)()
+    problems()
+    assert read == ["train.jsonl", "heldout.jsonl", "train.jsonl"]
+
+
+def test_the_reading_of_a_large_file_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(records, "_LINES_BETWEEN_REPORTS", 2)
+    monkeypatch.setattr(input_checks, "_FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(input_checks, "_LATER_LINES_S", 0.0)
+    problems()
+    lines = capsys.readouterr().err.splitlines()
+    assert (
+        lines[-1] == "reading train.jsonl: 100%"
+        and lines[0].startswith("reading train.jsonl: ")
+        and len(lines) == 2
+    )
+
+
+def test_parquet_is_read_by_the_columns_that_are_needed(monkeypatch):
+    rows = [{"prompt": "1", "answer": "1", "other": "x" * 10}] * 3
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "train.parquet")
+    assert [
+        record for _, record in records.read_records(Path("train.parquet"), roots={"prompt", "answer"})
+    ] == [{"prompt": "1", "answer": "1"}] * 3
+    assert next(records.read_records(Path("train.parquet"))) == (1, rows[0])
+    assert problems("task.train_path=train.parquet") == []
+
+
+# ------------------------------------------------------------------------------- the tokenizer's files, as
+# transformers reads them
+
+
+WITH_TOKENS = (
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}={{ m.content | trim }}{{ eos_token }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("text", [CHATML, WITH_TOKENS])
+def test_the_files_give_what_transformers_gives(tmp_path, text):
+    make_tiny_countdown_model(tmp_path / "tiny", seed=0)
+    (tmp_path / "tiny" / "chat_template.jinja").write_text(text)
+    ours, theirs = TokenizerFiles(tmp_path / "tiny"), load_tokenizer(tmp_path / "tiny")
+    assert (
+        ours.num_ids == len(theirs)
+        and ours.eos_token_id == theirs.eos_token_id
+        and ours.unk_token_id == theirs.unk_token_id
+    )
+    for system_prompt in (None, "9 - 8 ="):
+        ids = [
+            encode_prompt(t, "1 + 2?", system_prompt=system_prompt, apply_chat_template=True)
+            for t in (ours, theirs)
+        ]
+        assert ids[0] == ids[1]
+    assert ours.encode("3*(4-5)") == theirs.encode("3*(4-5)", add_special_tokens=False)
+    assert end_token_ids(ours, tmp_path / "tiny") == end_token_ids(theirs, tmp_path / "tiny")
+    check_characters(ours)
+
+
+def test_the_default_of_several_templates_is_taken(tmp_path):
+    template(
+        [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
+    )()
+    assert TokenizerFiles(tmp_path / "model").render([{"role": "user", "content": "hello"}]) == "hello"
+
+
+def test_marks_of_what_an_assistant_wrote_are_no_error(tmp_path):
+    template(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    )()
+    assert TokenizerFiles(tmp_path / "model").render([{"role": "user", "content": "hello"}]) == "hello"

@@ -1,0 +1,237 @@
+"""What ``tandem status`` and ``tandem logs`` say of run folders in every state, and that a look does not
+disturb a run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.checks.config import BadInput
+from launch.commands.status import _is_held, _name_of_lock, log_files, status
+from launch.processes.run_folder import RunFolder
+from parallel.checkpoints.files import write_manifest
+
+ROOT = Path(__file__).resolve().parents[3]
+NOW = 1_000_000.0
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    (folder.path / "roles").mkdir(parents=True)
+    folder.config.write_text("name: tiny\nsteps: 40\n")
+    return folder
+
+
+def train(folder: RunFolder, steps: int, *, ago_s: float = 5.0) -> None:
+    lines = [{"step": 0, "eval/accuracy": 0.125}]
+    lines += [
+        {"step": n, "time/step": 2.0, "reward/mean": n / 100, "mismatch/ess": 1.0}
+        for n in range(1, steps + 1)
+    ]
+    file = folder.path / "metrics.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    os.utime(file, (NOW - ago_s, NOW - ago_s))
+
+
+def checkpoint(folder: RunFolder, step: int, *, ago_s: float) -> None:
+    saved = folder.checkpoints / f"step_{step:06d}"
+    saved.mkdir(parents=True)
+    write_manifest(saved, world_size=1)
+    os.utime(saved / "complete.json", (NOW - ago_s, NOW - ago_s))
+
+
+def lines_of(folder: RunFolder) -> dict[str, str]:
+    found = status(folder, now=NOW)
+    return dict([("state", found.state), *found.lines])
+
+
+def test_a_running_run_tells_step_pace_time_left_and_results(folder):
+    train(folder, 30)
+    checkpoint(folder, 20, ago_s=120.0)
+    folder.claim()
+    folder.announce("sample", {"address": "tcp://10.0.0.1:7"})
+    found = lines_of(folder)
+    assert found["state"] == "running"
+    assert found["step"] == "30 of 40 (75%), 2.0 s a step, about 20s left; the last one 5s ago"
+    assert found["reward"] == "0.255 (mean of the last 10 steps; 0.155 before)"
+    assert found["held out"] == "12.5% at step 0"
+    assert found["checkpoint"] == "step 20, written 2m00s ago"
+    assert found["sample"] == "listens at tcp://10.0.0.1:7"
+
+
+def test_the_time_left_counts_what_is_between_steps(folder):
+    """Evaluations and checkpoints, which are no part of time/step: here one of 8 s after every fourth step."""
+    lines = [
+        {"step": n, "time/step": 2.0, "elapsed_s": 60.0 + 2.0 * n + 8.0 * ((n - 1) // 4)}
+        for n in range(1, 26)
+    ]
+    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    checkpoint(folder, 20, ago_s=1.0)
+    folder.claim()
+    assert "25 of 40 (62%), 2.0 s a step, about 1m00s left;" in lines_of(folder)["step"]
+
+
+def test_a_look_takes_no_lock(folder):
+    """Of another process's run: it is seen as running, and its claim is neither lost nor refused."""
+    program = (
+        "import sys; from pathlib import Path; from launch.processes.run_folder import RunFolder\n"
+        "folder = RunFolder(Path(sys.argv[1])); folder.claim(); print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(folder.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    ) as other:
+        assert other.stdout.readline() == "held\n"
+        assert lines_of(folder)["state"] == "running"
+        other.stdin.close()
+        other.wait(timeout=30)
+    assert lines_of(folder)["state"].startswith("not running")
+    folder.claim()
+
+
+def test_a_lock_of_another_file_system_is_not_this_runs(folder, tmp_path):
+    """Inode numbers are of one file system."""
+    lock, table = folder.path / "roles" / "lock", tmp_path / "locks"
+    folder.claim()
+    inode = lock.stat().st_ino
+    assert _is_held(lock)
+    table.write_text(
+        f"1: FLOCK  ADVISORY  WRITE 1 ff:ff:{inode} 0 EOF\n2: POSIX  ADVISORY  WRITE 1{_name_of_lock(lock)}0 EOF\n"
+    )
+    assert not _is_held(lock, table)
+    table.write_text(
+        f"1: FLOCK  ADVISORY  WRITE 1 ff:ff:{inode} 0 EOF\n2: FLOCK  ADVISORY  WRITE 1{_name_of_lock(lock)}0 EOF\n"
+    )
+    assert _is_held(lock, table)
+
+
+def test_a_stop_that_was_asked_for_is_seen_before_and_after_it_is_honoured(folder):
+    folder.claim()
+    (folder.path / "roles" / "stop.json").write_text('{"reason": "SIGUSR1"}')
+    assert lines_of(folder)["state"] == "running, asked to stop: SIGUSR1"
+    folder._held.pop().close()
+    (folder.path / "roles" / "stopped.json").write_text('{"step": 12, "reason": "SIGUSR1"}')
+    found = lines_of(folder)
+    assert found["state"].startswith("stopped after step 12: SIGUSR1")
+    assert f"`tandem resume {folder.path}`" in found["state"]
+
+
+def test_the_first_error_is_what_it_failed_by(folder):
+    for role, text, age in (
+        ("learn", "lost a peer", 10),
+        ("sample", "ValueError: no\nsecond\nthird\nfourth\nfifth", 20),
+    ):
+        folder.error(role).write_text(text)
+        os.utime(folder.error(role), (NOW - age, NOW - age))
+    state = lines_of(folder)["state"]
+    assert state.startswith("failed, by the sample role: ValueError: no")
+    assert "fourth" not in state
+    assert "2 more lines in" in state
+
+
+def test_a_finished_run_and_one_that_never_started(folder, tmp_path):
+    folder.hf.mkdir()
+    folder.summary.write_text('{"steps": 40}')
+    train(folder, 40)
+    found = lines_of(folder)
+    assert found["state"] == "finished"
+    assert "left" not in found["step"]
+    fresh = RunFolder(tmp_path / "fresh")
+    fresh.path.mkdir()
+    fresh.config.write_text("name: fresh\nsteps: 3\n")
+    found = lines_of(fresh)
+    assert (found["state"], found["step"], found["checkpoint"], found["logs"]) == (
+        "not started",
+        "none of 3 yet",
+        "none",
+        "none yet",
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [
+        ("RUNNING on n1,n2, 1:00 left", "running"),
+        ("PENDING on , 1:00 left", "waiting in the queue (PENDING on , 1:00 left)"),
+    ],
+)
+def test_a_job_is_asked_of_slurm(folder, tmp_path, monkeypatch, answer, state):
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.parent.mkdir()
+    squeue.write_text(f'#!/bin/sh\ncase "$*" in *" 17 "*) echo "{answer}";; *) exit 1;; esac\n')
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
+    (folder.path / "job.json").write_text('{"job_id": 17, "restart": 2}')
+    found = lines_of(folder)
+    assert found["state"] == state
+    assert found["job"] == f"17 {answer}, start 3"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("config.yaml", "", "holds no block of keys"),
+        ("config.yaml", "name: [", "cannot be read"),
+        ("config.yaml", "- tiny\n- 40\n", "holds no block of keys"),
+        ("config.yaml", "name: tiny\nsteps: many\n", "lacks a sound 'steps'"),
+        ("config.yaml", "[" * 3000, "cannot be read"),
+        ("job.json", "[]", "holds no block of keys"),
+        ("job.json", "{}", "lacks a sound 'job_id'"),
+        ("job.json", "{", "cannot be read"),
+        ("summary.json", "{}", "lacks a sound 'steps'"),
+        ("roles/stopped.json", '{"step": 3}', "lacks a sound 'reason'"),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_rest_is_shown(folder, file, content, said):
+    train(folder, 30)
+    folder.hf.mkdir()
+    (folder.path / file).write_text(content)
+    found = lines_of(folder)
+    assert found["damaged"].startswith(f"{folder.path / file} {said}") and "\n" not in found["damaged"]
+    assert found["state"].startswith("not running")
+    assert found["step"] == ("30, 2.0 s a step" if file == "config.yaml" else "30 of 40 (75%), 2.0 s a step")
+    assert found["run"] == f"{'(name unknown)' if file == 'config.yaml' else 'tiny'} in {folder.path}"
+    assert (found["checkpoint"], found["logs"], found["reward"][:5]) == ("none", "none yet", "0.255")
+
+
+def test_a_damaged_file_of_a_running_run_is_named(folder):
+    folder.claim()
+    folder.address("serve").write_text("[]")
+    (folder.path / "roles" / "stop.json").write_text("")
+    lines = status(folder, now=NOW).lines
+    assert [text.split()[0] for title, text in lines if title == "damaged"] == [
+        str(folder.path / "roles" / "stop.json"), str(folder.address("serve")),
+    ]  # fmt: skip
+
+
+def test_logs_of_a_role_are_those_of_all_its_nodes(folder):
+    folder.logs.mkdir()
+    for name in ("serve-0", "serve-1", "learn"):
+        (folder.logs / f"{name}.log").write_text(f"{name} line\n")
+    assert [file.stem for file in log_files(folder, "serve")] == ["serve-0", "serve-1"]
+    assert [file.stem for file in log_files(folder, None)] == ["learn", "serve-0", "serve-1"]
+    with pytest.raises(BadInput, match=r"--role sampel: no such log .* there are learn, serve-0, serve-1"):
+        log_files(folder, "sampel")
+
+
+def test_the_commands_print_it(folder):
+    folder.logs.mkdir()
+    (folder.logs / "learn.log").write_text("one\ntwo\nthree\n")
+
+    def tandem(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, "-m", "launch", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+        )
+
+    assert "none of 40 yet" in tandem("status", str(folder.path)).stdout
+    assert tandem("logs", str(folder.path), "--role", "learn", "-n", "2").stdout == "two\nthree\n"
+    wrong = tandem("logs", str(folder.path), "--role", "nobody")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "there are learn" in wrong.stderr

@@ -1,0 +1,244 @@
+"""Signs of life: processes that are stopped are found by their state and ended, and whatever only is slow is
+told of and left alone."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from launch.commands.status import _beats
+from launch.commands.train import causes_told
+from launch.processes import heartbeat
+from launch.processes.heartbeat import Pulse, StoppedProcesses, Watch, beat_file, read_beats, stopped_note
+from launch.processes.run_folder import RunFolder, write_json
+from launch.processes.supervisor import Role, RoleFailed, Supervisor
+from tests.support.process_groups import assert_all_end
+
+IDLE = [sys.executable, "-c", "import time; time.sleep(300)"]
+DEADLINE_S = 120
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    found = RunFolder(tmp_path / "run")
+    found.claim()
+    return found
+
+
+@contextlib.contextmanager
+def child(command: list[str] = IDLE) -> Iterator[psutil.Process]:
+    process = subprocess.Popen(command)
+    try:
+        yield psutil.Process(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def stop(process: psutil.Process) -> None:
+    process.suspend()
+    deadline = time.monotonic() + DEADLINE_S
+    while process.status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_process_that_stays_stopped_for_the_timeout_is_found_and_no_other():
+    clock = Clock()
+    with child() as stopped, child() as slow, child() as gone:
+        looking = StoppedProcesses(60.0, clock=clock)
+        stop(stopped)
+        found = {}
+        for clock.now in range(0, 80, 10):
+            found[clock.now] = looking.look([stopped, slow, gone])
+            if clock.now == 20:
+                gone.kill()
+                gone.wait()
+        assert {at: [stopped] for at in (60, 70)} | {at: [] for at in range(0, 60, 10)} == found
+
+
+@pytest.mark.parametrize("why", ["it went on in between", "nobody looked in between"])
+def test_a_process_is_not_taken_for_dead_by_two_looks_far_apart(why):
+    """A whole job that the cluster suspends, its supervisor with it, is found stopped before and after."""
+    clock = Clock()
+    with child() as process:
+        looking = StoppedProcesses(60.0, clock=clock)
+        stop(process)
+        assert looking.look([process]) == []
+        if why == "it went on in between":
+            process.resume()
+            clock.now = 30
+            deadline = time.monotonic() + DEADLINE_S
+            while process.status() == psutil.STATUS_STOPPED:
+                assert time.monotonic() < deadline
+            assert looking.look([process]) == []
+            stop(process)
+            clock.now = 60
+        else:
+            clock.now = 3600
+        assert looking.look([process]) == []
+
+
+def test_a_pulse_says_what_its_role_is_doing_and_whether_it_works(folder):
+    pulse = Pulse(folder, "rank-3", timeout_s=60)
+    pulse.beat()
+    pulse.doing("sync")
+    until = time.process_time() + 0.3
+    while time.process_time() < until:
+        pass
+    pulse.beat()
+    ((beat, _),) = read_beats(folder)
+    assert (beat.who, beat.pid, beat.doing, beat.ended) == ("learner rank 3", os.getpid(), "sync", [])
+    assert beat.cpu > 0 and beat.since <= time.time()
+    assert "in `sync` for 95 s, its CPU is busy" in replace(beat, cpu=0.9, since=5.0).words(100.0)
+    assert "its CPU is idle" in replace(beat, cpu=0.01).words(100.0)
+
+
+def test_a_pulse_ends_a_stopped_process_of_its_role_and_leaves_word_of_it(folder, capfd):
+    with child() as server:
+        stop(server)
+        with Pulse(folder, "serve", timeout_s=0.0):
+            assert server.wait(DEADLINE_S) is not None or not server.is_running()
+        ((beat, _),) = read_beats(folder)
+        (line,) = beat.ended
+        told = rf"a process of the serve role, .+ \(pid {server.pid}\) had been stopped \(SIGSTOP\) for 0 s, and was killed"
+        assert re.fullmatch(told, line)
+        assert line in capfd.readouterr().err
+        assert Watch(folder, timeout_s=60).ended() == [line]
+
+
+def test_a_pulse_that_ends_well_leaves_nothing(folder):
+    with Pulse(folder, "sample", timeout_s=60):
+        deadline = time.monotonic() + DEADLINE_S
+        while not beat_file(folder, "sample").exists():
+            assert time.monotonic() < deadline
+    assert not beat_file(folder, "sample").exists()
+
+
+def announce(folder: RunFolder, process: psutil.Process, name: str = "rank-0", **changes) -> None:
+    fields = {
+        "who": f"learner {name.replace('-', ' ')}", "pid": process.pid, "started": process.create_time(), "host": os.uname().nodename,
+        "doing": "sync", "since": time.time(), "cpu": 0.0, "ended": [],
+    }  # fmt: skip
+    write_json(beat_file(folder, name), fields | changes)
+
+
+def test_a_slow_role_is_told_of_once_and_left_alone(folder):
+    said: list[str] = []
+    watch = Watch(folder, timeout_s=60, say=said.append)
+    with child() as rank:
+        now = time.time()
+        for doing, since in (
+            ("sync", now - 2000),
+            ("update", now - 1900),
+            ("sync", now - 1000),
+        ):  # sync: 100 s
+            announce(folder, rank, doing=doing, since=since)
+            watch.look()
+            watch.look()
+        told = [line.split(" for ")[0] for line in said]
+        assert told == [f"slow: learner rank 0 has been in `{part}`" for part in ("sync", "update", "sync")]
+        assert "its CPU is idle (the longest so far took 100 s)" in said[2]
+        said.clear()
+        announce(folder, rank, doing="sync", since=time.time() - 250)  # less than three times the longest
+        announce(folder, rank, "serve", doing="serving", since=now - 90_000)
+        watch.look()
+        assert said == [] and rank.is_running() and watch.ended() == []
+
+
+def test_many_slow_ranks_are_a_few_lines(folder):
+    said: list[str] = []
+    with child() as rank:
+        for i in range(9):
+            announce(folder, rank, f"rank-{i}", since=time.time() - 1000)
+        Watch(folder, timeout_s=60, say=said.append).look()
+        assert len(said) == 4 and said[-1].startswith("slow: … and 6 more; `tandem status")
+        lines = _beats(folder, time.time())
+        assert len(lines) == 9 and lines[-1][1].startswith("… and 1 learner ranks more")
+        assert lines[0][1].startswith(
+            "learner rank 0: in `sync` for 1000 s, its CPU is idle; heard of 0s ago (pid "
+        )
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({}, r"its process is (sleeping|running)"),
+    ({"pid": 2**22 - 1}, "its process is gone"),
+    ({"host": "elsewhere"}, "its node is down, or cut off from the shared folder"),
+])  # fmt: skip
+def test_a_role_that_is_not_heard_of_is_told_of_and_left_alone(folder, monkeypatch, changes, told):
+    said: list[str] = []
+    monkeypatch.setattr(heartbeat, "SHARED_FOLDER_S", 0.0)
+    with child() as rank:
+        watch = Watch(folder, timeout_s=0.0, say=said.append)
+        announce(folder, rank, doing="serving", **changes)
+        for _ in range(3):
+            watch.look()
+        (line,) = said
+        assert "has not been heard of for" in line and re.search(told, line)
+        assert rank.is_running()
+
+
+@pytest.mark.parametrize("stays_stopped", [True, False])
+def test_a_role_that_stays_stopped_is_ended_by_its_guard_on_whatever_host(folder, stays_stopped):
+    """No supervisor takes part."""
+    code = f"""
+        import subprocess, time
+        from pathlib import Path
+        from rollout.servers.watched_process import guard_session
+        guard_session(timeout_s=0.3, note=Path({str(stopped_note(folder, "rank-3"))!r}))
+        child = subprocess.Popen(["sleep", "300"])
+        print(child.pid, flush=True)
+        time.sleep(300)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, start_new_session=True) as leader:
+        left = psutil.Process(int(leader.stdout.readline()))
+        if stays_stopped:
+            leader.send_signal(signal.SIGSTOP)
+            assert leader.wait(DEADLINE_S) == -signal.SIGKILL
+            assert_all_end([left], DEADLINE_S)  # what it had started
+            told = f"learner rank 3 (pid {leader.pid}) had been stopped (SIGSTOP) for 0 s, and was killed"
+            assert Watch(folder, timeout_s=60).ended() == [told]
+        else:
+            assert leader.poll() is None
+            leader.terminate()
+            leader.wait(DEADLINE_S)
+            assert Watch(folder, timeout_s=60).ended() == []
+
+
+def test_a_role_that_is_stopped_ends_the_run_and_is_named(folder, monkeypatch):
+    """Whoever stops it: it would hold the run until the collective's timeout."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    stops_itself = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    role = Role(name="serve", command=[sys.executable, "-c", stops_itself], log=folder.logs / "log")
+    config = SimpleNamespace(launch=SimpleNamespace(heartbeat_timeout_s=0.0))
+    stopped = (
+        r"^the serve role \(its process\) \(pid \d+\) had been stopped \(SIGSTOP\) for 0 s, and was killed"
+    )
+    told = rf"{stopped}\nthe serve role ended with signal SIGKILL"
+    with (
+        pytest.raises(RoleFailed, match=told),
+        Supervisor(grace_s=1) as supervisor,
+        causes_told(folder, config, supervisor),
+    ):
+        supervisor.start(role)
+        supervisor.wait_until_done("serve")

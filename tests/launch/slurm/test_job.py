@@ -1,0 +1,511 @@
+"""The supervisor inside a Slurm job, with stand-ins for Slurm's commands: an ``srun`` that runs a script here
+in place of the role, and a ``scontrol`` that writes down what it is asked. What the real ones do is in
+test_slurm.py."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from configs.loader import resolved_yaml
+from configs.schema import RunConfig
+from launch.checks.config import BadInput
+from launch.processes.run_folder import RunFolder
+from launch.slurm import inside_job as supervision
+from launch.slurm import job as jobs
+from launch.slurm.job import Job
+from parallel.checkpoints.files import Manifest, write_manifest
+
+ROOT = Path(__file__).resolve().parents[3]
+DEADLINE_S = 240
+JOB = Job(id="17", names=frozenset({"17"}), nodes=("n1", "n2"), restart=0)
+
+FAKES = {
+    # Runs NAME.py of the folder that it lies in, NAME without its number; notes its arguments in NAME.argv.
+    "srun": """
+        import json, os, re, sys
+        from pathlib import Path
+        here = Path(__file__).parent
+        name = next(a for a in sys.argv if a.startswith("--job-name=")).removeprefix("--job-name=")
+        (here / f"{name}.argv").write_text(json.dumps(sys.argv[1:]))
+        (here / f".{name}.pid").write_text(str(os.getpid()))
+        (here / f".{name}.pid").rename(here / f"{name}.pid")
+        os.execv(sys.executable, [sys.executable, str(here / (re.sub("-[0-9]+", "", name) + ".py")), os.environ["FAKE_RUN"], name])
+    """,
+    "scontrol": """
+        import os, sys
+        from pathlib import Path
+        if sys.argv[1:3] == ["show", "hostnames"]:
+            print(sys.argv[3].replace(",", chr(10)))
+        else:
+            with (Path(__file__).parent / "asked").open("a") as file:
+                file.write(" ".join(sys.argv[1:]) + chr(10))
+            if "FAKE_REFUSAL" in os.environ:
+                sys.exit("scontrol: error: " + os.environ["FAKE_REFUSAL"])
+    """,
+    "squeue": """
+        import os
+        print(os.environ["FAKE_STATE"])
+    """,
+}
+WAITS = "import time; time.sleep(600)"
+HEADER = """
+    import json, sys, time
+    from pathlib import Path
+    run, name = Path(sys.argv[1]), sys.argv[2]
+    def write(path, content):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_name("." + path.name)
+        fresh.write_text(json.dumps(content))
+        fresh.replace(path)
+    def checkpoint(step):
+        folder = run / "checkpoints" / f"step_{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "complete.json").write_text(MANIFEST)
+"""
+FINISHES = """
+    (run / "hf").mkdir()
+    with (run / "console.log").open("a") as console:
+        console.write("the last line\\n")
+    write(run / "summary.json", {"steps": 2, "accuracy_before": 0.25, "accuracy_after": 0.75})
+"""
+HEEDS = """
+    write(run / "roles" / "learn.json", {})
+    while not (run / "roles" / "stop.json").exists():
+        time.sleep(0.02)
+    checkpoint(1)
+    write(run / "roles" / "stopped.json", {"step": 1, "reason": json.loads((run / "roles" / "stop.json").read_text())["reason"]})
+"""
+FAILS = """
+    write(run / "roles" / "learn.json", {})
+    (run / "roles" / "learn.error").write_text("ValueError: the cause")
+    sys.exit(3)
+"""
+
+
+def config_with(*, learner: int = 1, rollout: int = 1, gpus: int = 0, **launch) -> RunConfig:
+    nodes = {"learner": learner, "rollout": rollout, "gpus_per_node": gpus, "interface": "lo"}
+    content = {
+        "steps": 2, "model": {"path": "m"}, "task": {"type": "countdown"}, "layout": {"dp": learner}, "rollout": {"replicas": rollout},
+        "launch": {"nodes": nodes, "stop_grace_s": 0.5} | launch,
+    }  # fmt: skip
+    return RunConfig.model_validate(content)
+
+
+class Stage:
+    """A run folder, the stand-ins, and the supervisor started among them."""
+
+    def __init__(self, tmp_path: Path, config: RunConfig):
+        self.folder, self.bin = RunFolder(tmp_path / "run"), tmp_path / "bin"
+        self.bin.mkdir()
+        self.folder.path.mkdir()
+        self.folder.config.write_text(resolved_yaml(config))
+        for name, code in FAKES.items():
+            (self.bin / name).write_text(f"#!{sys.executable}\n{textwrap.dedent(code)}")
+            (self.bin / name).chmod(0o755)
+        self.role("serve", WAITS)
+        self.role("sample", WAITS)
+        self.env: dict[str, str] = {}
+        self.process: subprocess.Popen | None = None
+
+    def role(self, name: str, code: str) -> None:
+        manifest = f"MANIFEST = {Manifest(world_size=1).text()!r}\n"
+        (self.bin / f"{name}.py").write_text(manifest + textwrap.dedent(HEADER) + textwrap.dedent(code))
+
+    def start(self, nodes: str = "n1,n2") -> None:
+        env = os.environ | {
+            "PYTHONPATH": str(ROOT), "PATH": f"{self.bin}:{os.environ['PATH']}", "FAKE_RUN": str(self.folder.path),
+            "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": nodes,
+        } | self.env  # fmt: skip
+        command = [sys.executable, "-m", "launch", "job", str(self.folder.path)]
+        self.process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and output. Every step must be gone then."""
+        output, _ = self.process.communicate(timeout=DEADLINE_S)
+        assert not [pid for pid in self.steps() if psutil.pid_exists(pid)], "a step outlived the supervisor"
+        return self.process.returncode, output
+
+    def run(self, nodes: str = "n1,n2") -> tuple[int, str]:
+        self.start(nodes)
+        return self.end()
+
+    def steps(self) -> list[int]:
+        return [int(file.read_text()) for file in self.bin.glob("*.pid")]
+
+    def asked(self) -> list[str]:
+        file = self.bin / "asked"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def wait_for(self, file: Path) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not file.exists():
+            assert time.monotonic() < deadline, f"timed out: {file}"
+            assert self.process.poll() is None, self.process.stdout.read()
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def stage(tmp_path) -> Iterator[Stage]:
+    made = Stage(tmp_path, config_with())
+    yield made
+    if made.process is not None and made.process.poll() is None:
+        made.process.kill()
+        made.process.wait(DEADLINE_S)
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# what is started
+
+
+def steps_of(config: RunConfig, tmp_path: Path, *nodes: str) -> dict[str, tuple[dict[str, str], list[str]]]:
+    """Options of srun, and the command, of every step by name."""
+    found = {}
+    for role in supervision.job_steps(RunFolder(tmp_path), config, replace(JOB, nodes=nodes)):
+        command = list(role.command)
+        assert command[0] == "srun"
+        start = command.index(sys.executable)
+        options = [flag.removeprefix("--").partition("=")[::2] for flag in command[1:start]]
+        assert dict(options)["job-name"] == role.name
+        assert role.log == tmp_path / "logs" / f"{role.name}.log"
+        assert role.env["TANDEM_JOB"] == "1"
+        found[role.name] = (dict(options), command[start + 2 :])
+    return found
+
+
+def test_each_side_is_a_step_on_its_node(tmp_path):
+    steps = steps_of(config_with(), tmp_path, "n1", "n2")
+    assert {name: options["nodelist"] for name, (options, _) in steps.items()} == {
+        "learn-0": "n1",
+        "sample": "n1",
+        "serve-0": "n2",
+    }
+    assert all("overlap" in options and "gres" not in options for options, _ in steps.values())
+    assert steps["serve-0"][1] == ["launch", "serve", str(tmp_path), "--node", "0"]
+    assert steps["sample"][1] == ["launch", "sample", str(tmp_path)]
+    assert "--rdzv-backend=tandem" in steps["learn-0"][1]
+
+
+@pytest.mark.parametrize(("asked", "gres"), [(None, "gpu:8"), (0, None), (10, "gpu:10")])
+def test_a_run_of_one_machine_has_its_steps_share_the_node(tmp_path, asked, gres):
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "m"}, "task": {"type": "countdown"}, "layout": {"tp": 2, "dp": 2}, "rollout": {"replicas": 2, "tp": 2},
+            "launch": {"slurm": {"gpus": asked}},
+        }
+    )  # fmt: skip
+    steps = steps_of(config, tmp_path, "n1")
+    assert set(steps) == {"learn-0", "sample", "serve"}
+    assert {options["nodelist"] for options, _ in steps.values()} == {"n1"}
+    assert all(steps[name][0].get("gres") == gres for name in ("learn-0", "serve")), (
+        "the servers take the GPUs after the learner's"
+    )
+    assert "--nproc-per-node=4" in steps["learn-0"][1]
+
+
+def test_the_first_nodes_are_the_learners_and_meet_at_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervision.socket, "gethostbyname", {"b": "127.0.0.2"}.get)
+    steps = steps_of(
+        config_with(learner=2, rollout=3, gpus=8, slurm={"container": "a#b"}), tmp_path, *"abcde"
+    )
+    places = {name: options["nodelist"] for name, (options, _) in steps.items()}
+    assert places == {
+        "learn-0": "a",
+        "learn-1": "b",
+        "sample": "a",
+        "serve-0": "c",
+        "serve-1": "d",
+        "serve-2": "e",
+    }
+    assert {options["gres"] for name, (options, _) in steps.items() if name != "sample"} == {"gpu:8"}
+    assert steps["sample"][0]["gres"] == "none", "it would share the learner's"
+    assert all(
+        options["container-image"] == "a#b" and "container-mounts" not in options
+        for options, _ in steps.values()
+    )
+    first, second = steps["learn-0"][1], steps["learn-1"][1]
+    assert re.search(r"--rdzv-endpoint=127.0.0.1:\d+", " ".join(first))
+    assert set(first) - set(second) == {"--rdzv-conf=join_timeout=900,is_host=true", "--local-addr=127.0.0.1"}
+    assert set(second) - set(first) == {
+        "--rdzv-conf=join_timeout=900,is_host=false",
+        "--local-addr=127.0.0.2",
+    }
+
+
+def test_a_restart_does_not_meet_what_is_left_of_the_last_start(tmp_path):
+    label = [
+        next(
+            a
+            for a in supervision.job_steps(RunFolder(tmp_path), config_with(learner=2, rollout=1), job)[
+                -1
+            ].command
+            if "rdzv-id" in a
+        )
+        for job in (replace(JOB, nodes=("a", "b", "c")), replace(JOB, nodes=("a", "b", "c"), restart=1))
+    ]
+    assert label[0] != label[1]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# how it ends
+
+
+def test_a_run_that_finishes_ends_well_and_takes_the_servers_along(stage):
+    (stage.folder.path / "console.log").write_text("of an earlier start\n")
+    stage.role("learn", FINISHES)
+    code, output = stage.run()
+    assert code == 0, output
+    assert stage.asked() == []
+    assert output.count("the last line") == 1 and "of an earlier start" not in output
+    assert "75.0% after 2 steps" in output
+    assert json.loads(stage.folder.job.read_text()) == {"job_id": "17", "nodes": ["n1", "n2"], "restart": 0}
+
+
+def test_a_finished_run_is_not_run_again(stage):
+    stage.role("learn", FINISHES)
+    assert stage.run()[0] == 0
+    for file in stage.bin.glob("*.argv"):
+        file.unlink()
+    code, output = stage.run()
+    assert code == 0
+    assert "nothing is left to do" in output
+    assert not list(stage.bin.glob("*.argv"))
+
+
+def test_more_steps_make_a_finished_run_unfinished(stage):
+    stage.role("learn", FINISHES)
+    assert stage.run()[0] == 0
+    assert jobs.is_finished(stage.folder, config_with())
+    assert not jobs.is_finished(stage.folder, config_with().model_copy(update={"steps": 3}))
+
+
+@pytest.mark.parametrize(("number", "requeued"), [(signal.SIGUSR1, ["requeue 17"]), (signal.SIGTERM, [])])
+def test_a_signal_stops_the_run_with_a_checkpoint(stage, number, requeued):
+    """The notice before the time limit: Slurm does not start the job again by itself. SIGTERM: it does, or
+    somebody wants it to end."""
+    stage.role("learn", HEEDS)
+    stage.start()
+    stage.wait_for(stage.folder.address("learn"))
+    stage.process.send_signal(signal.SIGCONT)  # Slurm sends it together with any other
+    stage.process.send_signal(number)
+    code, output = stage.end()
+    assert code == os.EX_TEMPFAIL, output
+    assert stage.asked() == requeued
+    assert f"stopped after step 1 on request ({number.name})" in output
+    assert stage.folder.newest_checkpoint().name == "step_000001"
+
+
+def test_pre_emption_in_two_signals_is_left_to_slurm(stage):
+    stage.role("learn", HEEDS.replace("checkpoint(1)", "while not (run / 'go').exists(): time.sleep(0.02)"))
+    stage.start()
+    stage.wait_for(stage.folder.address("learn"))
+    stage.process.send_signal(signal.SIGUSR1)
+    stage.wait_for(stage.folder.address("stop"))
+    stage.process.send_signal(signal.SIGTERM)
+    (stage.folder.path / "go").touch()
+    code, output = stage.end()
+    assert code == os.EX_TEMPFAIL, output
+    assert stage.asked() == []
+
+
+def test_the_notice_during_the_start_ends_everything_and_requeues(stage):
+    stage.role("learn", WAITS)
+    stage.start()
+    stage.wait_for(stage.bin / "learn-0.pid")
+    stage.process.send_signal(signal.SIGUSR1)
+    code, output = stage.end()
+    assert code == os.EX_TEMPFAIL, output
+    assert stage.asked() == ["requeue 17"]
+
+
+def test_notices_that_are_too_short_for_a_checkpoint_are_not_repeated_for_ever(stage):
+    stage.folder.config.write_text(resolved_yaml(config_with(slurm={"max_restarts": 1})))
+    stage.role("learn", WAITS)
+    for requeued in (["requeue 17"], ["requeue 17"]):
+        stage.start()
+        stage.wait_for(stage.bin / "learn-0.pid")
+        stage.process.send_signal(signal.SIGUSR1)
+        code, output = stage.end()
+        assert (code, stage.asked()) == (os.EX_TEMPFAIL, requeued)
+        (stage.bin / "learn-0.pid").unlink()
+    assert "raise launch.slurm.notice_s" in output
+
+
+def test_a_learner_that_never_stops_is_ended_before_the_time_limit(tmp_path, stage):
+    stage.folder.config.write_text(resolved_yaml(config_with(slurm={"notice_s": 1})))
+    stage.role("learn", HEEDS.replace("checkpoint(1)", WAITS))
+    stage.start()
+    stage.wait_for(stage.folder.address("learn"))
+    stage.process.send_signal(signal.SIGUSR1)
+    code, output = stage.end()
+    assert code == os.EX_TEMPFAIL, output
+    assert stage.asked() == ["requeue 17"]
+
+
+def test_a_refused_requeue_is_said_with_the_way_out(stage):
+    stage.env["FAKE_REFUSAL"] = "Requested operation is presently disabled"
+    (stage.folder.path / "train.sbatch").touch()
+    stage.role("learn", FAILS)
+    code, output = stage.run()
+    assert code == 1
+    assert "presently disabled" in output
+    assert f"go on with `sbatch {stage.folder.path / 'train.sbatch'}`" in output
+
+
+def test_a_job_that_slurm_has_requeued_itself_is_not_refused(stage):
+    stage.env["FAKE_REFUSAL"] = "Job is pending execution for job 17"  # as of Slurm 22.05
+    stage.role("learn", FAILS)
+    code, output = stage.run()
+    assert (code, stage.asked()) == (1, ["requeue 17"])
+    assert "job 17 is requeued" in output and "sbatch" not in output
+
+
+def test_failures_are_tried_again_until_there_have_been_too_many(stage):
+    stage.folder.config.write_text(resolved_yaml(config_with(slurm={"max_restarts": 1})))
+    stage.role("learn", FAILS)
+    code, output = stage.run()
+    assert (code, stage.asked()) == (1, ["requeue 17"])
+    assert "ValueError: the cause" in output
+    code, output = stage.run()
+    assert (code, stage.asked()) == (1, ["requeue 17"]), "it was requeued once more"
+    assert "2 starts have ended without a newer checkpoint" in output
+
+
+def test_a_requeued_start_after_failures_waits_before_it_starts_anything(stage):
+    stage.role("learn", FAILS)
+    assert stage.run()[0] == 1
+    (stage.bin / "learn-0.pid").unlink()
+    stage.env["SLURM_RESTART_COUNT"] = "1"
+    stage.start()
+    said = next(line for line in stage.process.stdout if line.startswith("starting in"))
+    stage.process.send_signal(signal.SIGUSR1)
+    code, output = stage.end()
+    assert said.startswith("starting in 15 s") and code == os.EX_TEMPFAIL, output
+    assert stage.asked() == ["requeue 17", "requeue 17"]
+    assert not (stage.bin / "learn-0.pid").exists()
+
+
+def test_starts_wait_longer_and_longer_until_there_is_a_checkpoint(tmp_path):
+    folder = RunFolder(tmp_path)
+    waited = []
+    for _ in range(5):
+        waited.append(jobs.pause_s(folder))
+        assert jobs.may_restart(folder, limit=9)
+    assert waited == [0, 15, 30, 60, 60]
+    (folder.checkpoints / "step_000001").mkdir(parents=True)
+    write_manifest(folder.checkpoints / "step_000001", world_size=1)
+    assert jobs.pause_s(folder) == 0
+
+
+def test_a_lost_server_leaves_a_checkpoint_and_a_requeue(stage):
+    stage.role("learn", HEEDS)
+    stage.role("serve", "while not (run / 'roles' / 'learn.json').exists(): time.sleep(0.02)\nsys.exit(5)")
+    code, output = stage.run()
+    assert code == 1
+    assert "the serve-0 role ended with exit code 5" in output
+    assert "a checkpoint of step 1" in output
+    assert stage.asked() == ["requeue 17"]
+
+
+def test_one_failed_node_of_the_learner_ends_the_others(tmp_path):
+    stage = Stage(tmp_path, config_with(learner=2))
+    stage.role("learn", f"if name == 'learn-0':\n    {WAITS}\n" + textwrap.dedent(FAILS))
+    code, output = stage.run("n1,n2,n3")
+    assert code == 1
+    assert "the learn-1 role ended with exit code 3" in output and "ValueError: the cause" in output
+    assert stage.asked() == ["requeue 17"]
+
+
+def test_a_newer_checkpoint_begins_the_count_of_failures_anew(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert [jobs.may_restart(folder, 2) for _ in range(2)] == [True, True]
+    checkpoint = folder.checkpoints / "step_000001"
+    checkpoint.mkdir(parents=True)
+    write_manifest(checkpoint, world_size=1)
+    assert [jobs.may_restart(folder, 2) for _ in range(4)] == [True, True, False, True]
+
+
+# -----------------------------------------------------------------------------------------------------------------------
+# bad input
+
+
+def test_a_job_of_other_nodes_is_refused_for_good(stage):
+    code, output = stage.run("n1,n2,n3")
+    assert code == 2
+    assert "takes 1 + 1 nodes, but job 17 has 3" in output
+    assert stage.asked() == [] and stage.steps() == []
+
+
+def test_a_run_of_one_machine_is_refused_on_two_nodes(stage):
+    config = config_with()
+    stage.folder.config.write_text(
+        resolved_yaml(config.model_copy(update={"launch": config.launch.model_copy(update={"nodes": None})}))
+    )
+    code, output = stage.run()
+    assert (code, stage.asked()) == (2, [])
+    assert "takes one node, but job 17 has 2" in output
+
+
+def test_outside_a_job_it_says_what_it_is_for(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with pytest.raises(BadInput, match="not inside a Slurm job"):
+        Job.of_environment()
+
+
+def test_two_starts_of_one_folder_at_once_are_refused(stage):
+    stage.folder.claim()
+    code, output = stage.run()
+    assert (code, stage.asked(), stage.steps()) == (2, [], [])
+    assert "is being run by another process" in output
+
+
+@pytest.mark.parametrize(
+    ("other", "state", "code"),
+    [("9", "RUNNING", 2), ("9", "COMPLETED", 0), ("17", "RUNNING", 0), ("5_1", "RUNNING", 0)],
+)
+def test_a_folder_that_another_job_runs_is_left_alone(stage, other, state, code):
+    stage.role("learn", FINISHES)
+    stage.folder.job.write_text(json.dumps({"job_id": other, "nodes": [], "restart": 0}))
+    stage.env |= {"FAKE_STATE": state, "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
+    found, output = stage.run()
+    assert found == code, output
+    assert ("is being run by job 9" in output) == bool(code)
+
+
+@pytest.mark.parametrize(
+    ("role", "env", "code"),
+    [("sample", {"TANDEM_JOB": "1"}, 0), ("serve", {"TANDEM_JOB": "1"}, 0), ("sample", {}, -signal.SIGTERM)],
+)
+def test_the_rollout_side_of_a_job_outlasts_the_sigterm_that_slurm_sends_to_all(stage, role, env, code):
+    program = f"""
+        import os, signal
+        from pathlib import Path
+        from launch.roles import table as roles
+        from launch.processes.run_folder import RunFolder
+        def body(folder, **place):
+            os.kill(os.getpid(), signal.SIGTERM)
+        roles.serve = roles.ROLES["sample"] = body
+        roles.run_role({role!r}, RunFolder(Path({str(stage.folder.path)!r})))
+    """
+    (stage.folder.path / "roles").mkdir()
+    env = {k: v for k, v in os.environ.items() if k != "TANDEM_JOB"} | {"PYTHONPATH": str(ROOT)} | env
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == code, done.stderr

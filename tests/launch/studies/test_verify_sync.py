@@ -1,0 +1,194 @@
+"""``tandem verify-sync``: the proof on real engines, that it notices and names one wrong bit, and what it
+makes of bad input."""
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from configs.loader import load_config
+from configs.schema.rollout import RolloutConfig
+from launch.processes.supervisor import RoleFailed
+from launch.studies.verify_sync import (
+    Answers,
+    Finding,
+    _ask,
+    _check_that_it_can_fail,
+    differences,
+    fixed_prompts,
+    layouts,
+    rollout_sizes,
+    table,
+    wrong_tensors,
+)
+from parallel.weights.hf_files import PerturbedWeights
+from parallel.weights.transfer import make_buckets
+from rollout.servers.control import Continuation, SGLangControl
+from rollout.servers.fleet import ServerFleet
+from rollout.tiny_model import make_tiny_countdown_model
+from tests.launch.test_cli import config_file, tandem
+from trainer.weight_sync import StageSender
+
+ONE = Continuation(token_ids=[3, 4], prompt_logprobs=[-1.0, -2.0], logprobs=[-0.5, -0.25])
+OTHER = Continuation(token_ids=[3, 4], prompt_logprobs=[-1.0, -2.0], logprobs=[-0.5, -0.2500001])
+
+
+def test_what_differs_is_named():
+    wanted = Answers(checksums={"a": "1", "b": "2"}, continuations=[ONE, ONE])
+    assert differences(wanted, wanted) == []
+    assert differences(Answers(checksums={"a": "1", "b": "3"}, continuations=[ONE, OTHER]), wanted) == [
+        "b",
+        "continuation of prompt 1",
+    ]
+    assert differences(Answers(checksums={"a": "1", "c": "2"}, continuations=[ONE, ONE]), wanted) == [
+        "b",
+        "c",
+    ]
+
+
+def test_a_reference_that_was_served_before_is_no_reference():
+    before = Answers(checksums={"a": "1", "b": "2"}, continuations=[ONE])
+    _check_that_it_can_fail(
+        {2: [before]}, {2: Answers(checksums={"a": "3", "b": "4"}, continuations=[OTHER])}
+    )
+    with pytest.raises(RoleFailed, match=r"cannot fail: servers of tp=2 had the reference's .*b before"):
+        _check_that_it_can_fail(
+            {2: [before]}, {2: Answers(checksums={"a": "3", "b": "2"}, continuations=[OTHER])}
+        )
+    with pytest.raises(RoleFailed, match="every log-prob"):
+        _check_that_it_can_fail(
+            {2: [before]}, {2: Answers(checksums={"a": "3", "b": "4"}, continuations=[ONE])}
+        )
+
+
+def test_the_table_says_ok_or_what():
+    findings = [
+        Finding(layout="tp=2", export=[], served={1: [], 2: ["x.weight"]}),
+        Finding(layout="pp=2", export=["y"], served={1: [], 2: [*"abcdef"]}),
+    ]
+    assert [f.is_good for f in findings] == [False, False]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table(findings, [1, 2]).splitlines()
+    ]
+    assert rows[0] == ["learner", "export", "rollout tp=1", "rollout tp=2"]
+    assert rows[2:] == [
+        ["tp=2", "ok", "ok", "1 differ: x.weight"],
+        ["pp=2", "1 differ: y", "ok", "6 differ: a, b, c, d and 2 more"],
+    ]
+
+
+def test_prompts_share_no_beginning():
+    prompts = fixed_prompts(24)
+    assert len({prompt[0] for prompt in prompts}) == len(prompts) == 6
+    assert all(0 <= token < 24 for prompt in prompts for token in prompt)
+
+
+def test_options_are_read_and_repeats_dropped():
+    assert rollout_sizes(["tp=2", "tp=1", "tp=2"]) == [2, 1]
+    assert list(layouts(["sp,tp=2", "tp=2,sp=true", "pp=2"])) == ["tp=2,sp", "pp=2"]
+    for text in ("tp", "2", "tp=0", "tp=x", "pp=2"):
+        with pytest.raises(ValueError, match=f"--rollout {text}: write tp=N"):
+            rollout_sizes([text])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_countdown_model(folder, seed=0)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        (["--learner", "tpp=2"], ["--learner", "tpp", "did you mean `tp`"]),
+        (["--learner", "tp=3"], ["\n--learner tp=3\n", "value: 3 (--learner tp=3)", "num_attention_heads"]),
+        (["--rollout", "tp=8"], ["--rollout", "8"]),
+        (["--rollout", "dtype=float32"], ["--rollout dtype=float32", "tp=N"]),
+    ],
+)
+def test_bad_options_are_refused_before_anything_starts(tmp_path, model, options, expected):
+    done = tandem("verify-sync", str(config_file(tmp_path, model)), *options, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert all(part in done.stderr for part in expected), done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_a_wrong_export_is_named(tmp_path, model):
+    config = load_config(config_file(tmp_path, model), ["model.dtype=float32"])
+    export = tmp_path / "export"
+    export.mkdir()
+    other = PerturbedWeights(model)
+    weights = {name: other.read(name) for name in other.names}
+    save_file(weights, export / "model.safetensors")
+    assert wrong_tensors(export, config) == []
+    changed = sorted(weights)[3]
+    weights[changed].view(torch.int32).flatten()[0] ^= 1
+    del weights["model.norm.weight"]
+    save_file(weights, export / "model.safetensors")
+    assert wrong_tensors(export, config) == sorted([changed, "model.norm.weight"])
+
+
+@pytest.mark.engines
+def test_one_wrong_bit_of_a_transfer_is_found_and_named(tmp_path, model):
+    """A server started from the weights, against itself: after a transfer of those very weights, and with one
+    bit changed on the way."""
+    config = load_config(config_file(tmp_path, model), [])
+    fleet = ServerFleet(
+        RolloutConfig(dtype="float32", max_total_tokens=4096),
+        model_path=model,
+        log_dir=tmp_path / "logs",
+        threads=1,
+        cuda=False,
+        seed=0,
+    )
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.2.mlp.up_proj.weight"
+    wrong = {n: t.clone() for n, t in weights.items()}
+    wrong[name].view(torch.int32)[5, 7] ^= 1
+    try:
+        fleet.start()
+        fleet.wait_healthy(400)
+        with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=120) as control:
+            (reference,) = _ask(control, config)
+            sender = StageSender(control, 1, "gloo", 120)
+
+            def answers_after(sent: dict[str, torch.Tensor], version: int) -> Answers:
+                control.begin_update()
+                buckets = make_buckets(sent.items(), dtype=torch.float32, max_bytes=2**20)
+                sender.send(next(buckets), buckets, version, None)
+                control.end_update()
+                return _ask(control, config)[0]
+
+            found = differences(answers_after(wrong, 1), reference)
+            assert found[0] == name.replace("up_proj", "gate_up_proj") and all(
+                "prompt" in what for what in found[1:]
+            )
+            assert differences(answers_after(weights, 2), reference) == []
+            sender.close()
+    finally:
+        fleet.stop()
+
+
+@pytest.mark.engines
+def test_transfers_from_two_layouts_to_two_are_proved(tmp_path, model):
+    arguments = ["--learner", "tp=2,sp", "--learner", "pp=2,vpp=2", "--rollout", "tp=1", "--rollout", "tp=2"]
+    file = config_file(
+        tmp_path, model, rollout={"max_new_tokens": 14, "dtype": "float32", "max_total_tokens": 4096}
+    )
+    done = tandem("verify-sync", str(file), "model.dtype=float32", *arguments, cwd=tmp_path, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in done.stdout.splitlines()
+        if line.startswith("|")
+    ]
+    assert rows[2:] == [["tp=2,sp", "ok", "ok", "ok"], ["pp=2,vpp=2", "ok", "ok", "ok"]]
+    (out,) = (tmp_path / "runs").iterdir()
+    served = [finding["served"] for finding in json.loads((out / "result.json").read_text())["findings"]]
+    assert served == [{"1": [], "2": []}] * 2
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info["cmdline"] or [])]
+    assert left == []

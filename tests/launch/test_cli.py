@@ -1,0 +1,406 @@
+"""The command as a user meets it: bad input is one clear error, exit code 2, with nothing written. Configs:
+test_broken_configs.py."""
+
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.loader import ConfigError, load_config
+from configs.schema import RunConfig, SftConfig
+from launch import cli
+from launch.checks import config as checks
+from launch.commands import train as commands
+from launch.processes.run_folder import RunFolder
+from launch.processes.supervisor import Role, RoleFailed
+from launch.roles import table as roles
+from launch.roles.summary import write_summary
+from launch.slurm import inside_job as job
+from parallel.checkpoints.files import write_manifest
+from rollout.sampling import remote as remote_sampler
+from rollout.tiny_model import make_tiny_countdown_model
+
+ROOT = Path(__file__).resolve().parents[2]
+FRAGMENTS = {
+    "grpo.yaml",
+    "dapo.yaml",
+    "fp8_rollout.yaml",
+}  # what other recipes extend: without a model, so checked through them
+SHIPPED = [f for f in sorted((ROOT / "configs").glob("*/*.yaml")) if f.name not in FRAGMENTS]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_countdown_model(folder, seed=0)
+    return folder
+
+
+def tandem(*arguments: str, cwd: Path, timeout: float = 60) -> subprocess.CompletedProcess:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "launch", *arguments],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def config_file(folder: Path, model: Path, **changes) -> Path:
+    content = {
+        "model": {"path": str(model)},
+        "task": {"type": "countdown"},
+        "rollout": {"max_new_tokens": 14},
+    } | changes
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def refused(tmp_path: Path, *arguments: str) -> str:
+    """Run ``tandem train``, check that it was refused properly, and return what it said."""
+    before = sorted(p.name for p in tmp_path.iterdir())
+    done = tandem("train", *arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and "pydantic" not in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == before, "something was written"
+    return done.stderr
+
+
+def test_auto_is_as_many_copies_as_ep_allows_and_gpus_hold(tmp_path, model, monkeypatch):
+    def world_size(gpus: int, *overrides: str) -> int:
+        monkeypatch.setattr(checks, "gpus_here", lambda: gpus)
+        resolved, problems = checks._with_data_parallel_size(load_config(file, overrides), overrides)
+        assert problems == []
+        return load_config(file, resolved).layout.world_size
+
+    file = config_file(tmp_path, model)
+    assert [
+        world_size(0),
+        world_size(0, "layout.ep=2"),
+        world_size(0, "layout={tp: 2, sp: true, ep: 4}"),
+    ] == [1, 2, 4]
+    assert [world_size(gpus) for gpus in (1, 2, 5)] == [1, 1, 4], "one GPU is the server's"
+    assert [world_size(gpus, "layout.ep=2") for gpus in (1, 4, 5, 6)] == [2, 2, 4, 4]
+    assert [world_size(gpus, "launch.placement=colocated") for gpus in (1, 2, 4)] == [1, 2, 4], (
+        "the servers have the learner's"
+    )
+    assert world_size(2, "launch.nodes={learner: 2, gpus_per_node: 4}", "layout.tp=2") == 8, (
+        "what is here is no matter"
+    )
+    assert world_size(0, "launch.nodes={learner: 2, gpus_per_node: 0}") == 1
+
+
+def test_too_few_gpus_are_refused_before_a_start(tmp_path, model, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checks, "gpus_here", lambda: 2)
+    file = config_file(tmp_path, model)
+    with pytest.raises(ConfigError, match=r"3 GPUs are needed, 2 of the learner .* but 2 are visible"):
+        commands.train(file, ["layout.dp=2"])
+    with pytest.raises(ConfigError, match=r"3 GPUs are needed.*rollout\.replicas=3"):
+        commands.evaluate(file, ["rollout.replicas=3"])
+    with pytest.raises(
+        checks.BadInput, match="--rollout: 4 GPUs are needed, 2 of the learner or other servers"
+    ):
+        commands.verify_sync(file, [], ["tp=1"], ["tp=1", "tp=2"])
+    with pytest.raises(ValueError, match="the layout takes 4 GPUs, but 2 are visible"):
+        checks.check_learner_gpus(4, 2)
+    checks.check_learner_gpus(2, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+@pytest.mark.parametrize("size", ["nan", "inf"])
+def test_gpus_of_no_size_are_refused(tmp_path, model, size):
+    done = tandem(
+        "plan", str(config_file(tmp_path, model)), "--gpus", "8", "--gpu-memory", size, cwd=tmp_path
+    )
+    assert done.returncode == 2 and "'--gpu-memory'" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["make-tiny-model", "mine"], "FOLDER: mine exists already"),
+        (["make-tiny-model", "/proc/x/y"], "FOLDER=/proc/x/y cannot be written to"),
+        (["export", "run", "mine"], "OUT: mine exists already"),
+        (["export", "run", "/proc/out"], "OUT=/proc/out cannot be written to"),
+        (["replay", "mine", "--step", "1"], "mine is not a run folder"),
+    ],
+)
+def test_a_wrong_folder_is_refused_before_the_seconds_that_torch_takes(
+    tmp_path, monkeypatch, capsys, arguments, said
+):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tandem", *arguments])
+    for module in ("rollout.tiny_model", "launch.studies.replay"):
+        monkeypatch.setitem(sys.modules, module, None)  # to import it is an error
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n")) == (2, 1), error
+    assert said in error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_told"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "figures"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), True),  # a write does not know its file's name
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), False),
+        (OSError("a bug"), False),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line_and_a_bug_keeps_its_traceback(
+    monkeypatch, capsys, error, is_told
+):
+    def fail(run):
+        raise error
+
+    monkeypatch.setattr(commands, "report", fail)
+    monkeypatch.setattr(sys, "argv", ["tandem", "report", "run"])
+    with pytest.raises(SystemExit if is_told else OSError) as ended:
+        cli.main()
+    assert (
+        (ended.value.code, capsys.readouterr().err) == (1, f"tandem: {error}\n")
+        if is_told
+        else ended.value is error
+    )
+
+
+def test_the_version_is_that_of_the_package():
+    done = tandem("--version", cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, f"tandem {importlib.metadata.version('tandem-rl')}\n"), (
+        done.stderr
+    )
+
+
+def test_a_missing_config_is_refused(tmp_path):
+    assert "nowhere.yaml" in refused(tmp_path, "nowhere.yaml")
+
+
+def test_an_unknown_flag_is_refused(tmp_path, model):
+    assert "--wrong" in refused(tmp_path, str(config_file(tmp_path, model)), "--wrong")
+
+
+@pytest.mark.parametrize("shipped", SHIPPED, ids=lambda f: f.name)
+def test_every_shipped_config_is_valid(shipped):
+    assert isinstance(load_config(shipped, []), RunConfig | SftConfig)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    for command in (["report", "."], ["export", ".", "out"], ["learn", "."]):
+        done = tandem(*command, cwd=tmp_path)
+        assert done.returncode == 2 and "is not a run folder" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "sample", "learn", "replay-rank", "job"])
+def test_a_folder_of_another_kind_is_refused(tmp_path, model, command, monkeypatch, capsys):
+    """The folder of a warm start has neither servers nor samples."""
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({
+        "kind": "sft", "model": {"path": str(model)}, "data": {"type": "countdown"}, "output": "warm",
+    }))  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["tandem", command, str(tmp_path)])
+    monkeypatch.setattr(roles, "exit_now", lambda code: pytest.fail("the role began"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert (
+        capsys.readouterr().err
+        == f"tandem: RUN: {tmp_path} is a run of kind sft; this is for runs of kind train\n"
+    )
+
+
+def test_a_resume_that_cannot_write_its_config_leaves_the_run_as_it_was(tmp_path, model, monkeypatch):
+    """The operating system refuses files above a size, as a full disk would."""
+    monkeypatch.chdir(tmp_path)
+    file = config_file(tmp_path, model)
+    fresh = commands.folder_of(load_config(file, []))
+    assert load_config(fresh.config) == load_config(file)
+    run = RunFolder(fresh.release())
+    before, listed = run.config.read_text(), sorted(run.path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"resume[\s\S]*cannot be written: .*File too large"):
+            commands.folder_of(load_config(file, [f"resume={run.path}", "steps=7"]))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (run.config.read_text(), sorted(run.path.iterdir())) == (before, listed)
+    commands.folder_of(load_config(file, [f"resume={run.path}", "steps=7"])).release()
+    assert load_config(run.config) == load_config(file, ["steps=7"])
+
+
+def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(tmp_path, monkeypatch, model):
+    class Exports:
+        """In the supervisor's place: the role writes a model of the newest checkpoint."""
+
+        def __init__(self, **settings): ...
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *exception): ...
+
+        def start(self, role): ...
+
+        def wait_until_done(self, name):
+            run.export.mkdir()
+            (run.export / "weights").write_text("of a checkpoint")
+
+    monkeypatch.setattr(commands, "Supervisor", Exports)
+    run = RunFolder(tmp_path / "run")
+    (run.checkpoints / "step_000001").mkdir(parents=True)
+    write_manifest(run.checkpoints / "step_000001", world_size=1)
+    run.config.write_text(config_file(tmp_path, model).read_text())
+    copied = []
+    monkeypatch.setattr(
+        shutil,
+        "copytree",
+        lambda *given, copy=shutil.copytree, **named: (copied.append(given), copy(*given, **named)),
+    )
+    commands.export(run.path, tmp_path / "new" / "out")
+    assert (tmp_path / "new" / "out" / "weights").read_text() == "of a checkpoint"
+    assert (copied, run.export.exists()) == ([], False)
+    run.hf.mkdir()
+    (run.hf / "weights").write_text("of the end")
+    run.summary.write_text('{"steps": 1}')
+    commands.export(run.path, tmp_path / "out")
+    assert (tmp_path / "out" / "weights").read_text() == (run.hf / "weights").read_text() == "of the end"
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks_is_bad_input(tmp_path, model, monkeypatch, number):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(config_file(tmp_path, model), [])
+    run = RunFolder(commands.folder_of(config).release())
+
+    def refuse(*given):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    starts = [
+        lambda: commands.folder_of(config),
+        lambda: commands.folder_of(config.model_copy(update={"resume": run.path})),
+    ]
+    for start in [*starts, lambda: job._claim(run, may_be_our_own=True)]:
+        with pytest.raises(
+            checks.BadInput,
+            match=rf"/roles is on a file system without file locks \({os.strerror(number)}\).*-o flock",
+        ):
+            start()
+    assert run._held == []
+
+
+def test_a_foreign_package_of_our_name_is_refused(tmp_path):
+    (tmp_path / "trainer").mkdir()
+    (tmp_path / "trainer" / "__init__.py").write_text("")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-P", "-m", "launch", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "the package 'trainer' is taken from" in done.stderr
+
+
+def test_the_command_works_from_another_folder(tmp_path, model):
+    """`tandem` is on the user's path, not in their folder; a `trainer` folder of theirs must not be picked up
+    by the entry point."""
+    (tmp_path / "trainer").mkdir()
+    command = shutil.which("tandem", path=str(Path(sys.executable).parent))
+    assert command, "tandem is not installed beside this Python"
+    done = subprocess.run(
+        [command, "train", str(config_file(tmp_path, model)), "--dry-run"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_summary_adds_up_the_steps_and_ignores_a_torn_line(tmp_path):
+    steps = [
+        {"step": 0, "eval/accuracy": 0.25, "time/evaluation": 2.0},
+        {"step": 1, "time/sampling": 1.5, "time/update": 0.5},
+        {"step": 2, "time/sampling": 1.0, "time/update": 0.25, "eval/accuracy": 0.5, "time/evaluation": 1.0},
+    ]
+    lines = [json.dumps(s) for s in steps] + ['{"step": 3, "time/sam']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    summary = write_summary(RunFolder(tmp_path), seconds={"start_up": 3.0})
+    assert summary["accuracy_before"] == 0.25 and summary["accuracy_after"] == 0.5 and summary["steps"] == 2
+    assert summary["seconds"] == {
+        "sampling": 2.5,
+        "logprobs": 0,
+        "update": 0.75,
+        "sync": 0,
+        "evaluation": 3.0,
+        "start_up": 3.0,
+    }
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+SERVES_UNTIL_SAMPLING = """
+import pathlib, sys, time
+from launch.processes.run_folder import RunFolder
+RunFolder(pathlib.Path(sys.argv[1])).announce("serve", {"urls": []})
+roles = pathlib.Path(sys.argv[1]) / "roles"
+while not (roles / "asked").exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+NEVER_ANSWERS = """
+import pathlib, sys, time, zmq
+from launch.processes.run_folder import RunFolder
+folder, asked = RunFolder(pathlib.Path(sys.argv[1])), zmq.Context().socket(zmq.REP)
+asked.curve_server = True
+asked.curve_publickey, asked.curve_secretkey = folder.run_key().curve_pair("sampler")
+folder.announce("sample", {"address": f"tcp://127.0.0.1:{asked.bind_to_random_port('tcp://127.0.0.1')}"})
+asked.recv()
+(folder.path / "roles" / "asked").touch()
+time.sleep(300)
+"""
+
+
+def test_a_role_that_fails_during_an_evaluation_ends_it(tmp_path, model, monkeypatch):
+    """Whoever waits for the answer stops waiting by himself: a ZeroMQ socket must not be closed while another
+    thread polls it."""
+    used_by = []
+
+    class Watched(remote_sampler.RemoteSampler):
+        def evaluate(self, *arguments, **more):
+            used_by.append(threading.get_ident())
+            return super().evaluate(*arguments, **more)
+
+        def close(self):
+            used_by.append(threading.get_ident())
+            super().close()
+
+    def role(name: str, folder: RunFolder, config: RunConfig) -> Role:
+        folder.address(name).parent.mkdir(exist_ok=True)
+        code = {"serve": SERVES_UNTIL_SAMPLING, "sample": NEVER_ANSWERS}[name]
+        command, log = [sys.executable, "-c", code, str(folder.path)], folder.logs / f"{name}.log"
+        return Role(name=name, command=command, log=log, env={"PYTHONPATH": str(ROOT)})
+
+    monkeypatch.setattr(remote_sampler, "RemoteSampler", Watched)
+    monkeypatch.setattr(commands, "role", role)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RoleFailed, match="the serve role ended with exit code 3"):
+        commands.evaluate(
+            config_file(tmp_path, model), ["launch.start_timeout_s=30", "launch.collective_timeout_s=30"]
+        )
+    assert used_by == [threading.get_ident()] * 2

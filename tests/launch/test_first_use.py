@@ -1,0 +1,297 @@
+"""What a newcomer meets first: the fields of a config, an experiment of one's own, and the list of runs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Literal
+
+import jsonschema
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from configs.loader import load_config, resolved_yaml
+from configs.schema import RunConfig, SftConfig
+from launch import cli
+from launch.checks.config import BadInput
+from launch.commands import train as commands
+from launch.commands.init import make_experiment
+from launch.commands.list_runs import run_table
+from launch.commands.schema import json_schema, print_schema
+from launch.commands.status import show_logs
+from launch.processes.run_folder import RunFolder
+from rollout.tiny_model import make_tiny_countdown_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# ---- tandem schema
+
+
+def blocks(model: type[BaseModel], seen: set) -> set:
+    """Every schema class that a config may hold."""
+    if model not in seen:
+        seen.add(model)
+        for info in model.model_fields.values():
+            todo = [info.annotation]
+            while todo:
+                kind = todo.pop()
+                todo += getattr(kind, "__args__", ())
+                if isinstance(kind, type) and issubclass(kind, BaseModel):
+                    blocks(kind, seen)
+    return seen
+
+
+def test_every_field_and_block_says_what_it_is():
+    found = blocks(RunConfig, set()) | blocks(SftConfig, set())
+    assert len(found) > 50
+    assert [block.__name__ for block in found if "__doc__" not in vars(block) or not block.__doc__] == []
+    silent = [
+        f"{block.__name__}.{name}"
+        for block in found
+        for name, info in block.model_fields.items()
+        if not info.description and not says_which_block(info.annotation) and not blocks_of(info.annotation)
+    ]
+    assert silent == []
+
+
+def says_which_block(annotation: object) -> bool:
+    return getattr(annotation, "__origin__", None) is Literal and len(annotation.__args__) == 1
+
+
+def blocks_of(annotation: object) -> bool:
+    """Whether the field holds blocks, which say by themselves what they are."""
+    inner = getattr(annotation, "__args__", (annotation,))
+    return any(isinstance(kind, type) and issubclass(kind, BaseModel) for kind in inner)
+
+
+def test_schema_names_type_default_unit_and_meaning(capsys):
+    print_schema("train", None, as_json=False)
+    text = capsys.readouterr().out
+    assert "rollout.request_timeout_s  (number > 0, seconds; default 600.0)\n    For one generation" in text
+    assert "task  (block by type: countdown | gsm8k | jsonl; required)" in text
+    assert "learner.optimizer.lr  (number > 0; default 1e-06)\n" in text
+    assert "-- reward.type=function\n    A function of the user's own." in text
+    assert "reward.parts.NAME.buffer_tokens  (whole number ≥ 1; required)" in text
+    assert max(map(len, text.splitlines())) <= 200
+
+
+def test_schema_of_a_part_and_of_a_misspelt_one(capsys):
+    print_schema("sft", "optimizer", as_json=False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("    ")]
+    assert (
+        lines[0].startswith("optimizer  ")
+        and all(line.startswith("optimizer") for line in lines)
+        and len(lines) > 5
+    )
+    with pytest.raises(BadInput, match=r"FIELD: rolout is no field of kind train.*did you mean .*rollout"):
+        print_schema("train", "rolout", as_json=False)
+
+
+def with_numbers(value):
+    """1e-6 is text for YAML 1.1, which this reader speaks, and a number for Tandem and for editors."""
+    if isinstance(value, dict):
+        return {key: with_numbers(inner) for key, inner in value.items()}
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[\d.]+e-?\d+", value) else value
+
+
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / "configs" / "recipes").glob("*.yaml")), ids=lambda file: file.stem
+)
+def test_shipped_configs_and_their_resolved_form_fit_the_json_schema(file):
+    written = with_numbers(yaml.safe_load(file.read_text()))
+    schema = json_schema(written.get("kind", "train"))
+    jsonschema.validate(written, schema)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**written, "stepz": 3}, schema)
+    if "model" in written:
+        jsonschema.validate(yaml.safe_load(resolved_yaml(load_config(file))), schema)
+
+
+# ---- tandem init
+
+
+def test_an_experiment_of_ones_own_passes_the_dry_run_and_gives_its_reward_the_row(tmp_path, capsys):
+    make_tiny_countdown_model(tmp_path / "model", seed=0)
+    make_experiment(tmp_path / "mine", tmp_path / "model")
+    assert "next: cd " in capsys.readouterr().out
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    # The tiny model has no chat template; every other value is the file's own.
+    command = [
+        sys.executable,
+        "-m",
+        "launch",
+        "train",
+        "experiment.yaml",
+        "--dry-run",
+        "task.apply_chat_template=false",
+    ]
+    settings = ["rollout.max_new_tokens=14", "learner.token_budget=512"]
+    done = subprocess.run(
+        [*command, *settings],
+        cwd=tmp_path / "mine",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    config = load_config(tmp_path / "mine" / "experiment.yaml")
+    assert (config.name, config.model.path) == ("mine", tmp_path / "model")
+    code: dict = {}
+    exec((tmp_path / "mine" / "my_reward.py").read_text(), code)
+    row = json.loads((tmp_path / "mine" / "train.jsonl").read_text().splitlines()[0])
+    assert code["score"](row["prompt"], "17", row["answer"], row) == (1.0, {"length": 2})
+    with pytest.raises(BadInput, match="mine exists already"):
+        make_experiment(tmp_path / "mine", None)
+
+
+def test_an_experiment_without_a_model_says_where_to_name_it(tmp_path, capsys):
+    make_experiment(tmp_path / "mine", None)
+    assert "set model.path in experiment.yaml" in capsys.readouterr().out
+
+
+# ---- tandem list, resume, logs
+
+
+def make_run(folder: Path, *, rows: list[dict], **config) -> RunFolder:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"name": "a", "steps": 10, **config}))
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return RunFolder(folder)
+
+
+def test_the_list_of_runs(tmp_path):
+    rows = [
+        {"step": 0, "eval/accuracy": 0.25},
+        {"step": 1, "reward/mean": 0.5},
+        {"step": 2, "reward/mean": 0.75},
+    ]
+    stopped = make_run(tmp_path / "runs" / "a-1", rows=rows)
+    (stopped.path / "metrics.jsonl").open("a").write('{"step": 3, "rew')  # torn by a crash
+    (stopped.path / "roles").mkdir()
+    (stopped.path / "roles" / "stopped.json").write_text('{"step": 2, "reason": "asked"}')
+    running = make_run(tmp_path / "runs" / "a-2", rows=[])
+    make_run(tmp_path / "runs" / "warm", rows=[], kind="sft")
+    evaluated = make_run(tmp_path / "runs" / "a-eval", rows=[])
+    evaluated.summary.write_text('{"accuracy": 0.5, "count": 4}')
+    broken = make_run(tmp_path / "runs" / "broken", rows=[])
+    broken.config.write_text("a: [")
+    (tmp_path / "runs" / "latest").symlink_to("a-1")
+    for age, name in enumerate(("a-2", "a-1", "warm", "a-eval", "broken")):
+        for file in (tmp_path / "runs" / name).iterdir():
+            os.utime(file, (1000.0 - 100 * age,) * 2)
+    running.claim()
+    try:
+        lines = run_table(tmp_path / "runs", now=1060.0).splitlines()
+    finally:
+        running.release()
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+    assert cells == [
+        ["run", "state", "step", "held out", "reward", "last written"],
+        ["a-2", "running", "0/10", "-", "-", cells[1][-1]],  # claiming it puts the empty metrics aside
+        ["a-1", "stopped after step 2", "2/10", "25.0%", "0.750", "2m40s ago"],
+        ["warm", "(sft)", "-", "-", "-", "4m20s ago"],
+        ["a-eval", "(evaluation)", "-", "50.0%", "-", "6m00s ago"],
+        ["broken", "config.yaml is not readable", "-", "-", "-", "7m40s ago"],
+    ]
+    with pytest.raises(BadInput, match="holds no runs"):
+        run_table(tmp_path)
+
+
+def test_resume_is_train_with_the_config_of_the_run(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", rows=[])
+    asked = []
+    monkeypatch.setattr(commands, "train", lambda *given, **options: asked.append((given, options)))
+    monkeypatch.setattr(sys, "argv", ["tandem", "resume", str(run.path), "steps=300", "--dry-run"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    assert asked == [
+        ((run.config, [f"resume={run.path}", "steps=300"]), {"dry_run": True, "gpu_memory": None})
+    ]
+
+
+def test_following_a_run_ends_with_it(tmp_path):
+    run = make_run(tmp_path / "run", rows=[])
+    run.logs.mkdir()
+    (run.logs / "learn.log").write_text("one\n")
+    code = "import sys; from pathlib import Path; from launch.cli import main; sys.argv = ['tandem', 'logs', sys.argv[1], '-f']; main()"
+
+    def follow() -> subprocess.Popen:
+        command = [sys.executable, "-c", code, str(run.path)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, **pipes)
+
+    ended = follow().communicate(timeout=300)
+    assert ended[0] == "one\n" and "the run is not going on here (not started)" in ended[1]
+
+    holding = """
+import pathlib, sys
+from launch.processes.run_folder import RunFolder
+run = RunFolder(pathlib.Path(sys.argv[1]))
+run.claim()
+print("held", flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", holding, str(run.path)]
+    holder = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    following = follow()
+    assert following.stdout.readline() == "one\n"
+    (run.logs / "learn.log").open("a").write("two\n")
+    assert following.stdout.readline() == "two\n"
+    holder.stdin.close()
+    holder.wait(timeout=300)
+    assert following.wait(timeout=300) == 0
+
+
+def test_logs_of_a_run_that_ended_are_shown_once(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run", rows=[])
+    executed = []
+    monkeypatch.setattr(os, "execvp", lambda program, arguments: executed.append(arguments))
+    show_logs(run, [run.logs / "learn.log"], lines=3, follow=True)
+    assert executed == [["tail", "--lines=3", str(run.logs / "learn.log")]]
+
+
+def test_help_is_light_and_lists_the_new_commands():
+    command = [sys.executable, "-X", "importtime", "-m", "launch", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert all(name in done.stdout for name in ("init", "list", "resume", "schema"))
+    heavy = ("torch", "mlflow", "numpy", "transformers")
+    assert [line for line in done.stderr.splitlines() if line.split("|")[-1].strip() in heavy] == []
+
+
+def test_healthy_processes_end_without_what_libraries_say_of_themselves():
+    """A finaliser of the interpreter that writes to the error stream stands for nanobind's; a traceback is
+    still there."""
+    code = """
+import ctypes, os
+from launch.commands.train import quiet_end
+quiet_end()
+late = ctypes.CFUNCTYPE(None)(lambda: None)
+class Noisy:
+    def __del__(self, write=os.write):
+        write(2, b"leaked 514 functions!")
+keep = Noisy()
+keep.cycle = keep
+import sys
+sys.noisy = keep
+print("said before the end", file=sys.stderr)
+"""
+    for more, words in (
+        ("", "said before the end\n"),
+        ("raise ValueError('the cause')", "ValueError: the cause\n"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code + more], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.stderr.endswith(words), done.stderr
+    loud = code.replace("quiet_end()\n", "")
+    without = subprocess.run(
+        [sys.executable, "-c", loud], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "leaked 514 functions!" in without.stderr, "the check can fail"

@@ -1,0 +1,251 @@
+"""Checkpoints: going on equals never having stopped, bitwise; a failed or partial one is never picked and
+harms no other."""
+
+import json
+import resource
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import ProcessExitedException
+
+from configs.schema.layout import LayoutConfig
+from parallel.checkpoints import checkpoint
+from parallel.checkpoints.checkpoint import CheckpointError
+from parallel.checkpoints.files import latest_valid, prune, step_folder
+from tests.support.megatron_workers import (
+    make_batch,
+    make_engine,
+    make_hf_model,
+    run_ranks,
+    weighted_loss,
+    weights_of,
+    work_checkpoint,
+    work_killed_writer,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_hf_model(tmp_path_factory.mktemp("model") / "m", "qwen3", tied=True)
+
+
+def assert_equal(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        assert torch.equal(left[name], right[name]), name
+
+
+@pytest.mark.parametrize(
+    "dtype, distributed", [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)]
+)
+def test_going_on_equals_never_having_stopped(folder, tmp_path, dtype, distributed):
+    settings = dict(dtype=dtype, distributed=distributed, schedule="cosine", weight_decay=0.1)
+    batch = make_batch([9, 5, 12])
+    first = make_engine(folder, **settings)
+    for _ in range(2):
+        first.update([batch], weighted_loss, temperature=1.0)
+    first.save(tmp_path / "step_000002", {"data": [1, 2], "name": "x"})
+    second = make_engine(folder, **settings)
+    second.update(
+        [make_batch([3, 4], seed=9)], weighted_loss, temperature=1.0
+    )  # whatever it did before is gone
+    torch.manual_seed(123)
+    assert second.load(tmp_path / "step_000002") == {"data": [1, 2], "name": "x"}
+    for _ in range(3):  # three: a step counter that is shared or wrong shows after the first
+        results = [engine.update([batch], weighted_loss, temperature=1.0) for engine in (first, second)]
+        assert results[0].lr == results[1].lr and results[0].grad_norm == results[1].grad_norm
+    assert_equal(weights_of(first), weights_of(second))
+    steps = [
+        state["step"]
+        for part in checkpoint.optimizer_parts(second._optimizer)
+        for state in part.optimizer.state.values()
+    ]
+    assert {float(step) for step in steps} == {5.0} and len({id(step) for step in steps}) == len(steps)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_checkpoint_before_the_first_step(folder, tmp_path, distributed):
+    batch = make_batch([9, 5, 12])
+    first, second = (make_engine(folder, distributed=distributed) for _ in range(2))
+    first.save(tmp_path / "step_000000", {})
+    second.load(tmp_path / "step_000000")
+    for engine in (first, second):
+        engine.update([batch], weighted_loss, temperature=1.0)
+    assert_equal(weights_of(first), weights_of(second))
+
+
+def test_random_state_is_restored(folder, tmp_path):
+    engine = make_engine(folder)
+    torch.manual_seed(5)
+    engine.save(tmp_path / "step_000001", {})
+    wanted = torch.rand(3)
+    torch.manual_seed(6)
+    engine.load(tmp_path / "step_000001")
+    assert torch.equal(torch.rand(3), wanted)
+
+
+def test_the_running_config_decides_the_learning_rate(folder, tmp_path):
+    batch = make_batch([4, 6])
+    first = make_engine(folder, lr=1e-2)
+    first.update([batch], weighted_loss, temperature=1.0)
+    first.save(tmp_path / "step_000001", {})
+    second = make_engine(folder, lr=1e-3)
+    second.load(tmp_path / "step_000001")
+    assert second.update([batch], weighted_loss, temperature=1.0).lr == pytest.approx(1e-3)
+
+
+def test_partial_checkpoints_are_never_picked(folder, tmp_path):
+    assert latest_valid(tmp_path / "nowhere") is None
+    engine = make_engine(folder)
+    for step in (1, 2, 3, 4):
+        engine.save(step_folder(tmp_path, step), {"step": step})
+    (tmp_path / "step_000004" / "complete.json").unlink()
+    largest = max((tmp_path / "step_000003").glob("*.distcp"), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-100])
+    (tmp_path / ".step_000009.partial").mkdir()
+    (tmp_path / "step_000008").mkdir()
+    (tmp_path / "notes.txt").write_text("")
+    assert latest_valid(tmp_path) == tmp_path / "step_000002"
+    with pytest.raises(
+        CheckpointError,
+        match=r"step_000003 is damaged: __0_\d.distcp has \d+ bytes, of which \d+ were written",
+    ):
+        engine.load(tmp_path / "step_000003")
+
+
+def test_retention_keeps_the_newest(folder, tmp_path):
+    engine = make_engine(folder)
+    for step in (9, 10, 11):
+        engine.save(step_folder(tmp_path, step), {})
+    prune(tmp_path, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000010", "step_000011"]
+
+
+@pytest.mark.parametrize(
+    "limit", [20, 2_000, 60_000]
+)  # bytes per file: fails at the first small file, at common.pt, at the tensors
+def test_a_write_that_fails_leaves_the_previous_checkpoint(folder, tmp_path, limit):
+    """The operating system refuses files above a size, in this process and in the writers that it forks."""
+    engine = make_engine(folder)
+    engine.save(tmp_path / "step_000001", {"position": 1})
+    engine.update([make_batch([4, 6])], weighted_loss, temperature=1.0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(
+            CheckpointError,
+            match=r"could not write checkpoint .*step_000002.*earlier checkpoints are unchanged",
+        ):
+            engine.save(tmp_path / "step_000002", {"position": "x" * 50})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000001"]
+    assert make_engine(folder).load(latest_valid(tmp_path)) == {"position": 1}
+    engine.save(tmp_path / "step_000002", {"position": 2})  # and it works again once there is room
+    assert latest_valid(tmp_path).name == "step_000002"
+
+
+def test_a_writer_that_is_killed_ends_its_rank_and_keeps_nobody_waiting(folder, tmp_path, capfd):
+    with pytest.raises(ProcessExitedException, match="exit code 1"):
+        run_ranks(work_killed_writer, 1, tmp_path / "ranks", folder, tmp_path / "out" / "step_000001")
+    assert "a process that wrote a part of the checkpoint was killed by SIGKILL" in capfd.readouterr().err
+    assert latest_valid(tmp_path / "out") is None
+
+
+def test_sigterm_to_every_process_leaves_the_next_checkpoint_possible(folder, tmp_path):
+    """As Slurm sends it: a process that Megatron keeps between checkpoints would end, and the last one could
+    not be written."""
+    engine = make_engine(folder)
+    engine.save(tmp_path / "step_000001", {})
+    helpers = psutil.Process().children(recursive=True)
+    assert helpers
+    for helper in helpers:
+        helper.send_signal(signal.SIGTERM)
+    ended, _ = psutil.wait_procs(helpers, timeout=1.0)
+    assert ended == []
+    engine.save(tmp_path / "step_000002", {})
+    assert latest_valid(tmp_path).name == "step_000002"
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_too_little_space_is_seen_before_writing(folder, tmp_path, monkeypatch):
+    engine = make_engine(folder)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
+    with pytest.raises(CheckpointError, match="GB free"):
+        engine.save(tmp_path / "step_000001", {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_extra_must_be_json(folder, tmp_path):
+    with pytest.raises(ValueError, match="must be JSON"):
+        make_engine(folder).save(tmp_path / "step_000001", {"x": object()})
+
+
+def test_another_model_is_refused(folder, tmp_path):
+    make_engine(folder).save(tmp_path / "step_000001", {})
+    other = make_hf_model(tmp_path / "other", "qwen3", intermediate_size=64)
+    with pytest.raises(CheckpointError, match="cannot be loaded into this run"):
+        make_engine(other).load(tmp_path / "step_000001")
+
+
+def test_the_manifest_lists_every_file(folder, tmp_path):
+    make_engine(folder).save(tmp_path / "step_000001", {})
+    listed = json.loads((tmp_path / "step_000001" / "complete.json").read_text())["files"]
+    there = {p.name for p in (tmp_path / "step_000001").iterdir()} - {"complete.json"}
+    assert set(listed) == there and "extra.json" in there
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("distributed", [True, False])
+def test_two_ranks_resume_bitwise_and_under_another_layout(tmp_path, distributed):
+    folder = make_hf_model(tmp_path / "m", "qwen3")
+    settings = dict(distributed=distributed)
+    target = tmp_path / "step_000002"
+    dp2 = dict(dp=2)
+    saved = run_ranks(work_checkpoint, 2, tmp_path / "a", folder, dp2, settings, target, False)
+    again = run_ranks(work_checkpoint, 2, tmp_path / "b", folder, dp2, settings, target, True)
+    for first, second in zip(saved, again, strict=True):
+        assert_equal(first["at"], second["at"])
+        assert_equal(first["after"], second["after"])
+    tp2 = run_ranks(work_checkpoint, 2, tmp_path / "c", folder, dict(tp=2), settings, target, True)
+    for rank in tp2:
+        assert_equal(saved[0]["at"], rank["at"])
+        for name, tensor in saved[0]["after"].items():
+            torch.testing.assert_close(rank["after"][name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def _fail(*arguments):
+    raise OSError("no such disk")
+
+
+def work_faults_on_rank_1(folder: Path, root: Path) -> list[str]:
+    """What each of three actions raises here, of which each fails on rank 1 alone."""
+    engine = make_engine(folder, layout=LayoutConfig(dp=2))
+    engine.save(root / "step_000001", {})
+    faults = [
+        ("_random_state", _fail, lambda: engine.save(root / "step_000002", {})),
+        ("damage", lambda *arguments: ["x.distcp is damaged"], lambda: engine.load(root / "step_000001")),
+        ("_set_random_state", _fail, lambda: engine.load(root / "step_000001")),
+    ]
+    said = []
+    for name, fault, action in faults:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as raised:
+            if dist.get_rank() == 1:
+                patch.setattr(checkpoint, name, fault)
+            action()
+        said.append(str(raised.value))
+    return said
+
+
+@pytest.mark.engines
+def test_a_failure_of_one_rank_is_raised_on_all(folder, tmp_path):
+    ranks = run_ranks(work_faults_on_rank_1, 2, tmp_path / "ranks", folder, tmp_path / "checkpoints")
+    for said in ranks:
+        assert "could not write" in said[0] and "rank 1: OSError: no such disk" in said[0]
+        assert said[1].endswith("step_000001 is damaged: x.distcp is damaged")
+        assert "cannot be loaded into this run: rank 1: OSError: no such disk" in said[2]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000001"]

@@ -1,0 +1,146 @@
+"""Packed attention against a loop over sequences, tokens and heads' plain softmax, with gradients."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from parallel.megatron.attention import packed_attention, plan_packing, rotary_tables, rotate
+
+CPU = torch.device("cpu")
+
+
+def bounds(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def naive_attention(query, key, value, lengths):
+    """Per sequence and head: softmax over the past, written out."""
+    heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[2]
+    out, start = torch.zeros_like(query), 0
+    rows = []
+    for length in lengths:
+        s = slice(start, start + length)
+        mask = torch.ones(length, length).tril() == 0
+        per_head = []
+        for head in range(heads):
+            group = head // (heads // kv_heads)
+            scores = (query[s, head] @ key[s, group].t() / dim**0.5).masked_fill(mask, -torch.inf)
+            per_head.append(torch.softmax(scores, -1) @ value[s, group])
+        rows.append(torch.stack(per_head, 1))
+        start += length
+    return torch.cat(rows) if rows else out
+
+
+lengths_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=lengths_strategy)
+def test_plan_groups_equal_lengths_and_is_a_permutation(lengths):
+    plan = plan_packing(bounds(lengths), CPU)
+    values = torch.arange(sum(lengths))
+    assert torch.equal(plan.to_batch_order(plan.to_model_order(values)), values)
+    assert [b.length for b in plan.buckets] == sorted(set(lengths))
+    assert plan.buckets[0].start == 0 and plan.buckets[-1].stop == sum(lengths)
+    starts = torch.cat([torch.arange(n) for n in lengths])  # position within its sequence survives
+    reordered = plan.to_model_order(starts)
+    assert torch.equal(reordered, torch.cat([torch.arange(n) for n in sorted(lengths)]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(lengths=lengths_strategy, multiple=st.integers(1, 8), keep_order=st.booleans())
+def test_dummies_make_the_tokens_divide_and_nobody_reads_them(lengths, multiple, keep_order):
+    plan = plan_packing(bounds(lengths), CPU, keep_order=keep_order, multiple=multiple)
+    total = sum(lengths)
+    dummies = -total % multiple
+    values = torch.arange(100, 100 + total)
+    model_T = plan.to_model_order(values)
+    assert model_T.numel() == total + dummies == plan.cu_seqlens[-1] == plan.buckets[-1].stop
+    assert model_T[total:].tolist() == [100] * dummies
+    assert torch.diff(plan.cu_seqlens).tolist()[len(lengths) :] == [1] * dummies
+    assert [b for bucket in plan.buckets for b in [bucket.length] * bucket.count] == torch.diff(
+        plan.cu_seqlens
+    ).tolist()
+    hidden = torch.randn(total + dummies, requires_grad=True)
+    plan.to_batch_order(hidden).sum().backward()
+    assert hidden.grad.tolist() == [1.0] * total + [0.0] * dummies
+    assert torch.equal(plan.to_batch_order(model_T), values)
+    assert not keep_order or torch.equal(model_T[:total], values)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=lengths_strategy, heads=st.sampled_from([(4, 2), (3, 3), (4, 1)]), seed=st.integers(0, 100))
+def test_matches_the_naive_loop_with_gradients(lengths, heads, seed):
+    g = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+    batch = [torch.randn(total, h, 8, generator=g) for h in (heads[0], heads[1], heads[1])]
+    upstream = torch.randn(total, heads[0], 8, generator=g)
+    wanted_in = [x.double().requires_grad_() for x in batch]
+    wanted = naive_attention(*wanted_in, lengths)
+    wanted.backward(upstream.double())
+    plan = plan_packing(bounds(lengths), CPU)
+    found_in = [x.clone().requires_grad_() for x in batch]
+    found = plan.to_batch_order(
+        packed_attention(
+            *(plan.to_model_order(x) for x in found_in), plan.buckets, scale=None, dtype=torch.float32
+        )
+    )
+    found.backward(upstream)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    for mine, theirs in zip(found_in, wanted_in, strict=True):
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sequence_sees_nothing_of_its_neighbours():
+    g = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(12, 2, 8, generator=g) for _ in range(3))
+    plan = plan_packing(bounds([4, 4, 4]), CPU)
+    before = packed_attention(query, key, value, plan.buckets, scale=None, dtype=torch.float32)
+    key[4:8], value[4:8] = 50.0, 50.0
+    after = packed_attention(query, key, value, plan.buckets, scale=None, dtype=torch.float32)
+    assert (
+        torch.equal(before[:4], after[:4])
+        and torch.equal(before[8:], after[8:])
+        and not torch.equal(before[4:8], after[4:8])
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bitwise_the_same_with_and_without_gradient(dtype):
+    g = torch.Generator().manual_seed(0)
+    lengths = [3, 17, 3, 40, 17]
+    query, key, value = (torch.randn(80, h, 16, generator=g).to(dtype) for h in (4, 2, 2))
+    plan = plan_packing(bounds(lengths), CPU)
+    with torch.no_grad():
+        scored = packed_attention(query, key, value, plan.buckets, scale=None, dtype=torch.float32)
+    trained = packed_attention(
+        query.requires_grad_(), key, value, plan.buckets, scale=None, dtype=torch.float32
+    )
+    assert scored.dtype == dtype and torch.equal(scored, trained.detach())
+
+
+def test_rotation_matches_transformers_and_its_gradient_autograd():
+    g = torch.Generator().manual_seed(0)
+    heads = torch.randn(7, 3, 10, generator=g)
+    positions = torch.tensor([0, 1, 2, 3, 0, 1, 50])
+    inv_freq = 1.0 / 10_000 ** (torch.arange(0, 10, 2) / 10)
+    cos, sin = rotary_tables(inv_freq, 1.3, positions, torch.float32)
+    mine, theirs = heads.clone().requires_grad_(), heads.clone().requires_grad_()
+    found = rotate(mine, cos, sin)
+    full = [torch.cat([x, x], -1).squeeze(1) for x in (cos, sin)]
+    wanted = apply_rotary_pos_emb(
+        theirs.transpose(0, 1), theirs.transpose(0, 1), *[x.unsqueeze(0) for x in full]
+    )[0][0].transpose(0, 1)
+    torch.testing.assert_close(found, wanted)
+    upstream = torch.randn(7, 3, 10, generator=g)
+    found.backward(upstream)
+    wanted.backward(upstream)
+    torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("bad", [[0], [0, 3, 3], [1, 4]])
+def test_bad_bounds_are_refused(bad):
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        plan_packing(torch.tensor(bad, dtype=torch.int32), CPU)

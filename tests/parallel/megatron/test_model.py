@@ -1,0 +1,162 @@
+"""The Megatron model against transformers: logits in float32, and weights there and back to the bit."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from parallel.planning.layout import padded_vocab_size
+from parallel.weights import hf_conversion, hf_files
+from tests.support.megatron_workers import make_batch, make_engine, make_hf_model, run_ranks, work_round_trip
+
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=10_000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+YARN_ROPE = dict(rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=64)
+SHAPES = [
+    ("qwen2", {}), ("qwen2", dict(tied=True)), ("qwen3", {}), ("qwen3", dict(tied=True)), ("llama", {}), ("llama", dict(tied=True)),
+    ("llama", dict(rope_parameters=LLAMA3_ROPE)), ("qwen3", dict(rope_parameters=YARN_ROPE)),
+    ("qwen2", dict(rope_parameters=dict(rope_type="linear", rope_theta=10_000.0, factor=2.0))), ("llama", dict(num_key_value_heads=4)),
+]  # fmt: skip
+
+
+def hf_logits(folder, batch):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return torch.cat([model(row[None]).logits[0] for row in batch.tokens_T.split(batch.lengths)])
+
+
+@pytest.mark.parametrize("kind, changes", SHAPES)
+def test_logits_match_transformers_on_packed_batches(tmp_path, kind, changes):
+    folder = make_hf_model(tmp_path / "m", kind, **changes)
+    batch = make_batch([5, 130, 2, 33, 5, 71])
+    engine = make_engine(folder)
+    with torch.no_grad():
+        found = engine.chunks[0].logits(
+            tokens_T=batch.tokens_T, packed=engine.chunks[0].pack(batch.cu_seqlens, batch.positions_T)
+        )
+    wanted = hf_logits(folder, batch)
+    assert wanted.std() > 0.1  # the model says something
+    assert (found - wanted).abs().max() <= 1e-4
+    scored = engine.logprobs([batch], temperature=0.7, with_entropy=True)[0]
+    logp = torch.log_softmax(wanted / 0.7, -1)
+    assert (scored[0] - logp.gather(1, batch.targets_T[:, None]).squeeze(1)).abs().max() <= 1e-4
+    assert (scored[1] + (logp.exp() * logp).sum(-1)).abs().max() <= 1e-4
+
+
+def weights_on_disk(folder):
+    return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
+
+
+def assert_same_weights(left, right):
+    a, b = weights_on_disk(left), weights_on_disk(right)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+@pytest.mark.parametrize("kind, tied", [("qwen2", False), ("qwen3", True), ("llama", True)])
+def test_round_trip_is_bit_identical(tmp_path, kind, tied):
+    folder = make_hf_model(tmp_path / "m", kind, tied=tied)
+    (folder / "tokenizer_config.json").write_text("{}")
+    make_engine(folder).save_hf(tmp_path / "out")
+    assert_same_weights(folder, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
+        (folder / "config.json").read_text()
+    )
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("kind, tied", [("qwen2", True), ("qwen3", False)])
+def test_round_trip_over_two_tensor_parallel_ranks(tmp_path, kind, tied):
+    folder = make_hf_model(tmp_path / "m", kind, tied=tied)
+    run_ranks(work_round_trip, 2, tmp_path / "ranks", folder, dict(tp=2), tmp_path / "out")
+    assert_same_weights(folder, tmp_path / "out")
+
+
+def test_shards_of_bounded_size_are_read_again(tmp_path):
+    folder = make_hf_model(tmp_path / "m", "qwen3")
+    engine = make_engine(folder)
+    hf_conversion.save_hf(engine.chunks, folder, tmp_path / "out", max_shard_bytes=20_000)
+    assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 2
+    assert_same_weights(folder, tmp_path / "out")
+    make_engine(tmp_path / "out").save_hf(tmp_path / "again")
+    assert_same_weights(folder, tmp_path / "again")
+
+
+def test_a_failed_save_leaves_the_previous_folder(tmp_path, monkeypatch):
+    folder = make_hf_model(tmp_path / "m", "qwen3")
+    engine = make_engine(folder)
+    engine.save_hf(tmp_path / "out")
+
+    def full_disk(*unused, **unused_named):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(hf_files, "save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        engine.save_hf(tmp_path / "out")
+    assert_same_weights(folder, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]  # nothing partial
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), "lacks 1 tensors.*layers.1.mlp.up_proj"),
+        (
+            lambda w: w.update({"model.layers.0.extra.weight": torch.zeros(2)}),
+            "does not account for.*layers.0.extra",
+        ),
+        (
+            lambda w: w.update({"model.norm.weight": torch.zeros(3)}),
+            r"model.norm.weight has shape \(3,\).*\(32,\)",
+        ),
+    ],
+)
+def test_wrong_tensors_are_named(tmp_path, damage, message):
+    folder = make_hf_model(tmp_path / "m", "qwen3")
+    weights = load_file(folder / "model.safetensors")
+    damage(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        make_engine(folder)
+
+
+def test_a_folder_without_weights_is_refused(tmp_path):
+    folder = make_hf_model(tmp_path / "m", "qwen3")
+    (folder / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(ValueError, match="no readable safetensors"):
+        make_engine(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="neither"):
+        make_engine(folder)
+
+
+def test_a_rope_type_that_depends_on_length_is_refused(tmp_path):
+    folder = make_hf_model(
+        tmp_path / "m", "llama", rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    )
+    with pytest.raises(ValueError, match="rope_type 'dynamic'"):
+        make_engine(folder)
+
+
+def test_vocabulary_is_padded_to_divide():
+    assert [padded_vocab_size(43, size) for size in (1, 2, 4, 8)] == [43, 44, 44, 48]
+
+
+def test_transformers_rotary_frequencies_survive_the_stand_ins(tmp_path):
+    """A wrong order of patches leaves inv_freq of models loaded later uninitialised, without an error."""
+    folder = make_hf_model(tmp_path / "m", "qwen3")
+    make_engine(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    wanted = 1.0 / 10_000 ** (torch.arange(0, 16, 2) / 16)
+    torch.testing.assert_close(model.model.rotary_emb.inv_freq.float(), wanted)

@@ -1,0 +1,174 @@
+"""The fused, chunked log-prob and entropy against autograd through a plain log-softmax."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from parallel.megatron.vocab_parallel import linear_logprobs
+from tests.support.megatron_workers import run_ranks, work_linear_logprobs
+
+
+def make_case(*, num_tokens, hidden, vocab, padding=0, temperature=1.0, chunk_tokens=3, seed=0, scale=2.0):
+    g = torch.Generator().manual_seed(seed)
+    return dict(
+        hidden=torch.randn(num_tokens, hidden, generator=g),
+        # padding rows are huge: a single one that took part would show
+        weight=torch.cat(
+            [torch.randn(vocab, hidden, generator=g) * scale, torch.full((padding, hidden), 1e4)]
+        ),
+        targets=torch.randint(0, vocab, (num_tokens,), generator=g),
+        g=torch.randn(num_tokens, generator=g),
+        h=torch.randn(num_tokens, generator=g),
+        vocab_size=vocab,
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def reference(case):
+    """Plain autograd in float64."""
+    hidden = case["hidden"].double().requires_grad_()
+    weight = case["weight"].double().requires_grad_()
+    logp = torch.log_softmax(hidden @ weight[: case["vocab_size"]].t() / case["temperature"], -1)
+    logprobs = logp.gather(1, case["targets"][:, None]).squeeze(1)
+    entropy = -(logp.exp() * logp).sum(-1)
+    ((logprobs * case["g"]).sum() + (entropy * case["h"]).sum()).backward()
+    return dict(logprobs=logprobs.detach(), entropy=entropy.detach(), hidden=hidden.grad, weight=weight.grad)
+
+
+def fused(case, with_entropy=True, dtype=None):
+    hidden, weight = case["hidden"].clone().requires_grad_(), case["weight"].clone().requires_grad_()
+    names = ("vocab_size", "temperature", "chunk_tokens")
+    logprobs, entropy = linear_logprobs(
+        hidden, weight, case["targets"], with_entropy=with_entropy, dtype=dtype, **{n: case[n] for n in names}
+    )
+    ((logprobs * case["g"]).sum() + ((entropy * case["h"]).sum() if with_entropy else 0)).backward()
+    return dict(
+        logprobs=logprobs.detach(),
+        entropy=entropy.detach() if with_entropy else None,
+        hidden=hidden.grad,
+        weight=weight.grad,
+    )
+
+
+def assert_close(found, wanted, case, tolerance=1e-5):
+    """Relative to the value, or to what it is made of where that cancels: a certain p leaves 1 - p only
+    float32's last digits."""
+    upstream = (case["g"].abs().max() + case["h"].abs().max()) / case["temperature"]
+    floors = {
+        "logprobs": 0.05,
+        "entropy": 0.05,
+        "hidden": 0.1 * upstream * case["weight"][: case["vocab_size"]].norm(),
+        "weight": 0.1 * upstream * case["hidden"].norm(),
+    }
+    for name, value in wanted.items():
+        error = (found[name].double() - value).norm() / max(float(value.norm()), float(floors[name]))
+        assert error < tolerance, f"{name}: relative error {error:.1e}"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_tokens=st.integers(1, 17),
+    hidden=st.integers(1, 9),
+    vocab=st.integers(1, 33),
+    padding=st.integers(0, 5),
+    chunk_tokens=st.integers(1, 20),
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.7]),
+    seed=st.integers(0, 1000),
+)
+def test_matches_autograd_through_log_softmax(**shape):
+    case = make_case(**shape)
+    assert_close(fused(case), reference(case), case)
+
+
+def test_inputs_are_not_changed_and_padding_gets_no_gradient():
+    case = make_case(num_tokens=8, hidden=4, vocab=10, padding=6)
+    hidden, weight = case["hidden"].clone(), case["weight"].clone()
+    found = fused(case)
+    assert torch.equal(case["hidden"], hidden) and torch.equal(case["weight"], weight)
+    assert found["weight"][10:].abs().max() == 0 and found["weight"][:10].abs().min() > 0
+
+
+def test_logprobs_are_bitwise_the_same_without_entropy_and_without_gradient():
+    case = make_case(num_tokens=11, hidden=6, vocab=19, temperature=0.7)
+    with_entropy, without = fused(case), fused(case, with_entropy=False)
+    with torch.no_grad():
+        scored, nothing = linear_logprobs(
+            case["hidden"],
+            case["weight"],
+            case["targets"],
+            vocab_size=19,
+            temperature=0.7,
+            chunk_tokens=3,
+            with_entropy=False,
+        )
+    assert nothing is None
+    assert torch.equal(with_entropy["logprobs"], without["logprobs"]) and torch.equal(
+        scored, without["logprobs"]
+    )
+    only_logprobs = reference({**case, "h": torch.zeros(11)})
+    assert_close({**without, "entropy": with_entropy["entropy"]}, only_logprobs, case)
+
+
+def test_large_logits_stay_finite_and_exact():
+    case = make_case(num_tokens=6, hidden=5, vocab=12, scale=4000.0)
+    found, wanted = fused(case), reference(case)
+    assert all(value.isfinite().all() for value in found.values())
+    assert_close(
+        {n: found[n] for n in ("logprobs", "entropy")}, {n: wanted[n] for n in ("logprobs", "entropy")}, case
+    )
+
+
+def test_bfloat16_reduces_in_float32():
+    case = make_case(num_tokens=64, hidden=16, vocab=50, chunk_tokens=8, scale=0.5)
+    case["hidden"], case["weight"] = case["hidden"].bfloat16(), case["weight"].bfloat16()
+    found = fused(case)
+    assert found["logprobs"].dtype == found["entropy"].dtype == torch.float32
+    assert found["hidden"].dtype == found["weight"].dtype == torch.bfloat16
+    assert_close(found, reference(case), case, tolerance=1e-2)
+
+
+def test_a_float32_projection_of_a_bfloat16_model_is_that_of_the_same_numbers_in_float32():
+    case = make_case(num_tokens=20, hidden=16, vocab=50, padding=3, chunk_tokens=8, temperature=0.7)
+    case["hidden"], case["weight"] = case["hidden"].bfloat16(), case["weight"].bfloat16()
+    found = fused(case, dtype=torch.float32)
+    wanted = fused({**case, "hidden": case["hidden"].float(), "weight": case["weight"].float()})
+    assert torch.equal(found["logprobs"], wanted["logprobs"]) and torch.equal(
+        found["entropy"], wanted["entropy"]
+    )
+    for name in ("hidden", "weight"):
+        assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], wanted[name].bfloat16())
+    assert not torch.equal(found["logprobs"], fused(case)["logprobs"])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(temperature=0.0), "temperature=0.0"),
+        (dict(chunk_tokens=0), "chunk_tokens=0"),
+        (dict(vocab_size=99), "vocab_size=99"),
+        (dict(targets=torch.zeros(3, dtype=torch.int64)), "targets"),
+    ],
+)
+def test_bad_input_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        fused({**make_case(num_tokens=4, hidden=3, vocab=5), **change})
+
+
+@pytest.mark.engines
+def test_two_tensor_parallel_ranks(tmp_path):
+    cases = [
+        make_case(num_tokens=13, hidden=5, vocab=20, chunk_tokens=4, temperature=0.7, seed=1),
+        make_case(num_tokens=5, hidden=4, vocab=7, padding=1, chunk_tokens=50, seed=2),
+        make_case(num_tokens=6, hidden=4, vocab=3, padding=5, seed=3),  # rank 1 has padding only
+        make_case(num_tokens=6, hidden=4, vocab=8, seed=4, scale=3000.0),
+    ]
+    ranks = run_ranks(work_linear_logprobs, 2, tmp_path, cases)
+    for i, case in enumerate(cases):
+        wanted = reference(case)
+        for rank in ranks:
+            assert torch.equal(rank[i]["logprobs"], ranks[0][i]["logprobs"])
+        whole = {**ranks[0][i], "weight": torch.cat([rank[i]["weight"] for rank in ranks])}
+        names = ("logprobs", "entropy") if i == 3 else tuple(wanted)
+        assert_close({n: whole[n] for n in names}, {n: wanted[n] for n in names}, case)

@@ -1,0 +1,336 @@
+"""What can be known of a model and a layout from config.json alone: refused by name before anything starts,
+and without torch."""
+
+import json
+import re
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.schema.layout import LayoutConfig
+from parallel.planning.layout import (
+    layout_yaml,
+    read_architecture,
+    read_hf_config,
+    validate_layout,
+    validate_rollout_layout,
+)
+from tests.support.megatron_workers import (
+    make_hf_model,
+    relative_difference,
+    run_ranks,
+    work_many_updates,
+    work_updates,
+)
+
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 43, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "rms_norm_eps": 1e-6, "max_position_embeddings": 256,
+}  # fmt: skip
+CHECKS = [
+    read_architecture,
+    lambda config: validate_layout(config, LayoutConfig()),
+    lambda config: validate_rollout_layout(config, 1),
+]
+OPTIONAL = ("num_key_value_heads", "head_dim")
+
+
+def without(name):
+    return {key: value for key, value in CONFIG.items() if key != name}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_what_transformers_writes_is_read(tmp_path, kind):
+    architecture = read_architecture(read_hf_config(make_hf_model(tmp_path / "m", kind, tied=True)))
+    assert (architecture.num_heads, architecture.num_kv_heads, architecture.num_layers) == (4, 2, 2)
+    assert (architecture.head_dim, architecture.vocab_size, architecture.tied) == (
+        16 if kind == "qwen3" else 8,
+        43,
+        True,
+    )
+    assert (architecture.qkv_bias, architecture.qk_norm) == (kind == "qwen2", kind == "qwen3")
+
+
+def test_optional_sizes_follow_from_the_others():
+    architecture = read_architecture({k: v for k, v in CONFIG.items() if k not in OPTIONAL})
+    assert (architecture.num_kv_heads, architecture.head_dim) == (4, 8)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", [name for name in CONFIG if name not in (*OPTIONAL, "model_type")])
+def test_a_missing_field_is_named(check, name):
+    with pytest.raises(ValueError, match=f"qwen3 model lacks '{name}'"):
+        check(without(name))
+
+
+@pytest.mark.parametrize("config", [{}, without("model_type")])
+def test_a_config_without_a_model_type_lists_the_supported_ones(config):
+    with pytest.raises(
+        ValueError, match=r"model_type None is not supported; supported are qwen2 .*, qwen3 .*, llama"
+    ):
+        validate_layout(config, LayoutConfig())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(model_type="mistral"), "'mistral' is not supported; supported are qwen2"),
+        (dict(use_sliding_window=True), "use_sliding_window"),
+        (dict(attention_bias=True), "attention_bias"),
+        (dict(hidden_act="gelu"), "hidden_act"),
+        (dict(layer_types=["sliding_attention"]), "layer_types"),
+        (dict(quantization_config={"bits": 4}), "quantization_config"),
+        (
+            dict(rope_parameters={"rope_type": "dynamic"}),
+            r"rope_type 'dynamic'.*supported are default, linear, llama3, yarn",
+        ),
+        (dict(rope_scaling={"type": "longrope"}), "rope_type 'longrope'"),
+        (dict(rope_scaling=[8]), r"rope parameters \[8\]"),
+        (dict(num_attention_heads="4"), "num_attention_heads='4'; it must be a whole number"),
+        (dict(vocab_size=None), "vocab_size=None"),
+        (dict(num_key_value_heads=0), "num_key_value_heads=0"),
+        (dict(hidden_size=True), "hidden_size=True"),
+        (dict(rms_norm_eps=float("nan")), "rms_norm_eps=nan"),
+        (dict(num_key_value_heads=3), "num_attention_heads=4, not a multiple of num_key_value_heads=3"),
+        (dict(hidden_size=30, head_dim=None), "hidden_size=30, which does not divide"),
+    ],
+)
+def test_what_the_learner_cannot_compute_is_refused_by_name(change, message):
+    config = CONFIG | change
+    for check in CHECKS:
+        with pytest.raises(ValueError, match=message):
+            check(config)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {},
+        {"rope_scaling": None},
+        {"rope_scaling": {"rope_type": "yarn"}},
+        {"rope_parameters": {"rope_theta": 1e4}},
+    ],
+)
+def test_static_rope_types_are_accepted_in_either_spelling(rope):
+    read_architecture(CONFIG | rope)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [(None, r"cannot read config\.json"), ("{", "is no JSON"), ("[1]", "holds list, not an object")],
+)
+def test_a_config_that_cannot_be_read_is_named(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_hf_config(tmp_path)
+
+
+def test_config_is_read_as_it_stands(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert read_hf_config(tmp_path) == CONFIG
+
+
+MOE = CONFIG | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 6,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
+}
+
+
+@pytest.mark.parametrize(
+    "config, layout, processes, message",
+    [
+        (
+            CONFIG,
+            dict(tp=3),
+            None,
+            "layout.tp=3 does not divide .*num_attention_heads=4 and num_key_value_heads=2; use tp=2 or tp=4",
+        ),
+        (CONFIG, dict(tp=8), None, "layout.tp=8 does not divide the model's num_attention_heads=4; use tp=4"),
+        (CONFIG | {"intermediate_size": 49}, dict(tp=2), None, "intermediate_size=49; use tp=1"),
+        (CONFIG, dict(pp=3), None, "layout.pp=3 does not divide the model's num_hidden_layers=2; use pp=2"),
+        (
+            MOE,
+            dict(pp=2, vpp=2),
+            None,
+            r"layout.pp=2 times layout.vpp=2 does not divide .*=6; use pp=3 or vpp=1 or vpp=3$",
+        ),
+        (
+            CONFIG,
+            dict(ep=2, dp=2),
+            None,
+            "layout.ep=2 splits experts, of which this qwen3 model has none; use ep=1",
+        ),
+        (MOE, dict(ep=4, dp=4), None, "layout.ep=4 does not divide the model's num_experts=6; use ep=2$"),
+        (MOE, dict(ep=4), None, "layout.ep=4 does not divide the model's num_experts=6; use ep=3 or ep=6$"),
+        (
+            MOE,
+            dict(ep=6),
+            4,
+            r"layout.ep=6 does not divide the tp\*cp\*dp=4 ranks of a pipeline stage; use ep=2",
+        ),
+        (MOE, dict(tp=2), None, "layout.tp=2 without sp: .*; use sp=true or tp=1"),
+        (
+            CONFIG,
+            dict(cp=2),
+            None,
+            "layout.cp=2 needs .* Transformer Engine, which exists on CUDA alone.*not do on CUDA either; use cp=1",
+        ),
+        (
+            CONFIG,
+            dict(dp=2),
+            3,
+            r"3 processes do not fit a layout of tp=1, cp=1, pp=1, dp=2; use dp=3, or 2 processes\n.*\{dp: 3\}",
+        ),
+        (CONFIG, dict(tp=2), 5, "5 processes do not fit .*dp=auto; use 4 processes"),
+        (CONFIG, dict(tp=2, pp=2), 3, "3 processes do not fit .*; use 4 processes"),
+        (MOE, dict(tp=2, sp=True, ep=6), 3, "3 processes do not fit .*; use 6 processes"),
+        (
+            CONFIG | {"intermediate_size": 49},
+            dict(tp=2, sp=True),
+            None,
+            r"=49; no tp alone mends it\n.*that work: \{tp: 1\}",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named_with_the_nearest_that_does(config, layout, processes, message):
+    with pytest.raises(ValueError, match=message):
+        validate_layout(config, LayoutConfig(**layout), num_processes=processes)
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(ValueError) as caught:
+        validate_layout(MOE, LayoutConfig(tp=3, pp=4, dp=2), num_processes=24)
+    lines = str(caught.value).split("\n  ")
+    assert [line.split(";")[0].split(" ")[0] for line in lines[:-1]] == [
+        "layout.tp=3",
+        "layout.pp=4",
+        "layout.tp=3",
+    ]
+    # with experts tp needs sp; tp 3 -> 4 and pp 4 -> 3 are log2(4 / 3) = 0.415 each, tp 3 -> 2 and pp 4 -> 6
+    # 0.585 each, ep 1 -> 2 1
+    wanted = [
+        "{tp: 4, pp: 3, sp: true, dp: 2}",
+        "{tp: 2, pp: 6, sp: true, dp: 2}",
+        "{tp: 4, pp: 3, sp: true, ep: 2, dp: 2}",
+    ]
+    assert lines[-1] == f"the nearest layouts that work: {' or '.join(wanted)}"
+
+
+sizes = st.sampled_from([1, 1, 2, 3, 4, 6])
+
+
+@given(
+    kv_heads=st.integers(1, 3), siblings=st.integers(1, 4), layers=st.integers(1, 8), intermediate=st.sampled_from([12, 18, 48]),
+    experts=st.sampled_from([None, 2, 6]), tp=sizes, pp=sizes, vpp=sizes, ep=sizes, dp=sizes, sp=st.booleans(),
+)  # fmt: skip
+def test_refused_is_what_cannot_be_split_and_what_is_named_works(
+    kv_heads, siblings, layers, intermediate, experts, tp, pp, vpp, ep, dp, sp
+):
+    config = CONFIG | dict(
+        num_hidden_layers=layers,
+        num_attention_heads=kv_heads * siblings,
+        num_key_value_heads=kv_heads,
+        intermediate_size=intermediate,
+    )
+    if experts:
+        config |= {
+            "model_type": "qwen3_moe",
+            "num_experts": experts,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 7,
+        }
+    try:
+        layout = LayoutConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, dp=dp, sp=sp)
+    except ValueError:
+        return  # refused whatever the model
+    heads = kv_heads * siblings
+    # each rank has whole query heads, and with each the key/value head it needs; whole layers, equally many;
+    # whole experts
+    groups = [
+        {query // siblings for query in range(rank * heads // tp, (rank + 1) * heads // tp)}
+        for rank in range(tp)
+    ]
+    # where there are fewer key/value heads than ranks, Megatron splits their rows evenly, each 16 of a key
+    # and 16 of a value
+    shares_heads = kv_heads % tp == 0 or (tp % kv_heads == 0 and 32 * kv_heads % tp == 0)
+    fits = heads % tp == 0 and len({len(group) for group in groups}) == 1 and shares_heads
+    fits = fits and (experts is not None or intermediate % tp == 0) and layers % (pp * vpp) == 0
+    fits = fits and (ep == 1 if experts is None else experts % ep == 0 and (tp == 1 or sp))
+    if fits:
+        validate_layout(config, layout, num_processes=tp * pp * dp)
+        return
+    with pytest.raises(ValueError, match=r"layout.*(use |mends it)") as caught:
+        validate_layout(config, layout, num_processes=tp * pp * dp)
+    for named in re.findall(r"\{([^}]*)\}", str(caught.value)):
+        validate_layout(config, LayoutConfig(**yaml.safe_load("{" + named + "}")), num_processes=tp * pp * dp)
+    with pytest.raises(ValueError, match=r"layout") as caught:
+        validate_layout(config, layout)
+    misfits = [line for line in str(caught.value).split("\n  ") if not line.startswith("the nearest layouts")]
+    for name, value in (
+        re.findall(r"(\w+)=(\w+)", misfits[0].rpartition("; ")[2]) if len(misfits) == 1 else ()
+    ):
+        validate_layout(config, LayoutConfig(**(layout.model_dump() | {name: yaml.safe_load(value)})))
+
+
+def test_a_layout_as_yaml():
+    layout = LayoutConfig(tp=2, sp=True, pp=4, ep=2, dp=8)
+    assert (
+        layout_yaml(layout) == "tp: 2, pp: 4, sp: true, ep: 2, dp: 8"
+        and layout_yaml(LayoutConfig()) == "tp: 1"
+    )
+    assert LayoutConfig(**yaml.safe_load("{" + layout_yaml(layout) + "}")) == layout
+
+
+@pytest.mark.engines
+def test_ranks_that_share_a_key_value_head_compute_the_same(tmp_path):
+    """One key/value head on two ranks, which the rule above allows: two updates equal those of one process."""
+    folder = make_hf_model(tmp_path / "m", "qwen3", num_key_value_heads=1)
+    rest = ([[[0, 1, 2, 3]]], [12, 9, 7, 12], 2, {})
+    one = run_ranks(work_updates, 1, tmp_path / "one", folder, {}, *rest, deadline_s=900)[0]
+    jobs = {f"sp={sp}": (folder, {"tp": 2, "sp": sp}, *rest) for sp in (False, True)}
+    for found in run_ranks(work_many_updates, 2, tmp_path / "two", jobs, deadline_s=900)[0].values():
+        assert relative_difference(found["weights"], one["weights"]) < 1e-5
+        assert found["norms"] == pytest.approx(one["norms"], rel=1e-5)
+
+
+@given(
+    kv_heads=st.integers(1, 6), siblings=st.integers(1, 6), intermediate=st.integers(1, 40), vocab=st.integers(1, 99),
+    size=st.integers(1, 40),
+)  # fmt: skip
+def test_rollout_layouts_by_what_each_rank_would_hold(kv_heads, siblings, intermediate, vocab, size):
+    """Ranks hold equally many query heads: either all siblings of each of their key/value heads, or siblings
+    of one single head."""
+    heads = kv_heads * siblings
+    config = CONFIG | dict(
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=intermediate,
+        vocab_size=vocab,
+    )
+    fits = heads % size == 0 and intermediate % size == 0
+    if fits:
+        per_rank = heads // size
+        used = [
+            {query // siblings for query in range(rank * per_rank, (rank + 1) * per_rank)}
+            for rank in range(size)
+        ]
+        fits = all(len(mine) * siblings == per_rank for mine in used) or (
+            all(len(mine) == 1 for mine in used) and size % kv_heads == 0
+        )
+    if fits:
+        validate_rollout_layout(config, size)
+    else:
+        with pytest.raises(ValueError, match=f"rollout.tp={size} does not fit the model's .*use one of \\[1"):
+            validate_rollout_layout(config, size)
+
+
+def test_a_rollout_size_that_copies_key_value_heads_fits():
+    validate_rollout_layout(CONFIG, 4)
+    with pytest.raises(ValueError, match=r"num_attention_heads=4; use one of \[1, 2, 4\]"):
+        validate_rollout_layout(CONFIG, 8)

@@ -1,0 +1,315 @@
+"""The arithmetic of memory: against what torch holds while the real engine updates a small model, and by hand
+where no GPU is needed."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.schema.layout import LayoutConfig
+from configs.schema.run import RunConfig
+from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.planning.memory import (
+    GIB,
+    TRANSFER_BUCKET_BYTES,
+    Work,
+    activation_bytes,
+    describe,
+    in_flight,
+    learner_memory,
+    rollout_memory,
+    size_text,
+    stage_layers,
+    stage_parameters,
+    work_of,
+    worst_stage,
+)
+from tests.support.megatron_workers import make_hf_model, run_ranks
+from tests.support.memory_workers import work_memory
+from tests.support.moe_workers import make_moe_model
+
+LENGTHS = [80, 80, 40, 61, 33, 50]
+SIZES = dict(
+    vocab_size=512, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384, head_dim=32,
+)  # fmt: skip
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
+QWEN2 = {
+    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
+    "num_key_value_heads": 4, "intermediate_size": 18944, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768,
+}  # fmt: skip
+GPU_WORK = Work(
+    device="cuda", dtype="bfloat16", token_budget=16384, chunk_tokens=1024, recompute="full", distributed_optimizer=True,
+    transfers_weights=True,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: dict[str, Any]
+    dtype: str = "float32"
+    recompute: str = "none"
+    distributed: bool = True
+    kind: str = "qwen3"
+
+    def __str__(self) -> str:
+        of_optimizer = "" if self.distributed else "-plain"
+        return f"{self.kind}-{','.join(f'{k}={v}' for k, v in self.layout.items())}-{self.dtype}-{self.recompute}{of_optimizer}"
+
+
+ONE_RANK = [
+    Case({"dp": 1}), Case({"dp": 1}, dtype="bfloat16"), Case({"dp": 1}, dtype="bfloat16", recompute="full"),
+    Case({"dp": 1}, recompute="full", distributed=False), Case({"dp": 1}, dtype="bfloat16", distributed=False, kind="qwen2"),
+    Case({"dp": 1}, kind="qwen2"), Case({"dp": 1}, kind="qwen3_moe"), Case({"dp": 1}, dtype="bfloat16", kind="qwen3_moe"),
+]  # fmt: skip
+TWO_RANKS = [
+    Case({"tp": 2}), Case({"tp": 2}, dtype="bfloat16", recompute="full"), Case({"tp": 2, "sp": True}),
+    Case({"tp": 2, "sp": True}, dtype="bfloat16"), Case({"tp": 2, "sp": True}, dtype="bfloat16", recompute="full"),
+    Case({"dp": 2}), Case({"dp": 2}, dtype="bfloat16", distributed=False), Case({"dp": 2}, dtype="bfloat16"),
+    Case({"pp": 2}), Case({"pp": 2}, dtype="bfloat16", recompute="full"), Case({"pp": 2, "vpp": 2}),
+    Case({"dp": 2, "ep": 2}, kind="qwen3_moe"), Case({"tp": 2, "sp": True, "ep": 2}, dtype="bfloat16", kind="qwen3_moe"),
+]  # fmt: skip
+
+
+def job(case: Case, folder: Path) -> dict[str, Any]:
+    microbatches = 2 * case.layout.get("pp", 1)
+    return dict(
+        folder=folder / case.kind, layout=case.layout, lengths=LENGTHS, microbatches=microbatches, vocab=SIZES["vocab_size"],
+        dtype=case.dtype, recompute=case.recompute, distributed=case.distributed,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> dict[str, list[dict[str, int]]]:
+    """What each rank of each case held."""
+    folder = tmp_path_factory.mktemp("memory")
+    for kind in ("qwen2", "qwen3"):
+        make_hf_model(folder / kind, kind, **SIZES)
+    make_moe_model(folder / "qwen3_moe", "qwen3_moe", **SIZES, **EXPERTS)
+    found = {}
+    for cases in (ONE_RANK, TWO_RANKS):
+        jobs = {str(case): job(case, folder) for case in cases}
+        ranks = run_ranks(work_memory, 1 if cases is ONE_RANK else 2, folder / "out", jobs, deadline_s=900)
+        found |= {str(case): [rank[str(case)] for rank in ranks] for case in cases}
+    return found
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("case", ONE_RANK + TWO_RANKS, ids=str)
+def test_the_arithmetic_is_what_torch_holds(case, measured):
+    layout = LayoutConfig(**{"dp": 1, **case.layout})
+    config = {
+        "model_type": case.kind,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 256,
+        **SIZES,
+        **EXPERTS,
+    }
+    for rank, held in enumerate(measured[str(case)]):
+        work = Work(
+            device="cpu", dtype=case.dtype, token_budget=held["tokens"], chunk_tokens=7, recompute=case.recompute,
+            distributed_optimizer=case.distributed, num_microbatches=2 * layout.pp,
+        )  # fmt: skip
+        memory = learner_memory(
+            read_architecture(config), layout, work, stage=rank * layout.pp // layout.world_size
+        )
+        for item in ("parameters", "gradients", "optimizer"):
+            assert getattr(memory, item) == pytest.approx(held[item], rel=0.1), item
+        assert memory.activations == pytest.approx(held["activations"], rel=0.2)
+        assert held["left"] == 0, "the measurement lost count"
+
+
+def test_sequence_parallelism_and_recompute_save_what_they_should():
+    """Between matrices a rank holds T / t tokens, or of each layer its input alone: never more than without."""
+    architecture = read_architecture(QWEN2)
+    plain, split = LayoutConfig(tp=4, dp=1), LayoutConfig(tp=4, sp=True, dp=1)
+    no_recompute = Work(
+        device="cuda",
+        dtype="bfloat16",
+        token_budget=4096,
+        chunk_tokens=64,
+        recompute="none",
+        distributed_optimizer=True,
+    )
+    kept = activation_bytes(architecture, plain, no_recompute, 0)
+    # 4 b H + 8 bytes of a layer's norms and products are held for T tokens by every rank; under SP a quarter
+    # of them
+    assert (
+        kept - activation_bytes(architecture, split, no_recompute, 0)
+        == (28 * 2 * (2 * 2 * 3584 + 4) + (2 * 3584 + 4)) * 4096 * 3 // 4
+    )
+    assert activation_bytes(architecture, split, GPU_WORK, 0) < activation_bytes(
+        architecture, plain, GPU_WORK, 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "microbatches", "passes"),
+    [
+        (dict(), 0, None, 1),
+        (dict(pp=4), 0, None, 4),
+        (dict(pp=4), 3, None, 1),
+        (dict(pp=4), 0, 2, 2),  # fewer than fill the pipeline
+        (dict(pp=2, vpp=2), 0, None, 5),  # warm-up 2 (2 - 0 - 1) + 2 passes, and the one that runs
+        (dict(pp=2, vpp=2), 1, None, 3),
+        (dict(pp=2, vpp=2), 0, 2, 4),  # all there are
+    ],
+)
+def test_passes_in_flight(layout, stage, microbatches, passes):
+    assert in_flight(LayoutConfig(dp=1, **layout), stage, microbatches) == passes
+
+
+def test_layers_of_interleaved_stages():
+    architecture = read_architecture(QWEN2 | {"num_hidden_layers": 8})
+    layout = LayoutConfig(pp=2, vpp=2, dp=1)
+    assert [stage_layers(architecture, layout, stage) for stage in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_parameters_of_all_ranks_are_the_models(tied, pp, tp):
+    """Qwen2.5-7B's published 7,615,616,512: every rank of a stage has a t-th of what is split; a tied table
+    is there on both ends."""
+    layout = LayoutConfig(tp=tp, pp=pp, dp=1)
+    architecture = read_architecture(QWEN2 | {"tie_word_embeddings": tied})
+    shared = [stage_parameters(architecture, layout, stage)[0] for stage in range(pp)]
+    norms = 28 * 2 * 3584 + 3584  # on every tensor-parallel rank
+    table = 152064 * 3584
+    whole = tp * (sum(shared) - norms) + norms
+    assert whole == 7_615_616_512 - (table if tied and pp == 1 else 0)
+
+
+def test_experts_are_divided_and_the_rest_is_not():
+    moe = dict(
+        model_type="qwen3_moe", vocab_size=100, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=4, intermediate_size=64, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=6, rms_norm_eps=1e-6,
+        max_position_embeddings=64, mlp_only_layers=[0],
+    )  # fmt: skip
+    architecture = read_architecture(moe)
+    # one layer of four experts 3 * 8 * 6; ep = 2 leaves two of them
+    assert [stage_parameters(architecture, LayoutConfig(ep=ep, dp=2), 0)[1] for ep in (1, 2)] == [
+        4 * 144,
+        2 * 144,
+    ]
+    # attention (8 * 24 + 8 * 8), four norms, on both layers; a dense MLP 3 * 8 * 64; a router 8 * 4; tables 2
+    # * 800; the final norm
+    assert (
+        stage_parameters(architecture, LayoutConfig(ep=2, dp=2), 0)[0]
+        == 2 * (256 + 24) + 1536 + 32 + 1600 + 8
+    )
+    work = Work(
+        device="cpu",
+        dtype="float32",
+        token_budget=8,
+        chunk_tokens=4,
+        recompute="none",
+        distributed_optimizer=True,
+    )
+    shared = stage_parameters(architecture, LayoutConfig(dp=4), 0)[0]
+    for ep, of_rank, copies in ((1, 576, 4), (2, 288, 2), (4, 144, 1)):
+        assert learner_memory(architecture, LayoutConfig(ep=ep, dp=4), work, 0).optimizer == 8 * (
+            shared // 4 + of_rank // copies
+        )
+
+
+def test_a_run_counts_reference_and_critic():
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "task": {"type": "countdown"},
+            "kl": {"coefficient": 0.1},
+            "advantage": {"type": "gae"},
+        }
+    )
+    architecture, layout = read_architecture(QWEN2), LayoutConfig(tp=2, dp=4)
+    work = work_of(config, "cuda", architecture)
+    memory = learner_memory(architecture, layout, work, 0)
+    assert memory.reference == memory.parameters
+    # the critic has no output layer, but a head
+    of_critic = stage_parameters(architecture, layout, 0)[0] - 76032 * 3584 + 3584
+    assert memory.critic == 2 * of_critic + 4 * of_critic + 12 * of_critic // 4
+    assert memory.total == memory.lasting + max(
+        memory.activations + memory.logits + memory.pipeline, memory.transfer
+    )
+
+
+def test_the_worst_stage_is_an_end():
+    """Untied tables of 545 M parameters at both ends; the first has more micro-batches in flight, the last
+    the logits."""
+    architecture, layout = read_architecture(QWEN2), LayoutConfig(pp=4, dp=2)
+    stages = [learner_memory(architecture, layout, GPU_WORK, stage) for stage in range(4)]
+    assert worst_stage(architecture, layout, GPU_WORK) == max(stages, key=lambda m: m.total)
+    assert [m.logits > 0 for m in stages] == [False, False, False, True]
+    assert stages[0].activations > stages[1].activations > stages[2].activations
+
+
+def test_transfer_buckets_are_those_of_the_transfer():
+    from parallel.weights.transfer import BUCKET_BYTES
+
+    assert TRANSFER_BUCKET_BYTES == BUCKET_BYTES
+
+
+def test_a_server_by_hand():
+    """Qwen2.5-7B in bfloat16 on 80 GiB: over 4 ranks, one key/value head each; over 28, the same, copied."""
+    heads, kv = 28 * 128, 128
+    architecture = read_architecture(QWEN2)
+    memory = rollout_memory(architecture, 4, "bfloat16", 80 * GIB)
+    layer = (
+        3584 * (heads // 4 + 2 * kv)
+        + (heads // 4 + 2 * kv)
+        + heads // 4 * 3584
+        + 2 * 3584
+        + 3 * 3584 * 18944 // 4
+    )
+    assert memory.weights == 2 * (28 * layer + 3584 + 2 * (152064 // 4) * 3584)
+    assert memory.reserved == 12 * GIB + GIB // 2  # 15 % of 80 GiB, and 4 / 8 GiB
+    assert memory.kv_bytes_per_token == 2 * 28 * 1 * 128 * 2
+    assert memory.tokens == (80 * GIB - memory.reserved - memory.weights) // memory.kv_bytes_per_token
+    assert (
+        rollout_memory(architecture, 28, "bfloat16", 80 * GIB).kv_bytes_per_token == memory.kv_bytes_per_token
+    )  # copied heads
+    assert rollout_memory(architecture, 4, "bfloat16", 80 * GIB, static_share=0.5).reserved == 40 * GIB
+    assert rollout_memory(architecture, 1, "bfloat16", 10 * GIB).tokens == 0
+
+
+def test_an_fp8_server_by_hand():
+    """Of Qwen2.5-7B, on one GPU: a byte for each number of the layers' matrices and 4 for each of their rows;
+    the rest in 2 bytes."""
+    matrices, rows = 3584 * 36 * 128 + 3584 * 3584 + 3 * 3584 * 18944, 36 * 128 + 3584 + 2 * 18944 + 3584
+    others = 28 * (36 * 128 + 2 * 3584) + 3584 + 2 * 152064 * 3584
+    memory = rollout_memory(read_architecture(QWEN2), 1, "bfloat16", 80 * GIB, quantization="fp8")
+    assert memory.weights == 28 * (matrices + 4 * rows) + 2 * others
+    whole = rollout_memory(read_architecture(QWEN2), 1, "bfloat16", 80 * GIB)
+    assert (
+        whole.weights == 2 * (28 * matrices + others)
+        and memory.kv_bytes_per_token == whole.kv_bytes_per_token
+    )
+    assert memory.kv_cache - whole.kv_cache == whole.weights - memory.weights
+    assert (
+        rollout_memory(read_architecture(QWEN2), 1, "bfloat16", 80 * GIB, quantization="fake_int8") == whole
+    ), "they are sent as bfloat16"
+
+
+def test_sizes_in_words():
+    assert [size_text(size) for size in (0, 1023, 1536, 5 * GIB // 2, 100 * GIB, 2048 * GIB)] == [
+        "0 B", "1023 B", "1.50 KiB", "2.50 GiB", "100 GiB", "2.00 TiB",
+    ]  # fmt: skip
+    memory = worst_stage(read_architecture(QWEN2), LayoutConfig(tp=4, dp=2), GPU_WORK)
+    assert describe(memory).startswith(
+        f"{size_text(memory.total)} (optimizer {size_text(memory.optimizer)}, "
+    )
+
+
+def test_model_folders_are_read_like_everywhere(tmp_path):
+    folder = make_hf_model(tmp_path / "m", "qwen2", **SIZES)
+    architecture = read_architecture(read_hf_config(folder))
+    total = sum(tensor.numel() for tensor in _weights(folder))
+    assert stage_parameters(architecture, LayoutConfig(dp=1), 0) == (total, 0)
+
+
+def _weights(folder: Path):
+    from parallel.weights.hf_conversion import HuggingFaceWeights
+
+    weights = HuggingFaceWeights(folder)
+    return [weights.read(name) for name in weights.names]

@@ -1,0 +1,232 @@
+"""Every dense layout takes the step of one process: loss, each gradient, norm and updated weights, in
+float32, from packed micro-batches.
+
+A layout runs once, with all its jobs, in one set of processes; each number is compared tensor by tensor,
+relative to the tensor's greatest magnitude.
+"""
+
+import pytest
+import torch
+
+from configs.schema.layout import LayoutConfig
+from configs.schema.objective import AggregationConfig
+from configs.schema.run import RunConfig
+from parallel.megatron.groups import join_groups
+from tests.support.layout_workers import OPTIMIZER, build, work_layout
+from tests.support.megatron_workers import VOCAB, learner_config, make_hf_model, run_ranks
+from tests.trainer.batch.test_step_batch import make_groups
+
+pytestmark = pytest.mark.engines
+TOLERANCE = 1e-5
+
+LAYOUTS = {
+    "tp2": LayoutConfig(tp=2, dp=1),
+    "tp2 sp": LayoutConfig(tp=2, sp=True, dp=1),
+    "pp2": LayoutConfig(pp=2, dp=1),
+    "pp2 vpp2": LayoutConfig(pp=2, vpp=2, dp=1),
+    "tp2 pp2": LayoutConfig(tp=2, pp=2, dp=1),
+    "tp2 pp2 sp": LayoutConfig(tp=2, pp=2, sp=True, dp=1),
+    "dp2": LayoutConfig(dp=2),
+    "tp2 dp2": LayoutConfig(tp=2, dp=2),
+    "pp2 dp2": LayoutConfig(pp=2, dp=2),
+}
+UNTIED, TIED, CRITIC = "policy, untied", "policy, tied", "critic"
+STEPS = {
+    **{name: (UNTIED,) for name in LAYOUTS},
+    "tp2 sp": (UNTIED, TIED, CRITIC),
+    "pp2": (UNTIED, TIED, CRITIC),
+    "pp2 vpp2": (UNTIED, TIED, CRITIC),
+    "tp2 pp2 sp": (UNTIED, TIED, CRITIC),
+    "pp2 dp2": (
+        TIED,
+    ),  # the two copies of the embedding, each sharded over data-parallel ranks by the optimizer
+}
+CHECKPOINT, BAD_LOSS, RECOMPUTED, LEARNER = "checkpoint", "bad loss", "recomputed", "learner"
+LEARNER_LAYOUTS = ("pp2 vpp2", "tp2 pp2 sp")
+WRITER, READER = "tp2 pp2 sp", "pp2 vpp2"
+
+
+def learner_run(folder) -> RunConfig:
+    """A critic beside the policy, rejection inside the loss (the normaliser is known after its forward pass),
+    one minibatch."""
+    rejecting = {
+        "weight": {"level": "token", "upper": 1.5},
+        "reject": [
+            {"rule": "ratio", "level": "geometric", "upper": 3.0},
+            {"rule": "ratio", "level": "token", "upper": 10.0},
+        ],
+    }
+    aggregation = AggregationConfig(type="token_mean")
+    config = learner_config(
+        folder,
+        data_parallel=1,
+        aggregation=aggregation,
+        sharded=True,
+        correction=rejecting,
+        learner={"minibatches": 1},
+    )
+    optimizer = {"lr": 1e-2, "eps": 1e-4}
+    return RunConfig.model_validate(
+        config.model_dump() | {"advantage": {"type": "gae"}, "critic": {"optimizer": optimizer}}
+    )
+
+
+class Runs:
+    """What each layout's ranks gave, run when first asked for."""
+
+    def __init__(self, root):
+        self.root = root
+        self.found = {}
+        self.jobs = {
+            UNTIED: {
+                "kind": "policy",
+                "folder": make_hf_model(root / "untied", "qwen3", num_hidden_layers=4),
+            },
+            TIED: {
+                "kind": "policy",
+                "folder": make_hf_model(root / "tied", "qwen2", tied=True, num_hidden_layers=4),
+            },
+        }
+        self.jobs[CRITIC] = {"kind": "critic", "folder": self.jobs[TIED]["folder"]}
+        groups = make_groups(
+            [[9, 5, 14], [12, 3, 20], [7, 16, 2], [11, 4, 8]], [[1.0, 0.0, 0.1]] * 4, seed=3, vocab=VOCAB
+        )
+        self.learner = {"config": learner_run(self.jobs[UNTIED]["folder"]), "groups": groups}
+
+    def one_process(self) -> dict:
+        if "one process" not in self.found:
+            jobs = {name: ("step", job) for name, job in self.jobs.items()}
+            jobs[RECOMPUTED] = ("step", self.jobs[UNTIED] | {"recompute": "full"})
+            jobs[LEARNER] = ("learner", self.learner)
+            self.found["one process"] = work_layout(LayoutConfig(), jobs)
+        return self.found["one process"]
+
+    def of(self, layout: str) -> list[dict]:
+        if layout not in self.found:
+            self.found[layout] = self._run(layout)
+        return self.found[layout]
+
+    def _run(self, layout: str) -> list[dict]:
+        jobs = {name: ("step", self.jobs[name]) for name in STEPS[layout]}
+        checkpoint = self.jobs[TIED] | {"checkpoint": self.root / "checkpoints" / "step_000001"}
+        if layout == "pp2":
+            jobs[BAD_LOSS] = ("bad_loss", self.jobs[UNTIED])
+        if layout in LEARNER_LAYOUTS:
+            jobs[LEARNER] = ("learner", self.learner)
+        if layout == WRITER:
+            jobs[RECOMPUTED] = ("step", self.jobs[UNTIED] | {"recompute": "full"})
+            jobs[CHECKPOINT] = ("save", checkpoint)
+        if layout == READER:
+            self.of(WRITER)
+            jobs[CHECKPOINT] = ("load", checkpoint)
+        sizes = LAYOUTS[layout]
+        return run_ranks(work_layout, sizes.world_size, self.root / layout, sizes, jobs, deadline_s=900)
+
+    def loaded_in_one_process(self) -> dict:
+        self.of(WRITER)
+        job = self.jobs[TIED] | {"checkpoint": self.root / "checkpoints" / "step_000001"}
+        return work_layout(LayoutConfig(), {CHECKPOINT: ("load", job)})[CHECKPOINT]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("layouts"))
+
+
+def greatest_difference(found, wanted):
+    """Over all tensors: the largest difference relative to the tensor's largest magnitude."""
+    assert found.keys() == wanted.keys()
+    return max(
+        ((found[name] - wanted[name]).abs().max() / wanted[name].abs().max()).item() for name in wanted
+    )
+
+
+def total_loss(ranks, name):
+    """Over data-parallel ranks; the others of each repeat its part."""
+    return sum({rank[name]["dp_rank"]: rank[name]["loss"] for rank in ranks}.values())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_is_that_of_one_process(runs, layout, record_property):
+    ranks = runs.of(layout)
+    for name in [*STEPS[layout], *([RECOMPUTED] if layout == WRITER else [])]:
+        wanted = runs.one_process()[name]
+        assert wanted["norm"] > 2 * OPTIMIZER["clip_grad"]  # clipping is active
+        assert total_loss(ranks, name) == pytest.approx(wanted["loss"], rel=1e-6), name
+        for rank in (found[name] for found in ranks):
+            assert rank["bitwise"], (
+                f"{name}: the update's own forward pass gave other numbers than the score pass"
+            )
+            assert rank["norm"] == pytest.approx(wanted["norm"], rel=TOLERANCE), name
+            differences = {
+                part: greatest_difference(rank[part], wanted[part]) for part in ("gradients", "weights")
+            }
+            record_property(name, differences)
+            assert max(differences.values()) < TOLERANCE, f"{name}: {differences}"
+
+
+@pytest.mark.parametrize("layout", ["pp2", "pp2 vpp2", "tp2 pp2 sp", "pp2 dp2"])
+def test_both_copies_of_a_tied_embedding_stay_one(runs, layout):
+    ranks = [found[TIED] for found in runs.of(layout)]
+    first, last = (
+        {(r["dp_rank"], r["tp_rank"]): r["copies"][part] for r in ranks if part in r["copies"]}
+        for part in ("embedding", "output")
+    )
+    assert first.keys() == last.keys() and len(first) + len(last) == len(ranks)
+    assert all(torch.equal(first[place], last[place]) for place in first)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "tp2 pp2 sp"])
+def test_every_rank_of_a_pipeline_gets_the_same_scores(runs, layout):
+    ranks = [found[UNTIED] for found in runs.of(layout)]
+    wanted = runs.one_process()[UNTIED]
+    for rank in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(rank["scores"], ranks[0]["scores"], strict=True))
+        torch.testing.assert_close(torch.cat(rank["scores"]), torch.cat(wanted["scores"]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("reader", ["one process", READER])
+def test_a_checkpoint_goes_on_in_another_layout(runs, reader):
+    """Written by TP2 x PP2 with sequence parallelism: the next step has the loss and ends at the weights of
+    the one that wrote it."""
+    wanted = runs.of(WRITER)[0][CHECKPOINT]
+    found = runs.loaded_in_one_process() if reader == "one process" else runs.of(READER)[0][CHECKPOINT]
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
+    assert greatest_difference(found["weights"], wanted["weights"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", LEARNER_LAYOUTS)
+def test_the_learner_steps_like_one_process(runs, layout):
+    wanted = runs.one_process()[LEARNER]
+    assert 0.1 < wanted["metrics"]["mismatch/kept_fraction"] < 1
+    logprobs_S = per_sequence(wanted)
+    for found in (rank[LEARNER] for rank in runs.of(layout)):
+        assert found["num_microbatches"] % LAYOUTS[layout].microbatch_multiple == 0
+        assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-4, abs=1e-6)
+        for sequence, logprobs_T in per_sequence(found).items():
+            torch.testing.assert_close(logprobs_T, logprobs_S[sequence], rtol=0, atol=1e-5)
+        assert (
+            max(greatest_difference(found[part], wanted[part]) for part in ("weights", "critic")) < TOLERANCE
+        )
+        assert [p for row in found["probe"] for p in row] == pytest.approx(
+            [p for row in wanted["probe"] for p in row], abs=1e-5
+        )
+
+
+def per_sequence(found):
+    return dict(zip(found["ids_S"].tolist(), found["logprobs_T"].split(found["lengths"]), strict=True))
+
+
+def test_a_bad_loss_on_the_last_stage_stops_all(runs):
+    ranks = [found[BAD_LOSS] for found in runs.of("pp2")]
+    assert all(rank["unchanged"] for rank in ranks)
+    assert "another rank" in ranks[0]["message"] and "micro-batches {1: nan} of rank 1" in ranks[1]["message"]
+
+
+def test_a_second_engine_must_have_the_same_sizes(runs):
+    build(layout=LayoutConfig(), **runs.jobs[UNTIED])
+    with pytest.raises(
+        ValueError,
+        match="already runs a layout of tp=1, pp=1, vpp=1, cp=1, ep=1; a second engine cannot have tp=1, pp=2",
+    ):
+        join_groups(LayoutConfig(pp=2), 0, 60.0)

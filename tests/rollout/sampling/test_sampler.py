@@ -1,0 +1,782 @@
+"""The sample role around a deterministic engine: order, grouping, alignment, versions, resume, and the wire
+to the learner."""
+
+import asyncio
+import hashlib
+import json
+import logging
+import threading
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.schema import RunConfig
+from configs.schema.launch import EvaluationConfig
+from configs.schema.rollout import ResampleGroups, RolloutConfig
+from configs.schema.task import ModelReward
+from rollout.client import GenerationError
+from rollout.records import FinishReason, Group, Prompt, Score, TrajectoryStatus
+from rollout.rewards import RewardModelError, WorkerStartError
+from rollout.run_key import run_key
+from rollout.sampling.messages import SamplerState, SamplingError
+from rollout.sampling.remote import RemoteSampler
+from rollout.sampling.role import check_prompt_lengths, check_vocabulary, run_sample_role, serve
+from rollout.sampling.sampler import GroupSampler, choose_heldout, epoch_order
+from rollout.tasks import Problem, Task, longest_above
+from rollout.tasks.task import LazyPrompts
+from rollout.tiny_model import make_tiny_countdown_model
+from rollout.tokenization import load_tokenizer
+from tests.support.fake_engine import FakeEngine, fake_tokens
+from trainer.sampling import SharedSampler
+
+STOP = 0
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_countdown_model(folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_dir):
+    return load_tokenizer(model_dir)
+
+
+class LengthScorer:
+    """Right (1) when the text has an even length; fails for texts that hold ``forbidden``."""
+
+    retries = 0
+
+    def __init__(self, forbidden: str | None = None):
+        self.forbidden = forbidden
+        self.seen: list[tuple[str, str]] = []
+        self.lengths: list[tuple[int, FinishReason]] = []
+
+    async def score(
+        self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason
+    ) -> Score:
+        await asyncio.sleep(0)
+        self.seen.append((prompt.prompt_id, response_text))
+        self.lengths.append((num_tokens, finish_reason))
+        if self.forbidden is not None and self.forbidden in response_text:
+            return Score(value=0.0, error=f"cannot stand {self.forbidden}")
+        even = len(response_text) % 2 == 0
+        return Score(value=float(even), parts={"length": float(len(response_text))}, correct=even)
+
+
+def make_prompts(count: int, name: str = "p") -> list[Prompt]:
+    ids = [[3 + (i + j) % 15 for j in range(1 + i % 4)] for i in range(count)]
+    return [
+        Prompt(prompt_id=f"{name}{i}", token_ids=ids[i], text=f"text {i}", task="toy", reference=str(i))
+        for i in range(count)
+    ]
+
+
+def make_sampler(
+    tokenizer,
+    *,
+    engine=None,
+    scorer=None,
+    seed=0,
+    num_train=5,
+    num_heldout=4,
+    group_size=3,
+    evaluation=None,
+    **rollout,
+) -> GroupSampler:
+    return GroupSampler(
+        client=engine or FakeEngine(),
+        task=Task(name="toy", train=make_prompts(num_train), heldout=make_prompts(num_heldout, "h")),
+        scorer=scorer or LengthScorer(),
+        tokenizer=tokenizer,
+        stop_token_ids=[STOP],
+        rollout=RolloutConfig(group_size=group_size, max_new_tokens=6, temperature=0.5, **rollout),
+        evaluation=evaluation or EvaluationConfig(),
+        seed=seed,
+    )
+
+
+def next_groups(sampler, count, *, newest=0):
+    return asyncio.run(sampler.next_groups(count, newest=newest, max_staleness=0))
+
+
+def test_a_group_holds_the_siblings_of_one_prompt_each_aligned_with_its_own_tokens(tokenizer):
+    engine, scorer = FakeEngine(version=7), LengthScorer()
+    sampler = make_sampler(tokenizer, engine=engine, scorer=scorer)
+    groups, stats = next_groups(sampler, 4, newest=7)
+    prompts = {p.prompt_id: p for p in make_prompts(5)}
+    seeds = iter(engine.calls)
+    assert [g.group_id for g in groups] == [0, 1, 2, 3]
+    for group in groups:
+        prompt = prompts[group.prompt_id]
+        assert [t.sibling_id for t in group.trajectories] == [0, 1, 2]
+        for t in group.trajectories:
+            _, seed, temperature = next(seeds)
+            response = fake_tokens(prompt.token_ids, seed, max_new_tokens=6, vocab_size=20, stop=STOP)
+            text = tokenizer.decode(response[:-1] if response[-1] == STOP else response)
+            assert temperature == 0.5
+            assert (t.group_id, t.prompt_id) == (group.group_id, group.prompt_id)
+            assert t.token_ids == prompt.token_ids + response
+            assert t.response_mask == [False] * len(prompt.token_ids) + [True] * len(response)
+            assert t.rollout_logprobs == [0.0] * len(prompt.token_ids) + [
+                -(1 + token) / 0.5 for token in response
+            ]
+            assert t.token_versions == [0] * len(prompt.token_ids) + [7] * len(response)
+            assert t.finish_reason is (FinishReason.STOP if response[-1] == STOP else FinishReason.LENGTH)
+            assert (t.reward, t.reward_parts, t.status) == (
+                float(len(text) % 2 == 0),
+                {"length": float(len(text))},
+                TrajectoryStatus.OK,
+            )
+            assert "<eos>" not in text
+            assert (prompt.prompt_id, text) in scorer.seen
+    assert stats.requests == 12
+    assert stats.failed_rewards == stats.resampled_groups == stats.filled_groups == 0
+    assert Counter(scorer.lengths) == Counter(
+        (sum(t.response_mask), t.finish_reason) for g in groups for t in g.trajectories
+    )
+
+
+def test_siblings_and_repeated_prompts_get_seeds_of_their_own(tokenizer):
+    engine = FakeEngine()
+    next_groups(make_sampler(tokenizer, engine=engine), 10)  # two epochs of five prompts
+    seeds = [seed for _, seed, _ in engine.calls]
+    assert len(set(seeds)) == len(seeds) == 30
+    order = [*epoch_order(5, seed=0, epoch=0), *epoch_order(5, seed=0, epoch=1)]
+    named = [
+        json.dumps([0, f"p{i}", sibling, group_id])
+        for group_id, i in enumerate(order)
+        for sibling in range(3)
+    ]
+    assert seeds == [
+        int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) // 2 for name in named
+    ]  # a run stays the same over releases
+    other = FakeEngine()
+    next_groups(make_sampler(tokenizer, engine=other, seed=1), 10)
+    assert not {seed for _, seed, _ in other.calls} & set(seeds)
+
+
+def test_the_stats_of_a_reply_count_that_reply_alone(tokenizer):
+    sampler = make_sampler(tokenizer)
+    _, first = next_groups(sampler, 2)
+    _, second = next_groups(sampler, 3)
+    assert (first.requests, second.requests) == (6, 9)
+
+
+def test_a_group_is_scored_while_another_one_is_still_being_sampled(tokenizer):
+    """The engine keeps one group back until the others are scored, which would never end if scoring waited
+    for every group."""
+    scored = asyncio.Event()
+
+    class Engine(FakeEngine):
+        async def generate_group(self, prompt_ids, **asked):
+            if not self.calls:
+                self.calls.append((tuple(prompt_ids), 0, 0.0))
+                await scored.wait()
+            return await super().generate_group(prompt_ids, **asked)
+
+    class WatchingScorer(LengthScorer):
+        async def score(self, prompt, response_text, **length):
+            score = await super().score(prompt, response_text, **length)
+            if len(self.seen) == 3 * 3:
+                scored.set()
+            return score
+
+    sampler = make_sampler(tokenizer, engine=Engine(), scorer=WatchingScorer())
+    groups, _ = asyncio.run(asyncio.wait_for(sampler.next_groups(4, newest=0, max_staleness=0), 20))
+    assert groups == next_groups(make_sampler(tokenizer), 4)[0]
+
+
+def test_a_reward_that_cannot_run_fails_the_request_and_cancels_the_others(tokenizer):
+    cancelled = []
+
+    class BrokenScorer(LengthScorer):
+        async def score(self, prompt, response_text, **length):
+            self.seen.append((prompt.prompt_id, response_text))
+            if len(self.seen) == 12:
+                raise WorkerStartError("no worker can be started")
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(prompt.prompt_id)
+                raise
+
+    sampler = make_sampler(tokenizer, scorer=BrokenScorer())
+    with pytest.raises(WorkerStartError, match="no worker can be started"):
+        asyncio.run(asyncio.wait_for(sampler.next_groups(4, newest=0, max_staleness=0), 20))
+    assert len(cancelled) == 11
+    assert sampler.state.position == 0
+
+
+@settings(deadline=None, max_examples=30)
+@given(num=st.integers(1, 40), seed=st.integers(0, 5), epoch=st.integers(0, 5))
+def test_an_epoch_visits_every_prompt_once_in_an_order_of_its_own(num, seed, epoch):
+    order = epoch_order(num, seed=seed, epoch=epoch)
+    assert sorted(order) == list(range(num))
+    assert order == epoch_order(num, seed=seed, epoch=epoch)
+    if num >= 20:
+        assert order != epoch_order(num, seed=seed, epoch=epoch + 1)
+        assert order != epoch_order(num, seed=seed + 1, epoch=epoch)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    counts=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    split=st.integers(0, 4),
+    seed=st.integers(0, 3),
+)
+def test_any_resume_continues_the_same_groups(tokenizer, counts, split, seed):
+    """However requests are cut and wherever a sampler is replaced by one that loads its state, the same
+    groups come."""
+    whole, _ = next_groups(make_sampler(tokenizer, seed=seed), sum(counts))
+    sampler, pieces = make_sampler(tokenizer, seed=seed), []
+    for i, count in enumerate(counts):
+        if i == split:
+            state, sampler = sampler.state, make_sampler(tokenizer, seed=seed)
+            sampler.load_state(state)
+        pieces += next_groups(sampler, count)[0]
+    assert pieces == whole
+    visits = Counter(g.prompt_id for g in pieces)
+    assert max(visits.values()) - min(visits[f"p{i}"] for i in range(5)) <= 1
+
+
+def test_a_state_of_other_data_is_refused(tokenizer):
+    with pytest.raises(ValueError, match=r"9 training prompts.*now has 5"):
+        make_sampler(tokenizer).load_state(SamplerState(position=3, next_group_id=3, num_prompts=9))
+
+
+@pytest.mark.parametrize(
+    ("served", "newest", "staleness", "fine"),
+    [(3, 3, 0, True), (2, 3, 0, False), (2, 3, 1, True), (4, 3, 1, False)],
+)
+def test_tokens_of_a_wrong_version_are_an_error_and_the_position_stays(
+    tokenizer, served, newest, staleness, fine
+):
+    sampler = make_sampler(tokenizer, engine=FakeEngine(version=served))
+    request = sampler.next_groups(2, newest=newest, max_staleness=staleness)
+    if fine:
+        asyncio.run(request)
+        assert sampler.state.position == 2
+        return
+    with pytest.raises(SamplingError, match=rf"weight version {served}.*learner is at {newest}"):
+        asyncio.run(request)
+    assert sampler.state == SamplerState(position=0, next_group_id=0, num_prompts=5)
+
+
+def test_a_failed_completion_fails_the_request_and_the_position_stays(tokenizer):
+    sampler = make_sampler(tokenizer, engine=FakeEngine(fail=lambda prompt_ids, seed: seed % 7 == 0))
+    with pytest.raises(GenerationError, match="asked to fail"):
+        next_groups(sampler, 5)
+    assert sampler.state.position == 0
+
+
+def test_a_failed_reward_scores_zero_is_counted_and_named_in_the_log(tokenizer, caplog):
+    clean, _ = next_groups(make_sampler(tokenizer), 5)
+    texts = {
+        (g.prompt_id, t.sibling_id): tokenizer.decode(
+            [i for i, r in zip(t.token_ids, t.response_mask, strict=True) if r], skip_special_tokens=True
+        )
+        for g in clean
+        for t in g.trajectories
+    }
+    forbidden = next(text for text in texts.values() if text)[0]
+    expected = {key for key, text in texts.items() if forbidden in text}
+    assert 0 < len(expected) < len(texts)
+    with caplog.at_level(logging.WARNING):
+        groups, stats = next_groups(make_sampler(tokenizer, scorer=LengthScorer(forbidden)), 5)
+    failed = {
+        (g.prompt_id, t.sibling_id)
+        for g in groups
+        for t in g.trajectories
+        if t.status is TrajectoryStatus.REWARD_FAILED
+    }
+    assert failed == expected
+    assert (stats.failed_rewards, stats.scored) == (len(expected), len(texts))
+    assert stats.first_failure in caplog.text
+    assert all(
+        t.reward == 0.0 for g in groups for t in g.trajectories if t.status is TrajectoryStatus.REWARD_FAILED
+    )
+    prompt_id, sibling = next(
+        iter(sorted(expected, key=lambda key: [g.prompt_id for g in groups].index(key[0])))
+    )
+    assert f"prompt {prompt_id}, sibling {sibling}, scored 0: cannot stand {forbidden}" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["groups", "an evaluation", "a later round"])
+def test_where_every_reward_fails_nothing_is_handed_out(tokenizer, what):
+    """Zeros all over would train, or evaluate, to the end without a word."""
+    dynamic = {"dynamic_sampling": resample(3)} if what == "a later round" else {}
+    sampler = make_sampler(tokenizer, scorer=LengthScorer(""), **dynamic)
+    with pytest.raises(
+        SamplingError,
+        match=r"rewards of all \d+ samples failed.*first: prompt [ph]\d, sibling 0, scored 0: cannot stand",
+    ):
+        asyncio.run(sampler.evaluate()) if what == "an evaluation" else next_groups(sampler, 4)
+    assert sampler.state.position == 0
+
+
+# --- dynamic sampling
+# --------------------------------------------------------------------------------------------------------------
+
+
+def resample(max_rounds: int, compare: str = "reward") -> ResampleGroups:
+    return ResampleGroups(max_rounds=max_rounds, compare=compare)
+
+
+def differs(group: Group) -> bool:
+    return len({t.reward for t in group.trajectories}) > 1
+
+
+def reference_step(plain: list[Group], used: int, count: int, max_rounds: int) -> tuple[list[Group], int]:
+    """The groups of one step out of all groups in order, of which ``used`` are gone, and how many are gone
+    after it."""
+    good, dull = [], []
+    for _ in range(max_rounds):
+        missing = count - len(good)
+        for group in plain[used : used + missing]:
+            (good if differs(group) else dull).append(group)
+        used += missing
+    chosen = good + dull[: count - len(good)]
+    return sorted(chosen, key=lambda group: group.group_id), used
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 99), counts=st.lists(st.integers(1, 5), min_size=1, max_size=4), max_rounds=st.integers(2, 4),
+    size=st.integers(2, 3), split=st.integers(0, 4),
+)  # fmt: skip
+def test_dynamic_sampling_takes_the_plain_order_and_leaves_out_groups_without_signal(
+    tokenizer, seed, counts, max_rounds, size, split
+):
+    """Seeds, ids and positions are those of plain sampling, whatever is left out and wherever a resumed
+    sampler takes over."""
+    plain, _ = next_groups(make_sampler(tokenizer, seed=seed, group_size=size), sum(counts) * max_rounds)
+    engine, used = FakeEngine(), 0
+
+    def make():
+        return make_sampler(
+            tokenizer, engine=engine, seed=seed, group_size=size, dynamic_sampling=resample(max_rounds)
+        )
+
+    sampler = make()
+    for i, count in enumerate(counts):
+        if i == split:
+            state, sampler = sampler.state, make()
+            sampler.load_state(state)
+        before = used
+        expected, used = reference_step(plain, used, count, max_rounds)
+        groups, stats = next_groups(sampler, count)
+        assert groups == expected
+        assert sampler.state == SamplerState(position=used, next_group_id=used, num_prompts=5)
+        assert (stats.resampled_groups, stats.filled_groups) == (
+            used - before - count,
+            sum(not differs(group) for group in expected),
+        )
+        assert stats.requests == (used - before) * size and len(engine.calls) == used * size
+
+
+class ByPrompt:
+    """Siblings differ by 1 in value for the prompts in ``values``, and in being right for those in ``right``;
+    others never differ."""
+
+    retries = 0
+
+    def __init__(self, *, values=(), right=()):
+        self.values, self.right, self.asked = values, right, Counter()
+
+    async def score(
+        self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason
+    ) -> Score:
+        self.asked[prompt.prompt_id] += 1
+        first = self.asked[prompt.prompt_id] % 2 == 1
+        return Score(
+            value=float(first and prompt.prompt_id in self.values),
+            correct=first and prompt.prompt_id in self.right,
+        )
+
+
+def test_rounds_and_the_bound_by_hand(tokenizer, caplog):
+    order = [f"p{i}" for i in epoch_order(9, seed=0, epoch=0)]
+
+    def step(*signal: int, max_rounds: int):
+        sampler = make_sampler(
+            tokenizer,
+            scorer=ByPrompt(values=[order[i] for i in signal]),
+            num_train=9,
+            group_size=2,
+            dynamic_sampling=resample(max_rounds),
+        )
+        groups, stats = next_groups(sampler, 3)
+        assert [g.group_id for g in groups] == [order.index(g.prompt_id) for g in groups]
+        return (
+            [g.group_id for g in groups],
+            sampler.state.position,
+            stats.resampled_groups,
+            stats.filled_groups,
+        )
+
+    assert step(0, 1, 2, max_rounds=2) == ([0, 1, 2], 3, 0, 0)
+    assert step(1, 3, 4, max_rounds=2) == ([1, 3, 4], 5, 2, 0)  # 0 and 2 are dull, 3 and 4 take their places
+    assert step(1, 4, 5, max_rounds=3) == ([1, 4, 5], 6, 3, 0)  # round 2: 3 4, round 3: 5
+    assert not caplog.records
+    assert step(1, 4, 5, max_rounds=2) == (
+        [0, 1, 4],
+        5,
+        2,
+        1,
+    )  # no third round: the first dull one comes along, in its place
+    assert "only 2 of 3 groups have differing rewards after 2 rounds and 5 prompts" in caplog.text
+    assert step(max_rounds=2) == ([0, 1, 2], 6, 3, 3)
+
+
+def test_what_is_compared_is_the_whole_reward_or_whether_it_is_right(tokenizer):
+    everyone = [f"p{i}" for i in range(6)]
+
+    def filled(compare: str, **differing) -> int:
+        sampler = make_sampler(
+            tokenizer,
+            scorer=ByPrompt(**differing),
+            num_train=6,
+            group_size=2,
+            dynamic_sampling=resample(3, compare),
+        )
+        return next_groups(sampler, 2)[1].filled_groups
+
+    assert (filled("reward", values=everyone), filled("correct", values=everyone)) == (0, 2)
+    assert (filled("reward", right=everyone), filled("correct", right=everyone)) == (2, 0)
+
+
+def test_a_failure_in_a_later_round_leaves_the_position_where_it_was(tokenizer):
+    late = epoch_order(9, seed=0, epoch=0)[4]
+    ids = make_prompts(9)[late].token_ids
+    assert all(make_prompts(9)[i].token_ids != ids for i in epoch_order(9, seed=0, epoch=0)[:4])
+    engine = FakeEngine(fail=lambda prompt_ids, seed: list(prompt_ids) == ids)
+    sampler = make_sampler(
+        tokenizer, engine=engine, scorer=ByPrompt(), num_train=9, group_size=2, dynamic_sampling=resample(2)
+    )
+    with pytest.raises(GenerationError, match="asked to fail"):
+        next_groups(sampler, 3)
+    assert len(engine.calls) > 6
+    assert sampler.state == SamplerState(position=0, next_group_id=0, num_prompts=9)
+
+
+def test_single_siblings_cannot_differ():
+    with pytest.raises(ValueError, match="needs siblings that can differ, but group_size=1"):
+        RolloutConfig(group_size=1, dynamic_sampling=resample(2))
+    with pytest.raises(ValueError, match="greater than or equal to 2"):
+        resample(1)
+
+
+# --- evaluation
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def test_accuracy_counts_what_is_right_whatever_the_reward(tokenizer):
+    class Halved(LengthScorer):
+        async def score(self, prompt, response_text, **length):
+            score = await super().score(prompt, response_text, **length)
+            return replace(score, value=score.value / 2 - 0.25)
+
+    plain, halved = (
+        asyncio.run(make_sampler(tokenizer, scorer=scorer).evaluate())
+        for scorer in (LengthScorer(), Halved())
+    )
+    assert halved.accuracy == plain.accuracy > 0
+    assert halved.reward_mean == pytest.approx(plain.reward_mean / 2 - 0.25)
+
+
+def test_evaluation_is_the_plain_mean_over_heldout_samples_and_moves_nothing(tokenizer):
+    engine, scorer = FakeEngine(), LengthScorer()
+    evaluation = EvaluationConfig(samples_per_prompt=3, max_prompts=2, temperature=0.25)
+    sampler = make_sampler(tokenizer, engine=engine, scorer=scorer, evaluation=evaluation)
+    before = sampler.state
+    result = asyncio.run(sampler.evaluate())
+    responses = [fake_tokens(p, s, max_new_tokens=6, vocab_size=20, stop=STOP) for p, s, _ in engine.calls]
+    assert {name for name, _ in scorer.seen} == {p.prompt_id for p in choose_heldout(make_prompts(4, "h"), 2)}
+    assert {t for *_, t in engine.calls} == {0.25}
+    assert result.count == len(scorer.seen) == 6
+    assert result.accuracy == result.reward_mean == sum(len(text) % 2 == 0 for _, text in scorer.seen) / 6
+    assert result.length_mean == sum(map(len, responses)) / 6
+    assert result.truncated_fraction == sum(tokens[-1] != STOP for tokens in responses) / 6
+    assert asyncio.run(sampler.evaluate()).accuracy == result.accuracy
+    assert sampler.state == before
+
+
+def test_without_heldout_prompts_nothing_is_evaluated(tokenizer):
+    assert asyncio.run(make_sampler(tokenizer, num_heldout=0).evaluate()) is None
+
+
+def test_the_heldout_subset_does_not_depend_on_the_order_of_the_file():
+    prompts = make_prompts(30)
+    chosen = choose_heldout(prompts, 7)
+    assert choose_heldout(prompts[::-1], 7) == chosen
+    assert len({p.prompt_id for p in chosen}) == 7
+    assert chosen != prompts[:7]
+
+
+def test_a_task_without_training_prompts_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="toy has no training prompts"):
+        make_sampler(tokenizer, num_train=0)
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer, tmp_path):
+    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
+    with pytest.raises(ValueError, match=f"has {len(tokenizer)} tokens, but the model's vocab_size is 5"):
+        check_vocabulary(tokenizer, tmp_path)
+
+
+def run_config(
+    model_dir=Path("m"), *, token_budget=100, max_new_tokens=40, task=None, **rollout
+) -> RunConfig:
+    return RunConfig.model_validate({
+        "model": {"path": model_dir}, "task": task or {"type": "countdown"}, "learner": {"token_budget": token_budget},
+        "rollout": {"max_new_tokens": max_new_tokens, **rollout},
+    })  # fmt: skip
+
+
+def task_of(*, train, heldout=()) -> Task:
+    prompts = [
+        [
+            Prompt(prompt_id=f"{name}{n}", token_ids=[1] * n, text="?", task="toy", reference="")
+            for n in lengths
+        ]
+        for name, lengths in (("train", train), ("heldout", heldout))
+    ]
+    return Task(name="toy", train=prompts[0], heldout=prompts[1])
+
+
+def test_prompts_that_fit_exactly_are_accepted():
+    check_prompt_lengths(task_of(train=[60, 3], heldout=[88]), run_config(), max_positions=128)
+    check_prompt_lengths(task_of(train=[60], heldout=[9999]), run_config(), max_positions=None)
+
+
+@pytest.mark.parametrize(
+    ("task", "limits", "message"),
+    [
+        (
+            task_of(train=[7, 65, 61]), {},
+            r"training prompt train65 has 65 tokens, but only 60 .*max_new_tokens=40 within learner.token_budget=100, "
+            r"max_position_embeddings=128; remove .*more than 60 tokens, lower .* or raise learner.token_budget",
+        ),
+        (task_of(train=[61]), {"token_budget": 999, "max_positions": 100}, r"train61 .*max_position_embeddings=100; .*max_new_tokens$"),
+        (task_of(train=[61]), {"token_budget": 999, "max_total_tokens": 100}, r"train61 .*only 60 .*raise rollout.max_total_tokens$"),
+        (task_of(train=[5], heldout=[90, 89]), {}, r"held-out prompt heldout90 has 90 tokens, but only 88 "),
+        (task_of(train=[1]), {"max_positions": 40}, r"max_new_tokens=40 leaves no room for a training prompt.*max_position_embeddings=40"),
+    ],
+)  # fmt: skip
+def test_a_prompt_without_room_for_its_answer_is_named_with_the_limits_and_the_fix(task, limits, message):
+    changes = {name: value for name, value in limits.items() if name != "max_positions"}
+    with pytest.raises(ValueError, match=message):
+        check_prompt_lengths(task, run_config(**changes), max_positions=limits.get("max_positions", 128))
+
+
+def write_problems(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts))
+    return path
+
+
+def test_the_sample_role_refuses_an_overlong_prompt_before_it_asks_for_servers(model_dir, tmp_path):
+    path = write_problems(tmp_path / "p.jsonl", ["1+2", "1" * 62, "3"])
+    task = {"type": "jsonl", "train_path": path, "apply_chat_template": False}
+    asked = []
+    config = run_config(model_dir, task=task)
+    with pytest.raises(ValueError, match=r"training prompt \S+/p\.jsonl:line 2 has 62 tokens, but only 60 "):
+        asyncio.run(
+            run_sample_role(
+                config, server_urls=lambda: asked.append(1) or [], announce=asked.append, log_dir=tmp_path
+            )
+        )
+    assert asked == []
+
+
+def test_the_sample_role_asks_its_reward_model_before_it_waits_for_servers(model_dir, tmp_path):
+    path = write_problems(tmp_path / "p.jsonl", ["1+2"])
+    config = run_config(model_dir, task={"type": "jsonl", "train_path": path, "apply_chat_template": False})
+    config = config.model_copy(update={"reward": ModelReward(urls=("http://127.0.0.1:9",), max_retries=0)})
+    asked = []
+    with pytest.raises(
+        RewardModelError, match=r"reward: 1 attempts .*http://127\.0\.0\.1:9/classify.*correct reward\.urls"
+    ):
+        asyncio.run(
+            run_sample_role(
+                config, server_urls=lambda: asked.append(1) or [], announce=asked.append, log_dir=tmp_path
+            )
+        )
+    assert asked == []
+
+
+def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(model_dir, tmp_path):
+    path = write_problems(tmp_path / "p.jsonl", ["1+2", "1" * 60, "3"])
+    config = run_config(model_dir, task={"type": "jsonl", "train_path": path, "apply_chat_template": False})
+    announced, ready = [], threading.Event()
+
+    def announce(address):
+        announced.append(address)
+        ready.set()
+
+    role = run_sample_role(
+        config, server_urls=lambda: ["http://127.0.0.1:9"], announce=announce, log_dir=tmp_path
+    )
+    thread = threading.Thread(target=asyncio.run, args=(role,), daemon=True)
+    thread.start()
+    assert ready.wait(60)
+    with RemoteSampler(announced[0], timeout_s=20) as remote:
+        assert remote.state() == {"position": 0, "next_group_id": 0, "num_prompts": 3}
+        remote.stop()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+alphabets = st.one_of(st.text(st.sampled_from("0123 +="), max_size=30), st.text(max_size=30))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    texts=st.lists(alphabets.filter(bool), min_size=1, max_size=8),
+    limit=st.integers(0, 60),
+    around=st.integers(0, 3),
+)
+def test_lazy_prompts_tell_the_longest_as_if_all_were_tokenised(texts, limit, around):
+    """The reference tokenises everything: one token per byte, the most that a tokenizer makes of a text, and
+    some around it."""
+    encoded = []
+
+    def encode(text):
+        encoded.append(text)
+        return [0] * (around + len(text.encode()))
+
+    items = [Problem(prompt_id=str(i), text=text, reference="") for i, text in enumerate(texts)]
+    prompts = LazyPrompts(items, task="toy", to_problem=lambda problem: problem, encode=encode)
+    lengths = [around + len(text.encode()) for text in texts]
+    found = longest_above(prompts, limit)
+    assert (None if max(lengths) <= limit else max(lengths)) == (
+        None if found is None else len(found.token_ids)
+    )
+
+
+def test_short_texts_are_not_tokenised_to_know_that_they_fit():
+    encoded = []
+
+    def encode(text):
+        encoded.append(text)
+        return [0] * len(text)
+
+    items = [Problem(prompt_id=str(i), text="x" * (1 + i % 50), reference="") for i in range(20_000)]
+    prompts = LazyPrompts(items, task="toy", to_problem=lambda problem: problem, encode=encode)
+    assert longest_above(prompts, 51) is None
+    assert len(encoded) == 1  # the first, for what stands around a text
+
+
+@pytest.fixture
+def served(tokenizer, tmp_path):
+    """Start a sample role in a thread for a given sampler, and hand out the learner's side; ends with
+    ``stop``."""
+    threads, remotes, key = [], [], run_key(tmp_path / "key.yaml")
+
+    def start(sampler, timeout_s=20.0) -> RemoteSampler:
+        addresses, ready = [], threading.Event()
+
+        def announce(address):
+            addresses.append(address)
+            ready.set()
+
+        thread = threading.Thread(
+            target=lambda: asyncio.run(serve(sampler, announce=announce, key=key)), daemon=True
+        )
+        thread.start()
+        assert ready.wait(20)
+        threads.append(thread)
+        remotes.append(RemoteSampler(addresses[0], timeout_s=timeout_s, key=key))
+        return remotes[-1]
+
+    yield start
+    for remote, thread in zip(remotes, threads, strict=True):
+        if thread.is_alive():
+            remote.stop()
+        thread.join(20)
+        assert not thread.is_alive()
+        remote.close()
+
+
+def test_the_learner_gets_the_same_groups_over_the_wire(tokenizer, served):
+    remote, local = served(make_sampler(tokenizer)), make_sampler(tokenizer)
+    expected, expected_stats = next_groups(local, 3)
+    groups, stats = remote.next_groups(3, newest=0, max_staleness=0)
+    assert groups == expected
+    assert stats.requests == expected_stats.requests == 9
+    state = remote.state()
+    assert state == {"position": 3, "next_group_id": 3, "num_prompts": 5}
+    again, _ = remote.next_groups(2, newest=0, max_staleness=0)
+    remote.load_state(state)
+    assert remote.next_groups(2, newest=0, max_staleness=0)[0] == again == next_groups(local, 2)[0]
+    assert remote.evaluate().accuracy == asyncio.run(local.evaluate()).accuracy
+
+
+def test_a_learner_that_begins_anew_gets_the_first_groups_again(tokenizer, served):
+    remote = served(make_sampler(tokenizer))
+    first, _ = remote.next_groups(3, newest=0, max_staleness=0)
+    SharedSampler(remote).load_state(None)
+    assert remote.state() == {"position": 0, "next_group_id": 0, "num_prompts": 5}
+    assert remote.next_groups(3, newest=0, max_staleness=0)[0] == first
+
+
+def test_a_failure_reaches_the_learner_with_its_reason_and_the_role_lives_on(tokenizer, served):
+    engine = FakeEngine(fail=lambda prompt_ids, seed: True)
+    remote = served(make_sampler(tokenizer, engine=engine))
+    with pytest.raises(SamplingError, match="GenerationError: asked to fail"):
+        remote.next_groups(1, newest=0, max_staleness=0)
+    with pytest.raises(SamplingError, match="9 training prompts"):
+        remote.load_state({"position": 0, "next_group_id": 0, "num_prompts": 9})
+    with pytest.raises(ValueError, match="not a state of the sampler"):
+        remote.load_state({"position": "x"})
+    engine.fail = lambda prompt_ids, seed: False
+    assert len(remote.next_groups(1, newest=0, max_staleness=0)[0]) == 1
+
+
+def test_a_reward_model_that_is_gone_reaches_the_learner_as_a_failure(tokenizer, served):
+    class Gone(LengthScorer):
+        async def score(self, prompt, response_text, **length):
+            raise RewardModelError("4 attempts failed")
+
+    with pytest.raises(SamplingError, match="RewardModelError: 4 attempts failed"):
+        served(make_sampler(tokenizer, scorer=Gone())).next_groups(1, newest=0, max_staleness=0)
+
+
+def test_whoever_waits_may_give_up_and_ask_anew(tokenizer, served):
+    """The role still makes what nobody waits for, and its position moves; the learner's state is that of what
+    it took."""
+    gate, enough = threading.Event(), ValueError("enough")
+
+    class Slow(FakeEngine):
+        async def generate_group(self, *prompt, **sampling):
+            while not gate.is_set():
+                await asyncio.sleep(0.01)
+            return await super().generate_group(*prompt, **sampling)
+
+    def give_up():
+        raise enough
+
+    remote = served(make_sampler(tokenizer, engine=Slow()))
+    start = remote.state()
+    for ask in (
+        lambda: remote.next_groups(2, newest=0, max_staleness=0, meanwhile=give_up),
+        lambda: remote.evaluate(meanwhile=give_up),
+    ):
+        with pytest.raises(ValueError, match="enough"):
+            ask()
+    gate.set()
+    assert remote.state()["position"] == 2
+    remote.load_state(start)
+    assert remote.next_groups(2, newest=0, max_staleness=0)[0] == next_groups(make_sampler(tokenizer), 2)[0]
+
+
+def test_a_silent_sample_role_is_an_error_naming_address_and_deadline():
+    with RemoteSampler("tcp://127.0.0.1:9", timeout_s=0.2) as remote:
+        with pytest.raises(SamplingError, match=r"tcp://127.0.0.1:9 did not answer GetState in 0.2 s"):
+            remote.state()

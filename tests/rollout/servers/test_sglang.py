@@ -1,0 +1,372 @@
+"""Real SGLang servers: log-probs, updates, refusals, and what is left of them when they end."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import requests
+import torch
+from transformers import AutoModelForCausalLM
+
+from configs.schema.rollout import RolloutConfig
+from rollout.client import GenerationError
+from rollout.records import FinishReason
+from rollout.servers.client import SGLangClient
+from rollout.servers.command import (
+    OWNED_FLAGS,
+    check_flags_exist,
+    choose_ports,
+    flags_of_sglang,
+)
+from rollout.servers.control import ControlError, SGLangControl
+from rollout.servers.fleet import ServerDied, ServerFleet
+from rollout.servers.share import ServerShare
+from rollout.tiny_model import make_tiny_countdown_model
+from tests.support.process_groups import assert_all_end, group_of
+from tests.support.real_servers import EXACT, make_fleet, send, sharpen
+from tests.support.weight_checksums import expected_checksums
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def model_dirs(tmp_path_factory) -> list[Path]:
+    """Two models of one shape: the first is served, the second is sent."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed in (0, 1):
+        make_tiny_countdown_model(folder / f"seed{seed}", seed=seed)
+        sharpen(folder / f"seed{seed}")
+    return [folder / "seed0", folder / "seed1"]
+
+
+@pytest.fixture(scope="module")
+def models(model_dirs):
+    return [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in model_dirs]
+
+
+@pytest.fixture(scope="module")
+def fleet(model_dirs, tmp_path_factory):
+    fleet = make_fleet(model_dirs[0], tmp_path_factory.mktemp("logs"))
+    fleet.start()
+    try:
+        fleet.wait_healthy(600)
+        members = [p for replica in fleet._replicas for p in group_of(replica.process.pid)]
+        assert len(members) >= 4
+        yield fleet
+    finally:
+        fleet.stop()
+    assert_all_end(members, 0.0)
+
+
+@pytest.fixture(scope="module")
+def control(fleet):
+    with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as control:
+        yield control
+
+
+@torch.no_grad()
+def reference_logprobs(model, prompt_ids: list[int], token_ids: list[int], temperature: float) -> list[float]:
+    """log_softmax(logits / temperature) of the response tokens, by transformers."""
+    logits = model(torch.tensor([prompt_ids + token_ids])).logits[0, len(prompt_ids) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1)[torch.arange(len(token_ids)), token_ids].tolist()
+
+
+@pytest.mark.engines
+def test_rollout_logprobs_are_of_the_full_softmax_at_the_sampling_temperature(fleet, models):
+    prompts = [[3 + (7 * i + j * j) % 18 for j in range(3 + 5 * i)] for i in range(8)]
+
+    async def sample_all():
+        async with SGLangClient(fleet.urls, max_concurrency=64, timeout_s=120, max_retries=0) as client:
+            shared = {"max_new_tokens": 24, "temperature": 0.7, "stop_token_ids": [5, 9]}
+            wanted = [
+                client.generate_group(p, **shared, seeds=range(1 + i % 4)) for i, p in enumerate(prompts)
+            ]  # also a group of one
+            return await asyncio.gather(*wanted)
+
+    groups = asyncio.run(sample_all())
+    assert [len(group) for group in groups] == [1, 2, 3, 4] * 2
+    completions = [completion for group in groups for completion in group]
+    ends = {0, 5, 9}  # the model's own end token stops too
+    for prompt, completion in [
+        (prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group
+    ]:
+        expected = reference_logprobs(models[0], prompt, completion.token_ids, 0.7)
+        assert completion.rollout_logprobs == pytest.approx(expected, abs=EXACT)
+        assert completion.token_versions == [0] * len(completion.token_ids)
+        stopped = completion.finish_reason is FinishReason.STOP
+        assert (completion.token_ids[-1] in ends) == stopped
+        assert not set(completion.token_ids[:-1]) & ends
+        assert stopped or len(completion.token_ids) == 24
+    assert len({c.finish_reason for c in completions}) == 2
+    other = reference_logprobs(models[0], prompts[0], completions[0].token_ids, 1.0)
+    assert completions[0].rollout_logprobs != pytest.approx(other, abs=10 * EXACT)
+
+
+@pytest.mark.engines
+def test_siblings_of_one_prompt_differ(fleet):
+    async def sample():
+        async with SGLangClient(fleet.urls, max_concurrency=64, timeout_s=120, max_retries=0) as client:
+            return await client.generate_group(
+                [4, 5, 6], max_new_tokens=8, temperature=1.0, stop_token_ids=[0], seeds=range(16)
+            )
+
+    assert len({tuple(c.token_ids) for c in asyncio.run(sample())}) > 8
+
+
+@pytest.mark.engines
+def test_an_oversized_request_is_refused_with_the_servers_words(fleet):
+    async def sample():
+        async with SGLangClient(fleet.urls, max_concurrency=2, timeout_s=60, max_retries=3) as client:
+            try:
+                await client.generate_group(
+                    [4, 5], max_new_tokens=5000, temperature=1.0, stop_token_ids=[0], seeds=[1, 2]
+                )
+            finally:
+                assert client.stats.retries == 0
+
+    with pytest.raises(GenerationError, match=r"HTTP 400: .*maximum context length of 256"):
+        asyncio.run(sample())
+
+
+@pytest.mark.engines
+def test_a_control_request_that_fails_carries_the_servers_words(control):
+    with pytest.raises(ControlError, match="no weight-update session is open"):
+        control.end_update()
+    with pytest.raises(ValueError, match="join_group first"):
+        control.receive_bucket(names=["x"], dtype="float32", shapes=[[1]], version=1)
+    with pytest.raises(ValueError, match="world_size=5"):
+        control.join_group(
+            master_address="127.0.0.1", master_port=1, world_size=5, group_name="g", backend="gloo"
+        )
+
+
+@pytest.mark.engines
+def test_an_update_in_the_middle_of_a_response_is_exact_token_by_token(fleet, control, models):
+    """Weights arrive while a response is being sampled: each token's log-prob is of the version that it
+    names."""
+    prompt = [3, 8, 5, 14, 9]
+    with (
+        SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=120) as asking,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        for _ in range(20):  # again if the response was complete, or nearly, before the pause
+            old = control.versions()[0]
+            sent = models[(old + 1) % 2]
+            response = thread.submit(asking.probe, prompt, max_new_tokens=240, temperature=1.3)
+            wait_until_running(control.urls[0], response)
+            served = send(control, sent, version=old + 1)
+            assert served.versions == control.versions() == [old + 1]
+            assert served.checksums == control.checksums() == [expected_checksums(sent.named_parameters())]
+            control.resume()
+            (completion,) = response.result()
+            if min(completion.token_versions.count(version) for version in (old, old + 1)) >= 10:
+                break
+    versions = completion.token_versions
+    assert versions == sorted(versions)
+    assert set(versions) == {old, old + 1}
+    for version in (old, old + 1):
+        expected = reference_logprobs(models[version % 2], prompt, completion.token_ids, 1.3)
+        gaps = [abs(a - b) for a, b in zip(completion.rollout_logprobs, expected, strict=True)]
+        assert max(gap for gap, v in zip(gaps, versions, strict=True) if v == version) <= EXACT
+        assert max(gap for gap, v in zip(gaps, versions, strict=True) if v != version) > 0.1
+
+
+def wait_until_running(url: str, response: Future, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline and not response.done():
+        loads = requests.get(f"{url}/v1/loads", timeout=10).json()["loads"]
+        if any(load["num_running_reqs"] for load in loads):
+            return
+
+
+@pytest.mark.engines
+def test_a_probe_after_an_update_agrees_with_the_sent_model_and_not_with_the_old_one(control, models):
+    version = control.versions()[0] + 1
+    sent, old = models[version % 2], models[(version + 1) % 2]
+    send(control, sent, version=version)
+    control.resume()
+    (completion,) = control.probe([3, 4, 5, 6], max_new_tokens=12, temperature=0.7)
+    assert len(completion.token_ids) == 12
+    assert completion.token_versions == [version] * 12
+    assert completion.rollout_logprobs == pytest.approx(
+        reference_logprobs(sent, [3, 4, 5, 6], completion.token_ids, 0.7), abs=EXACT
+    )
+    assert completion.rollout_logprobs != pytest.approx(
+        reference_logprobs(old, [3, 4, 5, 6], completion.token_ids, 0.7), abs=0.1
+    )
+
+
+DYING_LEARNER = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM
+from parallel.weights.transfer import WeightBroadcaster, make_buckets
+from rollout.servers.control import SGLangControl
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+with SGLangControl([sys.argv[2]], tensor_parallel=1, timeout_s=60) as control:
+    broadcaster = WeightBroadcaster(world_size=2, backend="gloo", timeout_s=60, group_name=sys.argv[3])
+    joining = control.join_group(master_address=broadcaster.address, master_port=broadcaster.port, world_size=2,
+                                 group_name=broadcaster.group_name, backend="gloo")
+    broadcaster.join(check=joining.raise_if_failed)
+    joining.wait()
+    control.take_over()
+    control.open_update().wait()
+    for place, bucket in enumerate(make_buckets(model.named_parameters(), dtype=torch.float32, max_bytes=2**16)):
+        receiving = control.receive_bucket(names=bucket.names, dtype="float32", shapes=bucket.shapes, version=None)
+        if place == 2:  # asked for, and never sent
+            os.kill(os.getpid(), signal.SIGKILL)
+        broadcaster.start(bucket).wait(check=receiving.raise_if_failed)
+        receiving.wait()
+"""
+
+
+@pytest.mark.engines
+def test_servers_that_outlive_a_learner_which_died_in_a_transfer_serve_nothing_until_the_next_one_has_sent_its_weights(
+    fleet, control, models, model_dirs
+):
+    """Paused, an update open, parts of two versions in the weights, a process group without its sender, and
+    the version of before."""
+    version, (url,) = control.versions()[0], control.urls
+    other, mine = models[(version + 1) % 2], models[version % 2]
+    for _ in range(2):  # the next learner may die in the same place
+        command = [
+            sys.executable,
+            "-c",
+            DYING_LEARNER,
+            str(model_dirs[(version + 1) % 2]),
+            url,
+            "tandem-test",
+        ]
+        assert subprocess.run(command, cwd=ROOT, timeout=300, check=False).returncode == -signal.SIGKILL
+    with (
+        SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as next_one,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        assert next_one.take_over() and next_one.take_over()
+        assert next_one.versions() == [version], "nothing in its version tells"
+        held, whole = (
+            next_one.checksums()[0],
+            [expected_checksums(model.named_parameters()) for model in (mine, other)],
+        )
+        assert held not in whole, "parts of two versions"
+        with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as asking:
+            response = thread.submit(asking.probe, [3, 4, 5], max_new_tokens=4, temperature=1.0)
+            served = send(next_one, mine, version=version, group_name="tandem-test")
+            assert served.checksums == [expected_checksums(mine.named_parameters())] and served.versions == [
+                version
+            ]
+            assert not response.done()
+            next_one.resume()
+            (completion,) = response.result()
+        expected = reference_logprobs(mine, [3, 4, 5], completion.token_ids, 1.0)
+        assert completion.rollout_logprobs == pytest.approx(expected, abs=EXACT)
+        assert not next_one.take_over(), "a whole update"
+        next_one.resume()
+
+
+def fleets_of_one_replica(model_dir: Path, log_dir: Path, num_nodes: int) -> list[ServerFleet]:
+    """Two tensor-parallel ranks, on one node or each on a node of its own."""
+    config = RolloutConfig(dtype="float32", max_total_tokens=4096, tp=2)
+    (ports,) = choose_ports([0], None)
+    fleets = []
+    for node in range(num_nodes):
+        share = ServerShare(
+            replica=0, node=node, node_rank=node, num_nodes=num_nodes, first_gpu=0, num_ranks=2 // num_nodes
+        )
+        meeting = {0: f"127.0.0.1:{ports.nccl}"} if num_nodes > 1 else {}
+        options = {"threads": 1, "cuda": False, "seed": 0, "shares": [share], "meeting_points": meeting}
+        fleets.append(ServerFleet(config, model_path=model_dir, log_dir=log_dir, **options))
+    return fleets
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, num_nodes):
+    fleets = fleets_of_one_replica(model_dirs[0], tmp_path, num_nodes)
+    with ExitStack() as ending:
+        for fleet in fleets:
+            ending.callback(fleet.stop)
+            fleet.start()
+        for fleet in fleets:
+            fleet.wait_healthy(600)
+        urls = [url for fleet in fleets for url in fleet.urls]
+        assert len(urls) == 1, "a replica answers on its first node alone"
+        with SGLangControl(urls, tensor_parallel=2, timeout_s=60) as control:
+            before = control.checksums()[0]
+            control.pause()
+            send(control, models[1], version=1, tensor_parallel=2)
+            after = control.checksums()[0]
+            control.resume()
+            assert {name.split("/")[0] for name in after} == {"rank0", "rank1"}
+            assert all(after[name] != before[name] for name in after if "proj" in name)
+            (completion,) = control.probe([3, 4, 5, 6], max_new_tokens=12, temperature=0.7)
+        expected = reference_logprobs(models[1], [3, 4, 5, 6], completion.token_ids, 0.7)
+        assert completion.rollout_logprobs == pytest.approx(expected, abs=EXACT)
+        for fleet in fleets:
+            fleet.poll()
+
+
+@pytest.mark.engines
+def test_the_flags_that_its_sources_tell_are_those_that_sglang_reads():
+    code = "import argparse, json; from sglang.srt.server_args import ServerArgs; parser = argparse.ArgumentParser(add_help=False); "
+    code += "ServerArgs.add_cli_args(parser); print(json.dumps(sorted(parser._option_string_actions)))"
+    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    read = {option.removeprefix("--") for option in json.loads(done.stdout.splitlines()[-1])}
+    check_flags_exist(RolloutConfig(server_args=dict.fromkeys(read, True)))
+    assert len(set(flags_of_sglang()) - read) < 50
+    assert read >= OWNED_FLAGS
+
+
+@pytest.mark.engines
+def test_a_server_that_cannot_start_is_reported_with_its_last_words(model_dirs, tmp_path):
+    fleet = make_fleet(model_dirs[0], tmp_path, server_args={"no-such-flag": 3})
+    fleet.start()
+    try:
+        ended = r"(?s)replica 0 \(pid \d+\) ended with exit code 2.*unrecognized arguments: --no-such-flag"
+        with pytest.raises(ServerDied, match=ended):
+            fleet.wait_healthy(600)
+    finally:
+        fleet.stop()
+
+
+OWNER = """
+import json, sys, time
+from pathlib import Path
+from configs.schema.rollout import RolloutConfig
+from rollout.servers.fleet import ServerFleet
+fleet = ServerFleet(RolloutConfig(dtype="float32", max_total_tokens=4096), model_path=Path(sys.argv[1]), log_dir=Path(sys.argv[2]),
+                    threads=1, cuda=False, seed=0)
+fleet.start()
+print(json.dumps([replica.process.pid for replica in fleet._replicas]), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.engines
+def test_sigkill_of_the_owner_leaves_no_process(model_dirs, tmp_path):
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(model_dirs[0]), str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE
+    )
+    with owner:
+        (leader,) = json.loads(owner.stdout.readline())
+        deadline = time.monotonic() + 120
+        members = group_of(leader)
+        while len(members) < 4 and time.monotonic() < deadline:  # watchdog, server, scheduler, detokenizer
+            time.sleep(0.1)
+            members = group_of(leader)
+        assert len(members) >= 4
+        owner.send_signal(signal.SIGKILL)
+        assert_all_end(members)
+        assert_all_end(group_of(leader))

@@ -1,0 +1,499 @@
+"""The client of SGLang against small HTTP servers in an engine's place, which really drop connections."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+from aiohttp import web
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout.client import GenerationError
+from rollout.records import Completion, FinishReason
+from rollout.servers.client import SGLangClient
+
+
+def answer(ids=(5, 6), *, spans=None, finish="stop", logprob_ids=None, logprobs=None) -> dict:
+    """The part of a reply that is of one sample."""
+    ids = list(ids)
+    return {
+        "output_ids": ids,
+        "meta_info": {
+            "finish_reason": {"type": finish, "message": "shutting down"},
+            "output_token_logprobs": [
+                [-0.5 * (i + 1) if logprobs is None else logprobs[i], token, None]
+                for i, token in enumerate(logprob_ids or ids)
+            ],
+            "weight_versions": spans
+            if spans is not None
+            else [{"version": "3", "start": 0, "end": len(ids)}],
+        },
+    }
+
+
+class LocalServer:
+    """Answers /generate with ``behave(n)`` of the nth request (from 0).
+
+    That is: a reply, one sample's part of it (then every sample gets this one), a status with a body, or None
+    to reset the connection.
+    """
+
+    def __init__(
+        self,
+        behave: Callable[[int], list[dict] | dict | tuple[int, dict] | None],
+        *,
+        hold: asyncio.Event | None = None,
+    ):
+        self.behave, self.hold = behave, hold
+        self.bodies: list[dict] = []
+        self.running = self.most_running = 0  # samples
+
+    async def __aenter__(self) -> "LocalServer":
+        app = web.Application()
+        app.router.add_post("/generate", self.generate)
+        self.runner = web.AppRunner(app, handler_cancellation=True)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        await site.start()
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *exception):
+        await self.runner.cleanup()
+
+    async def generate(self, request):
+        self.bodies.append(await request.json())
+        behaviour = self.behave(len(self.bodies) - 1)
+        count = len(self.bodies[-1]["input_ids"])
+        self.running += count
+        self.most_running = max(self.most_running, self.running)
+        try:
+            if self.hold is not None:
+                await self.hold.wait()
+            if behaviour is None:
+                request.transport.abort()
+                return web.Response()
+            if isinstance(behaviour, tuple):
+                return web.json_response(behaviour[1], status=behaviour[0])
+            return web.json_response(behaviour if isinstance(behaviour, list) else [behaviour] * count)
+        finally:
+            self.running -= count
+
+
+def make_client(*servers, **changes) -> SGLangClient:
+    options = {"max_concurrency": 64, "timeout_s": 20.0, "max_retries": 2} | changes
+    return SGLangClient([server.url for server in servers], **options)
+
+
+async def ask_group(client, seeds: Sequence[int]) -> list[Completion]:
+    return await client.generate_group(
+        [1, 2, 3], max_new_tokens=4, temperature=0.7, stop_token_ids=[6], seeds=seeds
+    )
+
+
+async def ask(client) -> Completion:
+    (completion,) = await ask_group(client, [11])
+    return completion
+
+
+def seeds_of(body: dict) -> list[int]:
+    return [sampling["sampling_seed"] for sampling in body["sampling_params"]]
+
+
+def test_without_whole_groups_each_sample_is_a_request_with_one_set_of_parameters_in_the_order_of_the_seeds():
+    async def scenario():
+        async with (
+            LocalServer(lambda n: answer([5, n])) as server,
+            make_client(server, whole_groups=False) as client,
+        ):
+            completions = await ask_group(client, [11, 12, 13])
+            seed_of = {n: body["sampling_params"]["sampling_seed"] for n, body in enumerate(server.bodies)}
+            assert [seed_of[completion.token_ids[1]] for completion in completions] == [11, 12, 13]
+            assert [body["input_ids"] for body in server.bodies] == [[[1, 2, 3]]] * 3
+            assert client.stats.requests == 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("code", ["call_upstream_request_error", "no_available_workers"])
+def test_a_router_that_does_not_reach_its_servers_is_asked_again_until_the_network_is_given_up(code):
+    unreached = (503, {"error": {"type": "Service Unavailable", "code": code, "message": "nobody there"}})
+
+    async def scenario(answers, peer_timeout_s):
+        options = {"whole_groups": False, "max_retries": 0, "peer_timeout_s": peer_timeout_s}
+        async with (
+            LocalServer(lambda n: answers[min(n, len(answers) - 1)]) as router,
+            make_client(router, **options) as client,
+        ):
+            return (await ask(client)).token_ids, client.stats.retries
+
+    assert asyncio.run(scenario([unreached, unreached, answer([5])], 20.0)) == ([5], 2)
+    with pytest.raises(GenerationError, match="nobody there"):
+        asyncio.run(scenario([unreached], 0.2))
+
+
+class RefusesSeed12(LocalServer):
+    async def generate(self, request):
+        if (await request.json())["sampling_params"]["sampling_seed"] == 12:
+            return web.json_response({"error": {"message": "not that one"}}, status=400)
+        return await super().generate(request)
+
+
+def test_without_whole_groups_one_refused_sample_ends_its_siblings():
+    async def scenario():
+        options = {"whole_groups": False, "max_concurrency": 3}
+        async with (
+            RefusesSeed12(lambda n: answer([5]), hold=asyncio.Event()) as server,
+            make_client(server, **options) as client,
+        ):
+            with pytest.raises(GenerationError, match="HTTP 400: not that one"):
+                await ask_group(client, [11, 12, 13])
+            await until(lambda: server.running == 0)
+            again = asyncio.ensure_future(ask_group(client, [21, 22, 23]))
+            await until(lambda: server.running == 3)  # all places were given back
+            server.hold.set()
+            assert len(await again) == 3
+
+    asyncio.run(scenario())
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def test_a_completion_is_what_the_server_said_and_asked_for_neutrally():
+    async def scenario():
+        spans = [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]
+        async with (
+            LocalServer(lambda n: answer([5, 6, 7], spans=spans, finish="length")) as server,
+            make_client(server) as client,
+        ):
+            completion = await ask(client)
+            assert completion == Completion(
+                token_ids=[5, 6, 7],
+                rollout_logprobs=[-0.5, -1.0, -1.5],
+                token_versions=[3, 4, 4],
+                finish_reason=FinishReason.LENGTH,
+            )
+            (body,) = server.bodies
+            assert (body["input_ids"], body["return_logprob"]) == ([[1, 2, 3]], True)
+            wanted = {"max_new_tokens": 4, "temperature": 0.7, "stop_token_ids": [6], "sampling_seed": 11}
+            neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+            (sampling,) = body["sampling_params"]
+            assert sampling.items() >= (wanted | neutral).items()
+            assert (client.stats.requests, client.stats.retries) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_group_is_one_request_and_comes_back_in_the_order_of_its_seeds():
+    async def scenario():
+        server = LocalServer(lambda n: [answer([seed, seed + 1]) for seed in seeds_of(server.bodies[n])])
+        async with server, make_client(server) as client:
+            completions = await ask_group(client, [40, 10, 30])
+            assert [completion.token_ids for completion in completions] == [[40, 41], [10, 11], [30, 31]]
+            (body,) = server.bodies
+            assert body["input_ids"] == [[1, 2, 3]] * 3
+            assert seeds_of(body) == [40, 10, 30]
+            assert (client.stats.requests, client.stats.retries) == (3, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_group_larger_than_max_concurrency_is_sent_in_parts():
+    async def scenario():
+        server = LocalServer(lambda n: [answer([seed]) for seed in seeds_of(server.bodies[n])])
+        async with server, make_client(server, max_concurrency=3) as client:
+            completions = await ask_group(client, range(7))
+            assert [completion.token_ids for completion in completions] == [[seed] for seed in range(7)]
+            assert [seeds_of(body) for body in server.bodies] == [[0, 1, 2], [3, 4, 5], [6]]
+            assert client.stats.requests == 7
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [None, (503, {"error": {"message": "busy"}}), answer(finish="abort"), [answer(), answer(finish="abort")]],
+    ids=["reset", "5xx", "abort", "abort of one sample"],
+)
+def test_a_lost_request_is_repeated_on_the_other_replica_and_counted(failure):
+    async def scenario():
+        async with LocalServer(lambda n: failure) as broken, LocalServer(lambda n: answer()) as sound:
+            async with make_client(broken, sound) as client:
+                completions = await ask_group(client, [1, 2])
+                assert [completion.token_ids for completion in completions] == [[5, 6], [5, 6]]
+                assert (len(broken.bodies), len(sound.bodies)) == (1, 1)
+                assert seeds_of(sound.bodies[0]) == seeds_of(broken.bodies[0]) == [1, 2]
+                assert (client.stats.requests, client.stats.retries) == (2, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_single_replica_is_asked_again_after_a_reset():
+    async def scenario():
+        async with (
+            LocalServer(lambda n: None if n < 2 else answer()) as server,
+            make_client(server) as client,
+        ):
+            assert (await ask(client)).token_ids == [5, 6]
+            assert (len(server.bodies), client.stats.retries) == (3, 2)
+
+    asyncio.run(scenario())
+
+
+def test_retries_run_out_with_every_failure_in_the_error():
+    async def scenario():
+        broken = LocalServer(lambda n: (500, {"error": {"message": f"broken {n}"}}))
+        async with broken as server, make_client(server, max_retries=1) as client:
+            with pytest.raises(
+                GenerationError, match=r"2 attempts at 1 samples.*max_retries=1.*HTTP 500: broken 0.*broken 1"
+            ):
+                await ask(client)
+            assert len(server.bodies) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_connection_names_the_address():
+    async def scenario():
+        async with LocalServer(lambda n: answer()) as server:
+            url = server.url
+        async with SGLangClient([url], max_concurrency=1, timeout_s=20, max_retries=0) as client:
+            with pytest.raises(GenerationError, match=url):
+                await ask(client)
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_request_is_an_error_at_once_with_the_servers_words():
+    async def scenario():
+        async with (
+            LocalServer(lambda n: (400, {"error": {"message": "too many tokens"}})) as server,
+            make_client(server) as client,
+        ):
+            with pytest.raises(GenerationError, match="HTTP 400: too many tokens"):
+                await ask(client)
+            assert (len(server.bodies), client.stats.retries) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+def test_the_deadline_of_a_request_covers_a_server_that_never_answers():
+    async def scenario():
+        async with (
+            LocalServer(lambda n: answer(), hold=asyncio.Event()) as server,
+            make_client(server, timeout_s=0.2) as client,
+        ):
+            began = time.monotonic()
+            with pytest.raises(
+                GenerationError, match=r"request_timeout_s=0.2 s for 2 samples of a prompt of 3 tokens"
+            ):
+                await ask_group(client, [1, 2])
+            assert time.monotonic() - began < 5
+            await until(lambda: server.running == 0)  # the server sees that nobody waits any more
+
+    asyncio.run(scenario())
+
+
+def test_requests_in_flight_are_bounded_and_spread_evenly_over_replicas():
+    async def scenario():
+        hold = asyncio.Event()
+        async with (
+            LocalServer(lambda n: answer(), hold=hold) as a,
+            LocalServer(lambda n: answer(), hold=hold) as b,
+        ):
+            async with make_client(a, b, max_concurrency=6) as client:
+                asked = [asyncio.create_task(ask(client)) for _ in range(20)]
+                await until(lambda: a.running + b.running == 6)
+                assert (a.running, b.running) == (3, 3)
+                assert len(a.bodies) + len(b.bodies) == 6
+                hold.set()
+                await asyncio.gather(*asked)
+                assert max(a.most_running, b.most_running) <= 6
+                assert len(a.bodies) + len(b.bodies) == 20
+
+    asyncio.run(scenario())
+
+
+def test_a_busy_replica_gets_nothing_while_another_is_free():
+    async def scenario():
+        hold = asyncio.Event()
+        async with (
+            LocalServer(lambda n: answer(), hold=hold) as slow,
+            LocalServer(lambda n: answer()) as quick,
+        ):
+            async with make_client(slow, quick) as client:
+                first = asyncio.create_task(ask(client))
+                await until(lambda: slow.running == 1)
+                for _ in range(5):
+                    await ask(client)
+                assert (len(slow.bodies), len(quick.bodies)) == (1, 5)
+                hold.set()
+                await first
+
+    asyncio.run(scenario())
+
+
+def test_the_replica_with_the_fewest_samples_gets_the_next_request():
+    async def scenario():
+        hold = asyncio.Event()
+        async with (
+            LocalServer(lambda n: answer(), hold=hold) as a,
+            LocalServer(lambda n: answer(), hold=hold) as b,
+        ):
+            async with make_client(a, b) as client:
+                asked = [asyncio.create_task(ask_group(client, range(count))) for count in (4, 1, 1, 1, 1)]
+                await until(lambda: a.running + b.running == 8)
+                assert (len(a.bodies), len(b.bodies)) == (1, 4)
+                hold.set()
+                await asyncio.gather(*asked)
+
+    asyncio.run(scenario())
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    max_concurrency=st.integers(1, 6),
+    failing=st.sets(st.integers(0, 9)),
+)
+def test_groups_of_any_sizes_get_through_with_never_too_many_samples_in_flight(
+    sizes, max_concurrency, failing
+):
+    async def scenario():
+        server = LocalServer(
+            lambda n: (503, {}) if n in failing else [answer([seed]) for seed in seeds_of(server.bodies[n])]
+        )
+        async with (
+            server,
+            make_client(server, max_concurrency=max_concurrency, max_retries=0) as client,
+            asyncio.timeout(60),
+        ):
+            wanted = [range(100 * i, 100 * i + size) for i, size in enumerate(sizes)]
+            results = await asyncio.gather(
+                *(ask_group(client, seeds) for seeds in wanted), return_exceptions=True
+            )
+            for seeds, result in zip(wanted, results, strict=True):
+                if not isinstance(result, GenerationError):
+                    assert [completion.token_ids for completion in result] == [[seed] for seed in seeds]
+            assert sum(isinstance(result, GenerationError) for result in results) == len(
+                [n for n in failing if n < len(server.bodies)]
+            )
+            assert server.most_running <= max_concurrency
+
+    asyncio.run(scenario())
+
+
+def test_a_large_group_is_not_overtaken_by_small_ones():
+    async def scenario():
+        async with (
+            LocalServer(lambda n: answer()) as server,
+            make_client(server, max_concurrency=3) as client,
+            asyncio.timeout(60),
+        ):
+            sizes = [
+                1,
+                3,
+                1,
+                3,
+                2,
+                3,
+                1,
+                3,
+            ]  # no two neighbours have room together, so the server sees them in the order of asking
+            await asyncio.gather(*(ask_group(client, range(size)) for size in sizes))
+            assert [len(body["input_ids"]) for body in server.bodies] == sizes
+
+    asyncio.run(scenario())
+
+
+def test_two_groups_that_wait_do_not_each_hold_what_the_other_needs():
+    async def scenario():
+        hold = asyncio.Event()
+        async with (
+            LocalServer(lambda n: answer(), hold=hold) as server,
+            make_client(server, max_concurrency=2) as client,
+        ):
+            singles = [asyncio.create_task(ask(client)) for _ in range(2)]
+            await until(lambda: server.running == 2)
+            pairs = [asyncio.create_task(ask_group(client, range(2))) for _ in range(2)]
+            for i, single in enumerate(singles):  # places come free one by one, each for whoever is first
+                single.cancel()
+                await until(lambda left=1 - i: server.running == left or len(server.bodies) > 2)
+            hold.set()
+            await asyncio.wait_for(asyncio.gather(*pairs), 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_group_gives_back_its_places_and_its_turn():
+    async def scenario():
+        hold = asyncio.Event()
+        async with (
+            LocalServer(lambda n: answer(), hold=hold) as server,
+            make_client(server, max_concurrency=4) as client,
+        ):
+            first = asyncio.create_task(ask_group(client, range(3)))
+            await until(lambda: server.running == 3)
+            waiting = asyncio.create_task(
+                ask_group(client, range(3))
+            )  # takes the one free place and waits for two more
+            last = asyncio.create_task(ask_group(client, [0]))
+            await until(lambda: client._places.locked())
+            waiting.cancel()
+            await until(lambda: server.running == 4)
+            assert waiting.cancelled()
+            first.cancel()
+            await until(lambda: server.running == 1)
+            hold.set()
+            await last
+            assert len(await ask_group(client, range(4))) == 4
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [([answer()], "a list of 1"), ([answer()] * 3, "a list of 3"), ((200, answer()), "a single dict")],
+)
+def test_a_reply_of_another_number_of_samples_is_refused_with_both_numbers(reply, found):
+    async def scenario():
+        async with LocalServer(lambda n: reply) as server, make_client(server) as client:
+            with pytest.raises(
+                GenerationError, match=f"{server.url} answered a request for 2 samples with {found}, not"
+            ):
+                await ask_group(client, [1, 2])
+            assert (len(server.bodies), client.stats.retries) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (
+            answer(spans=[{"version": "default", "start": 0, "end": 2}]),
+            "'default', not a decimal number; start it with --weight-version 0",
+        ),
+        (answer(spans=[{"version": "1", "start": 0, "end": 1}]), "do not cover 2 tokens"),
+        (answer(spans=[{"version": "1", "start": 1, "end": 2}]), "leave a gap"),
+        (answer([5, 6], logprob_ids=[5, 7]), "log-probs are of other tokens"),
+        # SGLang's JSON has null for what is not finite.
+        (
+            answer([5, 6], logprobs=[-0.5, None]),
+            r"127\.0\.0\.1:\d+: .*no finite log-prob for token 2 of 2 \(id 6\); check the served",
+        ),
+    ],
+)
+def test_an_answer_that_does_not_fit_together_is_refused(reply, message):
+    async def scenario():
+        async with LocalServer(lambda n: reply) as server, make_client(server) as client:
+            with pytest.raises(GenerationError, match=message):
+                await ask(client)
+            assert len(server.bodies) == 1, "asked again, for the same answer"
+
+    asyncio.run(scenario())

@@ -1,0 +1,263 @@
+"""How SGLang servers are started: ports, command lines, environments, GPUs; none is."""
+
+import os
+import socket
+from contextlib import closing
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from configs.schema.rollout import RolloutConfig
+from rollout.servers.command import (
+    FP8_MODELS,
+    Ports,
+    check_quantization,
+    check_server_args,
+    choose_ports,
+    cpu_binding,
+    server_command,
+    server_environment,
+)
+from rollout.servers.fleet import ServerFleet, check_gpus, check_gpus_of, visible_gpus
+from rollout.servers.share import ServerShare, on_one_machine
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_a_taken_port_is_named_with_the_fix_and_nothing_is_started(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with closing(socket.socket()) as other:
+        first = choose_ports(range(2), None)[0].http
+        other.bind(("127.0.0.1", first + 2))
+        other.listen()
+        fleet = ServerFleet(
+            RolloutConfig(first_port=first, replicas=2),
+            model_path=tmp_path,
+            log_dir=tmp_path / "logs",
+            threads=1,
+            cuda=False,
+            seed=0,
+        )
+        with pytest.raises(
+            ValueError, match=rf"port {first + 2} on 127.0.0.1 is taken.*choose another rollout.first_port"
+        ):
+            fleet.start()
+        assert fleet.urls == []
+        assert not (tmp_path / "logs").exists()
+
+
+def test_given_ports_are_two_apart_and_free_ones_are_distinct():
+    first = choose_ports([0], None)[0].http
+    assert [(p.http, p.nccl) for p in choose_ports(range(3), first)] == [
+        (first + i, first + i + 1) for i in (0, 2, 4)
+    ]
+    assert [p.http for p in choose_ports([2, 3], first)] == [first + 4, first + 6], (
+        "by the replica, also on a node that has not the first"
+    )
+    free = choose_ports(range(20), None)
+    assert len({port for p in free for port in (p.http, p.nccl)}) == 40
+    with pytest.raises(ValueError, match=r"first_port=65000 with 300 replicas needs ports up to 65599"):
+        choose_ports(range(300), 65000)
+
+
+def test_the_users_flags_come_last_and_cannot_take_over_the_designs(tmp_path):
+    ports, share = choose_ports([0], None)[0], on_one_machine(3, 1)[2]
+    config = RolloutConfig(
+        dtype="float32",
+        server_args={"chunked_prefill_size": 512, "disable-radix-cache": True, "enable-metrics": False},
+    )
+    command = server_command(config, share=share, model_path=tmp_path, ports=ports, cuda=False, seed=5)
+    pairs = dict(pairwise(command))
+    assert pairs["--chunked-prefill-size"] == "512"
+    assert "--disable-radix-cache" in command
+    assert "--enable-metrics" not in command
+    assert (pairs["--device"], pairs["--dtype"], pairs["--random-seed"], pairs["--weight-version"]) == (
+        "cpu",
+        "float32",
+        "7",
+        "0",
+    )
+    assert "--device" not in server_command(
+        config, share=share, model_path=tmp_path, ports=ports, cuda=True, seed=5
+    )
+    names = (
+        "port",
+        "tp_size",
+        "--dtype",
+        "base_gpu_id",
+        "nnodes",
+        "dist_init_addr",
+        "quantization",
+        "load-format",
+        "model",
+        "config",
+    )
+    for name in (*names, "nccl_init_addr", "pp_size", "data-parallel-size", "tp", "dtyp", "mod"):
+        with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
+            check_server_args(RolloutConfig(server_args={name: 1}))
+        with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
+            ServerFleet(
+                RolloutConfig(server_args={name: 1}),
+                model_path=tmp_path,
+                log_dir=tmp_path,
+                threads=1,
+                cuda=False,
+                seed=0,
+            )
+
+
+def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
+    """The models are those of SGLang's own sources: whose file marks its loader so."""
+    models = Path(find_spec("sglang").submodule_search_locations[0]) / "srt" / "models"
+    assert {
+        file.stem for file in models.glob("*.py") if "@supports_quantized_rl_reload" in file.read_text()
+    } == set(FP8_MODELS)
+    fp8 = RolloutConfig(quantization="fp8")
+    plain, quantised, fake = (
+        server_command(
+            config,
+            share=on_one_machine(1, 1)[0],
+            model_path=tmp_path,
+            ports=Ports(http=1, nccl=2),
+            cuda=True,
+            seed=0,
+        )
+        for config in (RolloutConfig(), fp8, RolloutConfig(quantization="fake_int8"))
+    )
+    assert fake == plain
+    assert [x for x in quantised if x not in plain] == ["--quantization", "fp8", "--load-format", "flash_rl"]
+    for model_type in FP8_MODELS:
+        check_quantization(fp8, model_type)
+    for model_type in ("llama", "qwen3_moe", "mixtral"):
+        check_quantization(RolloutConfig(), model_type)
+        with pytest.raises(
+            ValueError, match=f"cannot update a {model_type} model .* set rollout.quantization=none"
+        ):
+            check_quantization(fp8, model_type)
+    with pytest.raises(ValueError, match=r"rollout\.quantization=fp8 needs NVIDIA GPUs"):
+        ServerFleet(fp8, model_path=tmp_path, log_dir=tmp_path, threads=1, cuda=False, seed=0)
+    with pytest.raises(
+        ValueError, match="quantization=fp8 computes with activations of 2 bytes, but dtype=float32"
+    ):
+        RolloutConfig(quantization="fp8", dtype="float32")
+
+
+def gpus_of(config: RolloutConfig, *, first_gpu: int, cuda: bool) -> list[range | None]:
+    """Of each replica, by its command line; None where it says nothing about GPUs."""
+    found = []
+    shares = on_one_machine(config.replicas, config.tp, first_gpu=first_gpu)
+    for share, ports in zip(shares, choose_ports(range(config.replicas), None), strict=True):
+        command = server_command(config, share=share, model_path=ROOT, ports=ports, cuda=cuda, seed=0)
+        pairs = dict(pairwise(command))
+        base = pairs.get("--base-gpu-id")
+        found.append(None if base is None else range(int(base), int(base) + int(pairs["--tp-size"])))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first_gpu", "replicas", "tp"), [(0, 1, 1), (1, 1, 1), (8, 2, 2), (3, 4, 1), (2, 3, 4)]
+)
+def test_learner_ranks_and_replicas_each_have_gpus_of_their_own(first_gpu, replicas, tp):
+    config = RolloutConfig(replicas=replicas, tp=tp)
+    used = [
+        *range(first_gpu),
+        *(gpu for gpus in gpus_of(config, first_gpu=first_gpu, cuda=True) for gpu in gpus),
+    ]
+    assert used == list(range(first_gpu + replicas * tp))  # none twice, none skipped
+    assert gpus_of(config, first_gpu=first_gpu, cuda=False) == [None] * replicas
+    check_gpus(config, first_gpu=first_gpu, available=len(used))
+    message = rf"{len(used)} GPUs are needed, {first_gpu} of the learner .*replicas={replicas}.*but {len(used) - 1} are visible.*use fewer"
+    with pytest.raises(ValueError, match=message):
+        check_gpus(config, first_gpu=first_gpu, available=len(used) - 1)
+
+
+def test_a_fleet_with_too_few_gpus_starts_nothing(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    first_gpu = visible_gpus()
+    shares = on_one_machine(1, 2, first_gpu=first_gpu)
+    fleet = ServerFleet(
+        RolloutConfig(tp=2),
+        model_path=tmp_path,
+        log_dir=tmp_path / "logs",
+        threads=1,
+        cuda=True,
+        seed=0,
+        shares=shares,
+    )
+    with pytest.raises(
+        ValueError,
+        match=rf"take GPUs {first_gpu} to {first_gpu + 1}, but {first_gpu} are visible.*fewer learner ranks",
+    ):
+        fleet.start()
+    assert fleet.urls == []
+    assert not (tmp_path / "logs").exists()
+    check_gpus_of(shares, available=first_gpu + 2)
+    check_gpus_of([], available=0)
+
+
+def test_each_node_of_a_replica_starts_its_own_part():
+    config = RolloutConfig(tp=16, server_args={"mem-fraction-static": 0.8})
+    lines = []
+    for node in range(2):
+        share = ServerShare(replica=1, node=2 + node, node_rank=node, num_nodes=2, first_gpu=0, num_ranks=8)
+        (ports,) = choose_ports([1], None)
+        lines.append(
+            server_command(
+                config,
+                share=share,
+                model_path=ROOT,
+                ports=ports,
+                cuda=True,
+                seed=5,
+                host=f"10.0.0.{3 + node}",
+                meeting_point="10.0.0.3:20001",
+            )
+        )
+    first, second = (dict(pairwise(line)) for line in lines)
+    differing = {name for name in first if name.startswith("--") and first[name] != second[name]}
+    assert differing == {"--host", "--port", "--nccl-port", "--node-rank"}
+    assert (first["--node-rank"], second["--node-rank"], first["--nnodes"], first["--tp-size"]) == (
+        "0",
+        "1",
+        "2",
+        "16",
+    )
+    assert first["--dist-init-addr"] == "10.0.0.3:20001"
+    assert (first["--random-seed"], first["--base-gpu-id"]) == (
+        "6",
+        "0",
+    )  # one engine: its ranks must draw the same
+
+
+def test_stand_ins_are_on_the_path_of_cpu_servers_alone(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    (share,) = on_one_machine(1, 2)
+    on_cpu = server_environment(share, place=0, threads=1, cuda=False)
+    on_cuda = server_environment(share, place=0, threads=1, cuda=True)
+    assert on_cpu["PYTHONPATH"] == f"{ROOT / 'rollout' / 'cpu_stand_ins'}:/mine"
+    assert on_cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    first_of_two = replace(share, num_nodes=2, num_ranks=1)
+    assert (
+        server_environment(first_of_two, place=0, threads=1, cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"].count(
+            "|"
+        )
+        == 0
+    )
+    assert on_cuda["PYTHONPATH"] == "/mine"
+    assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & on_cuda.keys() - os.environ.keys()
+
+
+@pytest.mark.parametrize(
+    ("cpus", "place", "num_ranks", "threads", "expected"),
+    [
+        ([0, 1], 0, 2, 1, "0|1"),
+        (list(range(8)), 1, 2, 2, "4,5|6,7"),
+        ([3, 5], 1, 2, 1, "3|5"),
+        ([0], 0, 2, 4, "0|0"),
+    ],
+)
+def test_cpu_binding_by_hand(cpus, place, num_ranks, threads, expected):
+    assert cpu_binding(cpus, place=place, num_ranks=num_ranks, threads=threads) == expected

@@ -1,0 +1,973 @@
+"""The evaluator against Python's own parser, answers by hand, and reward code that raises, hangs, dies or
+talks nonsense."""
+
+import ast
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from configs.schema.task import (
+    AnyReward,
+    CountdownReward,
+    FunctionReward,
+    Gsm8kReward,
+    MathVerifyReward,
+    OverlongPenalty,
+    WeightedReward,
+)
+from rollout.records import FinishReason, Prompt, Score
+from rollout.rewards import (
+    Scorer,
+    WorkerStartError,
+    check_reward,
+    countdown_reward,
+    gsm8k_reward,
+    import_reward_function,
+    math_verify_reward,
+    may_read_rows,
+    overlong_penalty,
+)
+from rollout.rewards.arithmetic import (
+    MAX_CHARACTERS,
+    MAX_DEPTH,
+    ExpressionError,
+    evaluate,
+    format_problem,
+    parse_problem,
+)
+from rollout.rewards.scorer import default_num_workers
+from rollout.tasks import Problem
+
+# --- the evaluator
+# -----------------------------------------------------------------------------------------------------------------
+
+
+def reference_evaluate(text: str) -> tuple[int, list[int]] | None:
+    """(value, numbers) by Python's parser; None where the text is not of our grammar."""
+    if not re.fullmatch(r"[0-9+\-*()]+", text) or re.search(r"(?<![0-9])0[0-9]", text):
+        return None
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return None
+
+    def walk(node):
+        if isinstance(node, ast.Constant):
+            return node.value, [node.value]
+        if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add | ast.Sub | ast.Mult):
+            raise ValueError("another kind of node")
+        (a, numbers_a), (b, numbers_b) = walk(node.left), walk(node.right)
+        value = a + b if isinstance(node.op, ast.Add) else a - b if isinstance(node.op, ast.Sub) else a * b
+        return value, numbers_a + numbers_b
+
+    try:
+        return walk(tree)
+    except ValueError:
+        return None
+
+
+def ours(text: str) -> tuple[int, list[int]] | None:
+    try:
+        result = evaluate(text)
+    except ExpressionError:
+        return None
+    return result.value, list(result.numbers)
+
+
+EXPRESSIONS = st.recursive(
+    st.integers(0, 999).map(str),
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from("+-*"), inner).map("".join), inner.map(lambda text: f"({text})")
+    ),
+    max_leaves=8,
+)
+
+
+@given(EXPRESSIONS)
+def test_expressions_have_the_value_that_python_gives_them(text):
+    assert ours(text) == reference_evaluate(text) is not None
+
+
+@given(EXPRESSIONS, st.data())
+def test_mutated_expressions_are_accepted_exactly_where_python_does(text, data):
+    for _ in range(data.draw(st.integers(1, 3))):
+        i = data.draw(st.integers(0, len(text)))
+        text = (
+            text[:i]
+            + data.draw(st.sampled_from(["", *"0123456789+-*() ./:=a_\n²"]))
+            + text[i + data.draw(st.integers(0, 2)) :]
+        )
+    assert ours(text) == reference_evaluate(text)
+
+
+@given(st.text("0123456789+-*()", max_size=12))
+@example("1**2")
+@example("(1)(2)")
+@example("1--2")
+@example("+1")
+@example("()")
+@example("00")
+@example("007+1")
+@example("")
+def test_any_text_of_our_characters(text):
+    assert ours(text) == reference_evaluate(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("14-(13-2)", 3), ("2+3*4", 14), ("(2+3)*4", 20), ("10-3-2", 5), ("2*3*4-1", 23), ("((7))", 7)],
+)
+def test_values_by_hand(text, value):
+    assert evaluate(text).value == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1+1 ",
+        " 1+1",
+        "1 +1",
+        "1+1:",
+        "1=1",
+        "-1+2",
+        "(-1)",
+        "01+1",
+        "1/1",
+        "1.0",
+        "1e3",
+        "٣",
+        "1²",
+        "1+",
+        "1\n",
+        "__import__('os')",
+        "1_0",
+    ],
+)
+def test_refused_texts(text):
+    with pytest.raises(ExpressionError):
+        evaluate(text)
+
+
+def test_limits_of_length_and_depth():
+    assert evaluate("(" * MAX_DEPTH + "1" + ")" * MAX_DEPTH).value == 1
+    with pytest.raises(ExpressionError, match="nested deeper"):
+        evaluate("(" * (MAX_DEPTH + 1) + "1" + ")" * (MAX_DEPTH + 1))
+    assert evaluate("9" * MAX_CHARACTERS).value == 10**MAX_CHARACTERS - 1
+    for text in ("9" * (MAX_CHARACTERS + 1), "(" * 1_000_000, "1" + "*9" * 1_000_000):
+        with pytest.raises(ExpressionError, match="characters, more than"):
+            evaluate(text)
+
+
+# --- Countdown
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "value", "valid"),
+    [
+        ("14-(13-2)", 1, 1),
+        ("2-13+14", 1, 1),
+        ("14-13+2", 1, 1),
+        ("14+13+2", 0, 1),
+        ("14-13-2", 0, 1),
+        ("1+2", 0, 0),  # right value, other numbers
+        ("14-13+2*1", 0, 0),
+        ("14-(13-2)+2-2", 0, 0),  # a number twice
+        ("3", 0, 0),
+        ("14-(13-2", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_countdown(response, value, valid):
+    assert countdown_reward("2 13 14=3", response) == Score(value=value, parts={"valid": valid})
+
+
+def test_countdown_counts_repeated_numbers():
+    assert countdown_reward("2 2 3=7", "2*2+3").value == 1
+    assert countdown_reward("2 2 3=9", "2*3+3").value == 0
+
+
+@pytest.mark.parametrize("reference", ["", "1 2 3", "=3", "1 2=", "1 x=3", "1 2=3=4", "1 -2=3"])
+def test_a_reference_that_is_no_problem(reference):
+    with pytest.raises(ValueError, match="no Countdown problem"):
+        countdown_reward(reference, "1+2")
+
+
+@given(st.lists(st.integers(1, 99), min_size=1, max_size=5), st.integers(1, 999))
+def test_problems_parse_back(numbers, target):
+    assert parse_problem(format_problem(numbers, target)) == (tuple(numbers), target)
+
+
+# --- mathematics
+# -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "correct"),
+    [
+        ("#### 1002", True),
+        ("It is 3. #### 1,002", True),
+        ("The answer is $1,002.", True),
+        ("1 and then 1002.00", True),
+        ("so 2004/2 = 1002", True),
+        (r"\boxed{1002}", True),
+        ("2000-1002", True),
+        ("answer: -1002", False),
+        ("answer: -$1,002", False),
+        ("1002 #### 1003", False),
+        ("#### 1003 or 1002", False),
+        ("1002 ####", False),
+        ("1002, 7", False),
+        ("10020", False),
+        ("1,0020", False),
+        ("", False),
+        ("none", False),
+    ],
+)
+def test_gsm8k_by_hand(response, correct):
+    assert gsm8k_reward("1002", response).value == float(correct)
+
+
+@given(
+    st.integers(-(10**9), 10**9), st.sampled_from(["#### {}", "is {}.", "so x = {}", "${}", "1, 2 and {}!"])
+)
+def test_gsm8k_finds_its_own_numbers_however_written(number, form):
+    written = form.format(f"{number:,}")
+    assert gsm8k_reward(str(number), written).value == 1
+    assert gsm8k_reward(str(number + 1), written).value == 0
+
+
+def test_gsm8k_needs_a_number_to_compare_with():
+    with pytest.raises(ValueError, match="holds no number"):
+        gsm8k_reward("eleven", "11")
+
+
+@pytest.mark.parametrize(
+    ("reference", "response", "correct"),
+    [
+        ("3/4", "It is $0.75$", True),
+        (r"\frac{3}{4}", r"Hence \boxed{\frac{6}{8}}.", True),
+        ("$x+1$", "$1+x$", True),
+        ("12", "the answer is 12", True),
+        ("12", "the answer is 13", False),
+        ("12", "no idea", False),
+    ],
+)
+def test_math_verify(reference, response, correct):
+    assert math_verify_reward(reference, response).value == float(correct)
+
+
+def test_math_verify_names_a_reference_it_cannot_read():
+    with pytest.raises(ValueError, match="cannot read the reference"):
+        math_verify_reward("$$", "1")
+
+
+# --- the user's function
+# -----------------------------------------------------------------------------------------------------------
+
+USER_MODULE = '''
+import os, subprocess, sys, time
+import numpy
+
+def score(prompt_text, response_text, reference):
+    """What the response asks for."""
+    print("said by reward code")
+    if response_text == "raise":
+        raise KeyError("lost")
+    if response_text == "exit":
+        sys.exit(3)
+    if response_text == "die":
+        os._exit(7)
+    if response_text == "hang":
+        while True:
+            time.sleep(60)
+    if response_text == "hang in C":
+        return float(str(9 ** 9 ** 9)[0])
+    if response_text.startswith("leave"):
+        child = subprocess.Popen(["sleep", "600"])
+        with open(response_text.split()[1], "w") as file:
+            file.write(str(child.pid))
+        child.wait()
+    if response_text == "pid":
+        return os.getpid()
+    return {
+        "nan": float("nan"), "inf": -float("inf"), "none": None, "text": "1", "bool": True, "numpy": numpy.float32(0.5),
+        "huge": 10 ** 400, "parts": (0.5, {"style": 1}), "bad part": (0.5, {"style": float("nan")}), "bad parts": (0.5, 3),
+    }.get(response_text, float(prompt_text == "p" and reference == "r"))
+
+async def coroutine(prompt_text, response_text, reference):
+    return 1.0
+
+def late_coroutine(prompt_text, response_text, reference):
+    return coroutine(prompt_text, response_text, reference)
+
+def two(prompt_text, response_text):
+    return 1.0
+
+def of_row(prompt_text, response_text, reference, row):
+    return float(row["level"] == int(response_text))
+
+def of_optional_row(prompt_text, response_text, reference, *, row=None):
+    return -1.0 if row is None else float(row["level"])
+
+def unknown_fourth(prompt_text, response_text, reference, metadata):
+    return 1.0
+
+class Async:
+    async def __call__(self, prompt_text, response_text, reference):
+        return 1.0
+
+async_object = Async()
+
+number = 3
+'''
+PROMPT = Prompt(prompt_id="jsonl:7", token_ids=[1], text="p", task="jsonl", reference="r")
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch) -> Path:
+    """A module in the current folder, under a name that no other test has imported."""
+    name = f"user_rewards_{tmp_path.name.replace('-', '_')}"
+    path = tmp_path / f"{name}.py"
+    path.write_text(USER_MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return path
+
+
+def function_config(path: Path, name: str = "score", timeout_s: float = 20.0) -> FunctionReward:
+    return FunctionReward(function=f"{path.stem}:{name}", timeout_s=timeout_s)
+
+
+def make_scorer(config: AnyReward) -> Scorer:
+    return Scorer(config, max_new_tokens=100, num_workers=1)
+
+
+async def score(
+    scorer: Scorer, prompt: Prompt, response: str, *, num_tokens: int = 1, finish=FinishReason.STOP
+) -> Score:
+    return await scorer.score(prompt, response, num_tokens=num_tokens, finish_reason=finish)
+
+
+def scores_of(
+    config: AnyReward, *responses: str, prompt: Prompt = PROMPT, num_workers: int = 1
+) -> list[Score]:
+    async def collect():
+        async with Scorer(config, max_new_tokens=100, num_workers=num_workers) as scorer:
+            return await asyncio.gather(*(score(scorer, prompt, response) for response in responses))
+
+    return asyncio.run(collect())
+
+
+def children() -> set[int]:
+    lines = subprocess.run(
+        ["ps", "--ppid", str(os.getpid()), "-o", "pid=,comm="], capture_output=True, text=True
+    ).stdout.splitlines()
+    return {int(line.split()[0]) for line in lines if line.split()[1] != "ps"}
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that is dead and not yet reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ends(pid: int) -> bool:
+    """Whether a process that was killed is gone soon: the kernel takes its time on a busy machine."""
+    deadline = time.monotonic() + 10
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def test_user_function_failures_score_zero_and_the_run_goes_on(user_module, capfd):
+    bad = {
+        "raise": rf"KeyError: 'lost' \({user_module.name}:9 in score\)",
+        "exit": "SystemExit: 3",
+        "die": r"the reward's process \(pid \d+\) ended with exit code 7",
+        "nan": "is nan, which is not finite",
+        "inf": "is -inf, which is not finite",
+        "huge": "OverflowError",
+        "none": "must be a number, not <class 'NoneType'>",
+        "text": "must be a number, not str '1'",
+        "bad part": "part 'style' is nan",
+        "bad parts": "must be a dict",
+    }
+    good = {"fine": 1.0, "bool": 1.0, "numpy": 0.5, "parts": 0.5}
+    before = children()
+    scores = dict(zip([*bad, *good], scores_of(function_config(user_module), *bad, *good), strict=True))
+    for response, message in bad.items():
+        assert scores[response].value == 0 and scores[response].parts == {}
+        assert re.search(message, scores[response].error), (response, scores[response].error)
+        assert "jsonl:7" in scores[response].error
+    for response, value in good.items():
+        assert (scores[response].value, scores[response].error) == (value, None)
+    assert scores["parts"].parts == {"style": 1.0}
+    assert "said by reward code" not in capfd.readouterr().out
+    assert children() == before
+
+
+@pytest.mark.parametrize("response", ["hang", "hang in C"])
+def test_a_hung_worker_is_replaced(user_module, response):
+    started = time.monotonic()
+    first, hung, after, last = scores_of(
+        function_config(user_module, timeout_s=4.0), "pid", response, "pid", "fine"
+    )
+    assert hung.value == 0 and "TimeoutError: no answer within 4 s" in hung.error
+    assert first.value != after.value and first.error is after.error is None
+    assert last.value == 1
+    assert time.monotonic() - started < 60
+
+
+def test_several_workers_score_at_once(user_module):
+    scores = scores_of(function_config(user_module, timeout_s=10), "hang", *["pid"] * 6, num_workers=2)
+    assert (
+        scores[0].error and len({score.value for score in scores[1:]}) == 1
+    )  # the other worker did them all meanwhile
+
+
+def test_what_reward_code_started_ends_with_it(user_module, tmp_path):
+    [score] = scores_of(function_config(user_module, timeout_s=5.0), f"leave {tmp_path}/child")
+    assert "TimeoutError" in score.error
+    assert ends(int((tmp_path / "child").read_text()))
+
+
+def test_close_ends_what_is_under_way(user_module):
+    async def close_early():
+        async with make_scorer(function_config(user_module, timeout_s=300)) as scorer:
+            await score(scorer, PROMPT, "fine")
+            late = [asyncio.ensure_future(score(scorer, PROMPT, response)) for response in ("hang", "fine")]
+            for _ in range(3):  # lets both start, and what they start
+                await asyncio.sleep(0)
+            started = time.monotonic()
+            await scorer.close()
+            await scorer.close()
+            assert time.monotonic() - started < 5
+            return await asyncio.wait(late, timeout=5)
+
+    before = children()
+    done, pending = asyncio.run(close_early())
+    assert not pending and all(future.cancelled() for future in done)
+    assert children() == before
+
+
+def test_workers_end_with_a_parent_that_is_killed(user_module, tmp_path):
+    script = (
+        "import asyncio, os, signal, sys; sys.path.insert(0, {root!r})\n"
+        "from configs.schema.task import FunctionReward; from rollout.records import FinishReason, Prompt\n"
+        "from rollout.rewards import Scorer\n"
+        "p = Prompt(prompt_id='i', token_ids=[1], text='p', task='t', reference='r')\n"
+        "async def main():\n"
+        "    async with Scorer(FunctionReward(function={function!r}), max_new_tokens=9, num_workers=1) as scorer:\n"
+        "        print(int((await scorer.score(p, 'pid', num_tokens=1, finish_reason=FinishReason.STOP)).value), flush=True)\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n"
+    ).format(root=str(Path(__file__).parents[2]), function=f"{user_module.stem}:score")
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ends(int(result.stdout))
+
+
+def test_math_verify_in_its_process():
+    prompt = Prompt(prompt_id="i", token_ids=[1], text="p", task="jsonl", reference=r"\frac{1}{2}")
+    first, hard, last = scores_of(
+        MathVerifyReward(timeout_s=3), "$0.5$", "$9^{9^{9^{9}}}$", r"\boxed{2/4}", prompt=prompt
+    )
+    assert first.value == last.value == 1 and first.error is last.error is None
+    assert first.correct and last.correct and not hard.correct
+    assert hard.value == 0 and "TimeoutError" in hard.error
+
+
+def test_inline_rewards_start_no_process_and_report_a_bad_reference():
+    async def collect():
+        good = Prompt(prompt_id="a", token_ids=[1], text="1 2=3:", task="countdown", reference="1 2=3")
+        bad = Prompt(prompt_id="b", token_ids=[1], text="?", task="jsonl", reference="?")
+        async with make_scorer(CountdownReward()) as scorer:
+            scores = await score(scorer, good, "1+2"), await score(scorer, bad, "1+2")
+            assert children() == before
+            return scores
+
+    before = children()
+    good, bad = asyncio.run(collect())
+    assert (good.value, good.correct, good.error) == (1, True, None)
+    assert (
+        bad.value == 0 and not bad.correct and "prompt b" in bad.error and "no Countdown problem" in bad.error
+    )
+
+
+def test_a_reward_that_cannot_be_imported_any_more_stops_the_run(user_module):
+    config = function_config(user_module)
+    check_reward(config)
+    user_module.write_text("raise RuntimeError('changed')")
+    with pytest.raises(WorkerStartError, match="RuntimeError: changed"):
+        scores_of(config, "fine")
+
+
+def test_a_function_that_names_row_is_given_the_record(user_module):
+    prompt = replace(PROMPT, row={"prompt": "p", "answer": "r", "level": 3})
+    assert [s.value for s in scores_of(function_config(user_module, "of_row"), "3", "4", prompt=prompt)] == [
+        1.0,
+        0.0,
+    ]
+    assert [
+        s.value for s in scores_of(function_config(user_module, "of_optional_row"), "3", prompt=prompt)
+    ] == [3.0]
+    assert [s.value for s in scores_of(function_config(user_module, "of_optional_row"), "3")] == [-1.0], (
+        "a task without a file has no rows"
+    )
+    with pytest.raises(ValueError, match="'metadata'"):
+        check_reward(function_config(user_module, "unknown_fourth"))
+
+
+def test_rows_are_kept_only_for_a_reward_that_may_ask_for_them(user_module):
+    function = function_config(user_module)
+    assert may_read_rows(function)
+    assert may_read_rows(WeightedReward(parts={"right": CountdownReward(), "mine": function}))
+    assert not may_read_rows(WeightedReward(parts={"right": CountdownReward()}))
+
+
+def test_check_reward_finds_what_is_wrong(user_module):
+    check_reward(function_config(user_module))
+    check_reward(MathVerifyReward())
+    stem = user_module.stem
+    for path, message in {
+        "no_such_module_here:f": "there is no module 'no_such_module_here'",
+        "no_such.sub:f": "there is no module 'no_such.sub'",
+        f"{stem}:scroe": "did you mean 'score'",
+        f"{stem}:number": "is a int, not a function",
+        f"{stem}:two": "must take \\(prompt_text, response_text, reference\\), and beside them at most row",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            import_reward_function(path)
+    with pytest.raises(ValueError, match=r"reward.function: .* did you mean 'score'"):
+        check_reward(FunctionReward(function=f"{stem}:scroe"))
+    with pytest.raises(ValueError, match=r"reward.parts.mine.function: .* did you mean 'score'"):
+        check_reward(
+            WeightedReward(
+                parts={"right": CountdownReward(), "mine": FunctionReward(function=f"{stem}:scroe")}
+            )
+        )
+    with pytest.raises(ValueError, match="form module:function"):
+        import_reward_function("score")
+
+
+def test_modules_that_fail_to_import(user_module, tmp_path):
+    (tmp_path / "needs_more.py").write_text("import surely_not_installed\n")
+    (tmp_path / "breaks.py").write_text("1 / 0\n")
+    (tmp_path / "misspelt.py").write_text("def f(:\n")
+    for name, message in {
+        "needs_more": "imports 'surely_not_installed', which is not installed",
+        "breaks": r"raised ZeroDivisionError: division by zero \(breaks.py:1",
+        "misspelt": "raised SyntaxError",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            import_reward_function(f"{name}:f")
+
+
+@pytest.mark.parametrize("name", ["coroutine", "async_object"])
+def test_a_coroutine_is_no_reward(user_module, name):
+    with pytest.raises(
+        ValueError,
+        match=rf"`async def` \({user_module.name}:\d+ in \w+\), and nothing awaits it; write `def`",
+    ):
+        check_reward(function_config(user_module, name=name))
+
+
+# --- its trial before a start
+# ------------------------------------------------------------------------------------------------------
+
+TRIED = """
+import json, os, sys, time
+print("said by the module")
+
+def none(prompt, response, reference):
+    pass
+
+def nan(prompt, response, reference):
+    return float("nan")
+
+def awaited(prompt, response, reference):
+    async def later():
+        return 1.0
+    return later()
+
+def both(prompt, response, reference):
+    return json.loads("not JSON")
+
+def one(prompt, response, reference):
+    return float(response[0] == "1")
+
+def dies(prompt, response, reference):
+    print("last words", file=sys.stderr)
+    os.kill(os.getpid(), 9)
+
+def hangs(prompt, response, reference):
+    def deeper():
+        time.sleep(600)
+    deeper()
+
+def repeats(prompt, response, reference, row):
+    print(repr((prompt, response, reference, row)), file=open("asked", "a"))
+    return 0.3
+"""
+
+
+def tried(name: str, **changes) -> list[str]:
+    """What is told of a function of ``tried.py`` that can be used. Raises ValueError of one that cannot."""
+    told: list[str] = []
+    config = FunctionReward(function=f"{changes.pop('module', 'tried')}:{name}", **changes)
+    check_reward(
+        config,
+        lambda: Problem(prompt_id="i", text="the prompt", reference="the reference", row={"level": 2}),
+        told.append,
+    )
+    return told
+
+
+@pytest.fixture
+def trial(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr("rollout.rewards.trial._KNOWN", {})
+    (tmp_path / "tried.py").write_text(TRIED)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "none",
+            r"reward.function: scoring an ordinary response .* not <class 'NoneType'> \(tried.py:5 in none\); return a finite",
+        ),
+        ("nan", r"the reward is nan, which is not finite \(tried.py:8 in nan\); return a finite number"),
+        ("awaited", r"not <class 'coroutine'> \(tried.py:11 in awaited\)"),
+        (
+            "both",
+            r"ordinary response .* raised JSONDecodeError: .* \(tried.py:17 in both\), and scoring an empty .*; .*`check: import`",
+        ),
+        (
+            "dies",
+            "scoring an ordinary response: its process was killed by SIGKILL, after writing: last words; correct the module",
+        ),
+    ],
+)
+def test_a_function_that_no_response_excuses_is_refused(trial, capfd, name, message):
+    before = children()
+    with pytest.raises(ValueError, match=message):
+        tried(name)
+    assert capfd.readouterr() == ("", ""), "what the module prints is not ours to print"
+    assert children() == before and not (trial / "__pycache__").exists()
+
+
+def test_a_function_that_hangs_is_killed_and_its_line_named(trial):
+    before = children()
+    with pytest.raises(
+        ValueError, match=r"took longer than timeout_s=4, at tried.py:28 in deeper; .* raise its timeout_s"
+    ):
+        tried("hangs", timeout_s=4.0)
+    assert children() == before
+
+
+def test_a_function_that_raises_on_one_response_is_only_told(trial):
+    (told,) = tried("one")
+    assert re.search(
+        r"an empty response .* raised IndexError: .* \(tried.py:20 in one\): in a run such a response scores 0",
+        told,
+    )
+
+
+def test_a_trial_is_of_the_tasks_own_problem(trial):
+    assert tried("repeats") == []
+    asked = (trial / "asked").read_text().splitlines()
+    whole = all(
+        line.startswith("('the prompt', '") and line.endswith("'the reference', {'level': 2})")
+        for line in asked
+    )
+    assert len(asked) == 2 and whole
+    assert "', '', '" in asked[1]
+
+
+def test_how_much_is_tried_can_be_said(trial):
+    assert tried("both", check="import") == tried("missing", check="none") == []
+    with pytest.raises(ValueError, match="tried has no 'missing'"):
+        tried("missing", check="import")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            "import time\ntime.sleep(600)",
+            "importing broken took longer than import_timeout_s=2.5.*; do slow work in the function's",
+        ),
+        (
+            "import sys\nsys.exit(0)",
+            r"importing broken ends the process: SystemExit: 0 \(broken.py:2 in <module>\); put a script's",
+        ),
+        (
+            "import os\nos._exit(3)",
+            "importing broken: its process ended with exit code 3; correct the module",
+        ),
+        ("input()", "raised EOFError: EOF when reading a line"),
+    ],
+)
+def test_a_module_that_never_comes_back_is_refused(trial, content, message):
+    (trial / "broken.py").write_text(content)
+    before = children()
+    with pytest.raises(ValueError, match=message):
+        tried("f", module="broken", import_timeout_s=2.5 if "sleep" in content else 60.0)
+    assert children() == before
+
+
+def test_a_slow_import_is_told_meanwhile(trial, monkeypatch):
+    monkeypatch.setattr("rollout.rewards.trial.TELL_EVERY_S", 0.05)
+    told = tried("repeats")
+    assert told and all(
+        re.fullmatch(r"(importing tried|scoring an .* response) … \d+ s of \w+=\d+", line) for line in told
+    )
+
+
+@pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (16, 8), (64, 32), (256, 32)])
+def test_the_number_of_workers_follows_the_cores(cores, workers):
+    assert default_num_workers(cores) == workers
+
+
+def test_the_number_of_workers_can_be_said(user_module):
+    config = function_config(user_module).model_copy(update={"num_workers": 3})
+
+    async def collect():
+        async with Scorer(config, max_new_tokens=100) as scorer:
+            assert children() == before, "a worker starts when it is needed"
+            await asyncio.gather(*(score(scorer, PROMPT, "fine") for _ in range(9)))
+            return children() - before
+
+    before = children()
+    assert len(asyncio.run(collect())) == 3
+
+
+# --- length
+# ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"),
+    [
+        (0, 0),
+        (1, 0),
+        (16, 0),
+        (17, -0.25),
+        (18, -0.5),
+        (19, -0.75),
+        (20, -1),
+        (21, -1),
+        (1000, -1),
+    ],  # L_max 20, L_cache 4
+)
+def test_overlong_by_hand(num_tokens, penalty):
+    assert overlong_penalty(num_tokens, max_tokens=20, buffer_tokens=4) == penalty
+
+
+@given(st.integers(0, 200), st.integers(1, 100), st.data())
+def test_overlong_is_equation_13_in_its_three_cases(num_tokens, max_tokens, data):
+    buffer = data.draw(st.integers(1, max_tokens))
+    if num_tokens <= max_tokens - buffer:
+        expected = 0.0
+    elif num_tokens <= max_tokens:
+        expected = ((max_tokens - buffer) - num_tokens) / buffer
+    else:
+        expected = -1.0
+    assert overlong_penalty(num_tokens, max_tokens=max_tokens, buffer_tokens=buffer) == expected
+
+
+# --- several rewards at once
+# -------------------------------------------------------------------------------------------------------
+
+THREE = Prompt(prompt_id="countdown:1 2=3", token_ids=[1], text="1 2=3:", task="countdown", reference="1 2=3")
+
+
+def score_once(config: AnyReward, response: str, *, prompt: Prompt = THREE, **length) -> Score:
+    async def run():
+        async with make_scorer(config) as scorer:
+            return await score(scorer, prompt, response, **length)
+
+    return asyncio.run(run())
+
+
+DAPO = WeightedReward(
+    parts={
+        "long": OverlongPenalty(buffer_tokens=20, weight=0.5),
+        "right": CountdownReward(weight=2.0),
+        "number": Gsm8kReward(weight=-0.25),
+    }
+)
+"""The penalty of make_scorer's 100 tokens starts after 80."""
+
+
+@pytest.mark.parametrize(
+    ("response", "num_tokens", "finish", "value", "parts", "correct"),
+    [
+        (
+            "1+2",
+            5,
+            "stop",
+            2.0,
+            {"long": 0, "right": 1, "right/valid": 1, "number": 0, "number/found": 1},
+            True,
+        ),
+        (
+            "1+2",
+            90,
+            "stop",
+            1.75,
+            {"long": -0.5, "right": 1, "right/valid": 1, "number": 0, "number/found": 1},
+            True,
+        ),
+        (
+            "1+2",
+            100,
+            "stop",
+            1.5,
+            {"long": -1, "right": 1, "right/valid": 1, "number": 0, "number/found": 1},
+            True,
+        ),
+        (
+            "1-2",
+            85,
+            "stop",
+            -0.125,
+            {"long": -0.25, "right": 0, "right/valid": 1, "number": 0, "number/found": 1},
+            False,
+        ),
+        (
+            "?",
+            100,
+            "length",
+            -0.5,
+            {"long": -1, "right": 0, "right/valid": 0, "number": 0, "number/found": 0},
+            False,
+        ),
+        (
+            "?",
+            7,
+            "length",
+            -0.5,
+            {"long": -1, "right": 0, "right/valid": 0, "number": 0, "number/found": 0},
+            False,
+        ),  # cut off early
+    ],
+)
+def test_a_weighted_sum_by_hand(response, num_tokens, finish, value, parts, correct):
+    prompt = replace(THREE, reference="1 2=3")
+    found = score_once(DAPO, response, prompt=prompt, num_tokens=num_tokens, finish=FinishReason(finish))
+    assert found == Score(value=value, parts=parts, correct=correct)
+
+
+def test_whether_a_response_is_right_is_said_by_the_first_part_that_checks_an_answer():
+    number, countdown = {"number": Gsm8kReward(weight=0.1)}, {"countdown": CountdownReward()}
+    prompt = replace(THREE, reference="1 2=3")  # to gsm8k the reference is the number 1
+    long = {"long": OverlongPenalty(buffer_tokens=100)}
+    assert score_once(
+        WeightedReward(parts=long | countdown | number), "1+2", prompt=prompt, num_tokens=100
+    ).correct
+    assert not score_once(WeightedReward(parts=long | number | countdown), "1+2", prompt=prompt).correct
+    assert score_once(Gsm8kReward(weight=0.1), "#### 1", prompt=prompt) == Score(
+        value=0.1, parts={"found": 1}, correct=True
+    )
+
+
+def test_a_failed_part_counts_zero_and_the_others_stand(user_module):
+    config = WeightedReward(
+        parts={
+            "mine": function_config(user_module),
+            "right": CountdownReward(weight=3.0),
+            "number": Gsm8kReward(),
+        }
+    )
+    found = score_once(config, "raise", prompt=replace(THREE, reference="1 2=3"))
+    assert (
+        (found.value, found.correct) == (0.0, False)
+        and found.parts["mine"] == 0
+        and found.parts["right/valid"] == 0
+    )
+    assert "KeyError: 'lost'" in found.error and "countdown:1 2=3" in found.error
+    bad = score_once(config, "1+2 #### 9", prompt=replace(THREE, reference="nine"))
+    assert "no Countdown problem" in bad.error and "holds no number" in bad.error and bad.value == 0
+    fine = score_once(
+        WeightedReward(
+            parts={
+                "right": CountdownReward(weight=3.0),
+                "mine": function_config(user_module, name="late_coroutine"),
+            }
+        ),
+        "1+2",
+    )
+    assert (fine.value, fine.correct) == (3.0, True) and "coroutine" in fine.error
+
+
+def test_a_buffer_longer_than_a_response_is_refused():
+    config = WeightedReward(parts={"right": CountdownReward(), "long": OverlongPenalty(buffer_tokens=101)})
+    with pytest.raises(
+        ValueError, match=r"reward.parts.long.buffer_tokens=101 is more than rollout.max_new_tokens=100"
+    ):
+        score_once(config, "1+2")
+
+
+# --- what the schema accepts
+# -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"type": "weighted", "parts": {}}, "at least 1 item"),
+        (
+            {"type": "weighted", "parts": {"long": {"type": "overlong", "buffer_tokens": 4}}},
+            "nothing to penalise",
+        ),
+        ({"type": "weighted", "parts": {"a b": {"type": "gsm8k"}}}, "'a b' cannot name a part"),
+        (
+            {"type": "weighted", "parts": {"a": {"type": "weighted", "parts": {}}}},
+            "does not match any of the expected tags",
+        ),
+        ({"type": "overlong", "buffer_tokens": 4}, "does not match any of the expected tags"),
+        ({"type": "gsm8k", "weight": float("inf")}, "finite number"),
+        ({"type": "function"}, "Field required"),
+        ({"type": "function", "function": "score"}, "is not of the form module:name"),
+        ({"type": "countdown", "timeout_s": 3.0}, "Extra inputs"),
+        ({"type": "model", "urls": []}, "at least 1 item"),
+        (
+            {"type": "model", "urls": ["10.0.0.7:30000"]},
+            "'10.0.0.7:30000' is not an address.*write it like http://",
+        ),
+        ({"type": "model", "urls": ["http://a:1", "ftp://a:1"]}, "'ftp://a:1' is not an address"),
+        ({"type": "model", "urls": ["http://"]}, "'http://' is not an address"),
+        ({"type": "model", "urls": ["http://[a:1"]}, "is not an address"),
+        (
+            {"type": "model", "urls": ["http://a"], "text": {"type": "plain", "template": "{prompt}"}},
+            "leaves out the response",
+        ),
+        (
+            {"type": "model", "urls": ["http://a"], "text": {"type": "plain", "template": "{answer}"}},
+            "its places are {prompt}, {response}",
+        ),
+        (
+            {"type": "model", "urls": ["http://a"], "text": {"type": "plain", "template": "{response} }"}},
+            "cannot be filled in",
+        ),
+    ],
+)
+def test_rewards_that_the_schema_refuses(block, message):
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(AnyReward).validate_python(block)

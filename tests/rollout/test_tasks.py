@@ -1,0 +1,476 @@
+"""Countdown against brute force, and the user's files, whole and broken."""
+
+import json
+import random
+import re
+from collections import Counter
+from dataclasses import replace
+from itertools import permutations, product
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask
+from rollout.rewards import countdown_reward
+from rollout.rewards.arithmetic import evaluate
+from rollout.tasks import countdown as cd
+from rollout.tasks import (
+    first_problem,
+    generate_sft_examples,
+    load_task,
+    read_pairs,
+    records,
+    survey_task_file,
+)
+from rollout.tiny_model import make_tiny_countdown_model
+from rollout.tokenization import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_countdown_model(folder, seed=0)
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def three(tokenizer):
+    return load_task(CountdownTask(), tokenizer=tokenizer)
+
+
+def brute_force_values(numbers: tuple[int, ...]) -> set[int]:
+    """Values of all binary trees over all orders of the numbers: every place for the outermost operator,
+    recursively."""
+
+    def values(row):
+        if len(row) == 1:
+            return {row[0]}
+        found = set()
+        for cut in range(1, len(row)):
+            for a, b in product(values(row[:cut]), values(row[cut:])):
+                found |= {a + b, a - b, a * b}
+        return found
+
+    return set().union(*(values(order) for order in permutations(numbers)))
+
+
+def brute_force_texts(numbers: tuple[int, ...]) -> dict[str, int]:
+    """{text: value} of all fully parenthesised expressions, each stripped of every pair of parentheses that
+    changes nothing."""
+
+    def texts(row):
+        if len(row) == 1:
+            return {str(row[0])}
+        pairs = (p for cut in range(1, len(row)) for p in product(texts(row[:cut]), texts(row[cut:])))
+        return {f"({a}{op}{b})" for a, b in pairs for op in "+-*"}
+
+    def strip(text):
+        """Drop pairs of parentheses one at a time, where the text stays the same function of its numbers."""
+        for pair in re.finditer(r"\(", text):
+            depth, start = 0, pair.start()
+            for end in range(start, len(text)):
+                depth += (text[end] == "(") - (text[end] == ")")
+                if depth == 0:
+                    break
+            shorter = text[:start] + text[start + 1 : end] + text[end + 1 :]
+            if same_everywhere(text, shorter):
+                return strip(shorter)
+        return text
+
+    return {
+        text: evaluate(text).value for order in permutations(numbers) for text in map(strip, texts(order))
+    }
+
+
+def same_everywhere(first: str, second: str) -> bool:
+    """Whether two texts with their numbers in the same order are the same function of those numbers (checked
+    at random points)."""
+    rng = random.Random(1)
+    for _ in range(4):
+        draws = [str(rng.randrange(10**6, 10**7)) for _ in range(len(re.findall(r"\d+", first)))]
+        replaced = []
+        for text in (first, second):
+            left = iter(draws)
+            replaced.append(re.sub(r"\d+", lambda _, left=left: next(left), text))
+        if evaluate(replaced[0]).value != evaluate(replaced[1]).value:
+            return False
+    return True
+
+
+def test_all_and_only_solvable_problems(three):
+    problems = {prompt.reference for prompts in (three.train, three.heldout) for prompt in prompts}
+    assert len(problems) == len(three.train) + len(three.heldout)
+    rng = random.Random(0)
+    for _ in range(150):
+        numbers = tuple(sorted(rng.choices(range(1, 21), k=3)))
+        expected = {
+            f"{' '.join(map(str, numbers))}={value}"
+            for value in brute_force_values(numbers)
+            if 1 <= value <= 100
+        }
+        assert {p for p in problems if p.startswith(" ".join(map(str, numbers)) + "=")} == expected
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_reachable_values_by_brute_force(size):
+    rng = random.Random(size)
+    for _ in range(5):
+        numbers = tuple(sorted(rng.choices(range(1, 13), k=size)))
+        assert cd.reachable(numbers, 60) == {v for v in brute_force_values(numbers) if 1 <= v <= 60}
+
+
+def test_prompts(three, tokenizer):
+    prompt = next(p for p in three.train if p.reference == "1 2 3=6")
+    assert (prompt.text, prompt.task, prompt.prompt_id) == ("1 2 3=6:", "countdown", "countdown:1 2 3=6")
+    assert tokenizer.decode(prompt.token_ids) == prompt.text
+    assert [p.text for p in three.train[5:8]] == [three.train[i].text for i in (5, 6, 7)]
+
+
+def test_train_and_heldout_are_disjoint_by_construction(three, tokenizer):
+    train, heldout = ({p.reference for p in prompts} for prompts in (three.train, three.heldout))
+    assert not train & heldout
+    assert len(heldout) / len(train | heldout) == pytest.approx(1 / 16, abs=0.01)
+    wider = load_task(CountdownTask(max_number=25, max_target=120), tokenizer=tokenizer)
+    assert (
+        not {p.reference for p in wider.train} & heldout
+    )  # another range never turns a held-out problem into a training one
+
+
+def test_a_larger_share_holds_out_more_of_the_same():
+    problems = list(cd.solvable_problems(CountdownTask(max_number=8)))
+    small, large = ({p for p in problems if cd.is_heldout(p, f)} for f in (0.1, 0.4))
+    assert small < large
+
+
+def test_large_settings_are_a_fixed_subset():
+    config = CountdownTask(num_numbers=5, max_number=30)
+    choices = cd._choices(config)
+    assert choices == cd._choices(config) and len(set(choices)) == cd.MAX_CHOICES[5]
+    assert all(list(c) == sorted(c) and len(c) == 5 and c[0] >= 1 and c[-1] <= 30 for c in choices)
+    assert max(c[-1] for c in choices) == 30 and min(c[0] for c in choices) == 1
+
+
+def test_impossible_settings(tokenizer):
+    with pytest.raises(ValueError, match="no Countdown problem is left"):
+        load_task(
+            CountdownTask(num_numbers=1, max_number=1, max_target=1, heldout_fraction=1 - 1e-9),
+            tokenizer=tokenizer,
+        )
+
+
+def test_a_tokenizer_without_the_characters_is_refused(tokenizer):
+    class Narrow:
+        """The real tokenizer with one character lost, as in a vocabulary that lacks it."""
+
+        unk_token_id, name_or_path = tokenizer.unk_token_id, "narrow"
+        decode = staticmethod(tokenizer.decode)
+
+        @staticmethod
+        def encode(text, **options):
+            return tokenizer.encode(text.replace("*", "?"), **options)
+
+    with pytest.raises(ValueError, match=r"narrow cannot write \['\*'\]"):
+        load_task(CountdownTask(), tokenizer=Narrow())
+
+
+@pytest.mark.parametrize("numbers", [(3, 5), (2, 13, 14), (2, 2, 4), (6, 6, 6), (2, 3, 5, 11), (3, 3, 8, 8)])
+def test_counts_and_draws_cover_every_distinct_expression(numbers):
+    expected = brute_force_texts(numbers)
+    assert cd.num_expressions(numbers) == len(expected)
+    assert cd.value_counts(numbers) == Counter(expected.values())
+    if len(numbers) > 3:
+        return
+    rng = random.Random(0)
+    draws = Counter(cd.random_expression(numbers, rng) for _ in range(60 * len(expected)))
+    assert dict(draws.keys()) == expected
+    assert max(draws.values()) < 2 * 60 and min(draws.values()) > 60 / 2.5  # uniform: 60 +- 5 sigma is 21..99
+
+
+@pytest.mark.parametrize(("numbers", "value"), [((2, 13, 14), 3), ((2, 2, 4), 8), ((2, 3, 5, 11), 10)])
+def test_solutions_are_drawn_uniformly(numbers, value):
+    solutions = {text for text, v in brute_force_texts(numbers).items() if v == value}
+    rng = random.Random(0)
+    draws = Counter(cd.random_solution(numbers, value, rng) for _ in range(400 * len(solutions)))
+    assert set(draws) == solutions
+    assert all(abs(count - 400) < 100 for count in draws.values())  # 5 sigma
+
+
+def test_no_solution_is_an_error():
+    with pytest.raises(ValueError, match="no expression of"):
+        cd.random_solution((1, 2), 17, random.Random(0))
+
+
+@pytest.mark.parametrize("num_numbers", [3, 4])
+def test_sft_examples(num_numbers):
+    config = CountdownTask(num_numbers=num_numbers, max_number=20 if num_numbers == 3 else 9)
+    count, noise = 6000, 0.3
+    examples = generate_sft_examples(config, count=count, noise=noise, seed=1)
+    assert len(examples) == count
+    scores = [countdown_reward(prompt.removesuffix(":"), answer) for prompt, answer in examples]
+    assert all(score.parts["valid"] == 1 for score in scores)  # wrong answers use the same numbers
+    correct = sum(score.value for score in scores) / count
+    assert correct == pytest.approx(1 - noise, abs=4 * (noise * (1 - noise) / count) ** 0.5)
+    train = {
+        cd.prompt_text(p)
+        for p in cd.solvable_problems(config)
+        if not cd.is_heldout(p, config.heldout_fraction)
+    }
+    assert {prompt for prompt, _ in examples} <= train
+
+
+def test_sft_seed_decides_everything():
+    config = CountdownTask(max_number=9)
+    first, again, other = (
+        generate_sft_examples(config, count=200, noise=0.3, seed=seed) for seed in (7, 7, 8)
+    )
+    assert first == again != other
+
+
+def test_sft_without_noise_is_all_correct():
+    examples = generate_sft_examples(CountdownTask(max_number=9), count=500, noise=0.0, seed=0)
+    assert all(countdown_reward(prompt.removesuffix(":"), answer).value == 1 for prompt, answer in examples)
+
+
+# --- files
+# -------------------------------------------------------------------------------------------------------------------------
+
+
+def write_lines(path: Path, *records) -> Path:
+    path.write_text("".join(f"{r if isinstance(r, str) else json.dumps(r)}\n" for r in records))
+    return path
+
+
+def gsm8k(path: Path, **options) -> Gsm8kTask:
+    return Gsm8kTask(type="gsm8k", train_path=path, apply_chat_template=False, **options)
+
+
+def jsonl(path: Path, **options) -> JsonlTask:
+    return JsonlTask(type="jsonl", train_path=path, apply_chat_template=False, **options)
+
+
+GOOD = {"question": "1+1", "answer": "One and one.\n#### 1,002"}
+
+
+def test_gsm8k(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "train.jsonl", GOOD, "", {"question": "2", "answer": "#### -3"})
+    task = load_task(gsm8k(path), tokenizer=tokenizer)
+    assert [(p.text, p.reference, p.task) for p in task.train] == [
+        ("1+1", "1002", "gsm8k"),
+        ("2", "-3", "gsm8k"),
+    ]
+    assert len(task.heldout) == 0
+    assert task.train[0].token_ids == tokenizer.encode("1+1")
+
+
+def test_parquet_holds_the_same_as_jsonl(tmp_path, tokenizer):
+    rows = [{"question": str(i), "answer": f"#### {i}"} for i in range(5000)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    from_rows = load_task(gsm8k(tmp_path / "a.parquet"), tokenizer=tokenizer)
+    from_lines = load_task(gsm8k(write_lines(tmp_path / "a.jsonl", *rows)), tokenizer=tokenizer)
+    without_place = [
+        [replace(prompt, place=None) for prompt in task.train] for task in (from_rows, from_lines)
+    ]
+    assert without_place[0] == without_place[1] and len(from_rows.train) == 5000
+
+
+def test_jsonl_with_own_fields_numbers_and_heldout(tmp_path, tokenizer):
+    train = write_lines(tmp_path / "a.jsonl", {"q": "1", "a": 7}, {"q": "1", "a": 7}, {"q": "1", "a": 0.5})
+    heldout = write_lines(tmp_path / "b.jsonl", {"q": "2", "a": "x"})
+    task = load_task(
+        jsonl(train, heldout_path=heldout, prompt_field="q", answer_field="a"), tokenizer=tokenizer
+    )
+    assert [p.reference for p in task.train] == ["7", "7", "0.5"] and [p.reference for p in task.heldout] == [
+        "x"
+    ]
+    ids = [p.prompt_id for p in task.train]
+    assert len(set(ids)) == 3 and ids[1] == f"{ids[0]}#2"
+
+
+def dapo_row(prompt=({"content": "30 + 4?", "role": "user"},), **changes) -> dict:
+    """As DAPO-Math-17k and AIME-2024 have it."""
+    return {
+        "data_source": "math_dapo", "prompt": list(prompt), "ability": "MATH", "reward_model": {"ground_truth": "34", "style": "rule"},
+        "extra_info": {"index": "9a9b"},
+    } | changes  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_the_public_dapo_files_are_read_as_they_are(tmp_path, tokenizer, suffix):
+    rows, path = (
+        [dapo_row(), dapo_row(reward_model={"ground_truth": "35", "style": "rule"})],
+        tmp_path / f"a.{suffix}",
+    )
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        write_lines(path, *rows)
+    task = load_task(jsonl(path, answer_field="reward_model.ground_truth"), tokenizer=tokenizer)
+    assert [(p.text, p.reference) for p in task.train] == [("30 + 4?", "34"), ("30 + 4?", "35")]
+    survey = survey_task_file(jsonl(path, answer_field="reward_model.ground_truth"), path)
+    assert (survey.count, survey.distinct, survey.longest_bytes) == (2, 1, 7)
+    assert [p.place for p in task.train] == [
+        f"{path}:{'row' if suffix == 'parquet' else 'line'} {number}" for number in (1, 2)
+    ]
+
+
+def test_prompts_keep_their_records_where_asked(tmp_path, tokenizer):
+    rows = [dapo_row(), dapo_row(level=2)]
+    config = jsonl(write_lines(tmp_path / "a.jsonl", *rows), answer_field="reward_model.ground_truth")
+    assert [prompt.row for prompt in load_task(config, tokenizer=tokenizer, keep_rows=True).train] == rows
+    assert [prompt.row for prompt in load_task(config, tokenizer=tokenizer).train] == [None, None]
+
+
+def test_a_field_whose_own_name_has_a_dot_comes_first(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "1", "a.b": "whole", "a": {"b": "inner"}})
+    assert load_task(jsonl(path, answer_field="a.b"), tokenizer=tokenizer).train[0].reference == "whole"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            dapo_row(reward_model={"style": "rule"}),
+            r"`reward_model.ground_truth` is missing; this record has `data_source`, `prompt`",
+        ),
+        (dapo_row(reward_model="34"), r"`reward_model.ground_truth` is missing"),
+        (dapo_row(reward_model={"ground_truth": ["34"]}), r"`reward_model.ground_truth` is a list"),
+        (
+            dapo_row([{"role": "system", "content": "x"}, {"role": "user", "content": "1"}]),
+            r"`prompt` is a conversation of system, user; .*task\.system_prompt",
+        ),
+        (dapo_row([{"role": "assistant", "content": "x"}]), r"`prompt` is a conversation of assistant"),
+        (dapo_row([{"role": "user"}]), r"`prompt` is null"),
+        (dapo_row([]), r"`prompt` is a list"),
+        (dapo_row(["30 + 4?"]), r"`prompt` is a list"),
+    ],
+)
+def test_other_conversations_and_lost_answers_are_named(tmp_path, tokenizer, row, message):
+    path = write_lines(tmp_path / "a.jsonl", dapo_row(), row)
+    with pytest.raises(ValueError, match=rf"a\.jsonl:line 2: .*{message}"):
+        load_task(jsonl(path, answer_field="reward_model.ground_truth"), tokenizer=tokenizer)
+
+
+def test_prompt_ids_do_not_depend_on_the_place(tmp_path, tokenizer):
+    records = [{"prompt": str(i), "answer": "1"} for i in range(4)]
+    ids = []
+    for name, order in (("a", records), ("b", records[::-1])):
+        task = load_task(jsonl(write_lines(tmp_path / f"{name}.jsonl", *order)), tokenizer=tokenizer)
+        ids.append({p.text: p.prompt_id for p in task.train})
+    assert ids[0] == ids[1]
+
+
+def test_chat_template_is_asked_for_at_load_time(tmp_path, tokenizer):
+    path = write_lines(tmp_path / "a.jsonl", GOOD)
+    with pytest.raises(ValueError, match="apply_chat_template: false"):
+        load_task(Gsm8kTask(type="gsm8k", train_path=path), tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ('{"question": "1", "answer": ', r"line 3: not valid JSON .*one JSON object"),
+        ("[1, 2]", r"line 3: a list, not an object"),
+        (
+            {"question": "1", "solution": "#### 1"},
+            r"line 3: field `answer` is missing; this record has `question`, `solution`",
+        ),
+        ({"question": "1", "answer": None}, r"line 3: field `answer` is null"),
+        ({"question": ["1"], "answer": "#### 1"}, r"line 3: field `question` is a list"),
+        ({"question": " ", "answer": "#### 1"}, r"line 3: field `question` is empty"),
+        ({"question": "1", "answer": "eleven"}, r"line 3: field `answer` has no `####`"),
+        ({"question": "1", "answer": "#### eleven"}, r"line 3: field `answer` has no number after"),
+    ],
+)
+def test_broken_lines_are_named(tmp_path, tokenizer, bad, message):
+    path = write_lines(tmp_path / "train.jsonl", GOOD, "", bad, GOOD)
+    with pytest.raises(ValueError, match=rf"train\.jsonl:{message}"):
+        load_task(gsm8k(path), tokenizer=tokenizer)
+
+
+def test_broken_encoding_names_the_line(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps(GOOD).encode() + b'\n{"question": "\xff"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl:line 2: not UTF-8"):
+        load_task(gsm8k(path), tokenizer=tokenizer)
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path, tokenizer):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode())
+    assert len(load_task(gsm8k(path), tokenizer=tokenizer).train) == 1
+
+
+def test_missing_empty_unknown_and_broken_files(tmp_path, tokenizer):
+    with pytest.raises(ValueError, match=r"gone\.jsonl does not exist"):
+        load_task(gsm8k(tmp_path / "gone.jsonl"), tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"gone\.jsonl does not exist"):
+        load_task(
+            gsm8k(write_lines(tmp_path / "a.jsonl", GOOD), heldout_path=tmp_path / "gone.jsonl"),
+            tokenizer=tokenizer,
+        )
+    with pytest.raises(ValueError, match="holds no records"):
+        load_task(gsm8k(write_lines(tmp_path / "b.jsonl")), tokenizer=tokenizer)
+    with pytest.raises(ValueError, match=r"must end in \.jsonl"):
+        load_task(gsm8k(write_lines(tmp_path / "c.csv", "a,b")), tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="cannot be read as parquet"):
+        load_task(gsm8k(write_lines(tmp_path / "d.parquet", "PAR")), tokenizer=tokenizer)
+
+
+nested = st.recursive(
+    st.none() | st.integers(-9, 9) | st.text("ab", max_size=2),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("xyz"), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    rows=st.lists(st.dictionaries(st.sampled_from("abc"), nested, max_size=3), max_size=5),
+    start=st.integers(0, 4),
+)
+def test_parquet_values_are_those_of_pyarrow(rows, start):
+    """Also of a slice, whose columns keep the rows before it."""
+    try:
+        array = pyarrow.array(rows, type=None if rows else pyarrow.struct([("a", pyarrow.string())]))
+    except (pyarrow.ArrowException, TypeError):
+        assume(False)  # rows of several types, which no parquet file holds
+    assert records._values(array[start:]) == array[start:].to_pylist()
+    assert records._values(array) == array.to_pylist()
+
+
+def test_a_kept_row_is_whole_in_either_kind_of_file(tmp_path, tokenizer):
+    row = {"prompt": "1+1", "answer": "2", "level": 3}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        config = JsonlTask(type="jsonl", train_path=tmp_path / name, apply_chat_template=False)
+        assert [prompt.row for prompt in load_task(config, tokenizer=tokenizer, keep_rows=True).train] == [
+            row
+        ]
+        first = first_problem(config)
+        assert (first.text, first.reference, first.row) == ("1+1", "2", row)
+
+
+def test_the_first_problem_of_countdown_can_be_solved():
+    assert first_problem(CountdownTask(num_numbers=2, max_number=3, max_target=6)).reference.count("=") == 1
+
+
+def test_parquet_rows_are_named(tmp_path, tokenizer):
+    rows = [{"question": "1", "answer": "#### 1"}] * 5000 + [{"question": "1", "answer": None}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet:row 5001: field `answer` is null"):
+        load_task(gsm8k(tmp_path / "a.parquet"), tokenizer=tokenizer)
+
+
+def test_read_pairs(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", {"prompt": "1", "response": "2", "other": 3})
+    assert read_pairs(path, "prompt", "response") == [(f"{path}:line 1", "1", "2")]
+    with pytest.raises(
+        ValueError,
+        match=r"b\.jsonl holds no records; write one per line, with the fields `prompt` and `response`",
+    ):
+        read_pairs(write_lines(tmp_path / "b.jsonl", "", " "), "prompt", "response")

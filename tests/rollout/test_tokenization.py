@@ -1,0 +1,135 @@
+"""The tiny model's tokenizer and weights, and how prompts become ids."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from rollout.tiny_model import CHARACTERS, make_tiny_countdown_model
+from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
+
+CHATML = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_countdown_model(folder, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return load_tokenizer(folder)
+
+
+def test_one_token_per_character_and_back(tokenizer):
+    @given(st.text(CHARACTERS, min_size=1, max_size=60))
+    def check(text):
+        ids = encode_prompt(tokenizer, text, system_prompt=None, apply_chat_template=False)
+        assert len(ids) == len(text)
+        assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == text
+
+    check()
+
+
+def test_unknown_characters_show(tokenizer):
+    assert tokenizer.encode("1x2")[1] == tokenizer.unk_token_id
+
+
+def test_every_id_of_the_model_has_a_token(folder, tokenizer):
+    config = json.loads((folder / "config.json").read_text())
+    assert config["vocab_size"] == len(tokenizer) == 24
+    assert len({tokenizer.decode([i]) for i in range(24)}) == 24
+
+
+def test_model_folder_loads_with_the_promised_shape(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    config = model.config
+    assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (128, 4, 4)
+    assert (config.num_key_value_heads, config.head_dim, config.intermediate_size) == (2, 32, 384)
+    assert config.model_type == "qwen3" and config.tie_word_embeddings
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(0.79e6, rel=0.01)
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["tiny"]  # nothing partial is left
+
+
+def test_seed_decides_the_weights_and_leaves_the_callers_alone(folder, tmp_path):
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    for name, seed in (("same", 3), ("other", 4)):
+        make_tiny_countdown_model(tmp_path / name, seed=seed)
+    assert torch.equal(torch.rand(3), expected)
+    weights = (folder / "model.safetensors").read_bytes()
+    assert weights == (tmp_path / "same" / "model.safetensors").read_bytes()
+    assert weights != (tmp_path / "other" / "model.safetensors").read_bytes()
+
+
+def test_an_existing_folder_is_not_overwritten(folder):
+    with pytest.raises(ValueError, match="exists already"):
+        make_tiny_countdown_model(folder, seed=0)
+
+
+def test_chat_template(folder):
+    tokenizer = load_tokenizer(folder)
+    with pytest.raises(ValueError, match="apply_chat_template: false"):
+        encode_prompt(tokenizer, "1", system_prompt=None, apply_chat_template=True)
+    tokenizer.chat_template = CHATML
+    ids = encode_prompt(tokenizer, "1+1", system_prompt="2", apply_chat_template=True)
+    assert ids == tokenizer.encode("<system>2;<user>1+1;<assistant>")
+    ids = encode_prompt(tokenizer, "1+1", system_prompt=None, apply_chat_template=True)
+    assert ids == tokenizer.encode("<user>1+1;<assistant>")
+
+
+def test_system_prompt_needs_a_template_and_a_prompt_needs_tokens(tokenizer):
+    with pytest.raises(ValueError, match="apply_chat_template: true"):
+        encode_prompt(tokenizer, "1", system_prompt="2", apply_chat_template=False)
+    with pytest.raises(ValueError, match="no tokens"):
+        encode_prompt(tokenizer, "", system_prompt=None, apply_chat_template=False)
+
+
+def test_missing_folder_missing_and_broken_tokenizer(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"gone does not exist; set model\.path"):
+        load_tokenizer(tmp_path / "gone")
+    shutil.copy(folder / "config.json", tmp_path)
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        load_tokenizer(tmp_path)
+    shutil.copy(folder / "tokenizer_config.json", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{ broken")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_end_tokens_come_from_everywhere(folder, tokenizer, tmp_path):
+    assert end_token_ids(tokenizer, folder) == [0]
+    (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
+    assert end_token_ids(tokenizer, tmp_path) == [0, 7]
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 0]}')
+    assert end_token_ids(tokenizer, tmp_path) == [0, 7, 9]
+    other = load_tokenizer(folder)
+    other.eos_token = "7"  # an id above some of the others
+    assert end_token_ids(other, tmp_path) == [other.convert_tokens_to_ids("7"), 0, 7, 9]
+    (tmp_path / "config.json").write_text('{"eos_token_id": null}')
+    assert end_token_ids(tokenizer, tmp_path) == [0, 9]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [('{"eos_token_id": "x"}', "must be an integer"), ("{", "not valid JSON")]
+)
+def test_broken_end_tokens_are_named(tokenizer, tmp_path, content, message):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"generation_config\.json.*{message}"):
+        end_token_ids(tokenizer, tmp_path)
+
+
+def test_no_end_token_anywhere(folder, tmp_path):
+    tokenizer = load_tokenizer(folder)
+    tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="no end-of-sequence token"):
+        end_token_ids(tokenizer, tmp_path)

@@ -1,0 +1,69 @@
+"""A deterministic engine for unit tests of what surrounds an engine; no part of the product."""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from rollout.client import ClientStats, GenerationError
+from rollout.records import Completion, FinishReason
+
+
+def fake_tokens(
+    prompt_ids: Sequence[int], seed: int, *, max_new_tokens: int, vocab_size: int, stop: int
+) -> list[int]:
+    """Tokens that are a function of prompt and seed alone; about one response in two ends early with
+    ``stop``."""
+    digest = hashlib.sha256(repr((list(prompt_ids), seed)).encode()).digest()
+    length = 1 + digest[0] % (2 * max_new_tokens)
+    tokens = [digest[1 + i % 31] % vocab_size for i in range(min(length, max_new_tokens))]
+    tokens = [token if token != stop else (token + 1) % vocab_size for token in tokens]
+    return [*tokens[:-1], stop] if length <= max_new_tokens else tokens
+
+
+@dataclass
+class FakeEngine:
+    """A ``GenerationClient``. Groups finish in a scrambled order; failures can be asked for by prompt and
+    seed."""
+
+    version: int = 0
+    vocab_size: int = 20
+    fail: Callable[[Sequence[int], int], bool] = lambda prompt_ids, seed: False
+    stats: ClientStats = field(default_factory=ClientStats)
+    calls: list[tuple[tuple[int, ...], int, float]] = field(default_factory=list)
+    """(prompt, seed, temperature) of every sample, in the order they were asked for."""
+
+    async def generate_group(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        stop_token_ids: Sequence[int],
+        seeds: Sequence[int],
+    ) -> list[Completion]:
+        self.calls += [(tuple(prompt_ids), seed, temperature) for seed in seeds]
+        for _ in range(seeds[0] % 5):  # groups finish in another order than they started in
+            await asyncio.sleep(0)
+        if any(self.fail(prompt_ids, seed) for seed in seeds):
+            raise GenerationError(f"asked to fail for {list(prompt_ids)}")
+        (stop, *_) = stop_token_ids
+        responses = [
+            fake_tokens(
+                prompt_ids, seed, max_new_tokens=max_new_tokens, vocab_size=self.vocab_size, stop=stop
+            )
+            for seed in seeds
+        ]
+        self.stats = replace(self.stats, requests=self.stats.requests + len(seeds))
+        return [
+            Completion(
+                token_ids=tokens,
+                rollout_logprobs=[-(1 + token) / temperature for token in tokens],
+                token_versions=[self.version] * len(tokens),
+                finish_reason=FinishReason.STOP if tokens[-1] == stop else FinishReason.LENGTH,
+            )
+            for tokens in responses
+        ]
+
+    async def close(self) -> None:
+        return None

@@ -1,0 +1,255 @@
+"""One optimizer step in any layout, told by Hugging Face names, so that it can be compared with one process.
+Imported by spawned ranks.
+
+``step_of`` and ``by_hf_names`` take any engine; ``work_layout`` runs several jobs of one layout in one set of
+processes.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from configs.schema.layout import LayoutConfig
+from configs.schema.run import RunConfig
+from parallel.engine import (
+    MegatronEngine,
+    NonFiniteError,
+    ValueEngine,
+    _logprobs,
+    _values,
+    finalize_model_grads,
+)
+from parallel.megatron import platform
+from parallel.packing import PackedBatch
+from parallel.weights.hf_conversion import export_hf
+from rollout.records import Completion, FinishReason, Group
+from tests.support.megatron_workers import (
+    clipped_loss,
+    heads_of,
+    make_batch,
+    make_engine,
+    make_value_batch,
+    make_value_engine,
+    weighted_loss,
+)
+from trainer.algorithm.advantages import compute_advantages
+from trainer.algorithm.correction import correct
+from trainer.learner import Learner
+from trainer.ranks.metrics import values
+
+LENGTHS = [9, 5, 12, 9, 3, 20, 5, 12]
+OPTIMIZER = {"clip_grad": 0.05, "weight_decay": 0.1}
+"""Clipping is active; ``make_engine`` sets an eps of Adam that does not blow up the rounding of tiny
+gradients."""
+ROWS = {1: [[[0, 1, 2], [3, 4], [5], [6, 7]]], 2: [[[0, 1, 2], [5]], [[3, 4], [6, 7]]]}
+"""dp -> dp rank -> micro-batch -> rows. Unequal numbers of tokens, of which tensor parallelism does not
+divide all."""
+TEMPERATURE = 0.7
+
+
+def by_hf_names(
+    engine: MegatronEngine | ValueEngine, tensor_of: Callable[[torch.nn.Parameter], Tensor]
+) -> dict[str, Tensor]:
+    """A tensor of every parameter's shape (its weight, its gradient), whole, by the parameter's Hugging Face
+    name, on every rank.
+
+    A collective. A critic's head is ``value_head.weight``. The copy of a tied embedding on the last of
+    several stages is left out: see ``tied_copies``.
+    """
+    kept = {p: p.data for chunk in engine.chunks for p in chunk.parameters()}
+    tensors = {p: tensor_of(p).detach().clone() for p in kept}
+    try:
+        for p, tensor in tensors.items():
+            p.data = tensor
+        mine = {name: tensor.detach().clone() for name, tensor in export_hf(engine.chunks)}
+    finally:
+        for p, data in kept.items():
+            p.data = data
+    if isinstance(engine, ValueEngine):
+        mine.update(("value_head.weight", tensors[head]) for head in heads_of(engine))
+    stages: list[dict[str, Tensor]] = [{}] * engine.groups.pp_size
+    dist.all_gather_object(stages, mine, group=engine.groups.pp_group)
+    found = {name: tensor for stage in stages for name, tensor in stage.items()}
+    if engine.chunks[0].architecture.tied:
+        found.pop("lm_head.weight", None)
+    return found
+
+
+def full_gradients(
+    engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch], forward, loss_fn
+) -> dict[str, Tensor]:
+    """Of the summed losses over all ranks, by Hugging Face names. Nothing is updated.
+
+    A distributed optimizer leaves each rank but its shard of the sum; here all of it is summed everywhere.
+    """
+    kept = [chunk.config.finalize_model_grads_func for chunk in engine.chunks]
+    for chunk in engine.chunks:
+        chunk.config.finalize_model_grads_func = _finalize_everything
+    engine._backward(microbatches, forward, loss_fn)
+    for chunk, function in zip(engine.chunks, kept, strict=True):
+        chunk.config.finalize_model_grads_func = function
+    return by_hf_names(engine, lambda p: p.main_grad)
+
+
+def _finalize_everything(chunks, num_tokens=None, **rest) -> None:
+    finalize_model_grads(chunks, None, **(rest | {"force_all_reduce": True}))
+
+
+def weights_by_hf_names(engine: MegatronEngine | ValueEngine) -> dict[str, Tensor]:
+    return by_hf_names(engine, lambda p: p)
+
+
+def tied_copies(engine: MegatronEngine) -> dict[str, Tensor]:
+    """This rank's shards of the embedding and of the output layer's weight, where it holds them."""
+    found = {}
+    for chunk in engine.chunks:
+        if chunk.pre_process:
+            found["embedding"] = chunk.embedding.word_embeddings.weight.detach().clone()
+        if chunk.post_process and not chunk.pre_process:
+            found["output"] = chunk.output_layer.weight.detach().clone()
+    return found
+
+
+def policy_loss(
+    batch: PackedBatch, logprobs_T: Tensor, entropy_T: Tensor
+) -> tuple[Tensor, tuple[float, Tensor]]:
+    """Of log-probs and entropy; its value and the log-probs are handed back."""
+    loss, found = weighted_loss(batch, logprobs_T, entropy_T)
+    return loss, (found["loss"], found["logprobs_T"])
+
+
+def critic_loss(batch: PackedBatch, values_T: Tensor) -> tuple[Tensor, tuple[float, Tensor]]:
+    loss, found_T = clipped_loss(batch, values_T)
+    return loss, (loss.item(), found_T)
+
+
+def step_of(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch]) -> dict[str, Any]:
+    """Scores, then gradients, then one optimizer step of ``engine`` on this rank's micro-batches."""
+    if isinstance(engine, ValueEngine):
+        scored = engine.values(microbatches)
+        gradients = full_gradients(engine, microbatches, _values, critic_loss)
+        result = engine.update(microbatches, critic_loss)
+    else:
+        scored = [logprobs_T for logprobs_T, _ in engine.logprobs(microbatches, temperature=TEMPERATURE)]
+        gradients = full_gradients(engine, microbatches, _logprobs(TEMPERATURE, True), policy_loss)
+        result = engine.update(microbatches, policy_loss, temperature=TEMPERATURE)
+    return {
+        "scores": scored,
+        "bitwise": all(
+            torch.equal(score_T, trained_T)
+            for score_T, (_, trained_T) in zip(scored, result.outputs, strict=True)
+        ),
+        "loss": sum(loss for loss, _ in result.outputs),
+        "norm": result.grad_norm,
+        "gradients": gradients,
+        "weights": weights_by_hf_names(engine),
+        "copies": tied_copies(engine) if isinstance(engine, MegatronEngine) else {},
+        "dp_rank": engine.groups.dp_rank,
+        "tp_rank": engine.groups.tp_rank,
+    }
+
+
+def build(
+    kind: str, folder: Path, layout: LayoutConfig, recompute: str = "none", **optimizer: Any
+) -> MegatronEngine | ValueEngine:
+    make = make_engine if kind == "policy" else make_value_engine
+    return make(folder, layout=layout, recompute=recompute, **(OPTIMIZER | optimizer))
+
+
+def microbatches_of(engine: MegatronEngine | ValueEngine) -> list[PackedBatch]:
+    batch = make_value_batch(LENGTHS) if isinstance(engine, ValueEngine) else make_batch(LENGTHS)
+    return [batch.select(rows) for rows in ROWS[engine.groups.dp_size][engine.groups.dp_rank]]
+
+
+def work_step(layout: LayoutConfig, **job: Any) -> dict[str, Any]:
+    engine = build(layout=layout, **job)
+    return step_of(engine, microbatches_of(engine))
+
+
+def work_save(layout: LayoutConfig, checkpoint: Path, **job: Any) -> dict[str, Any]:
+    """A step, a checkpoint, and the step after it."""
+    engine = build(layout=layout, **job)
+    step_of(engine, microbatches_of(engine))
+    engine.save(checkpoint, {"position": 1})
+    return step_of(engine, microbatches_of(engine))
+
+
+def work_load(layout: LayoutConfig, checkpoint: Path, **job: Any) -> dict[str, Any]:
+    """The step after a checkpoint."""
+    engine = build(layout=layout, **job)
+    assert engine.load(checkpoint) == {"position": 1}
+    return step_of(engine, microbatches_of(engine))
+
+
+def work_bad_loss(layout: LayoutConfig, **job: Any) -> dict[str, Any]:
+    """A loss that is NaN on the second micro-batch."""
+    engine = build(layout=layout, **job)
+    before = weights_by_hf_names(engine)
+    factors = iter([1.0, float("nan"), 1.0, 1.0])
+    message = ""
+    try:
+        engine.update(
+            microbatches_of(engine), lambda batch, lp, en: (lp.sum() * next(factors), None), temperature=1.0
+        )
+    except NonFiniteError as error:
+        message = str(error)
+    after = weights_by_hf_names(engine)
+    return {"message": message, "unchanged": all(torch.equal(before[name], after[name]) for name in before)}
+
+
+def work_learner(layout: LayoutConfig, config: RunConfig, groups: list[Group]) -> dict[str, Any]:
+    """One RL step of the whole learner, critic included, and its probe of two completions. Rank 0 alone has
+    the groups."""
+    platform.init_distributed(60.0)
+    learner = Learner(config.model_copy(update={"layout": layout}))
+    batch = learner.score(learner.receive(groups if learner.is_first_rank else None), before_update=True)
+    found = correct(batch.packed, config.correction, learner.total)
+    batch = batch.with_advantages(
+        compute_advantages(
+            batch.packed, batch.rewards_S, batch.group_ids_S, config.advantage, total=learner.total
+        )
+    )
+    batch = batch.with_loss_weights(found, config.aggregation, config.correction.denominator, learner.total)
+    (microbatches,) = batch.minibatches()
+    update = learner.update(microbatches, policy=True)
+    completions = [
+        Completion(
+            token_ids=ids,
+            rollout_logprobs=[0.0] * len(ids),
+            token_versions=[0] * len(ids),
+            finish_reason=FinishReason.STOP,
+        )
+        for ids in ([3, 9, 4], [8])
+    ]
+    return {
+        "metrics": values(update.metrics),
+        "logprobs_T": batch.scattered(update.logprobs),
+        "ids_S": batch.packed.sequence_ids_S,
+        "lengths": batch.packed.lengths,
+        "num_microbatches": len(microbatches),
+        "weights": weights_by_hf_names(learner.engine),
+        "critic": weights_by_hf_names(learner.critic.engine),
+        "probe": learner.logprobs_of([5, 7, 1], completions, temperature=0.7),
+    }
+
+
+WORK = {
+    "learner": work_learner,
+    "step": work_step,
+    "save": work_save,
+    "load": work_load,
+    "bad_loss": work_bad_loss,
+}
+
+
+def work_layout(
+    layout: LayoutConfig, jobs: dict[str, tuple[str, dict[str, Any]]]
+) -> dict[str, dict[str, Any]]:
+    """Jobs (of ``WORK``, with its arguments) one after another in one set of processes: starting them costs
+    more than the work."""
+    return {name: partial(WORK[work], layout)(**arguments) for name, (work, arguments) in jobs.items()}

@@ -1,0 +1,80 @@
+"""Tiny mixture-of-experts models, what transformers says of them, and their jobs in several processes.
+Imported by spawned ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from configs.schema.layout import LayoutConfig
+from parallel.packing import PackedBatch
+from tests.support.layout_workers import work_layout
+from tests.support.megatron_workers import VOCAB, make_engine, weighted_loss
+
+EXPERTS = 4
+
+
+def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0, **changes) -> Path:
+    """A tiny random model in ``folder``; norm weights are random too. Experts and dense MLPs differ in size
+    where a family has both."""
+    fields = dict(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+        max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.15, num_experts_per_tok=2, head_dim=16,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    if kind == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(**{**fields, "num_local_experts": EXPERTS, **changes}))
+    else:
+        fields |= {"num_experts": EXPERTS, "moe_intermediate_size": 24, "norm_topk_prob": True}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**fields, **changes}))
+    model = model.float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + 1.0)
+            elif name.endswith("gate.weight"):  # routes that differ clearly from token to token
+                parameter.mul_(3.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def by_transformers(
+    folder: Path, batch: PackedBatch, temperature: float, out: Path
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """(logits [T, V], the gradient of ``weighted_loss`` by the names under which transformers saves tensors),
+    sequence by sequence."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    logits_TV = torch.cat([model(row[None]).logits[0] for row in batch.tokens_T.split(batch.lengths)])
+    logp_TV = torch.log_softmax(logits_TV / temperature, -1)
+    logprobs_T = logp_TV.gather(1, batch.targets_T[:, None]).squeeze(1)
+    weighted_loss(batch, logprobs_T, -(logp_TV.exp() * logp_TV).sum(-1))[0].backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.grad)
+    model.save_pretrained(out)  # which takes the experts apart, by the same code as for weights
+    return logits_TV.detach(), load_file(out / "model.safetensors")
+
+
+def work_layouts(
+    cases: dict[str, tuple[dict[str, Any], dict[str, tuple], dict[Path, Path]]],
+) -> dict[str, dict[str, Any]]:
+    """Per case ``work_layout``'s results of its jobs, one case after another; folders (keys) go through its
+    layout and out again."""
+    found = {}
+    for name, (sizes, jobs, saves) in cases.items():
+        layout = LayoutConfig(**sizes)
+        found[name] = work_layout(layout, jobs)
+        for source, out in saves.items():
+            make_engine(source, layout=layout).save_hf(out)
+        parallel_state.destroy_model_parallel()
+    return found

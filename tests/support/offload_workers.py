@@ -1,0 +1,81 @@
+"""Engines whose tensors leave the device and come back (test_colocated). Functions named ``work_*`` run in
+every rank."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.schema.layout import LayoutConfig
+from parallel.checkpoints.checkpoint import optimizer_parts
+from parallel.engine import MegatronEngine
+from tests.support.megatron_workers import make_batch, make_engine, weighted_loss, weights_of
+
+
+def work_offloaded_updates(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each case (dtype and optimizer), three updates that stay on the device and three with an offload
+    before and after each."""
+    return [
+        {way: _updates(folder, case, offloads=way == "offloaded") for way in ("resident", "offloaded")}
+        for case in cases
+    ]
+
+
+def _updates(folder: Path, case: dict[str, Any], *, offloads: bool) -> dict[str, Any]:
+    engine = make_engine(folder, layout=LayoutConfig(dp="auto"), **case)
+    batch = make_batch([12, 9, 7, 11])
+    mine = batch.select([row for row in range(4) if row % engine.groups.dp_size == engine.groups.dp_rank])
+    found: dict[str, Any] = {"norms": [], "logprobs": [], "away": [], "unchanged": []}
+    for _ in range(3):
+        if offloads:
+            _there_and_back(engine, found)
+        found["norms"].append(engine.update([mine], weighted_loss, temperature=0.7).grad_norm)
+        if offloads:
+            _there_and_back(engine, found)
+        found["logprobs"].append(engine.logprobs([mine], temperature=0.7)[0][0])
+    return found | {"weights": weights_of(engine), "state": lasting_tensors(engine)}
+
+
+def _there_and_back(engine: MegatronEngine, found: dict[str, Any]) -> None:
+    before, addresses = lasting_tensors(engine), [id(tensor) for tensor in tensors_of(engine)]
+    engine.offload()
+    engine.offload()  # a second time: nothing is lost
+    found["away"].append(bytes_there(engine))
+    engine.restore()
+    after = lasting_tensors(engine)
+    found["unchanged"].append(
+        len(before) == len(after)
+        and all(map(torch.equal, before, after))
+        and addresses == [id(tensor) for tensor in tensors_of(engine)]
+    )
+
+
+def tensors_of(engine: MegatronEngine) -> list[Tensor]:
+    """Weights, optimizer's weights and state, gradients."""
+    return [
+        *_lasting(engine),
+        *(p.main_grad for chunk in engine.chunks for p in chunk.parameters() if hasattr(p, "main_grad")),
+    ]
+
+
+def _lasting(engine: MegatronEngine) -> list[Tensor]:
+    found = [tensor for chunk in engine.chunks for tensor in (*chunk.parameters(), *chunk.buffers())]
+    for part in optimizer_parts(engine._optimizer) if engine._optimizer is not None else ():
+        found += [p for group in part.optimizer.param_groups for p in group["params"]]
+        found += [
+            v for state in part.optimizer.state.values() for v in state.values() if isinstance(v, Tensor)
+        ]
+    return found
+
+
+def lasting_tensors(engine: MegatronEngine) -> list[Tensor]:
+    """Copies of all but the gradients."""
+    return [tensor.detach().clone() for tensor in _lasting(engine)]
+
+
+def bytes_there(engine: MegatronEngine) -> int:
+    """Of every storage that the engine's tensors, and the optimizer's gradients, lie in."""
+    tensors = tensors_of(engine)
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

@@ -1,0 +1,171 @@
+"""Every variant of the algorithm, two steps each, on one start of the engines: the list, and the processes
+that run it.
+
+    python -m tests.support.variant_workers MODEL     like ``tandem train``, with this module in the learner's place (torchrun, --rank RUN)
+
+Each variant has a learner of its own, from the weights of the model, at the servers and the sample role that
+all of them share; step numbers and weight versions go on from one variant to the next, in one run folder with
+one tracker.
+"""
+
+import argparse
+import contextlib
+import gc
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from configs.loader import load_config, resolved_yaml
+from configs.presets import PRESETS
+from configs.schema import RunConfig
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs/debug/variants.yaml"
+REWARD = ("reward.type=function", "reward.function=my_reward:score")
+STEPS = 2
+"""Of each variant: from its starting weights, and from weights that it has moved."""
+ADAPTIVE = {"target": 0.1, "horizon": 200}
+
+NOTHING = "correction.reject=[{rule: ratio, level: sequence, lower: 0, upper: 0.5}]"
+"""The same weights on both sides make every ratio 1, so no response passes."""
+SOME = "correction.reject=[{rule: ratio, level: token, lower: 0, upper: 1.0}]"
+"""Rounding puts the ratio of a token on either side of 1."""
+TWO = "learner.minibatches=2"
+KL = "kl.coefficient=0.05"
+KL_IN_REWARD = (KL, "kl.place=reward")
+EVERY_GROUP = "rollout.dynamic_sampling.type=none"
+"""What the learner's config must say for these estimators; the sample role, started once, resamples for them
+too."""
+BY_SEQUENCE = "aggregation.type=sequence_mean_token_mean"
+
+VARIANTS: dict[str, tuple[str, ...]] = {
+    # With one minibatch a correction is found in the update's own forward pass, with two before the first
+    # update (in bypass never).
+    **{name: (f"correction={name}",) for name in PRESETS},
+    **{f"{name}, two minibatches": (f"correction={name}", TWO) for name in list(PRESETS)[:8]},
+    **{f"objective {name}": (f"objective.type={name}", TWO) for name in ("clipped", "gspo", "gmpo", "cispo", "sapo", "dppo")},
+    "objective policy_gradient": ("objective.type=policy_gradient", TWO),
+    "objective gspo, one minibatch": ("objective.type=gspo", "correction=decoupled_k3_rs_seq_is"),
+    "objective gmpo, one minibatch": ("objective.type=gmpo", "correction=decoupled_k3_rs_token_is"),
+    "clip higher, no dual clip": ("objective.clip_high=0.28", "objective.dual_clip=null", "correction=disabled", TWO),
+    **{f"advantage {name}": (f"advantage.type={name}",) for name in ("rloo", "opo", "reinforce_pp_baseline")},
+    **{f"advantage {name}": (f"advantage.type={name}", EVERY_GROUP) for name in ("reinforce_pp", "gae")},
+    "advantage grpo, no std": ("advantage.normalize_by_std=false",),
+    "advantage gae, not whitened": (
+        "advantage={type: gae, gamma: 0.9, lam: 0.95, whiten: false}", "critic.value_clip=null", TWO, EVERY_GROUP
+    ),
+    "advantage gae, KL in reward": ("advantage.type=gae", *KL_IN_REWARD, EVERY_GROUP),
+    **{f"KL in loss, {name}": (KL, f"kl.estimator={name}", TWO) for name in ("k1", "k2", "k3", "abs")},
+    **{f"KL in loss, {name}_straight_through": (KL, f"kl.estimator={name}_straight_through") for name in ("k1", "k3", "abs")},
+    "KL in reward, fixed": KL_IN_REWARD,
+    "KL in reward, adaptive": (
+        *KL_IN_REWARD, f"kl.controller={{type: adaptive, target: {ADAPTIVE['target']}, horizon: {ADAPTIVE['horizon']}}}", TWO
+    ),
+    "KL in reward, bypass": ("correction=pg_is", *KL_IN_REWARD, "kl.estimator=k3"),
+    "entropy": ("entropy.coefficient=0.01",),
+    "aggregation sequence_mean_token_mean": (BY_SEQUENCE,),
+    "aggregation sequence_mean_token_sum": ("aggregation.type=sequence_mean_token_sum",),
+    "aggregation over a constant": ("aggregation={type: sequence_mean_token_sum_over_constant, constant: 14}",),
+    **{f"normalise, {level}": ("correction.weight.normalise=true", f"correction.weight.level={level}") for level in ("token", "sequence")},
+    "normalise, geometric": ("correction.weight={level: geometric, bound: clip, upper: 1.5, normalise: true}", TWO),
+    "normalise, segment": ("correction.weight={level: segment, bound: mask, upper: 3.0, normalise: true}", TWO),
+    "level segment_geometric": ("correction.weight={level: segment_geometric, upper: 1.2}",),
+    "some rejected": (SOME,),
+    "some rejected, two minibatches": (SOME, TWO),
+    "some rejected, all counted": (SOME, "correction.denominator=all"),
+    "some rejected, gspo": ("objective.type=gspo", SOME),
+    "some rejected, bypass": ("correction=ppo_is_bypass", SOME, TWO),
+    "some rejected, policy gradient": ("correction=pg_geo_rs_token_is", SOME, BY_SEQUENCE),
+    # Each after one that keeps something, since an alarm is told where it begins.
+    "nothing kept": (NOTHING,),
+    "old recomputed": ("learner.old_logprobs=always",),
+    "nothing kept, two minibatches": (NOTHING, TWO),
+    "full recomputation of activations": ("learner.recompute=full",),
+    "nothing kept, policy gradient": ("correction=pg_is", NOTHING),
+}  # fmt: skip
+
+
+def first_step(name: str) -> int:
+    return 1 + STEPS * list(VARIANTS).index(name)
+
+
+def variant_config(name: str, model: Path) -> RunConfig:
+    return load_config(
+        CONFIG, [f"model.path={model}", *REWARD, f"steps={first_step(name) + STEPS - 1}", *VARIANTS[name]]
+    )
+
+
+def supervise(model: Path) -> None:
+    """Start the roles of a run in ``runs/``, with this module in the learner's place, and wait for it."""
+    from launch.commands import train as commands
+    from launch.processes import run_folder
+    from launch.processes.supervisor import Supervisor
+
+    config = load_config(CONFIG, [f"model.path={model}", *REWARD, f"steps={STEPS * len(VARIANTS)}"])
+    folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
+    run_folder.point_latest(folder)
+    learn = commands.role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True)
+    torchrun = learn.command[: learn.command.index("launch")]
+    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
+        commands.start_sampling(supervisor, folder, config)
+        supervisor.start(
+            replace(
+                learn,
+                command=[*torchrun, "tests.support.variant_workers", str(model), "--rank", str(folder.path)],
+            )
+        )
+        supervisor.wait_until_done("learn")
+
+
+def run_rank(path: Path) -> None:
+    """One learner rank: every variant in turn. Writes ``variants.json``: how far the weights moved, and the
+    memory in use after it."""
+    from launch.processes.run_folder import RunFolder, write_json
+    from launch.roles import learn as learning
+
+    folder = RunFolder(path)
+    run = learning.build_run(folder)
+    starting = dict(run.learner.engine.export_hf())
+    found = {}
+    with run.tracker or contextlib.nullcontext():
+        for name in VARIANTS:
+            trained = run_variant(name, run, folder)
+            moved = max((trained[key] - starting[key]).abs().max().item() for key in starting)
+            gc.collect()  # a model and its optimizer hold each other
+            found[name] = {"moved": moved, "resident_mib": psutil.Process().memory_info().rss / 2**20}
+    if run.learner.is_first_rank:
+        write_json(folder.path / "variants.json", found)
+    learning.end_run(run)
+
+
+def run_variant(name: str, run, folder) -> dict:
+    """A fresh learner, published and trained; returns its weights."""
+    from trainer.learner import Learner
+    from trainer.loop import train
+    from trainer.recording import Recorder
+
+    config = variant_config(name, run.config.model.path)
+    learner = Learner(config)
+    learner.version = first_step(name) - 1
+    # Not a sync of its own: the servers take as long to join a transfer group as a step does.
+    run.weight_sync._learner = learner
+    run.weight_sync._samples_are_probes = config.compares_samples
+    run.weight_sync.restore()
+    recorder = Recorder(
+        folder.batches, "all" if config.learner.minibatches == 1 else "none", config.correction
+    )
+    train(replace(run, config=config, learner=learner, recorder=recorder, first_step=first_step(name)))
+    return {key: tensor.clone() for key, tensor in learner.engine.export_hf()}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("model", type=Path)
+    options.add_argument("--rank", type=Path, help="be one learner rank of this run folder")
+    given = options.parse_args()
+    if given.rank:
+        run_rank(given.rank)
+    else:
+        supervise(given.model)

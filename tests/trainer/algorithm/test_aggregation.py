@@ -1,0 +1,114 @@
+"""Aggregation weights: each mode's mean against a loop over sequences, additivity under any split, and the
+empty batch."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.packed_batches import count_valid
+from trainer.algorithm.aggregation import GlobalCounts, Mode, aggregation_weights
+
+MODES = Mode.__args__
+CONSTANT = 7
+
+
+def constant_of(mode):
+    return CONSTANT if mode == "sequence_mean_token_sum_over_constant" else None
+
+
+def slow_mean(losses, masks, mode):
+    """Rows of losses and masks, one per sequence -> the mode's mean, from its definition."""
+    rows = [[x for x, m in zip(row, mask, strict=True) if m] for row, mask in zip(losses, masks, strict=True)]
+    rows = [row for row in rows if row]
+    if not rows:
+        return 0.0
+    if mode == "token_mean":
+        return sum(map(sum, rows)) / sum(map(len, rows))
+    per_sequence = {
+        "sequence_mean_token_mean": lambda row: sum(row) / len(row),
+        "sequence_mean_token_sum": sum,
+        "sequence_mean_token_sum_over_constant": lambda row: sum(row) / CONSTANT,
+    }[mode]
+    return sum(per_sequence(row) for row in rows) / len(rows)
+
+
+masks_strategy = st.lists(st.lists(st.booleans(), min_size=1, max_size=9), min_size=1, max_size=8)
+
+
+def pack(masks):
+    return torch.tensor([m for row in masks for m in row]), torch.tensor(
+        [0] + [len(row) for row in masks]
+    ).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=80, deadline=None)
+@given(masks=masks_strategy, seed=st.integers(0, 99), cut=st.integers(0, 8))
+def test_parts_add_up_to_the_mean_of_the_whole(mode, masks, seed, cut):
+    generator = torch.Generator().manual_seed(seed)
+    losses = [torch.randn(len(row), generator=generator, dtype=torch.float64).tolist() for row in masks]
+    parts = [part for part in (masks[:cut], masks[cut:]) if part]
+    found = [count_valid(*pack(part)) for part in parts]
+    counts = GlobalCounts(tokens=sum(c.tokens for c in found), sequences=sum(c.sequences for c in found))
+    assert counts == count_valid(*pack(masks))
+    weights = [
+        aggregation_weights(*pack(part), mode=mode, constant=constant_of(mode), counts=counts)
+        for part in parts
+    ]
+    whole = aggregation_weights(*pack(masks), mode=mode, constant=constant_of(mode), counts=counts)
+    assert torch.equal(torch.cat(weights), whole), "a split changed a weight"
+    total = (
+        (whole.double() * torch.tensor([x for row in losses for x in row], dtype=torch.float64)).sum().item()
+    )
+    assert total == pytest.approx(slow_mean(losses, masks, mode), rel=1e-6, abs=1e-6)
+
+
+def test_by_hand():
+    mask_T, cu_seqlens = pack([[False, True, True], [False, False], [True]])
+    counts = count_valid(mask_T, cu_seqlens)
+    assert counts == GlobalCounts(tokens=3, sequences=2)
+    expected = {
+        "token_mean": [0, 1 / 3, 1 / 3, 0, 0, 1 / 3],
+        "sequence_mean_token_mean": [0, 1 / 4, 1 / 4, 0, 0, 1 / 2],
+        "sequence_mean_token_sum": [0, 1 / 2, 1 / 2, 0, 0, 1 / 2],
+        "sequence_mean_token_sum_over_constant": [0, 1 / 14, 1 / 14, 0, 0, 1 / 14],
+    }
+    for mode, weights in expected.items():
+        found = aggregation_weights(mask_T, cu_seqlens, mode=mode, constant=constant_of(mode), counts=counts)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, torch.tensor(weights))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_valid_weighs_nothing(mode):
+    mask_T, cu_seqlens = pack([[False, False], [False]])
+    counts = count_valid(mask_T, cu_seqlens)
+    assert counts == GlobalCounts(tokens=0, sequences=0)
+    assert (
+        aggregation_weights(mask_T, cu_seqlens, mode=mode, constant=constant_of(mode), counts=counts).tolist()
+        == [0.0] * 3
+    )
+    no_tokens = torch.zeros(0, dtype=torch.bool), torch.zeros(1, dtype=torch.int32)
+    assert count_valid(*no_tokens) == counts
+    assert aggregation_weights(*no_tokens, mode=mode, constant=constant_of(mode), counts=counts).numel() == 0
+
+
+def test_errors():
+    mask_T, cu_seqlens = pack([[True, True]])
+    with pytest.raises(ValueError, match="not global"):
+        aggregation_weights(
+            mask_T, cu_seqlens, mode="token_mean", constant=None, counts=GlobalCounts(tokens=1, sequences=1)
+        )
+    with pytest.raises(ValueError, match="constant"):
+        aggregation_weights(
+            mask_T,
+            cu_seqlens,
+            mode="sequence_mean_token_sum_over_constant",
+            constant=None,
+            counts=GlobalCounts(tokens=2, sequences=1),
+        )
+    with pytest.raises(ValueError, match="token_mean"):
+        aggregation_weights(
+            mask_T, cu_seqlens, mode="mean", constant=None, counts=GlobalCounts(tokens=2, sequences=1)
+        )

@@ -1,0 +1,248 @@
+"""The plan of a step's batch: who gets what, within which bounds, and that ranks do not change what a
+minibatch is."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from configs.schema.run import AnyConfig
+from rollout.records import FinishReason, Trajectory
+from trainer.batch.plan import pack_trajectories, packed_length, plan_batches
+
+
+@st.composite
+def problems(draw):
+    """(lengths, arguments of plan_batches) that can be planned."""
+    minibatches, groups_each, siblings = (
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 5)),
+    )
+    count = minibatches * groups_each * siblings
+    lengths = draw(st.lists(st.integers(1, 50), min_size=count, max_size=count))
+    return lengths, {
+        "num_minibatches": minibatches,
+        "sequences_per_group": siblings,
+        "dp_size": draw(
+            st.sampled_from([size for size in (1, 2, 3, 4) if groups_each * siblings % size == 0])
+        ),
+        "token_budget": max(lengths) + draw(st.integers(0, 150)),
+    }
+
+
+def sequences_of(minibatch) -> list[int]:
+    """Over all ranks, ascending."""
+    return sorted(s for rank in minibatch for microbatch in rank for s in microbatch)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_every_sequence_once_in_its_minibatch_within_the_budget(problem):
+    lengths, arguments = problem
+    plan = plan_batches(lengths, **arguments)
+    size = len(lengths) // arguments["num_minibatches"]
+    assert len(plan.microbatches) == arguments["num_minibatches"]
+    for index, minibatch in enumerate(plan.microbatches):
+        assert sequences_of(minibatch) == list(range(index * size, (index + 1) * size)), (
+            "membership depends on the layout"
+        )
+        assert len(minibatch) == arguments["dp_size"]
+        assert len({len(rank) for rank in minibatch}) == 1, "ranks differ in their number of micro-batches"
+        bins = [microbatch for rank in minibatch for microbatch in rank]
+        assert all(sum(lengths[s] for s in b) <= arguments["token_budget"] for b in bins)
+        assert all(bins), "an empty micro-batch"
+        for rank in minibatch:
+            loads = [sum(lengths[s] for s in b) for b in rank]
+            assert loads == sorted(loads, reverse=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_rows_address_what_the_rank_packs(problem):
+    lengths, arguments = problem
+    plan = plan_batches(lengths, **arguments)
+    for rank in range(arguments["dp_size"]):
+        ids = plan.sequence_ids(rank)
+        found = [[tuple(ids[row] for row in rows) for rows in minibatch] for minibatch in plan.rows(rank)]
+        assert found == [list(minibatch[rank]) for minibatch in plan.microbatches]
+        flat = [row for minibatch in plan.rows(rank) for rows in minibatch for row in rows]
+        assert flat == list(range(len(ids))), "rows are not in packing order"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=4, max_size=40), st.integers(1, 4))
+def test_ranks_with_room_differ_by_at_most_the_longest_sequence(lengths, dp_size):
+    lengths = lengths[: len(lengths) // dp_size * dp_size]
+    plan = plan_batches(
+        lengths, num_minibatches=1, sequences_per_group=1, dp_size=dp_size, token_budget=sum(lengths)
+    )
+    loads = [sum(lengths[s] for b in rank for s in b) for rank in plan.microbatches[0]]
+    assert max(loads) - min(loads) <= max(lengths)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_ranks_differ_by_no_more_than_microbatches(problem):
+    lengths, arguments = problem
+    for minibatch in plan_batches(lengths, **arguments).microbatches:
+        sizes = [[sum(lengths[s] for s in b) for b in rank] for rank in minibatch]
+        flat = [size for rank in sizes for size in rank]
+        assert max(map(sum, sizes)) - min(map(sum, sizes)) <= max(flat) - min(flat)
+
+
+def fewest_bins(lengths, budget):
+    """By trying every assignment."""
+    for count in range(1, len(lengths) + 1):
+        for owners in itertools.product(range(count), repeat=len(lengths)):
+            if all(
+                sum(x for x, o in zip(lengths, owners, strict=True) if o == b) <= budget for b in range(count)
+            ):
+                return count
+    raise AssertionError("unreachable")
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 10), min_size=2, max_size=6), st.integers(0, 8), st.integers(1, 2))
+def test_number_of_microbatches_against_exhaustive_search(lengths, slack, dp_size):
+    lengths = lengths[: len(lengths) // dp_size * dp_size]
+    budget = max(lengths) + slack
+    plan = plan_batches(
+        lengths, num_minibatches=1, sequences_per_group=1, dp_size=dp_size, token_budget=budget
+    )
+    fewest = fewest_bins(lengths, budget)
+    assert -(-fewest // dp_size) <= len(plan.microbatches[0][0]) <= -(-((11 * fewest + 6) // 9) // dp_size)
+
+
+def test_by_hand():
+    # First minibatch: 24 tokens would fill two micro-batches of 12, but neither 9 + 4 nor 6 + 5 + 4 fits: one
+    # sequence each, dealt 9 and 6, then 4 and 5. Second: equal lengths, in turn.
+    plan = plan_batches(
+        [9, 5, 4, 6, 3, 3, 3, 3], num_minibatches=2, sequences_per_group=2, dp_size=2, token_budget=12
+    )
+    assert plan.microbatches == ((((0,), (2,)), ((3,), (1,))), (((4, 6),), ((5, 7),)))
+    assert plan.sequence_ids(1) == [3, 1, 5, 7]
+    assert plan.rows(1) == [[[0], [1]], [[2, 3]]]
+
+
+def test_first_fit_packs_what_even_packing_cannot():
+    # Longest first into the emptiest: 7 4 | 5 4, and 4 is left. First fit: 7 5 | 4 4 4.
+    plan = plan_batches([7, 5, 4, 4, 4], num_minibatches=1, sequences_per_group=5, dp_size=1, token_budget=12)
+    assert plan.microbatches == ((((0, 1), (2, 3, 4)),),)
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_no_microbatch_is_empty_even_where_each_sequence_fills_one(dp_size):
+    plan = plan_batches([10] * 8, num_minibatches=2, sequences_per_group=2, dp_size=dp_size, token_budget=10)
+    assert [[[len(b) for b in rank] for rank in minibatch] for minibatch in plan.microbatches] == [
+        [[1] * (4 // dp_size)] * dp_size
+    ] * 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    dp_size=st.integers(1, 3),
+    multiple=st.integers(1, 4),
+    slack=st.integers(0, 40),
+)
+def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_and_no_microbatch_is_empty(
+    lengths, dp_size, multiple, slack
+):
+    lengths = lengths * (dp_size * multiple)
+    budget = max(lengths) + slack
+    arguments = dict(num_minibatches=1, sequences_per_group=1, dp_size=dp_size, token_budget=budget)
+    plan = plan_batches(lengths, microbatch_multiple=multiple, **arguments)
+    (ranks,) = plan.microbatches
+    assert {len(rank) for rank in ranks} == {len(ranks[0])} and len(ranks[0]) % multiple == 0
+    assert all(
+        microbatch and sum(lengths[s] for s in microbatch) <= budget for rank in ranks for microbatch in rank
+    )
+    assert sequences_of(ranks) == list(range(len(lengths)))
+    assert len(ranks[0]) >= len(plan_batches(lengths, **arguments).microbatches[0][0])
+
+
+GOOD = {"num_minibatches": 1, "sequences_per_group": 2, "dp_size": 1, "token_budget": 10}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "change", "message"),
+    [
+        ([3, 11, 4, 5], {}, r"sequence 1 takes 11 tokens.*token_budget=10.*at least 11"),
+        ([3, 4, 5], {}, "3 sequences are not whole groups of 2"),
+        ([], {}, "0 sequences"),
+        ([3, 4, 5, 6], {"num_minibatches": 3}, "2 groups do not divide into 3"),
+        (
+            [3, 4, 5, 6],
+            {"dp_size": 5},
+            "4 sequences does not divide by 5 data-parallel ranks; use 5 sequences",
+        ),
+        (
+            [9, 9, 9],
+            {"sequences_per_group": 3, "dp_size": 2},
+            "3 sequences does not divide by 2 .*use 2 or 4 sequences",
+        ),
+        ([3, 0], {}, "sequence 1 has packed length 0"),
+        ([3, 4], {"dp_size": 0}, "dp_size=0"),
+        ([3, 4], {"microbatch_multiple": 0}, "microbatch_multiple=0"),
+        (
+            [3, 4, 5, 6, 3, 4],
+            {"dp_size": 2, "microbatch_multiple": 2},
+            "3 sequences .* 2 stages .* multiple of 4 sequences per minibatch",
+        ),
+    ],
+)
+def test_errors_name_value_and_fix(lengths, change, message):
+    with pytest.raises(ValueError, match=message):
+        plan_batches(lengths, **(GOOD | change))
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks_sequences"), [({"pp": 8, "vpp": 2}, 12), ({"pp": 4, "vpp": 2, "dp": 2}, 6)]
+)
+def test_a_run_whose_minibatches_do_not_fill_an_interleaved_pipeline_is_refused_at_load(
+    layout, ranks_sequences
+):
+    run = {
+        "kind": "train",
+        "model": {"path": "m"},
+        "task": {"type": "countdown"},
+        "rollout": {"prompts_per_step": 4, "group_size": 3},
+    }
+    warm_start = {
+        "kind": "sft",
+        "model": {"path": "m"},
+        "data": {"type": "countdown"},
+        "output": "out",
+        "batch_size": 12,
+    }
+    stages = layout["pp"]
+    for config in (run, warm_start):
+        with pytest.raises(
+            ValueError,
+            match=rf"vpp=2 interleaves layout.pp={stages} .* {ranks_sequences} sequences.*multiple of {stages}",
+        ):
+            TypeAdapter(AnyConfig).validate_python(config | {"layout": layout})
+        TypeAdapter(AnyConfig).validate_python(config | {"layout": layout | {"vpp": 1}})
+
+
+def trajectory(token_ids, **change):
+    count = len(token_ids)
+    return Trajectory(**({
+        "group_id": 0, "sibling_id": 1, "prompt_id": "p", "token_ids": token_ids, "response_mask": [False] + [True] * (count - 1),
+        "rollout_logprobs": [0.0] + [-0.5 * i for i in range(1, count)], "token_versions": [0] * count,
+        "finish_reason": FinishReason.STOP, "reward": 1.0, "reward_parts": {},
+    } | change))  # fmt: skip
+
+
+def test_pack_trajectories():
+    samples = [trajectory([5, 6, 7]), trajectory([8, 9])]
+    batch = pack_trajectories(samples, [12, 3])
+    assert batch.lengths == [packed_length(t.token_ids) for t in samples] == [2, 1]
+    assert batch.tokens_T.tolist() == [5, 6, 8] and batch.targets_T.tolist() == [6, 7, 9]
+    assert batch.rollout_logprobs_T.tolist() == [-0.5, -1.0, -0.5]
+    assert batch.sequence_ids_S.tolist() == [12, 3]
+    with pytest.raises(ValueError, match=r"sequence 4 .*3 tokens, 2 mask entries"):
+        pack_trajectories([trajectory([1, 2, 3], response_mask=[False, True])], [4])

@@ -1,0 +1,589 @@
+"""The step as it runs: split_groups -> step_batch -> scores, advantages, correction, loss weights ->
+minibatches -> loss.
+
+Neither the number of data-parallel ranks, nor the token budget, nor the order of sequences in a packing may
+change loss and gradient. Ranks are real gloo processes: only they show whether normalisers are counted over
+all of them.
+Legend: S sequences, T packed tokens, V vocabulary.
+"""
+
+import math
+import multiprocessing
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from configs.presets import PRESETS
+from configs.schema.correction import CorrectionConfig, ImportanceWeight
+from configs.schema.objective import (
+    AdvantageConfig,
+    AggregationConfig,
+    CispoObjective,
+    ClippedObjective,
+    DppoObjective,
+    EntropyConfig,
+    GmpoObjective,
+    GrpoAdvantage,
+    GspoObjective,
+    KLConfig,
+    ObjectiveConfig,
+    OpoAdvantage,
+    PolicyGradientObjective,
+    ReinforcePlusPlusAdvantage,
+    ReinforcePlusPlusBaselineAdvantage,
+    RlooAdvantage,
+    SapoObjective,
+)
+from parallel.packing import PackedBatch
+from rollout.records import FinishReason, Group, Trajectory
+from trainer.algorithm.advantages import compute_advantages
+from trainer.algorithm.aggregation import Mode
+from trainer.algorithm.correction import correct
+from trainer.algorithm.policy_loss import kept_factor, policy_loss
+from trainer.batch.step_batch import Share, StepBatch, split_groups, step_batch
+from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
+from trainer.ranks.totals import total_over
+from trainer.step_metrics import sample_metrics
+
+VOCAB = 7
+CONSTANT = 5
+MOST_RANKS = 3
+MODES = Mode.__args__
+OBJECTIVE = ClippedObjective(clip_low=0.2, clip_high=0.28)
+KL = KLConfig(coefficient=0.3, estimator="k3")
+ENTROPY = EntropyConfig(coefficient=0.05)
+UPPER = 1.5
+TRUNCATED_TOKENS, GRPO = CorrectionConfig(weight=ImportanceWeight(upper=UPPER)), GrpoAdvantage()
+OBJECTIVES = (
+    OBJECTIVE, GspoObjective(type="gspo"), GmpoObjective(type="gmpo"), CispoObjective(type="cispo"), SapoObjective(type="sapo"),
+    DppoObjective(type="dppo"), PolicyGradientObjective(type="policy_gradient"),
+)  # fmt: skip
+ADVANTAGES = (
+    GRPO, RlooAdvantage(type="rloo"), OpoAdvantage(type="opo"), ReinforcePlusPlusAdvantage(type="reinforce_pp", gamma=0.9),
+    ReinforcePlusPlusBaselineAdvantage(type="reinforce_pp_baseline"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a step is trained with."""
+
+    mode: str = "token_mean"
+    correction: CorrectionConfig = TRUNCATED_TOKENS
+    objective: ObjectiveConfig = OBJECTIVE
+    advantage: AdvantageConfig = GRPO
+    scores_old: bool = True
+    """False: with one minibatch, whose current policy is old, the loss finds old itself."""
+
+    def loss(
+        self, microbatch: PackedBatch, current_T: Tensor, entropy_T: Tensor
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        objective = (
+            PolicyGradientObjective(type="policy_gradient")
+            if self.correction.loss == "policy_gradient"
+            else self.objective
+        )
+        return policy_loss(
+            microbatch,
+            current_T,
+            entropy_T,
+            objective=objective,
+            kl=KL,
+            entropy=ENTROPY,
+            correction=self.correction,
+            aggregation=self.mode,
+        )
+
+
+def aggregation(mode: str) -> AggregationConfig:
+    return AggregationConfig(
+        type=mode, constant=CONSTANT if mode == "sequence_mean_token_sum_over_constant" else None
+    )
+
+
+def logits_VV(seed: int) -> Tensor:
+    """A bigram policy: row v holds the logits of what follows token v."""
+    return torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+ROLLOUT, OLD, REF = (logits_VV(0) + 0.3 * logits_VV(seed) for seed in (1, 2, 3))
+
+
+def current_policy(minibatch: int) -> Tensor:
+    """The policy before this optimizer step; it moves, as it does in training."""
+    return (OLD + 0.1 * minibatch * logits_VV(4)).requires_grad_()
+
+
+def scores(policy_VV: Tensor, tokens_T: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [T], each token's bitwise the same whatever else is in the batch."""
+    log_VV = policy_VV.log_softmax(-1)
+    return log_VV[tokens_T, targets_T], -(log_VV.exp() * log_VV).sum(-1)[tokens_T]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Per minibatch, of one rank or of all: what ranks contribute adds up."""
+
+    losses: list[float]
+    gradients: list[Tensor]
+
+    @staticmethod
+    def total(ranks: "list[StepResult]") -> "StepResult":
+        return StepResult(
+            losses=[math.fsum(parts) for parts in zip(*(r.losses for r in ranks), strict=True)],
+            gradients=[
+                torch.stack(parts).double().sum(0)
+                for parts in zip(*(r.gradients for r in ranks), strict=True)
+            ],
+        )
+
+
+def run_step(share: Share, setup: Setup, group: dist.ProcessGroup | None) -> StepResult:
+    """One rank's updates of a step, on the bigram policy."""
+    losses, gradients = [], []
+    for index, minibatch in enumerate(weighted(share, setup, group).minibatches()):
+        policy_VV, loss, outputs = current_policy(index), 0.0, []
+        for microbatch in minibatch:
+            part, metrics = setup.loss(
+                microbatch, *scores(policy_VV, microbatch.tokens_T, microbatch.targets_T)
+            )
+            part.backward()
+            loss += part.item()
+            outputs.append(metrics)
+        factor = kept_factor(merge_over_ranks(merge_metrics(outputs), group))
+        losses.append(loss * factor)
+        gradients.append(policy_VV.grad * factor)
+    return StepResult(losses=losses, gradients=gradients)
+
+
+def weighted(share: Share, setup: Setup, group: dist.ProcessGroup | None) -> StepBatch:
+    """One rank's batch, ready for its updates: call by call what ``trainer/loop.py`` does."""
+    batch, total = step_batch(share), total_over(group)
+    old_T, ref_T = (
+        batch.scattered([scores(p, m.tokens_T, m.targets_T)[0] for m in batch.microbatches()])
+        for p in (OLD, REF)
+    )
+    if setup.correction.mode == "bypass":
+        old_T = batch.packed.rollout_logprobs_T
+    batch = batch.with_fields(ref_logprobs_T=ref_T)
+    if setup.scores_old or setup.correction.mode == "bypass":
+        batch = batch.with_fields(old_logprobs_T=old_T)
+    batch = batch.with_advantages(
+        compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, setup.advantage, total=total)
+    )
+    correction = correct(batch.packed, setup.correction, total)
+    return batch.with_loss_weights(correction, aggregation(setup.mode), setup.correction.denominator, total)
+
+
+def reference_losses(groups: list[Group], mode: str, num_minibatches: int) -> list[float]:
+    """The loss of each minibatch from its definition, token by token in Python floats."""
+    size = len(groups) // num_minibatches
+    return [
+        _reference_loss(groups[start : start + size], mode, current_policy(index).detach())
+        for index, start in enumerate(range(0, len(groups), size))
+    ]
+
+
+def _reference_loss(groups: list[Group], mode: str, current_VV: Tensor) -> float:
+    log = {
+        name: p.double().log_softmax(-1) for name, p in (("old", OLD), ("ref", REF), ("current", current_VV))
+    }
+    sequences = []
+    for group in groups:
+        rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
+        spread = rewards.std() if len(rewards) > 1 else torch.tensor(0.0)
+        for t, reward in zip(group.trajectories, rewards, strict=True):
+            advantage = (
+                float((reward - rewards.mean()) / (spread + 1e-6)) if len(rewards) > 1 else float(reward)
+            )
+            losses = []
+            for place in range(1, len(t.token_ids)):
+                if t.response_mask[place]:
+                    before, token = t.token_ids[place - 1], t.token_ids[place]
+                    old, ref, now = (float(log[name][before, token]) for name in ("old", "ref", "current"))
+                    weight = min(math.exp(old - t.rollout_logprobs[place]), UPPER)
+                    ratio = math.exp(now - old)
+                    surrogate = max(-advantage * ratio, -advantage * min(max(ratio, 1 - 0.2), 1 + 0.28))
+                    if advantage < 0:
+                        surrogate = min(surrogate, -3.0 * advantage)
+                    k3 = math.exp(ref - now) - (ref - now) - 1
+                    entropy = -float((log["current"][before].exp() * log["current"][before]).sum())
+                    losses.append(surrogate * weight + 0.3 * k3 - 0.05 * entropy)
+            if losses:
+                sequences.append(losses)
+    if not sequences:
+        return 0.0
+    match mode:
+        case "token_mean":
+            return math.fsum(x for losses in sequences for x in losses) / sum(
+                len(losses) for losses in sequences
+            )
+        case "sequence_mean_token_mean":
+            return math.fsum(math.fsum(losses) / len(losses) for losses in sequences) / len(sequences)
+        case "sequence_mean_token_sum":
+            return math.fsum(math.fsum(losses) for losses in sequences) / len(sequences)
+    return math.fsum(math.fsum(losses) for losses in sequences) / len(sequences) / CONSTANT
+
+
+def make_groups(
+    lengths: list[list[int]], rewards: list[list[float]], *, seed: int, vocab: int = VOCAB
+) -> list[Group]:
+    """Random siblings of these lengths in tokens. A quarter of the places are no response: prompts, tool
+    tokens, whole sequences."""
+    generator = torch.Generator().manual_seed(seed)
+    log_rollout = ROLLOUT.log_softmax(-1)
+    groups = []
+    for group_id, (sibling_lengths, sibling_rewards) in enumerate(zip(lengths, rewards, strict=True)):
+        trajectories = []
+        for sibling_id, (length, reward) in enumerate(zip(sibling_lengths, sibling_rewards, strict=True)):
+            ids = torch.randint(0, vocab, (length,), generator=generator)
+            mask = torch.rand(length, generator=generator) < 0.75
+            mask[0] = False
+            # What a server would report; for a vocabulary that the bigram policy does not have, anything
+            # near.
+            table = (
+                log_rollout[ids[:-1], ids[1:]]
+                if vocab == VOCAB
+                else torch.full((length - 1,), -math.log(vocab))
+            )
+            logprobs = [
+                0.0,
+                *(table + 0.3 * torch.randn(length - 1, generator=generator)).clamp(max=0.0).tolist(),
+            ]
+            trajectories.append(
+                Trajectory(
+                    group_id=group_id, sibling_id=sibling_id, prompt_id=str(group_id), token_ids=ids.tolist(),
+                    response_mask=mask.tolist(), rollout_logprobs=logprobs, token_versions=[0] * length,
+                    finish_reason=FinishReason.STOP, reward=reward, reward_parts={},
+                )
+            )  # fmt: skip
+        groups.append(Group(group_id=group_id, prompt_id=str(group_id), trajectories=trajectories))
+    return groups
+
+
+def shuffled(share: Share, seed: int) -> Share:
+    """The same share with its sequences packed in another order, and each micro-batch's in another again."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(share.trajectories), generator=generator).tolist()
+    new_row = {old: new for new, old in enumerate(order)}
+
+    def mixed(rows: list[int]) -> list[int]:
+        return [new_row[rows[i]] for i in torch.randperm(len(rows), generator=generator).tolist()]
+
+    return Share(
+        trajectories=[share.trajectories[i] for i in order],
+        sequence_ids=[share.sequence_ids[i] for i in order],
+        rows=[[mixed(rows) for rows in minibatch] for minibatch in share.rows],
+        rewards=share.rewards,
+        group_ids=share.group_ids,
+    )
+
+
+class Ranks:
+    """Gloo processes that run the shares they are sent; the first ``len(shares)`` of them take part in a
+    step."""
+
+    def __init__(self, folder: Path):
+        context = multiprocessing.get_context("spawn")
+        self._ends, self._processes = [], []
+        for rank in range(MOST_RANKS):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve_rank, args=(rank, str(folder / "store"), theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._ends.append(mine)
+            self._processes.append(process)
+
+    def run(self, shares: list[Share], setup: Setup) -> StepResult:
+        ends = self._ends[: len(shares)]
+        for end, share in zip(ends, shares, strict=True):
+            end.send((share, setup, len(shares)))
+        results = []
+        for rank, end in enumerate(ends):
+            assert end.poll(60.0), f"rank {rank} did not answer within 60 s"
+            results.append(end.recv())
+        return StepResult.total(results)
+
+    def close(self) -> None:
+        for process in self._processes:  # idle, and nothing of theirs is to be kept
+            process.kill()
+            process.join(20.0)
+
+
+def _serve_rank(rank: int, store: str, end: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, MOST_RANKS), rank=rank, world_size=MOST_RANKS)
+    groups = {size: dist.new_group(list(range(size))) for size in range(1, MOST_RANKS + 1)}
+    while True:
+        share, setup, num_ranks = end.recv()
+        end.send(run_step(share, setup, groups[num_ranks]))
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    pool = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+@st.composite
+def steps(draw):
+    """(groups, minibatches, data-parallel ranks, token budget) that can be planned."""
+    minibatches, groups_each, siblings = (
+        draw(st.integers(1, 2)),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 4)),
+    )
+    shape = {"min_size": minibatches * groups_each, "max_size": minibatches * groups_each}
+
+    def table(values):
+        return draw(st.lists(st.lists(values, min_size=siblings, max_size=siblings), **shape))
+
+    lengths = table(st.integers(2, 14))
+    groups = make_groups(lengths, table(st.sampled_from([0.0, 0.1, 1.0])), seed=draw(st.integers(0, 9999)))
+    num_ranks = draw(
+        st.sampled_from([n for n in range(1, MOST_RANKS + 1) if groups_each * siblings % n == 0])
+    )
+    return groups, minibatches, num_ranks, max(max(row) for row in lengths) - 1 + draw(st.integers(0, 60))
+
+
+def whole_step(groups: list[Group], num_minibatches: int, setup: Setup) -> StepResult:
+    """One rank, one micro-batch per minibatch."""
+    (share,) = split_groups(groups, num_minibatches=num_minibatches, dp_size=1, token_budget=10**6)
+    return StepResult.total([run_step(share, setup, None)])
+
+
+def magnitudes(groups: list[Group], num_minibatches: int, setup: Setup) -> list[tuple[float, float]]:
+    """Per minibatch, sums over sequences of each term's |loss| and of the gradient's norm: what rounding is
+    relative to."""
+    (share,) = split_groups(groups, num_minibatches=num_minibatches, dp_size=1, token_budget=10**6)
+    found = []
+    for index, minibatch in enumerate(weighted(share, setup, None).minibatches()):
+        loss_size, gradient_size, outputs = 0.0, 0.0, []
+        for row in range(len(minibatch[0].lengths)):
+            one, policy_VV = minibatch[0].select([row]), current_policy(index)
+            loss, metrics = setup.loss(one, *scores(policy_VV, one.tokens_T, one.targets_T))
+            loss.backward()
+            outputs.append(metrics)
+            loss_size += sum(abs(metrics[f"loss/{term}"].value) for term in ("policy", "kl", "entropy"))
+            gradient_size += policy_VV.grad.norm().item()
+        factor = kept_factor(merge_metrics(outputs))
+        found.append((loss_size * factor, gradient_size * factor))
+    return found
+
+
+def assert_same(found: StepResult, wanted: StepResult, sizes: list[tuple[float, float]]) -> None:
+    assert len(found.losses) == len(wanted.losses) == len(sizes)
+    for index, (loss_size, gradient_size) in enumerate(sizes):
+        assert abs(found.losses[index] - wanted.losses[index]) <= 1e-6 * loss_size
+        assert (found.gradients[index] - wanted.gradients[index]).norm() <= 1e-6 * gradient_size
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=steps(), mode=st.sampled_from(MODES), seed=st.integers(0, 99))
+def test_loss_and_gradient_do_not_depend_on_ranks_budget_or_order(ranks, step, mode, seed):
+    groups, minibatches, num_ranks, token_budget = step
+    setup = Setup(mode=mode)
+    wanted = whole_step(groups, minibatches, setup)
+    shares = split_groups(groups, num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
+    found = ranks.run([shuffled(share, seed + rank) for rank, share in enumerate(shares)], setup)
+    assert_same(found, wanted, magnitudes(groups, minibatches, setup))
+
+
+def denominators(correction: CorrectionConfig) -> st.SearchStrategy[CorrectionConfig]:
+    return st.sampled_from(("kept", "all")).map(
+        lambda which: correction.model_copy(update={"denominator": which})
+    )
+
+
+# The presets' bounds are for two engines of the same weights; the policies here differ more, so that wider
+# ones are drawn as well.
+WIDE = CorrectionConfig.model_validate({
+    "mode": "bypass", "loss": "policy_gradient", "weight": {"level": "segment", "upper": 1.5}, "veto": 0.1,
+    "reject": [{"rule": "ratio", "level": "geometric", "upper": 1.2}, {"rule": "k3", "reduce": "token", "upper": 0.05}],
+})  # fmt: skip
+NORMALISED = [
+    CorrectionConfig(weight=ImportanceWeight(level=level, normalise=True), veto=0.2)
+    for level in ("token", "sequence", "segment")
+]
+setups = st.builds(
+    lambda mode, correction, objective, advantage: Setup(mode=mode, correction=correction, objective=objective, advantage=advantage),
+    st.sampled_from(MODES), st.sampled_from([*PRESETS.values(), WIDE, *NORMALISED]).flatmap(denominators),
+    st.sampled_from(OBJECTIVES), st.sampled_from(ADVANTAGES),
+)  # fmt: skip
+
+
+@settings(max_examples=120, deadline=None)
+@given(step=steps(), setup=setups, seed=st.integers(0, 99))
+def test_every_correction_objective_and_advantage_is_the_same_under_any_layout(ranks, step, setup, seed):
+    groups, minibatches, num_ranks, token_budget = step
+    wanted = whole_step(groups, minibatches, setup)
+    shares = split_groups(groups, num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
+    found = ranks.run([shuffled(share, seed + rank) for rank, share in enumerate(shares)], setup)
+    assert_same(found, wanted, magnitudes(groups, minibatches, setup))
+
+
+@settings(max_examples=40, deadline=None)
+@given(step=steps(), mode=st.sampled_from(MODES))
+def test_the_loss_of_each_minibatch_is_its_definition(step, mode):
+    groups, minibatches, _, _ = step
+    found = whole_step(groups, minibatches, Setup(mode=mode)).losses
+    sizes = [loss_size for loss_size, _ in magnitudes(groups, minibatches, Setup(mode=mode))]
+    for loss, wanted, size in zip(found, reference_losses(groups, mode, minibatches), sizes, strict=True):
+        assert loss == pytest.approx(wanted, abs=3e-6 * size)
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=steps(), setup=setups, seed=st.integers(0, 99))
+def test_old_from_the_updates_own_pass_is_old_from_a_pass_before_it(ranks, step, setup, seed):
+    groups, _, num_ranks, token_budget = step
+    if setup.correction.weight.level != "none" and setup.correction.weight.normalise:
+        setup = replace(
+            setup, correction=TRUNCATED_TOKENS
+        )  # needs the pass before, as RunConfig.scores_old says
+    (whole,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=10**6)
+    wanted = StepResult.total([run_step(whole, setup, None)])
+    shares = split_groups(groups, num_minibatches=1, dp_size=num_ranks, token_budget=token_budget)
+    found = ranks.run(
+        [shuffled(share, seed + rank) for rank, share in enumerate(shares)], replace(setup, scores_old=False)
+    )
+    assert_same(found, wanted, magnitudes(groups, 1, setup))
+
+
+LENGTHS = [[9, 5, 14], [12, 3, 20], [7, 16, 2], [11, 4, 8]]
+REWARDS = [[1.0, 0.0, 0.1], [0.0, 1.0, 1.0], [0.1, 0.0, 1.0], [0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_normalisers_are_counted_over_all_ranks(ranks, mode):
+    """The shares hold different numbers of tokens, so counts of one rank alone would show, in every mode."""
+    groups = make_groups(LENGTHS, REWARDS, seed=3)
+    setup = Setup(mode=mode)
+    wanted = whole_step(groups, 2, setup)
+    for num_ranks in (2, 3):
+        found = ranks.run(split_groups(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20), setup)
+        assert_same(found, wanted, magnitudes(groups, 2, setup))
+
+
+TRUNCATED = {"weight": {"level": "token", "upper": 1.5}}
+REJECTING = {
+    "reject": [
+        {"rule": "ratio", "level": "geometric", "upper": 1.5},
+        {"rule": "ratio", "level": "token", "upper": 3.0},
+    ]
+}
+JOBS = (
+    [{"aggregation": aggregation(mode), "correction": TRUNCATED} for mode in MODES]
+    + [
+        {"aggregation": aggregation("token_mean"), "correction": TRUNCATED, "sharded": True},
+        {
+            "aggregation": aggregation("token_mean"),
+            "correction": {"weight": {"level": "sequence", "normalise": True}} | REJECTING,
+        },
+        {
+            "aggregation": aggregation("sequence_mean_token_mean"),
+            "correction": {"mode": "bypass"} | REJECTING,
+        },
+        {
+            "aggregation": aggregation("token_mean"),
+            "correction": {"mode": "bypass", "loss": "policy_gradient"} | REJECTING,
+            "sharded": True,
+        },
+    ]
+    + [
+        {
+            "aggregation": aggregation("token_mean"),
+            "correction": TRUNCATED | REJECTING,
+            "learner": {"minibatches": 1, "old_logprobs": when},
+        }
+        for when in ("always", "when_needed")
+    ]
+)
+
+
+@pytest.mark.engines
+def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
+    """The real learner: what is received, scored, weighted and updated over two ranks gives one rank's
+    gradients and weights."""
+    # Here, since the processes of ``Ranks`` import this file, and Megatron would double their start.
+    from tests.support.megatron_workers import (
+        make_hf_model,
+        relative_difference,
+        run_ranks,
+        work_learner_steps,
+    )
+
+    folder = make_hf_model(tmp_path / "m", "qwen3")
+    arguments = (folder, make_groups(LENGTHS, REWARDS, seed=3, vocab=43), JOBS)
+    (one,) = run_ranks(
+        work_learner_steps, 1, tmp_path / "rank", 1, *arguments
+    )  # with as many threads as the two
+    two = run_ranks(work_learner_steps, 2, tmp_path / "ranks", 2, *arguments)
+    for index, job in enumerate(JOBS):
+        wanted = one[index]
+        assert relative_difference(wanted["weights"], wanted["before"]) > 1e-3, "nothing was learned"
+        for found in (rank[index] for rank in two):
+            assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-6), job
+            assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-5), job
+            assert found["kept"] == pytest.approx(wanted["kept"], rel=1e-12), job
+            # Adam divides by the gradient's own size, so a rounding error of a tiny gradient weighs more in
+            # weights than in gradients.
+            assert relative_difference(found["weights"], wanted["weights"]) < 5e-6, job
+            for gradient, whole in zip(found["gradients"], wanted["gradients"], strict=True):
+                assert relative_difference(gradient, whole) < 1e-6, job
+    assert len({f"{job['norms'][0]:.5g}" for job in one}) == len(MODES) + 4, (
+        "jobs do not differ, so a wrong one would not show"
+    )
+    assert all(0.1 < job["kept"][0] < 1 for job in one[-5:]), (
+        "rejection should take some of the tokens and leave some"
+    )
+    before, within = one[-2:]
+    assert within["norms"] == pytest.approx(before["norms"], rel=1e-6), (
+        "old from the update's own pass differs from old before it"
+    )
+    assert relative_difference(within["weights"], before["weights"]) < 1e-6
+
+
+def test_what_a_critic_is_averaged_by_is_counted_only_where_there_is_one():
+    """Each count is a collective of the whole step."""
+    (share,) = split_groups(
+        make_groups([[5, 7], [4, 6]], [[0.0, 1.0]] * 2, seed=1), num_minibatches=2, dp_size=1, token_budget=20
+    )
+    counted = []
+
+    def total(values: Tensor) -> Tensor:
+        counted.append(values)
+        return values
+
+    batch = step_batch(share)
+    for values_T, num_counts in ((None, 2), (torch.zeros(batch.packed.num_tokens), 4)):
+        counted.clear()
+        with_values = batch.with_fields(values_T=values_T)
+        found = with_values.with_loss_weights(
+            correct(batch.packed, CorrectionConfig()), AggregationConfig(), "kept", total
+        ).packed
+        assert (found.value_aggregation_T is None) == (values_T is None)
+        assert len(counted) == num_counts
+
+
+def test_parts_of_the_reward_are_means_over_the_samples_that_have_them():
+    """The first sample's reward failed, and a reward may give a part now and then."""
+    (group,) = make_groups([[5, 5, 5, 5]], [[0.0, 1.0, 1.0, 0.0]], seed=1)
+    parts = ({}, {"valid": 1.0}, {"valid": 0.5, "bonus": 3.0}, {"valid": 0.0})
+    group = replace(
+        group,
+        trajectories=[replace(t, reward_parts=p) for t, p in zip(group.trajectories, parts, strict=True)],
+    )
+    found = {
+        name: value for name, value in sample_metrics([group]).items() if name.startswith("reward/part/")
+    }
+    assert found == {"reward/part/valid": 0.5, "reward/part/bonus": 3.0}

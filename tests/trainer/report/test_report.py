@@ -1,0 +1,641 @@
+"""The report against runs written here: what is drawn, what is said, and that the page needs nothing else."""
+
+import base64
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.loader import resolved_yaml
+from configs.schema import RunConfig
+from configs.schema.alarms import AlarmsConfig
+from rollout.sampling.sampler import accuracy_error
+from trainer.report.drawing import Recorded, Series, draw, smooth
+from trainer.report.page import alarm_histories, changed_settings, write_report
+from trainer.report.pictures import PICTURES, Lines
+
+ALL_FIGURES = {picture.name for picture in PICTURES} | {"step_time"}
+RULES = ("ratio_geometric", "veto", "total")
+MAX_BINS = ("le_0.001", "le_0.01", "le_0.1", "le_0.25", "le_0.5", "over_0.5")
+
+
+def make_config(**fields) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": {"path": "model"}, "task": {"type": "countdown"}, "steps": 40, **fields}
+    )
+
+
+def step_metrics(step: int) -> dict[str, float]:
+    wave = math.sin(step)
+    return {
+        "reward/mean": 0.2 + step / 100 + wave / 50,
+        "reward/importance_weighted": 0.2 + step / 90 + wave / 40,
+        "reward/importance_ess": 0.9 + wave / 20,
+        "reward/part/correct": 0.3 + wave / 50,
+        "reward/part/overlong": -0.1 + wave / 50,
+        "groups/no_signal_fraction": 0.5 + wave / 4,
+        "sampling/resampled_groups": 4.0 + step % 3,
+        "sampling/filled_groups": 1.0,
+        "mismatch/response_abs_prob_max_mean": 3e-3 * (2 + wave),
+        "mismatch/response_abs_prob_mean_max": 1e-3 * (2 + wave),
+        "mismatch/response_abs_prob_over": 0.01 * (1 + wave) / 2,
+        "mismatch/prob_pearson": 1 - 1e-4 * (2 + wave),
+        "mismatch/chi2_token": 1e-4 * wave,
+        "mismatch/chi2_sequence": 0.02 + wave / 50,
+        "mismatch/log_ppl_diff_mean": wave / 1000,
+        "mismatch/log_ppl_diff_abs": 0.002 + wave / 1000,
+        "mismatch/ppl_train": 3 + wave,
+        "mismatch/ppl_rollout": 3.1 + wave,
+        "mismatch/ess_bounded": 0.995,
+        **{
+            f"mismatch/{w}weight_{name}": value
+            for w in ("raw_", "")
+            for name, value in (("max", 2.0), ("mean", 1.0), ("std", 0.1))
+        },
+        **{
+            f"mismatch/rejected/{rule}/{of}": 0.02 + wave / 60
+            for rule in RULES
+            for of in ("tokens", "sequences", "touched_sequences")
+        },
+        **{f"mismatch/response_abs_prob_max_share/{bin}": 1 / 6 for bin in MAX_BINS},
+        **{
+            f"mismatch/by_{what}/{bucket}/abs_prob_{name}": value * (2 + wave)
+            for what in ("length", "position")
+            for bucket in ("le_64", "le_256")
+            for name, value in (("mean", 1e-4), ("max", 1e-2))
+        },
+        "policy/kl_in_reward": 2e-3 * step,
+        "policy/kl_coefficient": 0.01,
+        "critic/loss": 0.2 + wave / 20,
+        "critic/explained_variance": 0.3 + wave / 20,
+        "critic/value_mean": 0.2 + wave / 20,
+        "critic/return_mean": 0.25 + wave / 20,
+        "mismatch/abs_prob_mean": 1e-4 * (2 + wave),
+        "mismatch/abs_prob_max": 1e-2 * (2 + wave),
+        "mismatch/k3": 1e-6 * (2 + wave),
+        "mismatch/ess": 0.99 + wave / 200,
+        "mismatch/kept_fraction": 0.95 + wave / 50,
+        "policy/entropy": 1.2 - step / 100,
+        "policy/ppo_kl": 1e-4 * wave,
+        "policy/ppo_kl_negative_fraction": 0.25 * (step % 3),
+        "policy/ref_kl": 1e-3 * step,
+        "policy/clip_fraction": 0.01 * (1 + wave),
+        "policy/dual_clip_fraction": 0.001 * (1 + wave),
+        "response/length_mean": 20 + wave,
+        "response/length_max": 40 + 5 * wave,
+        "response/truncated_fraction": 0.01 * (1 + wave),
+        "optim/grad_norm": 0.5 + wave / 5,
+        "time/sampling": 3.0,
+        "time/logprobs": 0.5,
+        "time/update": 1.5,
+        "time/sync": 0.25,
+        "time/step": 5.5,
+        **({"eval/accuracy": 0.2 + step / 100, "eval/count": 400.0} if step % 10 == 0 else {}),
+    }
+
+
+def few_metrics(step: int) -> dict[str, float]:
+    """For tests of the page's text: one figure."""
+    return {"reward/mean": 0.2 + step / 100}
+
+
+def make_run(
+    folder: Path, steps, config: RunConfig | None = None, summary: dict | None = None, metrics=step_metrics
+) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(resolved_yaml(config or make_config()), encoding="utf-8")
+    lines = [json.dumps({"step": step, "elapsed_s": 6.0 * step, **metrics(step)}) for step in steps]
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    return folder
+
+
+class Page(HTMLParser):
+    """References, images and plain text of a page."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.references: list[str] = []
+        self.images: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+        self.feed(path.read_text(encoding="utf-8"))
+        self.text = " ".join(self.text.split())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.references += [
+            value for name, value in attrs if name in ("src", "href", "srcset", "data", "action") and value
+        ]
+        self.images += [dict(attrs)["src"]] if tag == "img" else []
+
+    def handle_data(self, data):
+        self.text += f" {data}"
+
+
+def test_page_holds_every_figure_and_refers_to_nothing_outside(tmp_path):
+    seconds = {"install": 10, "sampling": 99, "start_up": 20, "training": 300.4}
+    summary = {"accuracy_before": 0.205, "accuracy_after": 0.6, "steps": 40, "seconds": seconds}
+    path = write_report(make_run(tmp_path / "run", range(41), summary=summary))
+    page = Page(path)
+    assert path == tmp_path / "run" / "report.html"
+    assert {p.stem for p in (path.parent / "figures").iterdir()} == ALL_FIGURES
+    assert all(reference.startswith("data:image/svg+xml;base64,") for reference in page.references)
+    embedded = [
+        base64.b64decode(image.removeprefix("data:image/svg+xml;base64,")).decode() for image in page.images
+    ]
+    assert len(embedded) > 2 * len(ALL_FIGURES), "a panel each"
+    assert all(ElementTree.fromstring(image).tag.endswith("}svg") for image in embedded)
+    titles = {picture.title for picture in PICTURES} | {"Where the time of a step goes"}
+    assert not any(f">{title}<" in image for title in titles for image in embedded), (
+        "the page has the title already"
+    )
+    assert len(path.read_bytes()) < 3_000_000
+    source = path.read_text(encoding="utf-8")
+    assert not re.search(r"https?:|@import|url\(", source)
+    assert not page.tags & {"script", "link", "iframe", "object"}
+    for fact in (
+        "Accuracy before 20.5% ± 2.0%",
+        "Accuracy after 60.0% ± 2.4%",
+        "Steps 40 of 40",
+        "Wall time, start to end 5m20s",
+    ):
+        assert fact in page.text
+    assert "no summary.json" not in page.text
+
+
+def test_figures_have_ink(tmp_path):
+    from PIL import Image
+
+    path = write_report(make_run(tmp_path / "run", range(41)))
+    for name in ALL_FIGURES:
+        image = Image.open(io.BytesIO((path.parent / "figures" / f"{name}.png").read_bytes())).convert("RGB")
+        coloured = sum(n for n, (r, g, b) in image.getcolors(1 << 20) if max(r, g, b) - min(r, g, b) > 60)
+        assert image.width >= 1000 and coloured > 500, name
+
+
+def test_unfinished_run_says_so_and_its_accuracy_is_so_far(tmp_path):
+    page = Page(write_report(make_run(tmp_path / "run", range(15))))
+    assert "The run has no summary.json" in page.text
+    assert "Accuracy so far 30.0%" in page.text
+    assert "Steps 14 of 40" in page.text
+    assert "Wall time so far 1m24s" in page.text
+
+
+@pytest.mark.parametrize("steps", [[0], [1], [0, 1]])
+def test_one_step_runs(tmp_path, steps):
+    path = write_report(make_run(tmp_path / "run", steps))
+    drawn = {p.stem for p in (path.parent / "figures").iterdir()}
+    assert drawn == ALL_FIGURES
+    if steps == [1]:
+        assert "Accuracy before not measured" in Page(path).text
+
+
+def test_run_without_a_step_yet(tmp_path):
+    path = write_report(make_run(tmp_path / "run", []))
+    page = Page(path)
+    assert "No step has been recorded yet." in page.text and page.images == []
+    assert list((path.parent / "figures").iterdir()) == []
+
+
+def test_gaps_nulls_torn_line_and_missing_metrics_are_noted(tmp_path, caplog):
+    def metrics(step):
+        kept = {
+            k: v
+            for k, v in step_metrics(step).items()
+            if not k.startswith(("response/", "eval/", "critic/", "mismatch/by_"))
+        }
+        return {**kept, "optim/grad_norm": None if step == 3 else 0.5, "policy/clip_fraction": 0.0}
+
+    folder = make_run(tmp_path / "run", [1, 2, 3, 6, 7, 12], metrics=metrics)
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 13, "rewa')
+    path = write_report(folder)
+    text = Page(path).text
+    assert "Steps without a record: 4 to 5, 8 to 11." in text
+    assert (
+        "Not recorded, so not drawn: eval/accuracy, response/length_max, response/length_mean, response/truncated_fraction."
+        in text
+    )
+    assert "optim/grad_norm is 0.5 at all 5 steps." in text
+    assert "policy/clip_fraction is 0 at all 6 steps (expected with one minibatch per step" in text
+    assert any("line 7 not readable" in message for message in caplog.messages)
+    assert {p.stem for p in (path.parent / "figures").iterdir()} == ALL_FIGURES - {"critic"}
+
+
+def test_what_never_happened_is_said_and_not_drawn(tmp_path):
+    calm = {
+        "mismatch/kept_fraction": 1.0,
+        "policy/ppo_kl": 0.0,
+        "policy/ppo_kl_negative_fraction": 0.0,
+        "sampling/resampled_groups": 0.0,
+    }
+    rejected = {f"mismatch/rejected/total/{of}": 0.0 for of in ("tokens", "sequences", "touched_sequences")}
+    path = write_report(
+        make_run(
+            tmp_path / "run", [1, 2], metrics=lambda step: {**calm, **rejected, "optim/grad_norm": 1.0 + step}
+        )
+    )
+    text = Page(path).text
+    assert {p.stem for p in (path.parent / "figures").iterdir()} == {"update"}
+    assert "mismatch/kept_fraction is 1 (the correction rejects no token)" in text
+    assert re.search(
+        r"The same at every step, so not drawn: sampling/resampled_groups is 0; .*mismatch/rejected/total/tokens is 0",
+        text,
+    )
+
+
+def test_gaps_of_rounding_are_said_and_not_drawn_as_a_trend(tmp_path):
+    gap = {"mismatch/k3": 1e-13, "mismatch/chi2_token": 3e-12, "optim/grad_norm": 1.0}
+    path = write_report(
+        make_run(
+            tmp_path / "run", range(1, 20), metrics=lambda step: {k: v * (1 + step) for k, v in gap.items()}
+        )
+    )
+    assert {p.stem for p in (path.parent / "figures").iterdir()} == {"update"}
+    assert re.search(
+        r"Nothing but rounding \(nearer than 1e-05 [^)]*\), so not drawn: mismatch/k3, mismatch/chi2_token",
+        Page(path).text,
+    )
+
+
+def test_the_error_of_accuracy_goes_from_problem_to_problem(tmp_path):
+    """Two answers to a problem that are always alike say as much as one."""
+    assert accuracy_error([[True, True], [False, False]] * 50) == pytest.approx(0.5 / 99**0.5)
+    assert accuracy_error([[True, False]] * 50) == 0
+    assert accuracy_error([[True, False]]) is None
+    evaluation = {"eval/accuracy": 0.5, "eval/count": 200.0}
+    errors = {0: 0.05, 1: 0.04}
+    path = write_report(
+        make_run(
+            tmp_path / "run", [0, 1], metrics=lambda step: {**evaluation, "eval/accuracy_error": errors[step]}
+        )
+    )
+    text = Page(path).text
+    assert "Accuracy before 50.0% ± 5.0%" in text and "Accuracy so far 50.0% ± 4.0%" in text
+
+
+def make_recorded(**series) -> Recorded:
+    steps = sorted({step for values in series.values() for step in values})
+    return Recorded(
+        steps=steps,
+        series={name: Series(list(values), list(values.values())) for name, values in series.items()},
+    )
+
+
+def test_stars_and_complements_in_names():
+    recorded = make_recorded(
+        **{
+            "a/x/tokens": {1: 0.5},
+            "a/y/tokens": {1: 0.25, 2: 1.0},
+            "a/y/z/tokens": {1: 0.0},
+            "a/x/others": {1: 0.0},
+        }
+    )
+    assert recorded.labelled({"a/*/tokens": "rule *", "a/x/others": "o", "nowhere": "n"}) == {
+        "a/x/tokens": "rule x", "a/y/tokens": "rule y", "a/x/others": "o"
+    }  # fmt: skip
+    assert recorded.get("1 - a/y/tokens") == Series([1, 2], [0.75, 0.0])
+    assert not recorded.get("1 - nowhere")
+
+
+def test_bins_are_in_the_order_of_their_edges():
+    recorded = make_recorded(
+        **{f"share/{bin}": {1: 0.0} for bin in ("over_0.5", "le_0.5", "le_1e-05", "le_0.001")}
+    )
+    assert list(recorded.edges("share").items()) == [
+        ("le_1e-05", "≤ 1e-05"), ("le_0.001", "≤ 0.001"), ("le_0.5", "≤ 0.5"), ("over_0.5", "> 0.5")
+    ]  # fmt: skip
+
+
+def drawn(picture: str, metrics, steps) -> dict[str, object]:
+    """The axes of a picture by the titles of its panels."""
+    rows = {step: metrics(step) for step in steps}
+    recorded = make_recorded(
+        **{
+            name: {s: row[name] for s, row in rows.items() if name in row}
+            for row in rows.values()
+            for name in row
+        }
+    )
+    figure = draw(next(p for p in PICTURES if p.name == picture), recorded, make_config())
+    return {
+        axes.get_title(loc="left") or axes.get_legend().get_title().get_text(): axes for axes in figure.axes
+    }
+
+
+def test_buckets_show_the_mean_of_the_means_and_the_greatest_maximum_of_the_last_ten_steps():
+    def metrics(step):
+        return {
+            **{f"mismatch/by_length/{b}/abs_prob_mean": 1e-3 * step for b in ("le_64", "over_4096")},
+            **{
+                f"mismatch/by_length/{b}/abs_prob_max": 0.9 if step == 2 else 0.01 * step
+                for b in ("le_64", "over_4096")
+            },
+        }
+
+    axes = drawn("mismatch_where", metrics, range(1, 16))["Δp by response length"]
+    means, maxima = ([bar.get_height() for bar in bars] for bars in axes.containers)
+    assert means == pytest.approx([1e-3 * sum(range(6, 16)) / 10] * 2) and maxima == pytest.approx([0.15] * 2)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["≤ 64", "> 4096"]
+
+
+def test_shares_are_stacked_to_one_with_a_gap_where_no_step_is():
+    shares = dict(zip(MAX_BINS, (0.5, 0.2, 0.1, 0.1, 0.05, 0.05), strict=True))
+    axes = drawn(
+        "mismatch_where",
+        lambda step: {f"mismatch/response_abs_prob_max_share/{b}": s for b, s in shares.items()},
+        [1, 2, 5],
+    )
+    (axes,) = axes.values()
+    spans = [
+        (path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in axes.collections[-1].get_paths()
+    ]
+    assert sorted(spans) == [(0.5, 2.5), (4.5, 5.5)]
+    assert max(path.vertices[:, 1].max() for path in axes.collections[-1].get_paths()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [
+        ((1e-4, 1e-1), "log"),
+        ((1e-4, 2e-4), "linear"),
+        ((-1e-4, 1e-3), "linear"),
+        ((-1e-3, 50.0), "symlog"),
+        ((0.5, 0.5), "linear"),
+    ],
+)
+def test_the_scale_follows_the_values(values, scale):
+    axes = drawn("divergence", lambda step: {"mismatch/chi2_token": values[step]}, [0, 1])["Chi-squared"]
+    assert axes.get_yscale() == scale
+
+
+@pytest.mark.parametrize(("ess", "has_level"), [((0.9, 0.2), True), ((0.99, 0.95), False)])
+def test_an_alarm_level_is_drawn_where_the_data_come_near_it(ess, has_level):
+    axes = drawn("weights", lambda step: {"mismatch/ess": ess[step]}, [0, 1])["Effective sample size"]
+    assert ("alarm level 0.3" in axes.get_legend_handles_labels()[1]) == has_level
+
+
+@pytest.mark.parametrize(
+    "values", [(1e-7, 3e-7), (0.99999997, 0.99999999), (1e-13, 5e-13), (12345.0, 12346.0), (1.0, 1.0)]
+)
+def test_ticks_are_in_full_and_differ(values):
+    axes = drawn("weights", lambda step: {"mismatch/ess": values[step]}, [0, 1])["Effective sample size"]
+    axes.figure.draw_without_rendering()
+    labels = [label.get_text().replace("\N{MINUS SIGN}", "-") for label in axes.get_yticklabels()]
+    assert len(set(labels)) == len(labels) and [float(label) for label in labels] == pytest.approx(
+        list(axes.get_yticks()), rel=1e-9
+    )
+    assert (
+        axes.get_ylim()[0] < min(values) <= max(values) < axes.get_ylim()[1]
+        and axes.yaxis.get_offset_text().get_text() == ""
+    )
+
+
+def test_legends_stand_off_the_data():
+    for picture in PICTURES:
+        recorded = make_recorded(
+            **{
+                name: {s: step_metrics(s)[name] for s in range(1, 30)}
+                for name in step_metrics(1)
+                if not name.startswith("eval/")
+            }
+        )
+        figure = draw(picture, recorded, make_config())
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            if axes.get_legend() is not None:
+                legend, inside = axes.get_legend().get_window_extent(), axes.get_window_extent()
+                assert legend.y0 >= inside.y1 - 1 or legend.x0 >= inside.x1 - 1, picture.name
+
+
+def test_every_alarm_level_and_line_of_a_panel_is_in_the_config():
+    panels = [panel for picture in PICTURES for panel in picture.panels if isinstance(panel, Lines)]
+    assert {panel.alarm for panel in panels} - {None} <= AlarmsConfig.model_fields.keys()
+    for field in {panel.line[0] for panel in panels if panel.line is not None}:
+        assert attrgetter(field)(make_config()) > 0
+
+
+# ---- alarms
+
+
+def test_alarm_histories_by_hand():
+    rows = [
+        {"step": 0, "mismatch/ess": 0.0},  # only evaluates
+        {"step": 1, "mismatch/ess": 0.29, "mismatch/k1": -0.3, "mismatch/k3": 0.01},
+        {
+            "step": 2,
+            "mismatch/ess": 0.9,
+            "mismatch/k1": 0.2,
+            "policy/first_ratio_max": 1.1,
+            "policy/first_ratio_min": 1.0,
+        },
+        {"step": 2, "eval/accuracy": 0.5},
+        {
+            "step": 4,
+            "mismatch/ess": 0.1,
+            "mismatch/k1": 0.15,
+            "policy/first_ratio_max": 1.0,
+            "policy/first_ratio_min": 0.8,
+        },
+        {"step": 5, "mismatch/ess": 0.3, "mismatch/k1": 0.0, "mismatch/chi2_token": None},
+    ]
+    found = {h.name: (h.steps, h.worst_step) for h in alarm_histories(rows, AlarmsConfig())}
+    assert found == {
+        "kl_max": ([1, 2, 4], 1), "ess_min": ([1, 4], 4), "first_ratio_tolerance": ([2, 4], 4), "chi2_token_max": ([5], 5)
+    }  # fmt: skip
+    assert alarm_histories(rows, AlarmsConfig())[0].name == "kl_max"
+    assert {h.name for h in alarm_histories(rows, AlarmsConfig(kl_max=None, ess_min=0.2))} == set(found) - {
+        "kl_max"
+    }
+
+
+def test_a_value_that_is_not_finite_is_the_worst():
+    rows = [
+        {"step": s, "mismatch/weight_mean": value} for s, value in ((1, 9.0), (2, None), (3, 1e30), (4, 1.0))
+    ]
+    histories = {h.name: h for h in alarm_histories(rows, AlarmsConfig())}
+    assert histories["weight_mean_max"].steps == [1, 2, 3] and histories["weight_mean_max"].worst_step == 2
+    assert histories["weight_mean_min"].steps == [2]
+
+
+def test_the_page_tells_alarms_in_full(tmp_path):
+    def metrics(step):
+        return {
+            "mismatch/ess": 0.2 - step / 1000 if step > 30 else 0.9,
+            "mismatch/k3": None if step == 7 else 1e-6,
+        }
+
+    text = Page(
+        write_report(
+            make_run(tmp_path / "run", range(41), make_config(alarms={"rejected_max": None}), metrics=metrics)
+        )
+    ).text
+    ess, k3 = (
+        text.index("ess_min : 10 of 40 steps (25%), first at step 31; worst 0.16 at step 40."),
+        text.index("kl_max : 1 of 40 steps"),
+    )
+    assert ess < k3
+    assert "(2%), first at step 7; worst not finite at step 7." in text
+    assert "mismatch/ess is 0.16 (alarms.ess_min: 0.3): before the bound few samples carry" in text
+    assert "Usual cause: heavy-tailed ratios" in text and "Try: a lower level of weights" in text
+    assert "Turned off: rejected_max." in text and "No alarms" not in text
+
+
+def test_a_run_without_alarms_says_so(tmp_path):
+    text = Page(write_report(make_run(tmp_path / "run", range(5), metrics=few_metrics))).text
+    assert "No alarms: nothing left its level in the 4 recorded steps." in text and "Turned off" not in text
+
+
+# ---- the rest of the page
+
+
+@pytest.mark.parametrize(
+    ("correction", "written"),
+    [
+        ({}, "decoupled_token_is a weight per token, truncated at 2"),
+        ({"weight": {"level": "none"}}, "disabled metrics only"),
+        (
+            {"weight": {"level": "token", "upper": 3.0}, "veto": 0.001},
+            "{mode: decoupled, loss: objective, weight: {level: token, bound: truncate, upper: 3.0, normalise: false}, veto: 0.001, "
+            "denominator: kept}",
+        ),
+    ],
+)
+def test_the_head_says_what_is_corrected_and_trained(tmp_path, correction, written):
+    config = make_config(correction=correction, objective={"type": "gspo"}, advantage={"type": "rloo"})
+    text = Page(write_report(make_run(tmp_path / "run", [1], config, metrics=few_metrics))).text
+    head = text[: text.index("Accuracy before")]
+    assert f"correction {written}" in head
+    assert "objective gspo {clip_low: 0.0003, clip_high: 0.0004}" in head and "advantage rloo" in head
+
+
+def test_a_policy_gradient_in_the_place_of_the_objective_is_named(tmp_path):
+    config = make_config(
+        correction={"mode": "bypass", "loss": "policy_gradient", "weight": {"level": "sequence"}}
+    )
+    text = Page(write_report(make_run(tmp_path / "run", [1], config, metrics=few_metrics))).text
+    assert "correction pg_is" in text and "objective policy_gradient" in text
+
+
+def test_other_is_what_the_parts_leave_of_the_step_which_the_evaluation_comes_after(tmp_path):
+    def metrics(step: int) -> dict[str, float]:
+        seconds = {
+            "sampling": 4.0,
+            "logprobs": 1.0,
+            "update": 2.0,
+            "sync": 1.0,
+            "evaluation": 0.0 if step % 2 else 5.0,
+            "step": 10.0,
+        }
+        return {f"time/{part}": value for part, value in seconds.items()}
+
+    page = Page(write_report(make_run(tmp_path / "run", [1, 2], metrics=metrics)))
+    assert (
+        "sampling 8.0 32% logprobs 2.0 8% update 4.0 16% sync 2.0 8% evaluation 5.0 20% other 4.0 16%"
+        in page.text
+    )
+
+
+def test_an_older_figure_that_is_no_longer_drawn_goes(tmp_path):
+    folder = make_run(tmp_path / "run", range(3))
+    write_report(folder)
+    make_run(folder, range(3), metrics=lambda step: {"reward/mean": 0.5 + step})
+    write_report(folder)
+    assert {p.stem for p in (folder / "figures").iterdir()} == {"reward"}
+
+
+def test_later_value_of_a_step_counts(tmp_path):
+    folder = make_run(
+        tmp_path / "run", [0, 1], metrics=lambda step: {"eval/accuracy": 0.25 + step, "eval/count": 400}
+    )
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": 1, "elapsed_s": 7.0, "eval/accuracy": 0.75, "eval/count": 400}) + "\n")
+    assert "Accuracy so far 75.0% ± 2.2%" in Page(write_report(folder)).text
+
+
+def test_unreadable_summary_is_noted(tmp_path):
+    folder = make_run(tmp_path / "run", [1], metrics=few_metrics)
+    (folder / "summary.json").write_text("[", encoding="utf-8")
+    assert "summary.json is not readable" in Page(write_report(folder)).text
+
+
+def test_text_is_escaped_and_passwords_stay_out(tmp_path):
+    config = make_config(
+        tracking={"uri": "http://me:secret@tracker/x", "experiment": "<script>alert(1)</script>"}
+    )
+    path = write_report(make_run(tmp_path / "run", [1], config=config, metrics=few_metrics))
+    source = path.read_text(encoding="utf-8")
+    assert "secret" not in source and "<script>" not in source
+    assert "&lt;script&gt;" in source and "tracker/x" in source
+
+
+def test_changed_settings_by_hand():
+    config = make_config(
+        task={"type": "countdown", "num_numbers": 5},
+        learner={"optimizer": {"lr": 0.001}},
+        correction={"weight": {"level": "none"}},
+    )
+    assert changed_settings(config) == [
+        ("steps", "40", "100"),
+        ("model.path", "model", "-"),
+        ("task.type", "countdown", "-"),
+        ("task.num_numbers", "5", "3"),
+        ("learner.optimizer.lr", "0.001", "1e-06"),
+        ("correction.weight.level", "none", "token"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda d: d / "nowhere", "is not a folder; name the folder of a run"),
+        (lambda d: d, "it has no config.yaml and no metrics.jsonl"),
+    ],
+)
+def test_a_folder_that_is_no_run(tmp_path, make, message):
+    folder = make(tmp_path)
+    with pytest.raises(ValueError, match=message) as raised:
+        write_report(folder)
+    assert str(folder) in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_config_of_another_version_is_named(tmp_path):
+    folder = make_run(tmp_path / "run", [1])
+    (folder / "config.yaml").write_text(
+        "model: {path: m}\ntask: {type: countdown}\nstepz: 3\n", encoding="utf-8"
+    )
+    with pytest.raises(ValueError, match=r"config.yaml:3\n  field: stepz"):
+        write_report(folder)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.one_of(st.floats(-1e3, 1e3), st.just(math.nan)), min_size=1, max_size=30),
+    st.sampled_from([1, 3, 5, 7]),
+)
+def test_smooth_is_the_mean_of_the_neighbours(values, width):
+    half = width // 2
+    for index, got in enumerate(smooth(values, width)):
+        near = [values[i] for i in range(len(values)) if abs(i - index) <= half and not math.isnan(values[i])]
+        assert math.isnan(got) if math.isnan(values[index]) else got == pytest.approx(sum(near) / len(near))
+
+
+def test_importing_the_report_loads_neither_matplotlib_nor_torch():
+    code = "import sys, trainer.report; assert not {'matplotlib', 'torch', 'mlflow'} & set(sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,247 @@
+"""Recorded batches, and what other corrections would have made of them: files, errors, and the loss of the
+trainer as the oracle."""
+
+import json
+import os
+import random
+
+import pytest
+import torch
+
+from configs.presets import PRESETS
+from configs.schema import RunConfig
+from configs.schema.correction import CorrectionConfig
+from launch.studies.replay import UNCORRECTED, corrections_named, plot, table
+from parallel.packing import PackedBatch
+from tests.support.packed_batches import random_batch
+from trainer.algorithm.policy_loss import kept_factor, policy_loss
+from trainer.batch.files import batch_file, recorded_steps
+from trainer.recording import RecordedBatch, in_order, read_batch, write_batch
+from trainer.studies.replay import of_logprobs, replay
+
+
+def config_of(**parts) -> RunConfig:
+    return RunConfig.model_validate({"model": {"path": "m"}, "task": {"type": "countdown"}} | parts)
+
+
+def recorded(lengths=(5, 9, 4, 7), *, seed=0) -> RecordedBatch:
+    batch = random_batch(list(lengths), seed=seed)
+    batch = batch.with_fields(advantages_T=batch.advantages_T * batch.response_mask_T)
+    packed = PackedBatch(
+        **{name: getattr(batch, name) for name in batch.__slots__}
+        | {"sequence_ids_S": torch.arange(len(lengths))}
+    )
+    rewards_S = torch.rand(len(lengths), generator=torch.Generator().manual_seed(seed))
+    group_ids_S = torch.zeros(len(lengths), dtype=torch.int64)
+    return RecordedBatch(
+        step=3,
+        version=2,
+        packed=packed,
+        rewards_S=rewards_S,
+        group_ids_S=group_ids_S,
+        correction=PRESETS["decoupled_geo_rs"],
+    )
+
+
+def same(a: PackedBatch, b: PackedBatch) -> bool:
+    return all(
+        (getattr(a, name) is None and getattr(b, name) is None)
+        or torch.equal(getattr(a, name), getattr(b, name))
+        for name in a.__slots__
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------------
+# recording
+
+
+def test_a_batch_comes_back_as_it_was_written(tmp_path):
+    batch = recorded()
+    path = batch_file(tmp_path / "batches", 3)
+    write_batch(path, batch)
+    again = read_batch(path)
+    assert same(again.packed, batch.packed)
+    assert torch.equal(again.rewards_S, batch.rewards_S) and torch.equal(again.group_ids_S, batch.group_ids_S)
+    assert (again.step, again.version, again.correction) == (3, 2, PRESETS["decoupled_geo_rs"])
+    assert recorded_steps(tmp_path / "batches") == [3]
+    assert recorded_steps(tmp_path / "nowhere") == []
+
+
+def test_shares_of_ranks_are_joined_by_sequence_id():
+    whole = recorded().packed
+    assert same(in_order([whole.select([2, 0]), whole.select([3, 1])]), whole)
+
+
+def test_what_follows_from_the_correction_is_not_recorded(tmp_path):
+    batch = recorded()
+    weights_T = torch.ones(batch.packed.num_tokens)
+    with_weights = batch.packed.with_fields(
+        importance_weights_T=weights_T, aggregation_T=weights_T, value_aggregation_T=weights_T
+    )
+    write_batch(
+        batch_file(tmp_path, 3),
+        RecordedBatch(**{n: getattr(batch, n) for n in batch.__slots__} | {"packed": with_weights}),
+    )
+    assert same(read_batch(batch_file(tmp_path, 3)).packed, batch.packed)
+
+
+def test_a_flipped_bit_is_never_replayed(tmp_path):
+    path, draw = tmp_path / "step_000003.safetensors", random.Random(3)
+    batch = recorded()
+    write_batch(path, batch)
+    content = path.read_bytes()
+    for _ in range(200):
+        flipped = bytearray(content)
+        flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"damaged|cannot be read|no batch of this version"):
+            read_batch(path)
+
+
+def test_a_file_that_is_no_batch_is_one_clear_error(tmp_path):
+    path = tmp_path / "step_000001.safetensors"
+    path.write_bytes(b"not safetensors")
+    with pytest.raises(ValueError, match="cannot be read as a recorded batch"):
+        read_batch(path)
+    batch = recorded()
+    write_batch(path, batch)
+    path.write_bytes(path.read_bytes().replace(b"tandem batch 3", b"tandem batch 1"))
+    with pytest.raises(ValueError, match="no batch of this version"):
+        read_batch(path)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_is_an_error_that_says_what_to_do_and_leaves_nothing(tmp_path):
+    path = tmp_path / "step_000003.safetensors"
+    path.with_suffix(".partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"cannot be recorded .*No space left.*record_batches=none"):
+        write_batch(path, recorded())
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# replay
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_loss_and_gradient_are_the_trainers(name):
+    """The whole batch in one micro-batch, by hand: weights and mask from the learner's log-probs, loss at
+    current = them."""
+    from trainer.algorithm.correction import correct_current
+
+    batch, config, correction = recorded(seed=4), config_of(), PRESETS[name]
+    found = replay(batch, config, name, correction, of_logprobs)
+    packed = batch.packed
+    fix = correct_current(packed, packed.old_logprobs_T, correction)
+    current_T = packed.old_logprobs_T.clone().requires_grad_()
+    old_T = packed.rollout_logprobs_T if correction.mode == "bypass" else packed.old_logprobs_T
+    kept = fix.keep_T.sum().clamp(min=1)
+    by_hand = packed.with_fields(
+        old_logprobs_T=old_T, importance_weights_T=fix.weights_T, aggregation_T=fix.keep_T / kept
+    )
+    objective = config.model_copy(update={"correction": correction}).policy_objective
+    loss, _ = policy_loss(
+        by_hand,
+        current_T,
+        torch.zeros_like(current_T),
+        objective=objective,
+        kl=config.kl,
+        entropy=config.entropy,
+    )
+    loss.backward()
+    assert found.loss == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)
+    # The replay packs sequences in an order of its own; norms and sums do not care.
+    assert found.gradient_norm == pytest.approx(current_T.grad.norm().item(), rel=1e-5, abs=1e-9)
+    assert found.metrics["mismatch/kept_fraction"] == pytest.approx(
+        (fix.keep_T.sum() / packed.response_mask_T.sum()).item()
+    )
+
+
+def test_micro_batches_do_not_show():
+    batch = recorded((6, 8, 3, 9, 5), seed=7)
+    correction = CorrectionConfig.model_validate({
+        "mode": "bypass", "loss": "policy_gradient", "weight": {"level": "sequence"},
+        "reject": [{"rule": "ratio", "level": "geometric", "upper": 1.1}],
+    })  # fmt: skip
+    whole, parts = (
+        replay(
+            batch,
+            config_of(learner={"token_budget": budget}, rollout={"max_new_tokens": 8}),
+            "x",
+            correction,
+            of_logprobs,
+        )
+        for budget in (10_000, 9)
+    )
+    assert parts.loss == pytest.approx(whole.loss, rel=1e-6)
+    assert parts.gradient_norm == pytest.approx(whole.gradient_norm, rel=1e-6)
+    assert parts.metrics == pytest.approx(whole.metrics, rel=1e-6, abs=1e-9)
+    assert 0 < whole.metrics["mismatch/kept_fraction"] < 1
+
+
+def test_the_cosine_is_of_the_angle_between_gradients():
+    batch, config = recorded(seed=1), config_of()
+    plain = replay(batch, config, "disabled", PRESETS["disabled"], of_logprobs)
+    weighted = replay(batch, config, "tis", PRESETS["tis"], of_logprobs)
+    nothing = replay(
+        batch,
+        config,
+        "x",
+        CorrectionConfig.model_validate({"reject": [{"rule": "k3", "upper": 1e-12}]}),
+        of_logprobs,
+    )
+    assert plain.cosine(plain) == pytest.approx(1.0)
+    by_hand = torch.nn.functional.cosine_similarity(
+        plain.gradient.double(), weighted.gradient.double(), dim=0
+    ).item()
+    assert 0.5 < weighted.cosine(plain) < 1 and weighted.cosine(plain) == pytest.approx(by_hand)
+    assert nothing.loss == 0.0 and nothing.gradient_norm == 0.0 and nothing.cosine(plain) is None
+
+
+def test_the_entropy_bonus_is_left_out_and_kl_is_not():
+    batch = recorded(seed=2)
+    plain = replay(batch, config_of(), "tis", PRESETS["tis"], of_logprobs)
+    assert (
+        replay(batch, config_of(entropy={"coefficient": 0.5}), "tis", PRESETS["tis"], of_logprobs).loss
+        == plain.loss
+    )
+    assert (
+        replay(batch, config_of(kl={"coefficient": 0.5}), "tis", PRESETS["tis"], of_logprobs).loss
+        > plain.loss
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------
+# names, table, figure
+
+
+def test_the_uncorrected_one_is_always_there_to_compare_with():
+    assert list(corrections_named(["tis"])) == [UNCORRECTED, "tis"]
+    assert corrections_named([]) == dict(PRESETS)
+    with pytest.raises(ValueError, match="--correction tiz: no such preset; did you mean `tis`"):
+        corrections_named(["tiz"])
+
+
+def test_table_and_figure_stand_a_missing_number(tmp_path):
+    row = {"correction": "tis", "weight_mean": 1.0, "weight_max": 2.0, "ess": 0.5, "ess_bounded": 0.75, "tokens_kept": 0.25,
+           "sequences_kept": 0.5, "loss": -0.125, "gradient_norm": 0.0, "cosine": None}  # fmt: skip
+    result = {"step": 3, "gradient_of": "log-probs", "rows": [row]}
+    text = table(json.loads(json.dumps(result)))
+    assert text.splitlines()[1].split() == [
+        "tis",
+        "1.000",
+        "2",
+        "0.500",
+        "0.750",
+        "25.0%",
+        "50.0%",
+        "-0.125",
+        "0",
+        "-",
+    ]
+    plot(result, tmp_path / "figures" / "x.png")
+    assert (tmp_path / "figures" / "x.png").stat().st_size > 5000
+
+
+def test_kept_factor_of_nothing_is_one():
+    assert kept_factor({}) == 1.0

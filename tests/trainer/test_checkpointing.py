@@ -1,0 +1,352 @@
+"""What a resumed run goes on from: the critic beside the policy, the moved KL coefficient, its own recorded
+batches. Engines are records of what they were asked; real ones are resumed in
+tests/parallel/checkpoints/test_checkpoint.py, tests/trainer/test_critic.py and end to end.
+"""
+
+import itertools
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from configs.loader import load_config, resolved_yaml
+from configs.schema.launch import RecordEvery
+from configs.schema.learner import CheckpointConfig
+from configs.schema.objective import KLConfig
+from launch.processes.run_folder import RunFolder
+from launch.roles import learn as learning
+from parallel.checkpoints.checkpoint import CheckpointError, WholeCheckpoint
+from parallel.checkpoints.files import (
+    is_valid,
+    latest_valid,
+    prune,
+    step_folder,
+    valid_checkpoints,
+    write_manifest,
+)
+from parallel.megatron import platform
+from parallel.weights.hf_files import hidden_folder
+from tests.support.megatron_workers import run_ranks
+from tests.support.packed_batches import random_batch
+from tests.trainer.studies.test_replay import recorded
+from trainer import checkpointing as resume
+from trainer import learner as trainer_learner
+from trainer.algorithm.kl_reward import KLInReward
+from trainer.batch.files import batch_file, recorded_steps
+from trainer.batch.step_batch import StepBatch
+from trainer.checkpointing import Checkpointer, Progress
+from trainer.ranks.metrics import values
+from trainer.ranks.totals import alone
+from trainer.recording import Recorder, read_batch, write_batch
+from trainer.sampling import SharedSampler
+
+RECIPE = Path(__file__).resolve().parents[2] / "configs/recipes/countdown_tiny.yaml"
+ADAPTIVE = KLConfig(
+    coefficient=0.1, place="reward", controller={"type": "adaptive", "target": 0.01, "horizon": 1000}
+)
+FIXED = KLConfig(coefficient=0.3, place="reward")
+
+
+@dataclass
+class Saves:
+    """In an engine's place: a folder with a manifest, as a complete checkpoint has."""
+
+    loaded: list[Path] = field(default_factory=list)
+
+    def save(self, folder: Path, extra: dict) -> None:
+        folder.mkdir(parents=True)
+        (folder / "extra.json").write_text(json.dumps(extra))
+        write_manifest(folder, world_size=1)
+
+    def load(self, whole: WholeCheckpoint) -> dict:
+        self.loaded.append(whole.folder)
+        return json.loads((whole.folder / "extra.json").read_text())
+
+
+class Data:
+    def __init__(self, *, stop: bool = False):
+        self.at, self._stop = "wherever it was left", stop
+
+    def state(self):
+        return {"position": 7}
+
+    def stop_requested(self):
+        return self._stop
+
+    def load_state(self, state):
+        self.at = state
+
+
+def learner(*, critic: bool, kl: KLConfig = ADAPTIVE) -> SimpleNamespace:
+    critic = SimpleNamespace(engine=Saves()) if critic else None
+    return SimpleNamespace(
+        engine=Saves(), critic=critic, version=5, is_first_rank=True, kl_in_reward=KLInReward(kl)
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process(tmp_path_factory):
+    if dist.is_initialized():  # by a test of the engines before, in this very process
+        yield
+        return
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1), rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_run_goes_on_from_policy_critic_data_and_coefficient(tmp_path):
+    first, checkpointer = learner(critic=True), Checkpointer(tmp_path, CheckpointConfig(every=2, keep=2))
+    first.kl_in_reward.coefficient = 0.125
+    for step in range(1, 8):
+        checkpointer.after_step(step, first, Data())
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000004", "step_000006"]
+    assert sorted(p.name for p in (tmp_path / "critic").iterdir()) == ["step_000004", "step_000006"]
+    again, data = learner(critic=True), Data()
+    progress = Checkpointer(tmp_path, CheckpointConfig()).restore(again, data)
+    assert progress == Progress(step=6, version=5, sampler={"position": 7}, kl_coefficient=0.125)
+    assert (again.version, data.at, again.kl_in_reward.coefficient) == (5, {"position": 7}, 0.125)
+    assert again.critic.engine.loaded == [tmp_path / "critic" / "step_000006"]
+
+
+def test_without_a_checkpoint_the_data_begins_anew_and_what_the_lost_steps_left_is_put_aside(tmp_path):
+    """By the role's own hand: it may be started without a supervisor, beside a sample role that has gone on."""
+    folder, data = RunFolder(tmp_path), Data()
+    folder.batches.mkdir()
+    for step in (1, 2):
+        write_batch(batch_file(folder.batches, step), recorded())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    assert Checkpointer(folder.checkpoints, CheckpointConfig()).restore(learner(critic=False), data) is None
+    assert data.at is None
+    recorder = Recorder(folder.batches, "all", recorded().correction)
+    learning.forget_lost_steps(folder, recorder, 1)
+    assert recorded_steps(folder.batches) == [1] and (tmp_path / "metrics.jsonl").exists()
+    learning.forget_lost_steps(folder, recorder, None)
+    assert recorded_steps(folder.batches) == []
+    assert (
+        not (tmp_path / "metrics.jsonl").exists()
+        and (tmp_path / "metrics.lost.jsonl").read_text() == '{"step": 0}\n'
+    )
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_every_rank_looks_for_servers_and_sample_role_by_itself(tmp_path, monkeypatch, placement):
+    """In a collective with rank 0, which also waits for them, the others would give up after
+    collective_timeout_s."""
+    config = load_config(RECIPE, ["model.path=model", f"launch.placement={placement}"])
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
+    folder, asked = RunFolder(tmp_path), []
+
+    class Ready(Exception):
+        """Both were looked for."""
+
+    def wait_for_address(self, role, **unused):
+        raise Ready(role)
+
+    monkeypatch.setattr(platform, "init_distributed", lambda **unused: None)
+    monkeypatch.setattr(trainer_learner, "Learner", lambda config: SimpleNamespace(is_first_rank=False))
+    monkeypatch.setattr(learning, "wait_for_servers", lambda folder, names, **unused: asked.extend(names))
+    monkeypatch.setattr(RunFolder, "wait_for_address", wait_for_address)
+    with pytest.raises(Ready, match="sample"):
+        learning.build_run(folder)
+    assert asked == ["serve"]
+
+
+def test_what_a_killed_writer_has_left_goes_with_the_next_start(tmp_path):
+    """Of the model and of checkpoints, the critic's too; whatever else is there stays."""
+    folder = RunFolder(tmp_path)
+    left = [
+        folder.checkpoints / ".step_000004.partial", folder.checkpoints / ".step_000002.old.x1" / "step_000002",
+        folder.critic_checkpoints / ".step_000004.partial", hidden_folder(folder.hf), folder.path / ".hf.old.x2" / "hf",
+    ]  # fmt: skip
+    kept = [
+        folder.checkpoints / "step_000003",
+        folder.critic_checkpoints / "step_000003",
+        folder.hf,
+        hidden_folder(folder.export),
+    ]
+    for path in (*left, *kept):
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "weights").write_text("many")
+    learning.forget_lost_steps(folder, Recorder(folder.batches, "none", recorded().correction), 3)
+    assert [path for path in left if path.exists()] == []
+    assert {file.parent for file in tmp_path.rglob("weights")} == set(kept)
+
+
+@pytest.mark.parametrize(
+    ("every", "stop", "complete", "found"),
+    [
+        (2, False, 3, ["step_000002", "step_000003"]),
+        (2, False, 2, ["step_000002"]),  # there is one already
+        (0, True, 3, ["step_000003"]),
+        (0, False, 3, []),  # nobody asked for checkpoints, nor for a stop
+        (2, True, 0, []),
+    ],
+)
+def test_before_the_export_the_last_step_is_saved_where_it_could_be_lost(
+    tmp_path, every, stop, complete, found
+):
+    run, data, checkpointer = (
+        learner(critic=False),
+        Data(stop=stop),
+        Checkpointer(tmp_path, CheckpointConfig(every=every)),
+    )
+    for step in range(1, complete + 1):
+        checkpointer.after_step(step, run, data)
+    checkpointer.save_before_export(run, data)
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == found
+
+
+def test_every_rank_hears_of_a_stop_as_the_first_one_sees_it():
+    remote = SimpleNamespace()
+    assert SharedSampler(remote, lambda: "SIGTERM").stop_requested() is True
+    assert SharedSampler(remote, lambda: None).stop_requested() is False
+    assert SharedSampler(None, lambda: "not the first rank's to say").stop_requested() is False
+
+
+def test_a_critic_without_its_policy_is_never_kept_in_the_place_of_one_with_it(tmp_path):
+    """A crash between the two saves leaves a critic's checkpoint alone; after the resume it must not push out
+    the one that is needed."""
+    run, checkpointer = learner(critic=True), Checkpointer(tmp_path, CheckpointConfig(every=1, keep=1))
+    checkpointer.save(3, run, Data())
+    run.critic.engine.save(tmp_path / "critic" / "step_000009", {"step": 9})
+    checkpointer.save(4, run, Data())
+    assert [p.name for p in (tmp_path / "critic").iterdir()] == ["step_000004"]
+
+
+def test_the_newest_checkpoint_is_by_number_and_of_a_format_that_can_be_read(tmp_path):
+    """Before a start, too: what is checked then is what the learner will load."""
+    folder = RunFolder(tmp_path)
+    for step in (999_998, 999_999, 1_000_000):
+        Saves().save(step_folder(folder.checkpoints, step), {})
+    assert (
+        folder.newest_checkpoint() == latest_valid(folder.checkpoints) == folder.checkpoints / "step_1000000"
+    )
+    assert [*valid_checkpoints(folder.checkpoints)] == [999_998, 999_999, 1_000_000]
+    (folder.checkpoints / "step_1000000" / "complete.json").write_text('{"format": 1, "files": {}}')
+    assert folder.newest_checkpoint() == folder.checkpoints / "step_999999"
+    prune(folder.checkpoints, keep=1)
+    assert [*valid_checkpoints(folder.checkpoints)] == [999_999]
+
+
+def work_stale_listing(root: Path) -> tuple[list[Path], list[Path]]:
+    """What each rank loads where rank 1's node still knows the folder as it was before the newest checkpoint,
+    for a while."""
+    run = learner(critic=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            looks = itertools.count()
+            patch.setattr(resume, "POLL_S", 0.01)
+            patch.setattr(resume, "step_folders", lambda folder: {2: folder / "step_000002"})
+            patch.setattr(resume, "is_valid", lambda folder: next(looks) >= 5 and is_valid(folder))
+        Checkpointer(root, CheckpointConfig()).restore(run, Data())
+    return run.engine.loaded, run.critic.engine.loaded
+
+
+@pytest.mark.engines
+def test_all_ranks_load_the_checkpoint_that_the_first_one_chose(tmp_path):
+    root, run = tmp_path / "checkpoints", learner(critic=True)
+    for step in (2, 4):
+        Checkpointer(root, CheckpointConfig()).save(step, run, Data())
+    found = run_ranks(work_stale_listing, 2, tmp_path / "ranks", root)
+    assert found == [([root / "step_000004"], [root / "critic" / "step_000004"])] * 2
+
+
+def test_a_damaged_policy_takes_the_critic_of_its_step_along(tmp_path, capsys):
+    run = learner(critic=True)
+    for step in (1, 2, 3):
+        Checkpointer(tmp_path, CheckpointConfig(keep=3)).save(step, run, Data())
+    for step in (2, 3):
+        (tmp_path / f"step_00000{step}" / "extra.json").write_text("x")
+    assert Checkpointer(tmp_path, CheckpointConfig()).restore(run, Data()).step == 1
+    assert run.critic.engine.loaded == [tmp_path / "critic" / "step_000001"]
+    assert sorted(path.name for path in (tmp_path / "critic").iterdir()) == [
+        "step_000001",
+        "step_000002.damaged",
+        "step_000003.damaged",
+    ]
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == [
+        f"checkpoint {tmp_path}/step_00000{step} is damaged" for step in (3, 2)
+    ]
+
+
+def test_a_missing_critic_is_an_error_before_the_policy_is_touched(tmp_path):
+    Checkpointer(tmp_path, CheckpointConfig()).save(2, learner(critic=False), Data())
+    run = learner(critic=True)
+    with pytest.raises(CheckpointError, match=r"critic/step_000002 is damaged: complete\.json is missing"):
+        Checkpointer(tmp_path, CheckpointConfig()).restore(run, Data())
+    assert run.engine.loaded == []
+
+
+@pytest.mark.parametrize(("saved", "now", "coefficient"), [
+    (ADAPTIVE, ADAPTIVE, 0.05),
+    (ADAPTIVE, FIXED, 0.3),  # what nothing moves is the config's
+    (FIXED, ADAPTIVE, 0.1),
+    (FIXED, FIXED.model_copy(update={"coefficient": 0.4}), 0.4),
+    (ADAPTIVE, KLConfig(coefficient=0.2), 0.0),  # moved into the loss
+    (ADAPTIVE, KLConfig(), 0.0),
+    (KLConfig(), FIXED, 0.3),
+])  # fmt: skip
+def test_the_coefficient_is_the_controllers_or_the_configs(saved, now, coefficient):
+    before, after = KLInReward(saved), KLInReward(now)
+    if saved is ADAPTIVE:
+        before.coefficient = 0.05
+    after.restore(json.loads(json.dumps(before.state)))
+    assert after.coefficient == coefficient
+
+
+def test_a_checkpoint_of_an_older_version_says_nothing_of_the_coefficient():
+    assert Progress(step=1, version=1, sampler={}).kl_coefficient is None
+
+
+def test_the_penalty_and_the_next_coefficient_by_hand():
+    batch = random_batch([4, 3], seed=3)
+    term = KLInReward(ADAPTIVE)
+    penalty_T, metrics = term.penalty(batch, num_samples=100, total=alone)
+    kl_T = (batch.old_logprobs_T - batch.ref_logprobs_T) * batch.response_mask_T
+    torch.testing.assert_close(penalty_T, 0.1 * kl_T)
+    measured = (kl_T.sum() / batch.response_mask_T.sum()).item()
+    assert values(metrics) == pytest.approx(
+        {"policy/kl_coefficient": 0.1, "policy/kl_in_reward": measured}, rel=1e-6
+    )
+    error = min(max(measured / 0.01 - 1, -0.2), 0.2)
+    assert term.coefficient == pytest.approx(0.1 * (1 + error * 100 / 1000))
+    assert KLInReward(KLConfig(coefficient=0.2)).penalty(batch, num_samples=100, total=alone) == (None, {})
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+@pytest.mark.parametrize("scored", [True, False])
+def test_what_is_recorded_is_the_learners_own_log_probs(tmp_path, mode, scored):
+    packed = recorded(seed=5).packed
+    own_T = packed.old_logprobs_T
+    old_T = packed.rollout_logprobs_T if mode == "bypass" else own_T
+    of_step = {"rewards_S": torch.rand(4), "group_ids_S": torch.arange(4)}
+    batch = StepBatch(packed=packed.with_fields(old_logprobs_T=old_T), rows=[[[0, 1], [2, 3]]], **of_step)
+    if not scored and mode == "decoupled":
+        batch = batch.with_fields(old_logprobs_T=None)
+    run = SimpleNamespace(
+        correction_mode=mode, logprobs=lambda given: own_T, groups=SimpleNamespace(dp_size=1, dp_group=dist.group.WORLD),
+        is_first_rank=True, version=4,
+    )  # fmt: skip
+    recorder = Recorder(tmp_path, RecordEvery(every=2), recorded().correction)
+    for step in (1, 2, 3, 4):
+        recorder.record(step, batch, run)
+    assert recorded_steps(tmp_path) == [2, 4]
+    again = read_batch(batch_file(tmp_path, 4))
+    assert torch.equal(again.packed.old_logprobs_T, own_T)
+    assert torch.equal(again.packed.rollout_logprobs_T, packed.rollout_logprobs_T)
+    assert (again.step, again.version) == (4, 4)
+    recorder.forget_after(2)
+    assert recorded_steps(tmp_path) == [2]
+
+
+def test_nothing_is_recorded_unless_asked(tmp_path):
+    write_batch(batch_file(tmp_path, 1), recorded())
+    Recorder(tmp_path / "none", "none", recorded().correction).record(1, None, None)
+    assert not (tmp_path / "none").exists()

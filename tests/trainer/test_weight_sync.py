@@ -1,0 +1,535 @@
+"""What a publish sends, in which order it speaks to the servers, and that nothing wrong is ever served.
+
+The learner, its weights and the gloo broadcast are real; of the servers only their HTTP is replaced, by
+``FakeControl``. A replica here answers the probe from the bytes that it was sent, with transformers' own
+model.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from configs.schema.objective import AggregationConfig
+from parallel.megatron import platform
+from parallel.weights.fake_quantization import rounded_to_int8
+from parallel.weights.transfer import make_buckets
+from rollout.records import Completion, FinishReason
+from rollout.servers.control import ControlError, Pending, Served
+from tests.support.megatron_workers import (
+    learner_config,
+    make_batch,
+    make_hf_model,
+    weighted_loss,
+    weights_of,
+)
+from tests.support.weight_checksums import expected_checksums
+from trainer import weight_sync
+from trainer.learner import Learner
+from trainer.weight_sync import WeightSync, WeightSyncError
+
+PROMPT = [3, 17, 8, 30]
+TEMPERATURE = 0.7
+GROUPS = itertools.count()
+TIMEOUT_S = 40.0
+PROMPTLY_S = 15.0
+"""Far below TIMEOUT_S, far above what a refusal takes on a busy machine."""
+
+
+class Replica:
+    """One server: joins the transfer group, receives buckets, and says what it holds. Its attributes can be
+    set to make it fail."""
+
+    def __init__(self, folder) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self.version = 0
+        self.is_interrupted = False
+        self.refuses_to_join = False
+        self.refuses_to_open = False
+        self.refuses_bucket: int | None = None
+        self.fails_to_load: int | None = None
+        self.before_broadcast: Callable[[int], None] = lambda bucket: None
+        self.before_answer: Callable[[int], None] = lambda bucket: None
+        self.break_after_update: Callable[[Replica], None] = lambda replica: None
+        self.break_answer: Callable[[list[float]], list[float]] = lambda logprobs: logprobs
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self._group: dist.ProcessGroupGloo | None = None
+        self._received = 0
+
+    def join(
+        self,
+        rank: int,
+        *,
+        master_address: str,
+        master_port: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+    ) -> dict:
+        if self.refuses_to_join:
+            raise ControlError("answered HTTP 400: no such group")
+        timeout = timedelta(seconds=TIMEOUT_S)
+        store: dist.Store = dist.TCPStore(
+            master_address, master_port, world_size, is_master=False, timeout=timeout
+        )
+        # The names under which the ranks of a torch process group meet; its constructor would need a process
+        # per rank.
+        for prefix in (group_name, f"{group_name}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        self._group = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        return {}
+
+    def open(self) -> dict:
+        if self.refuses_to_open:
+            raise ControlError("answered HTTP 400: a session is open already")
+        return {}
+
+    def receive(
+        self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None
+    ) -> dict:
+        self._received += 1
+        if self._received - 1 == self.refuses_bucket:
+            raise ControlError("answered HTTP 400: unknown tensor")
+        dtype = getattr(torch, dtype)
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape in shapes]
+        flat = torch.zeros(sum(sizes), dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self.before_broadcast(self._received - 1)
+        self._group.broadcast([flat], options).wait()
+        self.before_answer(self._received - 1)
+        if self._received - 1 == self.fails_to_load:
+            raise ControlError("answered HTTP 400: wrong shape")
+        for name, part, shape in zip(names, flat.split(sizes), shapes, strict=True):
+            self.tensors[name] = part.clone().view(dtype).view(shape)
+        if version is not None:
+            self.version = version
+        return {}
+
+    def answer(self, prompt_ids: Sequence[int], num_tokens: int, temperature: float) -> Completion:
+        """Likeliest tokens, each with log softmax(logits / temperature) of the received weights."""
+        self._model.load_state_dict(self.tensors)
+        ids, logprobs = list(prompt_ids), []
+        with torch.no_grad():
+            for _ in range(num_tokens):
+                log_V = (self._model(torch.tensor([ids])).logits[0, -1] / temperature).log_softmax(-1)
+                ids.append(int(log_V.argmax()))
+                logprobs.append(float(log_V.max()))
+        return Completion(
+            token_ids=ids[len(prompt_ids) :],
+            rollout_logprobs=self.break_answer(logprobs),
+            token_versions=[self.version] * num_tokens,
+            finish_reason=FinishReason.LENGTH,
+        )
+
+    def leave(self) -> None:
+        self._group = None
+
+
+class FakeControl:
+    """``SGLangControl`` without HTTP. ``calls`` is what it was asked, in order; a bucket with the version
+    that it carried."""
+
+    def __init__(self, folder, num_replicas: int) -> None:
+        self.urls = [f"replica {i}" for i in range(num_replicas)]
+        self.replicas = [Replica(folder) for _ in self.urls]
+        self.calls: list[str] = []
+        self._pools = [
+            ThreadPoolExecutor(max_workers=1) for _ in self.urls
+        ]  # a replica serves one request after the other
+
+    def _everywhere(self, what: str, work: Callable[[int], dict]) -> Pending:
+        return Pending(what, [pool.submit(work, i) for i, pool in enumerate(self._pools)], TIMEOUT_S)
+
+    def join_group(self, **meeting) -> Pending:
+        return self._everywhere("join", lambda i: self.replicas[i].join(1 + i, **meeting))
+
+    def receive_bucket(self, *, version: int | None, **bucket) -> Pending:
+        self.calls.append(f"receive_bucket version={version}")
+        return self._everywhere("receive", lambda i: self.replicas[i].receive(version=version, **bucket))
+
+    def close_update(self, *, with_checksums: bool) -> Served:
+        self.calls.append("close_update")
+        for replica in self.replicas:
+            replica.break_after_update(replica)
+        checksums = [expected_checksums(replica.tensors.items()) for replica in self.replicas]
+        return Served(
+            versions=[r.version for r in self.replicas], checksums=checksums if with_checksums else None
+        )
+
+    def probe(
+        self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float
+    ) -> list[Completion]:
+        self.calls.append("probe")
+        return [replica.answer(prompt_ids, max_new_tokens, temperature) for replica in self.replicas]
+
+    def versions(self) -> list[int]:
+        return [replica.version for replica in self.replicas]
+
+    def take_over(self) -> bool:
+        self.calls.append("take_over")
+        return any(replica.is_interrupted for replica in self.replicas)
+
+    def open_update(self) -> Pending:
+        self.calls.append("open_update")
+        return self._everywhere("open", lambda i: self.replicas[i].open())
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def leave_group(self) -> None:
+        for replica in self.replicas:
+            replica.leave()
+
+    def close(self) -> None:
+        # A replica that left ends whatever the sender may still be waiting for.
+        self.leave_group()
+        for pool in self._pools:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_hf_model(tmp_path_factory.mktemp("model") / "m", "qwen3")
+
+
+@pytest.fixture
+def learner(folder) -> Learner:
+    platform.init_distributed(60.0)
+    return Learner(learner_config(folder, data_parallel=1, aggregation=AggregationConfig(), sharded=True))
+
+
+@pytest.fixture
+def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[WeightSync, FakeControl]]]:
+    """A joined WeightSync whose buckets hold at most 8 KiB, so that an update takes several."""
+    monkeypatch.setattr(weight_sync, "make_buckets", partial(make_buckets, max_bytes=8192))
+    monkeypatch.setattr(
+        weight_sync, "GROUP", f"test-{next(GROUPS)}"
+    )  # those of the tests before may still be there
+    controls = []
+
+    def make(
+        num_replicas: int = 1,
+        dtype: str = "float32",
+        prepare: Callable[[Replica], None] = lambda replica: None,
+        quantization: str = "none",
+    ):
+        control = FakeControl(folder, num_replicas)
+        controls.append(control)
+        prepare(control.replicas[-1])
+        sync = WeightSync(
+            learner, control, rollout_dtype=dtype, tensor_parallel=1, backend="gloo",
+            temperature=TEMPERATURE, probe_prompt=PROMPT, probe_tokens=6, timeout_s=TIMEOUT_S, quantization=quantization,
+        )  # fmt: skip
+        return sync, control
+
+    yield make
+    for control in controls:
+        control.close()
+
+
+def train(learner: Learner) -> None:
+    learner.engine.update([make_batch([9, 6])], weighted_loss, temperature=1.0)
+
+
+@pytest.mark.parametrize("found", ["fresh", "another version", "half an update", "whatever"])
+def test_servers_that_have_outlived_a_learner_get_the_weights_of_the_next_before_they_sample(
+    make_sync, learner, found
+):
+    """One that was interrupted in the middle of its first update still calls its weights by the version of
+    the start."""
+    sync, control = make_sync(2)
+    control.replicas[1].version = 3 if found == "another version" else 0
+    control.replicas[1].is_interrupted = found == "half an update"
+    sync.take_over(sends=found == "whatever")
+    if found == "fresh":
+        assert control.calls == ["take_over", "resume"]
+        return
+    assert control.calls[:2] == ["take_over", "open_update"] and control.calls[-3:] == [
+        "close_update",
+        "resume",
+        "probe",
+    ]
+    assert control.versions() == [0, 0] and learner.version == 0
+    weights = weights_of(learner.engine)
+    for replica in control.replicas:
+        assert all(torch.equal(replica.tensors[name], tensor) for name, tensor in weights.items())
+
+
+def test_servers_that_hold_half_an_update_stay_paused_where_the_next_one_fails(make_sync, learner):
+    sync, control = make_sync()
+    control.replicas[0].is_interrupted, control.replicas[0].break_after_update = True, flip_one_bit
+    with pytest.raises(WeightSyncError, match="other bytes"):
+        sync.take_over(sends=False)
+    assert "resume" not in control.calls and "probe" not in control.calls
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_publish_serves_the_learners_bytes_under_the_next_version(make_sync, learner, num_replicas):
+    sync, control = make_sync(num_replicas)
+    sent = []
+    for version in (1, 2):
+        train(learner)
+        control.calls.clear()
+        result = sync.publish()
+        weights = weights_of(learner.engine)
+        num_buckets = len(list(make_buckets(weights.items(), dtype=torch.float32, max_bytes=8192)))
+        assert num_buckets > 2
+        assert control.calls == [
+            "open_update", *["receive_bucket version=None"] * (num_buckets - 1), f"receive_bucket version={version}",
+            "close_update", "resume", "probe",
+        ]  # fmt: skip
+        for replica in control.replicas:
+            assert replica.tensors.keys() == weights.keys()
+            assert all(torch.equal(replica.tensors[name], tensor) for name, tensor in weights.items())
+        assert (result.version, learner.version) == (version, version)
+        assert result.bytes == sum(tensor.nbytes for tensor in weights.values())
+        assert 0.0 <= result.max_logprob_gap < 1e-4
+        sent.append(weights)
+    assert not torch.equal(sent[0]["model.norm.weight"], sent[1]["model.norm.weight"]), (
+        "the two updates were the same"
+    )
+    sync.close()
+
+
+def test_restore_keeps_the_version(make_sync, learner):
+    sync, control = make_sync()
+    learner.version = 7
+    assert sync.restore().version == 7
+    assert (learner.version, control.replicas[0].version) == (7, 7)
+
+
+def test_a_served_dtype_of_fewer_bits_is_checked_by_its_own_bytes(make_sync, learner):
+    sync, control = make_sync(dtype="bfloat16")
+    result = sync.publish()
+    held = control.replicas[0].tensors
+    assert all(
+        torch.equal(held[name], tensor.to(torch.bfloat16))
+        for name, tensor in weights_of(learner.engine).items()
+    )
+    assert 1e-4 < result.max_logprob_gap < 1.0, "the probe compares, but rounding of the weights is no error"
+
+
+def test_rounded_weights_are_checked_by_their_bytes_and_not_by_exact_logprobs(make_sync, learner):
+    sync, control = make_sync(quantization="fake_int8")
+    result = sync.publish()
+    held, own = control.replicas[0].tensors, weights_of(learner.engine)
+    changed = {name for name, tensor in own.items() if not torch.equal(held[name], tensor)}
+    assert changed == {name for name in own if name.endswith("_proj.weight")}
+    assert all(torch.equal(held[name], rounded_to_int8(own[name])) for name in changed)
+    assert 1e-4 < result.max_logprob_gap < 1.0, (
+        "in float32 this would end the run, were it not for the rounding"
+    )
+    sync.check_samples({"mismatch/abs_prob_max": 0.5, "mismatch/logprob_gap_max": 0.5})
+
+
+def keep_old_version(replica: Replica) -> None:
+    replica.version = 0
+
+
+def run_ahead(replica: Replica) -> None:
+    replica.version += 1
+
+
+def flip_one_bit(replica: Replica) -> None:
+    """The lowest bit of one weight: no probe of log-probs could see it."""
+    replica.tensors["model.layers.1.self_attn.k_proj.weight"].view(torch.uint8)[3, 8] ^= 1
+
+
+def lose_a_tensor(replica: Replica) -> None:
+    del replica.tensors["model.norm.weight"]
+
+
+def hold_a_further_tensor(replica: Replica) -> None:
+    replica.tensors["model.layers.1.further.weight"] = torch.zeros(3)
+
+
+FAULTS = {
+    keep_old_version: r"sent weight version 1, but the servers report \[.*0\]",
+    run_ahead: r"sent weight version 1, but the servers report \[.*2\]",
+    flip_one_bit: r"in 1 tensors: \['model.layers.1.self_attn.qkv_proj.weight'\]",
+    lose_a_tensor: r"in 1 tensors: \['model.norm.weight'\]",
+    hold_a_further_tensor: r"in 1 tensors: \['model.layers.1.further.weight'\]",
+}
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
+def test_a_server_that_holds_something_else_is_never_resumed(make_sync, learner, fault, num_replicas):
+    """One replica of them is enough."""
+    sync, control = make_sync(num_replicas)
+    control.replicas[-1].break_after_update = fault
+    with pytest.raises(WeightSyncError, match=FAULTS[fault]):
+        sync.publish()
+    assert "resume" not in control.calls and "probe" not in control.calls
+    assert learner.version == 1, "the weights have moved, whether or not the servers took them"
+
+
+def test_every_tensor_is_compared(make_sync, learner):
+    """One bit of each in turn, so that no tensor (fused, embedding, head, norm) escapes."""
+    sync, control = make_sync()
+    for name in weights_of(learner.engine):
+
+        def flip(replica: Replica, name: str = name) -> None:
+            replica.tensors[name].view(torch.uint8).flatten()[-4] ^= 1
+
+        control.calls.clear()
+        control.replicas[0].break_after_update = flip
+        with pytest.raises(WeightSyncError, match="other bytes"):
+            sync.publish()
+        assert "resume" not in control.calls, name
+
+
+def off_by_a_little(logprobs: list[float]) -> list[float]:
+    return [*logprobs[:-1], logprobs[-1] + 1e-3]
+
+
+def replaced(place: int, value: float) -> Callable[[list[float]], list[float]]:
+    return lambda logprobs: [value if i == place else x for i, x in enumerate(logprobs)]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_wrong_probe_logprob_ends_the_run(make_sync, num_replicas):
+    sync, control = make_sync(num_replicas)
+    control.replicas[-1].break_answer = off_by_a_little
+    with pytest.raises(WeightSyncError, match=r"differ by 1\.0\de-03 nats|differ by 9\.\d\de-04 nats"):
+        sync.publish()
+    assert control.calls.index("close_update") < control.calls.index("resume") < control.calls.index("probe")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("place", [0, 3, 5])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_probe_logprob_that_is_no_number_ends_the_run(make_sync, dtype, place, value):
+    """Wherever it stands: Python's max would lose a NaN that is not the first."""
+    sync, control = make_sync(dtype=dtype)
+    control.replicas[0].break_answer = replaced(place, value)
+    with pytest.raises(WeightSyncError, match="not finite"):
+        sync.publish()
+
+
+def test_a_learner_that_moved_after_the_update_is_noticed(make_sync, learner):
+    """The probe compares with the weights of now: those that were published, unless somebody trained
+    meanwhile."""
+    sync, _ = make_sync()
+    sync.publish()
+    assert sync.probe(1.3) < 1e-4
+    train(learner)
+    with pytest.raises(WeightSyncError, match=r"on the probe prompt at temperature 1\.3"):
+        sync.probe(1.3)
+
+
+@pytest.mark.parametrize("bucket", [0, 2])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_refused_bucket_ends_the_wait_for_the_broadcast(make_sync, learner, bucket, num_replicas):
+    sync, control = make_sync(num_replicas)
+    control.replicas[-1].refuses_bucket = bucket
+    started = time.monotonic()
+    with pytest.raises(ControlError, match="unknown tensor"):
+        sync.publish()
+    assert time.monotonic() - started < PROMPTLY_S
+    opening, *asked = control.calls
+    assert (opening, set(asked)) == ("open_update", {"receive_bucket version=None"})
+    assert len(asked) - bucket in (1, 2), "the next one may be lined up already"
+    assert learner.version == 1
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("from_end", [1, 2, 3])
+def test_a_bucket_that_fails_to_load_ends_the_transfer_and_no_server_takes_the_version(
+    make_sync, learner, from_end, num_replicas
+):
+    """Its broadcast succeeds, and its answer comes while the next bucket is under way; but not while the one
+    that names the version is."""
+    sync, control = make_sync(num_replicas)
+    buckets = len(list(make_buckets(weights_of(learner.engine).items(), dtype=torch.float32, max_bytes=8192)))
+    control.replicas[-1].fails_to_load = buckets - from_end
+    control.calls.clear()
+    started = time.monotonic()
+    with pytest.raises(ControlError, match="wrong shape"):
+        sync.publish()
+    assert time.monotonic() - started < PROMPTLY_S
+    assert "close_update" not in control.calls and "resume" not in control.calls
+    assert ("receive_bucket version=1" in control.calls) == (from_end == 1)
+    assert (control.replicas[-1].version, learner.version) == (0, 1)
+
+
+def test_an_update_that_a_server_refuses_to_open_is_never_resumed(make_sync, learner):
+    sync, control = make_sync(2)
+    control.replicas[-1].refuses_to_open = True
+    with pytest.raises(ControlError, match="a session is open already"):
+        sync.publish()
+    assert "resume" not in control.calls and learner.version == 1
+
+
+def test_the_next_bucket_is_asked_for_while_the_last_one_is_being_loaded(make_sync, learner):
+    """The first answer comes only when the second request is there; the one that names the version waits for
+    all answers."""
+    sync, control = make_sync()
+    second_is_asked, answered = threading.Event(), []
+    receive_bucket = control.receive_bucket
+
+    def ask(**bucket) -> Pending:
+        if control.calls.count("receive_bucket version=None") == 1:
+            second_is_asked.set()
+        if bucket["version"] is not None:
+            assert len(answered) == control.calls.count("receive_bucket version=None")
+        return receive_bucket(**bucket)
+
+    def load(bucket: int) -> None:
+        assert second_is_asked.wait(PROMPTLY_S), "nothing was asked before the first answer"
+        answered.append(bucket)
+
+    control.receive_bucket = ask
+    control.replicas[0].before_answer = load
+    assert sync.publish().version == 1
+    assert answered == list(range(control.calls.count("receive_bucket version=None") + 1))
+    assert {name: tensor.shape for name, tensor in control.replicas[0].tensors.items()} == {
+        name: tensor.shape for name, tensor in weights_of(learner.engine).items()
+    }
+
+
+def test_one_bucket_is_lined_up_behind_the_one_in_flight_and_no_more(make_sync, learner):
+    """A broadcast begins only when the next bucket has been asked for; the one after that is not filled: its
+    buffer is still being sent."""
+    sync, control = make_sync()
+    wanted = weights_of(learner.engine)
+    count = len(list(make_buckets(wanted.items(), dtype=torch.float32, max_bytes=8192)))
+    asked, receive_bucket = [threading.Event() for _ in range(count + 2)], control.receive_bucket
+    assert count > 4
+
+    def ask(**bucket) -> Pending:
+        asked[sum(call.startswith("receive") for call in control.calls)].set()
+        return receive_bucket(**bucket)
+
+    def hold(bucket: int) -> None:
+        if bucket + 2 < count:  # the last one names the version, and waits for the answers to all others
+            assert asked[bucket + 1].wait(PROMPTLY_S), "nothing was asked before the broadcast"
+        assert not asked[bucket + 2].wait(0.1), (
+            "a bucket was filled while the one whose buffer it takes had still to be sent"
+        )
+
+    control.receive_bucket = ask
+    control.replicas[0].before_broadcast = hold
+    sync.publish()
+    assert all(event.is_set() for event in asked[:count])
+    assert all(torch.equal(control.replicas[0].tensors[name], tensor) for name, tensor in wanted.items())
+
+
+def test_a_server_that_refuses_to_join_ends_the_wait_for_it(make_sync):
+    def refuse(replica: Replica) -> None:
+        replica.refuses_to_join = True
+
+    started = time.monotonic()
+    with pytest.raises(ControlError, match="no such group"):
+        make_sync(prepare=refuse)
+    assert time.monotonic() - started < PROMPTLY_S

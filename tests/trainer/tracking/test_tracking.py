@@ -1,0 +1,565 @@
+"""The tracker against its record, a real MLflow sqlite store read back, and servers that hang or are not
+there."""
+
+import json
+import math
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.schema import RunConfig
+from configs.schema.alarms import AlarmsConfig
+from rollout.client import RolloutError
+from trainer.loop import tell_of_failed_rewards
+from trainer.ranks.interruption import StopRequested
+from trainer.sampling import Sampled
+from trainer.tracking import mlflow_thread as mlflow_store
+from trainer.tracking import tracker as tracking
+from trainer.tracking.alarms import check_alarms
+from trainer.tracking.provenance import provenance
+from trainer.tracking.tracker import HEADER_EVERY, Tracker, columns_of, flatten, header, read_metrics, row
+
+FULL = {
+    "reward/mean": 0.512,
+    "eval/accuracy": 0.25,
+    "mismatch/abs_prob_mean": 1.23e-4,
+    "mismatch/abs_prob_max": 0.031,
+    "mismatch/k3": 2.5e-6,
+    "mismatch/ess": 0.998,
+    "mismatch/kept_fraction": 1.0,
+    "response/length_mean": 10.25,
+    "loss/total": -0.0123,
+    "policy/ref_kl": 1.5e-3,
+    "policy/entropy": 1.234,
+    "optim/grad_norm": 0.321,
+    "throughput/tokens_per_s": 123456.0,
+    "time/sampling": 3.21,
+    "time/logprobs": 0.4,
+    "time/update": 1.5,
+    "time/sync": 0.2,
+    "time/step": 5.5,
+}
+
+
+def make_config(**fields) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": {"path": "model"}, "task": {"type": "countdown"}, "steps": 4, **fields}
+    )
+
+
+@pytest.fixture
+def tmp_path(tmp_path) -> Path:
+    """A run folder: the store is in the one that it lies in."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_server_from_outside(monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def time_to_close(monkeypatch):
+    """For what is read from the store afterwards, also on a slow machine."""
+    monkeypatch.setattr(tracking, "CLOSE_DEADLINE_S", 300.0)
+
+
+def client_of(run_dir: Path):
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(tracking_uri=f"sqlite:///{mlflow_store.store_file(run_dir)}")
+
+
+def only_run(run_dir: Path):
+    client = client_of(run_dir)
+    experiment = client.get_experiment_by_name("tandem")
+    (run,) = client.search_runs([experiment.experiment_id])
+    return client, run
+
+
+# ---- the sqlite store
+
+
+def test_sqlite_store_holds_params_metrics_artifacts_and_status(tmp_path):
+    config = make_config(
+        rollout={"server_args": {f"flag-{i}": i for i in range(150)}}
+    )  # more params than one request takes
+    (tmp_path / "config.yaml").write_text("name: written by whoever made the folder\n")
+    tracker = Tracker(config, tmp_path)
+    for step in (1, 2, 3):
+        tracker.log(step, {**FULL, "reward/mean": step / 8, **{f"many/{i}": float(i) for i in range(1100)}})
+    figures = tmp_path / "figures"
+    figures.mkdir()
+    (figures / "a.png").write_bytes(b"png")
+    (tmp_path / "report.html").write_text("hello", encoding="utf-8")
+    tracker.artifact(tmp_path / "report.html")
+    tracker.artifact(figures)
+    tracker.close("FINISHED")
+
+    client, run = only_run(tmp_path)
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {
+        mlflow_store.mlflow_name(k): v for k, v in flatten(config.model_dump(mode="json")).items()
+    }
+    assert run.data.params["rollout.server_args.flag-149"] == "149"
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert [(m.step, m.value) for m in sorted(history, key=lambda m: m.step)] == [
+        (1, 0.125),
+        (2, 0.25),
+        (3, 0.375),
+    ]
+    assert run.data.metrics["many/1099"] == 1099.0
+    assert {a.path for a in client.list_artifacts(run.info.run_id)} == {
+        "config.yaml",
+        "report.html",
+        "figures",
+    }
+    assert (tmp_path.parent / "mlartifacts").is_dir()
+    assert run.info.run_name == "run seed 0"
+    assert run.data.tags["tandem.version.torch"] and run.data.tags["tandem.version.python"]
+    assert (tmp_path / "mlflow_run_id").read_text(encoding="utf-8") == run.info.run_id
+    assert (tmp_path / "config.yaml").read_text() == "name: written by whoever made the folder\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, "FINISHED"),
+        (ValueError("x"), "FAILED"),
+        (RolloutError("x"), "FAILED"),
+        (StopRequested("x"), "KILLED"),
+        (KeyboardInterrupt(), "KILLED"),
+        (SystemExit(1), "KILLED"),
+    ],
+)
+def test_status_follows_the_way_out(tmp_path, error, status):
+    tracker = Tracker(make_config(launch={"stop_grace_s": 120.0}), tmp_path)
+    try:
+        with tracker:
+            tracker.log(1, {"reward/mean": 1.0})
+            if error is not None:
+                raise error
+    except (Exception, KeyboardInterrupt, SystemExit) as raised:
+        assert raised is error
+    tracker.close("FAILED")  # a second close changes nothing
+    assert only_run(tmp_path)[1].info.status == status
+
+
+def test_names_that_mlflow_refuses_do_not_lose_the_others(tmp_path):
+    with Tracker(make_config(), tmp_path) as tracker:
+        tracker.log(1, {"reward/mean": 0.5, "/odd//name@x": 1.0, "..": 2.0})
+    _, run = only_run(tmp_path)
+    assert run.data.metrics == {"reward/mean": 0.5, "odd/name_x": 1.0, "unnamed": 2.0}
+
+
+@settings(deadline=None)
+@given(st.text(max_size=400))
+def test_mlflow_names_are_valid(name):
+    from mlflow.utils.validation import _validate_metric_name
+
+    _validate_metric_name(mlflow_store.mlflow_name(name))
+
+
+def test_tracking_uri_precedence(tmp_path, monkeypatch):
+    assert mlflow_store.tracking_uri(make_config(), tmp_path) == f"sqlite:///{tmp_path.parent / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///elsewhere.db")
+    assert mlflow_store.tracking_uri(make_config(), tmp_path) == "sqlite:///elsewhere.db"
+    assert (
+        mlflow_store.tracking_uri(make_config(tracking={"uri": "sqlite:///mine.db"}), tmp_path)
+        == "sqlite:///mine.db"
+    )
+
+
+def test_runs_share_a_store_where_the_file_system_is_local(tmp_path, monkeypatch):
+    assert mlflow_store.file_system_of(Path("/proc")) == "proc"
+    monkeypatch.setattr(mlflow_store, "file_system_of", lambda folder: "ext4")
+    assert mlflow_store.store_file(tmp_path) == tmp_path.parent / "mlflow.db"
+    monkeypatch.setattr(mlflow_store, "file_system_of", lambda folder: "nfs4")
+    assert mlflow_store.store_file(tmp_path) == tmp_path / "mlflow.db"
+    monkeypatch.setattr(mlflow_store, "file_system_of", lambda folder: "ext4")
+    (tmp_path / "mlflow.db").touch()
+    assert mlflow_store.store_file(tmp_path) == tmp_path / "mlflow.db", (
+        "a run of an earlier version goes on in its own"
+    )
+
+
+def test_runs_that_start_together_stand_side_by_side_in_one_store(tmp_path):
+    """In a process each: one makes the tables, and none loses a metric to another's lock."""
+    code = """
+import pathlib, sys
+from configs.schema import RunConfig
+from trainer.tracking import tracker as tracking
+tracking.CLOSE_DEADLINE_S = 300.0
+config = RunConfig.model_validate({"model": {"path": "m"}, "task": {"type": "countdown"}, "seed": int(sys.argv[2])})
+with tracking.Tracker(config, pathlib.Path(sys.argv[1])) as tracker:
+    for step in range(1, 21):
+        tracker.log(step, {"reward/mean": step / 100})
+"""
+    folders = [tmp_path.parent / f"run-{seed}" for seed in range(3)]
+    command = [sys.executable, "-c", code]
+    processes = [
+        subprocess.Popen([*command, str(folder), str(seed)], stdout=subprocess.DEVNULL)
+        for seed, folder in enumerate(folders)
+    ]
+    assert [process.wait(timeout=300) for process in processes] == [0, 0, 0]
+    client = client_of(tmp_path)
+    runs = client.search_runs([client.get_experiment_by_name("tandem").experiment_id])
+    assert sorted(run.info.run_name for run in runs) == ["run-0 seed 0", "run-1 seed 1", "run-2 seed 2"]
+    for run in runs:
+        assert (
+            run.info.status == "FINISHED"
+            and len(client.get_metric_history(run.info.run_id, "reward/mean")) == 20
+        )
+
+
+def test_provenance_names_the_commit_of_a_checkout_and_of_nothing_else(tmp_path):
+    def git(*arguments: str) -> None:
+        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    assert "mlflow.source.git.commit" not in provenance(tmp_path)
+    git("init", "-q")
+    (tmp_path / "a").write_text("1")
+    git("add", "a")
+    git("commit", "-qm", "first")
+    clean = provenance(tmp_path)
+    assert len(clean["mlflow.source.git.commit"]) == 40 and clean["tandem.uncommitted_changes"] == "false"
+    (tmp_path / "a").write_text("2")
+    assert provenance(tmp_path)["tandem.uncommitted_changes"] == "true"
+    (tmp_path / "inside").mkdir()
+    assert "mlflow.source.git.commit" not in provenance(tmp_path / "inside"), (
+        "installed inside another checkout"
+    )
+    assert clean["tandem.version.torch"]
+
+
+# ---- metrics.jsonl
+
+
+def test_lines_are_on_disk_when_log_returns_and_hold_what_was_logged(tmp_path):
+    tracker = Tracker(make_config(), tmp_path)
+    tracker.log(1, FULL)
+    first = read_metrics(tmp_path / "metrics.jsonl")
+    tracker.log(2, {"reward/mean": 1})
+    second = read_metrics(tmp_path / "metrics.jsonl")
+    tracker.close("FINISHED")
+    assert [{k: v for k, v in line.items() if k != "elapsed_s"} for line in first] == [{"step": 1, **FULL}]
+    assert second[1]["reward/mean"] == 1.0
+    assert 0 <= second[0]["elapsed_s"] <= second[1]["elapsed_s"] < 60
+
+
+def test_values_that_are_not_finite(tmp_path, caplog):
+    with Tracker(make_config(), tmp_path) as tracker:
+        for step in (1, 2):
+            tracker.log(step, {"mismatch/k3": math.nan, "optim/grad_norm": math.inf, "reward/mean": 0.5})
+    text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
+    assert [(r["mismatch/k3"], r["optim/grad_norm"]) for r in map(json.loads, text.splitlines())] == [
+        (None, None)
+    ] * 2
+    assert [m for m in caplog.messages if "mismatch/k3" in m] == [
+        "metric mismatch/k3 is nan; recorded as null (said once)"
+    ]
+    assert len([m for m in caplog.messages if "optim/grad_norm" in m]) == 1
+    assert only_run(tmp_path)[1].data.metrics == {"reward/mean": 0.5}
+
+
+def test_resume_drops_later_steps_and_the_torn_line_and_goes_on(tmp_path):
+    lines = [{"step": s, "elapsed_s": 10.0 * s, "reward/mean": s / 10} for s in (0, 1, 2, 3)]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 4, "rew', encoding="utf-8")
+    with Tracker(make_config(), tmp_path, resumed_from_step=2) as tracker:
+        tracker.log(3, {"reward/mean": 0.9})
+    rows = read_metrics(path)
+    assert [(r["step"], r["reward/mean"]) for r in rows] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.9)]
+    assert rows[3]["elapsed_s"] >= 20.0
+    client, run = only_run(tmp_path)
+    history = client.get_metric_history(run.info.run_id, "reward/mean")
+    assert sorted((m.step, m.value) for m in history) == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.9)]
+    assert run.data.tags["tandem.resumed_from_step"] == "2"
+
+
+def test_resume_ends_the_interrupted_mlflow_run_and_names_it(tmp_path):
+    with Tracker(make_config(), tmp_path) as tracker:
+        tracker.log(1, {"reward/mean": 0.1})
+    client, before = only_run(tmp_path)
+    client.update_run(before.info.run_id, status="RUNNING")  # as a crash leaves it
+    client.delete_tag(before.info.run_id, mlflow_store.COMPLETE_UNTIL)
+    with Tracker(make_config(), tmp_path, resumed_from_step=1) as tracker:
+        tracker.log(2, {"reward/mean": 0.2})
+    runs = client.search_runs([before.info.experiment_id])
+    assert {r.info.run_id: r.info.status for r in runs}[before.info.run_id] == "KILLED"
+    after = next(r for r in runs if r.info.run_id != before.info.run_id)
+    assert after.data.tags["tandem.continues_run"] == before.info.run_id
+    assert len(client.get_metric_history(after.info.run_id, "reward/mean")) == 2
+
+
+@pytest.mark.parametrize(
+    ("resumed_from", "changed", "runs"),
+    [(2, {}, 1), (1, {}, 2), (2, {"steps": 77}, 2)],
+    ids=["stopped", "a step redone", "other config"],
+)
+def test_a_stopped_run_is_one_run_for_mlflow_where_nothing_has_to_be_taken_back(
+    tmp_path, resumed_from, changed, runs
+):
+    with Tracker(make_config(), tmp_path) as tracker:
+        for step in (1, 2):
+            tracker.log(step, {"reward/mean": step / 10})
+    client, before = only_run(tmp_path)
+    with Tracker(make_config(**changed), tmp_path, resumed_from_step=resumed_from) as tracker:
+        tracker.log(resumed_from + 1, {"reward/mean": 0.9})
+    found = client.search_runs([before.info.experiment_id])
+    newest = (tmp_path / "mlflow_run_id").read_text(encoding="utf-8")
+    assert len(found) == runs and (newest == before.info.run_id) == (runs == 1)
+    history = client.get_metric_history(newest, "reward/mean")
+    assert sorted((m.step, m.value) for m in history) == [
+        *((s, s / 10) for s in range(1, resumed_from + 1)),
+        (resumed_from + 1, 0.9),
+    ]
+    run = client.get_run(newest)
+    assert (run.info.status, run.data.tags["tandem.resumed_from_step"]) == ("FINISHED", str(resumed_from))
+    assert run.data.tags[mlflow_store.COMPLETE_UNTIL] == str(resumed_from + 1)
+
+
+def test_a_later_evaluation_of_a_step_joins_its_line(tmp_path):
+    """Also of the step that a resumed run goes on from: its evaluation may have been interrupted."""
+    path = tmp_path / "metrics.jsonl"
+    with Tracker(make_config(), tmp_path) as tracker:
+        tracker.log(1, {"reward/mean": 0.1, "mismatch/k3": math.nan})
+        tracker.log(2, {"reward/mean": 0.2})
+    with Tracker(make_config(), tmp_path, resumed_from_step=2) as tracker:
+        tracker.log(2, {"eval/accuracy": 0.5})
+        tracker.log(2, {"eval/count": 4})
+        tracker.log(3, {"reward/mean": 0.3})
+    rows = [{k: v for k, v in row.items() if k != "elapsed_s"} for row in read_metrics(path)]
+    assert rows == [
+        {"step": 1, "reward/mean": 0.1, "mismatch/k3": None},
+        {"step": 2, "reward/mean": 0.2, "eval/accuracy": 0.5, "eval/count": 4.0},
+        {"step": 3, "reward/mean": 0.3},
+    ]
+
+
+def test_a_folder_with_metrics_is_refused_unless_resumed(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    with pytest.raises(
+        ValueError, match=re.escape(f"{tmp_path} already holds the metrics of a run; use another `name`")
+    ):
+        Tracker(make_config(), tmp_path)
+
+
+def test_misuse_is_named(tmp_path):
+    with Tracker(make_config(), tmp_path) as tracker:
+        tracker.log(3, {})
+        tracker.log(3, {"eval/accuracy": 0.5})
+        with pytest.raises(ValueError, match="step 2 is logged after step 3"):
+            tracker.log(2, {})
+        with pytest.raises(ValueError, match="cannot be called 'step'"):
+            tracker.log(4, {"step": 1.0})
+    with pytest.raises(ValueError, match="step 5 is logged after the tracker was closed"):
+        tracker.log(5, {})
+
+
+# ---- servers that do not answer
+
+
+@pytest.fixture
+def hanging_server():
+    """Accepts connections (into its backlog) and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://user:secret@127.0.0.1:{server.getsockname()[1]}"
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_hanging_server_holds_up_neither_steps_nor_the_end(tmp_path, monkeypatch, hanging_server, caplog):
+    monkeypatch.setattr(tracking, "CLOSE_DEADLINE_S", 1.0)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
+    tracker = Tracker(make_config(tracking={"uri": hanging_server}), tmp_path)
+    started = time.monotonic()
+    for step in range(1, 101):
+        tracker.log(step, FULL)
+    assert time.monotonic() - started < 50.0  # less than one request that hangs
+    started = time.monotonic()
+    tracker.close("FINISHED")
+    assert time.monotonic() - started < 50.0
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 100
+    said = [m for m in caplog.messages if "did not take everything within" in m]
+    assert len(said) == 1 and "secret" not in said[0]
+
+
+def test_a_server_that_is_not_there_is_said_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(mlflow_store, "RETRY_S", 0.01)  # many attempts
+    uri = closed_port()
+    tracker = Tracker(make_config(tracking={"uri": uri}), tmp_path)
+    for step in range(1, 51):
+        tracker.log(step, FULL)
+    tracker.close("FINISHED")
+    assert not tracker._mlflow.is_alive()
+    assert len([m for m in caplog.messages if uri in m and "training goes on, tried again later" in m]) == 1
+    assert len([m for m in caplog.messages if f"{uri} lacks the last 52 items" in m]) == 1
+
+
+def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):
+    """The sqlite file's folder appears only after the first attempt failed."""
+    monkeypatch.setattr(mlflow_store, "RETRY_S", 0.05)
+    store = tmp_path / "late" / "mlflow.db"
+    failed = threading.Event()
+    monkeypatch.setattr(mlflow_store.MlflowThread, "_warn_once", lambda self, kind, *rest: failed.set())
+    (tmp_path / "late").write_text("a file in the way", encoding="utf-8")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    tracker = Tracker(make_config(tracking={"uri": f"sqlite:///{store}"}), tmp_path / "run")
+    tracker.log(1, {"reward/mean": 0.5})
+    assert failed.wait(60)
+    (tmp_path / "late").unlink()
+    store.parent.mkdir()
+    tracker.log(2, {"reward/mean": 0.6})
+    tracker.close("FINISHED")
+    client, run = only_run(store.parent / "run")
+    assert sorted(m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")) == [0.5, 0.6]
+    assert (
+        store.parent / "mlartifacts" / run.info.run_id / "artifacts" / "config.yaml"
+    ).is_file()  # not in the current folder
+
+
+def test_a_full_queue_drops_instead_of_waiting(tmp_path, monkeypatch, hanging_server, caplog):
+    monkeypatch.setattr(tracking, "CLOSE_DEADLINE_S", 0.2)
+    monkeypatch.setattr(mlflow_store, "QUEUE_SIZE", 10)
+    with Tracker(make_config(tracking={"uri": hanging_server}), tmp_path) as tracker:
+        for step in range(1, 31):
+            tracker.log(step, {"reward/mean": 0.1})
+        assert len(tracker._mlflow._items) == 12  # and config: params and config.yaml
+    assert len([m for m in caplog.messages if "10 items behind" in m]) == 1
+
+
+# ---- console
+
+
+def test_header_and_rows_line_up_and_fit():
+    for num_steps in (5, 100_000):
+        titles, line, empty = (
+            header(num_steps),
+            row(num_steps, num_steps, FULL, 123456.0),
+            row(0, num_steps, {}, None),
+        )
+        assert len(titles) == len(line) == len(empty) <= 160
+        # every cell ends in the column where its title ends
+        ends = [m.end() for m in re.finditer(r"ref KL|\S+", titles)]
+        assert [m.end() for m in re.finditer(r"\S+", line)] == ends
+        assert [m.end() for m in re.finditer(r"\S+", empty)] == ends
+        assert empty.split() == [f"0/{num_steps}"] + ["-"] * 16
+
+
+def titles_of(**fields) -> list[str]:
+    return re.findall(r"ref KL|\S+", header(10, columns_of(make_config(**fields))))
+
+
+def test_columns_are_those_that_can_move():
+    titles = "step reward heldout length loss entropy grad |Δp|max ESS tok/s sample update sync left"
+    assert " ".join(titles_of()) == titles
+    rejecting = {"weight": {"level": "none"}, "reject": [{"rule": "k3", "upper": 0.01}]}
+    assert {"kept"} == set(titles_of(correction=rejecting)) - set(titles_of()) and "ESS" not in titles_of(
+        correction=rejecting
+    )
+    assert {"ref KL", "logprob"} == set(titles_of(kl={"coefficient": 0.1})) - set(titles_of())
+    assert "logprob" in titles_of(learner={"minibatches": 2})
+
+
+def test_the_time_left_has_the_last_evaluation_in_it(tmp_path, capsys):
+    with Tracker(make_config(steps=4), tmp_path) as tracker:
+        tracker.log(0, {"eval/accuracy": 0.5, "time/evaluation": 3600.0})
+        tracker.log(1, {"reward/mean": 0.5, "time/step": 2.0})
+        tracker.log(4, {"reward/mean": 0.5, "time/step": 2.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines[2:]] == ["1h00m", "0s"]
+
+
+def test_row_by_hand():
+    by_hand = "3/100 0.512 25.0% 10.2 -1.23e-02 1.234 1.5e-03 0.321 3.1e-02 0.998 1.000 123k 3.2s 0.4s 1.5s 0.2s 1h02m"
+    assert row(3, 100, FULL, 3725.0).split() == by_hand.split()
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(sorted(FULL)), st.floats(allow_nan=False, allow_infinity=False)),
+    st.integers(0, 10**5),
+)
+def test_cells_never_run_together(metrics, step):
+    assert len(row(step, 10**5, metrics, None).split()) == 17
+
+
+def test_console_is_plain_in_a_pipe_and_repeats_its_header(tmp_path, capsys):
+    steps = HEADER_EVERY + 1
+    with Tracker(make_config(steps=steps), tmp_path) as tracker:
+        for step in range(1, steps + 1):
+            tracker.log(step, {"reward/mean": 0.5, "time/step": 2.0})
+        tracker.say("a line in between")
+    out = capsys.readouterr().out
+    assert out == (tmp_path / "console.log").read_text(encoding="utf-8")
+    lines = out.splitlines()
+    assert [i for i, line in enumerate(lines) if "reward" in line] == [0, HEADER_EVERY + 1]
+    assert len(lines) == steps + 3 and lines[-1] == "a line in between"
+    assert "\x1b" not in out
+    assert lines[1].split()[0] == f"1/{steps}" and lines[1].split()[-1] == "40s"  # 20 steps left at 2 s
+
+
+def test_an_alarm_is_told_when_it_begins_and_again_only_after_it_had_stopped(tmp_path, capsys):
+    ess = {1: 0.9, 2: 0.2, 3: 0.1, 4: 0.9, 5: math.nan, 6: 0.15}
+    chi2 = {3: 5.0, 4: 6.0}
+    with Tracker(make_config(), tmp_path) as tracker:
+        for step, value in ess.items():
+            metrics = {"mismatch/ess": value, "mismatch/chi2_token": chi2.get(step, 0.0)}
+            tracker.log(step, metrics, check_alarms(metrics, AlarmsConfig()))
+    out = capsys.readouterr().out
+    assert out == (tmp_path / "console.log").read_text(encoding="utf-8")
+    told = [line for line in out.splitlines() if line.startswith("  ! ")]
+    assert [line.split(" (alarms.")[0] for line in told] == [
+        "  ! step 2: mismatch/ess is 0.2", "  ! step 3: mismatch/chi2_token is 5", "  ! step 5: mismatch/ess is nan"
+    ]  # fmt: skip
+    assert all("Usual cause: " in line and "Try: " in line for line in told)
+    lines = out.splitlines()
+    assert all(
+        lines[lines.index(line) - 1].split()[0].startswith(f"{line[9]}/") for line in told
+    )  # under its own step
+
+
+def test_a_first_failed_reward_is_told_once(tmp_path, capsys):
+    with Tracker(make_config(), tmp_path) as tracker:
+        for step, failed in ((1, 0), (2, 3), (3, 4)):
+            first = "prompt p7, sibling 0, scored 0: KeyError: 'x' (mine.py:3 in score)" if failed else None
+            stats = SimpleNamespace(failed_rewards=failed, scored=40, first_failure=first)
+            tell_of_failed_rewards(SimpleNamespace(tracker=tracker), step, Sampled(groups=[], stats=stats))
+    told = "  ! step 2: 3 of 40 rewards failed; the first, of prompt p7, sibling 0, scored 0: KeyError: 'x' (mine.py:3 in score)\n"
+    assert capsys.readouterr().out == told
+
+
+# ---- processes
+
+
+def test_tracking_imports_neither_mlflow_nor_torch_and_an_unclosed_tracker_lets_the_process_end(tmp_path):
+    code = f"""
+import sys, pathlib
+from trainer.tracking.tracker import Tracker
+assert not {{"mlflow", "torch", "matplotlib"}} & set(sys.modules)
+from configs.schema import RunConfig
+config = RunConfig.model_validate({{"model": {{"path": "m"}}, "task": {{"type": "countdown"}}}})
+Tracker(config, pathlib.Path({str(tmp_path)!r})).log(1, {{"reward/mean": 1.0}})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1

@@ -1,0 +1,293 @@
+"""Advantages from rewards. An estimator is a pure function here and a member of ``AdvantageConfig``.
+
+Legend: S sequences of the whole step, over all ranks: a group must never be seen in part. T packed tokens of
+one rank, N its response tokens alone, in the same order. Rewards, values, returns and advantages have one
+unit.
+
+    by sequence (S)    grpo, rloo, opo                every response token gets its sequence's advantage
+    by token (T)       discounted_returns, gae        recurrences over response tokens; what lies between them (tool tokens) is skipped
+    whiten             over the tokens of all ranks
+"""
+
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from configs.schema.objective import (
+    AdvantageConfig,
+    GaeAdvantage,
+    GrpoAdvantage,
+    OpoAdvantage,
+    ReinforcePlusPlusAdvantage,
+    ReinforcePlusPlusBaselineAdvantage,
+    RlooAdvantage,
+)
+from parallel.packing import FLOATS, PackedBatch, require_per_token
+from trainer.algorithm.inputs import require_numbers
+from trainer.algorithm.kl_reward import token_rewards
+from trainer.algorithm.segments import count_per_sequence, spread, sum_per_sequence
+from trainer.ranks.metrics import Metric
+from trainer.ranks.totals import Total, alone
+
+STD_EPSILON = 1e-6
+VARIANCE_EPSILON = 1e-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advantages:
+    advantages_T: Tensor
+    """Zero off the response mask, in the rewards' dtype, without gradient."""
+    returns_T: Tensor | None
+    """What a critic is to predict, likewise; None for estimators that have none."""
+    metrics: dict[str, Metric]
+
+
+def compute_advantages(
+    batch: PackedBatch,
+    rewards_S: Tensor,
+    group_ids_S: Tensor,
+    config: AdvantageConfig,
+    *,
+    penalty_T: Tensor | None = None,
+    total: Total = alone,
+) -> Advantages:
+    """The advantage of each token at hand, by the estimator that ``config`` names.
+
+    ``batch`` is this rank's share; ``rewards_S`` and ``group_ids_S`` are of the whole step, indexed by
+    ``batch.sequence_ids_S``, and the same on every rank. ``penalty_T`` [T] is taken off the rewards of
+    response tokens (the KL of ``shaped_rewards``): estimators by sequence then use the sum of a sequence's
+    token rewards. Computed in float64, so that the split over ranks shows in no digit of float32.
+
+    Every rank of ``total`` must call. Raises ValueError where shapes do not match, for a reward, value or
+    penalty that is not finite (naming the sequence), and for gae without values.
+    """
+    _require_rewards(rewards_S, group_ids_S, batch.sequence_ids_S)
+    mask_T, cu_seqlens, ids_S = batch.response_mask_T, batch.cu_seqlens, batch.sequence_ids_S
+    dtype, rewards_S = rewards_S.dtype, rewards_S.to(torch.float64)
+
+    def of_whole_step(here_S: Tensor) -> Tensor:
+        return total(torch.zeros_like(rewards_S).index_add(0, ids_S, here_S.to(torch.float64)))
+
+    def to_tokens(x_S: Tensor) -> Tensor:
+        return spread(x_S[ids_S], cu_seqlens)
+
+    if penalty_T is None:
+        penalty_T, shaped_S = torch.zeros(batch.num_tokens, dtype=torch.float64), rewards_S
+    else:
+        penalty_T = _response_values("penalty_T", penalty_T, batch)
+        shaped_S = rewards_S - of_whole_step(sum_per_sequence(penalty_T, cu_seqlens))
+
+    returns_T = None
+    match config:
+        case GrpoAdvantage():
+            advantages_T = to_tokens(grpo(shaped_S, group_ids_S, normalize_by_std=config.normalize_by_std))
+        case RlooAdvantage():
+            advantages_T = to_tokens(rloo(shaped_S, group_ids_S))
+        case OpoAdvantage():
+            lengths_S = of_whole_step(count_per_sequence(mask_T, cu_seqlens))
+            advantages_T = to_tokens(opo(shaped_S, group_ids_S, lengths_S))
+        case ReinforcePlusPlusBaselineAdvantage():
+            advantages_T = whiten(
+                to_tokens(grpo(shaped_S, group_ids_S, normalize_by_std=False)), mask_T, total
+            )
+        case ReinforcePlusPlusAdvantage():
+            rewards_T = token_rewards(rewards_S[ids_S], penalty_T, mask_T, cu_seqlens)
+            advantages_T = whiten(
+                discounted_returns(rewards_T, mask_T, cu_seqlens, gamma=config.gamma), mask_T, total
+            )
+        case GaeAdvantage():
+            if batch.values_T is None:
+                raise ValueError(
+                    "`advantage: gae` needs values_T: configure a `critic:` and let it score the batch first"
+                )
+            values_T = _response_values("values_T", batch.values_T, batch)
+            rewards_T = token_rewards(rewards_S[ids_S], penalty_T, mask_T, cu_seqlens)
+            advantages_T = gae(rewards_T, values_T, mask_T, cu_seqlens, gamma=config.gamma, lam=config.lam)
+            returns_T = (advantages_T + values_T).to(dtype)
+            if config.whiten:
+                advantages_T = whiten(advantages_T, mask_T, total)
+        case _:
+            assert_never(config)
+    advantages_T = torch.where(mask_T, advantages_T, 0.0).to(dtype)
+    return Advantages(advantages_T=advantages_T, returns_T=returns_T, metrics=_metrics(advantages_T, mask_T))
+
+
+def grpo(rewards_S: Tensor, group_ids_S: Tensor, *, normalize_by_std: bool) -> Tensor:
+    """A_s = r_s - mean of its group, divided by (std of its group + 1e-6) where ``normalize_by_std``. [S],
+    [S] -> [S]
+
+    The standard deviation is the unbiased one (n - 1). A group of one has no baseline and keeps its raw
+    reward. Where all rewards of a group are equal its advantages are exactly zero. Groups are told apart by
+    id alone; their members may stand anywhere.
+
+    Sources: Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300); without the division: Liu et al. 2025 (Dr.
+    GRPO, arXiv 2503.20783). Differs from the paper: unbiased std and the epsilon, as common implementations
+    have it.
+    """
+    group_of_S = _group_of(group_ids_S)
+    sizes_S = _group_sizes(group_of_S)
+    advantages_S = _less_baseline(rewards_S, torch.ones_like(rewards_S), group_of_S)
+    if normalize_by_std:
+        # A group of one has variance 1 - 1 = 0 over n - 1 = 0; its advantage is replaced below.
+        variance_S = _group_sum(advantages_S.square(), group_of_S) / (sizes_S - 1).clamp(min=1)
+        advantages_S = advantages_S / (variance_S.sqrt() + STD_EPSILON)
+    return torch.where(sizes_S == 1, rewards_S, advantages_S)
+
+
+def rloo(rewards_S: Tensor, group_ids_S: Tensor) -> Tensor:
+    """A_s = r_s - mean of its siblings' rewards = n / (n - 1) (r_s - mean of its group of n). [S], [S] -> [S]
+
+    A group of one keeps its raw reward, a group of equal rewards has exact zeros.
+
+    Source: Kool et al. 2019 ("Buy 4 REINFORCE samples, get a baseline for free!"); for language models
+    Ahmadian et al. 2024 (arXiv 2402.14740).
+    """
+    sizes_S = _group_sizes(_group_of(group_ids_S)).to(rewards_S.dtype)
+    return grpo(rewards_S, group_ids_S, normalize_by_std=False) * sizes_S / (sizes_S - 1).clamp(min=1)
+
+
+def opo(rewards_S: Tensor, group_ids_S: Tensor, lengths_S: Tensor) -> Tensor:
+    """A_s = r_s - sum_i(l_i r_i) / sum_i l_i over its group, l the number of response tokens. [S], [S], [S]
+    -> [S]
+
+    The baseline of least gradient variance where a sequence's squared gradient norm grows with its length. A
+    group of one keeps its raw reward, a group of equal rewards has exact zeros. A group without response
+    tokens has no weights; its finite result is meaningless.
+
+    Source: Hao et al. 2025 (arXiv 2505.23585). The paper says nothing of groups of one.
+    """
+    group_of_S = _group_of(group_ids_S)
+    advantages_S = _less_baseline(rewards_S, lengths_S.to(rewards_S.dtype), group_of_S)
+    return torch.where(_group_sizes(group_of_S) == 1, rewards_S, advantages_S)
+
+
+def discounted_returns(rewards_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, gamma: float) -> Tensor:
+    """G_t = r_t + gamma G_t', t' the next response token of the sequence, 0 after the last; 0 off the mask.
+    [T] -> [T]
+
+    Whitened they are REINFORCE++'s advantages. Source: Hu 2025 (arXiv 2501.03262).
+    """
+    returns_N = _discounted_sums(rewards_T[mask_T], _tokens_left(mask_T, cu_seqlens), gamma)
+    return torch.zeros_like(rewards_T).masked_scatter(mask_T, returns_N)
+
+
+def gae(
+    rewards_T: Tensor, values_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *, gamma: float, lam: float
+) -> Tensor:
+    """A_t = d_t + gamma lam A_t' with d_t = r_t + gamma V_t' - V_t, t' the next response token; 0 off the
+    mask. [T] -> [T]
+
+    After a sequence's last response token V and A are 0: a response that was cut off at its length limit is
+    not bootstrapped. Advantages plus values are the returns that the critic learns from.
+
+    Source: Schulman et al. 2016 (arXiv 1506.02438). Differs from it: time counts response tokens, so neither
+    gamma nor lam acts on what stands between them.
+    """
+    left_N = _tokens_left(mask_T, cu_seqlens)
+    rewards_N, values_N = rewards_T[mask_T], values_T[mask_T]
+    next_values_N = torch.where(left_N > 0, values_N.roll(-1), 0.0)
+    advantages_N = _discounted_sums(rewards_N + gamma * next_values_N - values_N, left_N, gamma * lam)
+    return torch.zeros_like(rewards_T).masked_scatter(mask_T, advantages_N)
+
+
+def whiten(x_T: Tensor, mask_T: Tensor, total: Total) -> Tensor:
+    """(x - mean) / sqrt(variance + 1e-8) over the valid tokens of all ranks, unbiased variance (n - 1); 0 off
+    the mask. [T] -> [T]
+
+    Where all are equal, or there is but one, they become zeros (up to the rounding of the mean).
+    """
+    # Mean first: a sum of squares less the squared sum would lose the digits of a small spread around a large
+    # mean.
+    kept_T = torch.where(mask_T, x_T.to(torch.float64), 0.0)
+    count, total_x = total(torch.stack([mask_T.sum().to(torch.float64), kept_T.sum()]))
+    centred_T = torch.where(mask_T, kept_T - total_x / count.clamp(min=1), 0.0)
+    variance = total(centred_T.square().sum()) / (count - 1).clamp(min=1)
+    return (centred_T * (variance + VARIANCE_EPSILON).rsqrt()).to(x_T.dtype)
+
+
+def _group_of(group_ids_S: Tensor) -> Tensor:
+    return torch.unique(group_ids_S, return_inverse=True)[1]
+
+
+def _group_sum(x_S: Tensor, group_of_S: Tensor) -> Tensor:
+    """Every sequence gets the sum over its group."""
+    return torch.zeros_like(x_S).index_add(0, group_of_S, x_S)[group_of_S]
+
+
+def _group_sizes(group_of_S: Tensor) -> Tensor:
+    return _group_sum(torch.ones_like(group_of_S), group_of_S)
+
+
+def _less_baseline(rewards_S: Tensor, weights_S: Tensor, group_of_S: Tensor) -> Tensor:
+    """Reward minus the weighted mean of its group; exactly zero where a group's rewards are equal."""
+    least_S = torch.zeros_like(rewards_S).scatter_reduce(
+        0, group_of_S, rewards_S, "amin", include_self=False
+    )[group_of_S]
+    # Measured from the group's least reward, equal rewards are exact zeros, whose mean is an exact zero too.
+    shifted_S = rewards_S - least_S
+    baseline_S = _group_sum(weights_S * shifted_S, group_of_S) / _group_sum(weights_S, group_of_S).clamp(
+        min=1
+    )
+    return shifted_S - baseline_S
+
+
+def _tokens_left(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """How many response tokens of its sequence follow each response token, int64 [N]."""
+    counts_S = count_per_sequence(mask_T, cu_seqlens)
+    ends_N = counts_S.cumsum(0).repeat_interleave(counts_S)
+    return ends_N - 1 - torch.arange(ends_N.numel(), device=ends_N.device)
+
+
+def _discounted_sums(x_N: Tensor, left_N: Tensor, decay: float) -> Tensor:
+    """y_n = x_n + decay y_(n+1) within each sequence, by doubling: log2(longest) passes over all tokens
+    instead of a loop over them.
+
+    After k passes y_n is the sum of its first 2^k terms. Each sequence is summed in the same order in
+    whatever batch it is packed.
+    """
+    y_N, span = x_N.clone(), 1
+    longest = int(left_N.max()) if left_N.numel() else 0
+    while span <= longest:
+        later_N = y_N[span:].masked_fill(left_N[:-span] < span, 0.0)
+        y_N[:-span].add_(later_N, alpha=decay**span)
+        span *= 2
+    return y_N
+
+
+def _metrics(advantages_T: Tensor, mask_T: Tensor) -> dict[str, Metric]:
+    return {
+        "advantage/mean": Metric.mean(advantages_T, mask_T),
+        "advantage/std": Metric.std(advantages_T, mask_T),
+        "advantage/min": Metric.min(advantages_T, mask_T),
+        "advantage/max": Metric.max(advantages_T, mask_T),
+    }
+
+
+def _require_rewards(rewards_S: Tensor, group_ids_S: Tensor, sequence_ids_S: Tensor) -> None:
+    if rewards_S.shape != group_ids_S.shape or rewards_S.dim() != 1:
+        raise ValueError(
+            f"rewards {tuple(rewards_S.shape)} and group ids {tuple(group_ids_S.shape)} must both be [S], one per sequence"
+        )
+    if rewards_S.dtype not in FLOATS:
+        raise ValueError(
+            f"rewards are {str(rewards_S.dtype).removeprefix('torch.')}; pass float32, which advantages are rounded to"
+        )
+    beyond = sequence_ids_S[(sequence_ids_S < 0) | (sequence_ids_S >= rewards_S.numel())].tolist()
+    if beyond:
+        raise ValueError(
+            f"sequence {beyond[0]} of the batch has no reward: {rewards_S.numel()} rewards; pass those of the whole step"
+        )
+    broken = (~torch.isfinite(rewards_S)).nonzero().flatten().tolist()
+    if broken:
+        raise ValueError(
+            f"reward of sequence {broken[0]} is {rewards_S[broken[0]].item()} ({len(broken)} such); rewards must be finite"
+        )
+
+
+def _response_values(name: str, x_T: Tensor, batch: PackedBatch) -> Tensor:
+    """float64 [T], detached, 0 off the response mask; ValueError where a response token's is not finite."""
+    require_per_token(name, x_T, batch.num_tokens)
+    require_numbers(batch, name, x_T)
+    return torch.where(batch.response_mask_T, x_T.detach().to(torch.float64), 0.0)

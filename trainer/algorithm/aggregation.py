@@ -1,0 +1,112 @@
+"""How per-token losses become one number: every mode as a weight per token, from counts of the whole
+minibatch.
+
+Legend: S sequences, T packed tokens.
+Since the counts are global, the plain sum ``(loss_T * aggregation_T).sum()``, added up over micro-batches and
+ranks, is the mode's mean over the minibatch, however it was split.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trainer.algorithm.segments import count_per_sequence, spread
+from trainer.ranks.totals import Total
+
+Mode = Literal[
+    "token_mean",
+    "sequence_mean_token_mean",
+    "sequence_mean_token_sum",
+    "sequence_mean_token_sum_over_constant",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GlobalCounts:
+    """Of one minibatch over all ranks. Counts of parts add up to the counts of the whole."""
+
+    tokens: int
+    """Valid (response) tokens."""
+    sequences: int
+    """Sequences with at least one valid token."""
+
+    @classmethod
+    def of(cls, tokens_S: Tensor) -> "GlobalCounts":
+        """From each sequence's number of valid tokens."""
+        return cls(tokens=int(tokens_S.sum()), sequences=int(torch.count_nonzero(tokens_S)))
+
+    def summed(self, total: Total) -> "GlobalCounts":
+        """Over all ranks. float64 holds integers up to 2^53 exactly."""
+        tokens, sequences = total(torch.tensor([self.tokens, self.sequences], dtype=torch.float64)).tolist()
+        return GlobalCounts(tokens=int(tokens), sequences=int(sequences))
+
+
+def aggregation_weights(
+    response_mask_T: Tensor, cu_seqlens: Tensor, *, mode: Mode, constant: int | None, counts: GlobalCounts
+) -> Tensor:
+    """The weight of each token, float32 [T], on the mask's device; zero off the mask.
+
+    With N = counts.tokens, M = counts.sequences, and n the valid tokens of the token's own sequence:
+        token_mean                             1 / N
+        sequence_mean_token_mean               1 / (M n)
+        sequence_mean_token_sum                1 / M
+        sequence_mean_token_sum_over_constant  1 / (M constant)   (Dr. GRPO, arXiv 2503.20783)
+    Without any valid token all weights are zero. Differs from common code: a sequence without valid tokens is
+    not in M. Weights are rounded once, from float64, so that they are bitwise the same under every split.
+
+    Raises ValueError for an unknown mode, a constant that is missing or below 1, and an N or M smaller than
+    what is at hand.
+    """
+    if mode == "token_mean":
+        here, everywhere = torch.count_nonzero(response_mask_T).item(), counts.tokens
+        weights = response_mask_T.new_ones((), dtype=torch.float64) / max(counts.tokens, 1)
+    else:
+        tokens_S = count_per_sequence(response_mask_T, cu_seqlens)
+        here, everywhere = torch.count_nonzero(tokens_S).item(), counts.sequences
+        weights = _sequence_weights(tokens_S, mode=mode, constant=constant, counts=counts)
+    if here > everywhere:
+        raise ValueError(
+            f"{counts} is not global: {mode} finds {here} in this part alone; sum GlobalCounts over all ranks and parts"
+        )
+    weights = weights.to(torch.float32)
+    return torch.where(response_mask_T, spread(weights, cu_seqlens) if weights.dim() else weights, 0.0)
+
+
+def _sequence_weights(tokens_S: Tensor, *, mode: Mode, constant: int | None, counts: GlobalCounts) -> Tensor:
+    """Weight of one valid token, float64 [S]. Divisors of 1 stand in for counts of 0, which no valid token
+    sees."""
+    ones_S = torch.ones_like(tokens_S, dtype=torch.float64)
+    sequences = max(counts.sequences, 1)
+    match mode:
+        case "sequence_mean_token_mean":
+            return ones_S / (sequences * tokens_S.clamp(min=1))
+        case "sequence_mean_token_sum":
+            return ones_S / sequences
+        case "sequence_mean_token_sum_over_constant":
+            if constant is None or constant < 1:
+                raise ValueError(
+                    f"mode {mode} needs a constant of at least 1, got {constant}; set aggregation.constant"
+                )
+            return ones_S / (sequences * constant)
+    raise ValueError(f"unknown aggregation mode {mode!r}; choose one of {', '.join(Mode.__args__)}")
+
+
+def over_kept(
+    aggregation_T: Tensor, keep_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, *, mode: Mode
+) -> tuple[Tensor, Tensor]:
+    """``aggregation_weights`` of the kept tokens, from those of all response tokens: where rejection is known
+    only in the forward pass.
+
+    Returns the weights [T], still without a factor that is one number for the whole minibatch, and (all,
+    kept), int64 [2]: what the mode counts, tokens or sequences. Summed over micro-batches and ranks, all /
+    kept is that factor.
+    """
+    all_S, kept_S = count_per_sequence(response_mask_T, cu_seqlens), count_per_sequence(keep_T, cu_seqlens)
+    weights_T = aggregation_T * keep_T
+    if mode == "token_mean":
+        return weights_T, torch.stack([all_S.sum(), kept_S.sum()])
+    if mode == "sequence_mean_token_mean":
+        weights_T = weights_T * spread(all_S / kept_S.clamp(min=1), cu_seqlens)
+    return weights_T, torch.stack([torch.count_nonzero(all_S), torch.count_nonzero(kept_S)])

@@ -1,0 +1,113 @@
+"""Per-token estimators of KL(current || ref) from the log-probs of sampled tokens, and the bound that every
+log-ratio shares.
+
+Legend: T packed tokens. All log-probs are nats. Source: J. Schulman, "Approximating KL divergence" (2020).
+The expectation of k1 and k3 over samples of ``current`` is the KL; k2 is biased, with a bias that vanishes as
+the two meet; abs is no estimate of it, but of how far the log-probs are apart.
+As a term of the loss only their gradients matter: that of k2 is an unbiased estimate of the KL's gradient,
+that of k1 has expectation zero, that of k3 estimates the gradient of the reverse divergence KL(ref ||
+current). The straight-through forms have the value of one and the gradient of k2, so what is logged is the
+estimate wanted, and what is followed is the KL's gradient.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from configs.schema.objective import Estimator
+
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are bounded to +-20 before exp, so no ratio leaves [2e-9, 5e8] and float32 never overflows, not
+even squared."""
+
+K3_BOUND = 10.0
+"""k3 of a token is at most this in the loss, where a single exp(20) would be the whole gradient."""
+
+ERROR_BOUND = 0.2
+"""How much of the proportional error the adaptive coefficient heeds."""
+
+
+def bounded(log_ratio_T: Tensor) -> Tensor:
+    """The log-ratio within +-LOG_RATIO_BOUND; beyond it the gradient is zero. NaN stays NaN."""
+    return log_ratio_T.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def k1(current_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """log pi_current - log pi_ref. [T] -> [T]"""
+    return current_logprobs_T - ref_logprobs_T
+
+
+def k2(current_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """(log pi_current - log pi_ref)^2 / 2. [T] -> [T]"""
+    return 0.5 * (current_logprobs_T - ref_logprobs_T).square()
+
+
+def k3(current_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """exp(d) - d - 1 with d = log pi_ref - log pi_current, at most K3_BOUND (zero gradient beyond). [T] ->
+    [T]
+
+    The bound is the reference implementation's; it is reached where ref gives a token 14 times current's
+    probability, or e^-11 of it.
+    """
+    return excess(ref_logprobs_T - current_logprobs_T).clamp(max=K3_BOUND)
+
+
+def absolute(current_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+    """|log pi_current - log pi_ref|; no gradient where they are equal. [T] -> [T]"""
+    return (current_logprobs_T - ref_logprobs_T).abs()
+
+
+def excess(log_ratio_T: Tensor) -> Tensor:
+    """rho - 1 - log rho >= 0 of a log-ratio, bounded. expm1 keeps the digits that exp(d) - 1 loses near d =
+    0."""
+    d_T = bounded(log_ratio_T)
+    return torch.expm1(d_T) - d_T
+
+
+def straight_through(estimator: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """The estimator with its value, bit by bit, and the gradient of k2 (log pi_current - log pi_ref) in place
+    of its own."""
+
+    def with_gradient_of_k2(current_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
+        gradient_T = k2(current_logprobs_T, ref_logprobs_T)
+        return estimator(current_logprobs_T, ref_logprobs_T).detach() + (gradient_T - gradient_T.detach())
+
+    return with_gradient_of_k2
+
+
+ESTIMATORS: Mapping[Estimator, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": k1,
+    "k2": k2,
+    "k3": k3,
+    "abs": absolute,
+    "k1_straight_through": straight_through(k1),
+    "k3_straight_through": straight_through(k3),
+    "abs_straight_through": straight_through(absolute),
+}
+
+
+def adaptive_coefficient(
+    coefficient: float, measured: float, *, target: float, horizon: int, num_samples: int
+) -> float:
+    """The next coefficient of the KL in the reward: raised while the measured KL is above target, lowered
+    while it is below.
+
+        e = clip(measured / target - 1, -0.2, 0.2);  next = coefficient (1 + e num_samples / horizon)
+    measured and target are KL in nats (per token, or per sequence: both alike), horizon and num_samples are
+    sampled responses.
+
+    Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2. Raises ValueError where measured is not
+    finite, and where the step is so long against the horizon that the coefficient could reach zero or change
+    its sign.
+    """
+    if not math.isfinite(measured):
+        raise ValueError(f"the measured KL is {measured}: look for a non-finite log-prob of old or ref")
+    if ERROR_BOUND * num_samples >= horizon:
+        raise ValueError(
+            f"{num_samples} responses a step against kl.controller.horizon={horizon} could take the coefficient to zero or below; "
+            f"set the horizon above {math.ceil(ERROR_BOUND * num_samples)}"
+        )
+    error = min(max(measured / target - 1, -ERROR_BOUND), ERROR_BOUND)
+    return coefficient * (1 + error * num_samples / horizon)

@@ -1,0 +1,290 @@
+"""The loss of one micro-batch: objective, KL and entropy terms, each a plain sum over tokens of loss times
+weight.
+
+Legend: T packed tokens. Log-probs and entropy are nats.
+An objective is a pure function in ``objectives`` and a case of ``_objective_loss`` here.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import assert_never
+
+import torch
+from torch import Tensor
+
+from configs.schema.correction import CorrectionConfig
+from configs.schema.objective import (
+    CispoObjective,
+    ClippedObjective,
+    DppoObjective,
+    EntropyConfig,
+    GmpoObjective,
+    GspoObjective,
+    KLConfig,
+    ObjectiveConfig,
+    PolicyGradientObjective,
+    SapoObjective,
+)
+from parallel.packing import PackedBatch, require_per_token
+from trainer.algorithm.aggregation import Mode, over_kept
+from trainer.algorithm.correction import correct_current
+from trainer.algorithm.inputs import broken_tokens, may_be_broken, require_numbers, sequences_of
+from trainer.algorithm.kl import ESTIMATORS
+from trainer.algorithm.objectives import (
+    ObjectiveLoss,
+    cispo,
+    clipped,
+    dppo,
+    geometric_mean_weights,
+    gmpo,
+    gspo,
+    policy_gradient,
+    sapo,
+)
+from trainer.ranks.metrics import Metric, Reduction
+
+logger = logging.getLogger(__name__)
+DECOUPLED = CorrectionConfig()
+COUNTED_ALL, COUNTED_KEPT = "counted/all", "counted/kept"
+
+
+def policy_loss(
+    batch: PackedBatch,
+    current_logprobs_T: Tensor,
+    entropy_T: Tensor,
+    *,
+    objective: ObjectiveConfig,
+    kl: KLConfig,
+    entropy: EntropyConfig,
+    correction: CorrectionConfig = DECOUPLED,
+    aggregation: Mode = "token_mean",
+) -> tuple[Tensor, dict[str, Metric]]:
+    """The scalar loss of a micro-batch, with gradient to ``current_logprobs_T`` [T] and ``entropy_T`` [T],
+    and its metrics.
+
+    loss = sum_t objective_t * importance_weights_t * aggregation_t
+         + kl.coefficient * sum_t KL_t * aggregation_t   (where kl.place is loss)
+         - entropy.coefficient * sum_t H_t * aggregation_t     over response tokens t.
+    aggregation_t holds the global normalisers, so losses and gradients of micro-batches and ranks simply add
+    up; it is zero on rejected tokens, which leave every term and the sequence statistics of ``gspo`` and
+    ``gmpo`` (there, importance weights enter as their geometric mean over the sequence). Off the response
+    mask nothing matters, not even NaN; without response tokens loss and gradient are exact zeros, still
+    connected to the graph. A current log-prob of a response token that is not finite, or above 0, makes the
+    loss NaN.
+
+    Without ``old_logprobs_T`` current is old. Then, and in bypass mode, weights and rejection
+    (``correction``) follow from current and rollout, here, without gradient. With ``denominator: kept`` the
+    loss then still lacks one factor for the whole minibatch, ``kept_factor`` of all its metrics;
+    ``aggregation`` is the mode that aggregation_T was made with.
+
+    Metrics: ``loss/total, loss/policy, loss/kl, loss/entropy`` are this minibatch's terms as they stand in
+    the loss (SUM: they add up to the whole minibatch's). ``policy/entropy, ppo_kl`` (mean log pi_old - log
+    pi_current), ``ref_kl`` are means over response tokens; ``policy/ratio_mean, ratio_min, ratio_max,
+    clip_fraction, dual_clip_fraction`` are of the tokens that were not rejected, where the objective has
+    them.
+
+    Raises ValueError naming the fields of ``batch`` that are not set, tensors that are not one float32 per
+    token, and the sequence of a response token whose advantage, weight or log-prob in ``batch`` is not
+    finite, or whose log-prob there is above 0.
+    """
+    kl_in_loss = kl.place == "loss" and kl.coefficient > 0
+    _require(batch, current_logprobs_T, entropy_T, with_ref=kl_in_loss)
+    mask_T = batch.response_mask_T
+    # Replaced before any arithmetic: a NaN that is multiplied by a zero weight afterwards would still be NaN,
+    # in the gradient too.
+    current_T, entropy_T = (torch.where(mask_T, x_T, 0.0) for x_T in (current_logprobs_T, entropy_T))
+    current_is_old = batch.old_logprobs_T is None
+    old_logprobs_T = current_T if current_is_old else batch.old_logprobs_T
+    old_T, advantages_T = (
+        torch.where(mask_T, x_T.detach(), 0.0) for x_T in (old_logprobs_T, batch.advantages_T)
+    )
+    if may_be_broken(advantages_T) or (not current_is_old and may_be_broken(old_T, logprobs=True)):
+        require_numbers(batch, "advantages_T")
+        require_numbers(batch, "old_logprobs_T")
+    importance_T, aggregation_T, metrics = (
+        batch.importance_weights_T.detach(),
+        batch.aggregation_T.detach(),
+        {},
+    )
+    num_tokens = torch.count_nonzero(mask_T).item()
+    if current_is_old or correction.mode == "bypass":
+        importance_T, aggregation_T, metrics = _corrected_here(
+            batch, current_T, aggregation_T, correction, aggregation
+        )
+    kept_T = mask_T & aggregation_T.bool()
+    found = _objective_loss(objective, current_T, old_T, advantages_T, kept_T, batch.cu_seqlens)
+    if isinstance(objective, GmpoObjective):
+        importance_T = geometric_mean_weights(importance_T, kept_T, batch.cu_seqlens)
+    terms = {"policy": _weighted_sum(found.loss_T, importance_T * aggregation_T, kept_T)}
+    metrics |= _objective_metrics(found, kept_T)
+    del found, importance_T
+    sums = {
+        name: x_T.detach().sum(dtype=torch.float64).item()
+        for name, x_T in (("old", old_T), ("current", current_T))
+    }
+    metrics |= {
+        "policy/entropy": _mean(entropy_T, num_tokens),
+        "policy/ppo_kl": Metric.quotient(sums["old"] - sums["current"], num_tokens),
+    }
+    if batch.ref_logprobs_T is not None:
+        ref_T = torch.where(mask_T, batch.ref_logprobs_T.detach(), 0.0)
+        if may_be_broken(ref_T, logprobs=True):
+            require_numbers(batch, "ref_logprobs_T")
+        kl_T = ESTIMATORS[kl.estimator](current_T, ref_T)
+        metrics["policy/ref_kl"] = _mean(kl_T, num_tokens)
+        if kl_in_loss:
+            terms["kl"] = kl.coefficient * _weighted_sum(kl_T, aggregation_T, kept_T)
+    if entropy.coefficient > 0:
+        terms["entropy"] = -entropy.coefficient * _weighted_sum(entropy_T, aggregation_T, kept_T)
+    loss = _nan_where_broken(sum(terms.values()), batch, current_T)
+    values = dict.fromkeys(("policy", "kl", "entropy"), 0.0) | {
+        name: term.item() for name, term in terms.items()
+    }
+    metrics |= {
+        f"loss/{name}": Metric.sum(value) for name, value in (values | {"total": loss.item()}).items()
+    }
+    return loss, metrics
+
+
+def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Tensor:
+    """The loss, NaN where a current log-prob is not one; the optimizer's step refuses it. ValueError where
+    weights made it NaN.
+
+    Not an error at once: the forward and backward passes of other ranks wait for this one. Bounds would hide
+    an infinity, and rejection a broken forward pass.
+    """
+    current_T = current_T.detach()
+    if not may_be_broken(current_T, logprobs=True):
+        if not math.isfinite(loss.item()):
+            require_numbers(batch, "importance_weights_T")
+            require_numbers(batch, "aggregation_T")
+        return loss
+    broken = broken_tokens(batch, current_T, logprobs=True).nonzero().flatten().cpu()
+    if not broken.numel():
+        return loss
+    first, ids = current_T[broken[0]].item(), sequences_of(batch, broken)
+    wrong = "above 0" if math.isfinite(first) else "not finite"
+    logger.error("current_logprobs_T is %s, %s, on response tokens of sequences %s; check the learner's weights and dtype",
+                 first, wrong, ids[:10])  # fmt: skip
+    return loss * torch.nan
+
+
+def _corrected_here(
+    batch: PackedBatch, current_T: Tensor, aggregation_T: Tensor, config: CorrectionConfig, mode: Mode
+) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+    """(importance weights, aggregation weights, metrics) of a correction that is found in the forward pass."""
+    found = correct_current(batch, current_T, config)
+    metrics = dict(found.metrics)
+    if config.denominator == "all":
+        return found.weights_T, aggregation_T * found.keep_T, metrics
+    aggregation_T, (num_all, num_kept) = over_kept(
+        aggregation_T, found.keep_T, batch.response_mask_T, batch.cu_seqlens, mode=mode
+    )
+    metrics |= {COUNTED_ALL: Metric.sum(num_all.item()), COUNTED_KEPT: Metric.sum(num_kept.item())}
+    return found.weights_T, aggregation_T, metrics
+
+
+def kept_factor(metrics: Mapping[str, Metric]) -> float:
+    """What turns a minibatch's mean over all into its mean over what was kept, from the metrics of all its
+    micro-batches and ranks.
+
+    1 where the loss needs no such factor, and where nothing was kept: there the loss is zero.
+    """
+    if COUNTED_KEPT not in metrics or not metrics[COUNTED_KEPT].value:
+        return 1.0
+    return metrics[COUNTED_ALL].value / metrics[COUNTED_KEPT].value
+
+
+def scale_losses(metrics: Mapping[str, Metric], factor: float) -> dict[str, Metric]:
+    """The metrics with the terms of the loss times ``factor``, and without the counts that it was made of."""
+    return {
+        name: Metric.sum(metric.value * factor) if name.startswith("loss/") else metric
+        for name, metric in metrics.items()
+        if name not in (COUNTED_ALL, COUNTED_KEPT)
+    }
+
+
+def _objective_loss(
+    objective: ObjectiveConfig,
+    current_T: Tensor,
+    old_T: Tensor,
+    advantages_T: Tensor,
+    kept_T: Tensor,
+    cu_seqlens: Tensor,
+) -> ObjectiveLoss:
+    match objective:
+        case ClippedObjective(clip_low=low, clip_high=high, dual_clip=dual):
+            return clipped(current_T, old_T, advantages_T, clip_low=low, clip_high=high, dual_clip=dual)
+        case GspoObjective(clip_low=low, clip_high=high):
+            return gspo(current_T, old_T, advantages_T, kept_T, cu_seqlens, clip_low=low, clip_high=high)
+        case GmpoObjective(clip_low=low, clip_high=high):
+            return gmpo(current_T, old_T, advantages_T, kept_T, cu_seqlens, clip_low=low, clip_high=high)
+        case CispoObjective(clip_low=low, clip_high=high):
+            return cispo(current_T, old_T, advantages_T, clip_low=low, clip_high=high)
+        case SapoObjective(temperature_positive=positive, temperature_negative=negative):
+            return sapo(
+                current_T, old_T, advantages_T, temperature_positive=positive, temperature_negative=negative
+            )
+        case DppoObjective(max_decrease=decrease, max_increase=increase, ratio_max=ratio_max):
+            return dppo(
+                current_T,
+                old_T,
+                advantages_T,
+                max_decrease=decrease,
+                max_increase=increase,
+                ratio_max=ratio_max,
+            )
+        case PolicyGradientObjective():
+            return policy_gradient(current_T, advantages_T)
+        case _:
+            assert_never(objective)
+
+
+def _weighted_sum(x_T: Tensor, weights_T: Tensor, kept_T: Tensor) -> Tensor:
+    """Whatever the weights hold on tokens that are not kept, even NaN."""
+    return (x_T * torch.where(kept_T, weights_T, 0.0)).sum()
+
+
+def _objective_metrics(found: ObjectiveLoss, kept_T: Tensor) -> dict[str, Metric]:
+    num_kept = torch.count_nonzero(kept_T).item()
+    metrics = {}
+    if found.ratio_T is not None:
+        metrics |= _ratio_metrics(found.ratio_T, kept_T, num_kept)
+    if found.clipped_T is not None:
+        metrics["policy/clip_fraction"] = _share(found.clipped_T & kept_T, num_kept)
+    if found.dual_clipped_T is not None:
+        metrics["policy/dual_clip_fraction"] = _share(found.dual_clipped_T & kept_T, num_kept)
+    return metrics
+
+
+def _ratio_metrics(ratio_T: Tensor, kept_T: Tensor, num_kept: int) -> dict[str, Metric]:
+    kept_ratio_T = torch.where(kept_T, ratio_T, 0.0)
+    # Ratios are positive, so zeros in place of the rest hide no greatest one.
+    high = (kept_ratio_T.max().item(),) if num_kept else ()
+    low = (torch.where(kept_T, ratio_T, torch.inf).min().item(),) if num_kept else ()
+    return {
+        "policy/ratio_mean": _mean(kept_ratio_T, num_kept),
+        "policy/ratio_min": Metric(reduction=Reduction.MIN, parts=low),
+        "policy/ratio_max": Metric(reduction=Reduction.MAX, parts=high),
+    }
+
+
+def _share(hits_T: Tensor, count: int) -> Metric:
+    return Metric.quotient(torch.count_nonzero(hits_T).item(), count)
+
+
+def _mean(zero_off_mask_T: Tensor, count: float) -> Metric:
+    """Without another pass to mask or to count, and without a float64 copy."""
+    return Metric.quotient(zero_off_mask_T.detach().sum(dtype=torch.float64).item(), count)
+
+
+def _require(batch: PackedBatch, current_logprobs_T: Tensor, entropy_T: Tensor, *, with_ref: bool) -> None:
+    names = ["advantages_T", "importance_weights_T", "aggregation_T"] + ["ref_logprobs_T"] * with_ref
+    missing = [name for name in names if getattr(batch, name) is None]
+    if missing:
+        raise ValueError(
+            f"the micro-batch lacks {', '.join(missing)}: score it and give it advantages and loss weights first"
+        )
+    for name, tensor in (("current_logprobs_T", current_logprobs_T), ("entropy_T", entropy_T)):
+        require_per_token(name, tensor, batch.num_tokens)

@@ -1,0 +1,1 @@
+"""One step's samples: which rank takes which, in which minibatches, and what is known of the whole batch."""

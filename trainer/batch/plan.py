@@ -1,0 +1,231 @@
+"""Which sequences make up each optimizer step, which rank takes which of them, and in which micro-batches.
+Pure arithmetic.
+
+Legend: S sequences of the whole step, numbered 0..S-1 in the order of their groups; lengths are places in a
+packed batch (``packed_length``: one less than the tokens). Every rank computes the same plan from the same
+lengths.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from parallel.packing import PackedBatch, pack_sequences
+from rollout.records import Trajectory
+
+Bin = tuple[int, ...]
+"""Sequences that are packed together, ascending."""
+
+Pick = Callable[[Sequence[int], int, int], int | None]
+"""(loads of the bins, length, token budget) -> the bin that takes the sequence, None where none can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """The split of a step's batch. Every sequence is in exactly one micro-batch of one rank of one minibatch."""
+
+    microbatches: tuple[tuple[tuple[Bin, ...], ...], ...]
+    """[minibatch][rank][micro-batch]. In a minibatch every rank has the same number of micro-batches, largest
+    first."""
+
+    def sequence_ids(self, rank: int) -> list[int]:
+        """This rank's sequences in the order in which it packs them: by minibatch, then micro-batch."""
+        return [s for minibatch in self.microbatches for microbatch in minibatch[rank] for s in microbatch]
+
+    def rows(self, rank: int) -> list[list[list[int]]]:
+        """[minibatch][micro-batch] -> rows of the batch that packs ``sequence_ids(rank)`` in that order."""
+        row_of = {s: row for row, s in enumerate(self.sequence_ids(rank))}
+        return [
+            [[row_of[s] for s in microbatch] for microbatch in minibatch[rank]]
+            for minibatch in self.microbatches
+        ]
+
+
+def plan_batches(
+    lengths_S: Sequence[int],
+    *,
+    num_minibatches: int,
+    sequences_per_group: int,
+    dp_size: int,
+    token_budget: int,
+    microbatch_multiple: int = 1,
+) -> BatchPlan:
+    """Split S sequences, which come group after group, into minibatches, ranks and micro-batches of at most
+    ``token_budget`` tokens.
+
+    Minibatch i is the i-th run of whole groups, so what an optimizer step sees depends on neither ``dp_size``
+    nor the budget. Its sequences are laid into ``dp_size * k`` micro-batches with the least k, a multiple of
+    ``microbatch_multiple``, for which the packing below succeeds, then dealt to ranks, k each:
+
+    - longest first, each to the emptiest micro-batch: ranks, like micro-batches, then differ by at most the
+      longest sequence;
+    - where that overflows the budget, each to the first micro-batch that still holds it, which packs tighter
+      but less evenly. This needs at most 11/9 of the fewest micro-batches possible, plus 6/9 (Dosa 2007,
+      first fit decreasing); finding the fewest is NP-hard.
+
+    No micro-batch is empty: a minibatch's sequences divide by ``dp_size``, and each rank's by the multiple
+    (the stages of an interleaved pipeline), so k is at most its sequences per rank.
+
+    Raises ValueError for a sequence longer than the budget, sequences that do not divide into groups, groups
+    that do not divide into minibatches, and sequences of a minibatch that do not divide by ``dp_size`` times
+    the multiple.
+    """
+    _check(lengths_S, num_minibatches, sequences_per_group, dp_size, token_budget, microbatch_multiple)
+    size = len(lengths_S) // num_minibatches
+    parts = [range(start, start + size) for start in range(0, len(lengths_S), size)]
+    return BatchPlan(
+        microbatches=tuple(
+            _split(part, lengths_S, dp_size, token_budget, microbatch_multiple) for part in parts
+        )
+    )
+
+
+def packed_length(token_ids: Sequence[int]) -> int:
+    """Places that a sequence takes in a packed batch."""
+    return len(token_ids) - 1
+
+
+def pack_trajectories(trajectories: Sequence[Trajectory], sequence_ids: Sequence[int]) -> PackedBatch:
+    """One rank's trajectories end to end, in the order given; ``sequence_ids`` number them within the whole
+    step.
+
+    Raises ValueError for a trajectory whose lists are not aligned with its tokens, or that predicts nothing.
+    """
+    for sequence_id, t in zip(sequence_ids, trajectories, strict=True):
+        if not len(t.token_ids) == len(t.response_mask) == len(t.rollout_logprobs):
+            raise ValueError(
+                f"sequence {sequence_id} (prompt {t.prompt_id}, sibling {t.sibling_id}) has {len(t.token_ids)} tokens, "
+                f"{len(t.response_mask)} mask entries and {len(t.rollout_logprobs)} log-probs; one of each per token is needed"
+            )
+    return pack_sequences(
+        token_ids=[t.token_ids for t in trajectories],
+        response_masks=[t.response_mask for t in trajectories],
+        rollout_logprobs=[t.rollout_logprobs for t in trajectories],
+        sequence_ids=sequence_ids,
+    )
+
+
+def _check(
+    lengths_S: Sequence[int],
+    num_minibatches: int,
+    sequences_per_group: int,
+    dp_size: int,
+    token_budget: int,
+    microbatch_multiple: int,
+) -> None:
+    sizes = {
+        "num_minibatches": num_minibatches,
+        "sequences_per_group": sequences_per_group,
+        "dp_size": dp_size,
+        "microbatch_multiple": microbatch_multiple,
+    }
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if not lengths_S or len(lengths_S) % sequences_per_group:
+        raise ValueError(
+            f"{len(lengths_S)} sequences are not whole groups of {sequences_per_group}; pass every sibling of every prompt"
+        )
+    groups = len(lengths_S) // sequences_per_group
+    if groups % num_minibatches:
+        raise ValueError(
+            f"{groups} groups do not divide into {num_minibatches} minibatches; change learner.minibatches"
+        )
+    sequences = len(lengths_S) // num_minibatches
+    if sequences % dp_size:
+        fewer, more = sequences - sequences % dp_size, sequences - sequences % dp_size + dp_size
+        raise ValueError(
+            f"a minibatch of {sequences} sequences does not divide by {dp_size} data-parallel ranks; use {f'{fewer} or ' if fewer else ''}"
+            f"{more} sequences, or other minibatches or ranks"
+        )
+    if (sequences // dp_size) % microbatch_multiple:
+        raise ValueError(
+            f"a rank's {sequences // dp_size} sequences of a minibatch do not divide by the {microbatch_multiple} stages of an interleaved "
+            f"pipeline; use a multiple of {dp_size * microbatch_multiple} sequences per minibatch, or layout.vpp=1"
+        )
+    if min(lengths_S) < 1:
+        shortest = min(lengths_S)
+        raise ValueError(
+            f"sequence {list(lengths_S).index(shortest)} has packed length {shortest}: it predicts nothing; drop it"
+        )
+    longest = max(lengths_S)
+    if longest > token_budget:
+        raise ValueError(
+            f"sequence {list(lengths_S).index(longest)} takes {longest} tokens, more than token_budget={token_budget}; "
+            f"raise the budget to at least {longest}, or use shorter sequences"
+        )
+
+
+def _split(
+    part: Sequence[int], lengths_S: Sequence[int], dp_size: int, token_budget: int, microbatch_multiple: int
+) -> tuple[tuple[Bin, ...], ...]:
+    """Micro-batches of one minibatch, by rank."""
+    longest_first = sorted(part, key=lambda s: (-lengths_S[s], s))
+    total = sum(lengths_S[s] for s in part)
+    # ceil(total / budget) micro-batches at least, and one per sequence at most, where `_emptiest` always
+    # succeeds.
+    num_each = _round_up(-(-total // (token_budget * dp_size)), microbatch_multiple)
+    while True:
+        for pick in (_emptiest, _first_that_fits):
+            bins = _pack(longest_first, lengths_S, num_each * dp_size, token_budget, pick)
+            if bins is not None:
+                return _deal(bins, lengths_S, dp_size)
+        num_each += microbatch_multiple
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _pack(
+    order: Sequence[int], lengths_S: Sequence[int], num_bins: int, token_budget: int, pick: Pick
+) -> list[Bin] | None:
+    """Lay sequences, longest first, into the bin that ``pick`` chooses; None where one does not fit."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads = [0] * num_bins
+    for s in order:
+        chosen = pick(loads, lengths_S[s], token_budget)
+        if chosen is None:
+            return None
+        bins[chosen].append(s)
+        loads[chosen] += lengths_S[s]
+    _fill_empty(bins, loads)
+    return [tuple(sorted(b)) for b in bins]
+
+
+def _fill_empty(bins: list[list[int]], loads: Sequence[int]) -> None:
+    """Give each empty bin the shortest sequence of the fullest bin that can spare one. There are no more bins
+    than sequences."""
+    by_load = sorted(range(len(bins)), key=loads.__getitem__, reverse=True)
+    for empty in (b for b in bins if not b):
+        empty.append(next(bins[b] for b in by_load if len(bins[b]) > 1).pop())
+
+
+def _emptiest(loads: Sequence[int], length: int, token_budget: int) -> int | None:
+    chosen = min(range(len(loads)), key=loads.__getitem__)
+    return chosen if loads[chosen] + length <= token_budget else None
+
+
+def _first_that_fits(loads: Sequence[int], length: int, token_budget: int) -> int | None:
+    return next((b for b, load in enumerate(loads) if load + length <= token_budget), None)
+
+
+def _deal(bins: Sequence[Bin], lengths_S: Sequence[int], dp_size: int) -> tuple[tuple[Bin, ...], ...]:
+    """Deal micro-batches to ranks in rounds, largest first, each round's largest to the rank that has least
+    so far.
+
+    After a round ranks differ by no more than before it, or than the round's micro-batches do, so never by
+    more than micro-batches do.
+    """
+    ordered = sorted(bins, key=lambda b: (-_load(b, lengths_S), b))
+    hands: list[list[Bin]] = [[] for _ in range(dp_size)]
+    loads = [0] * dp_size
+    for start in range(0, len(ordered), dp_size):
+        ranks = sorted(range(dp_size), key=lambda r: (loads[r], r))
+        for rank, dealt in zip(ranks, ordered[start : start + dp_size], strict=True):
+            hands[rank].append(dealt)
+            loads[rank] += _load(dealt, lengths_S)
+    return tuple(tuple(hand) for hand in hands)
+
+
+def _load(sequences: Bin, lengths_S: Sequence[int]) -> int:
+    return sum(lengths_S[s] for s in sequences)

@@ -1,0 +1,158 @@
+"""One step's samples on one rank: the packed sequences, the plan that splits them, and what is known of the
+whole batch.
+
+Legend: S sequences, T packed tokens. ``*_S`` here are of the *whole* step, on every rank, indexed by sequence
+id; ``packed`` holds this rank's sequences alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from configs.schema.objective import AggregationConfig
+from parallel.packing import PackedBatch
+from rollout.records import Group, Trajectory
+from trainer.algorithm.advantages import Advantages
+from trainer.algorithm.aggregation import GlobalCounts, aggregation_weights
+from trainer.algorithm.correction import Correction
+from trainer.algorithm.segments import count_per_sequence
+from trainer.batch.plan import BatchPlan, pack_trajectories, packed_length, plan_batches
+from trainer.ranks.totals import Total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    packed: PackedBatch
+    rows: list[list[list[int]]]
+    """Minibatch -> micro-batch -> rows of ``packed``. Score and update use the same micro-batches, hence
+    bitwise equal log-probs."""
+    rewards_S: Tensor
+    group_ids_S: Tensor
+
+    def minibatches(self) -> list[list[PackedBatch]]:
+        """Per optimizer step, this rank's micro-batches."""
+        return [[self.packed.select(rows) for rows in microbatches] for microbatches in self.rows]
+
+    def microbatches(self) -> list[PackedBatch]:
+        return [microbatch for minibatch in self.minibatches() for microbatch in minibatch]
+
+    def with_fields(self, **tensors: Tensor) -> "StepBatch":
+        """Set ``_T`` fields of this rank's share."""
+        return replace(self, packed=self.packed.with_fields(**tensors))
+
+    def scattered(self, parts: Sequence[Tensor]) -> Tensor:
+        """One tensor per micro-batch, in the order of ``microbatches()``, as one [T] of this rank's share,
+        float32 on the CPU."""
+        bounds = self.packed.cu_seqlens.tolist()
+        out_T = torch.zeros(self.packed.num_tokens, dtype=torch.float32)
+        flat = (rows for minibatch in self.rows for rows in minibatch)
+        for rows, part_T in zip(flat, parts, strict=True):
+            part_T, start = part_T.float().cpu(), 0
+            for row in rows:
+                length = bounds[row + 1] - bounds[row]
+                out_T[bounds[row] : bounds[row + 1]] = part_T[start : start + length]
+                start += length
+        return out_T
+
+    def with_advantages(self, advantages: Advantages) -> "StepBatch":
+        fields = {"advantages_T": advantages.advantages_T} | (
+            {} if advantages.returns_T is None else {"returns_T": advantages.returns_T}
+        )
+        return self.with_fields(**fields)
+
+    def with_loss_weights(
+        self,
+        correction: Correction,
+        aggregation: AggregationConfig,
+        denominator: Literal["kept", "all"],
+        total: Total,
+    ) -> "StepBatch":
+        """Set ``importance_weights_T``, and what every term of the loss is averaged by, from counts of each
+        minibatch over all ranks; what a critic's loss is averaged by where there are values of one.
+
+        aggregation_T is zero on rejected tokens; what the rest weighs follows from the count of kept tokens,
+        or of all of them.
+        """
+        mask_T, keep_T = self.packed.response_mask_T, correction.keep_T
+        valid_S = count_per_sequence(mask_T, self.packed.cu_seqlens)
+        counted_T, counted_S = (keep_T, correction.kept_S) if denominator == "kept" else (mask_T, valid_S)
+        fields = {
+            "importance_weights_T": correction.weights_T.to(torch.float32),
+            "aggregation_T": self._aggregation(counted_T, counted_S, aggregation, total) * keep_T,
+        }
+        if self.packed.values_T is not None:  # of a critic, which all ranks have or none
+            fields["value_aggregation_T"] = self._aggregation(mask_T, valid_S, aggregation, total)
+        return self.with_fields(**fields)
+
+    def _aggregation(
+        self, counted_T: Tensor, counted_S: Tensor, config: AggregationConfig, total: Total
+    ) -> Tensor:
+        weights_T = torch.zeros(self.packed.num_tokens, dtype=torch.float32)
+        bounds = self.packed.cu_seqlens.tolist()
+        for microbatches in self.rows:
+            rows = [row for microbatch in microbatches for row in microbatch]
+            places = torch.cat([torch.arange(bounds[r], bounds[r + 1]) for r in rows])
+            cu_seqlens = (
+                torch.tensor([0, *(bounds[r + 1] - bounds[r] for r in rows)]).cumsum(0).to(torch.int32)
+            )
+            part_T, counts = counted_T[places], GlobalCounts.of(counted_S[rows]).summed(total)
+            weights_T[places] = aggregation_weights(
+                part_T, cu_seqlens, mode=config.type, constant=config.constant, counts=counts
+            )
+        return weights_T
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What one rank is sent of a step: its own trajectories, and the scalars of all of them."""
+
+    trajectories: list[Trajectory]
+    sequence_ids: list[int]
+    rows: list[list[list[int]]]
+    rewards: list[float]
+    group_ids: list[int]
+
+
+def split_groups(
+    groups: Sequence[Group],
+    *,
+    num_minibatches: int,
+    dp_size: int,
+    token_budget: int,
+    microbatch_multiple: int = 1,
+) -> list[Share]:
+    """One Share per data-parallel rank, by the balanced plan of ``plan_batches``."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    plan: BatchPlan = plan_batches(
+        [packed_length(t.token_ids) for t in trajectories],
+        num_minibatches=num_minibatches,
+        sequences_per_group=len(groups[0].trajectories),
+        dp_size=dp_size,
+        token_budget=token_budget,
+        microbatch_multiple=microbatch_multiple,
+    )
+    shares = []
+    for rank in range(dp_size):
+        ids = plan.sequence_ids(rank)
+        shares.append(
+            Share(
+                trajectories=[trajectories[i] for i in ids],
+                sequence_ids=ids,
+                rows=plan.rows(rank),
+                rewards=[t.reward for t in trajectories],
+                group_ids=[t.group_id for t in trajectories],
+            )
+        )
+    return shares
+
+
+def step_batch(share: Share) -> StepBatch:
+    return StepBatch(
+        packed=pack_trajectories(share.trajectories, share.sequence_ids),
+        rows=share.rows,
+        rewards_S=torch.tensor(share.rewards, dtype=torch.float32),
+        group_ids_S=torch.tensor(share.group_ids, dtype=torch.int64),
+    )

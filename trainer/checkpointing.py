@@ -1,0 +1,165 @@
+"""Resumable checkpoints of a run: engine state (weights, optimizer, schedule, RNG) with the step, version and
+data position."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from configs.schema.learner import CheckpointConfig
+from parallel.checkpoints.checkpoint import newest_whole
+from parallel.checkpoints.files import (
+    is_valid,
+    prune,
+    remove,
+    set_aside,
+    step_folder,
+    step_folders,
+    valid_checkpoints,
+)
+from trainer.learner import Learner
+from trainer.sampling import SharedSampler
+from trainer.turns import OwnDevices
+
+SEEN_TIMEOUT_S = 60.0
+"""For a checkpoint of another node to be seen: clients of NFS remember for as long what was not there."""
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What a run needs beside the engine's own state to go on as if it had never stopped."""
+
+    step: int
+    version: int
+    sampler: dict
+    kl_coefficient: float | None = None
+    """Of the KL in the reward, where an adaptive controller moves it."""
+    evaluation_owed: bool = False
+    """Of this step; an interruption came before it."""
+
+
+class Checkpointer:
+    """Writes ``folder/step_000010`` every so many steps; an unfinished one is never picked up (see
+    parallel/checkpoints/files.py).
+
+    A critic's checkpoints lie in ``folder/critic``, each written before the policy's of the same step: a
+    policy's that is complete has one.
+    """
+
+    def __init__(self, folder: Path, config: CheckpointConfig, turns: OwnDevices | None = None):
+        self._turns = turns or OwnDevices()
+        self._folder, self._critic_folder, self._config = folder, folder / "critic", config
+        self.complete, self._saved = 0, 0
+        self.notices: list[str] = []
+        """Which checkpoints ``restore`` could not use, for the run's console.log; the console has them
+        already."""
+        self._evaluation_owed = False
+
+    def after_step(
+        self, step: int, learner: Learner, sampler: SharedSampler, *, evaluation_owed: bool = False
+    ) -> None:
+        """``step`` is complete: weights, metrics and position in the data are of its end."""
+        self.complete, self._evaluation_owed = step, evaluation_owed
+        if self._config.every and step % self._config.every == 0:
+            self.save(step, learner, sampler)
+
+    def save_last(self, learner: Learner, sampler: SharedSampler) -> None:
+        """A checkpoint of the last complete step, unless there is one or no step is complete. While nothing
+        has moved since that step."""
+        if self._saved < self.complete:
+            self.save(self.complete, learner, sampler)
+
+    def save_before_export(self, learner: Learner, sampler: SharedSampler) -> None:
+        """Before the trained model is written: whoever ends the run in the middle of a long export must not
+        cost it its last steps.
+
+        A run that writes no checkpoints gets none, unless it was asked to stop: then its time to finish may
+        run out.
+        """
+        if self._config.every or sampler.stop_requested():
+            self.save_last(learner, sampler)
+
+    def save(self, step: int, learner: Learner, sampler: SharedSampler) -> Path:
+        state: list = [sampler.state()]
+        dist.broadcast_object_list(state, src=0)
+        progress = Progress(
+            step=step,
+            version=learner.version,
+            sampler=state[0],
+            kl_coefficient=learner.kl_in_reward.state,
+            evaluation_owed=self._evaluation_owed,
+        )
+        target = step_folder(self._folder, step)
+        with self._turns.learner_there():
+            if learner.critic is not None:
+                learner.critic.engine.save(step_folder(self._critic_folder, step), {"step": step})
+            learner.engine.save(target, asdict(progress))
+            self._saved = step
+            if learner.is_first_rank:
+                self._prune()
+        return target
+
+    def _prune(self) -> None:
+        prune(self._folder, keep=self._config.keep)
+        kept = valid_checkpoints(self._folder)
+        for step, folder in valid_checkpoints(self._critic_folder).items():
+            if step not in kept:
+                remove(folder)
+
+    def restore(self, learner: Learner, sampler: SharedSampler) -> Progress | None:
+        """Load the newest checkpoint whose every bit is as it was written. None where there is none: then the
+        data begins anew, whoever has taken of it before.
+
+        Newer ones that are damaged, or whose critic's is, are named on the console and set aside. Raises
+        CheckpointError where all are damaged, or where what is there was written by another version, without
+        a critic, or for another model.
+        """
+        steps = self._folders_of_steps(has_critic=learner.critic is not None)
+        if not steps:
+            sampler.load_state(None)
+            return None
+        whole, damaged = newest_whole(_seen_by_this_node(folders, in_full) for folders, in_full in steps)
+        if learner.critic is not None:
+            learner.critic.engine.load(whole[1])
+        progress = Progress(**learner.engine.load(whole[0]))
+        learner.version = progress.version
+        learner.kl_in_reward.restore(progress.kl_coefficient)
+        sampler.load_state(progress.sampler)
+        self.complete = self._saved = progress.step
+        if damaged and learner.is_first_rank:
+            self._set_aside(damaged, instead=whole[0].folder)
+        return progress
+
+    def _folders_of_steps(self, *, has_critic: bool) -> list[tuple[list[Path], list[Path]]]:
+        """Of all checkpoints, the newest first: the policy's folder and a critic's, and those of them that
+        rank 0 sees in full."""
+        seen: list = [[]]
+        if dist.get_rank() == 0:
+            roots = (self._folder, self._critic_folder) if has_critic else (self._folder,)
+            names = [folder.name for folder in step_folders(self._folder).values()]
+            steps = [[root / name for root in roots] for name in reversed(names)]
+            seen = [[(folders, [*filter(is_valid, folders)]) for folders in steps]]
+        dist.broadcast_object_list(seen, src=0)
+        return seen[0]
+
+    def _set_aside(self, damaged: Mapping[Path, str], *, instead: Path) -> None:
+        """Say which checkpoints are not used, and let nobody take them for the newest. For rank 0."""
+        for policy, wrong in damaged.items():
+            folders = (policy, self._critic_folder / policy.name)
+            kept = [str(set_aside(folder)) for folder in folders if folder.is_dir()]
+            self.notices.append(
+                f"checkpoint {wrong}; going on from {instead.name} instead (the damaged one is now {' and '.join(kept)})"
+            )
+            print(self.notices[-1], flush=True)
+
+
+def _seen_by_this_node(folders: Sequence[Path], in_full: Sequence[Path]) -> Sequence[Path]:
+    """``folders``, once this node sees in full what rank 0 does, or past a deadline: what it last read of a
+    shared folder may be older."""
+    deadline = time.monotonic() + SEEN_TIMEOUT_S
+    while not all(map(is_valid, in_full)) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return folders

@@ -1,0 +1,1 @@
+"""``report.html``: its page, its pictures as data, and how they are drawn."""

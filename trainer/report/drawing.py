@@ -1,0 +1,406 @@
+"""Draws the pictures of ``pictures.py`` from what a run has recorded.
+
+Colours are told apart with every kind of colour vision (M. Okabe and K. Ito, 2008), and lines by their dashes
+too. Legends stand above the axes, so that they cover nothing.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, assert_never
+
+from configs.schema import RunConfig
+from trainer.report.pictures import Buckets, Lines, Panel, Picture, Shares
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+ALONE = (4.8, 3.5)
+"""Inches of a panel alone: on the 360 pixels of a phone its smallest letters are about 8 pixels high."""
+FEWEST_SMOOTHED = 12
+_LAST_STEPS = 10
+_LINEAR_BELOW = 1e-3
+"""On a log scale with values that are not positive: the gap's metrics are noise below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    steps: list[int]
+    values: list[float]
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """All steps, and each metric over the steps that have it."""
+
+    steps: list[int]
+    series: dict[str, Series]
+
+    def get(self, metric: str) -> Series:
+        """Empty where it was not recorded."""
+        base = metric.removeprefix("1 - ")
+        found = self.series.get(base, Series([], []))
+        return found if base == metric else Series(found.steps, [1 - value for value in found.values])
+
+    def labelled(self, metrics: Mapping[str, str]) -> dict[str, str]:
+        """The recorded ones of these metrics, name to label, with stars resolved."""
+        found = {}
+        for name, label in metrics.items():
+            if "*" not in name:
+                found |= {name: label} if len(self.get(name)) else {}
+                continue
+            matches = (
+                (other, re.fullmatch(re.escape(name).replace(r"\*", "([^/]+)"), other))
+                for other in sorted(self.series)
+            )
+            found |= {other: label.replace("*", match[1]) for other, match in matches if match}
+        return found
+
+    def edges(self, prefix: str) -> dict[str, str]:
+        """The bins or buckets that are recorded under a prefix, in order: ``le_64`` to a label such as ``≤
+        64``."""
+        parts = {
+            name.removeprefix(f"{prefix}/").split("/")[0]
+            for name in self.series
+            if name.startswith(f"{prefix}/")
+        }
+        edges = sorted(
+            (float(edge), kind == "over", part) for part in parts for kind, _, edge in [part.partition("_")]
+        )
+        return {part: f"{'>' if over else '≤'} {edge:g}" for edge, over, part in edges}
+
+
+def is_drawn(panel: Panel, recorded: Recorded) -> bool:
+    match panel:
+        case Lines(metrics=metrics, idle=idle):
+            values = [value for name in recorded.labelled(metrics) for value in recorded.get(name).values]
+            return any(value != idle and abs(value - (idle or 0.0)) >= panel.noise for value in values)
+        case Shares(prefix=prefix) | Buckets(prefix=prefix):
+            return bool(recorded.edges(prefix))
+        case _:
+            assert_never(panel)
+
+
+def draw(picture: Picture, recorded: Recorded, config: RunConfig) -> "Figure | None":
+    """None where nothing of the picture was recorded."""
+    panels = [panel for panel in picture.panels if is_drawn(panel, recorded)]
+    if not panels:
+        return None
+    figure, all_axes = new_figure(len(panels), picture.title)
+    for panel, axes in zip(panels, all_axes, strict=True):
+        _draw_panel(axes, panel, recorded, config)
+    _say_what_is_smoothed(figure, panels, recorded)
+    return figure
+
+
+def draw_alone(picture: Picture, recorded: Recorded, config: RunConfig) -> "Iterator[Figure]":
+    """Each panel as a figure of its own, which a page can lay out for the width of its screen."""
+    for panel in picture.panels:
+        if is_drawn(panel, recorded):
+            figure, (axes,) = new_figure(1, "", size=ALONE)
+            _draw_panel(axes, panel, recorded, config)
+            _say_what_is_smoothed(figure, [panel], recorded)
+            yield figure
+
+
+def _draw_panel(axes: "Axes", panel: Panel, recorded: Recorded, config: RunConfig) -> None:
+    match panel:
+        case Lines():
+            _draw_lines(axes, panel, recorded, config)
+        case Shares():
+            _draw_shares(axes, panel, recorded)
+        case Buckets():
+            _draw_buckets(axes, panel, recorded)
+        case _:
+            assert_never(panel)
+
+
+def _say_what_is_smoothed(figure: "Figure", panels: Sequence[Panel], recorded: Recorded) -> None:
+    smoothed = [
+        _width(series)
+        for panel in panels
+        if isinstance(panel, Lines) and not panel.sparse
+        for series in map(recorded.get, recorded.labelled(panel.metrics))
+        if len(series) >= FEWEST_SMOOTHED
+    ]
+    if smoothed:
+        figure.supxlabel(
+            f"lines: mean of {max(smoothed)} steps; pale: each step",
+            fontsize=8,
+            color="#555555",
+            x=0.99,
+            ha="right",
+        )
+
+
+def new_figure(
+    num_panels: int, title: str, *, size: tuple[float, float] | None = None
+) -> "tuple[Figure, Sequence[Axes]]":
+    """``size``: inches; None: for all panels in rows. A page shows the title itself, so "" leaves it out."""
+    from matplotlib.figure import (
+        Figure,
+    )  # slow to import; Figure itself draws with Agg, without a display or global state
+
+    rows, columns = (1, num_panels) if num_panels <= 3 else (math.ceil(num_panels / 2), 2)
+    figure = Figure(figsize=size or (11, 0.6 + 3.3 * rows), layout="constrained")
+    figure.get_layout_engine().set(wspace=0.04, hspace=0.06)
+    if title:
+        figure.suptitle(title, fontsize=13, fontweight="bold")
+    all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    for axes in all_axes[num_panels:]:
+        axes.remove()
+    for axes in all_axes[:num_panels]:
+        axes.grid(True, color="#e4e4e4", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_xlabel("step")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    return figure, all_axes[:num_panels]
+
+
+def draw_stack(
+    axes: "Axes",
+    steps: Sequence[int],
+    parts: Mapping[str, Sequence[float]],
+    colors: Sequence[Any],
+    *,
+    title: str,
+) -> None:
+    """Parts of each step, one on the other, one step wide; a gap stays where there is no step. ``parts`` hold
+    a value per step."""
+    edges: list[float] = []
+    places: list[int | None] = []
+    for place, step in enumerate(steps):
+        if place and steps[place - 1] != step - 1:
+            edges.append(step - 0.5)
+            places.append(None)
+        edges += [step - 0.5, step + 0.5]
+        places += [place, place]
+    bottom = [0.0] * len(steps)
+    for color, (label, values) in zip(colors, parts.items(), strict=True):
+        top = [b + v for b, v in zip(bottom, values, strict=True)]
+        low, high = (
+            [math.nan if place is None else side[place] for place in places] for side in (bottom, top)
+        )
+        if any(values):
+            axes.fill_between(edges, low, high, color=color, linewidth=0, label=label)
+        bottom = top
+    axes.margins(x=0.01)
+    axes.set_ylim(bottom=0)
+    if len(steps) == 1:
+        axes.set_xlim(steps[0] - 3, steps[0] + 3)
+    _titled(axes, title, columns=1, beside=True)
+
+
+def smooth(values: Sequence[float], width: int) -> list[float]:
+    """Mean over the ``width`` (odd) steps around each, of those that exist; NaN stays NaN and does not count
+    in its neighbours' means."""
+    half, smoothed = width // 2, []
+    for index, value in enumerate(values):
+        near = [v for v in values[max(index - half, 0) : index + half + 1] if not math.isnan(v)]
+        smoothed.append(math.nan if math.isnan(value) else sum(near) / len(near))
+    return smoothed
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# lines
+
+
+def _draw_lines(axes: "Axes", panel: Lines, recorded: Recorded, config: RunConfig) -> None:
+    drawn = [(label, recorded.get(metric)) for metric, label in recorded.labelled(panel.metrics).items()]
+    for index, (label, series) in enumerate(drawn):
+        color, dashes = COLORS[index % len(COLORS)], _DASHES[index % len(_DASHES)]
+        if panel.sparse:
+            _draw_points(axes, series, label, color)
+        else:
+            _draw_series(axes, series, label, color, dashes)
+    axes.set_ylabel(panel.unit)
+    all_values = [value for _, series in drawn for value in series.values]
+    if panel.line is not None:
+        all_values.append(_draw_line(axes, panel.line, config))
+    if len({step for _, series in drawn for step in series.steps}) == 1:
+        axes.set_xlim(drawn[0][1].steps[0] - 1, drawn[0][1].steps[0] + 1)
+    if panel.log and min(all_values) > 0 and max(all_values) > 10 * min(all_values):
+        axes.set_yscale("log")
+    elif panel.log and min(all_values) <= 0 and max(map(abs, all_values)) > 10 * _LINEAR_BELOW:
+        axes.set_yscale("symlog", linthresh=_LINEAR_BELOW)
+    else:
+        _set_bounds(axes, panel.bounds, all_values)
+    has_alarm = panel.alarm is not None and _draw_alarm_level(axes, getattr(config.alarms, panel.alarm))
+    is_named_by_title = (
+        len(panel.metrics) == 1 and "*" not in panel.metrics.values() and panel.line is None and not has_alarm
+    )
+    _titled(axes, panel.title, columns=2, without_legend=is_named_by_title)
+
+
+def _draw_points(axes: "Axes", series: Series, label: str, color: str) -> None:
+    axes.plot(series.steps, series.values, color=color, marker="o", markersize=5, linewidth=1.4, label=label)
+    ends = {0, len(series) - 1}
+    for index in ends:
+        axes.annotate(
+            f"{series.values[index]:.1%}",
+            (series.steps[index], series.values[index]),
+            textcoords="offset points",
+            xytext=(0, 8),
+            ha="center",
+            fontsize=9,
+        )
+    axes.margins(x=0.09, y=0.15)
+
+
+def _draw_series(axes: "Axes", series: Series, label: str, color: str, dashes: Any) -> None:
+    steps, values = _with_gaps(series)
+    if len(series) < FEWEST_SMOOTHED:
+        axes.plot(
+            steps, values, color=color, marker="o", markersize=4, linewidth=1.4, linestyle=dashes, label=label
+        )
+        return
+    axes.plot(steps, values, color=color, alpha=0.25, linewidth=1.0)
+    axes.plot(
+        steps, smooth(values, _width(series)), color=color, linewidth=1.9, linestyle=dashes, label=label
+    )
+
+
+def _width(series: Series) -> int:
+    return max(len(series) // 15, 3) | 1
+
+
+def _with_gaps(series: Series) -> tuple[list[int], list[float]]:
+    """Every step from first to last, NaN where there is no value, so that a line breaks there instead of
+    bridging it."""
+    known = dict(zip(series.steps, series.values, strict=True))
+    steps = list(range(series.steps[0], series.steps[-1] + 1))
+    return steps, [known.get(step, math.nan) for step in steps]
+
+
+def _set_bounds(axes: "Axes", bounds: tuple[float | None, float | None], values: Sequence[float]) -> None:
+    low, high = bounds
+    axes.yaxis.set_major_formatter(
+        "{x:.10g}"
+    )  # in full: matplotlib would put a common power above the axes, into the legend
+    spread = max(values) - min(values)
+    is_flat = spread <= 1e-9 * max(abs(max(values)), 1e-300)
+    if is_flat:  # without this the scale shows rounding noise
+        around = abs(values[0]) * 0.1 or 0.1
+        axes.set_ylim(
+            values[0] - around if low is None else low - 0.03 * (values[0] + around - low), values[0] + around
+        )
+    elif low is not None and min(values) >= low:
+        axes.set_ylim(low - 0.03 * (max(values) - low), max(values) + 0.06 * (max(values) - low))
+    if high is not None and max(values) <= high and not is_flat:
+        axes.set_ylim(top=min(axes.get_ylim()[1], high + 0.05 * spread))
+
+
+def _draw_line(axes: "Axes", line: tuple[str, str], config: RunConfig) -> float:
+    value: Any = config
+    for part in line[0].split("."):
+        value = getattr(value, part)
+    axes.axhline(value, color="#555555", linestyle="--", linewidth=1.2, label=f"{line[1]} = {value:g}")
+    return value
+
+
+def _draw_alarm_level(axes: "Axes", level: float | None) -> bool:
+    """Only where the data come near it: it must not press them flat."""
+    low, high = axes.get_ylim()
+    if level is None or not low <= level <= high:
+        return False
+    axes.axhline(level, color="#aa0000", linestyle=":", linewidth=1.2, label=f"alarm level {level:g}")
+    axes.set_ylim(low, high)
+    return True
+
+
+def _titled(
+    axes: "Axes", title: str, *, columns: int, beside: bool = False, without_legend: bool = False
+) -> None:
+    """The panel's title and, under it or beside the axes, its legend."""
+    if without_legend:
+        axes.set_title(title, fontsize=10, fontweight="bold", loc="left")
+        return
+    labels = axes.get_legend_handles_labels()[1]
+    if beside:
+        axes.set_title(title, fontsize=10, fontweight="bold", loc="left")
+        axes.legend(
+            fontsize=8,
+            loc="center left",
+            bbox_to_anchor=(1.0, 0.5),
+            reverse=True,
+            frameon=False,
+            handlelength=1.2,
+        )
+        return
+    axes.legend(
+        title=title,
+        title_fontproperties={"size": 10, "weight": "bold"},
+        alignment="left",
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 1.0),
+        ncols=1 if any(len(label) > 20 for label in labels) else columns,
+        fontsize=8,
+        frameon=False,
+        borderaxespad=0.2,
+        handlelength=2.4,
+        columnspacing=1.2,
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# distributions, buckets
+
+
+def _draw_shares(axes: "Axes", panel: Shares, recorded: Recorded) -> None:
+    from matplotlib import colormaps
+
+    labels = recorded.edges(panel.prefix)
+    known = {label: recorded.get(f"{panel.prefix}/{part}") for part, label in labels.items()}
+    steps = sorted({step for series in known.values() for step in series.steps})
+    parts = {}
+    for label, series in known.items():
+        by_step = dict(zip(series.steps, series.values, strict=True))
+        parts[label] = [by_step.get(step, 0.0) for step in steps]
+    shades = [colormaps["cividis_r"](place / max(len(parts) - 1, 1)) for place in range(len(parts))]
+    draw_stack(axes, steps, parts, shades, title=panel.title)
+    axes.set_ylabel(panel.unit)
+    axes.set_ylim(0, 1)
+
+
+def _draw_buckets(axes: "Axes", panel: Buckets, recorded: Recorded) -> None:
+    def last(part: str, metric: str) -> list[float]:
+        series = recorded.get(f"{panel.prefix}/{part}/{metric}")
+        return [value for step, value in zip(series.steps, series.values, strict=True) if step in since]
+
+    edges = recorded.edges(panel.prefix)
+    since = set(
+        sorted(
+            {step for part in edges for step in recorded.get(f"{panel.prefix}/{part}/{panel.mean}").steps}
+        )[-_LAST_STEPS:]
+    )
+    labels = {part: label for part, label in edges.items() if last(part, panel.mean)}
+    means = [sum(found) / len(found) for part in labels if (found := last(part, panel.mean))]
+    maxima = [max(last(part, panel.max)) for part in labels]
+    places = range(len(labels))
+    axes.bar([place - 0.2 for place in places], means, width=0.38, color=COLORS[0], label="mean")
+    axes.bar(
+        [place + 0.2 for place in places],
+        maxima,
+        width=0.38,
+        color=COLORS[1],
+        label="max",
+        hatch="//",
+        edgecolor="white",
+    )
+    if positive := [value for value in (*means, *maxima) if value > 0]:
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=min(positive) / 2)
+    axes.set_xticks(list(places), list(labels.values()), fontsize=8)
+    axes.set_xlim(-0.7, max(len(labels), 2) - 0.3)
+    axes.set_xlabel(panel.axis)
+    axes.set_ylabel(panel.unit)
+    axes.grid(False, axis="x")
+    _titled(axes, panel.title, columns=2)

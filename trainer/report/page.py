@@ -1,0 +1,440 @@
+"""``report.html`` and its figures, from what a run has written so far: metrics.jsonl, config.yaml, and
+summary.json where it is there.
+
+The page needs neither network nor scripts. What was not recorded, or never happened, is said in its notes
+instead of drawn. The pictures: ``pictures.py``, drawn by ``drawing.py``.
+"""
+
+import base64
+import io
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from configs.loader import ConfigError, load_config
+from configs.presets import DESCRIPTIONS, preset_name
+from configs.schema import RunConfig
+from configs.schema.alarms import AlarmsConfig
+from trainer.report.drawing import (
+    ALONE,
+    COLORS,
+    Recorded,
+    Series,
+    draw,
+    draw_alone,
+    draw_stack,
+    is_drawn,
+    new_figure,
+)
+from trainer.report.pictures import FLAT_MEANS, PICTURES, ROUNDING, Lines
+from trainer.tracking.alarms import Alarm, check_alarms
+from trainer.tracking.tracker import duration, flatten, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_TIME_PARTS = ("sampling", "logprobs", "update", "sync", "evaluation")
+_FEWEST_FLAT = 5
+_HEALTHY_AT_ONE = ("kept_min", "first_ratio_tolerance", "weight_mean_min", "weight_mean_max", "ess_min")
+"""Alarms of quantities that are 1 where all is well; the others are 0 there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmHistory:
+    """One alarm over the steps of a run."""
+
+    name: str
+    steps: list[int]
+    """At which it was raised."""
+    worst_step: int
+    worst: Alarm
+
+
+@dataclass(slots=True)
+class _Run:
+    folder: Path
+    config: RunConfig
+    recorded: Recorded
+    alarms: list[AlarmHistory]
+    elapsed_s: float
+    summary: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[int]:
+        return self.recorded.steps
+
+    @property
+    def training_steps(self) -> list[int]:
+        """Step 0 only evaluates."""
+        return [step for step in self.steps if step > 0]
+
+    def get(self, metric: str) -> Series:
+        return self.recorded.get(metric)
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write ``figures/*.png`` and ``report.html`` of a run, finished or not; returns the path of the page.
+
+    Raises ValueError where the folder is not that of a training run.
+    """
+    run = _read_run(run_dir)
+    figures = run_dir / "figures"
+    figures.mkdir(exist_ok=True)
+    shown = []
+    for name, title, about, figure, panels in _draw_all(run):
+        path = figures / f"{name}.png"
+        if figure is None:
+            path.unlink(missing_ok=True)
+            continue
+        figure.savefig(path, dpi=120, metadata={"Software": None})
+        shown.append({"title": title, "about": about, "images": [_as_svg(panel) for panel in panels]})
+    _note_the_data(run)
+    page = run_dir / "report.html"
+    page.write_text(_render(run, shown), encoding="utf-8")
+    return page
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# reading
+
+
+def _read_run(run_dir: Path) -> _Run:
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir} is not a folder; name the folder of a run, for example runs/latest")
+    missing = [name for name in ("config.yaml", "metrics.jsonl") if not (run_dir / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{run_dir} is not the folder of a training run: it has no {' and no '.join(missing)}; name one under runs/"
+        )
+    try:
+        config = load_config(run_dir / "config.yaml")
+    except ConfigError as error:
+        raise ValueError(
+            f"{run_dir}/config.yaml is not a config of this version of tandem; correct or restore it:\n{error}"
+        ) from error
+    if not isinstance(config, RunConfig):
+        raise ValueError(f"{run_dir} is a run of kind {config.kind}; reports are made of runs of kind train")
+    rows = read_metrics(run_dir / "metrics.jsonl")
+    elapsed_s = max((row.get("elapsed_s") or 0.0 for row in rows), default=0.0)
+    run = _Run(run_dir, config, _by_metric(rows), alarm_histories(rows, config.alarms), elapsed_s, {})
+    run.summary = _read_summary(run)
+    return run
+
+
+def _read_summary(run: _Run) -> dict[str, Any]:
+    path = run.folder / "summary.json"
+    if not path.exists():
+        run.notes.append(
+            "The run has no summary.json: it is not finished, or was stopped. Figures show what was recorded until now."
+        )
+        return {}
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        summary = None
+    if isinstance(summary, dict):
+        return summary
+    run.notes.append("summary.json is not readable and was left out.")
+    return {}
+
+
+def _by_metric(rows: Sequence[Mapping[str, Any]]) -> Recorded:
+    """Of two values of one step the later counts."""
+    by_metric: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in ("step", "elapsed_s") and isinstance(value, int | float):
+                by_metric.setdefault(name, {})[row["step"]] = float(value)
+    series = {
+        name: Series(sorted(values), [values[s] for s in sorted(values)])
+        for name, values in by_metric.items()
+    }
+    return Recorded(steps=sorted({row["step"] for row in rows}), series=series)
+
+
+def alarm_histories(rows: Sequence[Mapping[str, Any]], config: AlarmsConfig) -> list[AlarmHistory]:
+    """The alarms of a run's lines of metrics.jsonl, by the levels of its config, the most frequent first.
+
+    A null stands for a value that was not finite, which is an alarm, and the worst there is. Step 0 only
+    evaluates.
+    """
+    merged: dict[int, dict[str, float]] = {}
+    for row in rows:
+        merged.setdefault(row["step"], {}).update(
+            {name: math.nan if value is None else value for name, value in row.items()}
+        )
+    raised: dict[str, dict[int, Alarm]] = {}
+    for step in sorted(merged.keys() - {0}):
+        for alarm in check_alarms(merged[step], config):
+            raised.setdefault(alarm.name, {})[step] = alarm
+    found = []
+    for name, by_step in raised.items():
+        worst_step = max(by_step, key=lambda step: _distance(by_step[step]))
+        found.append(
+            AlarmHistory(name=name, steps=sorted(by_step), worst_step=worst_step, worst=by_step[worst_step])
+        )
+    return sorted(found, key=lambda history: -len(history.steps))
+
+
+def _distance(alarm: Alarm) -> float:
+    """From where the quantity is healthy."""
+    away = abs(alarm.value - (alarm.name in _HEALTHY_AT_ONE))
+    return math.inf if math.isnan(away) else away
+
+
+def _note_the_data(run: _Run) -> None:
+    if not run.steps:
+        run.notes.append("No step has been recorded yet.")
+        return
+    if gaps := [(a + 1, b - 1) for a, b in zip(run.steps, run.steps[1:], strict=False) if b > a + 1]:
+        listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:10])
+        run.notes.append(
+            f"Steps without a record: {listed}{' and more' if len(gaps) > 10 else ''}. Lines are interrupted there."
+        )
+    panels = [
+        (panel, picture.optional)
+        for picture in PICTURES
+        for panel in picture.panels
+        if isinstance(panel, Lines)
+    ]
+    absent = [
+        m.removeprefix("1 - ")
+        for panel, optional in panels
+        if not optional
+        for m in panel.metrics
+        if not run.get(m)
+    ]
+    if absent:
+        run.notes.append(f"Not recorded, so not drawn: {', '.join(dict.fromkeys(absent))}.")
+    left_out, rounding = [], []
+    for metric, is_shown in {
+        m: is_drawn(panel, run.recorded) for panel, _ in panels for m in run.recorded.labelled(panel.metrics)
+    }.items():
+        series = run.get(metric)
+        if len(set(series.values)) > 1:
+            if not is_shown:
+                rounding.append(metric)
+            continue
+        value, why = _number(series.values[0]), FLAT_MEANS.get((metric, series.values[0]))
+        why = f" ({why})" if why else ""
+        if not is_shown:
+            left_out.append(f"{metric} is {value}{why}")
+        elif len(series) >= _FEWEST_FLAT:
+            run.notes.append(f"{metric} is {value} at all {len(series)} steps{why}.")
+    if rounding:
+        near = f"Nothing but rounding (nearer than {ROUNDING:g} to where the quantity rests)"
+        run.notes.append(f"{near}, so not drawn: {', '.join(rounding)}.")
+    if left_out:
+        run.notes.append(f"The same at every step, so not drawn: {'; '.join(left_out)}.")
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# drawing
+
+
+def _draw_all(run: _Run) -> "Iterator[tuple[str, str, str, Figure | None, Iterable[Figure]]]":
+    """(name, title, about, the whole picture for its own file, its panels for the page)"""
+    for picture in PICTURES:
+        panels = draw_alone(picture, run.recorded, run.config)
+        yield picture.name, picture.title, picture.about, draw(picture, run.recorded, run.config), panels
+    about = "Seconds of each part of a step, stacked; `other` is what they leave of the whole step, which its evaluation comes after."
+    title = "Where the time of a step goes"
+    whole, alone = _draw_step_time(run, title, None), _draw_step_time(run, "", ALONE)
+    yield "step_time", title, about, whole, [] if alone is None else [alone]
+
+
+def _as_svg(figure: "Figure") -> str:
+    """In base64, for the page: sharp at every width, and of a few kilobytes."""
+    from matplotlib import rc_context
+
+    drawn = io.StringIO()
+    with rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "tandem", "font.family": ["DejaVu Sans", "sans-serif"]}
+    ):
+        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
+    return base64.b64encode(drawn.getvalue().encode()).decode("ascii")
+
+
+def _draw_step_time(run: _Run, title: str, size: tuple[float, float] | None) -> "Figure | None":
+    steps, parts = _step_times(run)
+    if not steps:
+        return None
+    figure, (axes,) = new_figure(1, title, size=size)
+    draw_stack(axes, steps, parts, (*COLORS[:5], "#bdbdbd"), title="")
+    axes.set_ylabel("seconds")
+    return figure
+
+
+def _step_times(run: _Run) -> tuple[list[int], dict[str, list[float]]]:
+    """Seconds by part over the steps that have any; ``other`` is the rest of time/step, which has no
+    evaluation in it."""
+    known = {
+        part: dict(zip(s.steps, s.values, strict=True))
+        for part in (*_TIME_PARTS, "step")
+        if (s := run.get(f"time/{part}"))
+    }
+    steps = sorted({step for values in known.values() for step in values})
+    parts = {part: [known.get(part, {}).get(step, 0.0) for step in steps] for part in _TIME_PARTS}
+    sums = [
+        sum(seconds)
+        for seconds in zip(*(parts[part] for part in _TIME_PARTS if part != "evaluation"), strict=True)
+    ]
+    whole = [known.get("step", {}).get(step, 0.0) for step in steps]
+    return steps, {**parts, "other": [max(w - s, 0.0) for w, s in zip(whole, sums, strict=True)]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# page
+
+
+def _render(run: _Run, figures: Sequence[Mapping[str, str]]) -> str:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+    )
+    return environment.get_template("template.html").render(
+        name=run.config.name,
+        folder=run.folder.name,
+        facts=_facts(run),
+        recipe=_recipe(run.config),
+        alarms=[_alarm_text(history, len(run.training_steps)) for history in run.alarms],
+        num_steps=len(run.training_steps),
+        alarms_off=[name for name, level in run.config.alarms if level is None],
+        notes=run.notes,
+        figures=figures,
+        seconds=_seconds_by_part(run),
+        settings=changed_settings(run.config),
+        metrics=_metric_table(run),
+    )
+
+
+def _facts(run: _Run) -> list[tuple[str, str]]:
+    accuracy = run.get("eval/accuracy")
+    before = run.summary.get("accuracy_before", accuracy.values[0] if accuracy else None)
+    after = run.summary.get("accuracy_after", accuracy.values[-1] if len(accuracy) > 1 else None)
+    errors = _standard_errors(run)
+    done = run.summary.get("steps", max(run.steps, default=0))
+    return [
+        ("Accuracy before", _percent(before, errors[0])),
+        ("Accuracy after" if run.summary else "Accuracy so far", _percent(after, errors[1])),
+        ("Steps", f"{done} of {run.config.steps}"),
+        ("Wall time, start to end" if run.summary else "Wall time so far", duration(_total_seconds(run))),
+    ]
+
+
+def _recipe(config: RunConfig) -> list[tuple[str, str, str]]:
+    """(part of the loss, its name or explicit form, in words)"""
+    correction, preset = config.correction, preset_name(config.correction)
+    written = preset or _one_line(
+        {k: v for k, v in correction.model_dump(mode="json", exclude_none=True).items() if v != []}
+    )
+    recipe = [("correction", written, DESCRIPTIONS.get(written, ""))]
+    for part, block in (("objective", config.policy_objective), ("advantage", config.advantage)):
+        body = block.model_dump(mode="json", exclude={"type"})
+        recipe.append((part, block.type, _one_line(body) if body else ""))
+    return recipe
+
+
+def _one_line(block: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(block, default_flow_style=True, sort_keys=False, width=math.inf).strip()
+
+
+def _alarm_text(history: AlarmHistory, num_steps: int) -> tuple[str, str, str]:
+    """(name, when and how bad, message of the worst step)"""
+    count, value = len(history.steps), history.worst.value
+    worst = "not finite" if math.isnan(value) else _number(value)
+    when = f"{count} of {num_steps} steps ({count / num_steps:.0%}), first at step {history.steps[0]}"
+    return history.name, f"{when}; worst {worst} at step {history.worst_step}", history.worst.message
+
+
+def _standard_errors(run: _Run) -> tuple[float | None, float | None]:
+    """Of the first and of the last accuracy, as recorded. Of an earlier version's run: as if all answers to a
+    problem were alike."""
+    recorded, accuracy, counts = (
+        run.get("eval/accuracy_error"),
+        run.get("eval/accuracy"),
+        run.get("eval/count"),
+    )
+    if not (accuracy and counts):
+        return None, None
+    problems = [count / run.config.evaluation.samples_per_prompt for count in counts.values]
+    shares = (accuracy.values[0], problems[0]), (accuracy.values[-1], problems[-1])
+    first, last = (
+        math.sqrt(share * (1 - share) / count) if count and 0 <= share <= 1 else None
+        for share, count in shares
+    )
+    return (recorded.values[0], recorded.values[-1]) if recorded else (first, last)
+
+
+def _percent(share: Any, error: float | None) -> str:
+    if not isinstance(share, int | float):
+        return "not measured"
+    return f"{share:.1%}" + (f" ± {error:.1%}" if error is not None else "")
+
+
+def _total_seconds(run: _Run) -> float:
+    """Of the learner: its start and its steps, or what the steps so far have taken. The summary's other
+    seconds are parts of these, or of what came before the run (the quickstart's installation and warm start).
+    """
+    seconds = run.summary.get("seconds")
+    if isinstance(seconds, dict) and isinstance(seconds.get("training"), int | float):
+        return seconds["training"] + (seconds.get("start_up") or 0.0)
+    return run.elapsed_s
+
+
+def _seconds_by_part(run: _Run) -> list[tuple[str, str, str]]:
+    """(part, seconds, share) over all recorded steps."""
+    totals = {name: sum(seconds) for name, seconds in _step_times(run)[1].items()}
+    whole = sum(totals.values())
+    return [(name, f"{total:,.1f}", f"{total / whole:.0%}") for name, total in totals.items() if total > 0]
+
+
+def changed_settings(config: RunConfig) -> list[tuple[str, str, str]]:
+    """(field, value, default) of every setting that is not at its default; required ones have the default
+    "-"."""
+    plain = RunConfig(model=config.model, task=config.task)
+    defaults = flatten(plain.model_dump(mode="json"))
+    for block in ("model", "task"):
+        required = {
+            name
+            for name, info in type(getattr(config, block)).model_fields.items()
+            if info.is_required() or name == "type"
+        }
+        for name, info in type(getattr(config, block)).model_fields.items():
+            default = flatten({f"{block}.{name}": "-" if name in required else info.default})
+            defaults |= default
+    values = flatten(config.model_dump(mode="json"))
+    return [
+        (name, _redacted(value), defaults.get(name, "-"))
+        for name, value in values.items()
+        if value != defaults.get(name)
+    ]
+
+
+def _redacted(value: str) -> str:
+    """A report is passed on: no user and password of a tracking server in it."""
+    scheme, slashes, rest = value.partition("://")
+    host, at, tail = rest.rpartition("@")
+    return f"{scheme}{slashes}{tail}" if slashes and at and "/" not in host else value
+
+
+def _metric_table(run: _Run) -> list[tuple[str, str, str, str, str, int]]:
+    """(name, first, last, least, most, number of values)"""
+    return [
+        (name, *map(_number, (s.values[0], s.values[-1], min(s.values), max(s.values))), len(s))
+        for name, s in sorted(run.recorded.series.items())
+    ]
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value == round(value) and abs(value) < 1e9 else f"{value:.4g}"

@@ -1,0 +1,417 @@
+"""What a report draws: its pictures and their panels, as data. ``drawing.py`` draws them.
+
+A name with a star stands for all recorded metrics that match it (the star is one part of a name, and the
+line's label where the label is a star too). ``1 - NAME`` is one less the metric. What was not recorded is
+left out, line by line, panel by panel, picture by picture.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lines:
+    """Metrics in one unit over the steps."""
+
+    title: str
+    unit: str
+    metrics: Mapping[str, str]
+    """Name to label."""
+    log: bool = False
+    """Where the values are positive and span a decade; where some are not positive, linear around zero."""
+    bounds: tuple[float | None, float | None] = (None, None)
+    sparse: bool = False
+    """Shares, measured at few steps: marked points, no smoothing."""
+    line: tuple[str, str] | None = None
+    """A horizontal line: (field of the config, label)."""
+    alarm: str | None = None
+    """The level of this alarm, where it is in view."""
+    idle: float | None = None
+    """The panel is left out where all values are this: nothing happened, which a note says in fewer words."""
+    noise: float = 0.0
+    """The panel is left out too where all values are nearer than this to ``idle`` (or to 0): rounding, whose
+    trend says nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """The bins of a distribution (``PREFIX/le_EDGE``, ``PREFIX/over_EDGE``), stacked over the steps."""
+
+    title: str
+    unit: str
+    prefix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """Bars by bucket (``PREFIX/le_EDGE/METRIC``), over the last steps: the mean of a mean and the maximum of
+    a maximum."""
+
+    title: str
+    unit: str
+    prefix: str
+    mean: str
+    max: str
+    axis: str
+    """What the buckets are of, and its unit."""
+
+
+Panel = Lines | Shares | Buckets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    name: str
+    title: str
+    about: str
+    panels: tuple[Panel, ...]
+    optional: bool = False
+    """Not every run has it: its absence is not worth a note."""
+
+
+ROUNDING = 1e-5
+"""Divergences below this are float32's rounding of log-probs; no level or bound is near them."""
+_DP = "|p_rollout - p_learner|"
+
+PICTURES = (
+    Picture(
+        name="reward",
+        title="Reward and held-out accuracy",
+        about="Mean reward of the sampled responses of each step, and the importance-weighted estimate of what the learner's policy would "
+        "get: where they part, the first one misleads. Accuracy is on problems that are never trained on.",
+        panels=(
+            Lines(
+                title="Reward",
+                unit="mean reward",
+                metrics={"reward/mean": "as sampled", "reward/importance_weighted": "importance-weighted"},
+            ),
+            Lines(
+                title="Held-out accuracy",
+                unit="accuracy (share)",
+                metrics={"eval/accuracy": "accuracy"},
+                sparse=True,
+                bounds=(0, None),
+            ),
+        ),
+    ),
+    Picture(
+        name="reward_parts",
+        title="Parts of the reward, and groups",
+        about="Means of what the reward is made of, over the responses that were scored for it; groups whose siblings all score the same, "
+        "which carry no signal; and what dynamic sampling did about them.",
+        panels=(
+            Lines(title="Parts of the reward", unit="mean over responses", metrics={"reward/part/*": "*"}),
+            Lines(
+                title="Groups without signal",
+                unit="share of groups",
+                metrics={"groups/no_signal_fraction": "no signal"},
+                bounds=(0, 1),
+                idle=0,
+            ),
+            Lines(
+                title="Dynamic sampling",
+                unit="groups per step",
+                metrics={
+                    "sampling/resampled_groups": "sampled anew",
+                    "sampling/filled_groups": "filled without signal",
+                },
+                bounds=(0, None),
+                idle=0,
+            ),
+        ),
+        optional=True,
+    ),
+    Picture(
+        name="mismatch",
+        title="Mismatch of the two engines",
+        about=f"Δp = {_DP} of a sampled token: what SGLang and the learner say of the same token. The mean hardly moves with layouts and "
+        "response length, the greatest one of a response does.",
+        panels=(
+            Lines(
+                title="Δp of responses",
+                unit=_DP,
+                metrics={
+                    "mismatch/abs_prob_max": "max over all tokens",
+                    "mismatch/response_abs_prob_max_mean": "max of a response, mean",
+                    "mismatch/response_abs_prob_mean_max": "mean of a response, max",
+                    "mismatch/abs_prob_mean": "mean over all tokens",
+                },
+                log=True,
+            ),
+            Lines(
+                title="Responses with a Δp over 0.5",
+                unit="share of responses",
+                metrics={"mismatch/response_abs_prob_over": "share"},
+                bounds=(0, None),
+                alarm="response_abs_prob_over_max",
+                idle=0,
+            ),
+            Lines(
+                title="1 - Pearson's r of the probabilities",
+                unit="1 - r",
+                metrics={"1 - mismatch/prob_pearson": "1 - r"},
+                log=True,
+                noise=ROUNDING,
+            ),
+        ),
+    ),
+    Picture(
+        name="mismatch_where",
+        title="Where the mismatch is",
+        about="Responses by their greatest Δp, and Δp by length of the response and by position in it (mean over the last 10 steps of the "
+        "means, and their maximum). High bars at late positions only: a gap that builds up.",
+        panels=(
+            Shares(
+                title="Greatest Δp of a response",
+                unit="share of responses",
+                prefix="mismatch/response_abs_prob_max_share",
+            ),
+            Buckets(
+                title="Δp by response length",
+                unit=_DP,
+                prefix="mismatch/by_length",
+                mean="abs_prob_mean",
+                max="abs_prob_max",
+                axis="length (tokens)",
+            ),
+            Buckets(
+                title="Δp by position",
+                unit=_DP,
+                prefix="mismatch/by_position",
+                mean="abs_prob_mean",
+                max="abs_prob_max",
+                axis="position (token)",
+            ),
+        ),
+    ),
+    Picture(
+        name="divergence",
+        title="Divergences of the two engines",
+        about="k3 estimate of KL(rollout || learner); second moments of the ratios learner / rollout of tokens and of whole responses, "
+        "less 1; differences of the responses' log-perplexities (above 0: the learner finds the samples less likely).",
+        panels=(
+            Lines(
+                title="KL, k3",
+                unit="nats per token",
+                metrics={"mismatch/k3": "k3"},
+                log=True,
+                alarm="kl_max",
+                noise=ROUNDING,
+            ),
+            Lines(
+                title="Chi-squared",
+                unit="E[ratio²] - 1",
+                metrics={"mismatch/chi2_sequence": "sequence", "mismatch/chi2_token": "token"},
+                log=True,
+                alarm="chi2_token_max",
+                noise=ROUNDING,
+            ),
+            Lines(
+                title="Log-perplexity, learner - rollout",
+                unit="nats per token",
+                metrics={
+                    "mismatch/log_ppl_diff_abs": "mean of |difference|",
+                    "mismatch/log_ppl_diff_mean": "mean difference",
+                },
+                noise=ROUNDING,
+            ),
+        ),
+    ),
+    Picture(
+        name="weights",
+        title="Importance weights",
+        about="Before and after the bound, over response tokens, and their effective sample size (1: all weights are equal). Near 1 "
+        "after the bound and low before it: the bound hides a collapse.",
+        panels=(
+            Lines(
+                title="Before the bound",
+                unit="weight",
+                metrics={
+                    "mismatch/raw_weight_max": "max",
+                    "mismatch/raw_weight_mean": "mean",
+                    "mismatch/raw_weight_std": "std",
+                },
+                log=True,
+            ),
+            Lines(
+                title="After the bound",
+                unit="weight",
+                metrics={
+                    "mismatch/weight_max": "max",
+                    "mismatch/weight_mean": "mean",
+                    "mismatch/weight_std": "std",
+                },
+                log=True,
+            ),
+            Lines(
+                title="Effective sample size",
+                unit="share",
+                metrics={
+                    "mismatch/ess": "before the bound",
+                    "mismatch/ess_bounded": "after the bound",
+                    "reward/importance_ess": "of whole responses",
+                },
+                bounds=(None, 1.0),
+                alarm="ess_min",
+            ),
+        ),
+    ),
+    Picture(
+        name="rejection",
+        title="What the correction rejects",
+        about="Response tokens that are left to learn from, and shares of tokens and of whole responses that each rule rejects; total: all "
+        "rules and the veto together.",
+        panels=(
+            Lines(
+                title="Kept",
+                unit="share of tokens",
+                metrics={"mismatch/kept_fraction": "kept"},
+                bounds=(0, 1.0),
+                idle=1,
+            ),
+            Lines(
+                title="Rejected tokens",
+                unit="share of tokens",
+                metrics={"mismatch/rejected/*/tokens": "*"},
+                bounds=(0, 1.0),
+                alarm="rejected_max",
+                idle=0,
+            ),
+            Lines(
+                title="Rejected responses",
+                unit="share of responses",
+                metrics={"mismatch/rejected/*/sequences": "*"},
+                bounds=(0, 1.0),
+                alarm="rejected_max",
+                idle=0,
+            ),
+        ),
+        optional=True,
+    ),
+    Picture(
+        name="update",
+        title="The policy's update",
+        about="Gradient norm before clipping; response tokens whose ratio current / old met the bounds of the objective; the k1 estimate "
+        "of KL(old || current), and how often it is negative, which a KL divergence never is: the samples are not old's.",
+        panels=(
+            Lines(
+                title="Gradient norm",
+                unit="L2 norm",
+                metrics={"optim/grad_norm": "gradient norm"},
+                bounds=(0, None),
+                line=("learner.optimizer.clip_grad", "clip_grad"),
+            ),
+            Lines(
+                title="Clipped tokens",
+                unit="share of tokens",
+                metrics={"policy/clip_fraction": "clipped", "policy/dual_clip_fraction": "dual clip"},
+                bounds=(0, None),
+            ),
+            Lines(
+                title="KL(old || current), k1",
+                unit="nats per token",
+                metrics={"policy/ppo_kl": "k1"},
+                idle=0,
+                noise=ROUNDING,
+            ),
+            Lines(
+                title="Minibatches with a negative k1",
+                unit="share of minibatches",
+                metrics={"policy/ppo_kl_negative_fraction": "negative"},
+                bounds=(0, 1.0),
+                idle=0,
+            ),
+        ),
+    ),
+    Picture(
+        name="reference",
+        title="KL to the reference policy",
+        about="KL(current || ref), and where the reward holds the KL term, the estimate of KL(old || ref) there and its coefficient.",
+        panels=(
+            Lines(
+                title="KL",
+                unit="nats per token",
+                metrics={
+                    "policy/ref_kl": "current to ref",
+                    "policy/kl_in_reward": "old to ref, in the reward",
+                },
+            ),
+            Lines(
+                title="Coefficient in the reward",
+                unit="reward per nat",
+                metrics={"policy/kl_coefficient": "coefficient"},
+            ),
+        ),
+        optional=True,
+    ),
+    Picture(
+        name="critic",
+        title="Critic",
+        about="Value loss; explained variance of the returns (1: every return is predicted, 0: as well as one constant does, below: "
+        "worse); mean value against mean return.",
+        panels=(
+            Lines(title="Value loss", unit="reward²", metrics={"critic/loss": "loss"}, bounds=(0, None)),
+            Lines(
+                title="Explained variance",
+                unit="share of the variance",
+                metrics={"critic/explained_variance": "explained"},
+                bounds=(None, 1.0),
+            ),
+            Lines(
+                title="Values and returns",
+                unit="mean over tokens",
+                metrics={"critic/return_mean": "return", "critic/value_mean": "value"},
+            ),
+        ),
+        optional=True,
+    ),
+    Picture(
+        name="responses",
+        title="Responses",
+        about="Entropy (a fall towards 0: sampling has become deterministic), mean perplexity of the responses, their length, and the "
+        "share that ended at the length limit, not by an end-of-sequence token.",
+        panels=(
+            Lines(
+                title="Entropy of the policy",
+                unit="nats per token",
+                metrics={"policy/entropy": "entropy"},
+                bounds=(0, None),
+            ),
+            Lines(
+                title="Perplexity of the responses",
+                unit="perplexity",
+                metrics={"mismatch/ppl_rollout": "rollout", "mismatch/ppl_train": "learner"},
+                log=True,
+            ),
+            Lines(
+                title="Response length",
+                unit="tokens",
+                metrics={"response/length_max": "longest", "response/length_mean": "mean"},
+                bounds=(0, None),
+            ),
+            Lines(
+                title="Truncated responses",
+                unit="share of responses",
+                metrics={"response/truncated_fraction": "truncated"},
+                bounds=(0, 1.0),
+                idle=0,
+            ),
+        ),
+    ),
+)
+
+FLAT_MEANS = {
+    (
+        "policy/clip_fraction",
+        0.0,
+    ): "expected with one minibatch per step: the policy that is updated is the one that was scored",
+    ("policy/ppo_kl", 0.0): "expected with one minibatch per step: current equals old exactly",
+    ("policy/dual_clip_fraction", 0.0): "dual clip acts on rare tokens only",
+    ("mismatch/kept_fraction", 1.0): "the correction rejects no token",
+    ("mismatch/kept_fraction", 0.0): "the correction rejects every token: nothing is learned",
+    ("mismatch/response_abs_prob_over", 0.0): "the engines contradict each other in no response",
+    ("response/truncated_fraction", 1.0): "no response ends by itself: max_new_tokens is too small",
+    ("groups/no_signal_fraction", 1.0): "siblings always score the same: there is nothing to learn from",
+    ("reward/mean", 0.0): "no response was ever right: there is nothing to learn from",
+}
+"""What it means that a metric has this value at all steps."""

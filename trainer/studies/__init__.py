@@ -1,0 +1,1 @@
+"""Measurements on recorded or fixed tokens: ``tandem replay`` and the study of mismatch between layouts."""

@@ -1,0 +1,245 @@
+"""The learner's side of ``tandem mismatch``: the real engine, frozen, scores tokens that servers sampled; for
+--why under switches.
+
+Legend: R responses, N their tokens end to end, T packed tokens, V vocabulary. Every function is called by all
+ranks, in the same order.
+
+A switch changes one thing of how the same weights score the same tokens. Those that need another layout are
+not here: another layout is another start of the ranks.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from configs.schema import RunConfig
+from configs.schema.model import ModelConfig
+from parallel.engine import MegatronEngine
+from parallel.megatron import platform
+from parallel.megatron.model import PackedCoreAttention
+from parallel.packing import PackedBatch, pack_sequences
+from trainer.batch.plan import plan_batches
+from trainer.studies.layout_statistics import Sampled
+
+MICROBATCHES_PER_CALL = 8
+"""Times the pipeline's stages; progress is said in between."""
+
+Report = Callable[[str], None]
+Bins = list[list[int]]
+LogprobsOf = Callable[[Sequence[PackedBatch]], list[Tensor]]
+Answer = tuple[Tensor | None, str | None]
+"""(log-probs of N tokens, None on all ranks but the first; why there are none)."""
+
+
+def frozen_engine(config: RunConfig, model: ModelConfig) -> MegatronEngine:
+    return MegatronEngine(
+        model,
+        config.layout,
+        None,
+        total_optimizer_steps=1,
+        logprob_chunk_tokens=config.learner.logprob_chunk_tokens,
+        recompute="none",
+        seed=config.seed,
+        timeout_s=config.launch.collective_timeout_s,
+    )
+
+
+class Scorer:
+    """Scores sets of samples with one model at one temperature."""
+
+    def __init__(self, config: RunConfig, report: Report, model: ModelConfig | None = None):
+        self._config, self._report = config, report
+        self.engine = frozen_engine(config, model or config.model)
+        self.temperature = config.rollout.temperature
+
+    def packed(self, sampled: Sampled) -> Bins:
+        """This rank's micro-batches, as training would pack them."""
+        lengths = (sampled.prompt_lengths_R + sampled.response_lengths_R - 1).tolist()
+        dp = self.engine.groups.dp_size
+        plan = plan_batches(
+            lengths,
+            num_minibatches=1,
+            sequences_per_group=1,
+            dp_size=dp,
+            token_budget=self._config.learner.token_budget,
+        )
+        return [list(microbatch) for microbatch in plan.microbatches[0][self.engine.groups.dp_rank]]
+
+    def alone(self, sampled: Sampled) -> Bins:
+        """Each sequence in a micro-batch of its own."""
+        groups = self.engine.groups
+        return [[row] for row in range(groups.dp_rank, sampled.num_responses, groups.dp_size)]
+
+    def score(
+        self, name: str, sampled: Sampled, bins: Bins | None = None, *, temperature: float | None = None
+    ) -> Tensor | None:
+        """float32 log-probs of the N response tokens on rank 0, None elsewhere."""
+
+        def logprobs(batches: Sequence[PackedBatch]) -> list[Tensor]:
+            found = self.engine.logprobs(batches, temperature=temperature or self.temperature)
+            return [logprobs_T for logprobs_T, _ in found]
+
+        return self.scored_by(logprobs, name, sampled, bins or self.packed(sampled))
+
+    def scored_by(self, logprobs: LogprobsOf, name: str, sampled: Sampled, bins: Bins) -> Tensor | None:
+        began, sequences, lengths = (
+            time.perf_counter(),
+            sampled.sequences(),
+            sampled.response_lengths_R.tolist(),
+        )
+        size, mine, tokens = MICROBATCHES_PER_CALL * self._config.layout.pp, {}, 0
+        for start in range(0, len(bins), size):
+            part = bins[start : start + size]
+            batches = [_pack(rows, sequences, lengths) for rows in part]
+            for rows, batch, logprobs_T in zip(part, batches, logprobs(batches), strict=True):
+                kept = logprobs_T.float().cpu()[batch.response_mask_T].split([lengths[row] for row in rows])
+                mine |= dict(zip(rows, kept, strict=True))
+            tokens += sum(batch.num_tokens for batch in batches)
+            if start + size < len(bins):
+                self._tell(f"  {name}: {start + size} of {len(bins)} micro-batches", tokens, began)
+        groups = self.engine.groups
+        everyone: list[dict[int, Tensor]] = [{}] * groups.world_size
+        # Every rank of a copy of the model has the same results.
+        dist.all_gather_object(everyone, mine if groups.tp_rank == groups.pp_rank == 0 else {})
+        self._tell(f"scored {name}: {sampled.num_responses} responses", tokens, began)
+        if groups.rank:
+            return None
+        whole = {row: logprobs for part in everyone for row, logprobs in part.items()}
+        return torch.cat([whole[row] for row in range(sampled.num_responses)])
+
+    def _tell(self, what: str, tokens: int, began: float) -> None:
+        if self.engine.groups.rank == 0:
+            seconds = time.perf_counter() - began
+            copies = self.engine.groups.dp_size
+            self._report(f"{what}, {tokens * copies / seconds:,.0f} tokens/s, {seconds:.1f} s")
+
+
+def _pack(
+    rows: Sequence[int], sequences: Sequence[Sequence[int]], response_lengths: Sequence[int]
+) -> PackedBatch:
+    ids = [sequences[row] for row in rows]
+    return pack_sequences(
+        token_ids=ids,
+        response_masks=[
+            [False] * (len(s) - response_lengths[r]) + [True] * response_lengths[r]
+            for r, s in zip(rows, ids, strict=True)
+        ],
+        rollout_logprobs=[[0.0] * len(s) for s in ids],
+        sequence_ids=rows,
+    )
+
+
+# -----------------------------------------------------------------------------------------------------------------
+# switches
+
+
+def score_under_switches(
+    config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report
+) -> dict[str, Answer]:
+    """One answer per switch; ``repeat`` switches nothing: the noise level."""
+    answers: dict[str, Answer] = {"repeat": (scorer.score("repeat", sampled), None)}
+    for name, switch in SWITCHES.items():
+        answers[name] = switch(config, scorer, sampled, report)
+    return answers
+
+
+def _packing(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
+    return scorer.score("packing", sampled, scorer.alone(sampled)), None
+
+
+def _dtype(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
+    other = "float32" if config.model.dtype != "float32" else "bfloat16"
+    model = config.model.model_copy(update={"dtype": other})
+    return Scorer(config, report, model).score(f"learner in {other}", sampled), None
+
+
+def _lm_head(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
+    if config.model.dtype == "float32":
+        return None, "the learner is float32 throughout, its LM head too"
+    model = config.model.model_copy(update={"fp32_lm_head": not config.model.fp32_lm_head})
+    return Scorer(config, report, model).score("lm_head", sampled), None
+
+
+def _attention(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
+    ours = [
+        module
+        for chunk in scorer.engine.chunks
+        for module in chunk.modules()
+        if isinstance(module, PackedCoreAttention)
+    ]
+    other = scorer.engine.dtype
+    if not ours or ours[0].dtype == other:
+        return None, "the learner's attention runs in the model's dtype already"
+    before = ours[0].dtype
+    for module in ours:
+        module.dtype = other
+    try:
+        return scorer.score("attention", sampled), None
+    finally:
+        for module in ours:
+            module.dtype = before
+
+
+def _temperature_ignored(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
+    if scorer.temperature == 1:
+        return None, "rollout.temperature is 1, which is what ignoring it comes to"
+    return scorer.score("temperature_ignored", sampled, temperature=1.0), None
+
+
+def _temperature_in_model_dtype(
+    config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report
+) -> Answer:
+    if scorer.temperature == 1:
+        return None, "rollout.temperature is 1: nothing is divided"
+    if scorer.engine.dtype == torch.float32 or config.model.fp32_lm_head:
+        return None, "the logits are float32, as is the division"
+    if config.layout.pp > 1:
+        return None, "the logits of a pipeline's last stage are not at hand; give a first --learner with pp=1"
+
+    def rounded(batches: Sequence[PackedBatch]) -> list[Tensor]:
+        chunk = config.learner.logprob_chunk_tokens
+        return [_rounded_logprobs(scorer.engine, batch, scorer.temperature, chunk) for batch in batches]
+
+    return scorer.scored_by(rounded, "temperature_in_model_dtype", sampled, scorer.packed(sampled)), None
+
+
+@torch.no_grad()
+def _rounded_logprobs(engine: MegatronEngine, batch: PackedBatch, temperature: float, chunk: int) -> Tensor:
+    """log softmax(logits / T) with the quotient rounded to the model's dtype, as an engine that divides its
+    logits in place has it. [T]"""
+    (model,), batch = engine.chunks, batch.to(platform.device())
+    logits_TV = (
+        model.logits(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T))
+        / temperature
+    )
+    parts = zip(logits_TV.split(chunk), batch.targets_T.split(chunk), strict=True)
+    return torch.cat(
+        [part.float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1) for part, targets in parts]
+    )
+
+
+def _deterministic_kernels(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
+    if not platform.has_cuda():
+        return (
+            None,
+            "torch.use_deterministic_algorithms chooses CUDA kernels; on CPU there is nothing to choose",
+        )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return scorer.score("deterministic_kernels", sampled), None
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+SWITCHES: dict[str, Callable[[RunConfig, Scorer, Sampled, Report], Answer]] = {
+    "packing": _packing,
+    "dtype": _dtype,
+    "lm_head": _lm_head,
+    "attention": _attention,
+    "temperature_in_model_dtype": _temperature_in_model_dtype,
+    "temperature_ignored": _temperature_ignored,
+    "deterministic_kernels": _deterministic_kernels,
+}

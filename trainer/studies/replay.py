@@ -1,0 +1,130 @@
+"""What other corrections would have made of a recorded batch: weights, what is kept, loss and gradient.
+
+The batch is taken at the moment before its first update, where current is the learner's policy as it scored
+the batch, and as one minibatch however many the run had. Every term of the loss counts but the entropy bonus,
+which no correction touches. Legend: T packed tokens of the step, P parameters.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from configs.schema import RunConfig
+from configs.schema.correction import CorrectionConfig
+from configs.schema.objective import EntropyConfig
+from parallel.packing import PackedBatch
+from trainer.algorithm.correction import correct
+from trainer.algorithm.policy_loss import kept_factor, policy_loss, scale_losses
+from trainer.batch.plan import plan_batches
+from trainer.batch.step_batch import StepBatch
+from trainer.ranks.metrics import Metric, merge_metrics, values
+from trainer.ranks.totals import alone
+from trainer.recording import RecordedBatch
+
+if TYPE_CHECKING:
+    from parallel.engine import MegatronEngine
+
+DOT_CHUNK = 1 << 24
+Loss = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, dict[str, Metric]]]
+"""(micro-batch, current log-probs, entropy) -> (loss, metrics)."""
+
+Gradient = Callable[[Sequence[PackedBatch], Sequence[Tensor], Loss], tuple[Tensor, dict[str, Metric]]]
+"""(micro-batches, recorded log-probs of current, loss) -> (the gradient as one vector, the metrics of all
+micro-batches)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """One correction on one batch."""
+
+    name: str
+    loss: float
+    gradient: Tensor = field(repr=False)
+    metrics: dict[str, float] = field(repr=False)
+
+    @property
+    def gradient_norm(self) -> float:
+        return math.sqrt(_dot(self.gradient, self.gradient))
+
+    def cosine(self, other: "Replayed") -> float | None:
+        """Of the angle between the two gradients; None where one of them is zero."""
+        norms = self.gradient_norm * other.gradient_norm
+        return _dot(self.gradient, other.gradient) / norms if norms > 0 else None
+
+
+def replay(
+    recorded: RecordedBatch, config: RunConfig, name: str, correction: CorrectionConfig, gradient: Gradient
+) -> Replayed:
+    """The correction on the batch, with the objective, aggregation and KL of the run whose ``config`` it is."""
+    config = config.model_copy(update={"correction": correction})
+    batch = as_one_minibatch(recorded, config)
+    current = [microbatch.old_logprobs_T for microbatch in batch.microbatches()]
+    if correction.mode == "bypass":
+        batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
+    found = correct(batch.packed, correction)
+    batch = batch.with_loss_weights(found, config.aggregation, correction.denominator, alone)
+    loss = partial(
+        policy_loss,
+        objective=config.policy_objective,
+        correction=correction,
+        aggregation=config.aggregation.type,
+        kl=config.kl,
+        entropy=EntropyConfig(),
+    )
+    flat, metrics = gradient(batch.microbatches(), current, loss)
+    metrics = values(merge_metrics([found.metrics, scale_losses(metrics, kept_factor(metrics))]))
+    return Replayed(name=name, loss=metrics["loss/total"], gradient=flat, metrics=metrics)
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    """In float64, without a float64 copy of either vector."""
+    return sum(
+        (x.double() @ y.double()).item() for x, y in zip(a.split(DOT_CHUNK), b.split(DOT_CHUNK), strict=True)
+    )
+
+
+def as_one_minibatch(recorded: RecordedBatch, config: RunConfig) -> StepBatch:
+    plan = plan_batches(
+        recorded.packed.lengths,
+        num_minibatches=1,
+        sequences_per_group=1,
+        dp_size=1,
+        token_budget=config.learner.token_budget,
+    )
+    packed = recorded.packed.select(plan.sequence_ids(0))
+    return StepBatch(
+        packed=packed, rows=plan.rows(0), rewards_S=recorded.rewards_S, group_ids_S=recorded.group_ids_S
+    )
+
+
+def of_logprobs(
+    microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss
+) -> tuple[Tensor, dict[str, Metric]]:
+    """d loss / d log-prob of every token [T], which takes no engine."""
+    gradients, outputs = [], []
+    for microbatch, current_T in zip(microbatches, current, strict=True):
+        current_T = current_T.clone().requires_grad_()
+        value, metrics = loss(microbatch, current_T, torch.zeros_like(current_T))
+        value.backward()
+        gradients.append(current_T.grad)
+        outputs.append(metrics)
+    metrics = merge_metrics(outputs)
+    return torch.cat(gradients) * kept_factor(metrics), metrics
+
+
+def of_parameters(engine: "MegatronEngine", *, temperature: float) -> Gradient:
+    """d loss / d parameters [P] of a model in this process alone, by its own forward and backward passes."""
+
+    def gradient(
+        microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        flat, outputs = engine.gradient(microbatches, loss, temperature=temperature)
+        metrics = merge_metrics(outputs)
+        return flat * kept_factor(metrics), metrics
+
+    return gradient

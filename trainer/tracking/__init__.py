@@ -1,0 +1,1 @@
+"""Records of a run: metrics.jsonl, the console line, MLflow, alarms, provenance."""

@@ -1,0 +1,163 @@
+"""Alarms: which of a step's metrics are outside their level, what that means, what usually causes it, and
+what to try.
+
+The levels are ``AlarmsConfig``'s; an alarm bears the name of its level. The same advice at more length stands
+in trainer/README.md.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from configs.schema.alarms import AlarmsConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    name: str
+    """The field of ``AlarmsConfig``: its level, and None there turns the alarm off."""
+    value: float
+    level: float
+    message: str
+    """One paragraph: what is wrong, what usually causes it, what to try."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rule:
+    name: str
+    metrics: tuple[str, ...]
+    healthy: Callable[[float, float], bool]
+    """(value, level); never true of NaN, which is an alarm too."""
+    wrong: str
+    cause: str
+    advice: str
+
+
+def _near_one(ratio: float, tolerance: float) -> bool:
+    return abs(ratio - 1) <= tolerance
+
+
+def _within(estimate: float, level: float) -> bool:
+    return abs(estimate) <= level
+
+
+_RULES = (
+    _Rule(
+        name="kept_min",
+        metrics=("mismatch/kept_fraction",),
+        healthy=operator.gt,
+        wrong="the correction leaves nothing to learn from, and this step's policy gradient is zero",
+        cause="a rejection rule that is too narrow for this gap (a geometric bound of 1.001 wants engines that agree to 0.1 % a token), or "
+        "a gap that no rule can mend: other weights, tokens or temperature on one side",
+        advice="look at mismatch/rejected/* for the rule; widen its bounds, or use weights in its place (decoupled_token_is); if "
+        "mismatch/abs_prob_mean is high as well, find the gap's cause first",
+    ),
+    _Rule(
+        name="first_ratio_tolerance",
+        metrics=("policy/first_ratio_max", "policy/first_ratio_min"),
+        healthy=_near_one,
+        wrong="current differs from old on the first minibatch, before any weight has changed",
+        cause="the recompute and the update do not run the same computation: other micro-batches, dropout, nondeterministic or other "
+        "kernels, or MoE routing that is not replayed",
+        advice="score by the very micro-batches of the update, with dropout off and deterministic kernels; or drop the recompute "
+        "(ppo_is_bypass), which compares current with rollout alone",
+    ),
+    _Rule(
+        name="weight_mean_min",
+        metrics=("mismatch/weight_mean", "mismatch/weight_normaliser"),
+        healthy=operator.ge,
+        wrong="importance weights are far below 1 on average, where they should average 1: the loss shrinks and leans to few tokens",
+        cause="the learner finds the sampled tokens much less likely than the rollout did: old samples, a quantised rollout, a mask of the "
+        "sampler (top_p, top_k) or a temperature that the learner lacks; or sequence weights of long responses, cut from above only",
+        advice="check temperature and sampling mask, lower the staleness, raise the rollout's precision; with sequence weights try "
+        "decoupled_token_is, or reject the outliers (decoupled_geo_rs_token_is)",
+    ),
+    _Rule(
+        name="weight_mean_max",
+        metrics=("mismatch/weight_mean", "mismatch/weight_normaliser"),
+        healthy=operator.le,
+        wrong="importance weights are far above 1 on average: a few tokens or responses outweigh the rest",
+        cause="tokens that the rollout held unlikely and the learner does not, multiplied over long responses, with a loose bound or none",
+        advice="bound weights from above (decoupled_token_is with upper 2), drop what is over the bound (decoupled_token_icepop, "
+        "drop_outliers), or leave sequence weights for decoupled_geo_rs",
+    ),
+    _Rule(
+        name="ess_min",
+        metrics=("mismatch/ess",),
+        healthy=operator.ge,
+        wrong="before the bound few samples carry most of the weight: the gradient is noisier than the batch size suggests",
+        cause="heavy-tailed ratios: stale or quantised rollouts, or sequence weights of long responses",
+        advice="a lower level of weights (decoupled_token_is for decoupled_seq_is), rejection of the outliers (decoupled_geo_rs, "
+        "decoupled_k3_rs_token_is), and a smaller gap: less staleness, higher precision, equal layouts",
+    ),
+    _Rule(
+        name="kl_max",
+        metrics=("mismatch/k1", "mismatch/k3"),
+        healthy=_within,
+        wrong="the two engines are different policies: KL(rollout || train) per token is far above numerical noise",
+        cause="samples that are many versions old, weights that did not arrive whole, another temperature or sampling mask, or a rollout "
+        "in int8 or fp8",
+        advice="without staleness both sides have the same weights, and mismatch/logprob_gap_max of the sampled tokens (and of the probe, "
+        "sync/max_logprob_gap, where it is recorded) is of precision, layout, temperature or sampling mask; with stale samples lower the "
+        "staleness first; meanwhile decoupled_seq_is_rs or decoupled_k3_rs_token_is",
+    ),
+    _Rule(
+        name="chi2_token_max",
+        metrics=("mismatch/chi2_token",),
+        healthy=operator.le,
+        wrong="the second moment of the token ratios is high: unbounded weights would more than double the gradient's variance",
+        cause="single tokens with very high ratios, most often ones that the rollout sampled against the odds",
+        advice="bound the token weights (decoupled_token_is, decoupled_token_icepop) and veto responses with ratios near zero; avoid "
+        "vanilla_is and sequence weights until it falls",
+    ),
+    _Rule(
+        name="response_abs_prob_over_max",
+        metrics=("mismatch/response_abs_prob_over",),
+        healthy=operator.le,
+        wrong="too many responses hold a token on which the two engines contradict each other",
+        cause="different parallel layouts of learner and server (context or sequence parallelism most of all), long responses, in which "
+        "the gap builds up, MoE routing, or a low-precision head",
+        advice="give both sides the same tensor parallelism, compute logits in float32, compare mismatch/by_length and by_position; reject "
+        "such responses (decoupled_k3_rs, or decoupled_geo_rs with its veto)",
+    ),
+    _Rule(
+        name="rejected_max",
+        metrics=("mismatch/rejected/total/tokens", "mismatch/rejected/total/sequences"),
+        healthy=operator.le,
+        wrong="most of what was sampled is thrown away, and what is left is a biased choice of it",
+        cause="bounds that are too narrow for this gap, or a gap that has grown",
+        advice="see which of mismatch/rejected/* does it; widen that rule, or weigh instead of rejecting (decoupled_token_is); sequence "
+        "rules reject more the longer responses get, geometric ones do not",
+    ),
+    _Rule(
+        name="reward_failed_max",
+        metrics=("reward/failed_fraction",),
+        healthy=operator.le,
+        wrong="rewards could not be computed, and their samples count as if they had earned 0: the run learns to avoid what nobody scored",
+        cause="reward code that raises, runs out of time or returns no finite number for some responses, or an overloaded reward model",
+        advice="read the first failures in the sample role's log (`tandem logs RUN --role sample`), which name the prompt and the line of "
+        "code; raise reward.timeout_s where it is too short",
+    ),
+)
+
+
+def check_alarms(metrics: Mapping[str, float], config: AlarmsConfig) -> list[Alarm]:
+    """The alarms of a step, the gravest kind first; at most one for each level.
+
+    metrics: plain numbers by name. A metric that is not there raises nothing, one that is NaN does.
+    """
+    alarms = []
+    for rule in _RULES:
+        level = getattr(config, rule.name)
+        values = {name: metrics[name] for name in rule.metrics if name in metrics}
+        broken = [
+            name for name, value in values.items() if level is not None and not rule.healthy(value, level)
+        ]
+        if broken:
+            name = broken[0]
+            message = (
+                f"{name} is {values[name]:.4g} (alarms.{rule.name}: {level:g}): {rule.wrong}. "
+                f"Usual cause: {rule.cause}. Try: {rule.advice}."
+            )
+            alarms.append(Alarm(name=rule.name, value=values[name], level=level, message=message))
+    return alarms

@@ -1,0 +1,396 @@
+"""MLflow, in a thread of its own that nobody waits for, except at the end of a run, and then for seconds.
+
+The thread is the only one that imports or calls MLflow: importing it and creating the sqlite store take
+seconds, a `log_batch` 10 ms and more, and a remote server may not answer at all. When it does not, what is
+queued is tried again every RETRY_S seconds; past QUEUE_SIZE items it is dropped. Each kind of trouble is
+logged once, and training goes on.
+
+    training loop ── put(item) ──> queue ──> `tracking` thread: open the run, send in order, retry ──> MLflow
+                  ── finish(status, deadline) ──> the thread sends what is left and ends; joined for at most
+                  the deadline
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from configs.schema import RunConfig
+from trainer.tracking.provenance import provenance
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+log = logging.getLogger(__name__)
+
+COMPLETE_UNTIL = "tandem.complete_until"
+"""Tag of a run that was closed in order: the step up to which it has every metric, and none of a later one.
+"""
+STORE = "mlflow.db"
+LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
+"""Those whose locks are the kernel's own; of any other nothing is assumed."""
+QUEUE_SIZE = 2000
+RETRY_S = 30.0
+
+_ENVIRONMENT = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the thread retries by itself
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+}
+"""Set where the user has not set them."""
+
+
+def tracking_uri(config: RunConfig, run_dir: Path) -> str:
+    """``tracking.uri``, else MLFLOW_TRACKING_URI, else the sqlite store of ``store_file``."""
+    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{store_file(run_dir)}"
+
+
+def without_password(uri: str) -> str:
+    return re.sub(r"//[^/@]*@", "//", uri)
+
+
+def store_file(run_dir: Path) -> Path:
+    """The store of all runs beside this one, so that they stand side by side: ``mlflow.db`` in the folder of
+    the run folders.
+
+    Several runs write to it at a time, each under sqlite's lock, which waits 20 s. The run has a store of its
+    own where that is not safe: on file systems of a network, whose locks sqlite cannot trust, or where the
+    folder above cannot be written to; and where it has one already, from an earlier version.
+    """
+    run_dir = run_dir.resolve()
+    own, shared = run_dir / STORE, run_dir.parent / STORE
+    safe = file_system_of(run_dir.parent) in LOCAL_FILE_SYSTEMS and os.access(run_dir.parent, os.W_OK)
+    return shared if safe and not own.exists() else own
+
+
+def file_system_of(folder: Path) -> str:
+    """Its type as the kernel names it (ext4, nfs4); "" where that is not known."""
+    try:
+        handle = os.open(folder, os.O_PATH)
+        try:
+            mount = re.search(r"^mnt_id:\s+(\d+)", Path(f"/proc/self/fdinfo/{handle}").read_text(), re.M)
+        finally:
+            os.close(handle)
+        line = mount and re.search(rf"^{mount[1]} .* - (\S+)", Path("/proc/self/mountinfo").read_text(), re.M)
+    except OSError:
+        return ""
+    return line[1] if line else ""
+
+
+def mlflow_name(name: str) -> str:
+    """MLflow takes word characters and ``_-. /`` in a name that is a clean relative path, up to 250 of them."""
+    parts = [part for part in re.sub(r"[^\w\-. /]", "_", name).split("/") if part not in ("", ".", "..")]
+    return "/".join(parts)[:250].rstrip("/") or "unnamed"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The metrics of one step."""
+
+    step: int
+    timestamp_ms: int
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """The run's config, once: dotted names and text."""
+
+    params: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """A file, or a folder with what is in it, put into ``folder`` of the store (None: its root)."""
+
+    path: Path
+    folder: str | None = None
+
+
+Item = Row | Params | Artifact
+
+
+class MlflowThread(threading.Thread):
+    """Sends items to MLflow in order. ``put`` never waits; ``finish`` waits up to its deadline.
+
+    first: items that are sent before any other, whatever the queue's size: what the run folder holds already.
+    tags: of the MLflow run.
+    """
+
+    METRICS_PER_BATCH = 1000
+    PARAMS_PER_BATCH = 100
+    PARAM_LENGTH = 6000
+
+    def __init__(self, config: RunConfig, run_dir: Path, first: Sequence[Item], tags: Mapping[str, str]):
+        super().__init__(
+            name="tracking", daemon=True
+        )  # daemon: a server that hangs must not keep the process alive
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self._uri, self._config, self._run_dir, self._tags = (
+            tracking_uri(config, run_dir),
+            config,
+            run_dir,
+            dict(tags),
+        )
+        self._changed = threading.Condition()
+        self._items: deque[Item] = deque(first)  # guarded by _changed; only this thread takes from it
+        self._first = list(first)
+        self._most_items = len(first) + QUEUE_SIZE
+        self._last_step: int | None = None
+        self._status: Status | None = None
+        self._client: Any = None
+        self._run_id: str | None = None
+        self._next_attempt = 0.0
+        self._warned: set[str] = set()
+
+    # ---- called by the training loop
+
+    def put(self, item: Item) -> None:
+        with self._changed:
+            room = len(self._items) < self._most_items
+            if room:
+                self._items.append(item)
+                self._changed.notify()
+        if not room:
+            self._warn_once(
+                "full",
+                "MLflow is %d items behind; later ones are dropped (metrics.jsonl has every one)",
+                QUEUE_SIZE,
+            )
+
+    def finish(self, status: Status, deadline_s: float) -> None:
+        """Send what is left and set the status of the run, in at most ``deadline_s`` seconds."""
+        with self._changed:
+            self._status = status
+            self._changed.notify()
+        self.join(deadline_s)
+        if self.is_alive():
+            log.warning(
+                "MLflow at %s did not take everything within %.0f s; metrics.jsonl has every metric",
+                self._shown_uri,
+                deadline_s,
+            )
+
+    # ---- the thread
+
+    def run(self) -> None:
+        try:
+            self._serve()
+        except (
+            Exception
+        ):  # the boundary of the thread: whatever MLflow or a storage plugin raises must not end training
+            log.exception("MLflow tracking ended; training goes on, and metrics.jsonl has every metric")
+
+    def _serve(self) -> None:
+        from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import SQLAlchemyError
+
+        closing = False
+        while not closing:
+            closing = self._wait_for_work()
+            try:
+                self._send_all(MlflowException)
+                if closing:
+                    if not self._warned & {"full", "rejected"}:
+                        self._client.set_tag(self._run_id, COMPLETE_UNTIL, str(self._last_step))
+                    self._client.set_terminated(self._run_id, self._status)
+                self._warned.discard("unreachable")
+            except (MlflowException, SQLAlchemyError, OSError) as error:
+                self._next_attempt = time.monotonic() + RETRY_S
+                self._warn_once(
+                    "unreachable",
+                    "MLflow at %s: %s; training goes on, tried again later",
+                    self._shown_uri,
+                    _brief(error),
+                )
+                if closing:
+                    log.warning(
+                        "MLflow at %s lacks the last %d items and the status of this run",
+                        self._shown_uri,
+                        len(self._items),
+                    )
+
+    def _wait_for_work(self) -> bool:
+        """Until there is something to send and the time to (re)try has come, or the run ends: then True."""
+        with self._changed:
+            while self._status is None:
+                left_s = self._next_attempt - time.monotonic()
+                if self._items and left_s <= 0:
+                    return False
+                self._changed.wait(left_s if self._items else None)
+            return True
+
+    def _send_all(self, rejected: type[Exception]) -> None:
+        if self._run_id is None:
+            with self._others_kept_out():
+                self._open_run()
+        while batch := self._next_batch():
+            try:
+                self._send(batch)
+            except rejected as error:
+                if not _refused(error):
+                    raise
+                self._warn_once(
+                    "rejected", "MLflow refused a record, which is left out there: %s", _brief(error)
+                )
+            with self._changed:
+                for _ in batch:
+                    self._items.popleft()
+
+    def _next_batch(self) -> list[Item]:
+        """The next item with the rows after it that fit into the same request; empty where nothing is left."""
+        batch: list[Item] = []
+        num_metrics = 0
+        with self._changed:
+            for item in self._items:
+                num_metrics += len(item.metrics) if isinstance(item, Row) else self.METRICS_PER_BATCH
+                if batch and num_metrics > self.METRICS_PER_BATCH:
+                    break
+                batch.append(item)
+        return batch
+
+    def _send(self, batch: Sequence[Item]) -> None:
+        from mlflow.entities import Metric, Param
+
+        first = batch[0]
+        if isinstance(first, Artifact):
+            if first.path.exists():
+                send = self._client.log_artifacts if first.path.is_dir() else self._client.log_artifact
+                send(self._run_id, str(first.path), first.folder)
+            else:
+                self._warn_once(str(first.path), "artifact %s does not exist", first.path)
+        elif isinstance(first, Params):
+            params = [Param(name, value) for name, value in self._as_stored(first).items()]
+            for chunk in _chunks(params, self.PARAMS_PER_BATCH):
+                self._client.log_batch(self._run_id, params=chunk)
+        else:
+            self._last_step = batch[-1].step
+            metrics = [
+                Metric(mlflow_name(k), v, row.timestamp_ms, row.step)
+                for row in batch
+                for k, v in row.metrics.items()
+            ]
+            for chunk in _chunks(metrics, self.METRICS_PER_BATCH):
+                self._client.log_batch(self._run_id, metrics=chunk)
+
+    def _as_stored(self, config: Params) -> dict[str, str]:
+        return {mlflow_name(name): value[: self.PARAM_LENGTH] for name, value in config.params.items()}
+
+    def _open_run(self) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self._client = self._client or MlflowClient(tracking_uri=self._uri)
+        id_file = self._run_dir / "mlflow_run_id"
+        if self._continue_previous(id_file):
+            return
+        name = f"{self._run_dir.resolve().name} seed {self._config.seed}"
+        run = self._client.create_run(
+            self._experiment_id(), run_name=name, tags={**provenance(), **self._tags}
+        )
+        self._run_id = run.info.run_id
+        id_file.write_text(self._run_id, encoding="utf-8")
+
+    @contextlib.contextmanager
+    def _others_kept_out(self) -> Iterator[None]:
+        """Of runs that start at the same time only one makes the tables of a store that is a file beside
+        them."""
+        if self._uri != f"sqlite:///{store_file(self._run_dir)}":
+            yield
+            return
+        with store_file(self._run_dir).with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _experiment_id(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        name = self._config.tracking.experiment
+        found = self._client.get_experiment_by_name(name)
+        if found is not None:
+            return found.experiment_id
+        location = None  # a server has its own
+        if self._uri.startswith(
+            "sqlite:///"
+        ):  # beside the database; MLflow's default would be the current folder
+            location = (Path(self._uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts").as_uri()
+        try:
+            return self._client.create_experiment(name, artifact_location=location)
+        except MlflowException:
+            found = self._client.get_experiment_by_name(name)  # another run was first
+            if found is None:
+                raise
+            return found.experiment_id
+
+    def _continue_previous(self, id_file: Path) -> bool:
+        """Whether this goes on with the MLflow run of the run's last life: one that was stopped in order and
+        has just what was done.
+
+        Else a resumed run is a new one for MLflow, with the whole history, as MLflow cannot take back the
+        steps that are redone, nor change a param.
+        """
+        from mlflow.exceptions import MlflowException
+
+        if not id_file.exists():
+            return False
+        self._tags["tandem.continues_run"] = previous = id_file.read_text(encoding="utf-8").strip()
+        try:
+            found = self._client.get_run(previous)
+        except MlflowException as error:
+            if not _refused(error):
+                raise  # unreachable: tried again with the rest
+            return False
+        if found.info.status == "RUNNING":
+            self._client.set_terminated(previous, "KILLED")
+        if not self._has_just_the_first(found):
+            return False
+        self._client.delete_tag(previous, COMPLETE_UNTIL)
+        self._client.set_tag(previous, "tandem.resumed_from_step", self._tags["tandem.resumed_from_step"])
+        self._client.update_run(previous, status="RUNNING")
+        with self._changed:
+            for _ in self._first:
+                self._items.popleft()
+        self._run_id, self._last_step = previous, self._first[-1].step
+        return True
+
+    def _has_just_the_first(self, run: Any) -> bool:
+        params = next((self._as_stored(item) for item in self._first if isinstance(item, Params)), None)
+        last = self._first[-1] if self._first else None
+        return (
+            isinstance(last, Row)
+            and run.data.tags.get(COMPLETE_UNTIL) == str(last.step)
+            and run.data.params == params
+        )
+
+    @property
+    def _shown_uri(self) -> str:
+        return without_password(self._uri)
+
+    def _warn_once(self, kind: str, message: str, *values: object) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning(message, *values)
+
+
+def _refused(error: Any) -> bool:
+    """The store understood and said no: asking again would not help."""
+    code = error.get_http_status_code()
+    return 400 <= code < 500 and code not in (408, 429)
+
+
+def _brief(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

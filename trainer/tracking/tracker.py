@@ -1,0 +1,357 @@
+"""What is recorded of a run: metrics.jsonl, one console line per step, and MLflow.
+
+log(step, metrics) ──> metrics.jsonl   the record: written and flushed before log returns
+                   ──> console         one line (also console.log)
+                   ──> queue ──> the thread of mlflow_store.py ──> MLflow   never waited for, except at close, and then for seconds
+"""
+
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from configs.schema import RunConfig
+from trainer.ranks.interruption import StopRequested
+from trainer.tracking.alarms import Alarm
+from trainer.tracking.mlflow_thread import Artifact, Item, MlflowThread, Params, Row, Status
+
+log = logging.getLogger(__name__)
+
+CLOSE_DEADLINE_S = 30.0
+HEADER_EVERY = 20
+_PACE_STEPS = 20
+_RESERVED = ("step", "elapsed_s")
+
+
+# ------------------------------------------------------------------------------------------------------------
+# metrics.jsonl
+
+
+def read_metrics(path: Path) -> list[dict[str, float | int | None]]:
+    """The lines of a metrics.jsonl; None stands for a value that was not finite.
+
+    A line that is not a JSON object with a step (torn by a crash) is left out, with a warning. Raises
+    OSError.
+    """
+    rows, torn = [], []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        else:
+            torn.append(str(number))
+    if torn:
+        log.warning("%s: line %s not readable, left out", path, ", ".join(torn))
+    return rows
+
+
+def _keep_until(path: Path, step: int, then: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
+    """Drop the lines of later steps and torn ones, and add ``then``; the new file takes the old one's place
+    at once."""
+    kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
+    kept += then
+    fresh = path.with_suffix(".jsonl.new")
+    fresh.write_text("".join(f"{json.dumps(row)}\n" for row in kept), encoding="utf-8")
+    os.replace(fresh, path)
+    return kept
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# console
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1f}s" if value < 1000 else f"{value:.0f}s"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def _count(value: float) -> str:
+    return f"{value:.0f}" if value < 1e5 else f"{value / 1e3:.0f}k" if value < 1e7 else f"{value / 1e6:.0f}M"
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One cell of a step's line. ``shown``: whether the quantity can move at all with this config."""
+
+    title: str
+    width: int
+    metric: str
+    show: Callable[[float], str]
+    shown: Callable[[RunConfig], bool] = lambda config: True
+
+
+_COLUMNS = (
+    Column("reward", 7, "reward/mean", "{:.3f}".format),
+    Column("heldout", 8, "eval/accuracy", "{:.1%}".format),
+    Column("length", 8, "response/length_mean", "{:.1f}".format),
+    Column("loss", 10, "loss/total", "{:.2e}".format),
+    Column("entropy", 8, "policy/entropy", "{:.3f}".format),
+    Column("ref KL", 9, "policy/ref_kl", "{:.1e}".format, lambda config: config.kl.coefficient > 0),
+    Column("grad", 8, "optim/grad_norm", "{:.3g}".format),
+    Column("|Δp|max", 9, "mismatch/abs_prob_max", "{:.1e}".format),
+    Column(
+        "ESS", 7, "mismatch/ess", "{:.3f}".format, lambda config: config.correction.weight.level != "none"
+    ),
+    Column("kept", 7, "mismatch/kept_fraction", "{:.3f}".format, lambda config: config.rejects),
+    Column("tok/s", 7, "throughput/tokens_per_s", _count),
+    Column("sample", 8, "time/sampling", _seconds),
+    Column(
+        "logprob", 8, "time/logprobs", _seconds, lambda config: config.scores_old or config.kl.coefficient > 0
+    ),
+    Column("update", 8, "time/update", _seconds),
+    Column("sync", 7, "time/sync", _seconds),
+)
+"""Δp is p_rollout - p_old. Everything else that is measured stands in metrics.jsonl and in the report."""
+
+
+def columns_of(config: RunConfig) -> tuple[Column, ...]:
+    return tuple(column for column in _COLUMNS if column.shown(config))
+
+
+def header(num_steps: int, columns: Sequence[Column] = _COLUMNS) -> str:
+    return (
+        _step_cell("step", num_steps)
+        + "".join(f"{column.title:>{column.width}}" for column in columns)
+        + f"{'left':>8}"
+    )
+
+
+def row(
+    step: int,
+    num_steps: int,
+    metrics: Mapping[str, float | None],
+    left_s: float | None,
+    columns: Sequence[Column] = _COLUMNS,
+) -> str:
+    """One step as a line under ``header``; a metric that was not measured, or is not finite, is a dash."""
+    values = [(metrics.get(column.metric), column) for column in columns]
+    cells = [
+        f" {'-' if value is None else column.show(value):>{column.width - 1}}" for value, column in values
+    ]
+    return (
+        _step_cell(f"{step}/{num_steps}", num_steps)
+        + "".join(cells)
+        + f"{'-' if left_s is None else duration(left_s):>8}"
+    )
+
+
+def _step_cell(text: str, num_steps: int) -> str:
+    return f"{text:>{max(2 * len(str(num_steps)) + 1, 7)}}"
+
+
+class _Console:
+    """Lines to stdout, styled only on a terminal, and plain to console.log."""
+
+    def __init__(self, path: Path, config: RunConfig):
+        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._num_steps, self._columns = config.steps, columns_of(config)
+        self._num_rows = 0
+
+    def step(self, step: int, metrics: Mapping[str, float | None], left_s: float | None) -> None:
+        if self._num_rows % HEADER_EVERY == 0:
+            self._line(header(self._num_steps, self._columns), style="bold")
+        self._num_rows += 1
+        line = row(step, self._num_steps, metrics, left_s, self._columns)
+        self._line(line, style="green" if metrics.get("eval/accuracy") is not None else None)
+
+    def say(self, text: str) -> None:
+        self._line(text, style=None)
+
+    def note(self, text: str) -> None:
+        self._file.write(f"{text}\n")
+        self._file.flush()
+
+    def alarm(self, text: str) -> None:
+        self._line(text, style="bold red")
+
+    def _line(self, text: str, style: str | None) -> None:
+        self.note(text)
+        if not sys.stdout.isatty():
+            print(text, flush=True)
+            return
+        from rich.console import Console  # only where there is a terminal
+
+        Console(file=sys.stdout, highlight=False, markup=False).print(
+            text, style=style, no_wrap=True, crop=False, overflow="ignore"
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# tracker
+
+
+class Tracker:
+    """Records a run. As a context manager it closes with the status that the way out says."""
+
+    def __init__(self, config: RunConfig, run_dir: Path, *, resumed_from_step: int | None = None):
+        """
+        run_dir: a folder with the run's config.yaml; metrics.jsonl and console.log go there; mlflow.db: see
+        ``store_file``. resumed_from_step: metrics of later steps, written before the interruption, are
+        dropped.
+        Raises ValueError where the folder already holds metrics and the run is not a resumed one; OSError
+        where it cannot be written.
+        """
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / "metrics.jsonl"
+        if resumed_from_step is None and path.exists() and path.stat().st_size:
+            raise ValueError(
+                f"{run_dir} already holds the metrics of a run; use another `name`, or go on with `resume={run_dir}`"
+            )
+        kept = [] if resumed_from_step is None else _keep_until(path, resumed_from_step)
+        self._num_steps, self._grace_s = config.steps, config.launch.stop_grace_s
+        self._last_step = kept[-1]["step"] if kept else 0
+        self._last_line: dict[str, Any] = kept[-1] if kept else {}
+        self._elapsed_before = max((row.get("elapsed_s") or 0.0 for row in kept), default=0.0)
+        self._started = time.monotonic()
+        self._last_change: tuple[int, float] | None = None
+        self._ends_with_evaluation, self._evaluation_s = config.evaluation.at_ends, 0.0
+        self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
+        self._warned: set[str] = set()
+        self._alarming: set[str] = set()
+        self._closed = False
+        self._path, self._file = path, path.open("a", encoding="utf-8")
+        self._console = _Console(run_dir / "console.log", config)
+        tags = {"tandem.run_dir": str(run_dir.resolve())}
+        if resumed_from_step is not None:
+            tags["tandem.resumed_from_step"] = str(resumed_from_step)
+        self._mlflow = MlflowThread(config, run_dir, list(_first_items(config, run_dir, kept)), tags)
+        self._mlflow.start()
+
+    def log(self, step: int, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
+        """Record one step. Steps may repeat (a later evaluation of the same step, which joins its line) but
+        not go back: ValueError.
+
+        An alarm is told in full on the console when it begins, and again only after it had stopped.
+
+        A value that is not finite is null in metrics.jsonl, a dash on the console and left out of MLflow,
+        with one warning per name.
+        """
+        if self._closed:
+            raise ValueError(f"step {step} is logged after the tracker was closed")
+        if step < self._last_step:
+            raise ValueError(f"step {step} is logged after step {self._last_step}; steps do not go back")
+        if reserved := [name for name in _RESERVED if name in metrics]:
+            raise ValueError(
+                f"a metric cannot be called {reserved[0]!r}, which every line has by itself; rename it"
+            )
+        now = time.monotonic()
+        values = {name: self._finite(name, float(value)) for name, value in metrics.items()}
+        line = {"step": step, "elapsed_s": round(self._elapsed_before + now - self._started, 3), **values}
+        if step == self._last_line.get("step"):
+            self._file.close()
+            whole = self._last_line | line
+            _keep_until(self._path, step - 1, then=[whole])
+            self._file = self._path.open("a", encoding="utf-8")
+        else:
+            whole = line
+            self._file.write(f"{json.dumps(line, allow_nan=False)}\n")
+            self._file.flush()
+        self._last_line = whole
+        self._mlflow.put(_row_of(line))
+        self._evaluation_s = values.get("time/evaluation") or self._evaluation_s
+        self._console.step(step, values, self._left_s(step, now, values.get("time/step")))
+        for alarm in alarms:
+            if alarm.name not in self._alarming:
+                self._console.alarm(f"  ! step {step}: {alarm.message}")
+        self._alarming = {alarm.name for alarm in alarms}
+        self._last_step = step
+
+    def say(self, text: str) -> None:
+        """A line on the console and in console.log that is no step."""
+        self._console.say(text)
+
+    def warn_once(self, about: str, text: str) -> None:
+        """As an alarm, but the first time alone that there is something to say ``about`` this."""
+        if about not in self._warned:
+            self._warned.add(about)
+            self._console.alarm(f"  ! {text}")
+
+    def note(self, text: str) -> None:
+        """A line in console.log alone: the console has it already."""
+        self._console.note(text)
+
+    def artifact(self, path: Path) -> None:
+        """Send a file or the files of a folder to MLflow, in the background."""
+        self._mlflow.put(Artifact(path, path.name if path.is_dir() else None))
+
+    def close(self, status: Status) -> None:
+        """Send what is left and end the MLflow run: within 30 s, or half the grace period of a stop. A second
+        close does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self._mlflow.finish(
+            status, CLOSE_DEADLINE_S if status == "FINISHED" else min(CLOSE_DEADLINE_S, self._grace_s / 2)
+        )
+        self._file.close()
+        self._console.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
+        stopped = kind is not None and issubclass(kind, KeyboardInterrupt | SystemExit | StopRequested)
+        self.close("FINISHED" if kind is None else "KILLED" if stopped else "FAILED")
+
+    def _finite(self, name: str, value: float) -> float | None:
+        if math.isfinite(value):
+            return value
+        if name not in self._warned:
+            self._warned.add(name)
+            log.warning("metric %s is %s; recorded as null (said once)", name, value)
+        return None
+
+    def _left_s(self, step: int, now: float, step_s: float | None) -> float | None:
+        """Until the run ends: steps left times the mean of the last steps' seconds (the first step goes by
+        its own ``time/step``), and the evaluation after the last one."""
+        if self._last_change is not None and step > self._last_change[0]:
+            self._pace.append((now - self._last_change[1]) / (step - self._last_change[0]))
+        if self._last_change is None or step > self._last_change[0]:
+            self._last_change = (step, now)
+        pace = sum(self._pace) / len(self._pace) if self._pace else step_s
+        if pace is None:
+            return None
+        left = max(self._num_steps - step, 0)
+        return left * pace + (self._evaluation_s if left and self._ends_with_evaluation else 0.0)
+
+
+def _row_of(line: Mapping[str, Any]) -> Row:
+    metrics = {name: value for name, value in line.items() if name not in _RESERVED and value is not None}
+    return Row(line["step"], time.time_ns() // 1_000_000, metrics)
+
+
+def _first_items(config: RunConfig, run_dir: Path, history: Iterable[Mapping[str, Any]]) -> Iterator[Item]:
+    yield Params(flatten(config.model_dump(mode="json")))
+    yield Artifact(run_dir / "config.yaml")
+    yield from map(_row_of, history)
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested config to dotted names and text, as MLflow's params are."""
+    flat: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str) else json.dumps(value)
+    return flat
