@@ -30,7 +30,11 @@ INCLUDED = {
 }
 """File of the repository -> page of the site."""
 RESULTS = sorted((ROOT / "benchmarks" / "results").iterdir())
-MEASURED = {f"benchmarks/results/{file.name}": f"measured/{file.name}" for file in RESULTS if file.suffix in (".md", ".png")}
+MEASURED = {
+    f"benchmarks/results/{file.name}": f"measured/{file.name}"
+    for file in RESULTS
+    if file.suffix in (".md", ".png")
+}
 FOLDERS = {"benchmarks/results": "measured/index.md"}
 NOT_RUN = "*The commands on this page are measurements. They take minutes to hours, so no test runs them.*"
 TEXT_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
@@ -53,14 +57,20 @@ def on_files(files: Files, config) -> Files:
 def on_page_markdown(markdown: str, page, **_) -> str:
     """Files and tables named in a page of docs/ itself: ``{{ file: docs/examples/x.py }}`` and ``{{ other systems }}``."""
     markdown = re.sub(r"\{\{ file: (\S+) \}\}", lambda found: _fenced(found[1]), markdown)
-    return markdown.replace("{{ other systems }}", other_systems()) if "{{ other systems }}" in markdown else markdown
+    return (
+        markdown.replace("{{ other systems }}", other_systems())
+        if "{{ other systems }}" in markdown
+        else markdown
+    )
 
 
 def _fenced(path: str) -> str:
     file = ROOT / path
     if not file.is_file():
         raise PluginError(f"{path} is named in a page, but there is no such file")
-    language = {".py": "python", ".yaml": "yaml", ".jsonl": "json", ".jinja": "jinja"}.get(file.suffix, "text")
+    language = {".py": "python", ".yaml": "yaml", ".jsonl": "json", ".jinja": "jinja"}.get(
+        file.suffix, "text"
+    )
     return f'```{language} title="{path}"\n{file.read_text(encoding="utf-8").rstrip()}\n```'
 
 
@@ -91,8 +101,12 @@ def with_links_of_the_site(text: str, source: str, page: str) -> str:
 
 def generated_pages() -> dict[str, str]:
     return {
-        "reference.md": reference("train", "Configuration reference", "Fields of a training run (`kind: train`)."),
-        "reference_sft.md": reference("sft", "Configuration of a warm start", "Fields of a supervised warm start (`kind: sft`)."),
+        "reference.md": reference(
+            "train", "Configuration reference", "Fields of a training run (`kind: train`)."
+        ),
+        "reference_sft.md": reference(
+            "sft", "Configuration of a warm start", "Fields of a supervised warm start (`kind: sft`)."
+        ),
         "commands.md": commands(),
         "measured/index.md": measured(),
     }
@@ -115,14 +129,23 @@ def reference(kind: str, title: str, about: str) -> str:
         if facts is None:
             lines += ["", f"### {path}", "", _safe(meaning)]
         else:
-            lines += ["", f"`{path}`", f":   *{_safe(facts)}*", "", f"    {_safe(meaning)}" if meaning else ""]
+            lines += [
+                "",
+                f"`{path}`",
+                f":   *{_safe(facts)}*",
+                "",
+                f"    {_safe(meaning)}" if meaning else "",
+            ]
     return "\n".join(lines) + "\n"
 
 
 def _safe(text: str) -> str:
     """Plain text as Markdown: outside of code nothing in it is markup."""
     parts = re.split(r"(`[^`]*`)", text)
-    return "".join(part if part.startswith("`") else re.sub(r"([*_\[\]])", r"\\\1", part.replace("<", "&lt;")) for part in parts)
+    return "".join(
+        part if part.startswith("`") else re.sub(r"([*_\[\]])", r"\\\1", part.replace("<", "&lt;"))
+        for part in parts
+    )
 
 
 def schema_entries(kind: str) -> Iterator[tuple[str, str | None, str]]:
@@ -158,15 +181,31 @@ def commands() -> str:
     from launch.cli import app
 
     group = typer.main.get_command(app)
-    lines = ["# Commands", "", "`tandem COMMAND --help` prints the same. `CONFIG` is a YAML file; `key=value` overrides follow it.", ""]
-    lines += ["Exit codes: 0 done; 1 a role failed or a file cannot be used; 2 bad input, nothing was started; 75 stopped on request;"]
+    lines = [
+        "# Commands",
+        "",
+        "`tandem COMMAND --help` prints the same. `CONFIG` is a YAML file; `key=value` overrides follow it.",
+        "",
+    ]
+    lines += [
+        "Exit codes: 0 done; 1 a role failed or a file cannot be used; 2 bad input, nothing was started; 75 stopped on request;"
+    ]
     lines += ["130 interrupted."]
     for name in sorted(group.commands):
         command = group.commands[name]
         if command.hidden:
             continue
-        arguments = " ".join(p.metavar or p.name.upper() for p in command.params if p.param_type_name == "argument")
-        lines += ["", f"## {name}", "", f"`tandem {name} {arguments}`".replace(" `", "`"), "", " ".join((command.help or "").split())]
+        arguments = " ".join(
+            p.metavar or p.name.upper() for p in command.params if p.param_type_name == "argument"
+        )
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"`tandem {name} {arguments}`".replace(" `", "`"),
+            "",
+            " ".join((command.help or "").split()),
+        ]
         options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
         lines += [""] + [f"- `{', '.join(p.opts)}`: {' '.join((p.help or '').split())}" for p in options]
     return "\n".join(lines) + "\n"
@@ -183,29 +222,41 @@ def measured() -> str:
 
 def other_systems() -> str:
     """Tables of names: fields, values, verl's keys and presets of a correction."""
+    from configs.other_systems import fields, roll, values, verl
     from configs.presets import ALIASES, preset_name
 
-    try:
-        from configs.other_systems import fields, roll, values, verl
-    except ImportError:  # before the move of the folders
-        from configs import compat as verl
-        from configs import compat_roll as roll
-        from configs import other_fields as fields
-        from configs import other_names as values
-
     here: dict[str, list[str]] = {}
-    for theirs, ours in [*fields.OTHER_FIELDS.items(), *((key, f"`{ours}`") for key, ours in verl._FIELDS.items())]:
+    for theirs, ours in [
+        *fields.OTHER_FIELDS.items(),
+        *((key, f"`{ours}`") for key, ours in verl._FIELDS.items()),
+    ]:
         here.setdefault(_as_code(ours), []).append(theirs)
     lines = ["### Fields", "", "| there (last part of the name) | here |", "|---|---|"]
     lines += [f"| {', '.join(f'`{name}`' for name in theirs)} | {ours} |" for ours, theirs in here.items()]
     lines += ["", "### Values", "", "| field | there | here |", "|---|---|---|"]
     for (block, key), names in values.OUR_NAMES.items():
         lines += [f"| `{block}.{key}` | `{theirs}` | `{ours}` |" for theirs, ours in names.items()]
-    lines += ["", "These are refused, since they nearly mean the same:", "", "| field | there | difference | fix |", "|---|---|---|---|"]
+    lines += [
+        "",
+        "These are refused, since they nearly mean the same:",
+        "",
+        "| field | there | difference | fix |",
+        "|---|---|---|---|",
+    ]
     for (block, key), names in values.NEARLY.items():
-        lines += [f"| `{block}.{key}` | `{theirs}` | {error} | {fix} |" for theirs, (error, fix) in names.items()]
-    lines += ["", "### Keys of a correction", "", f"`correction: {{verl: {{...}}}}` reads {_codes(verl.VERL_KEYS)}.", ""]
-    lines += [f"`correction: {{roll: {{...}}}}` reads {_codes(roll.ROLL_KEYS)}, and of the newer block {_codes(roll.NEW_ROLL_KEYS)}."]
+        lines += [
+            f"| `{block}.{key}` | `{theirs}` | {error} | {fix} |" for theirs, (error, fix) in names.items()
+        ]
+    lines += [
+        "",
+        "### Keys of a correction",
+        "",
+        f"`correction: {{verl: {{...}}}}` reads {_codes(verl.VERL_KEYS)}.",
+        "",
+    ]
+    lines += [
+        f"`correction: {{roll: {{...}}}}` reads {_codes(roll.ROLL_KEYS)}, and of the newer block {_codes(roll.NEW_ROLL_KEYS)}."
+    ]
     lines += ["", "### Presets of verl", "", "| preset there | here |", "|---|---|"]
     lines += [f"| `{name}` | {_preset(preset_name(block))} |" for name, block in ALIASES.items()]
     return "\n".join(lines)
@@ -220,4 +271,8 @@ def _codes(names) -> str:
 
 
 def _preset(name: str | None) -> str:
-    return f"`{name}`" if name else "the same name; its parts are in the [guide](corrections.md#names-of-other-systems)"
+    return (
+        f"`{name}`"
+        if name
+        else "the same name; its parts are in the [guide](corrections.md#names-of-other-systems)"
+    )

@@ -90,7 +90,9 @@ def shell(workspace) -> Callable[..., subprocess.CompletedProcess]:
             "HF_HUB_OFFLINE": "1",
         }
         command = ["bash", "-euo", "pipefail", "-c", commands]
-        done = subprocess.run(command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run(
+            command, cwd=workspace, env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
         assert done.returncode == exit_code, f"{commands}\n{done.stdout}\n{done.stderr}"
         return done
 

@@ -6,10 +6,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-OUTSIDE = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "trainer/README.md", "launch/README.md", "configs/recipes/README.md")
+OUTSIDE = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "AGENTS.md",
+    "trainer/README.md",
+    "launch/README.md",
+    "configs/recipes/README.md",
+)
 """Prose files with commands that are not under docs/: all but one are pages of the site too."""
 FENCE = re.compile(r"^```bash\n(?P<commands>.*?)^```", re.MULTILINE | re.DOTALL)
-SAID_BEFORE = re.compile(r"<!-- (?P<word>not run|exits with (?P<code>\d+)): (?P<reason>.*?) -->\n\Z", re.DOTALL)
+SAID_BEFORE = re.compile(
+    r"<!-- (?P<word>not run|exits with (?P<code>\d+)): (?P<reason>.*?) -->\n\Z", re.DOTALL
+)
 
 
 @dataclass(frozen=True)

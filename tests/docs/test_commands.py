@@ -14,10 +14,14 @@ def test_the_commands_of_the_documents(block, shell):
 
 
 def test_a_reason_says_more_than_no():
-    assert [block.place for block in BLOCKS if block.reason is not None and len(block.reason.split()) < 4] == []
+    assert [
+        block.place for block in BLOCKS if block.reason is not None and len(block.reason.split()) < 4
+    ] == []
 
 
 def test_there_are_commands_of_both_kinds():
     assert len(RUN) >= 12 and len(BLOCKS) > len(RUN)
     assert any(block.place.startswith("docs/examples/") for block in RUN)
-    assert {name for name in OUTSIDE if not any(block.place.startswith(name) for block in BLOCKS)} <= {"trainer/README.md"}
+    assert {name for name in OUTSIDE if not any(block.place.startswith(name) for block in BLOCKS)} <= {
+        "trainer/README.md"
+    }

@@ -25,7 +25,11 @@ EXAMPLES = DOCS / "examples"
 
 @pytest.mark.parametrize("page", sorted(EXAMPLES.glob("*.md")), ids=lambda page: page.stem)
 def test_an_example_is_short(page):
-    files = [file for file in EXAMPLES.joinpath(page.stem).rglob("*") if file.is_file() and "__pycache__" not in file.parts]
+    files = [
+        file
+        for file in EXAMPLES.joinpath(page.stem).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    ]
     for file in [page, *files]:
         assert len(file.read_text(encoding="utf-8").splitlines()) <= 60, file
     assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= 60
@@ -35,7 +39,9 @@ def test_an_example_is_short(page):
 
 
 def test_own_reward():
-    spec = importlib.util.spec_from_file_location("short_answers", EXAMPLES / "own_reward" / "short_answers.py")
+    spec = importlib.util.spec_from_file_location(
+        "short_answers", EXAMPLES / "own_reward" / "short_answers.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     problem = "2 3 4=20"
@@ -57,7 +63,9 @@ def test_own_data_go_through_the_template(own_data):
     folder = own_data
     config = load_config(folder / "experiment.yaml")
     tokenizer = load_tokenizer(folder / "model")
-    task = config.task.model_copy(update={"train_path": folder / "train.jsonl", "heldout_path": folder / "heldout.jsonl"})
+    task = config.task.model_copy(
+        update={"train_path": folder / "train.jsonl", "heldout_path": folder / "heldout.jsonl"}
+    )
     loaded = load_task(task, tokenizer=tokenizer)
     assert tokenizer.decode(loaded.train[0].token_ids) == "(12+7=)" and loaded.train[0].reference == "19"
     assert len(loaded.train) == 4 and len(loaded.heldout) == 2
@@ -73,7 +81,9 @@ def test_a_broken_line_of_own_data_is_named(shell, own_data):
 def test_reward_model():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = subprocess.Popen([sys.executable, str(EXAMPLES / "reward_model" / "server.py"), str(port)], stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "reward_model" / "server.py"), str(port)], stderr=subprocess.DEVNULL
+    )
     try:
         wait_for(port)
         config = load_config(EXAMPLES / "reward_model" / "experiment.yaml").reward
@@ -105,14 +115,32 @@ def wait_for(port, deadline_s=30.0):
 
 
 def test_replay(shell, workspace):
-    said = shell(f"tandem replay runs/latest --step {RECORDED_STEP} --correction decoupled_token_is --correction decoupled_k3_rs --plot")
-    result = json.loads((workspace / "runs" / "latest" / "replay" / f"step_{RECORDED_STEP:06d}.json").read_text())
+    said = shell(
+        f"tandem replay runs/latest --step {RECORDED_STEP} --correction decoupled_token_is --correction decoupled_k3_rs --plot"
+    )
+    result = json.loads(
+        (workspace / "runs" / "latest" / "replay" / f"step_{RECORDED_STEP:06d}.json").read_text()
+    )
     rows = {row["correction"]: row for row in result["rows"]}
     assert list(rows) == ["as trained", "disabled", "decoupled_token_is", "decoupled_k3_rs"]
     as_trained = {**rows["as trained"], "correction": "decoupled_token_is"}
     assert as_trained == rows["decoupled_token_is"] and rows["disabled"]["cosine"] == pytest.approx(1.0)
-    assert 0.9 < rows["decoupled_token_is"]["weight_mean"] < 1.0  # the learner finds these samples a little less likely
+    assert (
+        0.9 < rows["decoupled_token_is"]["weight_mean"] < 1.0
+    )  # the learner finds these samples a little less likely
     page = (EXAMPLES / "replay.md").read_text(encoding="utf-8")
-    for column in ("weight", "max", "ESS", "bounded", "tokens kept", "sequences", "loss", "cosine", "as trained"):
+    for column in (
+        "weight",
+        "max",
+        "ESS",
+        "bounded",
+        "tokens kept",
+        "sequences",
+        "loss",
+        "cosine",
+        "as trained",
+    ):
         assert column in page and column in said.stdout
-    assert (workspace / "runs" / "latest" / "figures" / f"replay_step_{RECORDED_STEP:06d}.png").stat().st_size > 5000
+    assert (
+        workspace / "runs" / "latest" / "figures" / f"replay_step_{RECORDED_STEP:06d}.png"
+    ).stat().st_size > 5000

@@ -25,21 +25,31 @@ PACKAGES = ("configs", "rollout", "parallel", "trainer", "launch")
 def build(folder: Path, site: Path) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("built") / "site"
     done = subprocess.run(
-        ["bash", "launch/docs.sh", "--site-dir", str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+        ["bash", "launch/docs.sh", "--site-dir", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
 def test_the_site_builds_strictly_with_every_page_of_its_menu(site):
-    pages = [page.removesuffix(".md") + ".html" for page in pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])]
+    pages = [
+        page.removesuffix(".md") + ".html"
+        for page in pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    ]
     assert len(pages) > 20 and [page for page in pages if not (site / page).is_file()] == []
 
 
@@ -77,9 +87,17 @@ def test_a_broken_reference_fails_the_build(name, tmp_path):
 
 
 def test_pages_fetch_nothing(site):
-    loads = re.compile(r'<(?:script|img|iframe|source)[^>]*\bsrc="(https?:|//)|<link[^>]*\bhref="(https?:|//)')
-    assert [page.name for page in site.rglob("*.html") if loads.search(page.read_text(encoding="utf-8"))] == []
-    assert [style for style in site.rglob("*.css") if re.search(r"@import|url\(['\"]?(https?:|//)", style.read_text())] == []
+    loads = re.compile(
+        r'<(?:script|img|iframe|source)[^>]*\bsrc="(https?:|//)|<link[^>]*\bhref="(https?:|//)'
+    )
+    assert [
+        page.name for page in site.rglob("*.html") if loads.search(page.read_text(encoding="utf-8"))
+    ] == []
+    assert [
+        style
+        for style in site.rglob("*.css")
+        if re.search(r"@import|url\(['\"]?(https?:|//)", style.read_text())
+    ] == []
 
 
 # ------------------------------------------------------------------------------------------------------------------ reference
@@ -105,7 +123,9 @@ def blocks_in(annotation: object, is_named: bool = False) -> Iterator[tuple[type
             yield from blocks_in(inner, is_named or get_origin(annotation) is dict)
 
 
-@pytest.mark.parametrize(("page", "model"), [("reference.html", RunConfig), ("reference_sft.html", SftConfig)])
+@pytest.mark.parametrize(
+    ("page", "model"), [("reference.html", RunConfig), ("reference_sft.html", SftConfig)]
+)
 def test_the_reference_lists_every_field_with_its_default(site, page, model):
     text = (site / page).read_text(encoding="utf-8")
     entries = re.findall(r"<dt><code>([^<]+)</code></dt>\s*<dd>\s*(.*?)</dd>", text, re.DOTALL)
@@ -131,13 +151,24 @@ def test_the_tables_of_other_systems_are_whole(site):
     text = html.unescape((site / "coming_from.html").read_text(encoding="utf-8"))
     from configs.presets import ALIASES
 
-    names = ["ppo_mini_batch_size", "eps_clip", "num_generations", "low_var_kl", "rollout_is_threshold", "kl_loss_coef", *ALIASES]
+    names = [
+        "ppo_mini_batch_size",
+        "eps_clip",
+        "num_generations",
+        "low_var_kl",
+        "rollout_is_threshold",
+        "kl_loss_coef",
+        *ALIASES,
+    ]
     assert [name for name in names if f"<code>{name}</code>" not in text] == []
 
 
 def test_the_index_for_language_models_names_every_page(site):
     links = re.findall(r"\]\((\S+?)\)", (site / "llms.txt").read_text(encoding="utf-8"))
-    menu = {page.removesuffix(".md") + ".html" for page in pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])}
+    menu = {
+        page.removesuffix(".md") + ".html"
+        for page in pages_of(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    }
     assert set(links) == menu and len(links) == len(menu)
 
 
@@ -155,7 +186,11 @@ def said_by_the_code() -> set[str]:
 
 
 def test_the_messages_of_troubleshooting_are_said_by_the_code():
-    rows = [line for line in (DOCS / "troubleshooting.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    rows = [
+        line
+        for line in (DOCS / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| `")
+    ]
     messages = [re.match(r"\| `([^`]+)`", row)[1] for row in rows]
     messages = [message for message in messages if "/" not in message and not message.startswith("step_")]
     texts = said_by_the_code()
@@ -163,7 +198,6 @@ def test_the_messages_of_troubleshooting_are_said_by_the_code():
     assert [message for message in messages if not any(message in text for text in texts)] == []
 
 
-@pytest.mark.skipif(not (ROOT / "trainer" / "algorithm").is_dir(), reason="the folders have not been moved yet")
 def test_files_that_the_documents_name_are_there():
     named = re.compile(r"`((?:configs|rollout|parallel|trainer|launch|tests|benchmarks|docs)/[\w./-]+?)`")
     files = [*(file for file in prose_files() if file.name != "CHANGELOG.md"), ROOT / "CHANGELOG.md"]
@@ -178,5 +212,10 @@ def test_files_that_the_documents_name_are_there():
 
 @pytest.mark.parametrize("file", [*OUTSIDE, "CHANGELOG.md", "docs"])
 def test_prose_names_no_registry_and_no_path_of_a_machine(file):
-    texts = [file.read_text(encoding="utf-8") for file in ([ROOT / file] if (ROOT / file).is_file() else sorted(DOCS.rglob("*.md")))]
-    assert [found for text in texts for found in re.findall(r"pypi\.\S+|/work/\S+|/home/\S+|/root/\S+", text)] == []
+    texts = [
+        file.read_text(encoding="utf-8")
+        for file in ([ROOT / file] if (ROOT / file).is_file() else sorted(DOCS.rglob("*.md")))
+    ]
+    assert [
+        found for text in texts for found in re.findall(r"pypi\.\S+|/work/\S+|/home/\S+|/root/\S+", text)
+    ] == []
