@@ -2,6 +2,7 @@
 
 import ast
 import html
+import importlib.metadata
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from typing import Annotated, Literal, get_args, get_origin
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from pydantic import BaseModel
 
 from configs.schema import RunConfig, SftConfig
@@ -66,24 +68,28 @@ def pages_of(menu: object) -> Iterator[str]:
 
 
 BROKEN = {
-    "link": ("docs/step.md", "[x](nowhere.md)", "nowhere.md"),
-    "anchor": ("docs/step.md", "[x](reference.md#nothing)", "nothing"),
-    "included link": ("launch/README.md", "[x](nowhere.txt)", "nowhere.txt"),
-    "included anchor": ("trainer/README.md", "[x](../launch/README.md#nothing)", "nothing"),
-    "file of an example": ("docs/step.md", "{{ file: docs/nothing.py }}", "docs/nothing.py"),
+    "links and anchors": {
+        "docs/step.md": ["[x](nowhere.md)", "[x](reference.md#nothing)"],
+        "trainer/README.md": ["[x](../launch/README.md#nothing-either)"],
+    },
+    "a link of an included page": {"launch/README.md": ["[x](nowhere.txt)"]},
+    "the file of an example": {"docs/step.md": ["{{ file: docs/nothing.py }}"]},
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_reference_fails_the_build(name, tmp_path):
-    file, text, named = BROKEN[name]
     repository = tmp_path / "repository"
     ignored = shutil.ignore_patterns(".*", "site", "runs", "models", "__pycache__", "build", "*.egg-info")
     shutil.copytree(ROOT, repository, ignore=ignored)
-    with (repository / file).open("a") as page:
-        page.write(f"\n{text}\n")
+    targets = []
+    for file, texts in BROKEN[name].items():
+        with (repository / file).open("a") as page:
+            page.write("".join(f"\n{text}\n" for text in texts))
+        targets += [re.search(r"(?:#|docs/|\()(no[\w.-]+)", text)[1] for text in texts]
     done = build(repository, tmp_path / "site")
-    assert done.returncode != 0 and named in done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert done.returncode != 0 and [target for target in targets if target not in said] == []
 
 
 def test_pages_fetch_nothing(site):
@@ -219,3 +225,20 @@ def test_prose_names_no_registry_and_no_path_of_a_machine(file):
     assert [
         found for text in texts for found in re.findall(r"pypi\.\S+|/work/\S+|/home/\S+|/root/\S+", text)
     ] == []
+
+
+# ------------------------------------------------------------------------------------------------------------------- the pins
+
+
+def test_the_pins_are_installed_and_whole():
+    """Every package that the site is built with has the pinned version, and finds what it needs."""
+    lines = (ROOT / "launch" / "requirements" / "docs.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    assert {name: importlib.metadata.version(name) for name in pins} == pins
+    needs = {Requirement(text) for name in pins for text in importlib.metadata.requires(name) or ()}
+    needs = {need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})}
+    assert [
+        str(need) for need in needs if not need.specifier.contains(importlib.metadata.version(need.name))
+    ] == []
+    tests = (ROOT / "launch" / "requirements" / "test.txt").read_text(encoding="utf-8")
+    assert "-r docs.txt" in tests.splitlines()
