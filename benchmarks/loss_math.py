@@ -218,7 +218,7 @@ def packed_form(
 def run_packed(batch: PackedBatch, current_T: Tensor, entropy_T: Tensor):
     correction = correct(batch, CORRECTION)
     weighted = with_loss_weights(batch, correction)
-    loss, metrics = loss_of_packed(weighted, current_T, entropy_T)
+    loss, metrics, _ = loss_of_packed(weighted, current_T, entropy_T)
     loss.backward()
     return loss, correction, correction.metrics | metrics
 
@@ -374,7 +374,7 @@ def parts_of_packed(median: int, *, rounds: int) -> dict[str, list[float]]:
         marks = [time.perf_counter()]
         weighted = with_loss_weights(batch, correction)
         marks.append(time.perf_counter())
-        loss, _ = loss_of_packed(weighted, leaf_T, entropy_T)
+        loss, *_ = loss_of_packed(weighted, leaf_T, entropy_T)
         marks.append(time.perf_counter())
         loss.backward()
         marks.append(time.perf_counter())

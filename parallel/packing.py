@@ -50,7 +50,8 @@ class PackedBatch:
     returns_T: Tensor | None = None
     """float32, what the critic is to predict."""
     importance_weights_T: Tensor | None = None
-    """float32, of the policy's term alone: the correction's weights."""
+    """float32, of the policy's term alone: the correction's weights. None: the loss computes the correction
+    in its forward pass."""
     aggregation_T: Tensor | None = None
     """float32, of every term: from global counts, zero on tokens that the correction rejected."""
     value_aggregation_T: Tensor | None = None

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,9 @@ from configs.schema.objective import KLConfig
 from parallel.engine import MegatronEngine, UpdateResult, ValueEngine
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group
+from trainer.algorithm.aggregation import Counted, kept_factor
 from trainer.algorithm.kl_reward import KLInReward
-from trainer.algorithm.policy_loss import kept_factor, policy_loss, scale_losses
+from trainer.algorithm.policy_loss import policy_loss, scale_losses
 from trainer.batch.step_batch import StepBatch, split_groups, step_batch
 from trainer.critic import Critic, CriticUpdate
 from trainer.ranks.metrics import Metric, Reduction, merge_metrics, merge_over_ranks
@@ -24,8 +26,14 @@ from trainer.ranks.totals import total_over
 
 LOSSES = ("loss/", "critic/loss")
 
-Scored = tuple[dict[str, Metric], Tensor]
-"""Of one micro-batch: the loss's metrics, and the policy's log-probs [T] on the CPU."""
+
+class Scored(NamedTuple):
+    """What a micro-batch's loss hands back beside its gradient."""
+
+    metrics: dict[str, Metric]
+    counted: Counted | None
+    logprobs_T: Tensor
+    """The policy's, on the CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,28 +185,30 @@ class Learner:
             kl=config.kl,
             entropy=config.entropy,
         )
-        over_ranks: dict[str, Metric] = {}
 
         def keep_logprobs(batch: PackedBatch, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, Scored]:
-            loss, found = loss_fn(batch, current_T, entropy_T)
-            return loss, (found, current_T.detach().cpu())
+            loss, metrics, counted = loss_fn(batch, current_T, entropy_T)
+            return loss, Scored(metrics, counted, current_T.detach().cpu())
 
         def scale_of(outputs: list[Scored]) -> float:
-            over_ranks.update(self._over_ranks(outputs))
-            return kept_factor(over_ranks)
+            return kept_factor((scored.counted for scored in outputs), self.total)
 
-        grad_scale = scale_of if config.rejects_in_loss else None
+        # Rejection that follows from the forward pass: the mean's normaliser is known after it.
+        counts_kept = minibatch[0].importance_weights_T is None and config.rejects_from_mean
         result = self.engine.update(
-            minibatch, keep_logprobs, temperature=config.rollout.temperature, grad_scale=grad_scale
+            minibatch,
+            keep_logprobs,
+            temperature=config.rollout.temperature,
+            grad_scale=scale_of if counts_kept else None,
         )
-        metrics = over_ranks or self._over_ranks(result.outputs)
-        metrics = per_minibatch(scale_losses(metrics, kept_factor(metrics))) | _optimizer_metrics(
-            "optim", result
+        merged = merge_metrics([scored.metrics for scored in result.outputs])
+        metrics = merge_over_ranks(merged, self.groups.dp_group)
+        if counts_kept:
+            metrics = scale_losses(metrics, scale_of(result.outputs))
+        return Update(
+            metrics=per_minibatch(metrics) | _optimizer_metrics("optim", result),
+            logprobs=[scored.logprobs_T for scored in result.outputs],
         )
-        return Update(metrics=metrics, logprobs=[logprobs_T for _, logprobs_T in result.outputs])
-
-    def _over_ranks(self, outputs: list[Scored]) -> dict[str, Metric]:
-        return merge_over_ranks(merge_metrics([found for found, _ in outputs]), self.groups.dp_group)
 
     def logprobs_of(
         self, prompt: Sequence[int], completions: Sequence[Completion], *, temperature: float

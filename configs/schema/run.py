@@ -222,9 +222,9 @@ class RunConfig(Schema):
         return bool(self.correction.reject) or self.correction.veto is not None
 
     @property
-    def rejects_in_loss(self) -> bool:
-        """Whether what the loss is averaged over is known only after its forward pass."""
-        return not self.scores_old and self.rejects and self.correction.denominator == "kept"
+    def rejects_from_mean(self) -> bool:
+        """Whether the loss is a mean over fewer tokens than were sampled."""
+        return self.rejects and self.correction.denominator == "kept"
 
     @property
     def critic_warmup_steps(self) -> int:

@@ -32,12 +32,10 @@ from tests.support.variant_workers import ADAPTIVE, STEPS, VARIANTS, first_step,
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import rule_names
 from trainer.algorithm.kl_reward import KLInReward
-from trainer.algorithm.policy_loss import kept_factor
 from trainer.batch.files import batch_file
-from trainer.ranks.metrics import Metric, merge_metrics
 from trainer.ranks.totals import alone
 from trainer.recording import read_batch
-from trainer.studies.replay import Loss, of_logprobs, replay
+from trainer.studies.replay import Loss, Told, of_logprobs, replay
 from trainer.tracking.mlflow_thread import mlflow_name, store_file
 from trainer.weight_sync import EXACT_TOLERANCE
 
@@ -404,7 +402,7 @@ def of_hugging_face(model, *, temperature: float):
 
     def gradient(
         microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    ) -> tuple[Tensor, list[Told]]:
         model.zero_grad()
         outputs = []
         for batch in microbatches:
@@ -412,11 +410,10 @@ def of_hugging_face(model, *, temperature: float):
                 model(tokens[None]).logits[0] / temperature for tokens in batch.tokens_T.split(batch.lengths)
             ]
             logprobs_T = torch.log_softmax(torch.cat(logits), -1).gather(-1, batch.targets_T[:, None])[:, 0]
-            value, metrics = loss(batch, logprobs_T, torch.zeros_like(logprobs_T))
+            value, told = loss(batch, logprobs_T, torch.zeros_like(logprobs_T))
             value.backward()
-            outputs.append(metrics)
-        metrics = merge_metrics(outputs)
-        return torch.cat([p.grad.flatten() for p in model.parameters()]) * kept_factor(metrics), metrics
+            outputs.append(told)
+        return torch.cat([p.grad.flatten() for p in model.parameters()]), outputs
 
     return gradient
 

@@ -134,7 +134,7 @@ def corrected_loss(
         if config.loss == "policy_gradient"
         else ClippedObjective()
     )
-    loss, _ = policy_loss(
+    loss, *_ = policy_loss(
         batch,
         current_T,
         torch.zeros_like(current_T),

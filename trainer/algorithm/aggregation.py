@@ -6,14 +6,15 @@ Since the counts are global, the plain sum ``(loss_T * aggregation_T).sum()``, a
 ranks, is the mode's mean over the minibatch, however it was split.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from trainer.algorithm.segments import count_per_sequence, spread
-from trainer.ranks.totals import Total
+from trainer.ranks.totals import Total, alone
 
 Mode = Literal[
     "token_mean",
@@ -93,20 +94,38 @@ def _sequence_weights(tokens_S: Tensor, *, mode: Mode, constant: int | None, cou
     raise ValueError(f"unknown aggregation mode {mode!r}; choose one of {', '.join(Mode.__args__)}")
 
 
+class Counted(NamedTuple):
+    """Tokens or sequences of a micro-batch, as the aggregation counts them."""
+
+    all: int
+    kept: int
+
+
 def over_kept(
     aggregation_T: Tensor, keep_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, *, mode: Mode
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Counted]:
     """``aggregation_weights`` of the kept tokens, from those of all response tokens: where rejection is known
     only in the forward pass.
 
-    Returns the weights [T], still without a factor that is one number for the whole minibatch, and (all,
-    kept), int64 [2]: what the mode counts, tokens or sequences. Summed over micro-batches and ranks, all /
-    kept is that factor.
+    Returns the weights [T], still without ``kept_factor``, which is one number for the whole minibatch, and
+    the counts that it is made of.
     """
     all_S, kept_S = count_per_sequence(response_mask_T, cu_seqlens), count_per_sequence(keep_T, cu_seqlens)
     weights_T = aggregation_T * keep_T
     if mode == "token_mean":
-        return weights_T, torch.stack([all_S.sum(), kept_S.sum()])
+        return weights_T, Counted(int(all_S.sum()), int(kept_S.sum()))
     if mode == "sequence_mean_token_mean":
         weights_T = weights_T * spread(all_S / kept_S.clamp(min=1), cu_seqlens)
-    return weights_T, torch.stack([torch.count_nonzero(all_S), torch.count_nonzero(kept_S)])
+    return weights_T, Counted(int(torch.count_nonzero(all_S)), int(torch.count_nonzero(kept_S)))
+
+
+def kept_factor(parts: Iterable[Counted | None], total: Total = alone) -> float:
+    """all / kept, which rescales a minibatch's mean over all tokens (or sequences) to its mean over kept ones.
+
+    ``parts`` are the counts of this rank's micro-batches, None where a micro-batch's weights were known; every
+    rank of ``total`` calls it. 1 where nothing was kept: there the loss is zero.
+    """
+    counts = [counted for counted in parts if counted is not None]
+    sums = torch.tensor([sum(c.all for c in counts), sum(c.kept for c in counts)], dtype=torch.float64)
+    num_all, num_kept = total(sums).tolist()
+    return num_all / num_kept if num_kept else 1.0

@@ -57,8 +57,9 @@ from trainer.ranks.totals import Total, alone
 class Correction:
     """What the loss multiplies its tokens with, and what was found on the way."""
 
-    weights_T: Tensor
-    """float, detached; zero off the response mask."""
+    weights_T: Tensor | None
+    """float, detached; zero off the response mask. None: the loss computes weights and mask in its forward
+    pass (``correct_current``); ``keep_T`` is the response mask then."""
     keep_T: Tensor
     """bool; the response mask less what was rejected."""
     kept_S: Tensor
@@ -84,12 +85,13 @@ def _tokens(batch: PackedBatch, train_logprobs_T: Tensor) -> _Tokens:
 def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) -> Correction:
     """Weights and keep mask of a step's sequences (this rank's share), before its first update.
 
-    In bypass mode, and without ``old_logprobs_T``, it is left to the loss: weights of one, nothing rejected,
-    no metrics. Raises ValueError for a response token whose log-prob is not finite, or above 0 (naming the
+    This is the one place that decides when a correction is computed: in bypass mode, and without
+    ``old_logprobs_T``, it follows from the forward pass of the loss (``weights_T`` is None, no metrics).
+    Raises ValueError for a response token whose log-prob is not finite, or above 0 (naming the
     sequence).
     """
-    left_to_loss = config.mode == "bypass" or batch.old_logprobs_T is None
-    tokens = None if left_to_loss else _tokens(batch, batch.old_logprobs_T)
+    from_forward = config.mode == "bypass" or batch.old_logprobs_T is None
+    tokens = None if from_forward else _tokens(batch, batch.old_logprobs_T)
     if tokens is None or any(
         may_be_broken(x_N, logprobs=True) for x_N in (tokens.rollout_logprobs_N, tokens.train_logprobs_N)
     ):
@@ -99,9 +101,7 @@ def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) 
     if tokens is None:
         mask_T = batch.response_mask_T
         kept_S = count_per_sequence(mask_T, batch.cu_seqlens)
-        return Correction(
-            weights_T=mask_T.to(batch.rollout_logprobs_T.dtype), keep_T=mask_T, kept_S=kept_S, metrics={}
-        )
+        return Correction(weights_T=None, keep_T=mask_T, kept_S=kept_S, metrics={})
     return _corrected(tokens, batch.cu_seqlens, config, total)
 
 

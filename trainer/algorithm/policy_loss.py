@@ -8,7 +8,7 @@ An objective is a pure function in ``objectives`` and a case of ``_objective_los
 import logging
 import math
 from collections.abc import Mapping
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from configs.schema.objective import (
     SapoObjective,
 )
 from parallel.packing import PackedBatch, require_per_token
-from trainer.algorithm.aggregation import Mode, over_kept
+from trainer.algorithm.aggregation import Counted, Mode, over_kept
 from trainer.algorithm.correction import correct_current
 from trainer.algorithm.inputs import broken_tokens, may_be_broken, require_numbers, sequences_of
 from trainer.algorithm.kl import ESTIMATORS
@@ -46,7 +46,15 @@ from trainer.ranks.metrics import Metric, Reduction
 
 logger = logging.getLogger(__name__)
 DECOUPLED = CorrectionConfig()
-COUNTED_ALL, COUNTED_KEPT = "counted/all", "counted/kept"
+
+
+class PolicyLoss(NamedTuple):
+    """The loss of a micro-batch and what it tells beside."""
+
+    loss: Tensor
+    metrics: dict[str, Metric]
+    counted: Counted | None
+    """What the mean over kept tokens needs of every micro-batch; None where the weights were known."""
 
 
 def policy_loss(
@@ -59,7 +67,7 @@ def policy_loss(
     entropy: EntropyConfig,
     correction: CorrectionConfig = DECOUPLED,
     aggregation: Mode = "token_mean",
-) -> tuple[Tensor, dict[str, Metric]]:
+) -> PolicyLoss:
     """The scalar loss of a micro-batch, with gradient to ``current_logprobs_T`` [T] and ``entropy_T`` [T],
     and its metrics.
 
@@ -73,9 +81,9 @@ def policy_loss(
     connected to the graph. A current log-prob of a response token that is not finite, or above 0, makes the
     loss NaN.
 
-    Without ``old_logprobs_T`` current is old. Then, and in bypass mode, weights and rejection
+    Without ``old_logprobs_T`` current is old. Without ``importance_weights_T`` weights and rejection
     (``correction``) follow from current and rollout, here, without gradient. With ``denominator: kept`` the
-    loss then still lacks one factor for the whole minibatch, ``kept_factor`` of all its metrics;
+    loss then still lacks one factor for the whole minibatch: ``kept_factor`` of all ``counted``.
     ``aggregation`` is the mode that aggregation_T was made with.
 
     Metrics: ``loss/total, loss/policy, loss/kl, loss/entropy`` are this minibatch's terms as they stand in
@@ -89,7 +97,7 @@ def policy_loss(
     finite, or whose log-prob there is above 0.
     """
     kl_in_loss = kl.place == "loss" and kl.coefficient > 0
-    _require(batch, current_logprobs_T, entropy_T, with_ref=kl_in_loss)
+    _require(batch, current_logprobs_T, entropy_T, mode=correction.mode, with_ref=kl_in_loss)
     mask_T = batch.response_mask_T
     # Replaced before any arithmetic: a NaN that is multiplied by a zero weight afterwards would still be NaN,
     # in the gradient too.
@@ -102,16 +110,19 @@ def policy_loss(
     if may_be_broken(advantages_T) or (not current_is_old and may_be_broken(old_T, logprobs=True)):
         require_numbers(batch, "advantages_T")
         require_numbers(batch, "old_logprobs_T")
-    importance_T, aggregation_T, metrics = (
-        batch.importance_weights_T.detach(),
-        batch.aggregation_T.detach(),
-        {},
-    )
     num_tokens = torch.count_nonzero(mask_T).item()
-    if current_is_old or correction.mode == "bypass":
-        importance_T, aggregation_T, metrics = _corrected_here(
-            batch, current_T, aggregation_T, correction, aggregation
-        )
+    importance_T, aggregation_T = batch.importance_weights_T, batch.aggregation_T.detach()
+    metrics, counted = {}, None
+    if importance_T is None:
+        found = correct_current(batch, current_T, correction)
+        importance_T, metrics = found.weights_T, dict(found.metrics)
+        if correction.denominator == "kept":
+            aggregation_T, counted = over_kept(
+                aggregation_T, found.keep_T, mask_T, batch.cu_seqlens, mode=aggregation
+            )
+        else:
+            aggregation_T = aggregation_T * found.keep_T
+    importance_T = importance_T.detach()
     kept_T = mask_T & aggregation_T.bool()
     found = _objective_loss(objective, current_T, old_T, advantages_T, kept_T, batch.cu_seqlens)
     if isinstance(objective, GmpoObjective):
@@ -144,7 +155,7 @@ def policy_loss(
     metrics |= {
         f"loss/{name}": Metric.sum(value) for name, value in (values | {"total": loss.item()}).items()
     }
-    return loss, metrics
+    return PolicyLoss(loss, metrics, counted)
 
 
 def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Tensor:
@@ -157,7 +168,8 @@ def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Te
     current_T = current_T.detach()
     if not may_be_broken(current_T, logprobs=True):
         if not math.isfinite(loss.item()):
-            require_numbers(batch, "importance_weights_T")
+            if batch.importance_weights_T is not None:
+                require_numbers(batch, "importance_weights_T")
             require_numbers(batch, "aggregation_T")
         return loss
     broken = broken_tokens(batch, current_T, logprobs=True).nonzero().flatten().cpu()
@@ -170,38 +182,11 @@ def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Te
     return loss * torch.nan
 
 
-def _corrected_here(
-    batch: PackedBatch, current_T: Tensor, aggregation_T: Tensor, config: CorrectionConfig, mode: Mode
-) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-    """(importance weights, aggregation weights, metrics) of a correction that is found in the forward pass."""
-    found = correct_current(batch, current_T, config)
-    metrics = dict(found.metrics)
-    if config.denominator == "all":
-        return found.weights_T, aggregation_T * found.keep_T, metrics
-    aggregation_T, (num_all, num_kept) = over_kept(
-        aggregation_T, found.keep_T, batch.response_mask_T, batch.cu_seqlens, mode=mode
-    )
-    metrics |= {COUNTED_ALL: Metric.sum(num_all.item()), COUNTED_KEPT: Metric.sum(num_kept.item())}
-    return found.weights_T, aggregation_T, metrics
-
-
-def kept_factor(metrics: Mapping[str, Metric]) -> float:
-    """What turns a minibatch's mean over all into its mean over what was kept, from the metrics of all its
-    micro-batches and ranks.
-
-    1 where the loss needs no such factor, and where nothing was kept: there the loss is zero.
-    """
-    if COUNTED_KEPT not in metrics or not metrics[COUNTED_KEPT].value:
-        return 1.0
-    return metrics[COUNTED_ALL].value / metrics[COUNTED_KEPT].value
-
-
 def scale_losses(metrics: Mapping[str, Metric], factor: float) -> dict[str, Metric]:
-    """The metrics with the terms of the loss times ``factor``, and without the counts that it was made of."""
+    """The metrics, with the terms of the loss times ``factor``."""
     return {
         name: Metric.sum(metric.value * factor) if name.startswith("loss/") else metric
         for name, metric in metrics.items()
-        if name not in (COUNTED_ALL, COUNTED_KEPT)
     }
 
 
@@ -279,8 +264,12 @@ def _mean(zero_off_mask_T: Tensor, count: float) -> Metric:
     return Metric.quotient(zero_off_mask_T.detach().sum(dtype=torch.float64).item(), count)
 
 
-def _require(batch: PackedBatch, current_logprobs_T: Tensor, entropy_T: Tensor, *, with_ref: bool) -> None:
-    names = ["advantages_T", "importance_weights_T", "aggregation_T"] + ["ref_logprobs_T"] * with_ref
+def _require(
+    batch: PackedBatch, current_logprobs_T: Tensor, entropy_T: Tensor, *, mode: str, with_ref: bool
+) -> None:
+    weights_are_known = mode == "decoupled" and batch.old_logprobs_T is not None
+    names = ["advantages_T"] + ["importance_weights_T"] * weights_are_known + ["aggregation_T"]
+    names += ["ref_logprobs_T"] * with_ref
     missing = [name for name in names if getattr(batch, name) is None]
     if missing:
         raise ValueError(

@@ -74,13 +74,13 @@ class StepBatch:
         minibatch over all ranks; what a critic's loss is averaged by where there are values of one.
 
         aggregation_T is zero on rejected tokens; what the rest weighs follows from the count of kept tokens,
-        or of all of them.
+        or of all of them. A correction that follows from the forward pass leaves ``importance_weights_T`` unset.
         """
         mask_T, keep_T = self.packed.response_mask_T, correction.keep_T
         valid_S = count_per_sequence(mask_T, self.packed.cu_seqlens)
         counted_T, counted_S = (keep_T, correction.kept_S) if denominator == "kept" else (mask_T, valid_S)
         fields = {
-            "importance_weights_T": correction.weights_T.to(torch.float32),
+            "importance_weights_T": None if correction.weights_T is None else correction.weights_T.float(),
             "aggregation_T": self._aggregation(counted_T, counted_S, aggregation, total) * keep_T,
         }
         if self.packed.values_T is not None:  # of a critic, which all ranks have or none

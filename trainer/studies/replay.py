@@ -18,8 +18,9 @@ from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
 from configs.schema.objective import EntropyConfig
 from parallel.packing import PackedBatch
+from trainer.algorithm.aggregation import Counted, kept_factor
 from trainer.algorithm.correction import correct
-from trainer.algorithm.policy_loss import kept_factor, policy_loss, scale_losses
+from trainer.algorithm.policy_loss import policy_loss, scale_losses
 from trainer.batch.plan import plan_batches
 from trainer.batch.step_batch import StepBatch
 from trainer.ranks.metrics import Metric, merge_metrics, values
@@ -30,12 +31,15 @@ if TYPE_CHECKING:
     from parallel.engine import MegatronEngine
 
 DOT_CHUNK = 1 << 24
-Loss = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, dict[str, Metric]]]
-"""(micro-batch, current log-probs, entropy) -> (loss, metrics)."""
+Told = tuple[dict[str, Metric], Counted | None]
+"""Metrics and counts of a micro-batch, as ``PolicyLoss`` has them."""
 
-Gradient = Callable[[Sequence[PackedBatch], Sequence[Tensor], Loss], tuple[Tensor, dict[str, Metric]]]
-"""(micro-batches, recorded log-probs of current, loss) -> (the gradient as one vector, the metrics of all
-micro-batches)."""
+Loss = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, Told]]
+"""(micro-batch, current log-probs, entropy) -> (loss, what it tells)."""
+
+Gradient = Callable[[Sequence[PackedBatch], Sequence[Tensor], Loss], tuple[Tensor, list[Told]]]
+"""(micro-batches, recorded log-probs of current, loss) -> (the gradient of the summed losses as one vector,
+what each micro-batch's loss told)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +70,9 @@ def replay(
     current = [microbatch.old_logprobs_T for microbatch in batch.microbatches()]
     if correction.mode == "bypass":
         batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
-    found = correct(batch.packed, correction)
-    batch = batch.with_loss_weights(found, config.aggregation, correction.denominator, alone)
-    loss = partial(
+    before = correct(batch.packed, correction)
+    batch = batch.with_loss_weights(before, config.aggregation, correction.denominator, alone)
+    loss_of = partial(
         policy_loss,
         objective=config.policy_objective,
         correction=correction,
@@ -76,9 +80,16 @@ def replay(
         kl=config.kl,
         entropy=EntropyConfig(),
     )
-    flat, metrics = gradient(batch.microbatches(), current, loss)
-    metrics = values(merge_metrics([found.metrics, scale_losses(metrics, kept_factor(metrics))]))
-    return Replayed(name=name, loss=metrics["loss/total"], gradient=flat, metrics=metrics)
+
+    def loss(microbatch: PackedBatch, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, Told]:
+        value, metrics, counted = loss_of(microbatch, current_T, entropy_T)
+        return value, (metrics, counted)
+
+    flat, outputs = gradient(batch.microbatches(), current, loss)
+    factor = kept_factor(counted for _, counted in outputs)
+    of_loss = scale_losses(merge_metrics([found for found, _ in outputs]), factor)
+    metrics = values(merge_metrics([before.metrics, of_loss]))
+    return Replayed(name=name, loss=metrics["loss/total"], gradient=flat * factor, metrics=metrics)
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
@@ -104,17 +115,16 @@ def as_one_minibatch(recorded: RecordedBatch, config: RunConfig) -> StepBatch:
 
 def of_logprobs(
     microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss
-) -> tuple[Tensor, dict[str, Metric]]:
+) -> tuple[Tensor, list[Told]]:
     """d loss / d log-prob of every token [T], which takes no engine."""
     gradients, outputs = [], []
     for microbatch, current_T in zip(microbatches, current, strict=True):
         current_T = current_T.clone().requires_grad_()
-        value, metrics = loss(microbatch, current_T, torch.zeros_like(current_T))
+        value, told = loss(microbatch, current_T, torch.zeros_like(current_T))
         value.backward()
         gradients.append(current_T.grad)
-        outputs.append(metrics)
-    metrics = merge_metrics(outputs)
-    return torch.cat(gradients) * kept_factor(metrics), metrics
+        outputs.append(told)
+    return torch.cat(gradients), outputs
 
 
 def of_parameters(engine: "MegatronEngine", *, temperature: float) -> Gradient:
@@ -122,9 +132,7 @@ def of_parameters(engine: "MegatronEngine", *, temperature: float) -> Gradient:
 
     def gradient(
         microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss
-    ) -> tuple[Tensor, dict[str, Metric]]:
-        flat, outputs = engine.gradient(microbatches, loss, temperature=temperature)
-        metrics = merge_metrics(outputs)
-        return flat * kept_factor(metrics), metrics
+    ) -> tuple[Tensor, list[Told]]:
+        return engine.gradient(microbatches, loss, temperature=temperature)
 
     return gradient

@@ -436,7 +436,7 @@ def test_every_rule_has_to_pass_and_is_counted_by_name():
 def test_without_old_everything_is_left_to_the_loss(config):
     batch = random_batch([3, 4], seed=0).with_fields(old_logprobs_T=None)
     before = correct(batch, config)
-    assert torch.equal(before.weights_T, batch.response_mask_T.float())
+    assert before.weights_T is None
     assert torch.equal(before.keep_T, batch.response_mask_T)
     assert before.metrics == {}
 
@@ -451,7 +451,7 @@ def test_bypass_leaves_everything_to_the_loss():
     )
     before = correct(batch, config)
     assert torch.equal(before.keep_T, batch.response_mask_T)
-    assert torch.equal(before.weights_T, batch.response_mask_T.float())
+    assert before.weights_T is None
     assert before.metrics == {}
     inside = correct_current(batch, batch.old_logprobs_T, config)
     as_decoupled = correct(batch, config.model_copy(update={"mode": "decoupled", "loss": "objective"}))

@@ -18,9 +18,9 @@ from parallel.packing import PackedBatch
 from tests.reference import exact_loss
 from tests.reference.exact_loss import Token
 from tests.support.packed_batches import count_valid, random_batch
-from trainer.algorithm.aggregation import aggregation_weights
+from trainer.algorithm.aggregation import aggregation_weights, kept_factor
 from trainer.algorithm.correction import correct, correct_current
-from trainer.algorithm.policy_loss import kept_factor, policy_loss
+from trainer.algorithm.policy_loss import policy_loss
 
 CLIPS = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.7}
 LEVELS = ("token", "sequence", "geometric", "segment", "segment_geometric")
@@ -126,9 +126,9 @@ def ours(step: list[list[Token]], config: CorrectionConfig, mode: str) -> tuple[
         "aggregation": mode,
     }
     current_T.requires_grad_()
-    loss, metrics = policy_loss(batch, current_T, torch.zeros_like(current_T), **terms)
+    loss, metrics, counted = policy_loss(batch, current_T, torch.zeros_like(current_T), **terms)
     (gradient,) = torch.autograd.grad(loss, current_T)
-    factor = kept_factor(metrics)
+    factor = kept_factor([counted])
     return loss.item() * factor, gradient * factor, metrics
 
 

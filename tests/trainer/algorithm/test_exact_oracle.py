@@ -309,7 +309,7 @@ def batch_gradient(here: World, rows: list[int], config: CorrectionConfig, aggre
     loss = torch.zeros((), dtype=torch.float64)
     for microbatch, chunk in zip(step.microbatches(), chunks, strict=True):
         current_T = here.space.logprobs_T(table_FV)[here.space.places([rows[i] for i in chunk])]
-        part, _ = policy_loss(
+        part, *_ = policy_loss(
             microbatch,
             current_T,
             torch.zeros_like(current_T),

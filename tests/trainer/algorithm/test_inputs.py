@@ -177,7 +177,7 @@ def test_the_loss_names_the_field_and_the_sequence(name, value):
 def test_the_loss_in_bypass_mode_names_a_broken_rollout():
     broken_T = torch.tensor([-1.0, 0.5, -1.0, -1.0, -1.0])
     with pytest.raises(ValueError, match=r"rollout_logprobs_T is 0.5, above 0.* sequence 100"):
-        loss_of(batch_of(rollout_logprobs_T=broken_T), correction=BYPASS)
+        loss_of(batch_of(rollout_logprobs_T=broken_T, importance_weights_T=None), correction=BYPASS)
 
 
 @pytest.mark.parametrize(("value", "said"), [(0.5, "is 0.5, above 0"), (torch.nan, "is nan, not finite")])

@@ -86,7 +86,7 @@ def golden_loss_and_gradient(case, mode, old_T, weights_T, objective):
         aggregation_T=aggregation_T, importance_weights_T=weights_T, ref_logprobs_T=None,
     )  # fmt: skip
     current_T = case.input_T("logp").requires_grad_()
-    loss, metrics = policy_loss(
+    loss, metrics, _ = policy_loss(
         batch, current_T, torch.zeros_like(current_T), objective=objective, kl=NO_KL, entropy=NO_ENTROPY
     )
     (gradient,) = torch.autograd.grad(loss, current_T)
@@ -161,7 +161,7 @@ def test_all_three_terms_by_hand():
     )
     current_T, entropy_T = torch.tensor([0.55, 0.1, 0.45]).log(), torch.tensor([0.6, 9.0, 0.2])
     terms = {"objective": ClippedObjective(), "entropy": EntropyConfig(coefficient=0.01)}
-    loss, metrics = policy_loss(
+    loss, metrics, _ = policy_loss(
         batch, current_T, entropy_T, kl=KLConfig(coefficient=0.1, estimator="k1"), **terms
     )
     policy, kl, entropy = -1.1 * 1.0 + 1.8 * 0.25, 0.1 * 0.5 * math.log(2.2 * 0.9), -0.01 * 0.5 * 0.8
@@ -173,7 +173,7 @@ def test_all_three_terms_by_hand():
     assert values(metrics) == pytest.approx(expected, rel=1e-5, abs=1e-7)
     assert loss.item() == values(metrics)["loss/total"]
 
-    loss, metrics = policy_loss(
+    loss, metrics, _ = policy_loss(
         batch, current_T, entropy_T, kl=KLConfig(coefficient=0.1, place="reward"), **terms
     )
     without = {"loss/kl": 0.0, "loss/total": policy + entropy}
@@ -195,7 +195,7 @@ FIELDS = ("old_logprobs_T", "ref_logprobs_T", "advantages_T", "importance_weight
 
 def loss_and_gradients(batch, current_T, entropy_T, name, **terms):
     current_T, entropy_T = current_T.clone().requires_grad_(), entropy_T.clone().requires_grad_()
-    loss, metrics = policy_loss(batch, current_T, entropy_T, **(terms_of(name) | terms))
+    loss, metrics, _ = policy_loss(batch, current_T, entropy_T, **(terms_of(name) | terms))
     return (
         loss.detach(),
         *torch.autograd.grad(loss, (current_T, entropy_T), materialize_grads=True, allow_unused=True),
@@ -270,7 +270,7 @@ def test_nothing_valid_gives_exact_zeros_that_are_still_connected(name, lengths)
         torch.full((total,), torch.nan, requires_grad=True),
         torch.full((total,), torch.nan, requires_grad=True),
     )
-    loss, metrics = policy_loss(batch, current_T, entropy_T, **terms_of(name))
+    loss, metrics, _ = policy_loss(batch, current_T, entropy_T, **terms_of(name))
     assert loss.item() == 0.0
     for gradient in torch.autograd.grad(loss, (current_T, entropy_T)):
         assert torch.equal(gradient, torch.zeros(total))
@@ -342,7 +342,7 @@ def test_only_current_and_entropy_get_a_gradient(name):
     batch = with_weights(random_batch([5, 3], seed=4), "token_mean")
     fields = {field: getattr(batch, field).clone().requires_grad_() for field in FIELDS}
     current_T, entropy_T = (batch.old_logprobs_T + 0.1).requires_grad_(), torch.rand(8).requires_grad_()
-    loss, _ = policy_loss(batch.with_fields(**fields), current_T, entropy_T, **terms_of(name))
+    loss, *_ = policy_loss(batch.with_fields(**fields), current_T, entropy_T, **terms_of(name))
     *gradients, of_current, of_entropy = torch.autograd.grad(
         loss, (*fields.values(), current_T, entropy_T), allow_unused=True
     )
@@ -380,7 +380,7 @@ def test_a_zero_weight_takes_its_sequence_out_of_gmpo():
 
 def test_first_update_has_zero_ppo_kl_and_no_clipping():
     batch = with_weights(random_batch([50, 70], seed=5), "token_mean")
-    _, metrics = policy_loss(batch, batch.old_logprobs_T.clone(), torch.zeros(120), **terms_of())
+    _, metrics, _ = policy_loss(batch, batch.old_logprobs_T.clone(), torch.zeros(120), **terms_of())
     found = {
         key: metrics[f"policy/{key}"].value
         for key in ("ppo_kl", "clip_fraction", "ratio_min", "ratio_mean", "ratio_max")
@@ -443,7 +443,7 @@ def loss_and_gradient(model, batch, microbatches, terms):
     """As ranks and micro-batches do it: each its own loss and backward, all added up."""
     total, gradient, metrics = 0.0, torch.zeros_like(model.parameters_D), []
     for rows in microbatches:
-        loss, found = policy_loss(batch.select(rows), *model(batch.select(rows)), **terms)
+        loss, found, _ = policy_loss(batch.select(rows), *model(batch.select(rows)), **terms)
         total, metrics = total + loss.detach(), [*metrics, found]
         gradient = (
             gradient
@@ -508,7 +508,7 @@ def test_per_token_gradients_are_bitwise_the_same_under_any_split(name):
         torch.zeros(26),
     )
     for rows in ([3, 0], [4], [1, 2]):
-        loss, _ = policy_loss(
+        loss, *_ = policy_loss(
             batch.select(rows),
             torch.cat([current_by_row[r] for r in rows]),
             torch.cat([entropy_by_row[r] for r in rows]),

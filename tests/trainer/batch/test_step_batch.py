@@ -44,11 +44,10 @@ from configs.schema.objective import (
 from parallel.packing import PackedBatch
 from rollout.records import FinishReason, Group, Trajectory
 from trainer.algorithm.advantages import compute_advantages
-from trainer.algorithm.aggregation import Mode
+from trainer.algorithm.aggregation import Mode, kept_factor
 from trainer.algorithm.correction import correct
-from trainer.algorithm.policy_loss import kept_factor, policy_loss
+from trainer.algorithm.policy_loss import PolicyLoss, policy_loss
 from trainer.batch.step_batch import Share, StepBatch, split_groups, step_batch
-from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
 from trainer.ranks.totals import total_over
 from trainer.step_metrics import sample_metrics
 
@@ -82,9 +81,7 @@ class Setup:
     scores_old: bool = True
     """False: with one minibatch, whose current policy is old, the loss finds old itself."""
 
-    def loss(
-        self, microbatch: PackedBatch, current_T: Tensor, entropy_T: Tensor
-    ) -> tuple[Tensor, dict[str, Metric]]:
+    def loss(self, microbatch: PackedBatch, current_T: Tensor, entropy_T: Tensor) -> PolicyLoss:
         objective = (
             PolicyGradientObjective(type="policy_gradient")
             if self.correction.loss == "policy_gradient"
@@ -151,13 +148,11 @@ def run_step(share: Share, setup: Setup, group: dist.ProcessGroup | None) -> Ste
     for index, minibatch in enumerate(weighted(share, setup, group).minibatches()):
         policy_VV, loss, outputs = current_policy(index), 0.0, []
         for microbatch in minibatch:
-            part, metrics = setup.loss(
-                microbatch, *scores(policy_VV, microbatch.tokens_T, microbatch.targets_T)
-            )
-            part.backward()
-            loss += part.item()
-            outputs.append(metrics)
-        factor = kept_factor(merge_over_ranks(merge_metrics(outputs), group))
+            part = setup.loss(microbatch, *scores(policy_VV, microbatch.tokens_T, microbatch.targets_T))
+            part.loss.backward()
+            loss += part.loss.item()
+            outputs.append(part.counted)
+        factor = kept_factor(outputs, total_over(group))
         losses.append(loss * factor)
         gradients.append(policy_VV.grad * factor)
     return StepResult(losses=losses, gradients=gradients)
@@ -371,12 +366,12 @@ def magnitudes(groups: list[Group], num_minibatches: int, setup: Setup) -> list[
         loss_size, gradient_size, outputs = 0.0, 0.0, []
         for row in range(len(minibatch[0].lengths)):
             one, policy_VV = minibatch[0].select([row]), current_policy(index)
-            loss, metrics = setup.loss(one, *scores(policy_VV, one.tokens_T, one.targets_T))
+            loss, metrics, counted = setup.loss(one, *scores(policy_VV, one.tokens_T, one.targets_T))
             loss.backward()
-            outputs.append(metrics)
+            outputs.append(counted)
             loss_size += sum(abs(metrics[f"loss/{term}"].value) for term in ("policy", "kl", "entropy"))
             gradient_size += policy_VV.grad.norm().item()
-        factor = kept_factor(merge_metrics(outputs))
+        factor = kept_factor(outputs)
         found.append((loss_size * factor, gradient_size * factor))
     return found
 

@@ -14,7 +14,8 @@ from configs.schema.correction import CorrectionConfig
 from launch.studies.replay import UNCORRECTED, corrections_named, plot, table
 from parallel.packing import PackedBatch
 from tests.support.packed_batches import random_batch
-from trainer.algorithm.policy_loss import kept_factor, policy_loss
+from trainer.algorithm.aggregation import Counted, kept_factor
+from trainer.algorithm.policy_loss import policy_loss
 from trainer.batch.files import batch_file, recorded_steps
 from trainer.recording import RecordedBatch, in_order, read_batch, write_batch
 from trainer.studies.replay import of_logprobs, replay
@@ -140,7 +141,7 @@ def test_loss_and_gradient_are_the_trainers(name):
         old_logprobs_T=old_T, importance_weights_T=fix.weights_T, aggregation_T=fix.keep_T / kept
     )
     objective = config.model_copy(update={"correction": correction}).policy_objective
-    loss, _ = policy_loss(
+    loss, *_ = policy_loss(
         by_hand,
         current_T,
         torch.zeros_like(current_T),
@@ -244,4 +245,4 @@ def test_table_and_figure_stand_a_missing_number(tmp_path):
 
 
 def test_kept_factor_of_nothing_is_one():
-    assert kept_factor({}) == 1.0
+    assert kept_factor([]) == kept_factor([Counted(3, 0), None]) == 1.0
