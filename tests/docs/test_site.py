@@ -204,6 +204,28 @@ def test_the_messages_of_troubleshooting_are_said_by_the_code():
     assert [message for message in messages if not any(message in text for text in texts)] == []
 
 
+def test_names_that_the_contributors_guide_gives_are_there():
+    """Functions, classes and tables in the recipes of CONTRIBUTING.md."""
+    recipes = (
+        (ROOT / "CONTRIBUTING.md")
+        .read_text(encoding="utf-8")
+        .partition("## How to add")[2]
+        .partition("## Changes")[0]
+    )
+    names = {name for name in re.findall(r"`(\w+)`", recipes) if name != "Task"}
+    defined = "\n".join(
+        file.read_text(encoding="utf-8")
+        for package in (*PACKAGES, "tests")
+        for file in (ROOT / package).rglob("*.py")
+    )
+    missing = [
+        name
+        for name in names
+        if not re.search(rf"(?:def|class) {name}\b|^{name}\b.*=", defined, re.MULTILINE)
+    ]
+    assert len(names) > 8 and missing == []
+
+
 def test_files_that_the_documents_name_are_there():
     named = re.compile(r"`((?:configs|rollout|parallel|trainer|launch|tests|benchmarks|docs)/[\w./-]+?)`")
     files = [*(file for file in prose_files() if file.name != "CHANGELOG.md"), ROOT / "CHANGELOG.md"]
