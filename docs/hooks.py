@@ -120,7 +120,7 @@ def reference(kind: str, title: str, about: str) -> str:
         f"{about} This page is made from the schema while the site is built. `tandem schema FIELD` prints the same on a terminal, and "
         "`tandem schema --json` prints JSON Schema for editors.",
     ]
-    section = ""
+    section, linked = "", set()
     for path, facts, meaning in schema_entries(kind):
         top = re.split(r"[.\[]", path)[0]
         if top != section:
@@ -129,9 +129,13 @@ def reference(kind: str, title: str, about: str) -> str:
         if facts is None:
             lines += ["", f"### {path}", "", _safe(meaning)]
         else:
+            anchor = (
+                "" if path in linked or path == section else f" {{: #{path} }}"
+            )  # variants may share a field's name
+            linked.add(path)
             lines += [
                 "",
-                f"`{path}`",
+                f"`{path}`{anchor}",
                 f":   *{_safe(facts)}*",
                 "",
                 f"    {_safe(meaning)}" if meaning else "",

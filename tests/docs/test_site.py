@@ -134,7 +134,7 @@ def blocks_in(annotation: object, is_named: bool = False) -> Iterator[tuple[type
 )
 def test_the_reference_lists_every_field_with_its_default(site, page, model):
     text = (site / page).read_text(encoding="utf-8")
-    entries = re.findall(r"<dt><code>([^<]+)</code></dt>\s*<dd>\s*(.*?)</dd>", text, re.DOTALL)
+    entries = re.findall(r"<dt[^>]*><code>([^<]+)</code></dt>\s*<dd>\s*(.*?)</dd>", text, re.DOTALL)
     listed: dict[str, list[str]] = {}
     for path, told in entries:
         listed.setdefault(path, []).append(html.unescape(re.sub(r"<[^>]+>", "", told)))
