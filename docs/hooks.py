@@ -1,10 +1,10 @@
-"""What the site holds beside the files of docs/: pages that live elsewhere in the repository, and pages made from the code.
+"""mkdocs hook: pages of the site that are not files of docs/.
 
-    included    README.md, trainer/README.md, launch/README.md, ... : their links are turned to pages of the site
-    generated   the configuration reference, from `tandem schema`; the tables of other systems' names; the list of commands
+    included    README.md, trainer/README.md, launch/README.md, ...; links lead to pages of the site
+    generated   the configuration reference, from `tandem schema`; other systems' names; the list of commands
 
-Nothing of it is written into docs/, so nothing of it can be stale. A link to a file that is not there fails the build; a link to a file
-of the repository that is no page becomes plain text.
+These pages are never written into docs/, so they cannot be stale. A link to a missing file fails the build. A
+link to a file of the repository that is no page becomes plain text.
 """
 
 import posixpath
@@ -55,7 +55,7 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """Files and tables named in a page of docs/ itself: ``{{ file: docs/examples/x.py }}`` and ``{{ other systems }}``."""
+    """Fill in ``{{ file: docs/examples/x.py }}`` and ``{{ other systems }}``."""
     markdown = re.sub(r"\{\{ file: (\S+) \}\}", lambda found: _fenced(found[1]), markdown)
     return (
         markdown.replace("{{ other systems }}", other_systems())
@@ -80,7 +80,7 @@ def _after_title(text: str, note: str) -> str:
 
 
 def with_links_of_the_site(text: str, source: str, page: str) -> str:
-    """The text of a file of the repository as a page: links to pages lead there, links to other files are plain text."""
+    """A file's text as a page. Links to pages lead to them; links to other files become plain text."""
     pages = {**INCLUDED, **MEASURED, **FOLDERS}
 
     def link(found: re.Match) -> str:
@@ -96,7 +96,7 @@ def with_links_of_the_site(text: str, source: str, page: str) -> str:
     return "".join(part if part.startswith("```") else TEXT_LINK.sub(link, part) for part in parts)
 
 
-# ----------------------------------------------------------------------------------------------------------------- generated
+# ------------------------------------------------------------------------------------------- generated
 
 
 def generated_pages() -> dict[str, str]:
@@ -113,7 +113,7 @@ def generated_pages() -> dict[str, str]:
 
 
 def reference(kind: str, title: str, about: str) -> str:
-    """From the output of ``tandem schema``: type, default, unit and meaning of every field, and of every variant of a block."""
+    """Type, default, unit and meaning of every field, from the output of ``tandem schema``."""
     lines = [
         f"# {title}",
         "",

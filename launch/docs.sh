@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the documentation site into site/, strictly: a broken link or anchor fails. Arguments go to `mkdocs build`.
+# Builds the documentation site into site/, strictly: a broken link or anchor fails.
+# Arguments go to `mkdocs build`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python

@@ -1,4 +1,4 @@
-"""A folder in which the commands of the documents run: recipes, a tiny model, a run with a recorded batch, and ``tandem`` on PATH."""
+"""The folder in which the documents' commands run: recipes, a tiny model, a recorded run, ``tandem`` on PATH."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""The documents as the tests read them: every prose file, and the fenced commands in it with what is said right before them."""
+"""The documents as the tests read them: prose files, and their commands with the comment before each."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Every fenced command of the documents is run here, in a folder of its own, or says right before it why not."""
+"""Every fenced command of the documents is run here, or the comment right before it says why not."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The site: it builds strictly, fetches nothing, lists every field of the schema, and names only what is there."""
+"""The site builds strictly, fetches nothing, lists every field, and names only things that exist."""
 
 import ast
 import html
@@ -106,11 +106,11 @@ def test_pages_fetch_nothing(site):
     ] == []
 
 
-# ------------------------------------------------------------------------------------------------------------------ reference
+# -------------------------------------------------------------------------------------------- reference
 
 
 def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """(dotted path, pydantic's field) of every field, those of every variant of a block among them; no help of the generator."""
+    """(dotted path, pydantic's field) of every field and variant, without any help of the generator."""
     for name, info in model.model_fields.items():
         if prefix and get_origin(info.annotation) is Literal and len(get_args(info.annotation)) == 1:
             continue  # it says which variant a block is
@@ -178,7 +178,7 @@ def test_the_index_for_language_models_names_every_page(site):
     assert set(links) == menu and len(links) == len(menu)
 
 
-# -------------------------------------------------------------------------------------------------------------------- honesty
+# ---------------------------------------------------------------------------------------------- honesty
 
 
 def said_by_the_code() -> set[str]:
@@ -249,7 +249,7 @@ def test_prose_names_no_registry_and_no_path_of_a_machine(file):
     ] == []
 
 
-# ------------------------------------------------------------------------------------------------------------------- the pins
+# --------------------------------------------------------------------------------------------- the pins
 
 
 def test_the_pins_are_installed_and_whole():
