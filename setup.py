@@ -12,7 +12,7 @@ setup(
     ),
     package_data={
         "configs": ["recipes/*.yaml", "recipes/*/*.yaml", "debug/*.yaml"],
-        "rollout": ["cpu_stand_ins/**/*.py"],
+        "rollout": ["cpu_stand_ins/**/*.py", "sglang_plugin/**/*"],
         "trainer.report": ["*.html"],
         "launch": ["*.sh", "requirements/*.txt"],
         "launch.slurm": ["*.sbatch"],

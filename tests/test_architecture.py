@@ -22,7 +22,7 @@ ENGINE_HOMES = {
         "parallel/checkpoints/",
         "parallel/weights/hf_conversion.py",
     ),
-    "sglang": ("rollout/servers/",),
+    "sglang": ("rollout/servers/", "rollout/sglang_plugin/"),
 }
 
 

@@ -30,6 +30,7 @@ KEEP_IDLE_S = 120
 """Servers keep idle connections much longer than clients use them again (``REUSE_S``): one that a server
 closed during a cut of the network would take the next request with it."""
 STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
+PLUGIN = Path(__file__).parents[1] / "sglang_plugin"
 
 OWNED_FLAGS = frozenset(
     {
@@ -169,7 +170,7 @@ def server_environment(share: ServerShare, *, place: int, threads: int, cuda: bo
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     if cuda:
         return environment
-    paths = [str(STAND_INS), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    paths = [str(STAND_INS), str(PLUGIN), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment |= {
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": str(threads),

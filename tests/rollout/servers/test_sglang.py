@@ -54,10 +54,12 @@ def models(model_dirs):
 
 @pytest.fixture(scope="module")
 def fleet(model_dirs, tmp_path_factory):
-    fleet = make_fleet(model_dirs[0], tmp_path_factory.mktemp("logs"))
+    logs = tmp_path_factory.mktemp("logs")
+    fleet = make_fleet(model_dirs[0], logs)
     fleet.start()
     try:
         fleet.wait_healthy(600)
+        assert "processes of this server are forked" in "".join(file.read_text() for file in logs.iterdir())
         members = [p for replica in fleet._replicas for p in group_of(replica.process.pid)]
         assert len(members) >= 4
         yield fleet

@@ -232,12 +232,13 @@ def test_each_node_of_a_replica_starts_its_own_part():
     )  # one engine: its ranks must draw the same
 
 
-def test_stand_ins_are_on_the_path_of_cpu_servers_alone(monkeypatch):
+def test_stand_ins_and_plugin_are_on_the_path_of_cpu_servers_alone(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     (share,) = on_one_machine(1, 2)
     on_cpu = server_environment(share, place=0, threads=1, cuda=False)
     on_cuda = server_environment(share, place=0, threads=1, cuda=True)
-    assert on_cpu["PYTHONPATH"] == f"{ROOT / 'rollout' / 'cpu_stand_ins'}:/mine"
+    ours = [str(ROOT / "rollout" / folder) for folder in ("cpu_stand_ins", "sglang_plugin")]
+    assert on_cpu["PYTHONPATH"].split(":") == [*ours, "/mine"]
     assert on_cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     first_of_two = replace(share, num_nodes=2, num_ranks=1)
     assert (
