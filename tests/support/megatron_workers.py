@@ -1,6 +1,7 @@
 """Tiny models, batches and multi-process runs for the learner's tests. Functions named ``work_*`` run in
 every spawned rank."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -179,12 +180,23 @@ def relative_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.
 
 def run_ranks(work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: float = 600.0) -> list[Any]:
     """``work(*arguments)`` in ``num_ranks`` fresh processes of one group; what each returned, by rank. Fails
-    past the deadline."""
+    past the deadline.
+
+    They are forked from a server that has imported this module and done nothing else: a spawned process takes
+    six CPU seconds to import torch and Megatron.
+    """
+    multiprocessing.set_forkserver_preload([__name__])
     port = choose_ports([0], None)[
         0
     ].http  # not of those for outgoing connections, one of which could take it meanwhile
     folder.mkdir(parents=True, exist_ok=True)
-    context = mp.spawn(_rank_main, (work, num_ranks, port, folder, arguments), nprocs=num_ranks, join=False)
+    context = mp.start_processes(
+        _rank_main,
+        (dict(os.environ), work, num_ranks, port, folder, arguments),
+        nprocs=num_ranks,
+        join=False,
+        start_method="forkserver",
+    )
     end = time.monotonic() + deadline_s
     try:
         while not context.join(timeout=max(0.1, end - time.monotonic())):
@@ -196,8 +208,12 @@ def run_ranks(work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: f
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
-def _rank_main(rank: int, work, num_ranks: int, port: int, folder: Path, arguments: tuple) -> None:
+def _rank_main(
+    rank: int, environment: dict, work, num_ranks: int, port: int, folder: Path, arguments: tuple
+) -> None:
+    os.environ.clear()  # the server's, which it was started with
     os.environ.update(
+        environment,
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(num_ranks),
