@@ -120,12 +120,13 @@ def supervise(config_path: Path, model: Path | None, overrides: list[str], round
 
 def measure_rank(path: Path, rounds: int) -> None:
     """One learner rank: step, bare generation, bare update, in turn."""
+    from configs.loader import load_config
     from launch.processes.run_folder import RunFolder
     from launch.roles import learn as learning
     from trainer.loop import train
 
     folder = RunFolder(path)
-    run = learning.build_run(folder)
+    run = learning.build_run(folder, load_config(folder.config))
     gc.freeze()  # as learning.learn does
     if run.tracker is not None:
         run.tracker.close("FINISHED")

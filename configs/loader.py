@@ -33,6 +33,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -47,7 +48,16 @@ from configs.reading.wording import problem_of, problems_of
 from configs.reading.yaml_values import Value, dump, read_yaml, show
 from configs.schema import AnyConfig, RunConfig, SftConfig
 
-__all__ = ["ConfigError", "Finding", "Problem", "check_files", "load_config", "resolved_yaml"]
+__all__ = [
+    "ConfigError",
+    "Finding",
+    "ParsedConfig",
+    "Problem",
+    "check_files",
+    "load_config",
+    "parse_config",
+    "resolved_yaml",
+]
 
 Finding = tuple[str, str]
 """(the field that it is about, "what is wrong; fix"); see ``wording.problem_of``."""
@@ -58,53 +68,90 @@ _ROOT = Shape.of(AnyConfig)
 
 
 def load_config(
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    files: bool = False,
-    check: Callable[[RunConfig | SftConfig], Iterable[Finding]] | None = None,
-    notes: list[str] | None = None,
-    option: tuple[str, Sequence[str]] = (COMMAND_LINE, ()),
+    path: str | Path, overrides: Sequence[str] = (), *, files: bool = False, notes: list[str] | None = None
 ) -> RunConfig | SftConfig:
-    """The config of a YAML file (with what it extends) and dotted overrides.
+    """The config of a YAML file (with what it extends) and dotted overrides; see ``parse_config`` and
+    ``ParsedConfig.validated``."""
+    return parse_config(path, overrides).validated(files=files, notes=notes)
 
-    path: relative to the current folder, like every path inside the config.
-    overrides: ``key.sub=value``, the value read as YAML; ``extends=FILE`` lays a further file (or a list of
-    them) over the first; each
-        of several lays its own over those before.
-    files: also check that the files the config names exist (``check_files``), with the line that names them.
-    check: what more is wrong with a valid config; each finding becomes a problem, with the lines that set its
-    fields. notes: a list to which is added how another system's names and block (``correction.verl``) were
-    understood, one line per key. option: further overrides, and the command's option that stands for them,
-    such as ``--learner tp=2``: their place in problems. Raises ConfigError with every problem found.
+
+def parse_config(path: str | Path, overrides: Sequence[str] = ()) -> "ParsedConfig":
+    """The files of a config, read once, under its overrides.
+
+    path: relative to the current folder, like every path inside the config. overrides: see
+    ``ParsedConfig.with_overrides``. Raises ConfigError where a file cannot be read.
     """
     unreadable: list[Problem] = []
-    problems: list[Problem] = []
-    override_layer, extended = _read_overrides(overrides, option, problems)
     layers = _read_file(Path(path), (), COMMAND_LINE, unreadable, field="CONFIG")
-    for extends in extended:
-        for name, at in _extended_names(extends, unreadable):
-            layers += _read_file(Path(name), (), at, unreadable)
-    if unreadable:
-        raise ConfigError([*unreadable, *problems])
-    renamed: list[str] = []
-    layers = [
-        in_our_names(layer, problems, renamed)
-        for layer in ([*layers, override_layer] if override_layer.data else layers)
-    ]
-    layers, understood = expand(layers, problems)
-    if notes is not None:
-        notes += [*renamed, *understood]
-    tree = _merge_layers(layers, problems)
-    tree = Value({"kind": tree.at(["kind"]) or Value("train", str(path)), **tree.data}, str(path))
-    config = _validate(tree, problems)
-    if files and config is not None:
-        problems += check_files(config, tree)
-    if check is not None and config is not None:
-        problems += [problem_of(said, field, tree, Shape.of(type(config))) for field, said in check(config)]
-    if problems or config is None:
-        raise ConfigError(problems)
-    return config
+    files = ParsedConfig(path=Path(path), layers=layers, overrides=Value({}, COMMAND_LINE), problems=())
+    return files.with_overrides(overrides, unreadable=unreadable)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedConfig:
+    """A config as its files and overrides say it, not yet validated: it can be, more than once, without its
+    files being read again."""
+
+    path: Path
+    layers: Sequence[Value]
+    """Of the files, lowest first."""
+    overrides: Value
+    """All of them, as one layer over those of the files."""
+    problems: Sequence[Problem]
+    """With overrides; ``validated`` raises them, beside its own."""
+
+    def with_overrides(
+        self, overrides: Sequence[str], where: str = COMMAND_LINE, *, unreadable: Iterable[Problem] = ()
+    ) -> "ParsedConfig":
+        """This config with further overrides.
+
+        overrides: ``key.sub=value``, the value read as YAML; ``extends=FILE`` lays a further file (or a list
+        of them) over the files; each of several lays its own over those before.
+        where: the place that problems name: the command's option that stands for these overrides, such as
+        ``--learner tp=2``. unreadable: problems with the files below.
+        Raises ConfigError where a file cannot be read.
+        """
+        problems, missing = [*self.problems], [*unreadable]
+        layer, extended = _read_overrides(overrides, where, self.overrides, problems)
+        layers = [*self.layers]
+        for extends in extended:
+            for name, at in _extended_names(extends, missing):
+                layers += _read_file(Path(name), (), at, missing)
+        if missing:
+            raise ConfigError([*missing, *problems])
+        return replace(self, layers=layers, overrides=layer, problems=problems)
+
+    def validated(
+        self,
+        *,
+        files: bool = False,
+        check: Callable[[RunConfig | SftConfig], Iterable[Finding]] | None = None,
+        notes: list[str] | None = None,
+    ) -> RunConfig | SftConfig:
+        """The config. Raises ConfigError with every problem found.
+
+        files: also check that the files the config names exist (``check_files``), with the line that names
+        them. check: what more is wrong with a valid config; each finding becomes a problem, with the lines
+        that set its fields. notes: a list to which is added how another system's names and block
+        (``correction.verl``) were understood, one line per key.
+        """
+        problems, renamed = [*self.problems], []
+        layers = [*self.layers, self.overrides] if self.overrides.data else self.layers
+        layers = [in_our_names(layer, problems, renamed) for layer in layers]
+        layers, understood = expand(layers, problems)
+        if notes is not None:
+            notes += [*renamed, *understood]
+        tree, place = _merge_layers(layers, problems), str(self.path)
+        tree = Value({"kind": tree.at(["kind"]) or Value("train", place), **tree.data}, place)
+        config = _validate(tree, problems)
+        if files and config is not None:
+            problems += check_files(config, tree)
+        if check is not None and config is not None:
+            shape = Shape.of(type(config))
+            problems += [problem_of(said, field, tree, shape) for field, said in check(config)]
+        if problems or config is None:
+            raise ConfigError(problems)
+        return config
 
 
 def resolved_yaml(config: RunConfig | SftConfig) -> str:
@@ -268,7 +315,7 @@ def _refuse_other_than_text(path: Path, where: str, field: str) -> None:
     ConfigError, or OSError."""
     status, wrong = path.stat(), None
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
-        wrong = "a pipe, a socket or a device, and a config is read more than once"
+        wrong = "a pipe, a socket or a device, not a file"
     elif stat.S_ISREG(status.st_mode) and status.st_size > _MOST_BYTES:
         wrong = f"a file of {status.st_size:,} bytes; no config is that large"
     if wrong is not None:
@@ -328,13 +375,12 @@ def _unreadable(
 
 
 def _read_overrides(
-    overrides: Iterable[str], option: tuple[str, Sequence[str]], problems: list[Problem]
+    overrides: Sequence[str], where: str, layer: Value, problems: list[Problem]
 ) -> tuple[Value, list[Value]]:
-    """All overrides as one layer, of two for the same key the later; and what each ``extends`` names, none of
-    which replaces another."""
-    layer, extended = Value({}, COMMAND_LINE), []
-    given = [(text, COMMAND_LINE, fix) for text, fix in rejoined(list(overrides))]
-    for text, where, fix in [*given, *((text, option[0], None) for text in option[1])]:
+    """All overrides as one layer, over the ``layer`` of those before, of two for the same key the later; and
+    what each ``extends`` names, none of which replaces another."""
+    extended = []
+    for text, fix in rejoined(overrides):
         if fix is not None:
             error = "the shell took this override apart"
             problems.append(

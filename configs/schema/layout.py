@@ -106,8 +106,7 @@ class LayoutConfig(Schema):
         return LayoutConfig(**sizes)
 
 
-ONE_PROCESS = tuple(f"layout.{name}={'false' if name == 'sp' else 1}" for name in LayoutConfig.model_fields)
-"""Overrides for what one process does with a run of any layout."""
+ONE_PROCESS = LayoutConfig(dp=1)
 
 
 def parse_layout(text: str) -> LayoutConfig:

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from configs.errors import COMMAND_LINE
-from configs.loader import Finding, load_config
+from configs.loader import Finding, ParsedConfig, load_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import NodesConfig
 from configs.schema.rollout import RolloutConfig
@@ -61,15 +60,13 @@ class BadInput(Exception):
 
 
 def load(
-    path: Path,
-    overrides: Sequence[str],
+    parsed: ParsedConfig,
     kind: type,
     *,
     runs: Sequence[str] = (),
     gpu_memory: float | None = None,
     in_job: bool = False,
     instead_of_nodes: str | None = None,
-    option: tuple[str, Sequence[str]] = (COMMAND_LINE, ()),
 ) -> RunConfig | SftConfig:
     """The config, with everything checked that can be known before a process is started.
 
@@ -77,17 +74,16 @@ def load(
     sees to them. gpu_memory: GiB of each GPU, for planning what is to run on other machines: what this one
     has is then no matter. in_job: it is to run on a Slurm job's nodes, whose GPUs and ports are not those of
     this machine either. instead_of_nodes: of a command that starts its processes on this machine alone, what
-    to do where the config has ``launch.nodes``. option: further overrides, and what stands for them on the
-    command line; see ``load_config``.
+    to do where the config has ``launch.nodes``.
     Raises ConfigError with every problem; BadInput for a config of another kind.
     """
-    config = load_config(path, overrides, option=option)
+    config = parsed.validated()
     if not isinstance(config, kind):
         (wanted,) = get_args(kind.model_fields["kind"].annotation)
         raise BadInput(
-            f"{path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}"
+            f"{parsed.path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {wanted}"
         )
-    overrides, of_layout = _with_data_parallel_size(config, overrides)
+    parsed, of_layout = _with_data_parallel_size(config, parsed)
     is_here = gpu_memory is None and not in_job and config.launch.nodes is None
     notes: list[str] = []
 
@@ -120,7 +116,7 @@ def load(
         if gpu_memory is None and getattr(config, "resume", None) is None:
             yield from unless("launch.runs_dir", check_can_be_made, "launch.runs_dir", config.launch.runs_dir)
 
-    config = load_config(path, overrides, files=True, check=check, notes=notes, option=option)
+    config = parsed.validated(files=True, check=check, notes=notes)
     for note in notes:
         print(f"# {note}", flush=True)
     return config
@@ -131,18 +127,18 @@ def load(
 
 
 def _with_data_parallel_size(
-    config: RunConfig | SftConfig, overrides: Sequence[str]
-) -> tuple[Sequence[str], list[Finding]]:
-    """``overrides`` with a number in the place of ``layout.dp=auto``; without one where there is none, and
+    config: RunConfig | SftConfig, parsed: ParsedConfig
+) -> tuple[ParsedConfig, list[Finding]]:
+    """``parsed`` with a number in the place of ``layout.dp=auto``; without one where there is none, and
     why."""
     if config.layout.dp != "auto":
-        return overrides, []
+        return parsed, []
     nodes = config.launch.nodes if isinstance(config, RunConfig) else None
     try:
         layout = config.layout.resolved(_learner_gpus(config, nodes) or config.layout.smallest().world_size)
     except ValueError as error:
-        return overrides, [("layout.dp", str(error))]
-    return [*overrides, f"layout.dp={layout.dp}"], []
+        return parsed, [("layout.dp", str(error))]
+    return parsed.with_overrides([f"layout.dp={layout.dp}"]), []
 
 
 def _learner_gpus(config: RunConfig | SftConfig, nodes: NodesConfig | None) -> int:

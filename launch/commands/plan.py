@@ -6,7 +6,7 @@ import yaml
 
 from configs.loader import load_config
 from configs.schema import RunConfig
-from configs.schema.layout import ONE_PROCESS, LayoutConfig, layout_text
+from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text
 from launch.checks.config import BadInput
 from parallel.planning import memory
 from parallel.planning.layout import read_hf_config
@@ -22,7 +22,7 @@ def print_plans(
     """The ``count`` best pairs with their reasons, then the best as YAML. Raises BadInput where nothing fits."""
     # The config's own layout is not what is planned: it may not even fit, such as a dp that does not divide
     # the minibatches.
-    config = load_config(config_path, [*overrides, *ONE_PROCESS])
+    config = load_config(config_path, [*overrides, *as_overrides(ONE_PROCESS)])
     if not isinstance(config, RunConfig):
         raise BadInput(
             f"{config_path}: kind: {config.kind} has no rollout to plan for; this command takes kind: train"

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.loader import load_config
+from configs.loader import parse_config
 from configs.schema import RunConfig
 from launch.checks import config as checks
 from launch.checks.config import BadInput
@@ -26,14 +26,15 @@ def prepare(config_path: Path, overrides: list[str], *, endpoint: str | None = N
         endpoint: HOST:PORT at which the learner's first node can be reached by its others; None: this host,
         and a port that is free now.
     """
-    given = load_config(config_path, overrides)
+    parsed = parse_config(config_path, overrides)
+    given = parsed.validated()
     # First: without nodes the devices that are checked would be those of this machine.
     if isinstance(given, RunConfig) and given.launch.nodes is None:
         raise BadInput(
             f"{config_path}: launch.nodes is not given, so this run is on one machine: start it with `tandem train`, or give "
             "launch.nodes.learner and launch.nodes.rollout"
         )
-    config = checks.load(config_path, overrides, RunConfig, runs=checks.TRAINING)
+    config = checks.load(parsed, RunConfig, runs=checks.TRAINING)
     nodes = config.launch.nodes
     try:
         ranks = learner_ranks_per_node(config)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.loader import load_config, resolved_yaml
+from configs.loader import parse_config, resolved_yaml
 from configs.schema import RunConfig
 from launch.checks import config as checks
 from launch.checks.config import BadInput
@@ -52,14 +52,15 @@ def _slurm(
     elements = slurm_script.elements(arrays)
     if submit:
         slurm_script.require_sbatch()
-    given = load_config(config_path, overrides)
+    parsed = parse_config(config_path, overrides)
+    given = parsed.validated()
     on_gpus = isinstance(given, RunConfig) and given.launch.nodes is None and given.launch.slurm.gpus != 0
     if on_gpus and given.layout.dp == "auto":
         raise ValueError(
             "layout.dp=auto takes the GPUs of this machine, not those of the job's node; set layout.dp, or launch.nodes"
         )
     where = {"runs": checks.TRAINING, "gpu_memory": gpu_memory, "in_job": True}
-    configs = [checks.load(config_path, [*overrides, *element], RunConfig, **where) for element in elements]
+    configs = [checks.load(parsed.with_overrides(element), RunConfig, **where) for element in elements]
     if gpu_memory is not None and not gpus_of_node(configs[0]):
         raise ValueError(
             f"--gpu-memory {gpu_memory:g}: the job asks for no GPUs ({slurm_script.DECIDED['gpus']}); leave it out"

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.loader import ConfigError, load_config, resolved_yaml
+from configs.loader import ConfigError, load_config, parse_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import LayoutConfig
 from launch.checks import config as checks
-from launch.checks.config import EVALUATION, TRAINING, WARM_START, BadInput
+from launch.checks.config import EVALUATION, TRAINING, WARM_START, BadInput, LoadWith
 from launch.commands.dry_run import print_dry_run
 from launch.processes import run_folder, stopping
 from launch.processes.heartbeat import Watch
@@ -38,16 +38,17 @@ WITHOUT_NODES = f"set {HERE}"
 def train(
     config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
 ) -> RunFolder | None:
+    parsed = parse_config(config_path, overrides)
     if dry_run:
         print_dry_run(
-            checks.load(config_path, overrides, RunConfig, runs=TRAINING, gpu_memory=gpu_memory),
+            checks.load(parsed, RunConfig, runs=TRAINING, gpu_memory=gpu_memory),
             TRAINING,
             gpu_memory,
         )
         return None
     _refuse_other_machines(gpu_memory)
     instead = "use `tandem slurm`, `tandem prepare`, or remove it"
-    config = checks.load(config_path, overrides, RunConfig, runs=TRAINING, instead_of_nodes=instead)
+    config = checks.load(parsed, RunConfig, runs=TRAINING, instead_of_nodes=instead)
     folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
     ending = stopping.ending(folder)
@@ -62,10 +63,10 @@ def train(
             _wait_ready(supervisor, folder, config)
             outcome = stopping.wait_for_learner(supervisor, signals, timeout_s=config.launch.stop_timeout_s)
     except RoleFailed as failure:
-        raise RoleFailed(f"{failure}\n{_what_is_left(folder)}") from failure
+        raise RoleFailed(f"{failure}\n{_what_is_left(folder, config)}") from failure
     if isinstance(outcome, stopping.Stopped):
         raise stopping.RunStopped(_how_to_go_on(folder, outcome))
-    print_result(folder)
+    print_result(folder, config)
     return folder
 
 
@@ -82,11 +83,11 @@ def causes_told(folder: RunFolder, config: RunConfig, supervisor: Supervisor) ->
             raise RoleFailed("\n".join([*causes, str(failure)])) from failure
 
 
-def _what_is_left(folder: RunFolder) -> str:
+def _what_is_left(folder: RunFolder, config: RunConfig) -> str:
     """Of a run that failed: what was saved, and the command that goes on from it."""
     newest = folder.newest_checkpoint()
     if newest is None:
-        every = "" if load_config(folder.config, []).checkpoint.every else " (checkpoint.every is 0)"
+        every = "" if config.checkpoint.every else " (checkpoint.every is 0)"
         return f"Nothing was saved{every}. When the cause is mended, start again with `tandem train {folder.config}`"
     return f"Saved: step {step_of(newest)}, in {newest}. When the cause is mended, go on with `tandem resume {folder.path}`"
 
@@ -109,8 +110,7 @@ def sft(
     config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
 ) -> Path | None:
     config = checks.load(
-        config_path,
-        overrides,
+        parse_config(config_path, overrides),
         SftConfig,
         runs=WARM_START,
         gpu_memory=gpu_memory,
@@ -132,8 +132,7 @@ def evaluate(
     config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
 ) -> float | None:
     config = checks.load(
-        config_path,
-        overrides,
+        parse_config(config_path, overrides),
         RunConfig,
         runs=EVALUATION,
         gpu_memory=gpu_memory,
@@ -293,7 +292,7 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
                 supervisor.start(role("replay-rank", folder, config))
                 supervisor.wait_until_done("replay-rank")
         else:
-            replays.write_results(folder, step, corrections, with_gradients=False)
+            replays.write_results(folder, config, step, corrections, with_gradients=False)
     except ValueError as error:
         raise BadInput(f"RUN {run}: {error}") from error
     result = replays.read_result(folder, step)
@@ -311,14 +310,22 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
     """See ``launch/studies/verify_sync.py``; whether everything agreed."""
     from launch.studies import verify_sync as verification
 
-    def load(option: str, more: Sequence[str]) -> RunConfig:
-        return checks.load(config_path, [*overrides, HERE], RunConfig, option=(option, more))
-
     try:
+        load = _loading_with_options(config_path, overrides)
         configs, tps = verification.make_plan(learners, rollouts, load, gpus=checks.gpus_here())
     except ValueError as error:
         raise BadInput(str(error)) from error
     return verification.run(configs, tps, role)
+
+
+def _loading_with_options(config_path: Path, overrides: list[str]) -> LoadWith:
+    """The config on this machine, as an option of a study says otherwise; its files are read here, once."""
+    parsed = parse_config(config_path, [*overrides, HERE])
+
+    def load(option: str, more: Sequence[str]) -> RunConfig:
+        return checks.load(parsed.with_overrides(more, where=option), RunConfig)
+
+    return load
 
 
 def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Path:
@@ -326,9 +333,11 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
     from launch.studies import mismatch as study
     from launch.studies.mismatch_plan import make_plan
 
+    load_checked = _loading_with_options(config_path, overrides)
+
     def load(option: str, more: Sequence[str]) -> RunConfig:
         try:
-            config = checks.load(config_path, [*overrides, HERE], RunConfig, option=(option, more))
+            config = load_checked(option, more)
             checks.check_served_as_saved(config, "mismatch")
             return config
         except (ConfigError, BadInput) as error:
@@ -453,7 +462,7 @@ def _progress(text: str) -> Callable[[float], None]:
     return tell
 
 
-def print_result(folder: RunFolder) -> None:
+def print_result(folder: RunFolder, config: RunConfig) -> None:
     """What the run has reached, where it lies, and what one may do with it next; paths and commands hold in
     any folder."""
     from trainer.tracking.mlflow_thread import tracking_uri, without_password
@@ -464,7 +473,7 @@ def print_result(folder: RunFolder) -> None:
         before = summary["accuracy_before"]
         text = f"{before:.1%} before, " if before is not None else ""
         print(f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {summary['steps']} steps")
-    uri = without_password(tracking_uri(load_config(folder.config, []), folder.path))
+    uri = without_password(tracking_uri(config, folder.path))
     page, model = folder.path / "report.html", folder.hf
     print(f"report:      {page} (open it in a browser)")
     print(f"model:       {model} (Hugging Face format)")

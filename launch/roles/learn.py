@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from configs.loader import load_config
 from configs.schema import RunConfig
 from launch.processes.addresses import own_address
 from launch.processes.placement import serve_roles
@@ -30,7 +29,7 @@ PROBE_PROMPT = [2 + i % 8 for i in range(12)]
 PROBE_TOKENS = 4
 
 
-def learn(folder: RunFolder, doing: Callable[[str], None] = lambda what: None) -> None:
+def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
     """One Megatron rank (torchrun sets RANK, WORLD_SIZE, MASTER_ADDR): build everything, train, export."""
     began = time.perf_counter()
     import torch.distributed as dist
@@ -41,7 +40,7 @@ def learn(folder: RunFolder, doing: Callable[[str], None] = lambda what: None) -
     from trainer.report.page import write_report
 
     listener = StopListener(folder, is_first_rank=os.environ.get("RANK", "0") == "0")
-    run = replace(build_run(folder, listener.reason), doing=doing)
+    run = replace(build_run(folder, config, listener.reason), doing=doing)
     if run.learner.is_first_rank:
         folder.announce("learn", {"pid": os.getpid(), "host": socket.gethostname()})
     gc.freeze()  # what start-up made lives as long as the run: walking through it again and again would cost a tenth of a second each time
@@ -65,7 +64,7 @@ def learn(folder: RunFolder, doing: Callable[[str], None] = lambda what: None) -
             run.learner.save_hf(folder.hf)
             if run.tracker is not None:
                 write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
-                for artifact in (write_report(folder.path), folder.figures, folder.summary):
+                for artifact in (write_report(folder.path, config), folder.figures, folder.summary):
                     run.tracker.artifact(artifact)
     except INTERRUPTIONS as interruption:
         is_stop = isinstance(interruption, StopRequested)
@@ -80,7 +79,9 @@ def learn(folder: RunFolder, doing: Callable[[str], None] = lambda what: None) -
     end_run(run)
 
 
-def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lambda: None) -> "Run":
+def build_run(
+    folder: RunFolder, config: RunConfig, stop_requested: Callable[[], str | None] = lambda: None
+) -> "Run":
     """Everything that ``train`` needs on this rank, resumed where the run folder holds a checkpoint."""
     from parallel.megatron.platform import collective_backend, init_distributed
     from trainer.checkpointing import Checkpointer
@@ -92,7 +93,6 @@ def build_run(folder: RunFolder, stop_requested: Callable[[], str | None] = lamb
     from trainer.turns import OwnDevices, SharedDevices
     from trainer.weight_sync import WeightSync
 
-    config: RunConfig = load_config(folder.config, [])
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     colocated = config.launch.placement == "colocated"
     if colocated:

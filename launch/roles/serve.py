@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from configs.loader import load_config
 from configs.schema import RunConfig
 from launch.processes.addresses import own_address
 from launch.processes.placement import serve_roles, servers_on
@@ -16,10 +15,11 @@ from launch.processes.run_folder import RunFolder
 from rollout.servers.share import ServerShare
 
 
-def serve(folder: RunFolder, node: int = 0, doing: Callable[[str], None] = lambda what: None) -> None:
+def serve(
+    folder: RunFolder, config: RunConfig, node: int = 0, doing: Callable[[str], None] = lambda what: None
+) -> None:
     """Start the SGLang servers of one node, announce them when they are healthy, watch them until SIGTERM;
     all are gone at return."""
-    config: RunConfig = load_config(folder.config, [])
     shares = shares_of(folder, config, node)
     led = [f"replica-{share.replica}" for share in shares if share.node_rank == 0]
     for replica in led:  # before the imports, which take long: their other nodes may be looking already

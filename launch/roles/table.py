@@ -37,11 +37,9 @@ IN_JOB = "TANDEM_JOB"
 """In the environment of every role of a Slurm job, set by ``launch/slurm/inside_job.py``."""
 
 
-def sample(folder: RunFolder, doing: Callable[[str], None] = lambda what: None) -> None:
+def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
     """Hand groups to the learner until it says stop."""
     from rollout.sampling.role import run_sample_role
-
-    config: RunConfig = load_config(folder.config, [])
 
     def server_urls() -> list[str]:
         return wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)
@@ -66,20 +64,19 @@ def sample(folder: RunFolder, doing: Callable[[str], None] = lambda what: None) 
         folder.withdraw("sample")
 
 
-def supervised(folder: RunFolder) -> None:
+def supervised(folder: RunFolder, config: SftConfig) -> None:
     """One Megatron rank of a warm start."""
     import torch.distributed as dist
 
     from parallel.megatron.platform import init_distributed
     from trainer.sft import train_sft
 
-    config: SftConfig = load_config(folder.config, [])
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     train_sft(config, report=lambda line: print(line, flush=True))
     dist.destroy_process_group()
 
 
-def export(folder: RunFolder) -> None:
+def export(folder: RunFolder, config: RunConfig) -> None:
     """The newest checkpoint of a run into its ``export/`` folder; one process, whatever layout wrote it."""
     import torch.distributed as dist
 
@@ -87,9 +84,8 @@ def export(folder: RunFolder) -> None:
     from parallel.megatron.platform import init_distributed
     from trainer.learner import Learner
 
-    config: RunConfig = load_config(folder.config, [*ONE_PROCESS])
     init_distributed(timeout_s=config.launch.collective_timeout_s)
-    learner = Learner.of_policy_alone(config)
+    learner = Learner.of_policy_alone(config.model_copy(update={"layout": ONE_PROCESS}))
     newest_first = reversed(step_folders(folder.checkpoints).values())
     (whole,), damaged = newest_whole([step] for step in newest_first)
     for wrong in damaged.values():
@@ -99,7 +95,7 @@ def export(folder: RunFolder) -> None:
     dist.destroy_process_group()
 
 
-def replay(folder: RunFolder) -> None:
+def replay(folder: RunFolder, config: RunConfig) -> None:
     """What the request file asks of a recorded step, with gradients of the parameters; one process, whatever
     layout trained."""
     import torch.distributed as dist
@@ -107,9 +103,8 @@ def replay(folder: RunFolder) -> None:
     from launch.studies.replay import answer_request
     from parallel.megatron.platform import init_distributed
 
-    config: RunConfig = load_config(folder.config, [])
     init_distributed(timeout_s=config.launch.collective_timeout_s)
-    answer_request(folder)
+    answer_request(folder, config)
     dist.destroy_process_group()
 
 
@@ -173,7 +168,7 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with Pulse(folder, beat, timeout_s=config.launch.heartbeat_timeout_s) as pulse:
-            run(folder, **({"doing": pulse.doing} if name in SIDES else {}))
+            run(folder, config, **({"doing": pulse.doing} if name in SIDES else {}))
     except BaseException as error:
         # Nothing may interrupt or stop the way out, whatever fails on it (a full disk, the SIGTERM of a
         # peer's failure).

@@ -93,7 +93,7 @@ def run_job(run: Path) -> int:
             outcome = _outcome_seen(folder, config)
         if not isinstance(outcome, stopping.Finished):
             return _after(folder, config, job, outcome, signals.received())
-        commands.print_result(folder)
+        commands.print_result(folder, config)
         return 0
 
 

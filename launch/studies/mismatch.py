@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from configs.loader import load_config, resolved_yaml
+from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from launch.processes import run_folder
 from launch.processes.placement import serve_roles
@@ -125,14 +125,13 @@ def _prepared(part: Part, out: Path) -> RunFolder:
 # roles
 
 
-def draw(folder: RunFolder) -> None:
+def draw(folder: RunFolder, config: RunConfig) -> None:
     """The mismatch-draw role: what request.json asks of the servers of this folder."""
     from rollout.client import GenerationError
     from rollout.sampling.fixed_samples import fixed_prompts
     from rollout.sampling.role import load_checked_task
     from rollout.tokenization import end_token_ids
 
-    config: RunConfig = load_config(folder.config, [])
     request = json.loads((folder.path / "request.json").read_text())
     tokenizer, task = load_checked_task(config)
     prompts = fixed_prompts(task, request["prompts"], seed=config.seed)
@@ -230,7 +229,7 @@ async def _prefill(folder: RunFolder, config: RunConfig, samples: Path, url: str
     write_tensors(folder.path / "prefill.safetensors", found)
 
 
-def score(folder: RunFolder) -> None:
+def score(folder: RunFolder, config: RunConfig) -> None:
     """The score-rank role, all ranks: what request.json asks of the learner's engine in this folder's layout."""
     import torch.distributed as dist
 
@@ -238,7 +237,6 @@ def score(folder: RunFolder) -> None:
     from trainer.studies.layout_scoring import Scorer, score_under_switches
     from trainer.studies.layout_statistics import read_samples, write_tensors
 
-    config: RunConfig = load_config(folder.config, [])
     request = json.loads((folder.path / "request.json").read_text())
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     first = dist.get_rank() == 0

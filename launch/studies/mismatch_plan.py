@@ -173,7 +173,7 @@ def _rollout_words(text: str) -> list[str]:
 
 
 def _rollout_part(kind: str, text: str, load: LoadWith, gpus: int) -> Part:
-    overrides = list(ONE_PROCESS)
+    overrides = as_overrides(ONE_PROCESS)
     for word in _rollout_words(text):
         name, _, value = word.partition("=")
         if name in ("attention", "deterministic") and not gpus:
@@ -218,7 +218,7 @@ def _parts_of_why(request: Request, load: LoadWith, gpus: int) -> tuple[list[Par
     server = _rollout_part("rollout", request.rollouts[0], load, gpus).config.rollout
     other = "float32" if server.dtype != "float32" else "bfloat16"
     if server.temperature == 1.0:  # at any other, servers score nothing
-        overrides = [*ONE_PROCESS, f"rollout.tp={server.tp}", f"rollout.dtype={other}"]
+        overrides = [*as_overrides(ONE_PROCESS), f"rollout.tp={server.tp}", f"rollout.dtype={other}"]
         parts.append(
             Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=load("--why", overrides))
         )

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.errors import did_you_mean
-from configs.loader import load_config
 from configs.presets import ALIASES, PRESETS
 from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
@@ -62,14 +61,20 @@ def write_request(folder: RunFolder, step: int, names: Sequence[str]) -> None:
     write_json(request_file(folder), {"step": step, "corrections": list(names)})
 
 
-def answer_request(folder: RunFolder) -> None:
+def answer_request(folder: RunFolder, config: RunConfig) -> None:
     """In a process group of one."""
     request = json.loads(request_file(folder).read_text())
-    write_results(folder, request["step"], corrections_named(request["corrections"]), with_gradients=True)
+    corrections = corrections_named(request["corrections"])
+    write_results(folder, config, request["step"], corrections, with_gradients=True)
 
 
 def write_results(
-    folder: RunFolder, step: int, corrections: Mapping[str, CorrectionConfig], *, with_gradients: bool
+    folder: RunFolder,
+    config: RunConfig,
+    step: int,
+    corrections: Mapping[str, CorrectionConfig],
+    *,
+    with_gradients: bool,
 ) -> None:
     """Replay in this process and write ``result_file``: the step's own correction first, then
     ``corrections``.
@@ -79,10 +84,9 @@ def write_results(
     from trainer.recording import read_batch
     from trainer.studies.replay import of_logprobs, of_parameters, replay
 
-    config: RunConfig = load_config(folder.config, [])
     recorded = read_batch(batch_file(folder.batches, step))
     gradient = (
-        of_parameters(_engine_before(folder, step), temperature=config.rollout.temperature)
+        of_parameters(_engine_before(folder, config, step), temperature=config.rollout.temperature)
         if with_gradients
         else of_logprobs
     )
@@ -131,12 +135,11 @@ def starting_weights(folder: RunFolder, step: int) -> Path | None:
     return kept[step - 1]
 
 
-def _engine_before(folder: RunFolder, step: int):
+def _engine_before(folder: RunFolder, config: RunConfig, step: int):
     from trainer.learner import Learner
 
-    config: RunConfig = load_config(folder.config, [*ONE_PROCESS])
     engine = Learner.of_policy_alone(
-        config
+        config.model_copy(update={"layout": ONE_PROCESS})
     ).engine  # ref log-probs are recorded, and a critic's loss is no part of a replay
     checkpoint = starting_weights(folder, step)
     if checkpoint is not None:

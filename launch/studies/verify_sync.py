@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.loader import load_config, resolved_yaml
+from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig, as_overrides, layout_text, parse_layout
 from launch.checks.config import LoadWith, check_server_gpus
@@ -372,7 +372,7 @@ def _few(names: Sequence[str]) -> str:
 # each rank of a learner
 
 
-def send_other_weights(folder: RunFolder) -> None:
+def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
     """Load weights that no server holds, export them, and send them to all servers of the request as a
     training run does."""
     import torch.distributed as dist
@@ -385,7 +385,6 @@ def send_other_weights(folder: RunFolder) -> None:
     from trainer.learner import Learner
     from trainer.weight_sync import WeightSync
 
-    config: RunConfig = load_config(folder.config, [])
     timeout_s = config.launch.collective_timeout_s
     init_distributed(timeout_s=timeout_s)
     learner = Learner.of_policy_alone(config)

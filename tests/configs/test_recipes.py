@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 from typer.testing import CliRunner
 
-from configs.loader import ConfigError, load_config
+from configs.loader import ConfigError, load_config, parse_config
 from configs.presets import preset_name
 from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig, layout_text
@@ -147,7 +147,9 @@ def memory_of(config: RunConfig, gpu_bytes: int) -> tuple[LearnerMemory, Rollout
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_recipe_is_valid_fits_its_gpus_and_is_planned(case):
-    config = checks.load(case.file, case.overrides, RunConfig)  # model, files of the task, layouts, reward
+    config = checks.load(
+        parse_config(case.file, case.overrides), RunConfig
+    )  # model, files of the task, layouts, reward
     assert config.layout.dp != "auto"
     assert check_placement(config) == []
     nodes = config.launch.nodes
@@ -270,7 +272,7 @@ def test_an_fp8_rollout_is_refused_without_gpus_before_a_start(tree):
     with pytest.raises(ConfigError, match=r"rollout\.quantization=fp8 needs NVIDIA GPUs"):
         commands.train(file, [over("fp8_rollout")])
     with pytest.raises(ConfigError, match="cannot update a llama model while it serves it in FP8"):
-        checks.load(RECIPES / "llama3_1_8b.yaml", [over("fp8_rollout")], RunConfig)
+        checks.load(parse_config(RECIPES / "llama3_1_8b.yaml", [over("fp8_rollout")]), RunConfig)
     with pytest.raises(ConfigError, match=r"`tandem eval` serves model\.path as it stands"):
         commands.evaluate(file, ["rollout.quantization=fake_int8"])
     with pytest.raises(checks.BadInput, match="what quantised servers hold is not what was sent"):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.loader import ConfigError, load_config
+from configs.loader import ConfigError, load_config, parse_config
 from configs.schema import RunConfig, SftConfig
 from launch import cli
 from launch.checks import config as checks
@@ -82,9 +82,10 @@ def refused(tmp_path: Path, *arguments: str) -> str:
 def test_auto_is_as_many_copies_as_ep_allows_and_gpus_hold(tmp_path, model, monkeypatch):
     def world_size(gpus: int, *overrides: str) -> int:
         monkeypatch.setattr(checks, "gpus_here", lambda: gpus)
-        resolved, problems = checks._with_data_parallel_size(load_config(file, overrides), overrides)
+        parsed = parse_config(file, overrides)
+        resolved, problems = checks._with_data_parallel_size(parsed.validated(), parsed)
         assert problems == []
-        return load_config(file, resolved).layout.world_size
+        return resolved.validated().layout.world_size
 
     file = config_file(tmp_path, model)
     assert [

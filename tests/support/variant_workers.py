@@ -125,7 +125,7 @@ def run_rank(path: Path) -> None:
     from launch.roles import learn as learning
 
     folder = RunFolder(path)
-    run = learning.build_run(folder)
+    run = learning.build_run(folder, load_config(folder.config))
     starting = dict(run.learner.engine.export_hf())
     found = {}
     with run.tracker or contextlib.nullcontext():

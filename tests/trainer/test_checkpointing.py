@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from configs.loader import load_config, resolved_yaml
+from configs.loader import load_config
 from configs.schema.launch import RecordEvery
 from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import KLConfig
@@ -139,7 +139,6 @@ def test_every_rank_looks_for_servers_and_sample_role_by_itself(tmp_path, monkey
     """In a collective with rank 0, which also waits for them, the others would give up after
     collective_timeout_s."""
     config = load_config(RECIPE, ["model.path=model", f"launch.placement={placement}"])
-    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
     folder, asked = RunFolder(tmp_path), []
 
     class Ready(Exception):
@@ -153,7 +152,7 @@ def test_every_rank_looks_for_servers_and_sample_role_by_itself(tmp_path, monkey
     monkeypatch.setattr(learning, "wait_for_servers", lambda folder, names, **unused: asked.extend(names))
     monkeypatch.setattr(RunFolder, "wait_for_address", wait_for_address)
     with pytest.raises(Ready, match="sample"):
-        learning.build_run(folder)
+        learning.build_run(folder, config)
     assert asked == ["serve"]
 
 

@@ -78,12 +78,13 @@ class _Run:
         return self.recorded.get(metric)
 
 
-def write_report(run_dir: Path) -> Path:
+def write_report(run_dir: Path, config: RunConfig | None = None) -> Path:
     """Write ``figures/*.png`` and ``report.html`` of a run, finished or not; returns the path of the page.
 
+    config: of the run; None: as its folder holds it.
     Raises ValueError where the folder is not that of a training run.
     """
-    run = _read_run(run_dir)
+    run = _read_run(run_dir, config)
     figures = run_dir / "figures"
     figures.mkdir(exist_ok=True)
     shown = []
@@ -104,7 +105,7 @@ def write_report(run_dir: Path) -> Path:
 # reading
 
 
-def _read_run(run_dir: Path) -> _Run:
+def _read_run(run_dir: Path, config: RunConfig | None) -> _Run:
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not a folder; name the folder of a run, for example runs/latest")
     missing = [name for name in ("config.yaml", "metrics.jsonl") if not (run_dir / name).is_file()]
@@ -113,7 +114,7 @@ def _read_run(run_dir: Path) -> _Run:
             f"{run_dir} is not the folder of a training run: it has no {' and no '.join(missing)}; name one under runs/"
         )
     try:
-        config = load_config(run_dir / "config.yaml")
+        config = config or load_config(run_dir / "config.yaml")
     except ConfigError as error:
         raise ValueError(
             f"{run_dir}/config.yaml is not a config of this version of tandem; correct or restore it:\n{error}"

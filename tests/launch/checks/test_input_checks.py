@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from configs.errors import ConfigError, Problem
+from configs.loader import parse_config
 from configs.schema import RunConfig, SftConfig
 from launch.checks import config as checks
 from launch.checks import inputs as input_checks
@@ -58,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def problems(*overrides: str, config: str = "run.yaml") -> list[Problem]:
     kind = SftConfig if config == "sft.yaml" else RunConfig
     try:
-        checks.load(Path(config), list(overrides), kind)
+        checks.load(parse_config(config, overrides), kind)
     except ConfigError as error:
         return list(error.problems)
     return []

@@ -225,7 +225,7 @@ def test_the_nodes_of_a_replica_meet_at_its_first_one(tmp_path, model):
 
 def test_servers_forget_where_their_replicas_met_in_an_earlier_life(tmp_path, model, monkeypatch):
     """A file that a killed first node left behind would send the others to an address at which nobody is."""
-    overridden = load_config(config_file(tmp_path, model), ["rollout.tp=2", "rollout.replicas=1"])
+    config = load_config(config_file(tmp_path, model), ["rollout.tp=2", "rollout.replicas=1"])
     folder = RunFolder(tmp_path)
 
     class Looked(Exception):
@@ -234,14 +234,13 @@ def test_servers_forget_where_their_replicas_met_in_an_earlier_life(tmp_path, mo
     def look(*_):
         raise Looked(folder.read_address("replica-0"))
 
-    monkeypatch.setattr(serving, "load_config", lambda *_: overridden)
     monkeypatch.setattr(serving, "own_address", lambda _: "127.0.0.1")
     monkeypatch.setattr(serving, "meeting_points", look)
     monkeypatch.setattr(serving.signal, "getsignal", lambda _: serving.signal.SIG_IGN)
     for node, left in ((1, {"address": "dead:1"}), (0, None)):  # the second node has no say in it
         folder.announce("replica-0", {"address": "dead:1"})
         with pytest.raises(Looked) as looked:
-            serving.serve(folder, node)
+            serving.serve(folder, config, node)
         assert looked.value.args == (left,)
 
 

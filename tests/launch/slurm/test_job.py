@@ -494,7 +494,7 @@ def test_the_rollout_side_of_a_job_outlasts_the_sigterm_that_slurm_sends_to_all(
         from pathlib import Path
         from launch.roles import table as roles
         from launch.processes.run_folder import RunFolder
-        def body(folder, **place):
+        def body(folder, config, **place):
             os.kill(os.getpid(), signal.SIGTERM)
         roles.serve = roles.ROLES["sample"] = body
         roles.run_role({role!r}, RunFolder(Path({str(stage.folder.path)!r})))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from configs.loader import parse_config
 from configs.schema import RunConfig
 from launch.checks import config as checks
 from launch.processes.supervisor import Role, RoleFailed, StartRole
@@ -100,9 +101,13 @@ def request(**changes) -> Request:
     return Request(**defaults | changes)
 
 
+def loading(file):
+    parsed = parse_config(file)
+    return lambda option, more: checks.load(parsed.with_overrides(more, option), RunConfig)
+
+
 def loaded(tmp_path, model):
-    file = config_file(tmp_path, model)
-    return lambda option, more: checks.load(file, [], RunConfig, option=(option, more))
+    return loading(config_file(tmp_path, model))
 
 
 def test_each_layout_is_a_part_with_its_own_config(tmp_path, model):
@@ -168,9 +173,7 @@ def test_more_prompts_than_a_file_holds_are_refused(tmp_path, model):
     task = {"type": "jsonl", "train_path": str(tmp_path / "train.jsonl"), "apply_chat_template": False}
     file = config_file(tmp_path, model, task=task, reward={"type": "gsm8k"})
 
-    def load(option, more):
-        return checks.load(file, [], RunConfig, option=(option, more))
-
+    load = loading(file)
     make_plan(request(prompts=8), load, gpus=0)
     with pytest.raises(
         ValueError, match=r"--prompts 9: .*train\.jsonl holds 8 training prompts; ask for at most so many"
