@@ -33,7 +33,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -70,56 +70,46 @@ _ROOT = Shape.of(AnyConfig)
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, files: bool = False, notes: list[str] | None = None
 ) -> RunConfig | SftConfig:
-    """The config of a YAML file (with what it extends) and dotted overrides; see ``parse_config`` and
-    ``ParsedConfig.validated``."""
+    """``parse_config`` and ``ParsedConfig.validated`` in one."""
     return parse_config(path, overrides).validated(files=files, notes=notes)
 
 
 def parse_config(path: str | Path, overrides: Sequence[str] = ()) -> "ParsedConfig":
-    """The files of a config, read once, under its overrides.
-
-    path: relative to the current folder, like every path inside the config. overrides: see
-    ``ParsedConfig.with_overrides``. Raises ConfigError where a file cannot be read.
-    """
+    """A YAML file, what it extends, and dotted overrides; ``path`` is relative to the current folder, like
+    every path inside the config. Problems wait for ``validated``."""
     unreadable: list[Problem] = []
     layers = _read_file(Path(path), (), COMMAND_LINE, unreadable, field="CONFIG")
-    files = ParsedConfig(path=Path(path), layers=layers, overrides=Value({}, COMMAND_LINE), problems=())
-    return files.with_overrides(overrides, unreadable=unreadable)
+    files = ParsedConfig(Path(path), layers, Value({}, COMMAND_LINE), unreadable, ())
+    return files.with_overrides(overrides)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ParsedConfig:
-    """A config as its files and overrides say it, not yet validated: it can be, more than once, without its
-    files being read again."""
+    """A config's files, read once, and its overrides: as many configs as are needed can be made of them."""
 
     path: Path
     layers: Sequence[Value]
     """Of the files, lowest first."""
     overrides: Value
     """All of them, as one layer over those of the files."""
+    unreadable: Sequence[Problem]
+    """Files."""
     problems: Sequence[Problem]
-    """With overrides; ``validated`` raises them, beside its own."""
+    """With overrides."""
 
-    def with_overrides(
-        self, overrides: Sequence[str], where: str = COMMAND_LINE, *, unreadable: Iterable[Problem] = ()
-    ) -> "ParsedConfig":
+    def with_overrides(self, overrides: Sequence[str], where: str = COMMAND_LINE) -> "ParsedConfig":
         """This config with further overrides.
 
         overrides: ``key.sub=value``, the value read as YAML; ``extends=FILE`` lays a further file (or a list
-        of them) over the files; each of several lays its own over those before.
-        where: the place that problems name: the command's option that stands for these overrides, such as
-        ``--learner tp=2``. unreadable: problems with the files below.
-        Raises ConfigError where a file cannot be read.
+        of them) over the others. where: their place in problems: the command line, or the command's option
+        that they stand for, such as ``--learner tp=2``.
         """
-        problems, missing = [*self.problems], [*unreadable]
-        layer, extended = _read_overrides(overrides, where, self.overrides, problems)
-        layers = [*self.layers]
+        layers, unreadable, problems = [*self.layers], [*self.unreadable], [*self.problems]
+        overridden, extended = _read_overrides(overrides, where, self.overrides, problems)
         for extends in extended:
-            for name, at in _extended_names(extends, missing):
-                layers += _read_file(Path(name), (), at, missing)
-        if missing:
-            raise ConfigError([*missing, *problems])
-        return replace(self, layers=layers, overrides=layer, problems=problems)
+            for name, at in _extended_names(extends, unreadable):
+                layers += _read_file(Path(name), (), at, unreadable)
+        return ParsedConfig(self.path, layers, overridden, unreadable, problems)
 
     def validated(
         self,
@@ -135,6 +125,8 @@ class ParsedConfig:
         that set its fields. notes: a list to which is added how another system's names and block
         (``correction.verl``) were understood, one line per key.
         """
+        if self.unreadable:
+            raise ConfigError([*self.unreadable, *self.problems])
         problems, renamed = [*self.problems], []
         layers = [*self.layers, self.overrides] if self.overrides.data else self.layers
         layers = [in_our_names(layer, problems, renamed) for layer in layers]
