@@ -169,15 +169,15 @@ class servers:
     """A real SGLang server's control, or None."""
 
     def __init__(self, model: Path, scratch: Path, wanted: bool):
-        from configs.schema.rollout import RolloutConfig
+        from configs.schema import RunConfig
+        from rollout.servers.command import ServerSpec
         from rollout.servers.fleet import ServerFleet
 
         self._fleet = None
         if wanted:
-            config = RolloutConfig(dtype="float32", max_total_tokens=4096)
-            self._fleet = ServerFleet(
-                config, model_path=model, log_dir=scratch / "logs", threads=1, cuda=False, seed=0
-            )
+            rollout = {"dtype": "float32", "max_total_tokens": 4096}
+            config = RunConfig(model={"path": model}, task={"type": "countdown"}, rollout=rollout)
+            self._fleet = ServerFleet(ServerSpec(config=config, cuda=False), scratch / "logs")
 
     def __enter__(self):
         from rollout.servers.control import SGLangControl

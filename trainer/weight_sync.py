@@ -43,13 +43,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from configs.schema.rollout import Quantization
+from configs.schema.launch import LaunchConfig
+from configs.schema.rollout import RolloutConfig
 from parallel.megatron.groups import Groups
-from parallel.megatron.platform import has_cuda
+from parallel.megatron.platform import collective_backend, has_cuda
 from parallel.weights.fake_quantization import with_int8_matrices
 from parallel.weights.transfer import Bucket, Buffers, UnderWay, WeightBroadcaster, make_buckets
 from rollout.client import RolloutError
-from rollout.connections import PEER_TIMEOUT_S
 from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.control import ExpectedChecksums, Pending, Served, SGLangControl
@@ -58,6 +58,9 @@ from trainer.ranks.totals import on_first_rank
 from trainer.turns import OwnDevices
 
 GROUP = "tandem-weights"
+PROBE_PROMPT = [2 + i % 8 for i in range(12)]
+"""Any tokens will do for comparing two engines; ids this small exist in every vocabulary."""
+PROBE_TOKENS = 4
 EXACT_TOLERANCE = 1e-4
 """What a float32 learner and a float32 server may differ by: nats on a probe token, probability on any
 sampled token."""
@@ -94,61 +97,53 @@ class SyncResult:
 
 
 class WeightSync:
-    """``control`` is None on all ranks but the first."""
+    """Of all ranks together; each has one."""
 
     def __init__(
         self,
         learner: Learner,
         control: SGLangControl | None,
+        rollout: RolloutConfig,
+        launch: LaunchConfig,
         *,
-        rollout_dtype: str,
-        tensor_parallel: int,
-        backend: str,
-        temperature: float,
-        probe_prompt: list[int],
-        probe_tokens: int,
-        timeout_s: float,
         samples_are_probes: bool = False,
         address: str = "127.0.0.1",
-        quantization: Quantization = "none",
-        peer_timeout_s: float = PEER_TIMEOUT_S,
         turns: OwnDevices | None = None,
         key: RunKey | None = None,
     ):
-        """quantization: ``fake_int8`` rounds what is sent; see ``RolloutConfig``.
-        samples_are_probes: ``mismatch/logprob_gap_max`` of a step is of the weights that sampled it. address:
-        of this rank's host, where the servers reach it if it is a sender. turns: None where the servers have
-        devices of their own.
-        key: what the servers want proved."""
-        self._learner, self._control = learner, control
+        """control: None on all ranks but the first. samples_are_probes: ``mismatch/logprob_gap_max`` of a
+        step is of the weights that sampled it. address: of this rank's host, where the servers reach it if it
+        is a sender. turns: None where the servers have devices of their own. key: what the servers want
+        proved."""
+        self._learner, self._control, self._rollout = learner, control, rollout
         self._turns = turns or OwnDevices()
-        self._dtype = getattr(torch, rollout_dtype)
-        self._exact = (
-            rollout_dtype == "float32" and learner.engine.dtype == torch.float32 and quantization == "none"
-        )
-        self._rounds = quantization == "fake_int8"
-        self._temperature, self._probe_prompt, self._probe_tokens = temperature, probe_prompt, probe_tokens
+        self._dtype = getattr(torch, rollout.dtype)
+        both_are_float32 = self._dtype == learner.engine.dtype == torch.float32
+        self._exact = both_are_float32 and rollout.quantization == "none"
         # SGLang's checksum is SHA-256 of its tensors only on CPU, and experts it arranges in its own way;
         # there the probe stands alone.
         self._checks_bytes = not has_cuda() and learner.engine.architecture.experts is None
-        self._tensor_parallel = tensor_parallel
         self._samples_are_probes = samples_are_probes and self._checks_bytes
         self._sender: StageSender | None = None
         self._buffers = Buffers()
         urls = [control.urls if control is not None else None]
         dist.broadcast_object_list(urls, src=0)
         if learner.groups.is_stage_first:
+            timeout_s = launch.patience_s
             # The control of rank 0 serves its own stage too.
             of_stage = control or SGLangControl(
                 urls[0],
-                tensor_parallel=tensor_parallel,
+                tensor_parallel=rollout.tp,
                 timeout_s=timeout_s,
-                peer_timeout_s=peer_timeout_s,
+                peer_timeout_s=launch.peer_timeout_s,
                 key=key,
             )
+            # NCCL refuses two ranks of a group on one GPU; gloo takes a GPU's tensors through host memory.
+            # Not run on GPUs by this project.
+            backend = "gloo" if self._turns.are_shared else collective_backend()
             with in_turn(learner.groups):
                 self._sender = StageSender(
-                    of_stage, tensor_parallel, backend, timeout_s, address, stage=learner.groups.pp_rank
+                    of_stage, rollout.tp, backend, timeout_s, address, stage=learner.groups.pp_rank
                 )
 
     def publish(self) -> SyncResult:
@@ -194,7 +189,7 @@ class WeightSync:
         )  # rank 0's pipeline: all senders
         on_first_rank(self._control and (lambda: self._finish(version, of_stages)))
         self._turns.servers()
-        gap = None if self._samples_are_probes else self.probe(self._temperature)
+        gap = None if self._samples_are_probes else self.probe(self._rollout.temperature)
         total = sum(sent.bytes for sent in of_stages)
         return SyncResult(
             version=version, bytes=total, seconds=time.perf_counter() - started, max_logprob_gap=gap
@@ -203,7 +198,7 @@ class WeightSync:
     def _send_stage(self, version: int, opening: Pending | None) -> SentByRank:
         """This rank's part of the transfer of its pipeline stage."""
         exported = self._learner.engine.export_hf()
-        if self._rounds:
+        if self._rollout.quantization == "fake_int8":
             exported = with_int8_matrices(exported)
         sent = SentByRank()
         if self._sender is not None:
@@ -242,7 +237,7 @@ class WeightSync:
 
     def _new_checksums(self) -> ExpectedChecksums:
         return ExpectedChecksums(
-            tensor_parallel=self._tensor_parallel, kv_heads=self._learner.engine.architecture.num_kv_heads
+            tensor_parallel=self._rollout.tp, kv_heads=self._learner.engine.architecture.num_kv_heads
         )
 
     def _check_served(self, version: int, expected: Mapping[str, str], served: Served) -> None:
@@ -267,13 +262,13 @@ class WeightSync:
         """
         control = self._control
         ask = control and partial(
-            control.probe, self._probe_prompt, max_new_tokens=self._probe_tokens, temperature=temperature
+            control.probe, PROBE_PROMPT, max_new_tokens=PROBE_TOKENS, temperature=temperature
         )
         answers: list[list[Completion] | None] = [on_first_rank(ask)]
         dist.broadcast_object_list(answers, src=0)
         completions = answers[0]
         with self._turns.learner_there():
-            mine = self._learner.logprobs_of(self._probe_prompt, completions, temperature=temperature)
+            mine = self._learner.logprobs_of(PROBE_PROMPT, completions, temperature=temperature)
         theirs = [x for completion in completions for x in completion.rollout_logprobs]
         ours = [x for row in mine for x in row]
         # torch's maximum, unlike Python's, does not lose a NaN.

@@ -138,6 +138,12 @@ class LaunchConfig(Schema):
             )
         return self
 
+    @property
+    def patience_s(self) -> float:
+        """Of the learner with the rollout side: less than that of the ranks which wait in a collective
+        meanwhile, so that they hear what has failed."""
+        return 0.9 * self.collective_timeout_s
+
 
 class TrackingConfig(Schema):
     """Where MLflow records the run."""

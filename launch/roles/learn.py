@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 START_PROBE_TEMPERATURE = 0.7
 """Not 1: a server whose log-probs ignore the temperature would agree at 1."""
-PROBE_PROMPT = [2 + i % 8 for i in range(12)]
-"""Any tokens will do for comparing two engines; ids this small exist in every vocabulary."""
-PROBE_TOKENS = 4
 
 
 def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
@@ -83,7 +80,7 @@ def build_run(
     folder: RunFolder, config: RunConfig, stop_requested: Callable[[], str | None] = lambda: None
 ) -> "Run":
     """Everything that ``train`` needs on this rank, resumed where the run folder holds a checkpoint."""
-    from parallel.megatron.platform import collective_backend, init_distributed
+    from parallel.megatron.platform import init_distributed
     from trainer.checkpointing import Checkpointer
     from trainer.learner import Learner
     from trainer.loop import Run
@@ -113,19 +110,10 @@ def build_run(
     weight_sync = WeightSync(
         learner,
         control,
-        rollout_dtype=config.rollout.dtype,
-        tensor_parallel=config.rollout.tp,
-        # NCCL refuses two ranks of a group on one GPU; gloo takes a GPU's tensors through host memory. Not
-        # run on GPUs by this project.
-        backend="gloo" if colocated else collective_backend(),
-        temperature=config.rollout.temperature,
-        probe_prompt=PROBE_PROMPT,
-        probe_tokens=PROBE_TOKENS,
-        timeout_s=_patience_s(config),
+        config.rollout,
+        config.launch,
         samples_are_probes=config.compares_samples,
         address=own_address(config.launch.nodes),
-        quantization=config.rollout.quantization,
-        peer_timeout_s=config.launch.peer_timeout_s,
         turns=turns,
         key=folder.run_key(),
     )
@@ -206,7 +194,7 @@ def _connect(folder: RunFolder, config: RunConfig):
     urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s)
     address = folder.wait_for_address("sample", timeout_s=timeout_s)["address"]
     limits = {
-        "timeout_s": _patience_s(config),
+        "timeout_s": config.launch.patience_s,
         "peer_timeout_s": config.launch.peer_timeout_s,
         "key": folder.run_key(),
     }
@@ -226,9 +214,3 @@ def _connect_and_make_room(folder: RunFolder, config: RunConfig):
     remote, control = _connect(folder, config) if dist.get_rank() == 0 else (None, None)
     on_first_rank(control and (lambda: make_room(control, CACHE, WEIGHTS)))
     return remote, control
-
-
-def _patience_s(config: RunConfig) -> float:
-    """With the rollout side: less than that of the ranks which wait in a collective meanwhile, so that they
-    hear what has failed."""
-    return 0.9 * config.launch.collective_timeout_s

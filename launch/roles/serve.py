@@ -27,6 +27,7 @@ def serve(
 
     import torch
 
+    from rollout.servers.command import ServerSpec
     from rollout.servers.fleet import ServerFleet
 
     stop = threading.Event()
@@ -34,20 +35,8 @@ def serve(
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: stop.set())
     name, host = serve_roles(config)[node], own_address(config.launch.nodes)
-    fleet = ServerFleet(
-        config.rollout,
-        model_path=config.model.path,
-        log_dir=folder.logs,
-        threads=config.launch.threads_per_process,
-        cuda=torch.cuda.is_available(),
-        seed=config.seed,
-        shares=shares,
-        host=host,
-        meeting_points=meeting_points(folder, config, shares, host),
-        fp32_lm_head=config.model.fp32_lm_head,
-        lends_memory=config.launch.placement == "colocated",
-        key=folder.run_key(),
-    )
+    spec = ServerSpec(config=config, cuda=torch.cuda.is_available(), host=host, key=folder.run_key())
+    fleet = ServerFleet(spec, folder.logs, shares, meeting_points(folder, config, shares, host))
     try:
         fleet.start()
         fleet.wait_healthy(config.rollout.server_start_timeout_s, print, should_stop=stop.is_set)

@@ -377,8 +377,7 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
     training run does."""
     import torch.distributed as dist
 
-    from launch.roles.learn import PROBE_PROMPT, PROBE_TOKENS
-    from parallel.megatron.platform import collective_backend, init_distributed
+    from parallel.megatron.platform import init_distributed
     from parallel.weights.hf_files import PerturbedWeights
     from rollout.run_key import run_key
     from rollout.servers.control import SGLangControl
@@ -400,13 +399,8 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
         sync = WeightSync(
             learner,
             control,
-            rollout_dtype=config.rollout.dtype,
-            tensor_parallel=servers["tp"],
-            backend=collective_backend(),
-            temperature=config.rollout.temperature,
-            probe_prompt=PROBE_PROMPT,
-            probe_tokens=PROBE_TOKENS,
-            timeout_s=timeout_s,
+            config.rollout.model_copy(update={"tp": servers["tp"]}),
+            config.launch,
             key=key,
         )
         result = sync.publish()

@@ -16,6 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.schema import RunConfig
 from configs.schema.rollout import RolloutConfig
 from rollout.run_key import RunKey
 from rollout.servers.share import ServerShare
@@ -82,35 +83,36 @@ class Ports:
     nccl: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSpec:
+    """What the servers of one node have in common."""
+
+    config: RunConfig
+    cuda: bool
+    host: str = LOOPBACK
+    """This node's address, where they listen."""
+    key: RunKey | None = None
+    """What requests have to prove; SGLang reads it from its file. None: nothing, for tests and benchmarks
+    alone."""
+
+
 def server_command(
-    config: RolloutConfig,
-    *,
-    share: ServerShare,
-    model_path: Path,
-    ports: Ports,
-    cuda: bool,
-    seed: int,
-    host: str = LOOPBACK,
-    meeting_point: str | None = None,
-    fp32_lm_head: bool = False,
-    lends_memory: bool = False,
-    key: RunKey | None = None,
+    spec: ServerSpec, share: ServerShare, ports: Ports, meeting_point: str | None = None
 ) -> list[str]:
     """The command line of one replica, or of one node's share of it.
 
     Args:
-        host: this node's address. meeting_point: HOST:PORT of the replica's first node, for one that takes
-        several nodes. lends_memory: the replica can be asked to give its GPUs' memory back for a while.
-        key: what requests have to prove; SGLang reads it from its file.
+        meeting_point: HOST:PORT of the replica's first node, for one that takes several nodes.
     """
+    config = spec.config.rollout
     flags: dict[str, str | int | float | bool] = {
-        "model-path": str(model_path),
-        "host": host,
+        "model-path": str(spec.config.model.path.resolve()),
+        "host": spec.host,
         "port": ports.http,
         "nccl-port": ports.nccl,
         "dtype": config.dtype,
         "tp-size": config.tp,
-        "random-seed": (seed + share.replica) % 2**31,  # replicas must not draw the same samples
+        "random-seed": (spec.config.seed + share.replica) % 2**31,  # replicas must not draw the same samples
         "weight-version": str(INITIAL_WEIGHT_VERSION),
         "skip-tokenizer-init": True,  # ids in, ids out
         "sleep-on-idle": True,  # otherwise an idle server keeps a core busy
@@ -118,16 +120,16 @@ def server_command(
     }
     if share.num_nodes > 1:
         flags |= {"nnodes": share.num_nodes, "node-rank": share.node_rank, "dist-init-addr": meeting_point}
-    if fp32_lm_head:
+    if spec.config.model.fp32_lm_head:
         flags["enable-fp32-lm-head"] = True
     if config.quantization == "fp8":
         # Without this loader SGLang quantises once, at start, and refuses what the learner sends.
         flags |= {"quantization": "fp8", "load-format": "flash_rl"}
     if config.max_total_tokens is not None:
         flags["max-total-tokens"] = config.max_total_tokens
-    if cuda:
+    if spec.cuda:
         flags["base-gpu-id"] = share.first_gpu
-        if lends_memory:
+        if spec.config.launch.placement == "colocated":  # it can be asked to give its GPUs' memory back
             flags["enable-memory-saver"] = True
     else:
         flags |= {
@@ -135,8 +137,8 @@ def server_command(
             "skip-server-warmup": True,
         }  # nothing is compiled on first use, and wait_healthy generates a token
     flags |= {name.replace("_", "-"): value for name, value in config.server_args.items()}
-    if key is not None:
-        flags["config"] = str(key.file)
+    if spec.key is not None:
+        flags["config"] = str(spec.key.file)
     return [sys.executable, "-m", "sglang.launch_server", *_as_arguments(flags)]
 
 
@@ -150,7 +152,7 @@ def _as_arguments(flags: dict[str, str | int | float | bool]) -> list[str]:
     return arguments
 
 
-def server_environment(share: ServerShare, *, place: int, threads: int, cuda: bool) -> dict[str, str]:
+def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict[str, str]:
     """The environment of one replica: this process's, nothing looked up on the network, and the CPU engine
     where there is no CUDA.
 
@@ -168,8 +170,9 @@ def server_environment(share: ServerShare, *, place: int, threads: int, cuda: bo
     # For a router, which asks /health before it takes a server: as it is, that asks for a token, and a paused
     # server would never give one.
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
-    if cuda:
+    if spec.cuda:
         return environment
+    threads = spec.config.launch.threads_per_process
     paths = [str(STAND_INS), str(PLUGIN), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment |= {
         "SGLANG_USE_CPU_ENGINE": "1",

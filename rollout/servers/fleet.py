@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema.rollout import RolloutConfig
-from rollout.run_key import RunKey
 from rollout.servers.command import (
-    LOOPBACK,
     Ports,
+    ServerSpec,
     check_has_kernels,
     check_server_args,
     choose_ports,
@@ -61,44 +60,26 @@ class ServerFleet:
 
     def __init__(
         self,
-        config: RolloutConfig,
-        *,
-        model_path: Path,
+        spec: ServerSpec,
         log_dir: Path,
-        threads: int,
-        cuda: bool,
-        seed: int,
         shares: Sequence[ServerShare] | None = None,
-        host: str = LOOPBACK,
         meeting_points: Mapping[int, str] | None = None,
-        fp32_lm_head: bool = False,
-        lends_memory: bool = False,
-        key: RunKey | None = None,
     ) -> None:
         """
         Args:
-            shares: what runs on this node; None: every replica, from the first GPU on. host: this node's
-            address, where they listen. meeting_points: of each replica that takes several nodes, where its
-            ranks meet, HOST:PORT on its first node. fp32_lm_head: the output projection runs in float32.
-            lends_memory: see ``server_command``.
-            key: what requests have to prove; None: nothing, for tests and benchmarks alone.
+            shares: what runs on this node; None: every replica, from the first GPU on. meeting_points: of
+            each replica that takes several nodes, where its ranks meet, HOST:PORT on its first node.
 
         Raises:
             ValueError: ``server_args`` holds a flag that another field decides, or the config needs kernels
             that CPU lacks.
         """
-        check_server_args(config)
-        check_has_kernels(config, cuda=cuda)
-        self._config = config
-        self._shares = on_one_machine(config.replicas, config.tp) if shares is None else list(shares)
-        self._host, self._meeting_points = host, dict(meeting_points or {})
-        self._model_path = Path(model_path).resolve()
-        self._log_dir = Path(log_dir)
-        self._threads = threads
-        self._cuda = cuda
-        self._seed = seed
-        self._fp32_lm_head, self._lends_memory = fp32_lm_head, lends_memory
-        self._key = key
+        rollout = spec.config.rollout
+        check_server_args(rollout)
+        check_has_kernels(rollout, cuda=spec.cuda)
+        self._spec, self._log_dir = spec, Path(log_dir)
+        self._shares = on_one_machine(rollout.replicas, rollout.tp) if shares is None else list(shares)
+        self._meeting_points = dict(meeting_points or {})
         self._replicas: list[_Replica] = []
         self._pids: dict[int, int] = {}
         """Of the servers themselves, by replica; once they have been seen."""
@@ -109,7 +90,7 @@ class ServerFleet:
         return [self._url(replica) for replica in self._replicas if replica.answers]
 
     def _url(self, replica: _Replica) -> str:
-        return f"http://{self._host}:{replica.ports.http}"
+        return f"http://{self._spec.host}:{replica.ports.http}"
 
     def start(self) -> None:
         """Start every share and return at once.
@@ -120,15 +101,13 @@ class ServerFleet:
         """
         if self._replicas:
             raise RuntimeError("the servers were started already")
-        if not (self._model_path / "config.json").is_file():
-            raise ValueError(
-                f"{self._model_path} has no config.json; give the folder of a Hugging Face model"
-            )
-        if self._cuda:
+        model = self._spec.config.model.path.resolve()
+        if not (model / "config.json").is_file():
+            raise ValueError(f"{model} has no config.json; give the folder of a Hugging Face model")
+        if self._spec.cuda:
             check_gpus_of(self._shares, available=visible_gpus())
-        all_ports = choose_ports(
-            [share.replica for share in self._shares], self._config.first_port, self._host
-        )
+        first_port = self._spec.config.rollout.first_port
+        all_ports = choose_ports([share.replica for share in self._shares], first_port, self._spec.host)
         self._log_dir.mkdir(parents=True, exist_ok=True)
         try:
             for place, (share, ports) in enumerate(zip(self._shares, all_ports, strict=True)):
@@ -138,26 +117,12 @@ class ServerFleet:
             raise
 
     def _start_share(self, place: int, share: ServerShare, ports: Ports) -> _Replica:
-        command = server_command(
-            self._config,
-            share=share,
-            model_path=self._model_path,
-            ports=ports,
-            cuda=self._cuda,
-            seed=self._seed,
-            host=self._host,
-            meeting_point=self._meeting_points.get(share.replica),
-            fp32_lm_head=self._fp32_lm_head,
-            lends_memory=self._lends_memory,
-            key=self._key,
-        )
+        meeting_point = self._meeting_points.get(share.replica)
+        command = server_command(self._spec, share, ports, meeting_point)
         part = f".{share.node_rank}" if share.node_rank else ""
         log_file = self._log_dir / f"sglang-{share.replica}{part}.log"
-        meeting = RankMeeting(share, self._meeting_points.get(share.replica))
-        environment = (
-            server_environment(share, place=place, threads=self._threads, cuda=self._cuda)
-            | meeting.environment
-        )
+        meeting = RankMeeting(share, meeting_point)
+        environment = server_environment(self._spec, share, place) | meeting.environment
         process = start_watched(command, log_file=log_file, environment=environment)
         return _Replica(share.replica, process, ports, log_file, meeting, answers=share.node_rank == 0)
 
@@ -182,7 +147,7 @@ class ServerFleet:
             left_s = started + timeout_s - time.monotonic()
             for replica in list(waiting):
                 if _is_healthy(
-                    self._host, replica.ports.http, min(HEALTH_REQUEST_TIMEOUT_S, max(left_s, 0.1)), self._key
+                    self._spec, replica.ports.http, min(HEALTH_REQUEST_TIMEOUT_S, max(left_s, 0.1))
                 ):
                     waiting.remove(replica)
                     took_s = time.monotonic() - started
@@ -266,10 +231,10 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _is_healthy(host: str, port: int, timeout_s: float, key: RunKey | None) -> bool:
+def _is_healthy(spec: ServerSpec, port: int, timeout_s: float) -> bool:
     """Whether the server generates; while it still loads, the connection is refused or the answer is 503."""
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
-    headers = {} if key is None else key.http_headers
+    connection = http.client.HTTPConnection(spec.host, port, timeout=timeout_s)
+    headers = {} if spec.key is None else spec.key.http_headers
     with closing(connection):
         try:
             connection.request("GET", "/model_info", headers=headers)

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from configs.schema.launch import LaunchConfig
 from configs.schema.objective import AggregationConfig, KLConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.megatron import platform
@@ -19,7 +21,7 @@ from rollout.client import RolloutError
 from rollout.records import Completion
 from rollout.servers.command import Ports, server_command
 from rollout.servers.control import ControlError, Pending
-from rollout.servers.share import ServerShare
+from rollout.servers.share import on_one_machine
 from tests.end_to_end.test_end_to_end import (
     RECIPE,
     SMALL,
@@ -39,7 +41,8 @@ from tests.support.megatron_workers import (
     weights_of,
 )
 from tests.support.offload_workers import bytes_there, work_offloaded_updates
-from tests.trainer.test_weight_sync import GROUPS, PROMPT, TEMPERATURE, TIMEOUT_S, FakeControl, train
+from tests.support.server_specs import server_spec
+from tests.trainer.test_weight_sync import GROUPS, TEMPERATURE, TIMEOUT_S, FakeControl, train
 from trainer import weight_sync
 from trainer.learner import Learner
 from trainer.turns import CACHE, WEIGHTS, SharedDevices, make_room
@@ -178,9 +181,13 @@ def control(folder, learner) -> Iterator[LendingControl]:
 def sync_of(learner: Learner, control: LendingControl, turns: SharedDevices, *, probes: bool) -> WeightSync:
     weight_sync.GROUP = f"test-{next(GROUPS)}"  # those of the tests before may still be there
     return WeightSync(
-        learner, control, rollout_dtype="float32", tensor_parallel=1, backend="gloo", temperature=TEMPERATURE, probe_prompt=PROMPT,
-        probe_tokens=6, timeout_s=TIMEOUT_S, turns=turns, samples_are_probes=not probes,
-    )  # fmt: skip
+        learner,
+        control,
+        RolloutConfig(dtype="float32", temperature=TEMPERATURE),
+        LaunchConfig(collective_timeout_s=TIMEOUT_S),
+        turns=turns,
+        samples_are_probes=not probes,
+    )
 
 
 TRANSFER = ["take weights", "open_update", "receive_bucket", "close_update", "take kv_cache", "resume"]
@@ -256,16 +263,10 @@ def test_where_the_servers_are_gone_the_learner_is_there(learner, control):
 
 def test_only_servers_on_a_gpu_need_the_flag():
     def command(*, cuda: bool, lends_memory: bool) -> list[str]:
-        share = ServerShare(replica=0, node=0, node_rank=0, num_nodes=1, first_gpu=0, num_ranks=1)
-        return server_command(
-            RolloutConfig(),
-            share=share,
-            model_path=Path("m"),
-            ports=Ports(http=2, nccl=3),
-            cuda=cuda,
-            seed=0,
-            lends_memory=lends_memory,
-        )
+        (share,), spec = on_one_machine(1, 1), server_spec(Path("m"), cuda=cuda)
+        launch = LaunchConfig(placement="colocated" if lends_memory else "separate")
+        spec = replace(spec, config=spec.config.model_copy(update={"launch": launch}))
+        return server_command(spec, share, Ports(http=2, nccl=3))
 
     for cuda, lends in ((False, False), (False, True), (True, False), (True, True)):
         assert ("--enable-memory-saver" in command(cuda=cuda, lends_memory=lends)) == (cuda and lends)

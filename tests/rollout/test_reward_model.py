@@ -30,7 +30,6 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from configs.schema.rollout import RolloutConfig
 from configs.schema.task import ChatText, CountdownReward, ModelReward, PlainText, WeightedReward
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import RewardModelError, Scorer, check_reward
@@ -40,6 +39,7 @@ from rollout.servers.command import choose_ports, server_command, server_environ
 from rollout.servers.share import on_one_machine
 from rollout.servers.watched_process import end_watched, log_tail, start_watched
 from rollout.tiny_model import make_tiny_countdown_model
+from tests.support.server_specs import server_spec
 
 
 def prompt(text: str = "2+3=", reference: str = "5") -> Prompt:
@@ -665,14 +665,12 @@ def sglang(tmp_path_factory):
     def expected(text: str) -> float:
         return model(input_ids=torch.tensor([tokenizer(text)["input_ids"]])).logits.item()
 
-    config = RolloutConfig(dtype="float32", max_total_tokens=4096, server_args={"is-embedding": True})
+    spec = server_spec(model_dir, dtype="float32", max_total_tokens=4096, server_args={"is-embedding": True})
     (ports,), (share,) = choose_ports([0], None), on_one_machine(1, 1)
-    command = server_command(config, share=share, model_path=model_dir, ports=ports, cuda=False, seed=0)
+    command = server_command(spec, share, ports)
     command.remove("--skip-tokenizer-init")  # here the server turns text into tokens
     url = f"http://127.0.0.1:{ports.http}"
-    process = start_watched(
-        command, log_file=log_file, environment=server_environment(share, place=0, threads=1, cuda=False)
-    )
+    process = start_watched(command, log_file=log_file, environment=server_environment(spec, share, place=0))
     try:
         wait_until_healthy(url, process, log_file)
         yield RealServer(url, process, model_dir, expected)

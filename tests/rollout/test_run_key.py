@@ -8,6 +8,7 @@ import socket
 import stat
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ import msgspec
 import pytest
 import zmq
 
-from configs.schema.rollout import RolloutConfig, RouterConfig
+from configs.schema.rollout import RouterConfig
 from launch.processes.run_folder import RunFolder
 from rollout.run_key import RunKey, run_key
 from rollout.sampling.messages import SamplingError, Stop
@@ -25,6 +26,7 @@ from rollout.servers.command import choose_ports, server_command
 from rollout.servers.router import router_command
 from rollout.servers.share import on_one_machine
 from tests.rollout.sampling.test_sampler import make_sampler, model_dir, tokenizer  # noqa: F401  (fixtures)
+from tests.support.server_specs import server_spec
 
 PATIENCE_S = 30.0
 
@@ -68,9 +70,7 @@ def test_every_start_of_a_run_has_a_key_of_its_own(tmp_path):
 def test_no_command_line_shows_the_key(tmp_path):
     key, ports = run_key(tmp_path / "key.yaml"), choose_ports([0], None)[0]
     (share,) = on_one_machine(1, 1)
-    server = server_command(
-        RolloutConfig(), share=share, model_path=tmp_path, ports=ports, cuda=False, seed=0, key=key
-    )
+    server = server_command(replace(server_spec(tmp_path), key=key), share, ports)
     router = router_command(RouterConfig(), ["http://127.0.0.1:9"], ports=ports, request_timeout_s=1, key=key)
     for command in (server, router):
         assert key.secret not in " ".join(command)

@@ -5,18 +5,18 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from configs.schema.rollout import RolloutConfig
 from parallel.weights.transfer import WeightBroadcaster, make_buckets
 from rollout.servers.control import Served, SGLangControl
 from rollout.servers.fleet import ServerFleet
+from tests.support.server_specs import server_spec
 
 EXACT = 1e-4
 """Nats that two float32 engines may differ by."""
 
 
 def make_fleet(model_dir: Path, log_dir: Path, **changes) -> ServerFleet:
-    config = RolloutConfig(**({"dtype": "float32", "max_total_tokens": 4096} | changes))
-    return ServerFleet(config, model_path=model_dir, log_dir=log_dir, threads=1, cuda=False, seed=0)
+    rollout = {"dtype": "float32", "max_total_tokens": 4096} | changes
+    return ServerFleet(server_spec(model_dir, **rollout), log_dir)
 
 
 def sharpen(folder: Path) -> None:

@@ -17,7 +17,9 @@ from megatron.core import parallel_state
 
 from configs.loader import load_config
 from configs.schema import RunConfig
+from configs.schema.launch import LaunchConfig
 from configs.schema.layout import parse_layout
+from configs.schema.rollout import RolloutConfig
 from launch.processes.run_folder import RunFolder
 from parallel.weights.transfer import make_buckets
 from rollout.client import GenerationError
@@ -260,9 +262,11 @@ def work_failing_publishes(folder: Path, failures: dict[str, list[str]]) -> dict
             servers, stage
         )
         sync = WeightSync(
-            learner, servers if dist.get_rank() == 0 else None, rollout_dtype="float32", tensor_parallel=1, backend="gloo",
-            temperature=1.0, probe_prompt=[1], probe_tokens=1, timeout_s=60.0,
-        )  # fmt: skip
+            learner,
+            servers if dist.get_rank() == 0 else None,
+            RolloutConfig(dtype="float32"),
+            LaunchConfig(collective_timeout_s=60.0),
+        )
         sync._checks_bytes, sync._samples_are_probes = False, True  # these servers hold nothing
         for place in places:
             servers.fails, servers.version, error = place, learner.version + 1, None

@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from configs.schema.launch import LaunchConfig
 from configs.schema.objective import AggregationConfig
+from configs.schema.rollout import RolloutConfig
 from parallel.megatron import platform
 from parallel.weights.fake_quantization import rounded_to_int8
 from parallel.weights.transfer import make_buckets
@@ -37,7 +39,6 @@ from trainer import weight_sync
 from trainer.learner import Learner
 from trainer.weight_sync import WeightSync, WeightSyncError
 
-PROMPT = [3, 17, 8, 30]
 TEMPERATURE = 0.7
 GROUPS = itertools.count()
 TIMEOUT_S = 40.0
@@ -227,9 +228,11 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
         controls.append(control)
         prepare(control.replicas[-1])
         sync = WeightSync(
-            learner, control, rollout_dtype=dtype, tensor_parallel=1, backend="gloo",
-            temperature=TEMPERATURE, probe_prompt=PROMPT, probe_tokens=6, timeout_s=TIMEOUT_S, quantization=quantization,
-        )  # fmt: skip
+            learner,
+            control,
+            RolloutConfig(dtype=dtype, temperature=TEMPERATURE, quantization=quantization),
+            LaunchConfig(collective_timeout_s=TIMEOUT_S),
+        )
         return sync, control
 
     yield make

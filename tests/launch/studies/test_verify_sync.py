@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs.loader import load_config
-from configs.schema.rollout import RolloutConfig
 from launch.processes.supervisor import RoleFailed
 from launch.studies.verify_sync import (
     Answers,
@@ -27,9 +26,9 @@ from launch.studies.verify_sync import (
 from parallel.weights.hf_files import PerturbedWeights
 from parallel.weights.transfer import make_buckets
 from rollout.servers.control import Continuation, SGLangControl
-from rollout.servers.fleet import ServerFleet
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.launch.test_cli import config_file, tandem
+from tests.support.real_servers import make_fleet
 from trainer.weight_sync import StageSender
 
 ONE = Continuation(token_ids=[3, 4], prompt_logprobs=[-1.0, -2.0], logprobs=[-0.5, -0.25])
@@ -137,14 +136,7 @@ def test_one_wrong_bit_of_a_transfer_is_found_and_named(tmp_path, model):
     """A server started from the weights, against itself: after a transfer of those very weights, and with one
     bit changed on the way."""
     config = load_config(config_file(tmp_path, model), [])
-    fleet = ServerFleet(
-        RolloutConfig(dtype="float32", max_total_tokens=4096),
-        model_path=model,
-        log_dir=tmp_path / "logs",
-        threads=1,
-        cuda=False,
-        seed=0,
-    )
+    fleet = make_fleet(model, tmp_path / "logs")
     weights = load_file(model / "model.safetensors")
     name = "model.layers.2.mlp.up_proj.weight"
     wrong = {n: t.clone() for n, t in weights.items()}

@@ -22,7 +22,6 @@ from launch.commands.dry_run import dry_run_lines
 from launch.processes.run_folder import RunFolder
 from rollout.client import GenerationError
 from rollout.servers.control import SGLangControl
-from rollout.servers.fleet import ServerFleet
 from rollout.servers.router import Router, generation_client
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.end_to_end.test_end_to_end import (
@@ -37,6 +36,7 @@ from tests.end_to_end.test_end_to_end import (
 )
 from tests.support.fuzzing import ask_without_key, tell_to_stop, throw_at
 from tests.support.process_groups import assert_all_end
+from tests.support.real_servers import make_fleet
 
 PAUSE_S = 25.0
 """By health that asks for a token (5 s, three times, 2 s apart) a paused server counts as ill within that
@@ -79,8 +79,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fleet(folder):
-    config = RolloutConfig(dtype="float32", replicas=2, max_total_tokens=8192)
-    fleet = ServerFleet(config, model_path=folder / "model", log_dir=folder, threads=1, cuda=False, seed=0)
+    fleet = make_fleet(folder / "model", folder, replicas=2, max_total_tokens=8192)
     fleet.start()
     try:
         fleet.wait_healthy(300)

@@ -32,6 +32,7 @@ from rollout.servers.share import ServerShare
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.process_groups import assert_all_end, group_of
 from tests.support.real_servers import EXACT, make_fleet, send, sharpen
+from tests.support.server_specs import server_spec
 from tests.support.weight_checksums import expected_checksums
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -277,7 +278,7 @@ def test_servers_that_outlive_a_learner_which_died_in_a_transfer_serve_nothing_u
 
 def fleets_of_one_replica(model_dir: Path, log_dir: Path, num_nodes: int) -> list[ServerFleet]:
     """Two tensor-parallel ranks, on one node or each on a node of its own."""
-    config = RolloutConfig(dtype="float32", max_total_tokens=4096, tp=2)
+    spec = server_spec(model_dir, dtype="float32", max_total_tokens=4096, tp=2)
     (ports,) = choose_ports([0], None)
     fleets = []
     for node in range(num_nodes):
@@ -285,8 +286,7 @@ def fleets_of_one_replica(model_dir: Path, log_dir: Path, num_nodes: int) -> lis
             replica=0, node=node, node_rank=node, num_nodes=num_nodes, first_gpu=0, num_ranks=2 // num_nodes
         )
         meeting = {0: f"127.0.0.1:{ports.nccl}"} if num_nodes > 1 else {}
-        options = {"threads": 1, "cuda": False, "seed": 0, "shares": [share], "meeting_points": meeting}
-        fleets.append(ServerFleet(config, model_path=model_dir, log_dir=log_dir, **options))
+        fleets.append(ServerFleet(spec, log_dir, [share], meeting))
     return fleets
 
 
@@ -346,10 +346,9 @@ def test_a_server_that_cannot_start_is_reported_with_its_last_words(model_dirs, 
 OWNER = """
 import json, sys, time
 from pathlib import Path
-from configs.schema.rollout import RolloutConfig
 from rollout.servers.fleet import ServerFleet
-fleet = ServerFleet(RolloutConfig(dtype="float32", max_total_tokens=4096), model_path=Path(sys.argv[1]), log_dir=Path(sys.argv[2]),
-                    threads=1, cuda=False, seed=0)
+from tests.support.server_specs import server_spec
+fleet = ServerFleet(server_spec(Path(sys.argv[1]), dtype="float32", max_total_tokens=4096), Path(sys.argv[2]))
 fleet.start()
 print(json.dumps([replica.process.pid for replica in fleet._replicas]), flush=True)
 time.sleep(600)

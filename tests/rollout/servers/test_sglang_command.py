@@ -23,6 +23,7 @@ from rollout.servers.command import (
 )
 from rollout.servers.fleet import ServerFleet, check_gpus, check_gpus_of, visible_gpus
 from rollout.servers.share import ServerShare, on_one_machine
+from tests.support.server_specs import server_spec
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,14 +34,7 @@ def test_a_taken_port_is_named_with_the_fix_and_nothing_is_started(tmp_path):
         first = choose_ports(range(2), None)[0].http
         other.bind(("127.0.0.1", first + 2))
         other.listen()
-        fleet = ServerFleet(
-            RolloutConfig(first_port=first, replicas=2),
-            model_path=tmp_path,
-            log_dir=tmp_path / "logs",
-            threads=1,
-            cuda=False,
-            seed=0,
-        )
+        fleet = ServerFleet(server_spec(tmp_path, first_port=first, replicas=2), tmp_path / "logs")
         with pytest.raises(
             ValueError, match=rf"port {first + 2} on 127.0.0.1 is taken.*choose another rollout.first_port"
         ):
@@ -65,11 +59,13 @@ def test_given_ports_are_two_apart_and_free_ones_are_distinct():
 
 def test_the_users_flags_come_last_and_cannot_take_over_the_designs(tmp_path):
     ports, share = choose_ports([0], None)[0], on_one_machine(3, 1)[2]
-    config = RolloutConfig(
+    spec = server_spec(
+        tmp_path,
+        seed=5,
         dtype="float32",
         server_args={"chunked_prefill_size": 512, "disable-radix-cache": True, "enable-metrics": False},
     )
-    command = server_command(config, share=share, model_path=tmp_path, ports=ports, cuda=False, seed=5)
+    command = server_command(spec, share, ports)
     pairs = dict(pairwise(command))
     assert pairs["--chunked-prefill-size"] == "512"
     assert "--disable-radix-cache" in command
@@ -80,9 +76,7 @@ def test_the_users_flags_come_last_and_cannot_take_over_the_designs(tmp_path):
         "7",
         "0",
     )
-    assert "--device" not in server_command(
-        config, share=share, model_path=tmp_path, ports=ports, cuda=True, seed=5
-    )
+    assert "--device" not in server_command(replace(spec, cuda=True), share, ports)
     names = (
         "port",
         "tp_size",
@@ -99,14 +93,7 @@ def test_the_users_flags_come_last_and_cannot_take_over_the_designs(tmp_path):
         with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
             check_server_args(RolloutConfig(server_args={name: 1}))
         with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
-            ServerFleet(
-                RolloutConfig(server_args={name: 1}),
-                model_path=tmp_path,
-                log_dir=tmp_path,
-                threads=1,
-                cuda=False,
-                seed=0,
-            )
+            ServerFleet(server_spec(tmp_path, server_args={name: 1}), tmp_path)
 
 
 def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
@@ -118,14 +105,11 @@ def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
     fp8 = RolloutConfig(quantization="fp8")
     plain, quantised, fake = (
         server_command(
-            config,
-            share=on_one_machine(1, 1)[0],
-            model_path=tmp_path,
-            ports=Ports(http=1, nccl=2),
-            cuda=True,
-            seed=0,
+            server_spec(tmp_path, cuda=True, quantization=quantization),
+            on_one_machine(1, 1)[0],
+            Ports(http=1, nccl=2),
         )
-        for config in (RolloutConfig(), fp8, RolloutConfig(quantization="fake_int8"))
+        for quantization in ("none", "fp8", "fake_int8")
     )
     assert fake == plain
     assert [x for x in quantised if x not in plain] == ["--quantization", "fp8", "--load-format", "flash_rl"]
@@ -138,7 +122,7 @@ def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
         ):
             check_quantization(fp8, model_type)
     with pytest.raises(ValueError, match=r"rollout\.quantization=fp8 needs NVIDIA GPUs"):
-        ServerFleet(fp8, model_path=tmp_path, log_dir=tmp_path, threads=1, cuda=False, seed=0)
+        ServerFleet(server_spec(tmp_path, quantization="fp8"), tmp_path)
     with pytest.raises(
         ValueError, match="quantization=fp8 computes with activations of 2 bytes, but dtype=float32"
     ):
@@ -150,7 +134,7 @@ def gpus_of(config: RolloutConfig, *, first_gpu: int, cuda: bool) -> list[range 
     found = []
     shares = on_one_machine(config.replicas, config.tp, first_gpu=first_gpu)
     for share, ports in zip(shares, choose_ports(range(config.replicas), None), strict=True):
-        command = server_command(config, share=share, model_path=ROOT, ports=ports, cuda=cuda, seed=0)
+        command = server_command(server_spec(ROOT, cuda=cuda, tp=config.tp), share, ports)
         pairs = dict(pairwise(command))
         base = pairs.get("--base-gpu-id")
         found.append(None if base is None else range(int(base), int(base) + int(pairs["--tp-size"])))
@@ -178,15 +162,7 @@ def test_a_fleet_with_too_few_gpus_starts_nothing(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     first_gpu = visible_gpus()
     shares = on_one_machine(1, 2, first_gpu=first_gpu)
-    fleet = ServerFleet(
-        RolloutConfig(tp=2),
-        model_path=tmp_path,
-        log_dir=tmp_path / "logs",
-        threads=1,
-        cuda=True,
-        seed=0,
-        shares=shares,
-    )
+    fleet = ServerFleet(server_spec(tmp_path, cuda=True, tp=2), tmp_path / "logs", shares)
     with pytest.raises(
         ValueError,
         match=rf"take GPUs {first_gpu} to {first_gpu + 1}, but {first_gpu} are visible.*fewer learner ranks",
@@ -199,23 +175,12 @@ def test_a_fleet_with_too_few_gpus_starts_nothing(tmp_path):
 
 
 def test_each_node_of_a_replica_starts_its_own_part():
-    config = RolloutConfig(tp=16, server_args={"mem-fraction-static": 0.8})
+    spec = server_spec(ROOT, cuda=True, seed=5, tp=16, server_args={"mem-fraction-static": 0.8})
     lines = []
     for node in range(2):
         share = ServerShare(replica=1, node=2 + node, node_rank=node, num_nodes=2, first_gpu=0, num_ranks=8)
         (ports,) = choose_ports([1], None)
-        lines.append(
-            server_command(
-                config,
-                share=share,
-                model_path=ROOT,
-                ports=ports,
-                cuda=True,
-                seed=5,
-                host=f"10.0.0.{3 + node}",
-                meeting_point="10.0.0.3:20001",
-            )
-        )
+        lines.append(server_command(replace(spec, host=f"10.0.0.{3 + node}"), share, ports, "10.0.0.3:20001"))
     first, second = (dict(pairwise(line)) for line in lines)
     differing = {name for name in first if name.startswith("--") and first[name] != second[name]}
     assert differing == {"--host", "--port", "--nccl-port", "--node-rank"}
@@ -235,18 +200,14 @@ def test_each_node_of_a_replica_starts_its_own_part():
 def test_stand_ins_and_plugin_are_on_the_path_of_cpu_servers_alone(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     (share,) = on_one_machine(1, 2)
-    on_cpu = server_environment(share, place=0, threads=1, cuda=False)
-    on_cuda = server_environment(share, place=0, threads=1, cuda=True)
+    spec = server_spec(ROOT)
+    on_cpu = server_environment(spec, share, place=0)
+    on_cuda = server_environment(replace(spec, cuda=True), share, place=0)
     ours = [str(ROOT / "rollout" / folder) for folder in ("cpu_stand_ins", "sglang_plugin")]
     assert on_cpu["PYTHONPATH"].split(":") == [*ours, "/mine"]
     assert on_cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     first_of_two = replace(share, num_nodes=2, num_ranks=1)
-    assert (
-        server_environment(first_of_two, place=0, threads=1, cuda=False)["SGLANG_CPU_OMP_THREADS_BIND"].count(
-            "|"
-        )
-        == 0
-    )
+    assert "|" not in server_environment(spec, first_of_two, place=0)["SGLANG_CPU_OMP_THREADS_BIND"]
     assert on_cuda["PYTHONPATH"] == "/mine"
     assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & on_cuda.keys() - os.environ.keys()
 

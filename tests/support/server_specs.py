@@ -1,0 +1,13 @@
+"""Servers to start, or to write a command line for."""
+
+from pathlib import Path
+
+from configs.schema import RunConfig
+from rollout.servers.command import ServerSpec
+
+
+def server_spec(model_dir: Path, *, cuda: bool = False, seed: int = 0, **rollout) -> ServerSpec:
+    """Of servers that no run owns: their requests prove nothing."""
+    task = {"type": "countdown"}
+    config = RunConfig(model={"path": model_dir}, task=task, rollout=rollout, seed=seed)
+    return ServerSpec(config=config, cuda=cuda)
