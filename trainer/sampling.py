@@ -44,7 +44,7 @@ class SharedSampler:
             )  # now: a sample role that is gone, or busy with what nobody waits for, cannot be asked
             return Sampled(groups=groups, stats=stats)
 
-        return on_first_rank(ask if self._remote is not None else None) or Sampled(groups=None, stats=None)
+        return on_first_rank(ask) or Sampled(groups=None, stats=None)
 
     def evaluate(self) -> EvaluationResult | None:
         """Held-out accuracy; None where the task has no held-out problems, and on all ranks but the first."""
@@ -53,7 +53,7 @@ class SharedSampler:
             self._heed_stop()
             return self._remote.evaluate(meanwhile=self._heed_stop)
 
-        return on_first_rank(ask if self._remote is not None else None)
+        return on_first_rank(ask)
 
     def stop_requested(self) -> bool:
         """Whether a stop was asked for, on all ranks as rank 0 sees it."""

@@ -115,7 +115,7 @@ class SharedDevices(OwnDevices):
             self._learner.restore()
 
     def _ask(self, work: Callable[[SGLangControl], None]) -> None:
-        on_first_rank(self._control and (lambda: work(self._control)))
+        on_first_rank(lambda: work(self._control))
 
 
 def make_room(control: SGLangControl, *tags: str) -> None:

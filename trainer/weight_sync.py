@@ -37,7 +37,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -167,12 +166,12 @@ class WeightSync:
         They get the current weights where an update was broken off or they hold another version, and in any
         case where ``sends``. Until these are verified they stay paused: half an update never serves.
         """
-        needed = [on_first_rank(self._control and self._finds_other_weights)]
+        needed = [on_first_rank(self._finds_other_weights)]
         dist.broadcast_object_list(needed, src=0)
         if sends or needed[0]:
             self.restore()
         else:
-            on_first_rank(self._control and self._control.resume)
+            on_first_rank(lambda: self._control.resume())
 
     def _finds_other_weights(self) -> bool:
         is_broken_off = self._control.take_over()
@@ -187,7 +186,7 @@ class WeightSync:
         dist.all_gather_object(
             of_stages, self._send_stage(version, opening), group=groups.pp_group
         )  # rank 0's pipeline: all senders
-        on_first_rank(self._control and (lambda: self._finish(version, of_stages)))
+        on_first_rank(lambda: self._finish(version, of_stages))
         self._turns.servers()
         gap = None if self._samples_are_probes else self.probe(self._rollout.temperature)
         total = sum(sent.bytes for sent in of_stages)
@@ -260,11 +259,11 @@ class WeightSync:
 
         Raises WeightSyncError above 1e-4 when both engines hold float32: then only rounding order may differ.
         """
-        control = self._control
-        ask = control and partial(
-            control.probe, PROBE_PROMPT, max_new_tokens=PROBE_TOKENS, temperature=temperature
-        )
-        answers: list[list[Completion] | None] = [on_first_rank(ask)]
+
+        def ask() -> list[Completion]:
+            return self._control.probe(PROBE_PROMPT, max_new_tokens=PROBE_TOKENS, temperature=temperature)
+
+        answers = [on_first_rank(ask)]
         dist.broadcast_object_list(answers, src=0)
         completions = answers[0]
         with self._turns.learner_there():

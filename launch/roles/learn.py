@@ -212,5 +212,5 @@ def _connect_and_make_room(folder: RunFolder, config: RunConfig):
     from trainer.turns import CACHE, WEIGHTS, make_room
 
     remote, control = _connect(folder, config) if dist.get_rank() == 0 else (None, None)
-    on_first_rank(control and (lambda: make_room(control, CACHE, WEIGHTS)))
+    on_first_rank(lambda: make_room(control, CACHE, WEIGHTS))
     return remote, control

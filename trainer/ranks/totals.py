@@ -38,11 +38,11 @@ def total_over(group: dist.ProcessGroup | None) -> Total:
     return total
 
 
-def on_first_rank(ask: Callable[[], T] | None) -> T | None:
-    """What ``ask`` gives on rank 0; None on the others, whose ``ask`` is None. A collective: all ranks raise
-    what interrupted rank 0."""
+def on_first_rank(ask: Callable[[], T]) -> T | None:
+    """Rank 0 calls ``ask`` and gets its answer; the others call nothing and get None. A collective: all ranks
+    raise what interrupted rank 0."""
     answer, interruption = None, None
-    if ask is not None:
+    if dist.get_rank() == 0:
         try:
             answer = ask()
         except INTERRUPTIONS as error:
