@@ -27,6 +27,24 @@ class Problem:
         return f"{self.where}\n  field: {self.field}\n  value: {self.value}\n  error: {self.error}\n  fix:   {self.fix}"
 
 
+class Contradiction(ValueError):
+    """A valid field that does not go with others."""
+
+    def __init__(self, fields: Sequence[str], error: str, fix: str | None = None):
+        """fields: dotted, those at fault, in the block whose validator raises this; none: the whole block.
+        fix: None where changing any of the fields is one."""
+        super().__init__(error if fix is None else f"{error}; {fix}")
+        self.fields, self.error, self.fix = tuple(fields), error, fix
+
+
+class Contradictions(ValueError):
+    """Several that a validator found at once; each is a problem of its own."""
+
+    def __init__(self, found: Sequence[Contradiction]):
+        super().__init__("\n".join(map(str, found)))
+        self.found = tuple(found)
+
+
 class ConfigError(Exception):
     """Everything that is wrong with a config, one block per problem."""
 
@@ -34,6 +52,11 @@ class ConfigError(Exception):
         self.problems = tuple(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n\n".join([f"{count} in the configuration", *map(str, self.problems)]))
+
+    @classmethod
+    def of(cls, where: str, field: str, value: str, error: str, fix: str) -> "ConfigError":
+        """One ``Problem`` alone."""
+        return cls([Problem(where=where, field=field, value=value, error=error, fix=fix)])
 
 
 def did_you_mean(wrong: str, known: Sequence[str], label: str, otherwise: str | None = None) -> str:

@@ -93,9 +93,8 @@ class ParsedConfig:
     overrides: Value
     """All of them, as one layer over those of the files."""
     unreadable: Sequence[Problem]
-    """Files."""
     problems: Sequence[Problem]
-    """With overrides."""
+    """Of files, and of overrides."""
 
     def with_overrides(self, overrides: Sequence[str], where: str = COMMAND_LINE) -> "ParsedConfig":
         """This config with further overrides.
@@ -106,9 +105,8 @@ class ParsedConfig:
         """
         layers, unreadable, problems = [*self.layers], [*self.unreadable], [*self.problems]
         overridden, extended = _read_overrides(overrides, where, self.overrides, problems)
-        for extends in extended:
-            for name, at in _extended_names(extends, unreadable):
-                layers += _read_file(Path(name), (), at, unreadable)
+        for name, at in (named for extends in extended for named in _extended_names(extends, unreadable)):
+            layers += _read_file(Path(name), (), at, unreadable)
         return ParsedConfig(self.path, layers, overridden, unreadable, problems)
 
     def validated(
@@ -258,13 +256,7 @@ def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -
         os.path.realpath, named_by
     ):  # Path.resolve raises where links lead in a circle
         error = f"files extend each other: {' -> '.join(str(p) for p in (*named_by, path))}"
-        raise ConfigError(
-            [
-                Problem(
-                    where=where, field=field, value=str(path), error=error, fix="remove one of these extends"
-                )
-            ]
-        )
+        raise ConfigError.of(where, field, str(path), error, "remove one of these extends")
     try:
         _refuse_other_than_text(path, where, field)
         text = path.read_text(encoding="utf-8")
@@ -275,30 +267,14 @@ def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -
     if own is None or own.data is None:
         write = "write at least `model:` and `task:`, or `extends:` another file"
         fix = "fill it, or remove it from extends" if field == "extends" else write
-        raise ConfigError(
-            [
-                Problem(
-                    where=str(path),
-                    field="(the whole file)",
-                    value="(empty)",
-                    error="the file is empty",
-                    fix=fix,
-                )
-            ]
-        )
+        raise ConfigError.of(str(path), "(the whole file)", "(empty)", "the file is empty", fix)
     if not isinstance(own.data, dict):
         holds = "a list" if isinstance(own.data, list) else f"only the value {show(own.data)}"
         error, fix = (
             f"a config is a mapping of keys, this file holds {holds}",
             "write `key: value` lines at its top level",
         )
-        raise ConfigError(
-            [
-                Problem(
-                    where=own.where, field="(the whole file)", value=show(own.plain()), error=error, fix=fix
-                )
-            ]
-        )
+        raise ConfigError.of(own.where, "(the whole file)", show(own.plain()), error, fix)
     return own
 
 
@@ -311,17 +287,7 @@ def _refuse_other_than_text(path: Path, where: str, field: str) -> None:
     elif stat.S_ISREG(status.st_mode) and status.st_size > _MOST_BYTES:
         wrong = f"a file of {status.st_size:,} bytes; no config is that large"
     if wrong is not None:
-        raise ConfigError(
-            [
-                Problem(
-                    where=where,
-                    field=field,
-                    value=shorten(str(path)),
-                    error=f"this is {wrong}",
-                    fix="name a YAML file",
-                )
-            ]
-        )
+        raise ConfigError.of(where, field, shorten(str(path)), f"this is {wrong}", "name a YAML file")
 
 
 def _extended_names(extends: Value, problems: list[Problem]) -> list[tuple[str, str]]:
@@ -398,30 +364,16 @@ def _read_override(text: str, where: str) -> Value:
             "this is not UTF-8 text, or the locale is of another encoding",
             "write it in UTF-8, and set LC_ALL=C.UTF-8",
         )
-        raise ConfigError(
-            [Problem(where=where, field="(override)", value=shorten(readable), error=error, fix=fix)]
-        )
+        raise ConfigError.of(where, "(override)", shorten(readable), error, fix)
     match = OVERRIDE.fullmatch(text)
     if match is None:
         error = "an override must have the form key.sub=value"
-        raise ConfigError(
-            [
-                Problem(
-                    where=where,
-                    field="(override)",
-                    value=shorten(text),
-                    error=error,
-                    fix=fix_for_no_override(text),
-                )
-            ]
-        )
+        raise ConfigError.of(where, "(override)", shorten(text), error, fix_for_no_override(text))
     key = match["key"]
     value = read_yaml(match["value"], where, override=key)
     if value is None:
         fix = _nothing_for(key)
-        raise ConfigError(
-            [Problem(where=where, field=key, value="(nothing)", error="no value after the `=`", fix=fix)]
-        )
+        raise ConfigError.of(where, key, "(nothing)", "no value after the `=`", fix)
     for part in reversed(key.split(".")):
         value = Value({part: value}, where)
     return value

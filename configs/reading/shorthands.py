@@ -85,9 +85,7 @@ def _require_one(used: Sequence[str], block: Value) -> None:
             ", ".join(f"correction.{key}" for key in used),
             show({key: block.data[key].plain() for key in used}),
         )
-        raise ConfigError(
-            [Problem(where=block.data[used[-1]].where, field=field, value=value, error=error, fix=fix)]
-        )
+        raise ConfigError.of(block.data[used[-1]].where, field, value, error, fix)
 
 
 def _body(key: str, given: Value) -> tuple[dict[str, Any], list[str]]:
@@ -101,17 +99,7 @@ def _body(key: str, given: Value) -> tuple[dict[str, Any], list[str]]:
             "must be a block of keys",
             f"write `correction: {{{key}: {{...}}}}` with the keys of that system's block",
         )
-        raise ConfigError(
-            [
-                Problem(
-                    where=given.where,
-                    field=f"correction.{key}",
-                    value=show(given.plain()),
-                    error=error,
-                    fix=fix,
-                )
-            ]
-        )
+        raise ConfigError.of(given.where, f"correction.{key}", show(given.plain()), error, fix)
     try:
         correction, notes = _READERS[key](given.plain())
     except ConfigError as error:
@@ -136,17 +124,7 @@ def _preset(given: Value) -> dict[str, Any]:
     listed = f"presets: {', '.join(PRESETS)}"
     fix = did_you_mean(str(given.data), [*PRESETS, *ALIASES], "presets")
     fix = f"{fix} {listed}" if fix.startswith("did you mean") else listed
-    raise ConfigError(
-        [
-            Problem(
-                where=given.where,
-                field="correction.preset",
-                value=show(given.plain()),
-                error="no such preset",
-                fix=fix,
-            )
-        ]
-    )
+    raise ConfigError.of(given.where, "correction.preset", show(given.plain()), "no such preset", fix)
 
 
 def _as_value(data: Any, where: str, *, afresh: bool = False) -> Value:

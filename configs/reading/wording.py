@@ -9,13 +9,13 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from configs.errors import NOT_SET, Problem, did_you_mean, dotted
+from configs.errors import NOT_SET, Contradiction, Contradictions, Problem, did_you_mean, dotted
 from configs.other_systems.fields import OTHER_FIELDS
 from configs.other_systems.verl import fix_for_foreign_key
 from configs.reading.schema_shape import Shape
 from configs.reading.shorthands import SHORTHANDS
 from configs.reading.yaml_values import Value, is_number_or_bool, show
-from configs.schema.base import Contradictions, Schema
+from configs.schema.base import Schema
 from configs.schema.run import RunConfig
 
 _WRONG_TYPE = {
@@ -48,8 +48,8 @@ def problems_of(error: ValidationError, tree: Value, root: Shape) -> Iterator[Pr
             path, shape = path[:-1], parent
         if details["type"] == "value_error":
             error = details["ctx"]["error"]
-            for said in error.said if isinstance(error, Contradictions) else [str(error)]:
-                yield _contradiction(said, path, shape, tree)
+            for found in error.found if isinstance(error, Contradictions) else [error]:
+                yield _contradiction(found, path, shape, tree)
         elif path not in seen or details["type"].startswith(
             "union"
         ):  # a plain union gives one error per member
@@ -241,42 +241,41 @@ def problem_of(said: str, field: str, tree: Value, root: Shape) -> Problem:
     return _of_fields(said, paths, (), root, tree)
 
 
-def _contradiction(said: str, block: tuple, shape: Shape, tree: Value) -> Problem:
-    """What a validator of ours found, "what is wrong; fix": the fields that its text names, each with its
-    value and place."""
-    found = tree.at(block)
-    if found is not None and not isinstance(found.data, dict):  # the text speaks of the field itself
-        return _of_fields(said, [block], block, shape, tree)
-    shape = shape.variant(found)
-    named = [tuple(name.split(".")) for name in dict.fromkeys(re.findall(r"[a-z_]\w*(?:\.[a-z_]\w*)*", said))]
-    paths = [(*block, *path) for path in named if _is_leaf(shape, path, found)] or [block]
-    return _of_fields(said, paths, block, shape, tree)
+def _contradiction(found: ValueError, block: tuple, shape: Shape, tree: Value) -> Problem:
+    """What a validator of ours found wrong with fields of ``block``, each with its value and place, or with
+    ``block`` itself."""
+    fields = found.fields if isinstance(found, Contradiction) else ()
+    paths = [(*block, *field.split(".")) for field in fields] or [block]
+    return _of_fields(found, paths, block, shape.variant(tree.at(block)) if fields else shape, tree)
 
 
-def _of_fields(said: str, paths: Sequence[tuple], block: tuple, shape: Shape, tree: Value) -> Problem:
+def _of_fields(
+    found: ValueError | str, paths: Sequence[tuple], block: tuple, shape: Shape, tree: Value
+) -> Problem:
     """``paths`` are of the whole config; ``shape`` is that of ``block``, in which they are."""
+    if not isinstance(found, Contradiction):
+        error, _, fix = str(found).rpartition("; ")
+        found = Contradiction((), error, fix) if error else Contradiction((), fix)
     values, places = [], []
     for path in paths:
-        found = tree.at(path)
+        given = tree.at(path)
         shown = (
             f"{_default_of(shape, path[len(block) :])} (default)"
-            if found is None
-            else f"{show(found.plain())} ({found.where})"
+            if given is None
+            else f"{show(given.plain())} ({given.where})"
         )
         values.append(shown if len(paths) == 1 else f"{dotted(path)}: {shown}")
-        places += [] if found is None else [found.where]
-    error, _, fix = said.rpartition("; ")
+        places += [] if given is None else [given.where]
     fields = ", ".join(map(dotted, paths))
+    otherwise = (
+        f"change or remove one of: {fields}" if len(paths) > 1 else f"correct {fields or 'the config'}"
+    )
     return Problem(
         where=", ".join(dict.fromkeys(places)) or tree.where_of(block),
         field=fields or "(the whole config)",
         value=", ".join(values),
-        error=error or said,
-        fix=fix
-        if error
-        else f"change or remove one of: {fields}"
-        if len(paths) > 1
-        else f"correct {fields or 'the config'}",
+        error=found.error,
+        fix=found.fix or otherwise,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from configs.errors import ConfigError, Problem, dotted, shorten
+from configs.errors import ConfigError, dotted, shorten
 from configs.schema.base import Schema
 
 # ------------------------------------------------------------------------------------------------------- YAML
@@ -294,9 +294,7 @@ class _Reader:
     def _unusable(self, path: tuple[str, ...], error: str, fix: str, mark: yaml.Mark) -> ConfigError:
         """Well-formed YAML that no config can hold."""
         field = dotted((self._override, *path) if self._override else path) or "(top level)"
-        return ConfigError(
-            [Problem(where=self._where(mark), field=field, value=self._line(mark), error=error, fix=fix)]
-        )
+        return ConfigError.of(self._where(mark), field, self._line(mark), error, fix)
 
     def _malformed(self, error: yaml.YAMLError) -> ConfigError:
         what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
@@ -312,6 +310,4 @@ class _Reader:
         where = self._where(mark) if mark else self._source
         value = self._line(mark) if mark else shorten(self._text) if self._override else "(the file)"
         field = self._override or "(YAML syntax)"
-        return ConfigError(
-            [Problem(where=where, field=field, value=value, error=f"malformed YAML: {what}{at}", fix=fix)]
-        )
+        return ConfigError.of(where, field, value, f"malformed YAML: {what}{at}", fix)

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from configs.errors import Contradiction
 from configs.schema.base import NonNegativeFloat, PositiveFloat, Schema
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -43,7 +44,9 @@ class AlarmsConfig(Schema):
     def _weight_means_in_order(self):
         low, high = self.weight_mean_min, self.weight_mean_max
         if low is not None and high is not None and low >= high:
-            raise ValueError(
-                f"alarms.weight_mean_min={low} is not below alarms.weight_mean_max={high}; a healthy mean is near 1"
+            raise Contradiction(
+                ("weight_mean_min", "weight_mean_max"),
+                f"alarms.weight_mean_min={low} is not below alarms.weight_mean_max={high}",
+                "a healthy mean is near 1",
             )
         return self

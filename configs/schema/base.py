@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,14 +14,6 @@ class Schema(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
     )
-
-
-class Contradictions(ValueError):
-    """Several things that a validator found at once; each is a problem of its own."""
-
-    def __init__(self, said: Sequence[str]):
-        super().__init__("\n".join(said))
-        self.said = tuple(said)
 
 
 _UNEXPANDED = re.compile(r"~[\w-]*(?=/|$)|\$\w+|\$\{\w+\}")

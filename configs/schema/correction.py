@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from configs.errors import Contradiction
 from configs.schema.base import NonNegativeFloat, PositiveFloat, Schema
 
 Level = Literal["token", "sequence", "geometric", "segment", "segment_geometric"]
@@ -50,19 +51,23 @@ class ImportanceWeight(Schema):
     @model_validator(mode="after")
     def _bounds_belong(self):
         if self.bound == "none" and (self.upper, self.lower) != (None, None):
-            raise ValueError(
-                "`bound: none` leaves ratios as they are: remove `upper` and `lower`, or choose another bound"
+            raise Contradiction(
+                ("bound", "upper", "lower"),
+                "`bound: none` leaves ratios as they are: remove `upper` and `lower`, or choose another bound",
             )
         if (self.bound != "none" and self.upper is None) or (self.bound in TWO_SIDED and self.lower is None):
-            raise ValueError(
-                f"`bound: {self.bound}` needs its bounds; give numbers instead of null, or set `bound: none`"
+            raise Contradiction(
+                ("bound",),
+                f"`bound: {self.bound}` needs its bounds",
+                "give numbers instead of null, or set `bound: none`",
             )
         if self.bound == "truncate" and self.lower is not None:
-            raise ValueError(
-                "`bound: truncate` has no lower bound: remove `lower`, or use `bound: clip` or `bound: mask`"
+            raise Contradiction(
+                ("bound", "lower"),
+                "`bound: truncate` has no lower bound: remove `lower`, or use `bound: clip` or `bound: mask`",
             )
         if self.upper is not None and self.lower is not None and self.lower > self.upper:
-            raise ValueError(f"lower={self.lower} is above upper={self.upper}")
+            raise Contradiction(("lower", "upper"), f"lower={self.lower} is above upper={self.upper}")
         return self
 
 
@@ -84,8 +89,10 @@ class RatioRule(Schema):
     @model_validator(mode="after")
     def _ordered(self):
         if self.lower > self.upper:
-            raise ValueError(
-                f"lower={self.lower} (1 / upper where it is left out) is above upper={self.upper}; give both, lower first"
+            raise Contradiction(
+                ("lower", "upper"),
+                f"lower={self.lower} (1 / upper where it is left out) is above upper={self.upper}",
+                "give both, lower first",
             )
         return self
 
@@ -146,19 +153,25 @@ class CorrectionConfig(Schema):
     @model_validator(mode="after")
     def _mode_fits(self):
         if self.loss == "policy_gradient" and self.mode != "bypass":
-            raise ValueError(
-                "`loss: policy_gradient` goes with `mode: bypass`; in decoupled mode set objective.type=policy_gradient"
+            raise Contradiction(
+                ("loss", "mode"),
+                "`loss: policy_gradient` goes with `mode: bypass`",
+                "in decoupled mode set objective.type=policy_gradient",
             )
         if self.mode == "bypass":
             if self.loss == "objective" and self.weight.level != "none":
-                raise ValueError(
-                    f"in bypass mode the objective's own ratio is current / rollout, so weight.level={self.weight.level} would count the "
-                    "gap twice; set weight.level=none, or `loss: policy_gradient`, or `mode: decoupled`"
+                raise Contradiction(
+                    ("mode", "weight.level", "loss"),
+                    "in bypass mode the objective's own ratio is current / rollout, so "
+                    f"weight.level={self.weight.level} would count the gap twice",
+                    "set weight.level=none, or `loss: policy_gradient`, or `mode: decoupled`",
                 )
             if self.weight.level != "none" and self.weight.normalise:
-                raise ValueError(
+                raise Contradiction(
+                    ("mode",),
                     "`normalise` needs all weights of the step before the first update, but in bypass mode a weight is known only in "
-                    "the forward pass of its own micro-batch; remove it, or use `mode: decoupled`"
+                    "the forward pass of its own micro-batch",
+                    "remove it, or use `mode: decoupled`",
                 )
         return self
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from configs.errors import Contradiction
 from configs.schema.base import (
     Count,
     GivenPath,
@@ -133,8 +134,10 @@ class LaunchConfig(Schema):
     @model_validator(mode="after")
     def _colocated_on_the_same_nodes(self):
         if self.placement == "colocated" and self.nodes is not None:
-            raise ValueError(
-                "placement=colocated shares the GPUs of one machine, but nodes gives learner and servers nodes of their own; remove one"
+            raise Contradiction(
+                ("placement",),
+                "placement=colocated shares the GPUs of one machine, but nodes gives learner and servers nodes of their own",
+                "remove one",
             )
         return self
 

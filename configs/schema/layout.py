@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError, model_validator
 
-from configs.errors import did_you_mean
+from configs.errors import Contradiction, did_you_mean
 from configs.schema.base import Count, Schema
 
 
@@ -35,21 +35,28 @@ class LayoutConfig(Schema):
     @model_validator(mode="after")
     def _combinations(self):
         if self.sp and self.tp == 1:
-            raise ValueError(
-                "sp=true splits tokens over tensor-parallel ranks, of which tp=1 has one; set tp=2 or more, or sp=false"
+            raise Contradiction(
+                ("sp", "tp"),
+                "sp=true splits tokens over tensor-parallel ranks, of which tp=1 has one",
+                "set tp=2 or more, or sp=false",
             )
         if self.vpp > 1 and self.pp == 1:
-            raise ValueError(
-                f"vpp={self.vpp} interleaves the stages of a pipeline, of which pp=1 has one; set pp=2 or more, or vpp=1"
+            raise Contradiction(
+                ("vpp", "pp"),
+                f"vpp={self.vpp} interleaves the stages of a pipeline, of which pp=1 has one",
+                "set pp=2 or more, or vpp=1",
             )
         if self.ep > 1 and self.tp > 1 and not self.sp:
-            raise ValueError(
-                f"ep={self.ep} with tp={self.tp} needs sp=true: Megatron routes tokens to experts from where they are split"
+            raise Contradiction(
+                ("ep", "tp", "sp"),
+                f"ep={self.ep} with tp={self.tp} needs sp=true: Megatron routes tokens to experts from where they are split",
             )
         ranks = self.tp * self.cp * self.dp if self.dp != "auto" else None
         if ranks is not None and ranks % self.ep:
-            raise ValueError(
-                f"ep={self.ep} does not divide the tp*cp*dp={ranks} ranks of a pipeline stage; use ep or dp that does"
+            raise Contradiction(
+                ("ep", "tp", "cp", "dp"),
+                f"ep={self.ep} does not divide the tp*cp*dp={ranks} ranks of a pipeline stage",
+                "use ep or dp that does",
             )
         return self
 

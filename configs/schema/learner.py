@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from configs.errors import Contradiction
 from configs.schema.base import (
     Count,
     LearningRate,
@@ -42,9 +43,9 @@ class OptimizerConfig(Schema):
     @model_validator(mode="after")
     def _ranges(self):
         if self.min_lr > self.lr:
-            raise ValueError(f"min_lr={self.min_lr} is above lr={self.lr}")
+            raise Contradiction(("min_lr", "lr"), f"min_lr={self.min_lr} is above lr={self.lr}")
         if not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(f"betas={self.betas} must lie in [0, 1)")
+            raise Contradiction(("betas",), f"betas={self.betas} must lie in [0, 1)")
         return self
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from configs.errors import Contradiction
 from configs.schema.base import Coefficient, NonNegativeFloat, PositiveFloat, PositiveInt, Schema
 
 ClipLow = Annotated[float, Field(ge=0, lt=1)]
@@ -169,8 +170,9 @@ class AggregationConfig(Schema):
     @model_validator(mode="after")
     def _constant_where_used(self):
         if (self.type == "sequence_mean_token_sum_over_constant") != (self.constant is not None):
-            raise ValueError(
-                "`constant` goes with `type: sequence_mean_token_sum_over_constant`, and only with it"
+            raise Contradiction(
+                ("constant", "type"),
+                "`constant` goes with `type: sequence_mean_token_sum_over_constant`, and only with it",
             )
         return self
 
@@ -216,18 +218,23 @@ class KLConfig(Schema):
     @model_validator(mode="after")
     def _parts_fit(self):
         if self.place == "reward" and self.coefficient == 0:
-            raise ValueError(
-                "`place: reward` with coefficient 0 has no effect; set kl.coefficient, or remove it"
+            raise Contradiction(
+                ("place", "coefficient"),
+                "`place: reward` with coefficient 0 has no effect",
+                "set kl.coefficient, or remove it",
             )
         if self.place == "loss" and self.controller.type != "fixed":
-            raise ValueError("an adaptive controller goes with `place: reward`")
+            raise Contradiction(("place",), "an adaptive controller goes with `place: reward`")
         if self.controller.type == "adaptive" and self.coefficient == 0:
-            raise ValueError(
-                "an adaptive controller multiplies the coefficient, so it must start above 0; set kl.coefficient"
+            raise Contradiction(
+                ("coefficient",),
+                "an adaptive controller multiplies the coefficient, so it must start above 0",
+                "set kl.coefficient",
             )
         if self.place == "reward" and self.estimator.endswith("_straight_through"):
-            raise ValueError(
-                f"kl.estimator={self.estimator} differs from its plain form in the gradient alone, which a reward has none of"
+            raise Contradiction(
+                ("estimator",),
+                f"kl.estimator={self.estimator} differs from its plain form in the gradient alone, which a reward has none of",
             )
         return self
 

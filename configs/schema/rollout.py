@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from configs.errors import Contradiction
 from configs.schema.base import (
     Count,
     NonNegativeInt,
@@ -117,16 +118,20 @@ class RolloutConfig(Schema):
     @model_validator(mode="after")
     def _siblings_can_differ(self):
         if self.dynamic_sampling.type == "resample" and self.group_size == 1:
-            raise ValueError(
-                "dynamic_sampling.type=resample needs siblings that can differ, but group_size=1; raise it, or use type: none"
+            raise Contradiction(
+                ("dynamic_sampling.type", "group_size"),
+                "dynamic_sampling.type=resample needs siblings that can differ, but group_size=1",
+                "raise it, or use type: none",
             )
         return self
 
     @model_validator(mode="after")
     def _quantization_has_kernels(self):
         if self.quantization == "fp8" and self.dtype == "float32":
-            raise ValueError(
-                "quantization=fp8 computes with activations of 2 bytes, but dtype=float32; set dtype=bfloat16"
+            raise Contradiction(
+                ("quantization", "dtype"),
+                "quantization=fp8 computes with activations of 2 bytes, but dtype=float32",
+                "set dtype=bfloat16",
             )
         return self
 
@@ -134,8 +139,10 @@ class RolloutConfig(Schema):
     def _sampling_is_unfiltered(self):
         for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
             if getattr(self, name) != neutral:
-                raise ValueError(
+                raise Contradiction(
+                    (name,),
                     f"{name}={getattr(self, name)} would sample from a truncated distribution while SGLang reports "
-                    f"log-probs of the full one, so importance ratios would be wrong; set {name}: {neutral}"
+                    "log-probs of the full one, so importance ratios would be wrong",
+                    f"set {name}: {neutral}",
                 )
         return self

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from configs.errors import Contradiction, Contradictions
 from configs.schema.alarms import AlarmsConfig
-from configs.schema.base import Contradictions, Count, GivenPath, PositiveInt, Schema, Steps, Tokens, at_most
+from configs.schema.base import Count, GivenPath, PositiveInt, Schema, Steps, Tokens, at_most
 from configs.schema.correction import CorrectionConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.launch import EvaluationConfig, LaunchConfig, RecordBatches, TrackingConfig
@@ -100,54 +101,80 @@ class RunConfig(Schema):
             raise Contradictions(found)
         return self
 
-    def _loss_contradictions(self) -> Iterator[str]:
+    def _loss_contradictions(self) -> Iterator[Contradiction]:
         if self.rollout.group_size == 1 and self.advantage.type in WITHIN_GROUPS:
-            yield (
+            yield Contradiction(
+                ("advantage.type", "rollout.group_size"),
                 f"advantage.type={self.advantage.type} compares the siblings of a prompt, of which rollout.group_size=1 has one, so that "
-                "every advantage would be 0; use 2 or more (4 to 16 are usual), or advantage.type=gae or reinforce_pp"
+                "every advantage would be 0",
+                "use 2 or more (4 to 16 are usual), or advantage.type=gae or reinforce_pp",
             )
         objective = self.policy_objective.type
         if objective in PER_SEQUENCE_OBJECTIVES and self.aggregation.type != "sequence_mean_token_mean":
-            yield (
-                f"objective {objective} is a loss per sequence, which aggregation.type={self.aggregation.type} would weigh by "
-                "its tokens; remove `aggregation`, or set aggregation.type=sequence_mean_token_mean"
+            yield Contradiction(
+                ("aggregation.type",),
+                f"objective {objective} is a loss per sequence, which aggregation.type={self.aggregation.type} would weigh by its tokens",
+                "remove `aggregation`, or set aggregation.type=sequence_mean_token_mean",
             )
         weight = self.correction.weight
         if objective == "gmpo" and weight.level == "token" and weight.bound == "mask":
-            yield (
+            yield Contradiction(
+                ("correction.weight.bound", "correction.reject"),
                 "objective gmpo takes the geometric mean of a sequence's weights, so that one weight of zero would drop the whole sequence "
-                "(correction.weight.bound=mask); use correction.weight.bound=truncate, or a rule in correction.reject"
+                "(correction.weight.bound=mask)",
+                "use correction.weight.bound=truncate, or a rule in correction.reject",
             )
         responses = self.rollout.prompts_per_step * self.rollout.group_size
         if self.kl.controller.type == "adaptive" and self.kl.controller.horizon <= responses:
-            yield (
+            yield Contradiction(
+                ("kl.controller.horizon",),
                 f"kl.controller.horizon={self.kl.controller.horizon} is no more than the {responses} responses of one step, so that "
-                f"the coefficient would jump; use several times as many, such as {10 * responses}"
+                "the coefficient would jump",
+                f"use several times as many, such as {10 * responses}",
             )
         if self.rollout.dynamic_sampling.type != "none" and self.advantage.type in ("gae", "reinforce_pp"):
-            yield (
+            yield Contradiction(
+                ("advantage.type", "rollout.dynamic_sampling.type"),
                 f"rollout.dynamic_sampling drops groups whose rewards are equal, but advantage.type={self.advantage.type} learns from them "
-                "too; set rollout.dynamic_sampling.type=none, or use an advantage within groups"
+                "too",
+                "set rollout.dynamic_sampling.type=none, or use an advantage within groups",
             )
         if self.learner.old_logprobs == "always" and self.correction.mode == "bypass":
-            yield "learner.old_logprobs=always has no effect with correction.mode=bypass, where old is the rollout; remove it"
+            yield Contradiction(
+                ("learner.old_logprobs", "correction.mode"),
+                "learner.old_logprobs=always has no effect with correction.mode=bypass, where old is the rollout",
+                "remove it",
+            )
         if self.critic is None and self.advantage.type == "gae":
-            yield "advantage.type=gae needs the values of a critic; remove `critic: null`"
+            yield Contradiction(
+                ("advantage.type",),
+                "advantage.type=gae needs the values of a critic",
+                "remove `critic: null`",
+            )
         if self.critic is not None and self.advantage.type != "gae":
-            yield f"advantage.type={self.advantage.type} asks no critic; remove `critic`, or set advantage.type=gae"
+            yield Contradiction(
+                ("advantage.type",),
+                f"advantage.type={self.advantage.type} asks no critic",
+                "remove `critic`, or set advantage.type=gae",
+            )
         if self.critic_warmup_steps >= self.steps:
-            yield f"critic.warmup_steps={self.critic_warmup_steps} leaves none of the run's steps={self.steps} to the policy"
+            yield Contradiction(
+                ("critic.warmup_steps", "steps"),
+                f"critic.warmup_steps={self.critic_warmup_steps} leaves none of the run's steps={self.steps} to the policy",
+            )
 
-    def _reward_contradictions(self) -> Iterator[str]:
+    def _reward_contradictions(self) -> Iterator[Contradiction]:
         parts = self.reward.parts if isinstance(self.reward, WeightedReward) else {}
         for name, part in parts.items():
             if part.type == "overlong" and part.buffer_tokens > self.rollout.max_new_tokens:
-                yield (
+                yield Contradiction(
+                    (f"reward.parts.{name}.buffer_tokens", "rollout.max_new_tokens"),
                     f"reward.parts.{name}.buffer_tokens={part.buffer_tokens} is more than rollout.max_new_tokens="
-                    f"{self.rollout.max_new_tokens}, so that every response would be punished; use a fraction of it, such as a fifth"
+                    f"{self.rollout.max_new_tokens}, so that every response would be punished",
+                    "use a fraction of it, such as a fifth",
                 )
 
-    def _batch_contradictions(self) -> Iterator[str]:
+    def _batch_contradictions(self) -> Iterator[Contradiction]:
         prompts, parts, stages = (
             self.rollout.prompts_per_step,
             self.learner.minibatches,
@@ -159,27 +186,34 @@ class RunConfig(Schema):
             1 if self.layout.dp == "auto" else self.layout.dp,
         )
         if prompts % parts:
-            yield (
-                f"rollout.prompts_per_step={prompts} does not divide into learner.minibatches={parts}; "
-                f"use {prompts - prompts % parts or parts} or {prompts + parts - prompts % parts} prompts"
+            yield Contradiction(
+                ("rollout.prompts_per_step", "learner.minibatches"),
+                f"rollout.prompts_per_step={prompts} does not divide into learner.minibatches={parts}",
+                f"use {prompts - prompts % parts or parts} or {prompts + parts - prompts % parts} prompts",
             )
         elif sequences % ranks:
             unit = parts * (ranks // math.gcd(self.rollout.group_size, ranks))
             fewer, more = prompts - prompts % unit, prompts - prompts % unit + unit
-            yield (
+            yield Contradiction(
+                ("rollout.prompts_per_step", "learner.minibatches", "rollout.group_size", "layout.dp"),
                 f"a minibatch of {sequences} sequences (rollout.prompts_per_step={prompts} / learner.minibatches={parts} * "
                 f"rollout.group_size={self.rollout.group_size}) does not divide by layout.dp={ranks}, so some ranks would get "
-                f"fewer sequences than others; use {f'{fewer} or ' if fewer else ''}{more} prompts, or other minibatches or ranks"
+                "fewer sequences than others",
+                f"use {f'{fewer} or ' if fewer else ''}{more} prompts, or other minibatches or ranks",
             )
         elif (sequences // ranks) % stages:
-            yield (
+            yield Contradiction(
+                ("layout.vpp", "layout.pp"),
                 f"layout.vpp={self.layout.vpp} interleaves layout.pp={stages} stages, which take a multiple of {stages} micro-batches, but "
-                f"each rank has {sequences // ranks} sequences of a minibatch; use a multiple of {stages}, or layout.vpp=1"
+                f"each rank has {sequences // ranks} sequences of a minibatch",
+                f"use a multiple of {stages}, or layout.vpp=1",
             )
         if self.rollout.max_new_tokens >= self.learner.token_budget:
-            yield (
+            yield Contradiction(
+                ("rollout.max_new_tokens", "learner.token_budget"),
                 f"rollout.max_new_tokens={self.rollout.max_new_tokens} leaves no room for a prompt in learner.token_budget="
-                f"{self.learner.token_budget}; raise the budget, since a sequence is never split over micro-batches"
+                f"{self.learner.token_budget}",
+                "raise the budget, since a sequence is never split over micro-batches",
             )
 
     @property
@@ -262,8 +296,10 @@ class CountdownSftData(Schema):
     @model_validator(mode="after")
     def _wrong_answers_exist(self):
         if self.noise > 0 and self.task.num_numbers == 1:
-            raise ValueError(
-                f"noise={self.noise} needs wrong answers, but task.num_numbers=1 has none; use noise=0 or more numbers"
+            raise Contradiction(
+                ("noise", "task.num_numbers"),
+                f"noise={self.noise} needs wrong answers, but task.num_numbers=1 has none",
+                "use noise=0 or more numbers",
             )
         return self
 
@@ -315,15 +351,20 @@ class SftConfig(Schema):
     @model_validator(mode="after")
     def _batch_divides(self):
         if self.layout.dp != "auto" and self.batch_size % self.layout.dp:
-            raise ValueError(f"batch_size={self.batch_size} does not divide by layout.dp={self.layout.dp}")
+            raise Contradiction(
+                ("batch_size", "layout.dp"),
+                f"batch_size={self.batch_size} does not divide by layout.dp={self.layout.dp}",
+            )
         of_rank, stages = (
             self.batch_size // (1 if self.layout.dp == "auto" else self.layout.dp),
             self.layout.microbatch_multiple,
         )
         if of_rank % stages:
-            raise ValueError(
+            raise Contradiction(
+                ("layout.vpp", "layout.pp", "batch_size"),
                 f"layout.vpp={self.layout.vpp} interleaves layout.pp={stages} stages, which take a multiple of {stages} micro-batches, but "
-                f"each rank has {of_rank} sequences of batch_size={self.batch_size}; use a multiple of {stages}, or layout.vpp=1"
+                f"each rank has {of_rank} sequences of batch_size={self.batch_size}",
+                f"use a multiple of {stages}, or layout.vpp=1",
             )
         return self
 

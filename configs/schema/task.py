@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from configs.errors import Contradiction
 from configs.schema.base import (
     Count,
     Fraction,
@@ -57,9 +58,10 @@ class FileTask(Schema):
     @model_validator(mode="after")
     def _system_prompt_has_a_place(self):
         if self.system_prompt is not None and not self.apply_chat_template:
-            raise ValueError(
-                "system_prompt has its place in a chat template, but apply_chat_template=false; set it to true, or write the text into the "
-                "prompts"
+            raise Contradiction(
+                ("system_prompt", "apply_chat_template"),
+                "system_prompt has its place in a chat template, but apply_chat_template=false",
+                "set it to true, or write the text into the prompts",
             )
         return self
 
@@ -252,13 +254,17 @@ class WeightedReward(Schema):
     @model_validator(mode="after")
     def _something_is_rewarded(self):
         if all(part.type == "overlong" for part in self.parts.values()):
-            raise ValueError(
-                "parts hold an overlong penalty and nothing to penalise; add a part that rewards, e.g. correct: {type: gsm8k}"
+            raise Contradiction(
+                ("parts",),
+                "parts hold an overlong penalty and nothing to penalise",
+                "add a part that rewards, e.g. correct: {type: gsm8k}",
             )
         wrong = next((name for name in self.parts if not PART_NAME.fullmatch(name)), None)
         if wrong is not None:
-            raise ValueError(
-                f"{wrong!r} cannot name a part, since metrics are named after it; use letters, digits, `_` and `-`"
+            raise Contradiction(
+                (),
+                f"{wrong!r} cannot name a part, since metrics are named after it",
+                "use letters, digits, `_` and `-`",
             )
         return self
 

@@ -28,7 +28,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TextIO
 
-from configs.errors import ConfigError, Problem
+from configs.errors import ConfigError
 from parallel.checkpoints.files import is_valid, latest_valid, missing, step_folders, step_of
 from rollout.run_key import RunKey, run_key
 
@@ -277,9 +277,7 @@ def _writing_in(field: str, folder: Path) -> Iterator[None]:
     except OSError as error:
         said = f"the run folder cannot be written: {error}"
         fix = "give a folder that can be written to, on a disk that is not full"
-        raise ConfigError(
-            [Problem(where="config", field=field, value=str(folder), error=said, fix=fix)]
-        ) from error
+        raise ConfigError.of("config", field, str(folder), said, fix) from error
 
 
 def check_can_be_made(field: str, folder: Path) -> None:

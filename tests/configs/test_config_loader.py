@@ -1,6 +1,8 @@
 """The loader: what merges how, that a resolved config loads back equal, and what each kind of bad input is
 told."""
 
+import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from configs.loader import ConfigError, Problem, check_files, load_config, resolved_yaml
 from configs.presets import PRESETS, preset_body
+from configs.reading.schema_shape import Shape
 from configs.schema import RunConfig, SftConfig
 
 BASE = """\
@@ -982,3 +985,20 @@ def test_the_loader_imports_neither_torch_nor_anything_heavy():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_contradictions_name_fields_of_the_block_that_finds_them():
+    named = []
+    for file in (Path(__file__).parents[2] / "configs/schema").glob("*.py"):
+        module = importlib.import_module(f"configs.schema.{file.stem}")
+        for block in (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.ClassDef)):
+            for call in (node for node in ast.walk(block) if isinstance(node, ast.Call)):
+                if ast.unparse(call.func) == "Contradiction" and isinstance(call.args[0], ast.Tuple):
+                    names = [name.value for name in call.args[0].elts if isinstance(name, ast.Constant)]
+                    named += [(getattr(module, block.name), name.split(".")) for name in names]
+    assert len(named) > 50
+    for block, path in named:
+        shape = Shape.of(block)
+        for part in path:
+            assert part in shape.names(), f"{block.__name__} has no {'.'.join(path)}"
+            shape = shape.child(part)
