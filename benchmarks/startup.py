@@ -1,0 +1,106 @@
+"""CPU seconds until a user has an answer, and until a server answers.
+
+- ``tandem --help`` (target: 0.5 s) and ``tandem train CONFIG --dry-run`` (target: 3 s), each as a new process.
+- An SGLang server with a tiny model, from its command to its first healthy answer: forked, as
+  ``rollout/sglang_plugin`` has it, and spawned, as SGLang does by itself. In turn, so that both meet the same
+  machine. Seconds of CPU of all its processes, seconds of wall time, and their memory (PSS: shared pages count
+  once).
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.common import hardware, line, parser, spread, write  # noqa: E402
+
+TARGETS = {"tandem --help": 0.5, "tandem train CONFIG --dry-run": 3.0}
+RECIPE = ROOT / "configs" / "recipes" / "countdown_tiny.yaml"
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--rounds", type=int, default=5)
+    given = options.parse_args()
+    rounds = 2 if given.quick else given.rounds
+    from rollout.tiny_model import make_tiny_countdown_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        make_tiny_countdown_model(model, seed=0)
+        dry_run = ["train", str(RECIPE), "--dry-run", f"model.path={model}"]
+        commands = {"tandem --help": ["--help"], "tandem train CONFIG --dry-run": dry_run}
+        seconds: dict[str, list[float]] = {name: [] for name in commands}
+        servers: dict[str, list[dict]] = {"forked": [], "spawned": []}
+        for index in range(rounds):
+            for name, arguments in commands.items():
+                seconds[name].append(cpu_seconds([sys.executable, "-m", "launch", *arguments], Path(folder)))
+            for kind in sorted(servers, reverse=bool(index % 2)):
+                servers[kind].append(
+                    server_start(model, Path(folder) / f"{kind}{index}", forked=kind == "forked")
+                )
+    print(json.dumps({"hardware": hardware()}, indent=2))
+    for name, values in seconds.items():
+        print(f"{line(name, values)}   CPU   target: at most {TARGETS[name]} s")
+    for kind, starts in servers.items():
+        for what in starts[0]:
+            values = [start[what] for start in starts]
+            print(
+                f"server, {kind:<8} {what:<12} median {statistics.median(values):8.1f}   min {min(values):.1f}   max {max(values):.1f}"
+            )
+    ratios = {
+        what: statistics.median(
+            a[what] / b[what] for a, b in zip(servers["forked"], servers["spawned"], strict=True)
+        )
+        for what in servers["forked"][0]
+    }
+    print(
+        "forked / spawned, median of pairs: "
+        + ", ".join(f"{what} {ratio:.2f}" for what, ratio in ratios.items())
+    )
+    result = {"hardware": hardware(), "seconds": {name: spread(values) for name, values in seconds.items()}}
+    write({**result, "servers": servers, "ratios": ratios}, given.json)
+
+
+def cpu_seconds(command: list[str], folder: Path) -> float:
+    """User and system time of a process and of all that it waited for."""
+    before = os.times()
+    subprocess.run(
+        command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True
+    )
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+def server_start(model: Path, logs: Path, *, forked: bool) -> dict[str, float]:
+    from configs.schema.rollout import RolloutConfig
+    from rollout.servers.fleet import ServerFleet
+
+    # SGLang loads the plugins that this names; there is none of the other name.
+    os.environ["SGLANG_PLUGINS"] = "tandem" if forked else "none"
+    config = RolloutConfig(dtype="float32", max_total_tokens=4096)
+    fleet = ServerFleet(config, model_path=model, log_dir=logs, threads=1, cuda=False, seed=0)
+    began = time.perf_counter()
+    fleet.start()
+    try:
+        fleet.wait_healthy(600)
+        wall = time.perf_counter() - began
+        processes = [p for p in psutil.Process().children(recursive=True) if p.is_running()]
+        cpu = sum(sum(p.cpu_times()[:2]) for p in processes)
+        pss = sum(p.memory_full_info().pss for p in processes)
+        return {"CPU s": cpu, "wall s": wall, "memory MiB": pss / 2**20}
+    finally:
+        fleet.stop()
+
+
+if __name__ == "__main__":
+    main()
