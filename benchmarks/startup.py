@@ -82,13 +82,18 @@ def cpu_seconds(command: list[str], folder: Path) -> float:
 
 
 def server_start(model: Path, logs: Path, *, forked: bool) -> dict[str, float]:
-    from configs.schema.rollout import RolloutConfig
+    from configs.schema import RunConfig
+    from rollout.servers.command import ServerSpec
     from rollout.servers.fleet import ServerFleet
 
     # SGLang loads the plugins that this names; there is none of the other name.
     os.environ["SGLANG_PLUGINS"] = "tandem" if forked else "none"
-    config = RolloutConfig(dtype="float32", max_total_tokens=4096)
-    fleet = ServerFleet(config, model_path=model, log_dir=logs, threads=1, cuda=False, seed=0)
+    config = RunConfig(
+        model={"path": model},
+        task={"type": "countdown"},
+        rollout={"dtype": "float32", "max_total_tokens": 4096},
+    )
+    fleet = ServerFleet(ServerSpec(config=config, cuda=False), log_dir=logs, threads=1)
     began = time.perf_counter()
     fleet.start()
     try:

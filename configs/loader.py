@@ -21,11 +21,14 @@ Rules that are not obvious:
 Every key remembers the file and line that set it, so that an error can name them. All problems found are
 reported at once; the checks that span several fields run once the fields themselves are valid.
 
-    errors.py       Problem and ConfigError              schema_shape.py   what the schema allows at each place
-    yaml_values.py  YAML to values with lines, and back  wording.py        pydantic's errors in plain words
-    torn_overrides.py  overrides that a shell took apart  other_fields.py  fields by other systems' names
-    shorthands.py   corrections by name, made explicit   named_files.py    the files that a config names
-    other_names.py  values in verl's names, in ours
+    errors.py                   Problem and ConfigError
+    reading/yaml_values.py      YAML to values with lines, and back
+    reading/schema_shape.py     what the schema allows at each place
+    reading/wording.py          pydantic's errors in plain words
+    reading/torn_overrides.py   overrides that a shell took apart
+    reading/shorthands.py       corrections by name, made explicit
+    reading/named_files.py      the files that a config names
+    other_systems/              names and blocks of verl, ROLL and others
 """
 
 import errno

@@ -269,7 +269,7 @@ class _Engine:
         if len(microbatches) % self._microbatch_multiple:
             raise ValueError(
                 f"an interleaved pipeline of {self.groups.pp_size} stages updates on a multiple of {self._microbatch_multiple} "
-                f"micro-batches, got {len(microbatches)}; see batching.plan_batches"
+                f"micro-batches, got {len(microbatches)}; see trainer.batch.plan.plan_batches"
             )
         for trained in self._trained:
             trained.train()

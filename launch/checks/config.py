@@ -355,9 +355,9 @@ def check_new_folder(argument: str, folder: Path) -> None:
 
 def check_server_gpus(servers: RolloutConfig, first_gpu: int, available: int) -> None:
     """Of servers on the GPUs from ``first_gpu`` on. Raises ValueError."""
-    from rollout.servers import fleet as sglang_server
+    from rollout.servers.fleet import check_gpus
 
-    sglang_server.check_gpus(servers, first_gpu=first_gpu, available=available)
+    check_gpus(servers, first_gpu=first_gpu, available=available)
 
 
 def check_learner_gpus(needed: int, available: int) -> None:

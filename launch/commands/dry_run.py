@@ -265,7 +265,7 @@ def most_microbatches(sequences: int, *, longest: int, token_budget: int, multip
     which divides ``sequences``.
 
     Each micro-batch that does not hold a further sequence has at least q = floor(token_budget / longest) of
-    them, so that first fit, which ``trainer/batching.plan_batches`` falls back to, needs no more than
+    them, so that first fit, which ``trainer.batch.plan.plan_batches`` falls back to, needs no more than
     ceil(sequences / q).
     """
     return _up_to(-(-sequences // (token_budget // longest)), multiple)

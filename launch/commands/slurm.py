@@ -16,7 +16,7 @@ from launch.processes import run_folder
 from launch.processes.placement import gpus_of_node
 from launch.processes.run_folder import RunFolder
 from launch.slurm import job as jobs
-from launch.slurm import script as slurm_script
+from launch.slurm import script
 from launch.slurm.script import Place
 
 
@@ -49,9 +49,9 @@ def _slurm(
     dry_run: bool,
     gpu_memory: float | None,
 ) -> None:
-    elements = slurm_script.elements(arrays)
+    elements = script.elements(arrays)
     if submit:
-        slurm_script.require_sbatch()
+        script.require_sbatch()
     parsed = parse_config(config_path, overrides)
     given = parsed.validated()
     on_gpus = isinstance(given, RunConfig) and given.launch.nodes is None and given.launch.slurm.gpus != 0
@@ -63,25 +63,23 @@ def _slurm(
     configs = [checks.load(parsed.with_overrides(element), RunConfig, **where) for element in elements]
     if gpu_memory is not None and not gpus_of_node(configs[0]):
         raise ValueError(
-            f"--gpu-memory {gpu_memory:g}: the job asks for no GPUs ({slurm_script.DECIDED['gpus']}); leave it out"
+            f"--gpu-memory {gpu_memory:g}: the job asks for no GPUs ({script.DECIDED['gpus']}); leave it out"
         )
     for element, config in zip(elements, configs, strict=True):
         _check(element, config)
-    draft = slurm_script.script_text(
+    draft = script.script_text(
         configs[0], _draft_place(configs[0], arrays), submitted_from=Path.cwd(), count=_count(configs, arrays)
     )
-    slurm_script.check_script(draft, by_slurm=submit)
+    script.check_script(draft, by_slurm=submit)
     if dry_run:
-        script = ("", "the batch script:", *(f"  {line}" for line in draft.splitlines()))
-        print_dry_run(configs[0], checks.TRAINING, gpu_memory, in_job=True, further=script)
+        shown = ("", "the batch script:", *(f"  {line}" for line in draft.splitlines()))
+        print_dry_run(configs[0], checks.TRAINING, gpu_memory, in_job=True, further=shown)
         return
     if arrays:
         place, folders = _array(elements, configs)
     else:
         place, folders = _single(configs[0])
-    text = slurm_script.script_text(
-        configs[0], place, submitted_from=Path.cwd(), count=_count(configs, arrays)
-    )
+    text = script.script_text(configs[0], place, submitted_from=Path.cwd(), count=_count(configs, arrays))
     place.script.write_text(text)
     for folder in folders:
         folder.logs.mkdir(exist_ok=True)  # Slurm does not
@@ -94,7 +92,7 @@ def _slurm(
 
 
 def _check(element: Sequence[str], config: RunConfig) -> None:
-    problems = slurm_script.check(config)
+    problems = script.check(config)
     if element and config.resume is not None:
         problems.append("resume: an array begins new runs; go on with each by itself")
     if config.resume is not None and (job := jobs.running_elsewhere(RunFolder(config.resume))) is not None:
@@ -114,32 +112,30 @@ def _draft_place(config: RunConfig, arrays: Sequence[str]) -> Place:
     """Where the script will be, but for the time in its folder's name."""
     runs = config.launch.runs_dir.resolve()
     if arrays:
-        return slurm_script.place_of_array(runs / f"{config.name}-array-DATE-TIME")
-    return slurm_script.place_of_run((config.resume or runs / f"{config.name}-DATE-TIME").resolve())
+        return script.place_of_array(runs / f"{config.name}-array-DATE-TIME")
+    return script.place_of_run((config.resume or runs / f"{config.name}-DATE-TIME").resolve())
 
 
 def _single(config: RunConfig) -> tuple[Place, list[RunFolder]]:
     folder = RunFolder(commands.folder_of(config).release().resolve())
-    return slurm_script.place_of_run(folder.path), [folder]
+    return script.place_of_run(folder.path), [folder]
 
 
 def _array(elements: Sequence[Sequence[str]], configs: Sequence[RunConfig]) -> tuple[Place, list[RunFolder]]:
     runs_dir, folders = configs[0].launch.runs_dir, []
     array = run_folder.new_path(runs_dir, f"{configs[0].name}-array").resolve()
     for number, (element, config) in enumerate(zip(elements, configs, strict=True)):
-        folder = run_folder.create(
-            runs_dir, slurm_script.element_name(config.name, element), resolved_yaml(config)
-        )
+        folder = run_folder.create(runs_dir, script.element_name(config.name, element), resolved_yaml(config))
         folders.append(RunFolder(folder.path.resolve()))
         (array / str(number)).symlink_to(os.path.relpath(folders[-1].path, array))
     run_folder.point_latest(folders[-1])
-    return slurm_script.place_of_array(array), folders
+    return script.place_of_array(array), folders
 
 
 def _submit(place: Place, folders: Sequence[RunFolder], *, array: bool) -> None:
     for folder in folders:
         folder.job.unlink(missing_ok=True)  # of an earlier job
-    job = slurm_script.submit(place.script)
+    job = script.submit(place.script)
     for number, folder in enumerate(folders):
         with (
             contextlib.suppress(FileExistsError),

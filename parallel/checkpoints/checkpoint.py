@@ -29,8 +29,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from parallel.checkpoints import pickles as checkpoint_pickles
-from parallel.checkpoints import writers as checkpoint_writers
+from parallel.checkpoints import pickles, writers
 from parallel.checkpoints.files import (
     DamagedManifest,
     FileRecord,
@@ -108,7 +107,7 @@ def _restore_missing_step(optimizer, state: dict[Any, Any], steps: int) -> None:
 
 
 def save(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler, extra: Mapping[str, Any]) -> None:
-    """Write ``folder`` (``checkpoint_files.step_folder(root, step)``), replacing an older one of that name. A
+    """Write ``folder`` (``files.step_folder(root, step)``), replacing an older one of that name. A
     collective.
 
     ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is anything JSON can hold.
@@ -141,7 +140,7 @@ def save(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler, extra:
     try:
         state = _together(lambda: _state(chunks, optimizer, scheduler, is_loading=False))
         _together(lambda: prepare(state), only_rank_0=True)
-        with checkpoint_writers.sigterm_blocked(), checkpoint_writers.watched():
+        with writers.sigterm_blocked(), writers.watched():
             records = _gathered(_together(write))
         _together(
             lambda: finish({name: record for of_rank in records for name, record in of_rank.items()}),
@@ -216,7 +215,7 @@ def load(
     def restore() -> dict[str, Any]:
         rates = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
         state = _state(chunks, optimizer, scheduler, is_loading=True, with_random=same_processes)
-        with checkpoint_pickles.restricted():
+        with pickles.restricted():
             found = dist_checkpointing.load(state, str(folder))
         for i, chunk in enumerate(chunks):
             chunk.load_state_dict(found[f"model{i}"])
@@ -314,7 +313,7 @@ def _reason(error: BaseException) -> str:
     """One line; torch's CheckpointException carries a whole traceback per rank, of which the causes matter."""
     causes = error.failures.values() if isinstance(error, CheckpointException) else ()
     if isinstance(error, pickle.UnpicklingError):
-        return checkpoint_pickles.reason(error)
+        return pickles.reason(error)
     said = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     return "; ".join(_reason(cause[0]) for cause in causes) or said
 

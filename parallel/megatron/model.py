@@ -32,8 +32,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from parallel.megatron import moe as megatron_moe
-from parallel.megatron import platform
+from parallel.megatron import moe, platform
 from parallel.megatron.attention import PackedPlan, packed_attention, plan_packing, rotary_tables, rotate
 from parallel.megatron.vocab_parallel import linear_logprobs
 from parallel.planning.layout import (
@@ -148,7 +147,7 @@ def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleS
     if architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if experts:
-        megatron_moe.use_router(spec, experts)
+        moe.use_router(spec, experts)
     return spec
 
 
@@ -160,7 +159,7 @@ def _transformer_engine_layer(architecture: Architecture, experts: Experts | Non
     )
     spec.submodules.self_attention.submodules.core_attention = _transformer_engine_attention()
     if experts:
-        megatron_moe.use_router(spec, experts)
+        moe.use_router(spec, experts)
     return spec
 
 
@@ -264,7 +263,7 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
-        **megatron_moe.config_fields(architecture.experts),
+        **moe.config_fields(architecture.experts),
         **full,
     )
 
@@ -302,7 +301,7 @@ class PackedGPTModel(GPTModel):
             position_embedding_type="none",
             vp_stage=vp_stage,
         )
-        megatron_moe.mark_expert_parameters(self)
+        moe.mark_expert_parameters(self)
         self.architecture = architecture
         self.inv_freq_F = backbone.inv_freq_F.to(platform.device())
         self.attention_factor = backbone.attention_factor

@@ -24,7 +24,7 @@ GIB = 2**30
 Device = Literal["cpu", "cuda"]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRANSFER_BUCKET_BYTES: dict[Device, int] = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
-"""``weight_transfer.BUCKET_BYTES`` of each device, which cannot be imported without torch; a test holds the
+"""``parallel.weights.transfer.BUCKET_BYTES`` of each device, which cannot be imported without torch; a test holds the
 two equal."""
 USABLE_SHARE = 0.9
 """Of a GPU's memory, for what is itemised here."""

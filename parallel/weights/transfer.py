@@ -28,7 +28,7 @@ T = TypeVar("T")
 BUCKET_BYTES = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
 """By device. On a GPU the requests' latency counts, so buckets are large. On CPU the copies count: a small
 bucket stays in the cache until it is sent, and the receiver's allocator gives it the last one's memory again
-(see ``sglang_command.REUSED_MEMORY``)."""
+(see ``rollout.servers.command.REUSED_MEMORY``)."""
 CHECK_EVERY_S = 0.05
 
 

@@ -1,8 +1,8 @@
 """The SGLang servers of one node: start, health, watch, and an end that leaves no process behind.
 
 Each replica, or this node's share of one that takes several nodes, is a watched process (see there).
-ServerFleet is used by one thread. Not its concern: requests (``sglang_client``), weights
-(``sglang_control``), command lines (``sglang_command``), and which share is on which node and GPUs: it is
+ServerFleet is used by one thread. Not its concern: requests (``client``), weights
+(``control``), command lines (``command``), and which share is on which node and GPUs: it is
 given them.
 """
 

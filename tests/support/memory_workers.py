@@ -78,7 +78,7 @@ def work_memory(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
 
     Starting processes costs more than the work, so all layouts of as many ranks run in one set of them.
     """
-    from megatron.core import parallel_state  # after parallel.megatron_setup
+    from megatron.core import parallel_state  # after parallel.megatron.setup
 
     found = {}
     for name, job in jobs.items():

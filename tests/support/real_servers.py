@@ -33,7 +33,7 @@ def sharpen(folder: Path) -> None:
 def send(
     control: SGLangControl, model, *, version: int, tensor_parallel: int = 1, group_name: str | None = None
 ) -> Served:
-    """The whole update as ``sglang_control`` describes it up to ``resume``, with this process as rank 0 of a
+    """The whole update as ``rollout.servers.control`` describes it up to ``resume``, with this process as rank 0 of a
     gloo group of its own.
 
     No answer is waited for before the last request is sent: the server takes them one after the other.

@@ -40,7 +40,7 @@ from trainer.ranks.interruption import INTERRUPTIONS
 from trainer.ranks.totals import on_first_rank
 from trainer.recording import Recorder
 from trainer.sampling import SharedSampler
-from trainer.tracking import mlflow_thread as mlflow_store
+from trainer.tracking import mlflow_thread
 from trainer.tracking.tracker import Tracker
 from trainer.weight_sync import SyncResult, WeightSync
 
@@ -287,7 +287,7 @@ def work_lives(
 ) -> dict[str, list[dict[str, Any]]]:
     """Of each job (a folder, what goes wrong, further overrides): the life in which it does, and the one
     after."""
-    mlflow_store.MlflowThread.run = lambda self: (
+    mlflow_thread.MlflowThread.run = lambda self: (
         None
     )  # seconds of imports in every rank; what goes there is tested in test_tracking.py
     found = {}

@@ -57,7 +57,7 @@ def compute_advantages(
 
     ``batch`` is this rank's share; ``rewards_S`` and ``group_ids_S`` are of the whole step, indexed by
     ``batch.sequence_ids_S``, and the same on every rank. ``penalty_T`` [T] is taken off the rewards of
-    response tokens (the KL of ``shaped_rewards``): estimators by sequence then use the sum of a sequence's
+    response tokens (the KL of ``kl_reward``): estimators by sequence then use the sum of a sequence's
     token rewards. Computed in float64, so that the split over ranks shows in no digit of float32.
 
     Every rank of ``total`` must call. Raises ValueError where shapes do not match, for a reward, value or

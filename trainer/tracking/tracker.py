@@ -2,7 +2,7 @@
 
 log(step, metrics) ──> metrics.jsonl   the record: written and flushed before log returns
                    ──> console         one line (also console.log)
-                   ──> queue ──> the thread of mlflow_store.py ──> MLflow   never waited for, except at close, and then for seconds
+                   ──> queue ──> mlflow_thread.py ──> MLflow   never waited for, except at close, and then for seconds
 """
 
 import json

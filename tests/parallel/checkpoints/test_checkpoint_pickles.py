@@ -19,7 +19,7 @@ from configs.schema.objective import AggregationConfig
 from launch.commands import train as commands
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import RoleFailed
-from parallel.checkpoints import pickles as checkpoint_pickles
+from parallel.checkpoints import pickles
 from parallel.checkpoints.checkpoint import CheckpointError
 from parallel.checkpoints.files import write_manifest
 from tests.parallel.checkpoints.test_checkpoint_damage import Data, flip
@@ -121,7 +121,7 @@ def test_nothing_runs_and_the_error_says_so(engine, saved, tmp_path, monkeypatch
     put(tmp_path / "step_000001", Code(marker))
     write_manifest(tmp_path / "step_000001", world_size=1)
     if careless:
-        monkeypatch.setenv(checkpoint_pickles.CARELESS, "1")
+        monkeypatch.setenv(pickles.CARELESS, "1")
     before = dict(os.environ)
     with pytest.raises(CheckpointError, match=REFUSED):
         Checkpointer(tmp_path, CheckpointConfig()).restore(
@@ -144,7 +144,7 @@ def test_names_that_lead_elsewhere_are_refused(module, name):
     short = [b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)]
     for content in (f"c{module}\n{name}\n.".encode(), b"\x80\x04" + b"".join(short) + b"\x93."):
         with pytest.raises(pickle.UnpicklingError, match="is no part of a checkpoint"):
-            checkpoint_pickles.MetadataUnpickler(io.BytesIO(content)).load()
+            pickles.MetadataUnpickler(io.BytesIO(content)).load()
 
 
 @pytest.mark.engines

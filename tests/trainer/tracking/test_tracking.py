@@ -22,7 +22,7 @@ from rollout.client import RolloutError
 from trainer.loop import tell_of_failed_rewards
 from trainer.ranks.interruption import StopRequested
 from trainer.sampling import Sampled
-from trainer.tracking import mlflow_thread as mlflow_store
+from trainer.tracking import mlflow_thread
 from trainer.tracking import tracker as tracking
 from trainer.tracking.alarms import check_alarms
 from trainer.tracking.provenance import provenance
@@ -78,7 +78,7 @@ def time_to_close(monkeypatch):
 def client_of(run_dir: Path):
     from mlflow.tracking import MlflowClient
 
-    return MlflowClient(tracking_uri=f"sqlite:///{mlflow_store.store_file(run_dir)}")
+    return MlflowClient(tracking_uri=f"sqlite:///{mlflow_thread.store_file(run_dir)}")
 
 
 def only_run(run_dir: Path):
@@ -110,7 +110,7 @@ def test_sqlite_store_holds_params_metrics_artifacts_and_status(tmp_path):
     client, run = only_run(tmp_path)
     assert run.info.status == "FINISHED"
     assert run.data.params == {
-        mlflow_store.mlflow_name(k): v for k, v in flatten(config.model_dump(mode="json")).items()
+        mlflow_thread.mlflow_name(k): v for k, v in flatten(config.model_dump(mode="json")).items()
     }
     assert run.data.params["rollout.server_args.flag-149"] == "149"
     history = client.get_metric_history(run.info.run_id, "reward/mean")
@@ -168,28 +168,28 @@ def test_names_that_mlflow_refuses_do_not_lose_the_others(tmp_path):
 def test_mlflow_names_are_valid(name):
     from mlflow.utils.validation import _validate_metric_name
 
-    _validate_metric_name(mlflow_store.mlflow_name(name))
+    _validate_metric_name(mlflow_thread.mlflow_name(name))
 
 
 def test_tracking_uri_precedence(tmp_path, monkeypatch):
-    assert mlflow_store.tracking_uri(make_config(), tmp_path) == f"sqlite:///{tmp_path.parent / 'mlflow.db'}"
+    assert mlflow_thread.tracking_uri(make_config(), tmp_path) == f"sqlite:///{tmp_path.parent / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///elsewhere.db")
-    assert mlflow_store.tracking_uri(make_config(), tmp_path) == "sqlite:///elsewhere.db"
+    assert mlflow_thread.tracking_uri(make_config(), tmp_path) == "sqlite:///elsewhere.db"
     assert (
-        mlflow_store.tracking_uri(make_config(tracking={"uri": "sqlite:///mine.db"}), tmp_path)
+        mlflow_thread.tracking_uri(make_config(tracking={"uri": "sqlite:///mine.db"}), tmp_path)
         == "sqlite:///mine.db"
     )
 
 
 def test_runs_share_a_store_where_the_file_system_is_local(tmp_path, monkeypatch):
-    assert mlflow_store.file_system_of(Path("/proc")) == "proc"
-    monkeypatch.setattr(mlflow_store, "file_system_of", lambda folder: "ext4")
-    assert mlflow_store.store_file(tmp_path) == tmp_path.parent / "mlflow.db"
-    monkeypatch.setattr(mlflow_store, "file_system_of", lambda folder: "nfs4")
-    assert mlflow_store.store_file(tmp_path) == tmp_path / "mlflow.db"
-    monkeypatch.setattr(mlflow_store, "file_system_of", lambda folder: "ext4")
+    assert mlflow_thread.file_system_of(Path("/proc")) == "proc"
+    monkeypatch.setattr(mlflow_thread, "file_system_of", lambda folder: "ext4")
+    assert mlflow_thread.store_file(tmp_path) == tmp_path.parent / "mlflow.db"
+    monkeypatch.setattr(mlflow_thread, "file_system_of", lambda folder: "nfs4")
+    assert mlflow_thread.store_file(tmp_path) == tmp_path / "mlflow.db"
+    monkeypatch.setattr(mlflow_thread, "file_system_of", lambda folder: "ext4")
     (tmp_path / "mlflow.db").touch()
-    assert mlflow_store.store_file(tmp_path) == tmp_path / "mlflow.db", (
+    assert mlflow_thread.store_file(tmp_path) == tmp_path / "mlflow.db", (
         "a run of an earlier version goes on in its own"
     )
 
@@ -294,7 +294,7 @@ def test_resume_ends_the_interrupted_mlflow_run_and_names_it(tmp_path):
         tracker.log(1, {"reward/mean": 0.1})
     client, before = only_run(tmp_path)
     client.update_run(before.info.run_id, status="RUNNING")  # as a crash leaves it
-    client.delete_tag(before.info.run_id, mlflow_store.COMPLETE_UNTIL)
+    client.delete_tag(before.info.run_id, mlflow_thread.COMPLETE_UNTIL)
     with Tracker(make_config(), tmp_path, resumed_from_step=1) as tracker:
         tracker.log(2, {"reward/mean": 0.2})
     runs = client.search_runs([before.info.experiment_id])
@@ -328,7 +328,7 @@ def test_a_stopped_run_is_one_run_for_mlflow_where_nothing_has_to_be_taken_back(
     ]
     run = client.get_run(newest)
     assert (run.info.status, run.data.tags["tandem.resumed_from_step"]) == ("FINISHED", str(resumed_from))
-    assert run.data.tags[mlflow_store.COMPLETE_UNTIL] == str(resumed_from + 1)
+    assert run.data.tags[mlflow_thread.COMPLETE_UNTIL] == str(resumed_from + 1)
 
 
 def test_a_later_evaluation_of_a_step_joins_its_line(tmp_path):
@@ -401,7 +401,7 @@ def test_a_hanging_server_holds_up_neither_steps_nor_the_end(tmp_path, monkeypat
 
 
 def test_a_server_that_is_not_there_is_said_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(mlflow_store, "RETRY_S", 0.01)  # many attempts
+    monkeypatch.setattr(mlflow_thread, "RETRY_S", 0.01)  # many attempts
     uri = closed_port()
     tracker = Tracker(make_config(tracking={"uri": uri}), tmp_path)
     for step in range(1, 51):
@@ -414,10 +414,10 @@ def test_a_server_that_is_not_there_is_said_once(tmp_path, monkeypatch, caplog):
 
 def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):
     """The sqlite file's folder appears only after the first attempt failed."""
-    monkeypatch.setattr(mlflow_store, "RETRY_S", 0.05)
+    monkeypatch.setattr(mlflow_thread, "RETRY_S", 0.05)
     store = tmp_path / "late" / "mlflow.db"
     failed = threading.Event()
-    monkeypatch.setattr(mlflow_store.MlflowThread, "_warn_once", lambda self, kind, *rest: failed.set())
+    monkeypatch.setattr(mlflow_thread.MlflowThread, "_warn_once", lambda self, kind, *rest: failed.set())
     (tmp_path / "late").write_text("a file in the way", encoding="utf-8")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("")
@@ -437,7 +437,7 @@ def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):
 
 def test_a_full_queue_drops_instead_of_waiting(tmp_path, monkeypatch, hanging_server, caplog):
     monkeypatch.setattr(tracking, "CLOSE_DEADLINE_S", 0.2)
-    monkeypatch.setattr(mlflow_store, "QUEUE_SIZE", 10)
+    monkeypatch.setattr(mlflow_thread, "QUEUE_SIZE", 10)
     with Tracker(make_config(tracking={"uri": hanging_server}), tmp_path) as tracker:
         for step in range(1, 31):
             tracker.log(step, {"reward/mean": 0.1})
