@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def measure(given, prompts: int, scratch: Path) -> Path:
-    from launch.commands import train as commands
+    from launch.commands import studies
     from launch.studies.mismatch_plan import Request
 
     overrides = [*BFLOAT16, *given.override]
@@ -85,7 +85,7 @@ def measure(given, prompts: int, scratch: Path) -> Path:
         out=scratch / "study",
         why=True,
     )
-    return commands.mismatch(given.config, overrides, request)
+    return studies.mismatch(given.config, overrides, request)
 
 
 def makes_model(given) -> bool:

@@ -82,9 +82,9 @@ def main() -> None:
 def supervise(config_path: Path, model: Path | None, overrides: list[str], rounds: int) -> dict:
     """Start the roles of a run, with this module in the learner's place."""
     from configs.loader import load_config, resolved_yaml
-    from launch.commands import train as commands
     from launch.processes import run_folder
     from launch.processes.supervisor import Supervisor
+    from launch.roles import start
     from rollout.tiny_model import make_tiny_countdown_model
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -95,11 +95,11 @@ def supervise(config_path: Path, model: Path | None, overrides: list[str], round
         fixed = [f"model.path={model}", f"launch.runs_dir={scratch}", f"steps={rounds + 1}", *no_extras]
         config = load_config(config_path, [*fixed, *overrides])
         folder = run_folder.create(config.launch.runs_dir, "benchmark", resolved_yaml(config))
-        learn = commands.role("learn", folder, config, ranks=config.layout.world_size)
+        learn = start.role("learn", folder, config, ranks=config.layout.world_size)
         torchrun = learn.command[: learn.command.index("launch")]
         ours = ["benchmarks.step_time", "--rank", str(folder.path), "--rounds", str(rounds)]
         with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
-            commands.start_sampling(supervisor, folder, config)
+            start.start_sampling(supervisor, folder, config)
             supervisor.start(replace(learn, command=[*torchrun, *ours]))
             supervisor.wait_until_done("learn")
         seconds = json.loads((folder.path / "benchmark.json").read_text())

@@ -114,9 +114,9 @@ def train(
     config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None
 ) -> None:
     """Train by RL: SGLang servers, the sample role and the Megatron learner, from start to report."""
-    from launch.commands import train as commands
+    from launch.commands import train as training
 
-    commands.train(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
+    training.train(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command()
@@ -125,9 +125,9 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped or failed, from its newest whole checkpoint; overrides (such as
     steps=300) change its config."""
-    from launch.commands import train as commands
+    from launch.commands import train as training
 
-    commands.resume(run, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
+    training.resume(run, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command("init")
@@ -195,9 +195,9 @@ def sft(
     config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None
 ) -> None:
     """Warm-start a model by supervised training on prompts with answers."""
-    from launch.commands import train as commands
+    from launch.commands import train as training
 
-    commands.sft(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
+    training.sft(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command("eval")
@@ -205,9 +205,9 @@ def evaluate(
     config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None
 ) -> None:
     """Measure the accuracy of model.path on the task's held-out problems."""
-    from launch.commands import train as commands
+    from launch.commands import train as training
 
-    commands.evaluate(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
+    training.evaluate(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command()
@@ -215,26 +215,26 @@ def export(
     run: RunPath, out: Annotated[Path, typer.Argument(help="The folder to write", metavar="OUT")]
 ) -> None:
     """Write the newest weights of a run as a Hugging Face checkpoint."""
-    from launch.commands import train as commands
+    from launch.commands import results
 
-    commands.export(run, out)
+    results.export(run, out)
 
 
 @app.command()
 def report(run: RunPath) -> None:
     """Write report.html and figures for a run, finished or not."""
-    from launch.commands import train as commands
+    from launch.commands import results
 
-    commands.report(run)
+    results.report(run)
 
 
 @app.command()
 def status(run: RunPath) -> None:
     """Say what a run is doing: step, rate, time left, results, checkpoint, Slurm job, roles."""
-    from launch.commands import train as commands
     from launch.commands.status import status as look
+    from launch.roles import start
 
-    print(look(commands.existing_run(run)))
+    print(look(start.existing_run(run)))
 
 
 @app.command()
@@ -252,10 +252,10 @@ def logs(
     ] = 20,
 ) -> None:
     """Show the ends of a run's logs, per role and node."""
-    from launch.commands import train as commands
     from launch.commands.status import log_files, show_logs
+    from launch.roles import start
 
-    folder = commands.existing_run(run)
+    folder = start.existing_run(run)
     show_logs(folder, log_files(folder, role), lines=lines, follow=follow)
 
 
@@ -288,7 +288,7 @@ def check_cluster(
     interfaces. One call per node: srun --nodes 4 --ntasks-per-node 1 tandem check-cluster CONFIG"""
     from launch.commands.check_cluster import check_cluster as check
     from launch.commands.check_cluster import check_sockets
-    from launch.commands.train import existing_run
+    from launch.roles.start import existing_run
 
     if run is not None:
         raise typer.Exit(0 if check_sockets(existing_run(run)) else 1)
@@ -309,9 +309,9 @@ def replay(
 ) -> None:
     """Show what other corrections would have made of a recorded step: weights, what is kept, loss and
     gradient; no engine needed."""
-    from launch.commands import train as commands
+    from launch.commands import studies
 
-    commands.replay(run, step, correction or [], gradients=gradients, plot=plot)
+    studies.replay(run, step, correction or [], gradients=gradients, plot=plot)
 
 
 @app.command("verify-sync")
@@ -327,9 +327,9 @@ def verify_sync(
 ) -> None:
     """Prove the weight transfer: servers that received weights from each learner layout answer, to the bit,
     like ones started from them."""
-    from launch.commands import train as commands
+    from launch.commands import studies
 
-    if not commands.verify_sync(config, overrides or [], learner or [], rollout or []):
+    if not studies.verify_sync(config, overrides or [], learner or [], rollout or []):
         raise typer.Exit(1)
 
 
@@ -357,7 +357,7 @@ def mismatch(
 ) -> None:
     """Measure how far learner and rollout are apart in probability, for every pair of layouts: sampled and
     scored by the real engines."""
-    from launch.commands import train as commands
+    from launch.commands import studies
     from launch.studies.mismatch_plan import Request
 
     request = Request(
@@ -368,7 +368,7 @@ def mismatch(
         out=out,
         why=why,
     )
-    commands.mismatch(config, overrides or [], request)
+    studies.mismatch(config, overrides or [], request)
 
 
 @app.command("make-tiny-model")
@@ -468,9 +468,9 @@ def job(run: RunPath) -> None:
 
 def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
     def run(run_folder: RunPath) -> None:
-        from launch.commands import train as commands
+        from launch.roles import start
 
-        commands.run_role(name, run_folder)
+        start.run_role(name, run_folder)
 
     app.command(name, help=help_text, hidden=hidden)(run)
 
@@ -484,9 +484,9 @@ def serve(
     ] = None,
 ) -> None:
     """Run one role alone: the SGLang servers of a run, or those of one node."""
-    from launch.commands import train as commands
+    from launch.roles import start
 
-    commands.run_role("serve", run_folder, node)
+    start.run_role("serve", run_folder, node)
 
 
 _role_command("sample", "Run one role alone: the sampling driver of a run.")

@@ -11,10 +11,10 @@ from configs.loader import parse_config
 from configs.schema import RunConfig
 from launch.checks import config as checks
 from launch.checks.config import BadInput
-from launch.commands import train as commands
 from launch.processes.addresses import free_port, own_address
 from launch.processes.placement import learner_ranks_per_node, serve_roles
 from launch.processes.run_folder import RunFolder
+from launch.roles import start
 from launch.roles import table as roles
 from launch.roles.table import Rendezvous
 
@@ -41,7 +41,7 @@ def prepare(config_path: Path, overrides: list[str], *, endpoint: str | None = N
         endpoint = _endpoint(config, endpoint) if nodes.learner > 1 else None
     except ValueError as error:
         raise BadInput(f"{config_path}: {error}") from error
-    folder = RunFolder(commands.folder_of(config).path.resolve())
+    folder = RunFolder(start.folder_of(config).path.resolve())
     folder.logs.mkdir(exist_ok=True)
     print("\n".join(instructions(config, folder, ranks=ranks, endpoint=endpoint)), flush=True)
     return folder
@@ -84,7 +84,7 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
         f"# run folder: {folder.path} (every node must see it, and the model, under this path)",
         "# on every node, first:",
         f"cd {shlex.quote(os.getcwd())}",
-        *(f"export {name}={shlex.quote(value)}" for name, value in commands.environment(config).items()),
+        *(f"export {name}={shlex.quote(value)}" for name, value in start.environment(config).items()),
         *(
             line
             for node, name in enumerate(serve_roles(config))

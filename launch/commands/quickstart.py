@@ -6,7 +6,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from launch.commands import train as commands
+from launch.commands import train as training
 from launch.processes import run_folder
 from trainer.tracking.tracker import duration
 
@@ -38,7 +38,7 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float) -> None:
         f"warm start: supervised training on generated Countdown solutions, 40 % wrong on purpose; about {duration(WARM_START_S)}",
     )
     began = time.perf_counter()
-    commands.sft(
+    training.sft(
         CONFIGS / "countdown_tiny_sft.yaml", [f"model.path={initial}", f"output={warm}", f"seed={seed}"]
     )
     seconds["warm_start"] = time.perf_counter() - began
@@ -51,7 +51,7 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float) -> None:
         f"RL: {steps} GRPO steps, SGLang samples, Megatron-Core learns; held-out accuracy before and after; about {left}",
     )
     began = time.perf_counter()
-    folder = commands.train(
+    folder = training.train(
         CONFIGS / "countdown_tiny.yaml", [f"model.path={warm}", f"seed={seed}", f"steps={steps}"]
     )
     seconds["rl_run"] = time.perf_counter() - began

@@ -10,11 +10,11 @@ from configs.loader import parse_config, resolved_yaml
 from configs.schema import RunConfig
 from launch.checks import config as checks
 from launch.checks.config import BadInput
-from launch.commands import train as commands
 from launch.commands.dry_run import print_dry_run
 from launch.processes import run_folder
 from launch.processes.placement import gpus_of_node
 from launch.processes.run_folder import RunFolder
+from launch.roles import start
 from launch.slurm import job as jobs
 from launch.slurm import script
 from launch.slurm.script import Place
@@ -117,7 +117,7 @@ def _draft_place(config: RunConfig, arrays: Sequence[str]) -> Place:
 
 
 def _single(config: RunConfig) -> tuple[Place, list[RunFolder]]:
-    folder = RunFolder(commands.folder_of(config).release().resolve())
+    folder = RunFolder(start.folder_of(config).release().resolve())
     return script.place_of_run(folder.path), [folder]
 
 

@@ -36,12 +36,13 @@ from pathlib import Path
 
 from configs.schema import RunConfig
 from launch.checks.config import BadInput
-from launch.commands import train as commands
+from launch.commands import train as training
 from launch.processes import stopping
 from launch.processes.addresses import free_port, own_address
 from launch.processes.placement import gpus_of_node, learner_ranks_per_node, num_nodes, serve_roles
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
+from launch.roles import start
 from launch.roles import table as roles
 from launch.slurm import job as jobs
 from launch.slurm.job import Job
@@ -62,7 +63,7 @@ def run_job(run: Path) -> int:
 
     Raises BadInput and ConfigError where there is no use in trying again.
     """
-    folder = commands.existing_run(run)
+    folder = start.existing_run(run)
     try:
         config = roles.config_of(folder)
     except ValueError as error:
@@ -93,7 +94,7 @@ def run_job(run: Path) -> int:
             outcome = _outcome_seen(folder, config)
         if not isinstance(outcome, stopping.Finished):
             return _after(folder, config, job, outcome, signals.received())
-        commands.print_result(folder, config)
+        training.print_result(folder, config)
         return 0
 
 
@@ -158,7 +159,7 @@ def _supervise(
             time.sleep(pause_s)  # a signal ends it, as it does everything here
         for role in steps:
             supervisor.start(role)
-        with echoed(folder.path / "console.log"), commands.causes_told(folder, config, supervisor):
+        with echoed(folder.path / "console.log"), training.causes_told(folder, config, supervisor):
             return stopping.wait_for_learner(
                 supervisor,
                 signals,
@@ -169,7 +170,7 @@ def _supervise(
 
 def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
     """Every role of the run as a step of the job."""
-    nodes, env = config.launch.nodes, commands.environment(config) | {roles.IN_JOB: "1"}
+    nodes, env = config.launch.nodes, start.environment(config) | {roles.IN_JOB: "1"}
     # On one node all three share its GPUs, of which the learner has the first.
     learners, servers = (
         (job.nodes[: nodes.learner], job.nodes[nodes.learner :])

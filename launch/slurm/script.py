@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import RunConfig
-from launch.commands.train import PACKAGE_ROOT
 from launch.processes.placement import check_gpus_of_job, gpus_of_node, num_nodes
+from launch.roles.start import PACKAGE_ROOT
 
 TEMPLATE = Path(__file__).parent / "train.sbatch"
 SIGNAL_SLACK_S = 60

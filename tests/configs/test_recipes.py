@@ -20,7 +20,8 @@ from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig, layout_text
 from launch.checks import config as checks
 from launch.cli import app
-from launch.commands import train as commands
+from launch.commands import studies
+from launch.commands import train as training
 from launch.processes.placement import check_placement
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config
 from parallel.planning.memory import (
@@ -270,13 +271,13 @@ def test_an_fp8_rollout_is_refused_without_gpus_before_a_start(tree):
     before = sorted(path.name for path in tree.iterdir())
     file = RECIPES / "qwen3_8b.yaml"
     with pytest.raises(ConfigError, match=r"rollout\.quantization=fp8 needs NVIDIA GPUs"):
-        commands.train(file, [over("fp8_rollout")])
+        training.train(file, [over("fp8_rollout")])
     with pytest.raises(ConfigError, match="cannot update a llama model while it serves it in FP8"):
         checks.load(parse_config(RECIPES / "llama3_1_8b.yaml", [over("fp8_rollout")]), RunConfig)
     with pytest.raises(ConfigError, match=r"`tandem eval` serves model\.path as it stands"):
-        commands.evaluate(file, ["rollout.quantization=fake_int8"])
+        training.evaluate(file, ["rollout.quantization=fake_int8"])
     with pytest.raises(checks.BadInput, match="what quantised servers hold is not what was sent"):
-        commands.verify_sync(file, ["rollout.quantization=fake_int8"], [], [])
+        studies.verify_sync(file, ["rollout.quantization=fake_int8"], [], [])
     assert sorted(path.name for path in tree.iterdir()) == before
 
 

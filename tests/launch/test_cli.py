@@ -20,9 +20,11 @@ from configs.loader import ConfigError, load_config, parse_config
 from configs.schema import RunConfig, SftConfig
 from launch import cli
 from launch.checks import config as checks
-from launch.commands import train as commands
+from launch.commands import results, studies
+from launch.commands import train as training
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Role, RoleFailed
+from launch.roles import start
 from launch.roles import table as roles
 from launch.roles.summary import write_summary
 from launch.slurm import inside_job as job
@@ -109,13 +111,13 @@ def test_too_few_gpus_are_refused_before_a_start(tmp_path, model, monkeypatch):
     monkeypatch.setattr(checks, "gpus_here", lambda: 2)
     file = config_file(tmp_path, model)
     with pytest.raises(ConfigError, match=r"3 GPUs are needed, 2 of the learner .* but 2 are visible"):
-        commands.train(file, ["layout.dp=2"])
+        training.train(file, ["layout.dp=2"])
     with pytest.raises(ConfigError, match=r"3 GPUs are needed.*rollout\.replicas=3"):
-        commands.evaluate(file, ["rollout.replicas=3"])
+        training.evaluate(file, ["rollout.replicas=3"])
     with pytest.raises(
         checks.BadInput, match="--rollout: 4 GPUs are needed, 2 of the learner or other servers"
     ):
-        commands.verify_sync(file, [], ["tp=1"], ["tp=1", "tp=2"])
+        studies.verify_sync(file, [], ["tp=1"], ["tp=1", "tp=2"])
     with pytest.raises(ValueError, match="the layout takes 4 GPUs, but 2 are visible"):
         checks.check_learner_gpus(4, 2)
     checks.check_learner_gpus(2, 2)
@@ -172,7 +174,7 @@ def test_a_file_that_cannot_be_used_is_one_line_and_a_bug_keeps_its_traceback(
     def fail(run):
         raise error
 
-    monkeypatch.setattr(commands, "report", fail)
+    monkeypatch.setattr(results, "report", fail)
     monkeypatch.setattr(sys, "argv", ["tandem", "report", "run"])
     with pytest.raises(SystemExit if is_told else OSError) as ended:
         cli.main()
@@ -230,7 +232,7 @@ def test_a_resume_that_cannot_write_its_config_leaves_the_run_as_it_was(tmp_path
     """The operating system refuses files above a size, as a full disk would."""
     monkeypatch.chdir(tmp_path)
     file = config_file(tmp_path, model)
-    fresh = commands.folder_of(load_config(file, []))
+    fresh = start.folder_of(load_config(file, []))
     assert load_config(fresh.config) == load_config(file)
     run = RunFolder(fresh.release())
     before, listed = run.config.read_text(), sorted(run.path.iterdir())
@@ -238,11 +240,11 @@ def test_a_resume_that_cannot_write_its_config_leaves_the_run_as_it_was(tmp_path
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
         with pytest.raises(ConfigError, match=r"resume[\s\S]*cannot be written: .*File too large"):
-            commands.folder_of(load_config(file, [f"resume={run.path}", "steps=7"]))
+            start.folder_of(load_config(file, [f"resume={run.path}", "steps=7"]))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (run.config.read_text(), sorted(run.path.iterdir())) == (before, listed)
-    commands.folder_of(load_config(file, [f"resume={run.path}", "steps=7"])).release()
+    start.folder_of(load_config(file, [f"resume={run.path}", "steps=7"])).release()
     assert load_config(run.config) == load_config(file, ["steps=7"])
 
 
@@ -263,7 +265,7 @@ def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(t
             run.export.mkdir()
             (run.export / "weights").write_text("of a checkpoint")
 
-    monkeypatch.setattr(commands, "Supervisor", Exports)
+    monkeypatch.setattr(results, "Supervisor", Exports)
     run = RunFolder(tmp_path / "run")
     (run.checkpoints / "step_000001").mkdir(parents=True)
     write_manifest(run.checkpoints / "step_000001", world_size=1)
@@ -274,13 +276,13 @@ def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(t
         "copytree",
         lambda *given, copy=shutil.copytree, **named: (copied.append(given), copy(*given, **named)),
     )
-    commands.export(run.path, tmp_path / "new" / "out")
+    results.export(run.path, tmp_path / "new" / "out")
     assert (tmp_path / "new" / "out" / "weights").read_text() == "of a checkpoint"
     assert (copied, run.export.exists()) == ([], False)
     run.hf.mkdir()
     (run.hf / "weights").write_text("of the end")
     run.summary.write_text('{"steps": 1}')
-    commands.export(run.path, tmp_path / "out")
+    results.export(run.path, tmp_path / "out")
     assert (tmp_path / "out" / "weights").read_text() == (run.hf / "weights").read_text() == "of the end"
     assert [path.name for path in tmp_path.glob(".*")] == []
 
@@ -289,22 +291,22 @@ def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(t
 def test_a_file_system_without_locks_is_bad_input(tmp_path, model, monkeypatch, number):
     monkeypatch.chdir(tmp_path)
     config = load_config(config_file(tmp_path, model), [])
-    run = RunFolder(commands.folder_of(config).release())
+    run = RunFolder(start.folder_of(config).release())
 
     def refuse(*given):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     starts = [
-        lambda: commands.folder_of(config),
-        lambda: commands.folder_of(config.model_copy(update={"resume": run.path})),
+        lambda: start.folder_of(config),
+        lambda: start.folder_of(config.model_copy(update={"resume": run.path})),
     ]
-    for start in [*starts, lambda: job._claim(run, may_be_our_own=True)]:
+    for claim in [*starts, lambda: job._claim(run, may_be_our_own=True)]:
         with pytest.raises(
             checks.BadInput,
             match=rf"/roles is on a file system without file locks \({os.strerror(number)}\).*-o flock",
         ):
-            start()
+            claim()
     assert run._held == []
 
 
@@ -398,10 +400,10 @@ def test_a_role_that_fails_during_an_evaluation_ends_it(tmp_path, model, monkeyp
         return Role(name=name, command=command, log=log, env={"PYTHONPATH": str(ROOT)})
 
     monkeypatch.setattr(remote_sampler, "RemoteSampler", Watched)
-    monkeypatch.setattr(commands, "role", role)
+    monkeypatch.setattr(start, "role", role)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RoleFailed, match="the serve role ended with exit code 3"):
-        commands.evaluate(
+        training.evaluate(
             config_file(tmp_path, model), ["launch.start_timeout_s=30", "launch.collective_timeout_s=30"]
         )
     assert used_by == [threading.get_ident()] * 2

@@ -17,7 +17,7 @@ from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
 from launch import cli
 from launch.checks.config import BadInput
-from launch.commands import train as commands
+from launch.commands import train as training
 from launch.commands.init import make_experiment
 from launch.commands.list_runs import run_table
 from launch.commands.schema import json_schema, print_schema
@@ -205,7 +205,7 @@ def test_the_list_of_runs(tmp_path):
 def test_resume_is_train_with_the_config_of_the_run(tmp_path, monkeypatch):
     run = make_run(tmp_path / "run", rows=[])
     asked = []
-    monkeypatch.setattr(commands, "train", lambda *given, **options: asked.append((given, options)))
+    monkeypatch.setattr(training, "train", lambda *given, **options: asked.append((given, options)))
     monkeypatch.setattr(sys, "argv", ["tandem", "resume", str(run.path), "steps=300", "--dry-run"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -270,7 +270,7 @@ def test_healthy_processes_end_without_what_libraries_say_of_themselves():
     still there."""
     code = """
 import ctypes, os
-from launch.commands.train import quiet_end
+from launch.roles.start import quiet_end
 quiet_end()
 late = ctypes.CFUNCTYPE(None)(lambda: None)
 class Noisy:

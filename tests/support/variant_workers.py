@@ -98,17 +98,17 @@ def variant_config(name: str, model: Path) -> RunConfig:
 
 def supervise(model: Path) -> None:
     """Start the roles of a run in ``runs/``, with this module in the learner's place, and wait for it."""
-    from launch.commands import train as commands
     from launch.processes import run_folder
     from launch.processes.supervisor import Supervisor
+    from launch.roles import start
 
     config = load_config(CONFIG, [f"model.path={model}", *REWARD, f"steps={STEPS * len(VARIANTS)}"])
     folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
     run_folder.point_latest(folder)
-    learn = commands.role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True)
+    learn = start.role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True)
     torchrun = learn.command[: learn.command.index("launch")]
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
-        commands.start_sampling(supervisor, folder, config)
+        start.start_sampling(supervisor, folder, config)
         supervisor.start(
             replace(
                 learn,

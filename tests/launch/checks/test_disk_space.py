@@ -15,7 +15,8 @@ from configs.schema import RunConfig
 from launch.checks import disk_space
 from launch.checks.config import BadInput
 from launch.checks.disk_space import disk_lines, disk_need, disk_problems
-from launch.commands import train as commands
+from launch.commands import results
+from launch.commands import train as training
 from launch.processes.run_folder import RunFolder
 from parallel.checkpoints.files import step_folder, stored_bytes, write_manifest
 from parallel.planning.memory import GIB, size_text
@@ -126,19 +127,19 @@ def test_what_a_resumed_run_has_written_is_not_needed_again(folder, free):
 def test_it_is_said_before_a_start(folder, free, capsys):
     """Of the learner and of a warm start; not by what writes no weights, nor where it is to run elsewhere."""
     for command, file, field in (
-        (commands.train, "run.yaml", "launch.runs_dir"),
-        (commands.sft, "sft.yaml", "output"),
+        (training.train, "run.yaml", "launch.runs_dir"),
+        (training.sft, "sft.yaml", "output"),
     ):
         with pytest.raises(ConfigError, match=rf"{field}[\s\S]*its disk has 0 B free, and the run needs"):
             command(Path(file), ["layout.dp=1"], dry_run=True)
         command(Path(file), ["layout.dp=1"], dry_run=True, gpu_memory=80)
     free.free = 2**60
     capsys.readouterr()
-    commands.train(Path("run.yaml"), ["layout.dp=1", "checkpoint.every=1"], dry_run=True)
+    training.train(Path("run.yaml"), ["layout.dp=1", "checkpoint.every=1"], dry_run=True)
     said = capsys.readouterr().out
     assert re.search(r"# disk, in runs: up to \S+ .iB, of \S+ TiB free here: 3 checkpoint\(s\) at once", said)
     free.free = 0
-    commands.evaluate(Path("run.yaml"), ["layout.dp=1"], dry_run=True)
+    training.evaluate(Path("run.yaml"), ["layout.dp=1"], dry_run=True)
 
 
 def test_dry_run_tells_the_sizes(folder, free):
@@ -176,11 +177,11 @@ def test_an_export_onto_a_full_disk_is_one_error_and_leaves_nothing(finished, tm
             BadInput,
             match=r"OUT: .*out cannot be written: .*File too large.*partial copy was removed. Free space there",
         ):
-            commands.export(finished.path, tmp_path / "out")
+            results.export(finished.path, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-    commands.export(finished.path, tmp_path / "out")
+    results.export(finished.path, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors").stat().st_size == 5000
 
 
@@ -189,9 +190,9 @@ def test_an_interrupted_export_leaves_nothing(finished, tmp_path, monkeypatch):
         target.mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands.shutil, "copytree", interrupted)
+    monkeypatch.setattr(results.shutil, "copytree", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        commands.export(finished.path, tmp_path / "out")
+        results.export(finished.path, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -200,5 +201,5 @@ def test_two_exports_of_one_run_do_not_meet(finished, tmp_path):
     with (finished.path / "roles" / "export-lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(BadInput, match="is being exported by another process"):
-            commands.export(finished.path, tmp_path / "out")
-    commands.export(finished.path, tmp_path / "out")
+            results.export(finished.path, tmp_path / "out")
+    results.export(finished.path, tmp_path / "out")

@@ -21,7 +21,7 @@ from configs.schema.layout import LayoutConfig
 from launch import cli
 from launch.checks import config as checks
 from launch.checks.device_memory import Device, _smallest_gpu, memory_lines, memory_problems, need_of
-from launch.commands import train as commands
+from launch.commands import train as training
 from launch.commands.dry_run import batch_lines, dry_run_lines, most_microbatches
 from parallel.planning.layout import read_architecture, read_hf_config
 from parallel.planning.memory import GIB, rollout_memory, size_text, work_of, worst_stage
@@ -115,7 +115,7 @@ def test_the_output_is_the_resolved_config_and_says_what_would_be_started(
 
 def test_a_terminal_shows_the_facts_alone(folder, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    commands.train(Path("run.yaml"), ["layout.dp=1"], dry_run=True)
+    training.train(Path("run.yaml"), ["layout.dp=1"], dry_run=True)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "# processes that would be started:" and "> FILE" in lines[-1] and len(lines) < 60
 
@@ -130,7 +130,7 @@ def test_what_the_data_hold(folder):
 
 def test_gpus_of_other_machines_are_for_planning_alone(folder):
     with pytest.raises(checks.BadInput, match=r"--gpu-memory 80 .* use it with --dry-run"):
-        commands.train(Path("run.yaml"), [], gpu_memory=80)
+        training.train(Path("run.yaml"), [], gpu_memory=80)
 
 
 def test_a_dry_run_imports_no_engine(folder):

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from configs import loader
-from launch.commands import train as commands
+from launch.commands import studies
+from launch.commands import train as training
 from launch.processes.run_folder import RunFolder
 from launch.roles import table
 from rollout.sampling import role
@@ -35,14 +36,14 @@ def readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter:
 
 
 def test_a_dry_run_reads_each_file_once(readings, capsys):
-    commands.train(Path("config.yaml"), ["extends=more.yaml", "layout.dp=auto"], dry_run=True)
+    training.train(Path("config.yaml"), ["extends=more.yaml", "layout.dp=auto"], dry_run=True)
     assert readings == {"config.yaml": 1, "base.yaml": 1, "more.yaml": 1}
     resolved = yaml.safe_load(capsys.readouterr().out)
     assert (resolved["steps"], resolved["layout"]["dp"]) == (3, 1)
 
 
 def test_layouts_of_a_study_are_made_of_one_reading(readings):
-    load = commands._loading_with_options(Path("config.yaml"), [])
+    load = studies._loading_with_options(Path("config.yaml"), [])
     assert [load(f"--learner dp={dp}", [f"layout.dp={dp}"]).layout.dp for dp in (1, 2)] == [1, 2]
     assert readings == {"config.yaml": 1, "base.yaml": 1}
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from configs.loader import resolved_yaml
 from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import AggregationConfig
-from launch.commands import train as commands
+from launch.commands import results, studies
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import RoleFailed
 from parallel.checkpoints import pickles
@@ -162,7 +162,7 @@ def test_export_and_replay_of_damaged_and_foreign_runs(model, tmp_path, capfd):
         weights[step] = weights_of(engine)
         write_batch(batch_file(run.batches, step + 1), recorded())
     flip(run.checkpoints / "step_000002" / "__0_1.distcp", 5000, 0)
-    commands.export(run.path, tmp_path / "out")
+    results.export(run.path, tmp_path / "out")
     said = capfd.readouterr().out
     assert (
         "step_000002 is damaged: __0_1.distcp is damaged" in said and "exporting step_000001 instead" in said
@@ -171,14 +171,14 @@ def test_export_and_replay_of_damaged_and_foreign_runs(model, tmp_path, capfd):
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights_of(exported).items())
 
     with pytest.raises(RoleFailed, match=r"step_000002 is damaged: __0_1\.distcp is damaged"):
-        commands.replay(run.path, 3, ["disabled"], gradients=True, plot=False)
+        studies.replay(run.path, 3, ["disabled"], gradients=True, plot=False)
     shutil.rmtree(run.checkpoints / "step_000002")
     marker = tmp_path / "marker"
     hidden_in_metadata(run.checkpoints / "step_000001", Code(marker))
     write_manifest(run.checkpoints / "step_000001", world_size=1)
     for command in (
-        lambda: commands.export(run.path, tmp_path / "again"),
-        lambda: commands.replay(run.path, 2, ["disabled"], gradients=True, plot=False),
+        lambda: results.export(run.path, tmp_path / "again"),
+        lambda: studies.replay(run.path, 2, ["disabled"], gradients=True, plot=False),
     ):
         with pytest.raises(RoleFailed, match=REFUSED):
             command()

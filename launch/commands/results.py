@@ -1,0 +1,100 @@
+"""``tandem export`` and ``tandem report``: what a run leaves behind, for others."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from configs.loader import load_config
+from launch.checks import config as checks
+from launch.checks.config import BadInput
+from launch.processes import run_folder
+from launch.processes.run_folder import RunFolder
+from launch.processes.supervisor import Supervisor
+from launch.roles.start import existing_run, role
+from parallel.checkpoints.files import remove_leftovers
+
+
+def export(run: Path, out: Path) -> None:
+    """The newest weights of a run: its finished model, or a checkpoint where that is newer (a resumed run
+    that was stopped)."""
+    folder = existing_run(run)
+    checks.check_new_folder("OUT", out)
+    with _exporting_alone(folder):
+        _export(folder, out)
+    print(f"exported to {out}", flush=True)
+
+
+@contextlib.contextmanager
+def _exporting_alone(folder: RunFolder) -> Iterator[None]:
+    """Two exports of one run would take each other's files."""
+    try:
+        (folder.path / "roles").mkdir(exist_ok=True)
+        lock = run_folder.locked(folder.path / "roles" / "export-lock")
+    except BlockingIOError:
+        raise BadInput(
+            f"RUN: {folder.path} is being exported by another process; wait for it, or stop it first"
+        ) from None
+    except (
+        OSError,
+        ValueError,
+    ):  # a run of somebody else, on a disk that cannot be written to or without locks: as well as it goes
+        lock = contextlib.nullcontext()
+    with lock:
+        yield
+
+
+def _export(folder: RunFolder, out: Path) -> None:
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        if not folder.has_final_model():
+            _export_checkpoint(folder)
+        with _one_error_for(out):
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            if folder.has_final_model():
+                shutil.copytree(folder.hf, partial)
+            else:
+                shutil.move(folder.export, partial)  # copied only where OUT is on another disk
+            partial.rename(out)
+    finally:
+        for left in (partial, folder.export):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _one_error_for(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        # Of several files that could not be copied, each has its own words.
+        said = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+        raise BadInput(
+            f"OUT: {out} cannot be written: {said}; the partial copy was removed. Free space there, or name a folder on another disk"
+        ) from error
+
+
+def _export_checkpoint(folder: RunFolder) -> None:
+    """Into the run's own ``export/``."""
+    if folder.newest_checkpoint() is None:
+        why = folder.why_no_checkpoint()
+        raise BadInput(
+            f"RUN: {folder.path} has neither a finished model nor a complete checkpoint{why}; set checkpoint.every to get them"
+        )
+    config = load_config(folder.config, [])
+    remove_leftovers(folder.path, folder.export.name)  # of an export that was killed
+    folder.forget("export-rank")
+    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
+        supervisor.start(role("export-rank", folder, config, show_stdout=True))
+        supervisor.wait_until_done("export-rank")
+
+
+def report(run: Path) -> None:
+    from trainer.report.page import write_report
+
+    folder = existing_run(run)
+    try:
+        page = write_report(folder.path)
+    except ValueError as error:
+        raise BadInput(f"RUN: {error}") from error
+    print(f"report: {page}", flush=True)
