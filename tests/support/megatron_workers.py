@@ -1,13 +1,14 @@
 """Tiny models, batches and multi-process runs for the learner's tests. Functions named ``work_*`` run in
 every spawned rank."""
 
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -178,12 +179,15 @@ def relative_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.
     return float((difference / sum(wanted[n].double().square().sum() for n in wanted)).sqrt())
 
 
-def run_ranks(work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: float = 600.0) -> list[Any]:
+def run_ranks(
+    work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: float = 600.0, own_output: bool = False
+) -> list[Any]:
     """``work(*arguments)`` in ``num_ranks`` fresh processes of one group; what each returned, by rank. Fails
     past the deadline.
 
     They are forked from a server that has imported this module and done nothing else: a spawned process takes
-    six CPU seconds to import torch and Megatron.
+    six CPU seconds to import torch and Megatron. Their output is then the server's, which was started by the
+    first test that needed it; with ``own_output`` they are spawned, and write where this process does.
     """
     multiprocessing.set_forkserver_preload([__name__])
     port = choose_ports([0], None)[
@@ -195,7 +199,7 @@ def run_ranks(work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: f
         (dict(os.environ), work, num_ranks, port, folder, arguments),
         nprocs=num_ranks,
         join=False,
-        start_method="forkserver",
+        start_method="spawn" if own_output else "forkserver",
     )
     end = time.monotonic() + deadline_s
     try:
@@ -206,6 +210,13 @@ def run_ranks(work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: f
             if process.is_alive():
                 process.kill()
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def children_but_the_fork_server() -> list[psutil.Process]:
+    """Of this process, with their own."""
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    mine = [child for child in psutil.Process().children() if child.pid != server]
+    return [*mine, *(grandchild for child in mine for grandchild in child.children(recursive=True))]
 
 
 def _rank_main(

@@ -17,6 +17,7 @@ from parallel.checkpoints import checkpoint
 from parallel.checkpoints.checkpoint import CheckpointError
 from parallel.checkpoints.files import latest_valid, prune, step_folder
 from tests.support.megatron_workers import (
+    children_but_the_fork_server,
     make_batch,
     make_engine,
     make_hf_model,
@@ -151,7 +152,14 @@ def test_a_write_that_fails_leaves_the_previous_checkpoint(folder, tmp_path, lim
 
 def test_a_writer_that_is_killed_ends_its_rank_and_keeps_nobody_waiting(folder, tmp_path, capfd):
     with pytest.raises(ProcessExitedException, match="exit code 1"):
-        run_ranks(work_killed_writer, 1, tmp_path / "ranks", folder, tmp_path / "out" / "step_000001")
+        run_ranks(
+            work_killed_writer,
+            1,
+            tmp_path / "ranks",
+            folder,
+            tmp_path / "out" / "step_000001",
+            own_output=True,
+        )
     assert "a process that wrote a part of the checkpoint was killed by SIGKILL" in capfd.readouterr().err
     assert latest_valid(tmp_path / "out") is None
 
@@ -161,7 +169,7 @@ def test_sigterm_to_every_process_leaves_the_next_checkpoint_possible(folder, tm
     not be written."""
     engine = make_engine(folder)
     engine.save(tmp_path / "step_000001", {})
-    helpers = psutil.Process().children(recursive=True)
+    helpers = children_but_the_fork_server()
     assert helpers
     for helper in helpers:
         helper.send_signal(signal.SIGTERM)
