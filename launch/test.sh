@@ -8,4 +8,4 @@ bash launch/install_test_tools.sh
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" HF_HUB_OFFLINE=1
 .venv/bin/ruff check .
 .venv/bin/ruff format --check .
-exec .venv/bin/python -m pytest --numprocesses "${TANDEM_TEST_WORKERS:-2}" --dist loadfile --durations 12 "$@"
+exec .venv/bin/python -m pytest --numprocesses "${TANDEM_TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder --durations 12 "$@"

@@ -22,15 +22,6 @@ from rollout.records import Completion
 from rollout.servers.command import Ports, server_command
 from rollout.servers.control import ControlError, Pending
 from rollout.servers.share import on_one_machine
-from tests.end_to_end.test_end_to_end import (
-    RECIPE,
-    SMALL,
-    assert_nothing_left,
-    finish,
-    processes_of,
-    start,
-    steps_of,
-)
 from tests.support.megatron_workers import (
     learner_config,
     make_batch,
@@ -42,6 +33,15 @@ from tests.support.megatron_workers import (
 )
 from tests.support.offload_workers import bytes_there, work_offloaded_updates
 from tests.support.server_specs import server_spec
+from tests.support.whole_runs import (
+    RECIPE,
+    SMALL,
+    assert_nothing_left,
+    finish,
+    processes_of,
+    start,
+    steps_of,
+)
 from tests.trainer.test_weight_sync import GROUPS, TEMPERATURE, TIMEOUT_S, FakeControl, train
 from trainer import weight_sync
 from trainer.learner import Learner

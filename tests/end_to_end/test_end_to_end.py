@@ -5,18 +5,12 @@ Slow (a start of the engines takes half a minute), so few runs, each looked at f
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
 import sqlite3
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,100 +18,22 @@ from safetensors.torch import load_file
 from configs.loader import load_config
 from rollout.sampling.sampler import epoch_order
 from rollout.tasks import load_task
-from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
+from tests.support.whole_runs import (
+    RECIPE,
+    ROOT,
+    SMALL,
+    assert_nothing_left,
+    finish,
+    start,
+    steps_of,
+    wait_for,
+    wait_for_steps,
+)
 from trainer.batch.files import batch_file, recorded_steps
 from trainer.recording import read_batch
 
-ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 900
 pytestmark = pytest.mark.engines
-
-
-def start(*arguments: str, cwd: Path) -> subprocess.Popen:
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    # A shell starts its background jobs, such as a whole test run, with SIGINT ignored, and children inherit
-    # that.
-    interruptible = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
-    command = [sys.executable, "-c", interruptible, sys.executable, "-m", "launch", *arguments]
-    return subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen, *, deadline_s: float = DEADLINE_S) -> str:
-    try:
-        said, _ = process.communicate(timeout=deadline_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return said
-
-
-def processes_of(folder: Path) -> list[psutil.Process]:
-    """Every process whose command line or working directory is inside ``folder``."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and (
-                str(folder) in " ".join(process.cmdline()) or str(folder) in process.cwd()
-            ):
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
-
-
-def assert_nothing_left(folder: Path) -> None:
-    deadline = time.monotonic() + 20
-    while left := processes_of(folder):
-        assert time.monotonic() < deadline, f"still running: {[p.cmdline() for p in left]}"
-        time.sleep(0.1)
-
-
-def wait_for(condition: Callable[[], object], process: subprocess.Popen, what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert process.poll() is None, process.stdout.read()
-        assert time.monotonic() < deadline, f"waited too long for {what}"
-        time.sleep(0.2)
-
-
-def wait_for_steps(folder: Path, count: int, process: subprocess.Popen) -> None:
-    metrics = folder / "runs" / "latest" / "metrics.jsonl"
-    wait_for(
-        lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= count, process, f"{count} steps"
-    )
-
-
-def steps_of(folder: Path) -> list[dict]:
-    text = (folder / "runs" / "latest" / "metrics.jsonl").read_text()
-    lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may still be being written
-    return [step for step in map(json.loads, lines) if step["step"] > 0]
-
-
-@pytest.fixture
-def folder(tmp_path) -> Iterator[Path]:
-    make_tiny_countdown_model(tmp_path / "model", seed=0)
-    yield tmp_path
-    for process in processes_of(tmp_path):  # of a test that failed
-        process.kill()
-
-
-RECIPE = str(ROOT / "configs/recipes/countdown_tiny.yaml")
-SMALL = [
-    "model.path=model",
-    "rollout.prompts_per_step=4",
-    "rollout.group_size=4",
-    "evaluation.max_prompts=16",
-    "evaluation.every=0",
-]
 
 
 def test_a_float32_run_on_two_data_parallel_ranks_is_exact(folder):
@@ -327,83 +243,3 @@ def prompts_in_order(run: Path, count: int) -> list[list[int]]:
     train = load_task(config.task, tokenizer=load_tokenizer(run.parent.parent / config.model.path)).train
     order = epoch_order(len(train), seed=config.seed, epoch=0)
     return [list(train[i].token_ids) for i in order[:count]]
-
-
-PHASES = {"while the engines start": 0, "in the middle of training": 2}
-
-
-@pytest.mark.parametrize("phase", PHASES)
-def test_an_interrupt_leaves_no_process_and_exit_code_130(folder, phase):
-    process = start("train", RECIPE, *SMALL, "steps=1000", "evaluation.at_ends=false", cwd=folder)
-    if PHASES[phase]:
-        wait_for_steps(folder, PHASES[phase], process)
-    else:
-        wait_for(lambda: victims("serve", folder), process, "the serve role to start")
-    process.send_signal(signal.SIGINT)
-    said = finish(process)
-    assert process.returncode == 130, said
-    assert "interrupted" in said
-    assert_nothing_left(folder)
-
-
-def victims(name: str, folder: Path) -> list[psutil.Process]:
-    """The processes of a run that a crash can hit."""
-    marks = {
-        "learner rank": lambda line: "learn" in line and "launch.roles.rendezvous" not in line,
-        "torchrun": lambda line: "launch.roles.rendezvous" in line,
-        "sample": lambda line: "sample" in line,
-        "serve": lambda line: "serve" in line,
-        "sglang": lambda line: "sglang.launch_server" in line,
-    }
-    found = []
-    for process in processes_of(folder):
-        with contextlib.suppress(
-            psutil.NoSuchProcess, AttributeError
-        ):  # it, or its parent, has ended meanwhile
-            # A rank's writers of checkpoints have its command line, but are no children of torchrun.
-            is_rank = name != "learner rank" or "launch.roles.rendezvous" in process.parent().cmdline()
-            if marks[name](process.cmdline()) and is_rank:
-                found.append(process)
-    return found
-
-
-NAMED = {
-    "learner rank": r"rank \d of this node \(pid {pid}\) was killed by SIGKILL",
-    "torchrun": r"ended with signal SIGKILL \(its torchrun, pid {pid}\)",
-    "sglang": r"(?s)\(pid {pid}\) had been stopped \(SIGSTOP\) for 1 s, and was killed.*replica 0 \(pid {pid}\) was killed by SIGKILL",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("victim", NAMED)
-def test_any_process_that_dies_ends_the_run_with_an_error_and_no_process(folder, victim):
-    # With checkpoints: their writer is a process of a rank's, in no group of the supervisor's.
-    settings = [
-        *SMALL,
-        "steps=1000",
-        "evaluation.at_ends=false",
-        "checkpoint.every=1",
-        "launch.heartbeat_timeout_s=1",
-    ]
-    process = start("train", RECIPE, *settings, cwd=folder)
-    wait_for_steps(folder, 2, process)
-    found = victims(victim, folder)
-    assert found, f"no {victim} found"
-    if victim == "sglang":  # stopped, it would hold the run until the collective's timeout
-        found[-1].suspend()
-    else:
-        found[-1].kill()
-    said = finish(process)
-    assert process.returncode == 1, said
-    assert "role ended with" in said and re.search(NAMED[victim].format(pid=found[-1].pid), said), said
-    assert re.search(r"Saved: step \d+, in .*go on with `tandem resume ", said), said
-    if victim == "sglang":  # the learner is well, and loses nothing
-        newest = (
-            folder
-            / "runs"
-            / "latest"
-            / "checkpoints"
-            / f"step_{steps_of(folder)[-1]['step']:06d}"
-            / "complete.json"
-        )
-        assert newest.exists(), said
-    assert_nothing_left(folder)

@@ -27,8 +27,8 @@ from configs.presets import PRESETS
 from configs.schema import RunConfig
 from parallel.packing import PackedBatch
 from rollout.tiny_model import make_tiny_countdown_model
-from tests.end_to_end.test_end_to_end import RECIPE, ROOT, assert_nothing_left, finish, processes_of, start
 from tests.support.variant_workers import ADAPTIVE, STEPS, VARIANTS, first_step, variant_config
+from tests.support.whole_runs import RECIPE, ROOT, assert_nothing_left, finish, processes_of, start
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import rule_names
 from trainer.algorithm.kl_reward import KLInReward

@@ -22,8 +22,8 @@ from rollout.records import Prompt
 from rollout.sampling.fixed_samples import _last_logprobs, _requests, fixed_prompts, shortened
 from rollout.tasks import Task
 from rollout.tiny_model import make_tiny_countdown_model
-from tests.end_to_end.test_end_to_end import assert_nothing_left, finish, processes_of, start
 from tests.launch.test_cli import config_file, tandem
+from tests.support.whole_runs import assert_nothing_left, finish, processes_of, start
 from trainer.studies.layout_statistics import (
     join_samples,
     read_samples,

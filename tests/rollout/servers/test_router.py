@@ -24,7 +24,10 @@ from rollout.client import GenerationError
 from rollout.servers.control import SGLangControl
 from rollout.servers.router import Router, generation_client
 from rollout.tiny_model import make_tiny_countdown_model
-from tests.end_to_end.test_end_to_end import (
+from tests.support.fuzzing import ask_without_key, tell_to_stop, throw_at
+from tests.support.process_groups import assert_all_end
+from tests.support.real_servers import make_fleet
+from tests.support.whole_runs import (
     RECIPE,
     ROOT,
     SMALL,
@@ -34,9 +37,6 @@ from tests.end_to_end.test_end_to_end import (
     steps_of,
     wait_for,
 )
-from tests.support.fuzzing import ask_without_key, tell_to_stop, throw_at
-from tests.support.process_groups import assert_all_end
-from tests.support.real_servers import make_fleet
 
 PAUSE_S = 25.0
 """By health that asks for a token (5 s, three times, 2 s apart) a paused server counts as ill within that

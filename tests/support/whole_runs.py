@@ -1,0 +1,93 @@
+"""Whole runs: the command as a user starts it, on a tiny model made here; waited for, and looked for afterwards."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 900
+
+
+def start(*arguments: str, cwd: Path) -> subprocess.Popen:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    # A shell starts its background jobs, such as a whole test run, with SIGINT ignored, and children inherit
+    # that.
+    interruptible = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    command = [sys.executable, "-c", interruptible, sys.executable, "-m", "launch", *arguments]
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen, *, deadline_s: float = DEADLINE_S) -> str:
+    try:
+        said, _ = process.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return said
+
+
+def processes_of(folder: Path) -> list[psutil.Process]:
+    """Every process whose command line or working directory is inside ``folder``."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and (
+                str(folder) in " ".join(process.cmdline()) or str(folder) in process.cwd()
+            ):
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def assert_nothing_left(folder: Path) -> None:
+    deadline = time.monotonic() + 20
+    while left := processes_of(folder):
+        assert time.monotonic() < deadline, f"still running: {[p.cmdline() for p in left]}"
+        time.sleep(0.1)
+
+
+def wait_for(condition: Callable[[], object], process: subprocess.Popen, what: str) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline, f"waited too long for {what}"
+        time.sleep(0.2)
+
+
+def wait_for_steps(folder: Path, count: int, process: subprocess.Popen) -> None:
+    metrics = folder / "runs" / "latest" / "metrics.jsonl"
+    wait_for(
+        lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= count, process, f"{count} steps"
+    )
+
+
+def steps_of(folder: Path) -> list[dict]:
+    text = (folder / "runs" / "latest" / "metrics.jsonl").read_text()
+    lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may still be being written
+    return [step for step in map(json.loads, lines) if step["step"] > 0]
+
+
+RECIPE = str(ROOT / "configs/recipes/countdown_tiny.yaml")
+SMALL = [
+    "model.path=model",
+    "rollout.prompts_per_step=4",
+    "rollout.group_size=4",
+    "evaluation.max_prompts=16",
+    "evaluation.every=0",
+]
