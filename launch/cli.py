@@ -555,30 +555,35 @@ def main() -> None:
     os.environ.setdefault(
         "HF_HUB_DISABLE_PROGRESS_BARS", "1"
     )  # transformers' bars too, of every process of the run
-    from configs.loader import ConfigError
+    try:
+        app()
+    except BaseException as error:
+        told = None if isinstance(error, SystemExit) else _told(error)
+        if told is None:
+            raise
+        print(f"tandem: {told[0]}", file=sys.stderr)
+        sys.exit(told[1])
+
+
+def _told(error: BaseException) -> tuple[object, int] | None:
+    """What a user is told of an error, and the exit code; None for a bug, which keeps its traceback.
+
+    The classes are imported here: help needs none of them.
+    """
+    from configs.errors import ConfigError
     from launch.checks.config import BadInput
     from launch.processes.stopping import RunStopped
     from launch.processes.supervisor import Interrupted, RoleFailed
 
-    try:
-        app()
-    except (ConfigError, BadInput) as error:
-        print(f"tandem: {error}", file=sys.stderr)
-        sys.exit(2)
-    except RoleFailed as error:
-        print(f"tandem: {error}", file=sys.stderr)
-        sys.exit(1)
-    except OSError as error:
-        if error.filename is None and error.errno not in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-        ):  # not about a file: a bug, with its traceback
-            raise
-        print(f"tandem: {error}", file=sys.stderr)
-        sys.exit(1)
-    except RunStopped as stop:
-        print(f"tandem: {stop}", file=sys.stderr)
-        sys.exit(os.EX_TEMPFAIL)
-    except Interrupted:
-        print("tandem: interrupted; every process of the run has ended", file=sys.stderr)
-        sys.exit(130)
+    match error:
+        case ConfigError() | BadInput():
+            return error, 2
+        case RoleFailed():
+            return error, 1
+        case OSError() if error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return error, 1
+        case RunStopped():
+            return error, os.EX_TEMPFAIL
+        case Interrupted():
+            return "interrupted; every process of the run has ended", 130
+    return None
