@@ -93,7 +93,7 @@ def server_start(model: Path, logs: Path, *, forked: bool) -> dict[str, float]:
         task={"type": "countdown"},
         rollout={"dtype": "float32", "max_total_tokens": 4096},
     )
-    fleet = ServerFleet(ServerSpec(config=config, cuda=False), log_dir=logs, threads=1)
+    fleet = ServerFleet(ServerSpec(config=config, cuda=False), logs)
     began = time.perf_counter()
     fleet.start()
     try:
