@@ -35,6 +35,7 @@ class Commands(TyperGroup):
             )
             ctx.fail(f"No such command {args[0]!r}; {hint}")
         name, command, rest = super().resolve_command(ctx, args)
+        assert command is not None  # only completion gets none
         options = {option for parameter in command.params for option in parameter.opts}
         if any(parameter.name == "overrides" for parameter in command.params):
             _refuse_dashes(

@@ -141,7 +141,8 @@ class _Engine:
         ]
         self._microbatch_multiple = layout.microbatch_multiple
         hf_conversion.load_hf(self.chunks, model.path)
-        self._optimizer_config, self._optimizer = optimizer, None
+        self._optimizer_config = optimizer
+        self._optimizer: Any = None  # Megatron's; None while frozen
         self._offloaded: Offloaded | None = None
         if optimizer is None:
             self._trained = []
@@ -316,7 +317,7 @@ class _Engine:
         What the losses hand back, or what ``forward`` gives, on the last pipeline stage; nothing on the
         others.
         """
-        chunks = self._trained or self.chunks
+        chunks: list[Any] = self._trained or self.chunks
 
         def forward_step(batches: Iterator[PackedBatch], chunk):
             batch = next(batches).to(platform.device())
@@ -465,7 +466,7 @@ class MegatronEngine(_Engine):
         NonFiniteError where it is not finite, ValueError for a frozen engine or without micro-batches.
         """
         outputs = self._backward(microbatches, _logprobs(temperature, True), loss_fn)
-        parameters = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
+        parameters: list[Any] = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
         loss_scale = float(self._optimizer.get_loss_scale())
         gradient = torch.cat([p.main_grad.flatten().float() for p in parameters]) / loss_scale
         if not gradient.isfinite().all():
@@ -535,7 +536,7 @@ class ValueEngine(_Engine):
 
 def _logprobs(temperature: float, with_entropy: bool) -> _Forward:
     def forward(model: LogprobGPTModel, batch: PackedBatch) -> tuple[Tensor, ...] | Tensor:
-        found = model.logprobs(
+        found: Any = model.logprobs(
             tokens_T=batch.tokens_T,
             targets_T=batch.targets_T,
             packed=model.pack(batch.cu_seqlens, batch.positions_T),

@@ -130,7 +130,7 @@ class Requester:
         while True:
             left_s = deadline - time.monotonic()
             until_s = left_s if self._is_connected else min(left_s, self._connect_until - time.monotonic())
-            ready = dict(self._poller.poll(max(until_s, 0) * 1000))
+            ready = dict(self._poller.poll(int(max(until_s, 0) * 1000)))
             if self._socket in ready:
                 return True
             if self._events in ready:

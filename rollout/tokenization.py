@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from configs.reading.named_files import TOKENIZERS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rollout.tokenizer_files import TokenizerFiles
+
+    Tokenizer = TokenizerFiles | PreTrainedTokenizerBase
 
 
 def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
@@ -51,7 +55,7 @@ def check_vocabulary_size(num_ids: int, vocab_size: int | None, model_dir: Path)
 
 
 def encode_prompt(
-    tokenizer: "PreTrainedTokenizerBase", text: str, *, system_prompt: str | None, apply_chat_template: bool
+    tokenizer: "Tokenizer", text: str, *, system_prompt: str | None, apply_chat_template: bool
 ) -> list[int]:
     """Token ids of a prompt, up to where the model's answer starts.
 
@@ -76,19 +80,20 @@ def encode_prompt(
     return token_ids
 
 
-def _encode_chat(tokenizer: "PreTrainedTokenizerBase", text: str, system_prompt: str | None) -> list[int]:
+def _encode_chat(tokenizer: "Tokenizer", text: str, system_prompt: str | None) -> list[int]:
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; set apply_chat_template: false in the task"
         )
     messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     messages.append({"role": "user", "content": text})
-    return list(
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    token_ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
+    return list(cast("list[int]", token_ids))
 
 
-def end_token_ids(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> list[int]:
+def end_token_ids(tokenizer: "Tokenizer", model_dir: Path) -> list[int]:
     """Every token id that ends an answer: first the tokenizer's own, then the others of
     generation_config.json and config.json, ascending.
 
@@ -99,7 +104,7 @@ def end_token_ids(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> list
     Raises:
         ValueError: a file is not valid JSON, an id is not an integer, or no id is given anywhere.
     """
-    own = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    own = [] if tokenizer.eos_token_id is None else [int(cast("int", tokenizer.eos_token_id))]
     named = {
         i for name in ("generation_config.json", "config.json") for i in _eos_ids_in(Path(model_dir) / name)
     }

@@ -235,7 +235,7 @@ def per_minibatch(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
     """Losses, sums over a whole minibatch, as what becomes their mean when the updates of a step are merged.
     Counts stay sums."""
     return {
-        name: Metric.quotient(m.value, 1) if name.startswith(LOSSES) else m for name, m in metrics.items()
+        name: Metric.quotient(m.parts[0], 1) if name.startswith(LOSSES) else m for name, m in metrics.items()
     }
 
 

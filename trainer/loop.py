@@ -140,11 +140,10 @@ def train(run: Run) -> None:
 
 def tell_of_failed_rewards(run: Run, step: int, sampled: Sampled) -> None:
     """On the console, the first time; from then on metrics and alarms tell how many there are."""
-    if run.tracker is not None and sampled.stats.first_failure is not None:
-        failed = f"{sampled.stats.failed_rewards} of {sampled.stats.scored} rewards failed"
-        run.tracker.warn_once(
-            "failed rewards", f"step {step}: {failed}; the first, of {sampled.stats.first_failure}"
-        )
+    stats = sampled.stats
+    if run.tracker is not None and stats is not None and stats.first_failure is not None:
+        failed = f"{stats.failed_rewards} of {stats.scored} rewards failed"
+        run.tracker.warn_once("failed rewards", f"step {step}: {failed}; the first, of {stats.first_failure}")
 
 
 def evaluate_before(run: Run) -> None:

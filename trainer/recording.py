@@ -78,7 +78,7 @@ class Recorder:
             return
         if learner.correction_mode == "bypass" or batch.packed.old_logprobs_T is None:
             batch = batch.with_fields(old_logprobs_T=learner.logprobs(batch))
-        shares = [None] * learner.groups.dp_size
+        shares = [batch.packed] * learner.groups.dp_size
         dist.all_gather_object(shares, batch.packed, group=learner.groups.dp_group)
         if learner.is_first_rank:
             whole = RecordedBatch(
@@ -131,7 +131,7 @@ def _digest(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

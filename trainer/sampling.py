@@ -36,11 +36,12 @@ class SharedSampler:
     def next_groups(self, count: int, *, newest: int, max_staleness: int) -> Sampled:
         def ask() -> Sampled:
             self._heed_stop()
-            groups, stats = self._remote.next_groups(
+            remote = self._of_first_rank()
+            groups, stats = remote.next_groups(
                 count, newest=newest, max_staleness=max_staleness, meanwhile=self._heed_stop
             )
             self._state = (
-                self._remote.state()
+                remote.state()
             )  # now: a sample role that is gone, or busy with what nobody waits for, cannot be asked
             return Sampled(groups=groups, stats=stats)
 
@@ -51,7 +52,7 @@ class SharedSampler:
 
         def ask() -> EvaluationResult | None:
             self._heed_stop()
-            return self._remote.evaluate(meanwhile=self._heed_stop)
+            return self._of_first_rank().evaluate(meanwhile=self._heed_stop)
 
         return on_first_rank(ask)
 
@@ -60,6 +61,10 @@ class SharedSampler:
         requested = [self._remote is not None and self._stop_reason() is not None]
         dist.broadcast_object_list(requested, src=0)
         return requested[0]
+
+    def _of_first_rank(self) -> RemoteSampler:
+        assert self._remote is not None
+        return self._remote
 
     def _heed_stop(self) -> None:
         reason = self._stop_reason()

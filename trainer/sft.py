@@ -134,7 +134,7 @@ def local_batch(examples: list[Example], config: SftConfig, *, dp_rank: int) -> 
         [packed_length(e.token_ids) for e in examples],
         num_minibatches=1,
         sequences_per_group=1,
-        dp_size=config.layout.dp,
+        dp_size=config.layout.dp_size,
         token_budget=config.token_budget,
         microbatch_multiple=config.layout.microbatch_multiple,
     )

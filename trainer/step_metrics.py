@@ -45,7 +45,7 @@ def step_metrics(
         found |= {"sync/version": sync.version, "sync/bytes": sync.bytes}
         found |= {} if sync.max_logprob_gap is None else {"sync/max_logprob_gap": sync.max_logprob_gap}
     found |= {f"time/{part}": value for part, value in seconds.items()}
-    if sampled.groups is not None:
+    if sampled.groups is not None and sampled.stats is not None:
         found |= sample_metrics(sampled.groups) | sampling_metrics(sampled.stats)
         found["throughput/tokens_per_s"] = found["response/tokens"] / seconds["step"]
     if evaluation is not None:

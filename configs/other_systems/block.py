@@ -4,12 +4,13 @@ honoured, a note says that it has no effect there either, or it is a problem wit
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Any
+from typing import Any, TypeGuard, TypeVar, overload
 
 from configs.errors import NOT_SET, ConfigError, Problem, did_you_mean, dotted
 from configs.reading.yaml_values import show
 from configs.schema.correction import ImportanceWeight, RejectionRule
 
+_Choice = TypeVar("_Choice", bound=str)
 TWO_BOUNDS = 'write both as text, lower first: "0.5_2.0"'
 
 
@@ -61,6 +62,10 @@ class ForeignBlock:
     def get(self, key: str, default: Any = None) -> Any:
         return self.block.get(key, default)
 
+    @overload
+    def flag(self, key: str, default: bool = False) -> bool: ...
+    @overload
+    def flag(self, key: str, default: None) -> bool | None: ...
     def flag(self, key: str, default: bool | None = False) -> bool | None:
         value = self.get(key)
         if value is None or isinstance(value, bool):
@@ -68,7 +73,7 @@ class ForeignBlock:
         self.refuse(key, "must be true or false", "write true or false, without quotes")
         return default
 
-    def choice(self, key: str, choices: Sequence[str], default: str | None) -> str | None:
+    def choice(self, key: str, choices: Sequence[_Choice], default: _Choice | None) -> _Choice | None:
         value = self.get(key, default)
         if value is None or value in choices:
             return value
@@ -165,7 +170,7 @@ class ForeignBlock:
         return False
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 

@@ -14,7 +14,7 @@ in the loss (``denominator: all``) and averages by sequence, it divides a sequen
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from configs.other_systems.block import ForeignBlock, is_off, shown
 from configs.reading.yaml_values import show
@@ -22,6 +22,7 @@ from configs.schema.correction import (
     CorrectionConfig,
     DifferenceRule,
     ImportanceWeight,
+    Level,
     NoWeight,
     RatioRule,
     RejectionRule,
@@ -48,8 +49,18 @@ _RATIO_KEYS, _DIFFERENCE_KEYS = (
     ("ratio_enabled", "ratio_low", "ratio_high"),
     ("diff_enabled", "diff_low", "diff_high"),
 )
-_LEVELS = {"token": "token", "segment": "segment_geometric", "geometric": "geometric", "sequence": "sequence"}
-_REDUCTIONS = {"token": "token", "segment": "segment_mean", "geometric": "mean", "sequence": "sum"}
+_LEVELS: dict[str, Level] = {
+    "token": "token",
+    "segment": "segment_geometric",
+    "geometric": "geometric",
+    "sequence": "sequence",
+}
+_REDUCTIONS: dict[str, Literal["token", "sum", "mean", "segment_mean"]] = {
+    "token": "token",
+    "segment": "segment_mean",
+    "geometric": "mean",
+    "sequence": "sum",
+}
 
 
 def from_roll(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
@@ -127,8 +138,8 @@ def _new_weight(read: ForeignBlock) -> NoWeight | ImportanceWeight:
         read.say(("enabled",), "weight: {level: none}")
         read.unused(_WEIGHT_KEYS[1:], "is_weight.enabled is false")
         return NoWeight()
-    bounds = {"bound": "none"} if upper is None else {"bound": "truncate", "upper": upper}
-    weight = ImportanceWeight(level=_LEVELS[level], **bounds)
+    bound = "none" if upper is None else "truncate"
+    weight = ImportanceWeight(level=_LEVELS[level], bound=bound, upper=upper)
     read.say(_WEIGHT_KEYS, f"weight: {shown(weight)}")
     return weight
 
@@ -166,21 +177,21 @@ def _new_rules(read: ForeignBlock) -> list[RejectionRule]:
 
 
 def _roll_weight(read: ForeignBlock) -> NoWeight | ImportanceWeight:
-    level = (
+    level: Level | Literal["none"] | None = (
         None
         if is_off(read.get("infer_is_mode", "token"))
         else read.choice("infer_is_mode", ("token", "sequence", "none"), "token")
     )
     keys = ("infer_is_threshold_min", "infer_is_threshold_max")
     lower, upper = read.number(keys[0], 0.0, zero=True), read.number(keys[1], 2.0)
-    if level is None:
+    if level is None or level == "none":
         read.say(("infer_is_mode",), "weight: {level: none}")
         read.unused(keys, "infer_is_mode is none")
         return NoWeight()
     if lower is None or upper is None or not read.ordered(keys[0], lower, upper):
         return NoWeight()
-    bounds = {"bound": "clip", "lower": lower} if lower else {"bound": "truncate"}
-    weight = ImportanceWeight(level=level, upper=upper, **bounds)
+    bound = "clip" if lower else "truncate"
+    weight = ImportanceWeight(level=level, bound=bound, upper=upper, lower=lower or None)
     if "infer_is_mode" not in read.block:
         read.notes.append(
             "infer_is_mode is left out -> token, the default that ROLL's documentation states; its code has had none"
@@ -215,12 +226,17 @@ def _roll_veto(read: ForeignBlock) -> float | None:
 
 
 def _roll_rule(
-    read: ForeignBlock, switch: str, level: str | None, key: str, lower: float, upper: float
+    read: ForeignBlock,
+    switch: str,
+    level: Level | Literal["none"] | None,
+    key: str,
+    lower: float,
+    upper: float,
 ) -> RatioRule | None:
     """The rule at ``level``, None where it is off; ``lower`` and ``upper`` are ROLL's defaults."""
     keys = (f"{key}_min", f"{key}_max")
     given_lower, given_upper = read.number(keys[0], lower, zero=True), read.number(keys[1], upper)
-    if level is None:
+    if level is None or level == "none":
         read.unused(keys, f"{switch} is off")
         return None
     if given_lower is None or given_upper is None or not read.ordered(keys[0], given_lower, given_upper):

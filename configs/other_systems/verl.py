@@ -23,6 +23,7 @@ from configs.schema.correction import (
     CorrectionConfig,
     DivergenceRule,
     ImportanceWeight,
+    Level,
     NoWeight,
     RatioRule,
     RejectionRule,
@@ -43,9 +44,9 @@ VERL_KEYS = (
     "use_policy_gradient",
 )
 
-_OLD_RULES = {"token": "token", "sequence": "sequence", "geometric": "geometric"}
-_RATIO_RULES = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
-_DIVERGENCES = {
+_OLD_RULES: dict[str, Level] = {"token": "token", "sequence": "sequence", "geometric": "geometric"}
+_RATIO_RULES: dict[str, Level] = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+_DIVERGENCES: dict[str, tuple[Any, Any]] = {
     f"{prefix}_{kind}": (kind, reduce)
     for prefix, reduce in (("token", "token"), ("seq_sum", "sum"), ("seq_mean", "mean"), ("seq_max", "max"))
     for kind in ("k2", "k3")
@@ -163,7 +164,7 @@ def _verl_gradient(read: ForeignBlock, bypass: bool) -> bool:
 
 
 def _verl_weight(read: ForeignBlock, weighs: bool) -> NoWeight | ImportanceWeight:
-    level = read.choice("rollout_is", ("token", "sequence"), None)
+    level: Level | None = read.choice("rollout_is", ("token", "sequence"), None)
     keys = ("rollout_is_threshold", "rollout_is_batch_normalize")
     text = read.get("rollout_is_threshold", 2.0)
     bounds = None if text is None else read.bounds("rollout_is_threshold", text)
@@ -231,7 +232,7 @@ def _verl_rules(read: ForeignBlock) -> list[RejectionRule]:
     return [rule for name, text in pairs if (rule := _verl_new_rule(read, name, text)) is not None]
 
 
-def _verl_old_rule(read: ForeignBlock, level: str) -> list[RejectionRule]:
+def _verl_old_rule(read: ForeignBlock, level: Level) -> list[RejectionRule]:
     """``rollout_rs: token | sequence | geometric``: lower <= rho <= upper."""
     text = read.get("rollout_rs_threshold")
     if text is None or isinstance(text, str):

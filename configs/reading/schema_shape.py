@@ -60,7 +60,7 @@ class Shape:
         return next(
             m.discriminator
             for m in (self.field, *self.members)
-            if isinstance(m, FieldInfo) and m.discriminator
+            if isinstance(m, FieldInfo) and isinstance(m.discriminator, str)
         )
 
     @property
@@ -81,10 +81,11 @@ class Shape:
     def tag_of(self, block: Value | None) -> Any:
         """The tag that a block gives or, where it gives none, that of the default; None where there is
         neither."""
-        given = block.at([self.tag_key]) if block is not None else None
+        key = self.tag_key
+        given = block.at([key]) if block is not None else None
         if given is not None:
             return given.data
-        return getattr(self.default, self.tag_key) if isinstance(self.default, Schema) else None
+        return getattr(self.default, key) if key and isinstance(self.default, Schema) else None
 
     def pick(self, tag: Any) -> "Shape":
         """Only the variant of that tag; all of them where there is none such, or no variants."""
@@ -98,7 +99,7 @@ class Shape:
     def child(self, key: Hashable) -> "Shape":
         """The place of a key (or of an item), empty where the schema has none."""
         for model in self.models:
-            if key in model.model_fields:
+            if isinstance(key, str) and key in model.model_fields:
                 field = model.model_fields[key]
                 return Shape.of(field.annotation, field)
         return Shape.of(self.item) if self.item is not None and not self.models else Shape()

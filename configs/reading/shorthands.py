@@ -50,7 +50,7 @@ def expand(layers: Sequence[Value], problems: list[Problem]) -> tuple[list[Value
             if block is not None and isinstance(block.data, dict)
             else []
         )
-        if not used:
+        if block is None or not used:
             expanded.append(layer)
             continue
         rest = Value({key: value for key, value in block.data.items() if key not in SHORTHANDS}, block.where)
@@ -119,7 +119,7 @@ def _path(field: str) -> list[str | int]:
 
 
 def _preset(given: Value) -> dict[str, Any]:
-    if isinstance(given.data, str) and given.data in PRESETS | ALIASES:
+    if isinstance(given.data, str) and given.data in {**PRESETS, **ALIASES}:
         return preset_body(given.data)
     listed = f"presets: {', '.join(PRESETS)}"
     fix = did_you_mean(str(given.data), [*PRESETS, *ALIASES], "presets")

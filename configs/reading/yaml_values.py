@@ -233,7 +233,7 @@ class _Reader:
                 return Value(self._mapping(node, path, within), self._where(node.start_mark))
             return Value(self._scalar(node, path), self._where(node.start_mark))
 
-    def _scalar(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> str | int | float | None:
+    def _scalar(self, node: yaml.Node, path: tuple[str, ...]) -> str | int | float | None:
         try:
             data = self._loader.construct_object(node)
         except ValueError as error:

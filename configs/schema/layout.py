@@ -72,13 +72,18 @@ class LayoutConfig(Schema):
         return self.pp if self.vpp > 1 else 1
 
     @property
-    def world_size(self) -> int:
-        """Processes of the learner. Raises ValueError while dp is auto: see ``resolved``."""
+    def dp_size(self) -> int:
+        """``dp``. Raises ValueError while it is auto: see ``resolved``."""
         if self.dp == "auto":
             raise ValueError(
                 "layout.dp=auto has not been resolved: the number of processes is not known here"
             )
-        return self.model_size * self.dp
+        return self.dp
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the learner. Raises ValueError while dp is auto."""
+        return self.model_size * self.dp_size
 
     def resolved(self, num_processes: int) -> "LayoutConfig":
         """This layout on ``num_processes`` processes, dp no longer auto. Raises ValueError where they hold no

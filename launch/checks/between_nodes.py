@@ -142,7 +142,7 @@ class _Listener:
     def __init__(self, address: str) -> None:
         class Answer(socketserver.BaseRequestHandler):
             def handle(self) -> None:
-                self.request.sendall(str(self.server.server_address[1]).encode())
+                self.request.sendall(str(self.request.getsockname()[1]).encode())
 
         self._server = socketserver.ThreadingTCPServer((address, 0), Answer)
         self._server.daemon_threads = True

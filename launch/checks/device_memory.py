@@ -44,7 +44,7 @@ class Device:
 
     @property
     def text(self) -> str:
-        return f"{memory.size_text(self.bytes)} of {self.name}"
+        return self.name if self.bytes is None else f"{memory.size_text(self.bytes)} of {self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,25 +121,28 @@ def need_of(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) 
     """``runs``: the roles that the command starts. Raises ValueError for a model or a static share that
     cannot be used."""
     architecture = read_architecture(read_hf_config(config.model.path))
-    has_learner, has_servers = "learn" in runs or "sft-rank" in runs, "serve" in runs
+    has_learner = "learn" in runs or "sft-rank" in runs
     stages = _stages(config, device, architecture) if has_learner else []
-    layout, server = config.layout, None
-    if has_servers:
-        rollout, of_config = (
-            config.rollout,
-            {"static_share": static_share(config), "quantization": config.rollout.quantization},
-        )
+    layout, server, num_server_ranks, cpu_cache = config.layout, None, 0, 0
+    if "serve" in runs and isinstance(config, RunConfig):
+        rollout = config.rollout
         server = memory.rollout_memory(
-            architecture, rollout.tp, rollout.dtype, device.bytes or 0, **of_config
+            architecture,
+            rollout.tp,
+            rollout.dtype,
+            device.bytes or 0,
+            static_share=static_share(config),
+            quantization=rollout.quantization,
         )
+        num_server_ranks = rollout.replicas * rollout.tp
+        cpu_cache = server.kv_bytes_per_token * (rollout.max_total_tokens or CPU_CACHE_TOKENS)
+    copies = layout.tp * layout.cp * layout.dp_size if stages else 0
     return Need(
         learner=max(stages, key=lambda stage: stage.total, default=None),
-        learner_total=sum(stage.total for stage in stages) * layout.tp * layout.cp * layout.dp,
+        learner_total=sum(stage.total for stage in stages) * copies,
         server=server,
-        num_server_ranks=config.rollout.replicas * config.rollout.tp if has_servers else 0,
-        cpu_cache=server.kv_bytes_per_token * (config.rollout.max_total_tokens or CPU_CACHE_TOKENS)
-        if server
-        else 0,
+        num_server_ranks=num_server_ranks,
+        cpu_cache=cpu_cache,
     )
 
 
@@ -166,23 +169,23 @@ def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequenc
         return
     need = need_of(config, device, runs)
     if device.kind == "cpu":
-        yield from _of_machine(config, device, need, runs)
+        yield from _of_machine(config, device, device.bytes, need, runs)
         return
     if need.learner is not None and need.learner.total > device.bytes:
         yield (
             "layout",
             f"{_learner_said(config, need.learner)}, more than the {device.text}; {_learner_fix(config, device)}",
         )
-    if need.server is not None:
+    if need.server is not None and isinstance(config, RunConfig):
         yield from _of_server(config, device, need.server)
         if need.learner is not None and config.launch.placement == "colocated":
-            yield from _of_shared_gpu(device, need)
+            yield from _of_shared_gpu(device, device.bytes, need.learner, need.server)
 
 
 def _of_machine(
-    config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]
+    config: RunConfig | SftConfig, device: Device, size: int, need: Need, runs: Sequence[str]
 ) -> Iterator[Finding]:
-    if need.on_one_machine > device.bytes:
+    if need.on_one_machine > size:
         parts = (
             [f"{_ranks(config.layout.world_size, 'learner')} {memory.size_text(need.learner_total)}"]
             if need.learner
@@ -207,7 +210,7 @@ def _largest_part(config: RunConfig | SftConfig, device: Device, need: Need, run
     """The field without which most would be saved; the model's, where that is less than half."""
     saved = {"model.path": need.on_one_machine // 2}
     if need.learner is not None:
-        dp = config.layout.dp
+        dp = config.layout.dp_size
         saved["layout.dp"] = need.learner_total * (dp - 1) // dp
         if isinstance(config, RunConfig):
             field, least = (
@@ -219,12 +222,12 @@ def _largest_part(config: RunConfig | SftConfig, device: Device, need: Need, run
         saved[field] = (
             need.learner_total - need_of(config.model_copy(update=least), device, runs).learner_total
         )
-    if need.server is not None:
+    if need.server is not None and isinstance(config, RunConfig):
         replicas = config.rollout.replicas
         of_servers = need.num_server_ranks * (need.server.weights + need.cpu_cache)
         saved["rollout.replicas"] = of_servers * (replicas - 1) // replicas
         saved["rollout.max_total_tokens"] = need.num_server_ranks * need.cpu_cache
-    return max(saved, key=saved.get)
+    return max(saved, key=lambda field: saved[field])
 
 
 def _learner_said(config: RunConfig | SftConfig, learner: memory.LearnerMemory) -> str:
@@ -240,8 +243,7 @@ def _learner_fix(config: RunConfig | SftConfig, device: Device) -> str:
     fixes = [
         text
         for text, changed in _smaller(config)
-        if max(stage.total for stage in _stages(changed, device, architecture))
-        <= memory.USABLE_SHARE * device.bytes
+        if not _is_tight(max(stage.total for stage in _stages(changed, device, architecture)), device)
     ]
     return f"use {' or '.join([*fixes[:1], 'a layout that splits the model further (`tandem plan` lists those that fit)'])}"
 
@@ -278,15 +280,17 @@ def _of_server(config: RunConfig, device: Device, server: memory.RolloutMemory) 
     )
 
 
-def _of_shared_gpu(device: Device, need: Need) -> Iterator[Finding]:
+def _of_shared_gpu(
+    device: Device, gpu: int, of_learner: memory.LearnerMemory, server: memory.RolloutMemory
+) -> Iterator[Finding]:
     """While weights are sent, both models are there; otherwise the GPU is the learner's or the servers'
     alone."""
-    learner, size = need.learner.lasting + need.learner.transfer, memory.size_text
-    if learner + need.server.weights <= device.bytes:
+    learner, size = of_learner.lasting + of_learner.transfer, memory.size_text
+    if learner + server.weights <= gpu:
         return
     yield (
         "launch.placement",
-        f"launch.placement=colocated: while weights are sent a learner rank holds {size(learner)}, beside {size(need.server.weights)} of "
+        f"launch.placement=colocated: while weights are sent a learner rank holds {size(learner)}, beside {size(server.weights)} of "
         f"weights of a server rank, more than the {device.text}; set launch.placement=separate, or split both models further",
     )
 
@@ -309,7 +313,7 @@ def memory_lines(config: RunConfig | SftConfig, device: Device, runs: Sequence[s
                 "  of the transfer, and of activations, logits and pipeline together, the larger counts: never both are there"
             )
     if need.server is not None:
-        lines += _server_lines(need, device)
+        lines += _server_lines(need.server, need.cpu_cache, device)
     if device.kind == "cpu" and device.bytes is not None:
         size = memory.size_text(need.on_one_machine)
         lines.append(
@@ -332,12 +336,11 @@ def _is_tight(size: int, device: Device) -> bool:
     return device.kind == "cuda" and device.bytes is not None and size > memory.USABLE_SHARE * device.bytes
 
 
-def _server_lines(need: Need, device: Device) -> list[str]:
-    server = need.server
+def _server_lines(server: memory.RolloutMemory, cpu_cache: int, device: Device) -> list[str]:
     items = [("weights", server.weights)]
     if device.kind == "cpu":
-        items.append((f"cache for {need.cpu_cache // server.kv_bytes_per_token:,} tokens", need.cpu_cache))
-        title = f": {memory.size_text(server.weights + need.cpu_cache)}"
+        items.append((f"cache for {cpu_cache // server.kv_bytes_per_token:,} tokens", cpu_cache))
+        title = f": {memory.size_text(server.weights + cpu_cache)}"
     elif device.bytes is None:
         title = f", beside its cache, of {device.name}"
     else:

@@ -10,25 +10,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from configs.loader import Finding
 from configs.reading.named_files import TOKENIZERS, missing_weights
 from configs.schema import RunConfig, SftConfig
-from configs.schema.run import CountdownSftData
-from configs.schema.task import CountdownTask, FileTask, ModelReward, WeightedReward
+from configs.schema.run import CountdownSftData, JsonlSftData
+from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask, ModelReward, WeightedReward
 from parallel.planning.layout import read_architecture, read_hf_config
 from parallel.weights.hf_headers import weight_problems
-from rollout.sampling.prompt_room import PromptRoom, check_example_length, prompt_room
+from rollout.sampling.prompt_room import PromptRoom, PromptsOf, check_example_length, prompt_room
 from rollout.tasks.records import Progress
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from rollout.tasks import Survey
-    from rollout.tokenizer_files import TokenizerFiles
-
-    Tokenizer = TokenizerFiles | PreTrainedTokenizerBase
+    from rollout.tokenization import Tokenizer
 
 MOST_BYTES_TOKENISED = 1_000_000
 """Of the longest texts of a file: a second of work. The sample role looks at all that may be too long."""
@@ -116,6 +112,7 @@ def _open_tokenizer(folder: Path) -> "Tokenizer | None":
 
 def _of_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> Iterator[Finding]:
     from rollout.tokenization import check_vocabulary_size, end_token_ids
+    from rollout.tokenizer_files import TokenizerFiles
 
     folder = config.model.path
     with contextlib.suppress(ValueError):  # of a broken config.json, which has been named before
@@ -123,7 +120,7 @@ def _of_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> Iter
         yield from unless(
             "model.path",
             check_vocabulary_size,
-            getattr(tokenizer, "num_ids", None) or len(tokenizer),
+            tokenizer.num_ids if isinstance(tokenizer, TokenizerFiles) else len(tokenizer),
             vocab_size,
             folder,
         )
@@ -181,7 +178,8 @@ def _of_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[str])
                 yield "rollout.max_new_tokens", room.too_long(f"training prompt {text!r}", tokens)
         return
     surveys: dict[str, Survey] = {}
-    for field, which in (("train_path", "training"), ("heldout_path", "held-out")):
+    fields: tuple[tuple[str, PromptsOf], ...] = (("train_path", "training"), ("heldout_path", "held-out"))
+    for field, which in fields:
         path = getattr(task, field)
         if path is None or not path.is_file():
             continue
@@ -190,18 +188,18 @@ def _of_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[str])
         except ValueError as error:
             yield f"task.{field}", str(error)
             continue
-        yield from _of_lengths(config, f"task.{field}", surveys[field], tokenizer, _room(config, which))
+        yield from _of_lengths(task, f"task.{field}", surveys[field], tokenizer, _room(config, which))
     notes += _notes_of(surveys, config)
 
 
-def survey_of(task: FileTask, path: Path) -> "Survey":
+def survey_of(task: Gsm8kTask | JsonlTask, path: Path) -> "Survey":
     """What ``path`` holds; it is read once however often this is asked. Raises ValueError."""
     from rollout.tasks import survey_task_file
 
     return survey_task_file(task, path, progress=reading_progress)
 
 
-def _room(config: RunConfig, which: Literal["training", "held-out"]) -> PromptRoom | None:
+def _room(config: RunConfig, which: PromptsOf) -> PromptRoom | None:
     """None also where there is none at all, or config.json is broken: both are found before."""
     try:
         return prompt_room(
@@ -212,9 +210,12 @@ def _room(config: RunConfig, which: Literal["training", "held-out"]) -> PromptRo
 
 
 def _of_lengths(
-    config: RunConfig, field: str, survey: "Survey", tokenizer: "Tokenizer | None", room: PromptRoom | None
+    task: Gsm8kTask | JsonlTask,
+    field: str,
+    survey: "Survey",
+    tokenizer: "Tokenizer | None",
+    room: PromptRoom | None,
 ) -> Iterator[Finding]:
-    task: FileTask = config.task
     if tokenizer is None or room is None:
         return
     try:
@@ -233,7 +234,7 @@ def _of_lengths(
 
 
 def _tokenised(
-    texts: Sequence[tuple[str, str, str]], tokenizer: "Tokenizer", task: FileTask, room: int
+    texts: Sequence[tuple[str, str, str]], tokenizer: "Tokenizer", task: Gsm8kTask | JsonlTask, room: int
 ) -> list[tuple[str, int]]:
     """(where, number of tokens) of those of the longest texts that may have more than ``room``."""
     from rollout.tasks.task import most_tokens
@@ -290,15 +291,15 @@ def _of_examples(config: SftConfig, tokenizer: "Tokenizer | None") -> Iterator[F
         yield "data.path", str(error)
         return
     if tokenizer is not None:
-        yield from unless("data.path", _check_examples, config, survey, tokenizer)
+        yield from unless("data.path", _check_examples, config, data, survey, tokenizer)
 
 
-def _check_examples(config: SftConfig, survey: "Survey", tokenizer: "Tokenizer") -> None:
+def _check_examples(config: SftConfig, data: JsonlSftData, survey: "Survey", tokenizer: "Tokenizer") -> None:
     from rollout.tasks.task import most_tokens
     from rollout.tokenization import encode_prompt
 
     encode = partial(
-        encode_prompt, tokenizer, system_prompt=None, apply_chat_template=config.data.apply_chat_template
+        encode_prompt, tokenizer, system_prompt=None, apply_chat_template=data.apply_chat_template
     )
     try:
         max_positions = read_architecture(read_hf_config(config.model.path)).max_positions

@@ -78,7 +78,7 @@ def _processes(folder: RunFolder) -> Iterator[tuple[str, psutil.Process]]:
         try:
             first = psutil.Process(announced["pid"])
             # Learner ranks are children of torchrun, and only the first announces itself.
-            root = first.parent() if file.stem == "learn" else first
+            root = first.parent() or first if file.stem == "learn" else first
             yield from ((file.stem, process) for process in (root, *root.children(recursive=True)))
         except psutil.NoSuchProcess:
             continue
@@ -90,7 +90,7 @@ def _open_ports(process: psutil.Process) -> list[tuple[int, tuple[str, int]]]:
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return []
     return [
-        (process.pid, tuple(connection.laddr))
+        (process.pid, (connection.laddr.ip, connection.laddr.port))
         for connection in connections
         if connection.status == psutil.CONN_LISTEN
     ]
@@ -111,8 +111,9 @@ def _other(process: psutil.Process, port: int) -> tuple[str, str]:
     """(what, protection). The ports of a router are on the command line of its watchdog; it gives itself a
     title in place of its own."""
     try:
-        command = process.parent().cmdline()
-    except (psutil.NoSuchProcess, AttributeError):  # AttributeError: no parent
+        parent = process.parent()
+        command = parent.cmdline() if parent else []
+    except psutil.NoSuchProcess:
         command = []
     if "rollout.servers.start_router" in command:
         flag = command[command.index(str(port)) - 1] if str(port) in command else ""

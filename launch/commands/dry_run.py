@@ -7,7 +7,7 @@ started, and no engine is imported.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig, SftConfig
@@ -67,11 +67,11 @@ def dry_run_lines(config: RunConfig | SftConfig, runs: Sequence[str], device: De
     yield from memory_lines(config, device, runs)
     if "learn" in runs or "sft-rank" in runs:
         yield from ("", *disk_lines(config))
-    if "learn" in runs:
+    if "learn" in runs and isinstance(config, RunConfig):
         yield from ("", *_sent(config))
 
 
-def _indented(lines: Sequence[str]) -> Iterator[str]:
+def _indented(lines: Iterable[str]) -> Iterator[str]:
     return (f"  {line}" for line in lines)
 
 
@@ -87,9 +87,9 @@ def _aligned(rows: Sequence[Row]) -> list[str]:
 
 
 def _processes(config: RunConfig | SftConfig, runs: Sequence[str], device: Device) -> Iterator[Row]:
-    if "serve" in runs:
+    if "serve" in runs and isinstance(config, RunConfig):
         yield from _server_rows(config, runs, device)
-    if "sample" in runs:
+    if "sample" in runs and isinstance(config, RunConfig):
         where = device.host if config.launch.nodes is None else _node("learner", 0, config.launch.nodes)
         yield "sample", where, "1 process", "CPU", FREE_PORT
         if config.rollout.router is not None:
@@ -186,10 +186,10 @@ def _commands(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[st
 
 def _data(config: RunConfig | SftConfig) -> Iterator[Row]:
     """Of files; the checks have read them."""
-    if isinstance(config, SftConfig):
+    if isinstance(config, SftConfig) or isinstance(config.task, CountdownTask):
         return
     for field in ("train_path", "heldout_path"):
-        path = getattr(config.task, field, None)
+        path = getattr(config.task, field)
         if path is None:
             continue
         survey = survey_of(config.task, path)
@@ -206,7 +206,7 @@ def _data(config: RunConfig | SftConfig) -> Iterator[Row]:
 
 def batch_lines(config: RunConfig | SftConfig) -> list[str]:
     """Prompts x siblings -> sequences -> minibatches -> ranks -> micro-batches."""
-    dp = config.layout.dp
+    dp = config.layout.dp_size
     if isinstance(config, SftConfig):
         size, budget = config.batch_size, config.token_budget
         rows = [

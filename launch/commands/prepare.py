@@ -35,6 +35,7 @@ def prepare(config_path: Path, overrides: list[str], *, endpoint: str | None = N
             "launch.nodes.learner and launch.nodes.rollout"
         )
     config = checks.load(parsed, RunConfig, runs=checks.TRAINING)
+    assert isinstance(config, RunConfig) and config.launch.nodes is not None  # seen above
     nodes = config.launch.nodes
     try:
         ranks = learner_ranks_per_node(config)
@@ -66,6 +67,7 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
         ranks: of the learner on each of its nodes. endpoint: where those meet; None: there is one such node.
     """
     nodes = config.launch.nodes
+    assert nodes is not None
     meetings: dict[str, Rendezvous | None] = {f"# first node of the learner, {ranks} processes:": None}
     if endpoint is not None:
         others = f"# each other node of the learner ({nodes.learner - 1}), {ranks} processes on each:"

@@ -56,6 +56,7 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float) -> None:
     )
     seconds["rl_run"] = time.perf_counter() - began
 
+    assert folder is not None  # as no dry run gives none
     summary = json.loads(folder.summary.read_text())
     summary["seconds"] |= {part: round(value, 2) for part, value in seconds.items()}
     run_folder.write_json(folder.summary, summary)

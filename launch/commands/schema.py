@@ -64,7 +64,7 @@ def print_schema(kind: str, field: str | None, *, as_json: bool) -> None:
         for path, text in entries
         if field is None or path == field or path.startswith((f"{field}.", f"{field}["))
     ]
-    if not wanted:
+    if field is not None and not wanted:
         paths = list(dict.fromkeys(path for path, _ in entries))
         raise BadInput(f"FIELD: {field} is no field of kind {kind}; {did_you_mean(field, paths, 'fields')}")
     print("\n".join(wanted))

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from configs.loader import parse_config, resolved_yaml
 from configs.schema import RunConfig
@@ -60,7 +61,8 @@ def _slurm(
             "layout.dp=auto takes the GPUs of this machine, not those of the job's node; set layout.dp, or launch.nodes"
         )
     where = {"runs": checks.TRAINING, "gpu_memory": gpu_memory, "in_job": True}
-    configs = [checks.load(parsed.with_overrides(element), RunConfig, **where) for element in elements]
+    loaded = [checks.load(parsed.with_overrides(element), RunConfig, **where) for element in elements]
+    configs = cast("list[RunConfig]", loaded)
     if gpu_memory is not None and not gpus_of_node(configs[0]):
         raise ValueError(
             f"--gpu-memory {gpu_memory:g}: the job asks for no GPUs ({script.DECIDED['gpus']}); leave it out"

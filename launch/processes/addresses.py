@@ -103,8 +103,9 @@ def _of_host_name() -> str | None:
         return None
     # A name that stands for an address of another host (an old entry) is of no use either.
     here = {address for addresses in _addresses().values() for address in addresses}
+    addresses = (str(address[0]) for *_, address in found)
     return next(
-        (address for *_, (address, _) in found if address in here and not address.startswith("127.")), None
+        (address for address in addresses if address in here and not address.startswith("127.")), None
     )
 
 

@@ -207,7 +207,8 @@ def read_servers(folder: RunFolder, names: Sequence[str]) -> list[str] | None:
     """The addresses of all replicas, in order, as the serve roles of those names report them; None until all
     have."""
     reported = [folder.read_address(name) for name in names]
-    return None if None in reported else [url for address in reported for url in address["urls"]]
+    found = [address for address in reported if address is not None]
+    return [url for address in found for url in address["urls"]] if len(found) == len(names) else None
 
 
 def wait_for_servers(

@@ -180,7 +180,7 @@ class Supervisor:
         """That this role has ended, and all that is known of it: which process, how, and its last words in
         this life."""
         running = self._running[name]
-        code = running.process.poll()
+        code = running.process.wait(timeout=60)  # it has ended
         which = f" ({running.role.program}, pid {running.process.pid})" if code < 0 else ""
         said = f"the {name} role ended with {_describe(code)}{which}."
         return RoleFailed(f"{said}\n{_cause(running)}\nIts whole log: {running.role.log}")

@@ -68,6 +68,7 @@ def run_job(run: Path) -> int:
         config = roles.config_of(folder)
     except ValueError as error:
         raise BadInput(str(error)) from error
+    assert isinstance(config, RunConfig)  # as config_of promises
     try:
         job = Job.of_environment()
     except RuntimeError as error:

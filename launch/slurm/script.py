@@ -182,7 +182,7 @@ def check_script(text: str, *, by_slurm: bool) -> None:
         (["bash", "-n"], "the shell", "mend launch.slurm.setup"),
         (["sbatch", "--test-only"], "sbatch", "ask for what the cluster has (launch.nodes, launch.slurm)"),
     )[: 2 if by_slurm else 1]:
-        done = _run(command, input=text)
+        done = _run(command, text)
         if done.returncode:
             raise ValueError(f"{of} refuses the batch script: {' '.join(done.stderr.split())}; {fix}")
 
@@ -204,9 +204,9 @@ def submit(script: Path) -> str:
     return done.stdout.strip().split(";")[0]
 
 
-def _run(command: Sequence[str], **options: str) -> subprocess.CompletedProcess:
+def _run(command: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, **options)
+        return subprocess.run(command, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, input=text)
     except subprocess.TimeoutExpired:
         raise ValueError(
             f"`{command[0]}` has not answered for {SBATCH_TIMEOUT_S} s; see whether Slurm's controller is up (`scontrol ping`), and "

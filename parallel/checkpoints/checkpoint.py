@@ -14,20 +14,20 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast, overload
 
 import numpy
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
-from torch.nn import Module
 
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.module import MegatronModule
 
 from parallel.checkpoints import pickles, writers
 from parallel.checkpoints.files import (
@@ -106,7 +106,9 @@ def _restore_missing_step(optimizer, state: dict[Any, Any], steps: int) -> None:
             inner["state"].setdefault("common_step", torch.tensor(float(steps)))
 
 
-def save(folder: Path, *, chunks: Sequence[Module], optimizer, scheduler, extra: Mapping[str, Any]) -> None:
+def save(
+    folder: Path, *, chunks: Sequence[MegatronModule], optimizer, scheduler, extra: Mapping[str, Any]
+) -> None:
     """Write ``folder`` (``files.step_folder(root, step)``), replacing an older one of that name. A
     collective.
 
@@ -175,7 +177,7 @@ def verified(folder: Path) -> WholeCheckpoint:
     except CheckpointError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
     wrong = sorted({said for of_rank in _gathered(found) for said in of_rank})
-    if wrong:
+    if wrong or manifest is None:
         raise DamagedCheckpoint(f"{folder} is damaged: {'; '.join(wrong)}")
     return WholeCheckpoint(folder, manifest)
 
@@ -199,7 +201,7 @@ def newest_whole(newest_first: Iterable[Sequence[Path]]) -> tuple[list[WholeChec
 
 
 def load(
-    checkpoint: Path | WholeCheckpoint, *, chunks: Sequence[Module], optimizer, scheduler
+    checkpoint: Path | WholeCheckpoint, *, chunks: Sequence[MegatronModule], optimizer, scheduler
 ) -> dict[str, Any]:
     """Restore what ``save`` wrote and return its ``extra``. The layout may differ from the one that saved.
 
@@ -216,7 +218,7 @@ def load(
         rates = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
         state = _state(chunks, optimizer, scheduler, is_loading=True, with_random=same_processes)
         with pickles.restricted():
-            found = dist_checkpointing.load(state, str(folder))
+            found = cast("dict[str, Any]", dist_checkpointing.load(state, str(folder)))
         for i, chunk in enumerate(chunks):
             chunk.load_state_dict(found[f"model{i}"])
         _restore_missing_step(optimizer, found["optimizer"], found["scheduler"]["num_steps"])
@@ -250,7 +252,7 @@ def _content_metadata() -> dict[str, Any]:
 
 
 def _state(
-    chunks: Sequence[Module], optimizer, scheduler, *, is_loading: bool, with_random: bool = True
+    chunks: Sequence[MegatronModule], optimizer, scheduler, *, is_loading: bool, with_random: bool = True
 ) -> dict[str, Any]:
     _count_without_parameters(optimizer, scheduler.num_steps)
     metadata = {
@@ -272,7 +274,7 @@ def _state(
 
 
 def _random_state() -> dict[str, Any]:
-    name, keys, position, has_gauss, cached = numpy.random.get_state()
+    name, keys, position, has_gauss, cached = cast("tuple", numpy.random.get_state())
     return {
         "python": random.getstate(),
         "numpy": (name, keys.tolist(), position, has_gauss, cached),
@@ -318,6 +320,10 @@ def _reason(error: BaseException) -> str:
     return "; ".join(_reason(cause[0]) for cause in causes) or said
 
 
+@overload
+def _together(action: Callable[[], T]) -> T: ...
+@overload
+def _together(action: Callable[[], T], *, only_rank_0: bool) -> T | None: ...
 def _together(action: Callable[[], T], *, only_rank_0: bool = False) -> T | None:
     """What ``action`` gives on this rank, run on every rank (or on rank 0): raises CheckpointError on all of
     them if it failed on any."""

@@ -81,8 +81,9 @@ def step_of(folder: Path) -> int | None:
 def step_folders(root: Path) -> dict[int, Path]:
     """Whatever has a checkpoint's name under ``root``, by step, oldest first."""
     root = Path(root)
-    found = {step_of(path): path for path in (root.iterdir() if root.is_dir() else ())}
-    return {step: found[step] for step in sorted(found.keys() - {None})}
+    paths = root.iterdir() if root.is_dir() else ()
+    found = {step: path for path in paths if (step := step_of(path)) is not None}
+    return dict(sorted(found.items()))
 
 
 def valid_checkpoints(root: Path) -> dict[int, Path]:

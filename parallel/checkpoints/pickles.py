@@ -60,7 +60,7 @@ def restricted() -> Iterator[None]:
     before = {name: os.environ.pop(name, None) for name in (CAREFUL, CARELESS)}
     os.environ[CAREFUL] = "1"
     # Torch gives no other way to read .metadata; the module's own name for pickle is looked up at each call.
-    filesystem.pickle = SimpleNamespace(load=load, dump=pickle.dump)
+    filesystem.pickle = SimpleNamespace(load=load, dump=pickle.dump)  # pyright: ignore[reportPrivateImportUsage]
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -68,7 +68,7 @@ def restricted() -> Iterator[None]:
             raise refused[0] from error
         raise
     finally:
-        filesystem.pickle = pickle
+        filesystem.pickle = pickle  # pyright: ignore[reportPrivateImportUsage]
         del os.environ[CAREFUL]
         os.environ.update({name: value for name, value in before.items() if value is not None})
 

@@ -48,7 +48,7 @@ def _watch(over: threading.Event, others: set[process.BaseProcess]) -> None:
             set(process._children) - others
         )  # active_children() forgets one that has ended before anybody saw it
         for writer in seen:
-            if (writer.exitcode or 0) < 0:
-                said = f"a process that wrote a part of the checkpoint was killed by {signal.Signals(-writer.exitcode).name}"
+            if (code := writer.exitcode or 0) < 0:
+                said = f"a process that wrote a part of the checkpoint was killed by {signal.Signals(-code).name}"
                 print(f"{said}; was there too little memory?", file=sys.stderr, flush=True)
                 os._exit(1)

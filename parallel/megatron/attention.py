@@ -111,10 +111,11 @@ def rotary_tables(
     They are rounded to ``dtype``, the model's, as transformers and SGLang do.
     """
     angles_TF = positions_T.float().unsqueeze(1) * inv_freq_F.float().unsqueeze(0)
-    return tuple(
+    cos_T1F, sin_T1F = (
         (table_TF * attention_factor).to(dtype).unsqueeze(1)
         for table_TF in (angles_TF.cos(), angles_TF.sin())
     )
+    return cos_T1F, sin_T1F
 
 
 def rotate(heads_TAD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def _install_torch_stand_ins() -> None:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *unused, **unused_named: self
     torch.nn.Module.cuda = lambda self, *unused, **unused_named: self
-    torch.Tensor.record_stream = lambda self, stream: None
+    torch.Tensor.record_stream = lambda self, stream: None  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.type = _cuda_named_type(torch.Tensor.type)
     barrier = dist.barrier
     # gloo refuses device_ids
@@ -115,7 +115,7 @@ def install() -> None:
     """Put the stand-ins in place, once, on a machine without CUDA. Called on import."""
     if torch.cuda.is_available() or getattr(torch, "_tandem_stand_ins", False):
         return
-    torch._tandem_stand_ins = True
+    torch._tandem_stand_ins = True  # pyright: ignore[reportAttributeAccessIssue]
     # Megatron compiles small functions as it is imported; on CPU that costs start-up and gains nothing.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _install_torch_stand_ins()

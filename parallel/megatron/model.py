@@ -56,7 +56,7 @@ def rotary_frequencies(folder: Path, model_type: str) -> tuple[Tensor, float]:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     kind = config.rope_parameters["rope_type"]
     check_rope_type(kind, model_type)
-    compute = (
+    compute: Any = (
         LlamaRotaryEmbedding.compute_default_rope_parameters
         if kind == "default"
         else ROPE_INIT_FUNCTIONS[kind]
@@ -65,14 +65,14 @@ def rotary_frequencies(folder: Path, model_type: str) -> tuple[Tensor, float]:
     return inv_freq_F.float(), float(attention_factor)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
     """What Megatron hands to every layer: its own packed-sequence fields, the plan and the rotary tables of
     the micro-batch."""
 
-    plan: PackedPlan | None = None
-    cos_T1F: Tensor | None = None
-    sin_T1F: Tensor | None = None
+    plan: PackedPlan
+    cos_T1F: Tensor
+    sin_T1F: Tensor
 
 
 class RMSNorm(nn.Module):
@@ -140,7 +140,7 @@ def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleS
         qk_layernorm=architecture.qk_norm,
         normalization="RMSNorm",
     )
-    layer = spec.submodules
+    layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
     attention = layer.self_attention.submodules
     attention.core_attention = PackedCoreAttention
@@ -157,7 +157,8 @@ def _transformer_engine_layer(architecture: Architecture, experts: Experts | Non
         moe_grouped_gemm=platform.uses_grouped_gemm(),
         qk_layernorm=architecture.qk_norm,
     )
-    spec.submodules.self_attention.submodules.core_attention = _transformer_engine_attention()
+    layer: Any = spec.submodules
+    layer.self_attention.submodules.core_attention = _transformer_engine_attention()
     if experts:
         moe.use_router(spec, experts)
     return spec
@@ -177,7 +178,7 @@ def _transformer_engine_attention() -> type:
             value_TKD,
             attention_mask,
             attn_mask_type,
-            packed_seq_params=None,
+            packed_seq_params: PackedSequences,
             **rest,
         ):
             query_TAD, key_TKD = (
@@ -367,7 +368,9 @@ class LogprobGPTModel(PackedGPTModel):
         found = self._answer(tokens_T, packed, request)
         if not self.post_process:
             return found
-        return tuple(None if x is None else packed.plan.to_batch_order(x) for x in found)
+        logprobs_T, entropy_T = found
+        in_order = packed.plan.to_batch_order
+        return in_order(logprobs_T), None if entropy_T is None else in_order(entropy_T)
 
     def logits(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
         """[T, V] over the full vocabulary, gathered over ranks, without padding: for comparing, not for
@@ -389,6 +392,7 @@ class LogprobGPTModel(PackedGPTModel):
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
+        assert weight_VH is not None  # of the last stage
         group = self.pg_collection.tp
         # Forward gathers (or passes on); backward sums over tensor-parallel ranks, each of which knows its
         # own vocabulary only.

@@ -73,7 +73,8 @@ class Router(TopKRouter):
 
 def use_router(layer: ModuleSpec, experts: Experts) -> None:
     """Our router in the specification of a layer with experts."""
-    layer.submodules.mlp.submodules.router = partial(Router, norm_topk=experts.norm_topk)
+    parts: Any = layer.submodules
+    parts.mlp.submodules.router = partial(Router, norm_topk=experts.norm_topk)
 
 
 def mark_expert_parameters(model: nn.Module) -> None:

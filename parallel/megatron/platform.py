@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, HashStore
 
 # Before anything imports megatron.core: its repairs, and on a machine without CUDA the stand-ins.
 import parallel.megatron.setup  # noqa: F401
@@ -106,11 +107,11 @@ def init_distributed(timeout_s: float) -> None:
         torch.cuda.set_device(device())
     timeout = timedelta(seconds=timeout_s)
     if missing:
-        store = dist.HashStore()
+        store = HashStore()
         dist.init_process_group(_group_backends(), store=store, rank=0, world_size=1, timeout=timeout)
     elif STORE_VARIABLE in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = dist.FileStore(os.environ[STORE_VARIABLE], size)
+        store = FileStore(os.environ[STORE_VARIABLE], size)
         dist.init_process_group(_group_backends(), store=store, rank=rank, world_size=size, timeout=timeout)
     else:
         dist.init_process_group(_group_backends(), timeout=timeout)

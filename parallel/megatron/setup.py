@@ -6,6 +6,7 @@ checkpoints; without CUDA ``parallel.megatron.cpu`` puts its stand-ins in place 
 """
 
 import warnings
+from typing import Any
 
 import torch
 
@@ -60,7 +61,7 @@ def _repair_checkpoints_of_several_buckets() -> None:
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    gather = DistributedOptimizer.get_parameter_state_dp_zero
+    gather: Any = DistributedOptimizer.get_parameter_state_dp_zero
 
     def gather_with_padding(self, *args, **kwargs):
         state = gather(self, *args, **kwargs)
@@ -89,7 +90,7 @@ def _with_padding(flat: torch.Tensor, buffer) -> torch.Tensor:
 def install() -> None:
     """Put the repairs in place, once. Called on import."""
     if not getattr(torch, "_tandem_megatron_repaired", False):
-        torch._tandem_megatron_repaired = True
+        torch._tandem_megatron_repaired = True  # pyright: ignore[reportAttributeAccessIssue]
         _repair_distributed_optimizer()
         _repair_checkpoints_of_several_buckets()
 

@@ -332,6 +332,7 @@ def _nearest_values(a: Architecture, layout: LayoutConfig, field: str, num_proce
     """The values of one field, the others as they are, that mend its misfit: the nearest below and above. ""
     where there are none."""
     if field == "dp":
+        assert num_processes is not None  # which dp does not fit
         return _nearest_dp(layout, num_processes)
     if field in ("sp", "cp"):
         candidates = [("sp", True), ("tp", 1)] if field == "sp" else [("cp", 1)]
@@ -371,8 +372,9 @@ def _nearest_dp(layout: LayoutConfig, num_processes: int) -> str:
 
 def _changed(layout: LayoutConfig, name: str, value: int | bool) -> LayoutConfig | None:
     """None where such a layout is refused whatever the model."""
+    sizes: dict[str, Any] = layout.model_dump() | {name: value}
     try:
-        return LayoutConfig(**(layout.model_dump() | {name: value}))
+        return LayoutConfig(**sizes)
     except ValueError:
         return None
 
@@ -393,7 +395,7 @@ def _nearest_layouts(
             for name in ("tp", "pp", "vpp", "ep", "cp")
         ]
         if layout.dp != "auto":
-            steps.append(abs(math.log2(candidate.dp / layout.dp)))
+            steps.append(abs(math.log2(candidate.dp_size / layout.dp_size)))
         found.append((round(sum(steps) + (candidate.sp != layout.sp), 9), layout_text(candidate), candidate))
     return [candidate for *_, candidate in sorted(found, key=lambda entry: entry[:2])[:count]]
 

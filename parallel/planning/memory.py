@@ -147,7 +147,8 @@ def _trained(
     shared, expert = stage_parameters(architecture, layout, stage, output=output)
     per_parameter = 8 if work.dtype_bytes == 4 else 12
     if work.distributed_optimizer:
-        copies, expert_copies = layout.cp * layout.dp, layout.tp * layout.cp * layout.dp // layout.ep
+        copies = layout.cp * layout.dp_size
+        expert_copies = layout.tp * copies // layout.ep
         state = -(-shared // copies) + -(-expert // expert_copies)
     else:
         state = shared + expert

@@ -296,7 +296,7 @@ def _learners(
     """Layouts that the learner can run on the GPUs beside the servers, and what they need."""
     sequences = config.rollout.prompts_per_step * config.rollout.group_size // config.learner.minibatches
     for layout in fitting_layouts(architecture, cluster.num_gpus - num_rollout):
-        if _within_node(layout.tp, cluster) and sequences % layout.dp == 0:
+        if _within_node(layout.tp, cluster) and sequences % layout.dp_size == 0:
             yield layout, worst_stage(architecture, layout, work)
 
 
@@ -326,7 +326,7 @@ def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig)
         config.rollout.prompts_per_step
         * config.rollout.group_size
         * config.rollout.max_new_tokens
-        // layout.dp
+        // layout.dp_size
     )
     hidden = b * a.hidden_size * tokens
     of_rank = hidden // t if layout.sp else hidden
@@ -340,7 +340,7 @@ def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig)
     backward = 1.5 if layout.sp else 1.0
     distributed = config.learner.optimizer.distributed
     update = config.learner.minibatches * (4 + b if distributed else 8)
-    copies, expert_copies = layout.dp, t * layout.dp // layout.ep
+    copies, expert_copies = layout.dp_size, t * layout.dp_size // layout.ep
     chosen = a.experts.experts_per_token if a.experts else 0
     return Traffic(
         tensor=int((2 * len(layers) - sparse) * 2 * hidden * (t - 1) / t * (forwards + again + backward)),
@@ -386,7 +386,7 @@ def _what_would_fit(architecture: Architecture, config: RunConfig, cluster: Clus
         )
     fixes = []
     for changes in _changes(config, cluster):
-        fixes += [text for text, *changed in changes if _would_fit(architecture, *changed, work)][:1]
+        fixes += [text for text, changed, on in changes if _would_fit(architecture, changed, on, work)][:1]
     lines.append(f"use {' or '.join(fixes) or 'a smaller model'}")
     return "; ".join(lines)
 

@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch import Tensor
 
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core import parallel_state
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from parallel.megatron.groups import is_stage_first
 from parallel.megatron.model import PackedGPTModel
@@ -62,7 +63,7 @@ def parameter_names(model: PackedGPTModel) -> Iterator[tuple[str, Tensor]]:
         if name == _VALUE_HEAD:
             continue
         if found := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
-            layer = model.decoder.layers[int(found[1])]
+            layer = cast(TransformerLayer, model.decoder.layers[int(found[1])])
             name = ungrouped(f"decoder.layers.{layer.layer_number - 1}.{found[2]}")
             if (local := expert_of(name)) is not None:
                 name = with_expert(name, first_local_expert(layer) + local)
@@ -122,7 +123,7 @@ def _check_shapes(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
 def _merge(name: str, parts: Sequence[Tensor], model: PackedGPTModel) -> Tensor:
     """The whole Megatron tensor from its Hugging Face parts."""
     if "linear_qkv" in name and len(parts) == 3:
-        groups = model.config.num_query_groups
+        groups = model.architecture.num_kv_heads
         return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
     if name in (EMBEDDING, OUTPUT):
         padding = (
@@ -134,13 +135,13 @@ def _merge(name: str, parts: Sequence[Tensor], model: PackedGPTModel) -> Tensor:
 
 def _split(name: str, whole: Tensor, model: PackedGPTModel) -> list[Tensor]:
     """The Hugging Face parts of a whole Megatron tensor; the inverse of ``_merge``."""
-    config = model.config
+    a = model.architecture
     if name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
-        dim, heads = config.kv_channels, config.num_attention_heads // config.num_query_groups
-        parts = whole.unflatten(0, (config.num_query_groups, -1)).split([heads * dim, dim, dim], 1)
+        dim, heads = a.head_dim, a.num_heads // a.num_kv_heads
+        parts = whole.unflatten(0, (a.num_kv_heads, -1)).split([heads * dim, dim, dim], 1)
         return [part.flatten(0, 1) for part in parts]
     if name in (EMBEDDING, OUTPUT):
-        return [whole[: model.architecture.vocab_size]]
+        return [whole[: a.vocab_size]]
     return list(whole.chunk(2)) if name.endswith("linear_fc1.weight") else [whole]
 
 
@@ -174,7 +175,9 @@ def _gather(name: str, parameter: Tensor) -> Tensor:
     return torch.cat(shards, parameter.partition_dim)
 
 
-def _gather_experts(name: str, parameter: Tensor, num_experts: int) -> Iterator[tuple[str, Tensor]]:
+def _gather_experts(
+    name: str, expert: int, parameter: Tensor, num_experts: int
+) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of this rank's expert and of the other expert-parallel ranks' in its place, on each of
     them."""
     size, rank = (
@@ -187,15 +190,15 @@ def _gather_experts(name: str, parameter: Tensor, num_experts: int) -> Iterator[
     )
     step = num_experts // size
     return (
-        (with_expert(name, expert_of(name) + (other - rank) * step), tensor)
-        for other, tensor in enumerate(tensors)
+        (with_expert(name, expert + (other - rank) * step), tensor) for other, tensor in enumerate(tensors)
     )
 
 
 def _wholes(name: str, parameter: Tensor, model: PackedGPTModel) -> Iterable[tuple[str, Tensor]]:
-    if expert_of(name) is None:
+    expert, experts = expert_of(name), model.architecture.experts
+    if expert is None or experts is None:
         return [(name, _gather(name, parameter))]
-    return _gather_experts(name, parameter, model.architecture.experts.num_experts)
+    return _gather_experts(name, expert, parameter, experts.num_experts)
 
 
 @torch.no_grad()

@@ -67,7 +67,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     if broken:
         raise WeightsUnreadable("\n".join(_first(broken, "broken files")))
     lost = sorted((mapping or {}).keys() - found.keys())
-    if lost:
+    if mapping and lost:
         file = mapping[lost[0]]
         raise WeightsUnreadable(
             f"{INDEX} says that {file} holds {lost[0]}, which it does not ({len(lost)} such tensors); index and files are of two models: "

@@ -66,7 +66,7 @@ def hf_names(name: str, architecture: Architecture) -> tuple[str, ...]:
     """The Hugging Face tensors that a Megatron tensor is made of, in order."""
     if name in TOP:
         return (TOP[name],)
-    layer, rest = re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name).groups()
+    _, _, layer, rest = name.split(".", 3)  # decoder.layers.LAYER.REST
     expert = expert_of(rest)
     suffixes = (
         _LAYER[rest] if rest in _LAYER else _EXPERT_MLP[architecture.model_type][_EXPERT.sub("{}", rest)]
@@ -131,7 +131,7 @@ def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
         )
         if not is_absent:
             yield rest
-    if is_sparse:
+    if experts is not None and is_sparse:
         yield _ROUTER
         for expert in range(experts.num_experts):
             yield from (_FC1.format(expert), _FC2.format(expert))

@@ -19,6 +19,7 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 from parallel.megatron import platform
@@ -169,7 +170,7 @@ class WeightBroadcaster:
         # nothing can take it in between.
         listening = socket.create_server((address, 0))
         port = listening.getsockname()[1]
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             address,
             port,
             world_size,
@@ -199,6 +200,7 @@ class WeightBroadcaster:
             backend_options=None,
             timeout=self._timeout,
         )
+        assert isinstance(group, dist.ProcessGroup)  # rank 0 is a member
         _world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
         return group
 

@@ -9,7 +9,8 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from numbers import Real
-from types import TracebackType
+from types import ModuleType, TracebackType
+from typing import cast
 
 from rollout.records import Score
 
@@ -57,7 +58,7 @@ def import_reward_function(path: str) -> RewardFunction:
     return _checked(path, module, function_name)
 
 
-def _checked(path: str, module: object, name: str) -> RewardFunction:
+def _checked(path: str, module: ModuleType, name: str) -> RewardFunction:
     function = getattr(module, name, None)
     if function is None:
         close = difflib.get_close_matches(
@@ -82,7 +83,7 @@ def _checked(path: str, module: object, name: str) -> RewardFunction:
         raise ValueError(f"reward function {path!r} {must}: {error}") from error
     except ValueError:  # some functions written in C have no signature; the first call will tell
         pass
-    return function
+    return cast(RewardFunction, function)
 
 
 def takes_row(function: Callable) -> bool:

@@ -81,9 +81,9 @@ def math_verify_reward(reference: str, response_text: str) -> Score:
         logging.ERROR
     )  # it warns, per process, that its own time limit is off
     marked_up = any(mark in reference for mark in ("$", "\\boxed", "\\(", "\\["))
-    expected = parse(reference if marked_up else f"\\boxed{{{reference}}}", parsing_timeout=None)
+    expected = parse(reference if marked_up else f"\\boxed{{{reference}}}", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     if not expected:
         raise ValueError(f"math-verify cannot read the reference {reference!r}; write a number or LaTeX")
-    given = parse(response_text, parsing_timeout=None)
+    given = parse(response_text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     correct = bool(given) and verify(expected, given, timeout_seconds=None)
     return Score(value=float(correct), parts={"found": float(bool(given))})

@@ -45,7 +45,7 @@ from functools import partial
 
 import aiohttp
 
-from configs.schema.task import ModelReward
+from configs.schema.task import ModelReward, PlainText
 from rollout.connections import CONNECT_TIMEOUT_S, PEER_TIMEOUT_S, watched_socket
 from rollout.records import Prompt, Score
 from rollout.rewards.function import to_score
@@ -184,11 +184,12 @@ class RewardModel:
 
     def _item(self, prompt: str, response: str, *, reference: str) -> Item:
         token_ids = None
-        if self._tokenizer is None:
+        if isinstance(self._config.text, PlainText):
             text = self._config.text.template.format(prompt=prompt, response=response, reference=reference)
         else:
+            assert self._tokenizer is not None
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False)
+            text = str(self._tokenizer.apply_chat_template(turns, tokenize=False))
             token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
         return Item(prompt=prompt, response=response, reference=reference, text=text, token_ids=token_ids)
 
@@ -281,6 +282,7 @@ class RewardModel:
         return {"text": [item.text for item in items]}
 
     async def _post(self, url: str, body: bytes) -> bytes:
+        assert self._session is not None  # since start
         async with self._session.post(
             url, data=body, headers={"Content-Type": "application/json"}
         ) as response:

@@ -117,7 +117,7 @@ class _Trial:
                 fix = "return a finite number, float(...), or (number, {name: number}), from every path through the function"
                 raise ValueError(f"scoring {name} to the task's first problem: {content}; {fix}")
             if kind == "raised":
-                raised[name] = content
+                raised[name] = str(content)
         said = [
             f"scoring {name} to the task's first problem raised {content}" for name, content in raised.items()
         ]

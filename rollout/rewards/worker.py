@@ -178,7 +178,7 @@ class _Worker:
             self._start()
         try:
             self._connection.send(job)
-            kind, content = self._receive(self._timeout_s)
+            _, content = self._receive(self._timeout_s)
         except TimeoutError:
             self._end()
             self._raise_if_closed()
@@ -194,7 +194,7 @@ class _Worker:
                 value=0.0,
                 error=f"the reward's process (pid {process.pid}) {how_it_ended(process.returncode)}",
             )
-        return content if kind == "score" else Score(value=0.0, error=content)
+        return content if isinstance(content, Score) else Score(value=0.0, error=content)
 
     def _start(self) -> None:
         self._end()

@@ -6,6 +6,8 @@ from typing import Literal
 
 from configs.schema import RunConfig
 
+PromptsOf = Literal["training", "held-out"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptRoom:
@@ -24,9 +26,7 @@ class PromptRoom:
         )
 
 
-def prompt_room(
-    config: RunConfig, which: Literal["training", "held-out"], *, max_positions: int | None
-) -> PromptRoom | None:
+def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int | None) -> PromptRoom | None:
     """What the limits of a sequence leave to a prompt; None where there is no limit.
 
     A sequence must fit into the model's positions and the servers' KV pool, and a training sequence also into

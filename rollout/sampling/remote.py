@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -28,6 +29,7 @@ from rollout.sampling.messages import (
     Stop,
 )
 
+A = TypeVar("A", Groups, Evaluated, State, Done)
 LOOK_UP_EVERY_S = 0.2
 """From waiting for an answer."""
 
@@ -102,7 +104,7 @@ class RemoteSampler:
         """Have the sample role end."""
         self._ask(Stop(), Done)
 
-    def _ask(self, request: Request, expected: type, meanwhile: Callable[[], None] = _nothing) -> Reply:
+    def _ask(self, request: Request, expected: type[A], meanwhile: Callable[[], None] = _nothing) -> A:
         channel = self._open_channel()
         channel.send(msgspec.msgpack.encode(request))
         try:

@@ -219,9 +219,8 @@ class GroupSampler:
         # Only the end itself is dropped: a special token in the middle must stay visible, or `1<pad>+2` would
         # score as `1+2`.
         ended = bool(completion.token_ids) and completion.token_ids[-1] in self._stop_token_ids
-        return self._tokenizer.decode(
-            completion.token_ids[:-1] if ended else completion.token_ids, skip_special_tokens=False
-        )
+        token_ids = completion.token_ids[:-1] if ended else completion.token_ids
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def _prompt_at(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self._task.train))
@@ -263,7 +262,7 @@ def _has_signal(scores: Sequence[Score], dynamic: DynamicSampling) -> bool:
     match dynamic:
         case ResampleGroups(compare="reward"):
             return len({score.value for score in scores}) > 1
-        case ResampleGroups(compare="correct"):
+        case ResampleGroups():  # by "correct"
             return len({score.correct for score in scores}) > 1
         case NoDynamicSampling():
             return True

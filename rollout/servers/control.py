@@ -505,7 +505,7 @@ class ExpectedChecksums:
         self._parts[fused] = place + 1
         hashers = self._hashers.setdefault(fused, [hashlib.sha256() for _ in range(self._size)])
         for hasher, shard in zip(hashers, self._shards(name, tensor), strict=True):
-            hasher.update(memoryview(shard.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+            hasher.update(shard.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def _shards(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         """Of each of SGLang's ranks."""

@@ -37,7 +37,7 @@ class ControlLine:
             f"{name}: {value}\r\n" for name, value in (key.http_headers if key is not None else {}).items()
         )
         self._url, self._timeout_s, self._peer_timeout_s = url, timeout_s, peer_timeout_s
-        self._address = (urlsplit(url).hostname, urlsplit(url).port)
+        self._address = (urlsplit(url).hostname or "", urlsplit(url).port or 80)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="control-line")
         self._socket: socket.socket | None = None
         self._answers: BufferedReader
@@ -55,8 +55,8 @@ class ControlLine:
             f"{self._proof}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         try:
-            answers = self._open()
-            self._socket.sendall(head.encode() + content)
+            connection, answers = self._open()
+            connection.sendall(head.encode() + content)
         except OSError as error:
             self._is_over = True
             failed: Future[dict] = Future()
@@ -72,8 +72,8 @@ class ControlLine:
             wait=False
         )  # what is still in its line finds the connection gone, and fails by that
 
-    def _open(self) -> BufferedReader:
-        """What the answers come by: of the same connection as before where it can be used again."""
+    def _open(self) -> tuple[socket.socket, BufferedReader]:
+        """The connection, and what the answers come by: of the same connection as before where it can be used again."""
         waiting = self._last is not None and not self._last.done()
         if self._is_over or (not waiting and time.monotonic() - self._answered_at > REUSE_S):
             self._drop()
@@ -88,7 +88,7 @@ class ControlLine:
                 False,
                 time.monotonic(),
             )
-        return self._answers
+        return self._socket, self._answers
 
     def _drop(self) -> None:
         if self._socket is not None:

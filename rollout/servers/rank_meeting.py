@@ -38,7 +38,7 @@ class RankMeeting:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         if share.node_rank == 0:
-            from torch.distributed import TCPStore  # seconds; other fleets never come here
+            from torch._C._distributed_c10d import TCPStore  # seconds; other fleets never come here
 
             listening = socket.create_server((host, int(port)))
             self._store = TCPStore(

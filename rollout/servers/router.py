@@ -162,6 +162,7 @@ class Router:
 
     def poll(self) -> None:
         """Look at the process once. Raises RouterEnded."""
+        assert self._process is not None
         code = self._process.poll()
         if code is not None:
             raise RouterEnded(

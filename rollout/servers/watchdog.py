@@ -46,6 +46,7 @@ def main(command: list[str]) -> int:
     code = _wait_for_server_or_owner(server)
     if code is None:
         os.killpg(0, signal.SIGKILL)  # this process too
+        return OWNER_GONE_EXIT_CODE
     _kill_rest_of_group()
     return code if code >= 0 else 128 - code
 

@@ -45,7 +45,7 @@ def guard_session(*, timeout_s: float, note: Path) -> None:
     """
     if os.getsid(0) != os.getpid():
         return
-    nothing = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    nothing = subprocess.DEVNULL
     command = [
         sys.executable,
         "-I",
@@ -54,7 +54,7 @@ def guard_session(*, timeout_s: float, note: Path) -> None:
         str(timeout_s),
         str(note.resolve()),
     ]
-    subprocess.Popen(command, cwd="/", start_new_session=True, **nothing)
+    subprocess.Popen(command, cwd="/", start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
 
 
 def _for_owner(path: str, flags: int) -> int:

@@ -312,17 +312,19 @@ def is_tidy(text: str) -> bool:
 
 def _tidy_value(node: ast.expr) -> int | None:
     """The value of an expression, None where it is not tidy."""
-    if isinstance(node, ast.Constant):
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
+    assert isinstance(node, ast.BinOp)
     a, b = _tidy_value(node.left), _tidy_value(node.right)
     if a is None or b is None:
         return None
     if isinstance(node.op, ast.Sub):
         return a - b
     # In a chain such as 9+5+3 the neighbour of 3 is 5, not 9+5.
-    is_chain = isinstance(node.left, ast.BinOp) and type(node.left.op) is type(node.op)
-    neighbour = _tidy_value(node.left.right) if is_chain else a
-    if neighbour < b:
+    left = node.left
+    is_chain = isinstance(left, ast.BinOp)
+    neighbour = _tidy_value(left.right) if is_chain and type(left.op) is type(node.op) else a
+    if neighbour is None or neighbour < b:
         return None
     return a + b if isinstance(node.op, ast.Add) else a * b
 

@@ -281,14 +281,14 @@ def _read_fields(
         first, second = record.get(first_field), record.get(second_field)
         # Nearly all records are plain text under plain names; asking no more of them makes reading a million
         # of them twice as fast.
-        if not (first.__class__ is str and first.isascii() and first and not first.isspace()):
+        if not (type(first) is str and first.isascii() and first and not first.isspace()):
             first = _text(
                 _only_message(_value(record, first_field, path, number), first_field, path, number),
                 first_field,
                 path,
                 number,
             )
-        if not (second.__class__ is str and second.isascii() and second and not second.isspace()):
+        if not (type(second) is str and second.isascii() and second and not second.isspace()):
             second = _text(_value(record, second_field, path, number), second_field, path, number)
         yield number, first, second, record
 

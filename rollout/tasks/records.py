@@ -95,7 +95,7 @@ def _read_lines(path: Path, progress: Progress | None) -> Iterator[Record]:
                 if not line.strip():
                     continue
                 record = _decode_at_leisure(line, path, number)
-            if record.__class__ is not dict:
+            if type(record) is not dict:
                 raise ValueError(
                     f'{place(path, number)}: a {type(record).__name__}, not an object; write each line like {{"field": "text", ...}}'
                 )

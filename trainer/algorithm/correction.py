@@ -90,8 +90,8 @@ def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) 
     Raises ValueError for a response token whose log-prob is not finite, or above 0 (naming the
     sequence).
     """
-    from_forward = config.mode == "bypass" or batch.old_logprobs_T is None
-    tokens = None if from_forward else _tokens(batch, batch.old_logprobs_T)
+    old_logprobs_T = None if config.mode == "bypass" else batch.old_logprobs_T
+    tokens = None if old_logprobs_T is None else _tokens(batch, old_logprobs_T)
     if tokens is None or any(
         may_be_broken(x_N, logprobs=True) for x_N in (tokens.rollout_logprobs_N, tokens.train_logprobs_N)
     ):
@@ -216,6 +216,7 @@ def bounded_weights(ratio_N: Tensor, bound: str, *, lower: float | None, upper: 
         case "clip":
             return ratio_N.clamp(lower, upper)
         case "mask":
+            assert lower is not None and upper is not None
             return torch.where((ratio_N >= lower) & (ratio_N <= upper), ratio_N, 0.0)
         case "none":
             return ratio_N

@@ -369,7 +369,7 @@ def _labels(edges: tuple[float, ...]) -> list[str]:
     return [f"le_{edge:g}" for edge in edges] + [f"over_{edges[-1]:g}"]
 
 
-def _weight_spreads(prefix: str, ess: str, weights_N: Tensor, bounds_R: Tensor) -> Metrics:
+def _weight_spreads(prefix: str, ess: str, weights_N: Tensor, bounds_R: Tensor) -> dict[str, Metric]:
     """Overwrites ``weights_N``."""
     sums_R = sum_per_sequence(weights_N, bounds_R)
     squares = (weights_N @ weights_N).item()
@@ -382,7 +382,7 @@ def _weight_spreads(prefix: str, ess: str, weights_N: Tensor, bounds_R: Tensor) 
     }
 
 
-def _spread_of(name: str, weights: Tensor, total: float) -> Metrics:
+def _spread_of(name: str, weights: Tensor, total: float) -> dict[str, Metric]:
     """Of weights and their sum. Overwrites ``weights``."""
     low, high = (x.item() for x in torch.aminmax(weights))
     return {

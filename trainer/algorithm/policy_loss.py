@@ -103,7 +103,8 @@ def policy_loss(
     # in the gradient too.
     current_T, entropy_T = (torch.where(mask_T, x_T, 0.0) for x_T in (current_logprobs_T, entropy_T))
     current_is_old = batch.old_logprobs_T is None
-    old_logprobs_T = current_T if current_is_old else batch.old_logprobs_T
+    assert batch.advantages_T is not None and batch.aggregation_T is not None
+    old_logprobs_T = current_T if batch.old_logprobs_T is None else batch.old_logprobs_T
     old_T, advantages_T = (
         torch.where(mask_T, x_T.detach(), 0.0) for x_T in (old_logprobs_T, batch.advantages_T)
     )
@@ -122,6 +123,7 @@ def policy_loss(
             )
         else:
             aggregation_T = aggregation_T * found.keep_T
+    assert importance_T is not None
     importance_T = importance_T.detach()
     kept_T = mask_T & aggregation_T.bool()
     found = _objective_loss(objective, current_T, old_T, advantages_T, kept_T, batch.cu_seqlens)
@@ -185,7 +187,7 @@ def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Te
 def scale_losses(metrics: Mapping[str, Metric], factor: float) -> dict[str, Metric]:
     """The metrics, with the terms of the loss times ``factor``."""
     return {
-        name: Metric.sum(metric.value * factor) if name.startswith("loss/") else metric
+        name: Metric.sum(metric.parts[0] * factor) if name.startswith("loss/") else metric
         for name, metric in metrics.items()
     }
 
@@ -232,7 +234,7 @@ def _weighted_sum(x_T: Tensor, weights_T: Tensor, kept_T: Tensor) -> Tensor:
 
 
 def _objective_metrics(found: ObjectiveLoss, kept_T: Tensor) -> dict[str, Metric]:
-    num_kept = torch.count_nonzero(kept_T).item()
+    num_kept = int(torch.count_nonzero(kept_T).item())
     metrics = {}
     if found.ratio_T is not None:
         metrics |= _ratio_metrics(found.ratio_T, kept_T, num_kept)

@@ -69,6 +69,9 @@ def value_loss(
     mask_T = batch.response_mask_T
     # Replaced before any arithmetic: a NaN that is multiplied by a zero weight afterwards would still be NaN,
     # in the gradient too.
+    assert (
+        batch.values_T is not None and batch.returns_T is not None and batch.value_aggregation_T is not None
+    )
     values_T, old_values_T, returns_T, weights_T = (
         torch.where(mask_T, x_T, 0.0)
         for x_T in (values_T, batch.values_T, batch.returns_T, batch.value_aggregation_T)

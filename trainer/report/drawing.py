@@ -147,10 +147,11 @@ def new_figure(
     from matplotlib.figure import (
         Figure,
     )  # slow to import; Figure itself draws with Agg, without a display or global state
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     rows, columns = (1, num_panels) if num_panels <= 3 else (math.ceil(num_panels / 2), 2)
-    figure = Figure(figsize=size or (11, 0.6 + 3.3 * rows), layout="constrained")
-    figure.get_layout_engine().set(wspace=0.04, hspace=0.06)
+    layout = ConstrainedLayoutEngine(wspace=0.04, hspace=0.06)
+    figure = Figure(figsize=size or (11, 0.6 + 3.3 * rows), layout=layout)
     if title:
         figure.suptitle(title, fontsize=13, fontweight="bold")
     all_axes = figure.subplots(rows, columns, squeeze=False).flatten()
@@ -162,7 +163,7 @@ def new_figure(
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True)
-    return figure, all_axes[:num_panels]
+    return figure, list(all_axes[:num_panels])
 
 
 def draw_stack(

@@ -114,16 +114,16 @@ def _read_run(run_dir: Path, config: RunConfig | None) -> _Run:
             f"{run_dir} is not the folder of a training run: it has no {' and no '.join(missing)}; name one under runs/"
         )
     try:
-        config = config or load_config(run_dir / "config.yaml")
+        loaded = config or load_config(run_dir / "config.yaml")
     except ConfigError as error:
         raise ValueError(
             f"{run_dir}/config.yaml is not a config of this version of tandem; correct or restore it:\n{error}"
         ) from error
-    if not isinstance(config, RunConfig):
-        raise ValueError(f"{run_dir} is a run of kind {config.kind}; reports are made of runs of kind train")
+    if not isinstance(loaded, RunConfig):
+        raise ValueError(f"{run_dir} is a run of kind {loaded.kind}; reports are made of runs of kind train")
     rows = read_metrics(run_dir / "metrics.jsonl")
     elapsed_s = max((row.get("elapsed_s") or 0.0 for row in rows), default=0.0)
-    run = _Run(run_dir, config, _by_metric(rows), alarm_histories(rows, config.alarms), elapsed_s, {})
+    run = _Run(run_dir, loaded, _by_metric(rows), alarm_histories(rows, loaded.alarms), elapsed_s, {})
     run.summary = _read_summary(run)
     return run
 

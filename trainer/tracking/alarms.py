@@ -153,7 +153,7 @@ def check_alarms(metrics: Mapping[str, float], config: AlarmsConfig) -> list[Ala
         broken = [
             name for name, value in values.items() if level is not None and not rule.healthy(value, level)
         ]
-        if broken:
+        if level is not None and broken:
             name = broken[0]
             message = (
                 f"{name} is {values[name]:.4g} (alarms.{rule.name}: {level:g}): {rule.wrong}. "

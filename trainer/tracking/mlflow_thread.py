@@ -274,10 +274,11 @@ class MlflowThread(threading.Thread):
             for chunk in _chunks(params, self.PARAMS_PER_BATCH):
                 self._client.log_batch(self._run_id, params=chunk)
         else:
-            self._last_step = batch[-1].step
+            rows = [item for item in batch if isinstance(item, Row)]
+            self._last_step = rows[-1].step
             metrics = [
                 Metric(mlflow_name(k), v, row.timestamp_ms, row.step)
-                for row in batch
+                for row in rows
                 for k, v in row.metrics.items()
             ]
             for chunk in _chunks(metrics, self.METRICS_PER_BATCH):
@@ -298,7 +299,7 @@ class MlflowThread(threading.Thread):
             self._experiment_id(), run_name=name, tags={**provenance(), **self._tags}
         )
         self._run_id = run.info.run_id
-        id_file.write_text(self._run_id, encoding="utf-8")
+        id_file.write_text(run.info.run_id, encoding="utf-8")
 
     @contextlib.contextmanager
     def _others_kept_out(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ _RESERVED = ("step", "elapsed_s")
 # metrics.jsonl
 
 
-def read_metrics(path: Path) -> list[dict[str, float | int | None]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; None stands for a value that was not finite.
 
     A line that is not a JSON object with a step (torn by a crash) is left out, with a warning. Raises
@@ -59,7 +59,7 @@ def _keep_until(path: Path, step: int, then: Sequence[Mapping[str, Any]] = ()) -
     """Drop the lines of later steps and torn ones, and add ``then``; the new file takes the old one's place
     at once."""
     kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
-    kept += then
+    kept = [*kept, *then]
     fresh = path.with_suffix(".jsonl.new")
     fresh.write_text("".join(f"{json.dumps(row)}\n" for row in kept), encoding="utf-8")
     os.replace(fresh, path)
@@ -218,7 +218,7 @@ class Tracker:
         kept = [] if resumed_from_step is None else _keep_until(path, resumed_from_step)
         self._num_steps, self._grace_s = config.steps, config.launch.stop_grace_s
         self._last_step = kept[-1]["step"] if kept else 0
-        self._last_line: dict[str, Any] = kept[-1] if kept else {}
+        self._last_line: dict[str, Any] = dict(kept[-1]) if kept else {}
         self._elapsed_before = max((row.get("elapsed_s") or 0.0 for row in kept), default=0.0)
         self._started = time.monotonic()
         self._last_change: tuple[int, float] | None = None
