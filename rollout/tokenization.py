@@ -1,6 +1,8 @@
 """Text to token ids, once, at the edge: from here on a run handles ids only."""
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -38,6 +40,26 @@ def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
         raise ValueError(
             f"the tokenizer in {model_dir} cannot be loaded: {error}; restore its tokenizer files"
         ) from error
+
+
+def import_transformers_without_torch() -> None:
+    """Import the tokenizers of transformers without its models, in a process that needs no others.
+
+    Where torch is installed, transformers imports it with its compiler and its distributed parts: about 5 CPU
+    seconds and 300 MB. A tokenizer needs none of it. Torch itself can still be imported afterwards; models of
+    transformers cannot.
+    """
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        return
+    silent = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    before = os.environ.get(silent)
+    os.environ[silent] = "1"  # transformers would advise to install PyTorch
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] - None means: there is no such module
+    try:
+        from transformers import AutoTokenizer  # noqa: F401
+    finally:
+        del sys.modules["torch"]
+        os.environ.pop(silent) if before is None else os.environ.update({silent: before})
 
 
 def check_vocabulary_size(num_ids: int, vocab_size: int | None, model_dir: Path) -> None:

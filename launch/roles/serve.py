@@ -25,8 +25,7 @@ def serve(
     for replica in led:  # before the imports, which take long: their other nodes may be looking already
         folder.forget(replica)
 
-    import torch
-
+    from launch.checks.device_memory import gpus_here
     from rollout.servers.command import ServerSpec
     from rollout.servers.fleet import ServerFleet
 
@@ -35,7 +34,7 @@ def serve(
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: stop.set())
     name, host = serve_roles(config)[node], own_address(config.launch.nodes)
-    spec = ServerSpec(config=config, cuda=torch.cuda.is_available(), host=host, key=folder.run_key())
+    spec = ServerSpec(config=config, cuda=gpus_here() > 0, host=host, key=folder.run_key())
     fleet = ServerFleet(spec, folder.logs, shares, meeting_points(folder, config, shares, host))
     try:
         fleet.start()

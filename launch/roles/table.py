@@ -40,6 +40,9 @@ IN_JOB = "TANDEM_JOB"
 def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
     """Hand groups to the learner until it says stop."""
     from rollout.sampling.role import run_sample_role
+    from rollout.tokenization import import_transformers_without_torch
+
+    import_transformers_without_torch()
 
     def server_urls() -> list[str]:
         return wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import sqlite3
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,11 @@ from rollout.tasks import load_task
 from rollout.tokenization import load_tokenizer
 from tests.support.whole_runs import (
     RECIPE,
-    ROOT,
     SMALL,
+    SMOKE,
     assert_nothing_left,
     finish,
+    run,
     start,
     steps_of,
     wait_for,
@@ -32,134 +34,169 @@ from tests.support.whole_runs import (
 )
 from trainer.batch.files import batch_file, recorded_steps
 from trainer.recording import read_batch
+from trainer.weight_sync import EXACT_TOLERANCE
 
 pytestmark = pytest.mark.engines
 
 
-def test_a_float32_run_on_two_data_parallel_ranks_is_exact(folder):
-    # A random model solves nothing; rewarding length gives it something to learn from the first step on.
-    (folder / "my_reward.py").write_text(
-        "def score(prompt, response, reference):\n    return len(response) / 14\n"
-    )
+LENGTH_REWARD = "def score(prompt, response, reference):\n    return len(response) / 14\n"
+"""A random model solves nothing; rewarding length gives it something to learn from the first step on."""
+REWARD = ["reward.type=function", "reward.function=my_reward:score"]
+KL, HORIZON = 0.05, 100
+
+
+def test_a_run_with_a_critic_is_exact_resumes_exports_and_is_replayed(folder):
+    """Float32 on two data-parallel ranks, with a critic and an adaptive KL penalty in the reward."""
+    (folder / "my_reward.py").write_text(LENGTH_REWARD)
     settings = [
-        *SMALL,
-        "checkpoint.every=2",
-        "reward.type=function",
-        "reward.function=my_reward:score",
-        "learner.old_logprobs=always",
-    ]
-    process = start("train", RECIPE, *settings, "steps=3", cwd=folder)
-    said = finish(process)
-    assert process.returncode == 0, said
-    run, steps = folder / "runs" / "latest", steps_of(folder)
+        *SMALL, *REWARD, "checkpoint.every=2", "checkpoint.keep=5", "learner.old_logprobs=always", "record_batches=all",
+        "advantage.type=gae", "critic.warmup_steps=1", "learner.minibatches=1", "kl.place=reward", f"kl.coefficient={KL}",
+        f"kl.controller={{type: adaptive, target: 0.1, horizon: {HORIZON}}}",
+    ]  # fmt: skip
+    run("train", RECIPE, *settings, "steps=3", cwd=folder)
+    path, steps = folder / "runs" / "latest", steps_of(folder)
     assert [s["step"] for s in steps] == [1, 2, 3]
     for step in steps:
+        assert "sync/max_logprob_gap" not in step, "checksums and samples leave a probe nothing to show"
+        assert step["mismatch/logprob_gap_max"] <= EXACT_TOLERANCE
+        assert step["sync/version"] == step["step"]
+    warming_up, *training = steps
+    assert "optim/grad_norm" not in warming_up and "loss/total" not in warming_up, (
+        "the first step trains the critic alone"
+    )
+    assert warming_up["critic/value_mean"] == 0.0 and warming_up["critic/grad_norm"] > 0
+    for step in training:
         assert step["policy/ppo_kl"] == 0.0, "current differs from old in the first minibatch"
         assert step["policy/ratio_max"] == 1.0
-        assert "sync/max_logprob_gap" not in step, "checksums and samples leave a probe nothing to show"
-        assert step["mismatch/logprob_gap_max"] <= 1e-4
-        assert step["sync/version"] == step["step"]
-    summary = json.loads((run / "summary.json").read_text())
+        assert step["optim/grad_norm"] > 0 and step["critic/value_mean"] != 0.0
+    # The measured KL stays below its target, so each step takes a fifth of 16 / horizon off the coefficient.
+    coefficients = [KL * (1 - 0.2 * 16 / HORIZON) ** n for n in range(4)]
+    assert [step["policy/kl_coefficient"] for step in steps] == pytest.approx(coefficients[:3])
+    summary = json.loads((path / "summary.json").read_text())
     assert (
         summary["steps"] == 3 and 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
     )
-    assert steps[0]["optim/grad_norm"] > 0
     assert set(summary["seconds"]) >= {"sampling", "logprobs", "update", "sync", "evaluation"}
-    assert (run / "report.html").stat().st_size > 10_000
-    assert (run.parent / "mlflow.db").exists() and not (run / "mlflow.db").exists()
+    assert (path / "report.html").stat().st_size > 10_000
+    assert (path.parent / "mlflow.db").exists() and not (path / "mlflow.db").exists()
     trained, start_weights = (
-        load_file(run / "hf" / "model.safetensors"),
+        load_file(path / "hf" / "model.safetensors"),
         load_file(folder / "model" / "model.safetensors"),
     )
     assert trained.keys() == start_weights.keys()
     assert any(not torch.equal(trained[k], start_weights[k]) for k in trained), "nothing was learned"
-    assert_nothing_left(folder)
 
     # A resumed run goes on from step 2's checkpoint: step 3 again, then step 4, each with the next four
     # prompts.
-    process = start("train", RECIPE, *settings, "steps=4", f"resume={run.resolve()}", cwd=folder)
-    said = finish(process)
-    assert process.returncode == 0, said
+    run("train", RECIPE, *settings, "steps=4", f"resume={path.resolve()}", cwd=folder)
     again = steps_of(folder)
     assert [s["step"] for s in again] == [1, 2, 3, 4]
+    assert [step["policy/kl_coefficient"] for step in again] == pytest.approx(coefficients), (
+        "the coefficient is not that of the checkpoint"
+    )
+    for step in again[2:]:
+        assert step["critic/value_mean"] != 0.0, "a critic that starts anew values everything at zero"
+        assert step["mismatch/logprob_gap_max"] <= EXACT_TOLERANCE
     assert again[3]["sync/version"] == 4
-    saved = json.loads((run / "checkpoints" / "step_000004" / "extra.json").read_text())
+    saved = json.loads((path / "checkpoints" / "step_000004" / "extra.json").read_text())
     assert (saved["step"], saved["version"], saved["sampler"]["position"]) == (4, 4, 16)
+    kept = {file.name for file in (path / "checkpoints" / "critic").glob("step_*")}
+    assert kept == {"step_000002", "step_000004"}
+
+    assert_replay_agrees(folder, again[1])
 
     # Export takes the finished model; where only a checkpoint is left, the same weights come out of that.
-    final = load_file(run / "hf" / "model.safetensors")
+    final = load_file(path / "hf" / "model.safetensors")
     for out in ("from-model", "from-checkpoint"):
-        exported = start("export", "runs/latest", out, cwd=folder)
-        said = finish(exported)
-        assert exported.returncode == 0, said
-        found = load_file(folder / out / "model.safetensors")
-        assert found.keys() == final.keys()
-        assert all(torch.equal(found[name], final[name]) for name in final), (
+        run("export", "runs/latest", out, cwd=folder)
+        exported = load_file(folder / out / "model.safetensors")
+        assert exported.keys() == final.keys()
+        assert all(torch.equal(exported[name], final[name]) for name in final), (
             f"{out} differs from the trained weights"
         )
-        shutil.rmtree(run / "hf", ignore_errors=True)
-    assert_nothing_left(folder)
+        shutil.rmtree(path / "hf", ignore_errors=True)
 
     # The run's own config starts a new run, not the resumed one; another seed does not go on from it.
-    assert load_config(run / "config.yaml").resume is None
-    refused = start("train", RECIPE, *settings, "seed=1", f"resume={run.resolve()}", cwd=folder)
-    assert "seed" in finish(refused) and refused.returncode == 2
+    assert load_config(path / "config.yaml").resume is None
+    refused = run("train", RECIPE, *settings, "seed=1", f"resume={path.resolve()}", cwd=folder, exit_code=2)
+    assert "seed" in refused
 
 
-def test_every_term_at_once_on_two_tensor_parallel_ranks(folder):
-    (folder / "my_reward.py").write_text(
-        "def score(prompt, response, reference):\n"
-        "    if len(response) % 2:\n"
-        "        raise RuntimeError('odd answers are not for me')\n"
-        "    return float(len(response)) / 14\n"
-    )
-    reward = ["reward.type=function", "reward.function=my_reward:score"]
-    process = start(
-        "train", str(ROOT / "configs/debug/countdown_smoke.yaml"), "model.path=model", *reward, cwd=folder
-    )
-    said = finish(process)
-    assert process.returncode == 0, said
-    steps = steps_of(folder)
-    assert sum(step["reward/failed"] for step in steps) > 0, (
-        "a reward that raises is scored 0 and counted, and the run goes on"
-    )
-    assert "odd answers are not for me" in (folder / "runs" / "latest" / "logs" / "sample.log").read_text()
-    assert [s["step"] for s in steps] == [1, 2]
-    for step in steps:
-        assert step["mismatch/abs_prob_max"] > 1e-4, "a bfloat16 rollout must show a gap"
-        assert 0 < step["mismatch/ess"] < 1
-        assert step["loss/entropy"] < 0 and step["policy/entropy"] > 0
-    assert steps[1]["policy/ref_kl"] > 0, "the policy has moved away from its reference"
-    assert_nothing_left(folder)
+def assert_replay_agrees(folder: Path, trained: dict) -> None:
+    """``tandem replay`` of a step with gradients, against what the run itself logged of it."""
+    corrections = ("decoupled_seq_is", "pg_geo_rs_token_is")
+    options = [option for name in corrections for option in ("--correction", name)]
+    output = run("replay", "runs/latest", "--step", str(trained["step"]), "--gradients", *options, cwd=folder)
+    file = folder / "runs" / "latest" / "replay" / f"step_{trained['step']:06d}.json"
+    rows = {row["correction"]: row for row in json.loads(file.read_text())["rows"]}
+    assert list(rows) == ["as trained", "disabled", *corrections] and all(name in output for name in rows)
+    as_trained = rows["as trained"]
+    assert as_trained["gradient_norm"] == pytest.approx(trained["optim/grad_norm"], rel=1e-4)
+    assert as_trained["loss"] == pytest.approx(trained["loss/total"], rel=1e-4, abs=2e-6)
+    # Engines that agree to rounding: at ratios of one a policy gradient and the clipped objective have one
+    # gradient.
+    for name in ("as trained", *corrections):
+        assert rows[name]["cosine"] == pytest.approx(1.0, abs=1e-4), name
 
 
-def test_a_run_goes_on_in_another_layout(folder):
-    """Interleaved pipeline stages send to servers of two tensor-parallel ranks; their checkpoint goes on with
-    sequence parallelism."""
+CONTROL = re.compile(
+    r"POST /(\w*(?:pause|continue)_generation|\w+_memory_occupation|\w+_weight_update|update_weights_from_distributed) "
+)
+STEP = [
+    "pause_generation", "release_memory_occupation", "resume_memory_occupation", "pause_generation", "begin_weight_update",
+    "update_weights_from_distributed", "end_weight_update", "resume_memory_occupation", "continue_generation",
+]  # fmt: skip
+TAKEN_OVER = ["pause_generation", "update_weights_from_distributed"]
+"""Whether an earlier learner has left an update open; refused, as it should be."""
+BESIDE = ["pause_generation", "release_memory_occupation", "resume_memory_occupation", "continue_generation"]
+"""A probe's or a checkpoint's need of the learner."""
+
+
+def control_calls(log: Path) -> list[str]:
+    return [name for name, _ in groupby(CONTROL.findall(log.read_text()))]
+
+
+def test_a_run_goes_on_in_another_layout_and_colocated(folder):
+    """Interleaved pipeline stages send to servers of two tensor-parallel ranks. Their checkpoint goes on with
+    sequence parallelism, taking turns with the servers on the same devices.
+
+    On CPU the servers have no memory to give back, but everything is asked of them and of the learner as on a
+    GPU.
+    """
+    (folder / "my_reward.py").write_text(LENGTH_REWARD)
     settings = [
-        *SMALL,
-        "rollout.tp=2",
-        "evaluation.at_ends=false",
-        "checkpoint.every=1",
-        "learner.token_budget=64",
+        *SMALL, *REWARD, "rollout.tp=2", "evaluation.at_ends=false", "learner.token_budget=64", "learner.old_logprobs=always",
+        "kl.coefficient=0.01", "layout.dp=1",
+    ]  # fmt: skip
+    pipeline = ["layout.pp=2", "layout.vpp=2", "checkpoint.every=1", "steps=2"]
+    run("train", RECIPE, *settings, *pipeline, cwd=folder)
+    colocated = [
+        "launch.placement=colocated",
+        "rollout.server_args.log_level_http=info",
+        "checkpoint.every=2",
     ]
-    (folder / "my_reward.py").write_text(
-        "def score(prompt, response, reference):\n    return len(response) / 14\n"
-    )
-    settings += ["reward.type=function", "reward.function=my_reward:score", "learner.old_logprobs=always"]
-    first = ["layout.dp=1", "layout.pp=2", "layout.vpp=2", "steps=2"]
-    second = ["layout.dp=1", "layout.tp=2", "layout.sp=true", "steps=3", "resume=runs/latest"]
-    for layout in (first, second):
-        process = start("train", RECIPE, *settings, *layout, cwd=folder)
-        said = finish(process)
-        assert process.returncode == 0, said
-        assert_nothing_left(folder)
+    tensor = ["layout.tp=2", "layout.sp=true", "steps=5", "resume=runs/latest"]
+    run("train", RECIPE, *settings, *tensor, *colocated, cwd=folder)
     steps = steps_of(folder)
-    assert [s["step"] for s in steps] == [1, 2, 3]
+    assert [s["step"] for s in steps] == [1, 2, 3, 4, 5]
     for step in steps:
         assert step["policy/ppo_kl"] == 0.0 and step["policy/ratio_max"] == 1.0
-        assert step["mismatch/logprob_gap_max"] <= 1e-4
+        assert step["mismatch/logprob_gap_max"] <= EXACT_TOLERANCE
         assert step["optim/grad_norm"] > 0
+    assert steps[1]["policy/ref_kl"] > 0, "the policy has moved away from its reference"
+    assert all(step["policy/ref_kl"] > steps[1]["policy/ref_kl"] for step in steps[3:]), (
+        "a reference of its own"
+    )
+    path = folder / "runs" / "latest"
+    saved = json.loads((path / "checkpoints" / "step_000004" / "extra.json").read_text())
+    assert saved["version"] == 4
+    assert (path / "hf" / "model.safetensors").stat().st_size > 0
+    # The start: room for the learner, a look at the servers, then its weights, and a probe. The end: a probe,
+    # and room for the export.
+    first = [*STEP[:2], *TAKEN_OVER, *STEP[2:]]
+    assert control_calls(path / "logs" / "sglang-0.log") == [
+        *first, *BESIDE, *STEP, *STEP, *BESIDE, *STEP, *BESIDE, *STEP[:2]
+    ]  # fmt: skip
 
 
 HOLDING_REWARD = """
@@ -169,46 +206,49 @@ def score(prompt, response, reference):
     while (pathlib.Path({folder!r}) / "hold").exists():
         (pathlib.Path({folder!r}) / "holding").touch()
         time.sleep(0.02)
+    if len(response) % 2:
+        raise RuntimeError("odd answers are not for me")
     return len(response) / 14
 """
 
 
 def test_a_pre_empted_run_goes_on_with_the_step_that_was_being_sampled(folder):
     """SIGTERM while the third step's samples are scored: it is dropped, and the second step saved, though the
-    run keeps no checkpoints."""
+    run keeps no checkpoints.
+
+    The run has every term of the loss at once, a bfloat16 rollout, and a reward that fails for some responses.
+    """
     (folder / "my_reward.py").write_text(HOLDING_REWARD.format(folder=str(folder)))
     settings = ["model.path=model", "steps=5", "checkpoint.every=0", "record_batches=all"]
     settings += ["launch.stop_timeout_s=120", "launch.stop_grace_s=60"]
-    settings += ["reward.type=function", "reward.function=my_reward:score", "reward.timeout_s=300"]
-    process = start("train", str(ROOT / "configs/debug/countdown_smoke.yaml"), *settings, cwd=folder)
+    settings += [*REWARD, "reward.timeout_s=300"]
+    process = start("train", SMOKE, *settings, cwd=folder)
     wait_for_steps(folder, 3, process)  # step 0 is the evaluation before the first
     (folder / "hold").touch()
     wait_for(lambda: (folder / "holding").exists(), process, "samples to be scored")
     process.send_signal(signal.SIGTERM)
     said = finish(process)
     assert process.returncode == 75, said
-    run = (folder / "runs" / "latest").resolve()
+    path = (folder / "runs" / "latest").resolve()
     last = steps_of(folder)[-1]["step"]
-    go_on = rf"stopped after step {last} on request; go on with `tandem resume \S*{run.name}`"
+    go_on = rf"stopped after step {last} on request; go on with `tandem resume \S*{path.name}`"
     assert "stopping (SIGTERM)" in said and re.search(go_on, said), said
-    assert 2 <= last < 5 and [path.name for path in (run / "checkpoints").glob("step_*")] == [
+    assert 2 <= last < 5 and [path.name for path in (path / "checkpoints").glob("step_*")] == [
         f"step_{last:06d}"
     ]
-    assert not (run / "hf").exists() and not (run / "summary.json").exists()
-    assert mlflow_statuses(run) == ["KILLED"]
+    assert not (path / "hf").exists() and not (path / "summary.json").exists()
+    assert mlflow_statuses(path) == ["KILLED"]
     assert_nothing_left(folder)
 
     (folder / "hold").unlink()
-    process = start("resume", str(run), cwd=folder)
-    said = finish(process)
-    assert process.returncode == 0, said
-    lines = (run / "metrics.jsonl").read_text().splitlines()
+    run("resume", str(path), cwd=folder)
+    lines = (path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
-    logged = [line.split()[0] for line in (run / "console.log").read_text().splitlines() if "/5 " in line]
+    logged = [line.split()[0] for line in (path / "console.log").read_text().splitlines() if "/5 " in line]
     assert logged == ["0/5", "1/5", "2/5", "3/5", "4/5", "5/5"]
-    assert mlflow_statuses(run) == ["FINISHED"], "one run, continued"
-    assert recorded_prompts(run) == prompts_in_order(run, count=5 * 4)
-    assert json.loads((run / "summary.json").read_text())["accuracy_after"] is not None
+    assert mlflow_statuses(path) == ["FINISHED"], "one run, continued"
+    assert recorded_prompts(path) == prompts_in_order(path, count=5 * 4)
+    assert json.loads((path / "summary.json").read_text())["accuracy_after"] is not None
     assert_nothing_left(folder)
 
 

@@ -8,6 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from configs.loader import load_config
+from launch.processes.supervisor import RoleFailed, Supervisor
+from launch.roles.start import folder_of, role
 from tests.support.whole_runs import (
     RECIPE,
     SMALL,
@@ -21,20 +24,32 @@ from tests.support.whole_runs import (
 )
 
 pytestmark = pytest.mark.engines
-PHASES = {"while the engines start": 0, "in the middle of training": 2}
 
 
-@pytest.mark.parametrize("phase", PHASES)
-def test_an_interrupt_leaves_no_process_and_exit_code_130(folder, phase):
+def test_an_interrupt_while_the_engines_start_leaves_no_process_and_exit_code_130(folder):
+    """In the middle of training: test_router.py."""
     process = start("train", RECIPE, *SMALL, "steps=1000", "evaluation.at_ends=false", cwd=folder)
-    if PHASES[phase]:
-        wait_for_steps(folder, PHASES[phase], process)
-    else:
-        wait_for(lambda: victims("serve", folder), process, "the serve role to start")
+    wait_for(lambda: victims("serve", folder), process, "the serve role to start")
     process.send_signal(signal.SIGINT)
     said = finish(process)
     assert process.returncode == 130, said
     assert "interrupted" in said
+    assert_nothing_left(folder)
+
+
+def test_the_ranks_of_a_killed_torchrun_end_with_it(folder):
+    """They are in sessions of their own, so the supervisor cannot reach them; each still imports its engine."""
+    settings = ["model.path=model", "layout.dp=2", f"launch.runs_dir={folder / 'runs'}"]
+    config = load_config(RECIPE, settings)
+    run = folder_of(config)
+    with pytest.raises(RoleFailed) as failed, Supervisor(grace_s=5) as supervisor:
+        supervisor.start(role("learn", run, config, ranks=2))
+        wait_for(lambda: len(list(run.path.glob("roles/rank-*.beat"))) == 2, None, "the ranks to start")
+        assert len(victims("learner rank", folder)) == 2
+        (torchrun,) = victims("torchrun", folder)
+        torchrun.kill()
+        supervisor.wait_until_done("learn")
+    assert f"the learn role ended with signal SIGKILL (its torchrun, pid {torchrun.pid})" in str(failed.value)
     assert_nothing_left(folder)
 
 
@@ -61,7 +76,6 @@ def victims(name: str, folder: Path) -> list[psutil.Process]:
 
 NAMED = {
     "learner rank": r"rank \d of this node \(pid {pid}\) was killed by SIGKILL",
-    "torchrun": r"ended with signal SIGKILL \(its torchrun, pid {pid}\)",
     "sglang": r"(?s)\(pid {pid}\) had been stopped \(SIGSTOP\) for 1 s, and was killed.*replica 0 \(pid {pid}\) was killed by SIGKILL",
 }  # fmt: skip
 
@@ -71,6 +85,7 @@ def test_any_process_that_dies_ends_the_run_with_an_error_and_no_process(folder,
     # With checkpoints: their writer is a process of a rank's, in no group of the supervisor's.
     settings = [
         *SMALL,
+        f"layout.dp={2 if victim == 'learner rank' else 1}",
         "steps=1000",
         "evaluation.at_ends=false",
         "checkpoint.every=1",
@@ -78,6 +93,10 @@ def test_any_process_that_dies_ends_the_run_with_an_error_and_no_process(folder,
     ]
     process = start("train", RECIPE, *settings, cwd=folder)
     wait_for_steps(folder, 2, process)
+    for name in ("sample", "serve"):  # the import takes five CPU seconds, and 300 MB
+        assert not any("libtorch" in part.path for part in victims(name, folder)[0].memory_maps()), (
+            f"{name} needs no torch"
+        )
     found = victims(victim, folder)
     assert found, f"no {victim} found"
     if victim == "sglang":  # stopped, it would hold the run until the collective's timeout

@@ -2,7 +2,7 @@
 network that fails.
 
 Each run loses the network in the middle of sampling: right after a step's line, with a server that samples
-two responses at a time.
+two responses at a time. The job on a real Slurm is pre-empted before, in both ways.
 """
 
 import os
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.slurm.cluster import ADDRESSES, HOSTS, Cluster, slurm_on_two_hosts, two_hosts
 from tests.support.slurm.runs import (
     RECIPE,
@@ -70,7 +71,7 @@ def end(cluster: Cluster, cwd: Path, roles: dict[str, subprocess.Popen]) -> None
 
 def test_by_the_commands_of_prepare(tmp_path):
     with two_hosts() as cluster:
-        cluster.tandem("make-tiny-model", "model", cwd=tmp_path)
+        make_tiny_countdown_model(tmp_path / "model", seed=0)
         run, lines = prepared(cluster, tmp_path)
         roles = start(cluster, tmp_path, lines)
 
@@ -108,39 +109,55 @@ def test_by_the_commands_of_prepare(tmp_path):
         assert_whole(run, STEPS, tmp_path)
 
 
-def test_through_slurm(tmp_path):
+def test_a_job_that_is_preempted_twice_and_loses_a_node_goes_on_by_itself(tmp_path):
     with slurm_on_two_hosts() as cluster:
-        cluster.tandem("make-tiny-model", "model", cwd=tmp_path)
+        make_tiny_countdown_model(tmp_path / "model", seed=0)
         check = [sys.executable, "-m", "launch", "check-cluster", RECIPE, *SETTINGS]
-        said = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *check, cwd=tmp_path, timeout_s=120)
-        assert all(f"{host}: nothing found that would keep a run from working" in said for host in HOSTS), (
-            said
-        )
+        checked = cluster.run("srun", "--nodes=2", "--ntasks-per-node=1", *check, cwd=tmp_path, timeout_s=120)
+        for host in HOSTS:
+            assert f"{host}: nothing found that would keep a run from working" in checked, checked
 
         job, run = submit(cluster, tmp_path, *SLOW, "launch.slurm.max_restarts=20")
-        wait_for_steps(cluster, job, run, 3)
+        wait_for_steps(cluster, job, run, 1)
         assert (
             cluster.steps(job).items() >= {"learn-0": "hosta", "sample": "hosta", "serve-0": "hostb"}.items()
         )
+        status = cluster.tandem("status", str(run), cwd=tmp_path)
+        assert re.search(r"^state +running$", status, re.MULTILINE), status
+        assert re.search(rf"^job +{job} RUNNING on host\[?a", status, re.MULTILINE), status
 
+        wait_for_steps(cluster, job, run, 2)
+        cluster.run("scontrol", "requeue", job)  # SIGTERM to every process of the job, as a pre-emption
+
+        wait_for_steps(cluster, job, run, 4)
+        assert cluster.job(job)["Restarts"] == "1"
+        cluster.run("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the time limit
+
+        wait_for_steps(cluster, job, run, 6)
+        assert cluster.job(job)["Restarts"] == "2"
         cluster.cut()
-        cluster.wait_for(lambda: cluster.job(job)["Restarts"] == "1", "the job to be requeued")
+        cluster.wait_for(lambda: cluster.job(job)["Restarts"] == "3", "the job to be requeued")
         complete = len(steps_of(run))
-        assert 3 <= complete < STEPS
+        assert 6 <= complete < STEPS
         # Slurm may notice before the learner does, which then has Slurm's KillWait for it.
         cluster.wait_for(
-            lambda: checkpoints_of(run) == steps_of(run)[-1:], "the checkpoint of the last complete step"
+            lambda: checkpoints_of(run)[-1:] == steps_of(run)[-1:], "the checkpoint of the last complete step"
         )
 
         cluster.mend()
         ended = cluster.wait_for_job(job, "COMPLETED", "FAILED", "CANCELLED")
-        said = (run / "logs" / f"slurm-{job}.log").read_text()
-        assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), said
+        log = (run / "logs" / f"slurm-{job}.log").read_text()
+        assert (ended["JobState"], ended["ExitCode"]) == ("COMPLETED", "0:0"), log
+        # By the requeue's SIGTERM to everything, servers too, and by USR1.
+        first, second = [int(step) for step in re.findall(r"stopped after step (\d+) on request", log)][:2]
+        assert 2 <= first < 4 <= second < 6, log
         # The lost node comes back with its old step, which Slurm then kills by a number that the new start's
         # has too: that is one more lost server or some, each of which costs a start and no step.
         starts_lost = re.findall(
-            r"^tandem: (?:the (?:learn-0|serve-0) role ended|stopped after step)", said, re.MULTILINE
+            r"^tandem: (?:the (?:learn-0|serve-0) role ended|stopped after step)", log, re.MULTILINE
         )
-        assert len(starts_lost) == int(ended["Restarts"]), said
+        assert len(starts_lost) == int(ended["Restarts"]), log
         assert_whole(run, STEPS, tmp_path)
+        assert re.search(r"^state +finished$", cluster.tandem("status", str(run), cwd=tmp_path), re.MULTILINE)
+        assert f"==> {run}/logs/serve-0.log <==" in cluster.tandem("logs", str(run), cwd=tmp_path)
         cluster.assert_no_process_of(tmp_path)

@@ -1,10 +1,9 @@
 """Every preset, objective, advantage, KL form and aggregation on the real engines: two steps each, on one
 start of them.
 
-One run of ``tests/support/variant_workers.py`` serves all tests but the last, which is the command itself: a
-critic, KL in the reward, a resume and a replay. Oracles of the first run: its own recorded batches replayed
-in this process alone, with log-probs and gradients of Hugging Face's model, which shares neither engine,
-packing nor ranks with the run.
+One run of ``tests/support/variant_workers.py`` serves all tests. Oracles: its own recorded batches replayed in
+this process alone, with log-probs and gradients of Hugging Face's model, which shares neither engine, packing
+nor ranks with the run.
 """
 
 import json
@@ -28,7 +27,7 @@ from configs.schema import RunConfig
 from parallel.packing import PackedBatch
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.variant_workers import ADAPTIVE, STEPS, VARIANTS, first_step, variant_config
-from tests.support.whole_runs import RECIPE, ROOT, assert_nothing_left, finish, processes_of, start
+from tests.support.whole_runs import ROOT, assert_nothing_left, finish, processes_of
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import rule_names
 from trainer.algorithm.kl_reward import KLInReward
@@ -465,86 +464,3 @@ def test_advantages_are_those_of_the_whole_step(finished, name):
         torch.testing.assert_close(found.advantages_T, batch.advantages_T, rtol=1e-5, atol=1e-6)
         if config.critic is not None:
             torch.testing.assert_close(found.returns_T, batch.returns_T, rtol=1e-5, atol=1e-6)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# the command
-
-
-def test_a_critic_and_kl_in_the_reward_are_resumed_and_a_step_is_replayed(tmp_path):
-    make_model(tmp_path / "model")
-    (tmp_path / "my_reward.py").write_text(DIGITS)
-    horizon, coefficient = 100, 0.05
-    settings = [
-        "model.path=model", "rollout.prompts_per_step=4", "rollout.group_size=4", "reward.type=function", "reward.function=my_reward:score",
-        "evaluation.every=0", "evaluation.at_ends=false", "correction=pg_geo_rs_token_is", "advantage.type=gae", "critic.warmup_steps=1",
-        "kl.place=reward", f"kl.coefficient={coefficient}", f"kl.controller={{type: adaptive, target: 0.1, horizon: {horizon}}}",
-        "record_batches=all", "checkpoint.every=1", "checkpoint.keep=5", "learner.minibatches=1",
-    ]  # fmt: skip
-    try:
-        first_three = command(tmp_path, "train", RECIPE, *settings, "steps=3")
-        run = tmp_path / "runs" / "latest"
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        assert [row["step"] for row in rows] == [1, 2, 3], first_three
-        warming_up, *training = rows
-        assert "optim/grad_norm" not in warming_up and "loss/total" not in warming_up, (
-            "the first step trains the critic alone"
-        )
-        assert warming_up["critic/value_mean"] == 0.0 and warming_up["critic/grad_norm"] > 0
-        for row in training:
-            assert row["optim/grad_norm"] > 0 and row["critic/value_mean"] != 0.0
-            assert row["mismatch/logprob_gap_max"] <= EXACT_TOLERANCE
-        # The measured KL stays below its target, so each step takes a fifth of 16 / horizon off the
-        # coefficient.
-        factor = 1 - 0.2 * 16 / horizon
-        assert [row["policy/kl_coefficient"] for row in rows] == pytest.approx(
-            [coefficient * factor**n for n in range(3)]
-        )
-
-        command(tmp_path, "train", RECIPE, *settings, "steps=4", f"resume={run.resolve()}")
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        assert [row["step"] for row in rows] == [1, 2, 3, 4]
-        resumed = rows[3]
-        assert resumed["policy/kl_coefficient"] == pytest.approx(coefficient * factor**3), (
-            "the coefficient is not that of the checkpoint"
-        )
-        assert resumed["critic/value_mean"] != 0.0, "a critic that starts anew values everything at zero"
-        assert resumed["mismatch/logprob_gap_max"] <= EXACT_TOLERANCE
-        assert {path.name for path in (run / "checkpoints" / "critic").glob("step_*")} == {
-            f"step_{n:06d}" for n in (1, 2, 3, 4)
-        }
-
-        said = command(
-            tmp_path,
-            "replay",
-            "runs/latest",
-            "--step",
-            "2",
-            "--gradients",
-            "--correction",
-            "decoupled_seq_is",
-        )
-        replayed = {
-            row["correction"]: row
-            for row in json.loads((run / "replay" / "step_000002.json").read_text())["rows"]
-        }
-        assert list(replayed) == ["as trained", "disabled", "decoupled_seq_is"] and all(
-            name in said for name in replayed
-        )
-        as_trained = replayed["as trained"]
-        assert as_trained["gradient_norm"] == pytest.approx(rows[1]["optim/grad_norm"], rel=1e-4)
-        assert as_trained["loss"] == pytest.approx(rows[1]["loss/total"], rel=1e-4, abs=2e-6)
-        # Engines that agree to rounding: at ratios of one a policy gradient and the clipped objective have
-        # one gradient.
-        assert as_trained["cosine"] == pytest.approx(1.0, abs=1e-4)
-        assert_nothing_left(tmp_path)
-    finally:
-        for left in processes_of(tmp_path):
-            left.kill()
-
-
-def command(folder: Path, *arguments: str) -> str:
-    process = start(*arguments, cwd=folder)
-    said = finish(process)
-    assert process.returncode == 0, said
-    return said

@@ -41,6 +41,15 @@ def finish(process: subprocess.Popen, *, deadline_s: float = DEADLINE_S) -> str:
     return said
 
 
+def run(*arguments: str, cwd: Path, exit_code: int = 0) -> str:
+    """The output of a command that ends with ``exit_code`` and leaves no process of its folder."""
+    process = start(*arguments, cwd=cwd)
+    output = finish(process)
+    assert process.returncode == exit_code, output
+    assert_nothing_left(cwd)
+    return output
+
+
 def processes_of(folder: Path) -> list[psutil.Process]:
     """Every process whose command line or working directory is inside ``folder``."""
     found = []
@@ -62,10 +71,10 @@ def assert_nothing_left(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def wait_for(condition: Callable[[], object], process: subprocess.Popen, what: str) -> None:
+def wait_for(condition: Callable[[], object], process: subprocess.Popen | None, what: str) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
-        assert process.poll() is None, process.stdout.read()
+        assert process is None or process.poll() is None, process.stdout.read()
         assert time.monotonic() < deadline, f"waited too long for {what}"
         time.sleep(0.2)
 
@@ -84,6 +93,7 @@ def steps_of(folder: Path) -> list[dict]:
 
 
 RECIPE = str(ROOT / "configs/recipes/countdown_tiny.yaml")
+SMOKE = str(ROOT / "configs/debug/countdown_smoke.yaml")
 SMALL = [
     "model.path=model",
     "rollout.prompts_per_step=4",

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -36,6 +37,7 @@ from tests.support.whole_runs import (
     start,
     steps_of,
     wait_for,
+    wait_for_steps,
 )
 
 PAUSE_S = 25.0
@@ -206,6 +208,7 @@ def score(prompt, response, reference):
 
 @pytest.mark.engines
 def test_a_run_of_two_replicas_behind_a_router_is_exact_whatever_strangers_send_to_its_ports(tmp_path):
+    """It is interrupted in the middle of training, which leaves no process and exit code 130."""
     make_tiny_countdown_model(tmp_path / "model", seed=0)
     (tmp_path / "my_reward.py").write_text(WAITING_REWARD)
     settings = [
@@ -213,7 +216,7 @@ def test_a_run_of_two_replicas_behind_a_router_is_exact_whatever_strangers_send_
         "rollout.router.policy=cache_aware",
         "layout.dp=2",
         "evaluation.at_ends=false",
-        "steps=3",
+        "steps=1000",
     ]
     settings += ["reward={type: function, function: 'my_reward:score', timeout_s: 600}"]
     process = start("train", RECIPE, *SMALL, *settings, cwd=tmp_path)
@@ -233,10 +236,16 @@ def test_a_run_of_two_replicas_behind_a_router_is_exact_whatever_strangers_send_
         )  # fmt: skip
         assert listed.returncode == 0 and "FAIL" not in listed.stdout, listed
         assert len(listed.stdout.splitlines()) == len(ports)
+    wait_for_steps(tmp_path, 3, process)
+    process.send_signal(signal.SIGINT)
     said = finish(process)
-    assert process.returncode == 0, said
+    assert process.returncode == 130 and "interrupted" in said, said
     steps = steps_of(tmp_path)
-    assert [(step["step"], step["sync/version"]) for step in steps] == [(1, 1), (2, 2), (3, 3)]
+    assert (
+        [step["step"] for step in steps]
+        == [step["sync/version"] for step in steps]
+        == list(range(1, len(steps) + 1))
+    )
     assert all(step["mismatch/logprob_gap_max"] <= 1e-4 for step in steps)
     assert all(step["sampling/retries"] == 0 for step in steps if "sampling/retries" in step)
     assert (tmp_path / "runs/latest/logs/router.log").is_file()

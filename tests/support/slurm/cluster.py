@@ -1,7 +1,6 @@
 """A real Slurm, and two hosts that are network namespaces, for tests: up in a few seconds, and gone with the
 process that asked for it.
 
-    with plain_slurm() as cluster:   nodes n1 and n2, both on this host's loopback address
     with two_hosts() as cluster:     hosta (10.77.0.1) and hostb (10.77.0.2), joined by a link that can be cut; no Slurm
     with slurm_on_two_hosts() as cluster:   both: one node per host, the controller on hosta
 
@@ -22,8 +21,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollout.servers.command import choose_ports
-
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 DEADLINE_S = 400.0
@@ -34,16 +31,14 @@ ADDRESSES = {"hosta": "10.77.0.1", "hostb": "10.77.0.2"}
 @dataclass(slots=True, kw_only=True)
 class Cluster:
     base: Path
-    nodes: tuple[str, str]
-    has_hosts: bool
     env: dict[str, str]
     """Of every command: how Slurm's commands find this Slurm, and how ours are found."""
     logs: list[Path] = field(default_factory=list)
     """Files or folders of logs, whose ends are shown where something is waited for in vain."""
 
     def command(self, *command: str, on: str | None = None) -> list[str]:
-        """The command line that runs ``command`` on a host; where there are none, here."""
-        return [str(HERE / "on.sh"), on or self.nodes[0], *command] if self.has_hosts else list(command)
+        """The command line that runs ``command`` on a host; by default on the first."""
+        return [str(HERE / "on.sh"), on or HOSTS[0], *command]
 
     def start(
         self, *command: str, on: str | None = None, cwd: Path | None = None, log: Path
@@ -167,36 +162,27 @@ def processes_of(folder: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def plain_slurm() -> Iterator[Cluster]:
-    _skip_without(slurm=True, namespaces=False)
-    with _held("plain", nodes=("n1", "n2")) as cluster:
-        yield cluster
-
-
-@contextlib.contextmanager
 def two_hosts() -> Iterator[Cluster]:
-    _skip_without(slurm=False, namespaces=True)
-    with _held("hosts", nodes=HOSTS) as cluster:
+    _skip_without(slurm=False)
+    with _held("hosts") as cluster:
         yield cluster
 
 
 @contextlib.contextmanager
 def slurm_on_two_hosts() -> Iterator[Cluster]:
-    _skip_without(slurm=True, namespaces=True)
-    with _held("slurm-hosts", nodes=HOSTS) as cluster:
+    _skip_without(slurm=True)
+    with _held("slurm-hosts") as cluster:
         yield cluster
 
 
 @contextlib.contextmanager
-def _held(kind: str, *, nodes: tuple[str, str]) -> Iterator[Cluster]:
+def _held(kind: str) -> Iterator[Cluster]:
     base = Path(
         tempfile.mkdtemp(prefix="tandem-", dir="/tmp")
     )  # its name is part of namespaces' and sockets' names, which must be short
     base.chmod(0o755)
     settings = {"TANDEM_CLUSTER": str(base), "SLURM_CONF": str(base / "etc/slurm.conf")}
-    if kind == "plain":
-        settings["TANDEM_CLUSTER_PORTS"] = " ".join(map(str, _free_ports(3)))
-    cluster = Cluster(base=base, nodes=nodes, has_hosts=kind != "plain", env=_clean_environment() | settings)
+    cluster = Cluster(base=base, env=_clean_environment() | settings)
     (base / "log").mkdir()
     with (base / "log" / "hold.log").open("ab") as log:
         holder = subprocess.Popen(
@@ -239,12 +225,7 @@ def _clean_environment() -> dict[str, str]:
     }
 
 
-def _free_ports(count: int) -> list[int]:
-    """Not of those for outgoing connections, one of which could take it before Slurm does."""
-    return [ports.http for ports in choose_ports(range(count), None)]
-
-
-def _skip_without(*, slurm: bool, namespaces: bool) -> None:
+def _skip_without(*, slurm: bool) -> None:
     """Skips, with the reason, where there cannot be such a cluster; whatever goes wrong beyond that is a
     failure."""
     if os.geteuid() != 0:
@@ -253,7 +234,7 @@ def _skip_without(*, slurm: bool, namespaces: bool) -> None:
         "ip",
         "nsenter",
         "unshare",
-    ) * namespaces
+    )
     if missing := [name for name in needed if shutil.which(name) is None]:
         pytest.skip(
             f"not installed: {', '.join(missing)}; bash launch/install_test_tools.sh installs them on Debian, as root"
@@ -267,7 +248,7 @@ def _skip_without(*, slurm: bool, namespaces: bool) -> None:
         "-c",
         "ip link add name one type veth peer name two",
     ]
-    if namespaces and (reason := _refused(probe)):
+    if reason := _refused(probe):
         pytest.skip(f"network namespaces are not permitted here: {reason}")
 
 

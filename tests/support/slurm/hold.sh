@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
-# hold.sh plain|hosts|slurm-hosts: the cluster in $TANDEM_CLUSTER is up ($TANDEM_CLUSTER/up) for as long as whoever started this keeps its
+# hold.sh hosts|slurm-hosts: the cluster in $TANDEM_CLUSTER is up ($TANDEM_CLUSTER/up) for as long as whoever started this keeps its
 # standard input open. Then nothing of it is left: whether that process closed it, failed, was interrupted or killed.
 set -euo pipefail
 here=$(dirname "$(readlink -f "$0")")
 trap 'exit 1' TERM INT HUP
 trap 'set +e; trap "" TERM INT HUP; "$here/slurm_down.sh"; "$here/hosts_down.sh"; rm -rf "$TANDEM_CLUSTER"' EXIT
 case $1 in
-  plain) "$here/slurm_up.sh" ;;
   hosts) "$here/hosts_up.sh" ;;
   slurm-hosts) "$here/hosts_up.sh" && "$here/slurm_up.sh" hosta hostb ;;
 esac

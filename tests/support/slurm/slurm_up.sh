@@ -1,25 +1,18 @@
 #!/usr/bin/env bash
-# slurm_up.sh [HOST HOST]: a Slurm of two nodes on one machine, without systemd, cgroups or accounting. Needs root; everything is in $TANDEM_CLUSTER.
-#   without arguments   nodes n1 and n2, both on this host's loopback address, at the ports of $TANDEM_CLUSTER_PORTS (three free ones)
-#   hosta hostb         one node per host of hosts_up.sh, with its network and name; the controller is on the first
-# Commands find it by SLURM_CONF=$TANDEM_CLUSTER/etc/slurm.conf; on hosts they have to be run there (on.sh).
+# slurm_up.sh HOST HOST: a Slurm of two nodes on one machine, without systemd, cgroups or accounting: one node per host of hosts_up.sh,
+# with its network and name; the controller is on the first. Needs root; everything is in $TANDEM_CLUSTER.
+# Commands find it by SLURM_CONF=$TANDEM_CLUSTER/etc/slurm.conf; they have to be run on a host (on.sh).
 set -euo pipefail
 BASE=${TANDEM_CLUSTER:?the folder of the cluster}
 ON=$(dirname "$(readlink -f "$0")")/on.sh
-read -r CONTROL_PORT PORT_1 PORT_2 <<< "${TANDEM_CLUSTER_PORTS:-16817 17001 17002}"
+CONTROL_PORT=16817 PORT_1=17001 PORT_2=17002
 
 install -d -m 755 "$BASE"/{etc,run,log,state,spool,dev}
 for ((gpu = 0; gpu < 8; gpu++)); do ln -s /dev/null "$BASE/dev/nvidia$gpu"; done # pretended: Slurm wants device files, and opens none
 (umask 077 && dd if=/dev/urandom bs=1024 count=1 of="$BASE/etc/munge.key" status=none)
-if [ $# -gt 0 ]; then
-  NODES=("$@") CONTROL=$1
-  on() { "$ON" "$@"; }
-  address() { awk -v host="$1" '$2 == host {print $1}' "$BASE/etc/hosts"; }
-else
-  NODES=(n1 n2) CONTROL=$(hostname -s)
-  on() { shift; "$@"; }
-  address() { echo 127.0.0.1; }
-fi
+NODES=("$@") CONTROL=$1
+on() { "$ON" "$@"; }
+address() { awk -v host="$1" '$2 == host {print $1}' "$BASE/etc/hosts"; }
 # What differs from a cluster in earnest: a node without answer is given up after 20 s (300), and a requeued job may start after 7 s (120),
 # which is what cred_expire brings. From TERM to KILL are 60 s (30), since the machine is slow.
 cat > "$BASE/etc/slurm.conf" << CONF

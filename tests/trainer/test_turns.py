@@ -1,9 +1,6 @@
 """Learner and servers taking turns on the same devices: who is asked what in which order, and that nothing is
 lost on the way."""
 
-import json
-import re
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -11,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from configs.schema.launch import LaunchConfig
 from configs.schema.objective import AggregationConfig, KLConfig
@@ -33,15 +29,6 @@ from tests.support.megatron_workers import (
 )
 from tests.support.offload_workers import bytes_there, work_offloaded_updates
 from tests.support.server_specs import server_spec
-from tests.support.whole_runs import (
-    RECIPE,
-    SMALL,
-    assert_nothing_left,
-    finish,
-    processes_of,
-    start,
-    steps_of,
-)
 from tests.trainer.test_weight_sync import GROUPS, TEMPERATURE, TIMEOUT_S, FakeControl, train
 from trainer import weight_sync
 from trainer.learner import Learner
@@ -270,87 +257,3 @@ def test_only_servers_on_a_gpu_need_the_flag():
 
     for cuda, lends in ((False, False), (False, True), (True, False), (True, True)):
         assert ("--enable-memory-saver" in command(cuda=cuda, lends_memory=lends)) == (cuda and lends)
-
-
-# ------------------------------------------------------------------------------------------------------------
-# the real engines
-
-
-@pytest.fixture
-def run_folder(tmp_path) -> Iterator[Path]:
-    from rollout.tiny_model import make_tiny_countdown_model
-
-    make_tiny_countdown_model(tmp_path / "model", seed=0)
-    yield tmp_path
-    for process in processes_of(tmp_path):  # of a test that failed
-        process.kill()
-
-
-CONTROL = re.compile(
-    r"POST /(\w*(?:pause|continue)_generation|\w+_memory_occupation|\w+_weight_update|update_weights_from_distributed) "
-)
-STEP = [
-    "pause_generation", "release_memory_occupation", "resume_memory_occupation", "pause_generation", "begin_weight_update",
-    "update_weights_from_distributed", "end_weight_update", "resume_memory_occupation", "continue_generation",
-]  # fmt: skip
-TAKEN_OVER = ["pause_generation", "update_weights_from_distributed"]
-"""Whether an earlier learner has left an update open; refused, as it should be."""
-BESIDE = ["pause_generation", "release_memory_occupation", "resume_memory_occupation", "continue_generation"]
-"""A probe's or a checkpoint's need of the learner."""
-
-
-def control_calls(log: Path) -> list[str]:
-    return [name for name, _ in groupby(CONTROL.findall(log.read_text()))]
-
-
-@pytest.mark.engines
-def test_a_colocated_run_is_exact_resumes_and_exports(run_folder):
-    """On CPU the servers have no memory to give back, but everything is asked of them and of the learner as
-    on a GPU."""
-    (run_folder / "my_reward.py").write_text(
-        "def score(prompt, response, reference):\n    return len(response) / 14\n"
-    )
-    settings = [
-        *SMALL, "launch.placement=colocated", "layout.dp=2", "checkpoint.every=2", "kl.coefficient=0.01", "evaluation.at_ends=false",
-        "reward.type=function", "reward.function=my_reward:score", "rollout.server_args.log_level_http=info",
-    ]  # fmt: skip
-    process = start("train", RECIPE, *settings, "steps=3", cwd=run_folder)
-    output = finish(process)
-    assert process.returncode == 0, output
-    run, steps = run_folder / "runs" / "latest", steps_of(run_folder)
-    assert [s["step"] for s in steps] == [1, 2, 3]
-    assert all(s["mismatch/logprob_gap_max"] <= 1e-4 and s["optim/grad_norm"] > 0 for s in steps)
-    assert steps[1]["policy/ref_kl"] > 0, "the policy has moved away from its reference"
-    # The start: room for the learner, a look at the servers, then its weights, and a probe. The end: a probe,
-    # and room for the export.
-    first = [*STEP[:2], *TAKEN_OVER, *STEP[2:]]
-    assert control_calls(run / "logs" / "sglang-0.log") == [
-        *first,
-        *BESIDE,
-        *STEP,
-        *STEP,
-        *BESIDE,
-        *STEP,
-        *BESIDE,
-        *STEP[:2],
-    ]
-    assert_nothing_left(run_folder)
-
-    process = start("train", RECIPE, *settings, "steps=4", f"resume={run.resolve()}", cwd=run_folder)
-    output = finish(process)
-    assert process.returncode == 0, output
-    steps = steps_of(run_folder)
-    assert [s["step"] for s in steps] == [1, 2, 3, 4]
-    assert all(s["mismatch/logprob_gap_max"] <= 1e-4 for s in steps)
-    assert json.loads((run / "checkpoints" / "step_000004" / "extra.json").read_text())["version"] == 4
-
-    trained = load_file(run / "hf" / "model.safetensors")
-    shutil.rmtree(run / "hf")
-    exported = start("export", "runs/latest", "out", cwd=run_folder)
-    output = finish(exported)
-    assert exported.returncode == 0, output
-    found = load_file(run_folder / "out" / "model.safetensors")
-    assert found.keys() == trained.keys() and all(
-        torch.equal(found[name], tensor) for name, tensor in trained.items()
-    )
-    assert_nothing_left(run_folder)
