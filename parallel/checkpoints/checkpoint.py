@@ -9,6 +9,7 @@ read again. Nothing that a checkpoint says is run.
 
 import json
 import pickle
+import queue
 import random
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
@@ -130,6 +132,9 @@ def save(
         _require_space(temporary, state)
 
     def write() -> dict[str, FileRecord]:
+        # Megatron's own queue is a process, for saves in the background: it would import torch again on every
+        # rank (3 CPU seconds, 200 MB) and live as long as the run. This save is over when it returns.
+        filesystem_async._results_queue = queue.Queue()
         # Each rank hashes what its own writers write, while they wait for the disk.
         with hashed_while_written(temporary, f"__{dist.get_rank()}_*.distcp") as records:
             dist_checkpointing.save(state, str(temporary), content_metadata=_content_metadata())

@@ -13,9 +13,9 @@ LOOK_EVERY_S = 1.0
 
 @contextlib.contextmanager
 def sigterm_blocked() -> Iterator[None]:
-    """For the processes that Megatron starts inside, which inherit it, for good: those that write, and one
-    that lives on until the next checkpoint. Slurm sends SIGTERM to every process of a job, and then the last
-    checkpoint is still to be written. They end with this process, or by SIGKILL."""
+    """For the processes that Megatron forks inside, which inherit it, for good. Slurm sends SIGTERM to every
+    process of a job, and then the last checkpoint is still to be written. They end with this process, or by
+    SIGKILL."""
     resource_tracker.ensure_running()  # now, since it lets the signal through again when it starts its own process
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

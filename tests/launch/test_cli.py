@@ -31,6 +31,7 @@ from launch.slurm import inside_job as job
 from parallel.checkpoints.files import write_manifest
 from rollout.sampling import remote as remote_sampler
 from rollout.tiny_model import make_tiny_countdown_model
+from tests.support.command import tandem
 
 ROOT = Path(__file__).resolve().parents[2]
 FRAGMENTS = {
@@ -46,18 +47,6 @@ def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     make_tiny_countdown_model(folder, seed=0)
     return folder
-
-
-def tandem(*arguments: str, cwd: Path, timeout: float = 60) -> subprocess.CompletedProcess:
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", "launch", *arguments],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
 
 
 def config_file(folder: Path, model: Path, **changes) -> Path:

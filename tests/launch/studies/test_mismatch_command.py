@@ -22,7 +22,8 @@ from rollout.records import Prompt
 from rollout.sampling.fixed_samples import _last_logprobs, _requests, fixed_prompts, shortened
 from rollout.tasks import Task
 from rollout.tiny_model import make_tiny_countdown_model
-from tests.launch.test_cli import config_file, tandem
+from tests.launch.test_cli import config_file
+from tests.support.command import tandem
 from tests.support.whole_runs import assert_nothing_left, finish, processes_of, start
 from trainer.studies.layout_statistics import (
     join_samples,

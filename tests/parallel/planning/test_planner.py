@@ -10,8 +10,6 @@ tp pp dp).
 import itertools
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +42,7 @@ from parallel.planning.planner import (
     traffic,
 )
 from parallel.weights.hf_names import hf_shapes
+from tests.support.command import tandem
 from tests.support.model_folders import write_tokenizer, write_weights
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -476,13 +475,6 @@ def test_traffic_of_experts_by_hand():
     # the experts of a rank are on no other
     shared = 6 * ((98304 + 65536) // 2 + 576 + 256 * 12) + 2 * 500 * 256 + 256
     assert found.data == 6 * shared // 2
-
-
-def tandem(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "launch", *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60
-    )
 
 
 def write_config(folder: Path, hf_config: dict) -> Path:

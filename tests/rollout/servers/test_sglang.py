@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,10 @@ import requests
 import torch
 from transformers import AutoModelForCausalLM
 
+from configs.loader import load_config
 from configs.schema.rollout import RolloutConfig
+from launch.studies.verify_sync import Answers, _ask, differences
+from parallel.weights.transfer import make_buckets
 from rollout.client import GenerationError
 from rollout.records import FinishReason
 from rollout.servers.client import SGLangClient
@@ -34,6 +38,8 @@ from tests.support.process_groups import assert_all_end, group_of
 from tests.support.real_servers import EXACT, make_fleet, send, sharpen
 from tests.support.server_specs import server_spec
 from tests.support.weight_checksums import expected_checksums
+from tests.support.whole_runs import RECIPE
+from trainer.weight_sync import StageSender
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -205,6 +211,32 @@ def test_a_probe_after_an_update_agrees_with_the_sent_model_and_not_with_the_old
     assert completion.rollout_logprobs != pytest.approx(
         reference_logprobs(old, [3, 4, 5, 6], completion.token_ids, 0.7), abs=0.1
     )
+
+
+@pytest.mark.engines
+def test_one_wrong_bit_of_a_transfer_is_found_and_named(control, models, model_dirs):
+    """By ``tandem verify-sync``: a server that has read the weights from disk, against itself after a transfer
+    of those very weights, and with one bit changed on the way."""
+    config = load_config(RECIPE, [f"model.path={model_dirs[0]}"])
+    control.load_from_disk(model_dirs[0], version=0)
+    (reference,) = _ask(control, config)
+    weights = dict(models[0].named_parameters())
+    name = "model.layers.2.mlp.up_proj.weight"
+    wrong = {n: t.detach().clone() for n, t in weights.items()}
+    wrong[name].view(torch.int32)[5, 7] ^= 1
+    sender = StageSender(control, 1, "gloo", 120)
+
+    def answers_after(sent: Mapping[str, torch.Tensor], version: int) -> Answers:
+        control.begin_update()
+        buckets = make_buckets(sent.items(), dtype=torch.float32, max_bytes=2**20)
+        sender.send(next(buckets), buckets, version, None)
+        control.end_update()
+        return _ask(control, config)[0]
+
+    found = differences(answers_after(wrong, 1), reference)
+    assert found[0] == name.replace("up_proj", "gate_up_proj") and all("prompt" in what for what in found[1:])
+    assert differences(answers_after(weights, 2), reference) == []
+    sender.close()
 
 
 DYING_LEARNER = """
