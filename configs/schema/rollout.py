@@ -112,6 +112,9 @@ class RolloutConfig(Schema):
     """Size of SGLang's KV pool in tokens; None leaves it to SGLang (on CPU: 65536)."""
     server_start_timeout_s: Seconds = 600.0
     """For one server to load the model and answer."""
+    sglang_plugin: bool = True
+    """Of servers on CPU: attention over many sequences at once, processes that are forked, and a paused scheduler
+    that sleeps (``rollout/sglang_plugin``). ``false``: SGLang's own code alone."""
     server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further flags of ``sglang.launch_server``, without the dashes; ``true`` is a bare flag."""
 

@@ -173,7 +173,8 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
     if spec.cuda:
         return environment
     threads = spec.config.launch.threads_per_process
-    paths = [str(STAND_INS), str(PLUGIN), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    ours = [str(STAND_INS), *([str(PLUGIN)] if spec.config.rollout.sglang_plugin else [])]
+    paths = [*ours, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment |= {
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": str(threads),

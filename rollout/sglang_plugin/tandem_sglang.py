@@ -1,11 +1,15 @@
 """A plugin of SGLang for its CPU servers (entry point group ``sglang.srt.plugins``).
 
 ``rollout/servers/command.py`` puts this folder on a CPU server's path, where SGLang finds the entry point in
-``tandem_sglang-1.dist-info``. SGLang loads it in each of its processes before it starts another one.
+``tandem_sglang-1.dist-info``. SGLang loads it in each of its processes before it starts another one. Without it
+(``rollout.sglang_plugin: false``) a server is SGLang's own in everything.
 
-Forked processes: SGLang spawns its scheduler and its detokenizer, so each of them imports SGLang, torch and
-transformers again. Forked, they share the imports of the server process, in time and in memory. CUDA cannot be
-used in a forked process, so this is for CPU servers only.
+- Forked processes: SGLang spawns its scheduler and its detokenizer, so each of them imports SGLang, torch and
+  transformers again. Forked, they share the imports of the server process, in time and in memory. CUDA cannot be
+  used in a forked process.
+- Batched attention: ``tandem_batched_attention.py``.
+- A paused scheduler sleeps: SGLang's looks for requests again and again, on a whole core, which the learner that
+  sends weights needs.
 """
 
 import logging
@@ -14,14 +18,29 @@ import threading
 
 logger = logging.getLogger(__name__)
 FORKED = "tandem: processes of this server are forked, not spawned"
+BATCHED = "tandem: attention is batched over sequences"
 
 
 def register() -> None:
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    register_attention_backend("torch_native")(batched_attention)
     HookRegistry.register(
         "sglang.srt.entrypoints.engine._set_envs_and_config", fork_processes, HookType.AFTER
     )
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine",
+        sleep_until_a_request,
+        HookType.AFTER,
+    )
+
+
+def batched_attention(runner):
+    from tandem_batched_attention import make_backend
+
+    logger.info(BATCHED)
+    return make_backend(runner)
 
 
 def fork_processes(result: object, *args: object, **kwargs: object) -> object:
@@ -31,3 +50,10 @@ def fork_processes(result: object, *args: object, **kwargs: object) -> object:
         multiprocessing.set_start_method("fork", force=True)
         logger.info(FORKED)
     return result
+
+
+def sleep_until_a_request(result: object, scheduler) -> None:
+    """Once per turn of a paused scheduler's loop: wait for a request as an idle scheduler does, at most a second.
+    Of several tensor-parallel ranks the first waits, and the others wait for what it has received."""
+    if scheduler.idle_sleeper is not None:
+        scheduler.idle_sleeper.poller.poll(1000)

@@ -86,24 +86,24 @@ def test_a_run_with_a_critic_is_exact_resumes_exports_and_is_replayed(folder):
     assert trained.keys() == start_weights.keys()
     assert any(not torch.equal(trained[k], start_weights[k]) for k in trained), "nothing was learned"
 
-    # A resumed run goes on from step 2's checkpoint: step 3 again, then step 4, each with the next four
-    # prompts.
+    # A resumed run goes on from its last step, which was saved though it is no multiple of two, with the next
+    # four prompts.
     run("train", RECIPE, *settings, "steps=4", f"resume={path.resolve()}", cwd=folder)
     again = steps_of(folder)
     assert [s["step"] for s in again] == [1, 2, 3, 4]
     assert [step["policy/kl_coefficient"] for step in again] == pytest.approx(coefficients), (
         "the coefficient is not that of the checkpoint"
     )
-    for step in again[2:]:
+    for step in again[3:]:
         assert step["critic/value_mean"] != 0.0, "a critic that starts anew values everything at zero"
         assert step["mismatch/logprob_gap_max"] <= EXACT_TOLERANCE
     assert again[3]["sync/version"] == 4
     saved = json.loads((path / "checkpoints" / "step_000004" / "extra.json").read_text())
     assert (saved["step"], saved["version"], saved["sampler"]["position"]) == (4, 4, 16)
     kept = {file.name for file in (path / "checkpoints" / "critic").glob("step_*")}
-    assert kept == {"step_000002", "step_000004"}
+    assert kept == {"step_000002", "step_000003", "step_000004"}
 
-    assert_replay_agrees(folder, again[1])
+    assert_replay_agrees(folder, again[2])
 
     # Export takes the finished model; where only a checkpoint is left, the same weights come out of that.
     final = load_file(path / "hf" / "model.safetensors")

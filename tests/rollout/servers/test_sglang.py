@@ -8,12 +8,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import requests
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -66,7 +65,8 @@ def fleet(model_dirs, tmp_path_factory):
     fleet.start()
     try:
         fleet.wait_healthy(600)
-        assert "processes of this server are forked" in "".join(file.read_text() for file in logs.iterdir())
+        log = "".join(file.read_text() for file in logs.iterdir())
+        assert "processes of this server are forked" in log and "attention is batched over sequences" in log
         members = [p for replica in fleet._replicas for p in group_of(replica.process.pid)]
         assert len(members) >= 4
         yield fleet
@@ -166,11 +166,12 @@ def test_an_update_in_the_middle_of_a_response_is_exact_token_by_token(fleet, co
         SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=120) as asking,
         ThreadPoolExecutor(1) as thread,
     ):
-        for _ in range(20):  # again if the response was complete, or nearly, before the pause
+        for attempt in range(20):  # again, and later, until the pause is well inside the response
             old = control.versions()[0]
             sent = models[(old + 1) % 2]
             response = thread.submit(asking.probe, prompt, max_new_tokens=240, temperature=1.3)
-            wait_until_running(control.urls[0], response)
+            wait([response], timeout=0.05 * (attempt + 1))
+            control.pause()  # before the group is made, which takes as long as the response
             served = send(control, sent, version=old + 1)
             assert served.versions == control.versions() == [old + 1]
             assert served.checksums == control.checksums() == [expected_checksums(sent.named_parameters())]
@@ -186,14 +187,6 @@ def test_an_update_in_the_middle_of_a_response_is_exact_token_by_token(fleet, co
         gaps = [abs(a - b) for a, b in zip(completion.rollout_logprobs, expected, strict=True)]
         assert max(gap for gap, v in zip(gaps, versions, strict=True) if v == version) <= EXACT
         assert max(gap for gap, v in zip(gaps, versions, strict=True) if v != version) > 0.1
-
-
-def wait_until_running(url: str, response: Future, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline and not response.done():
-        loads = requests.get(f"{url}/v1/loads", timeout=10).json()["loads"]
-        if any(load["num_running_reqs"] for load in loads):
-            return
 
 
 @pytest.mark.engines
@@ -214,10 +207,23 @@ def test_a_probe_after_an_update_agrees_with_the_sent_model_and_not_with_the_old
 
 
 @pytest.mark.engines
-def test_one_wrong_bit_of_a_transfer_is_found_and_named(control, models, model_dirs):
+def test_a_paused_server_leaves_the_cores_to_the_learner(fleet, control):
+    (leader,) = [replica.process.pid for replica in fleet._replicas]
+    (scheduler,) = [p for p in group_of(leader) if "scheduler" in " ".join(p.cmdline())]
+    control.pause()
+    before, end = sum(scheduler.cpu_times()[:2]), time.monotonic() + 4.0
+    while time.monotonic() < end:  # an idle one looks for requests once in a second
+        time.sleep(0.1)
+    assert sum(scheduler.cpu_times()[:2]) - before < 0.4
+    control.resume()
+
+
+@pytest.mark.engines
+def test_one_wrong_bit_of_a_transfer_is_found_and_named(fleet, models, model_dirs):
     """By ``tandem verify-sync``: a server that has read the weights from disk, against itself after a transfer
     of those very weights, and with one bit changed on the way."""
     config = load_config(RECIPE, [f"model.path={model_dirs[0]}"])
+    control = SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60)
     control.load_from_disk(model_dirs[0], version=0)
     (reference,) = _ask(control, config)
     weights = dict(models[0].named_parameters())
@@ -310,7 +316,8 @@ def test_servers_that_outlive_a_learner_which_died_in_a_transfer_serve_nothing_u
 
 def fleets_of_one_replica(model_dir: Path, log_dir: Path, num_nodes: int) -> list[ServerFleet]:
     """Two tensor-parallel ranks, on one node or each on a node of its own."""
-    spec = server_spec(model_dir, dtype="float32", max_total_tokens=4096, tp=2)
+    plugin = num_nodes == 1  # on two nodes SGLang's own code alone
+    spec = server_spec(model_dir, dtype="float32", max_total_tokens=4096, tp=2, sglang_plugin=plugin)
     (ports,) = choose_ports([0], None)
     fleets = []
     for node in range(num_nodes):

@@ -1,0 +1,188 @@
+"""Attention of SGLang's CPU servers, many sequences in one call.
+
+SGLang's ``torch_native`` backend calls torch once for each sequence and layer, which is most of a small model's
+time. Here sequences of similar length form a bucket, are padded and attended to together. The places of their
+keys and the mask are found once for a forward pass and serve all its layers.
+
+Sliding windows, encoders, cross-attention, speculative decoding and very long prefills go to SGLang's own code.
+
+T tokens of the forward pass; of a bucket, after padding: B sequences, Q queries each, K keys each; H heads.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+MAX_RATIO = 2.0
+"""Longest to shortest sequence of a bucket, in keys."""
+SHORT = 64
+"""Keys up to which sequences share a bucket whatever their ratio."""
+MAX_KEYS = 1 << 17
+"""B * K: bounds the keys and values that are gathered."""
+MAX_PAIRS = 1 << 24
+"""B * Q * K: bounds the mask."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Sequences that are attended to together."""
+
+    size: tuple[int, int, int]
+    """B, Q, K."""
+    slots: Tensor
+    """int64 [B * K], the places of the keys in the cache. Padding repeats a sequence's last key: a slot that was
+    never written may hold NaN."""
+    mask: Tensor
+    """bool [B, 1, Q, K], True where a query sees a key. Every padded query sees what the sequence's last one
+    sees."""
+    rows: Tensor | None
+    """int64 [B * Q], the places of the queries in the forward pass. None: all of it, in order, without padding."""
+    kept: Tensor | None
+    """int64, the queries of B * Q that are no padding. None: all."""
+
+
+def make_buckets(
+    req_to_token: Tensor, requests: Tensor, kv_lens: Sequence[int], q_lens: Sequence[int]
+) -> list[Bucket] | None:
+    """The buckets of a forward pass; None where a sequence is too long for a mask.
+
+    Args:
+        req_to_token: int [requests, positions], the cache slot of each token of each request.
+        requests: int [sequences], rows of ``req_to_token``.
+        kv_lens: keys of each sequence, its cached prefix included. q_lens: its new tokens, whose queries stand at
+            the end of its keys. The forward pass has the new tokens of all sequences one after another.
+    """
+    starts = [0, *accumulate(q_lens)]
+    buckets = []
+    for members in group_by_length(kv_lens, q_lens):
+        if len(members) == 1 and kv_lens[members[0]] * q_lens[members[0]] > MAX_PAIRS:
+            return None
+        whole = len(members) == len(kv_lens)
+        kv_B1, q_B1, start_B1 = (
+            torch.tensor([values[i] for i in members])[:, None] for values in (kv_lens, q_lens, starts)
+        )
+        key_K = torch.arange(int(kv_B1.max()))
+        query_Q = torch.arange(int(q_B1.max()))
+        chosen = requests if whole else requests[torch.tensor(members)]
+        slots_BK = req_to_token[chosen[:, None], torch.minimum(key_K, kv_B1 - 1)].long()
+        query_BQ = torch.minimum(query_Q, q_B1 - 1)
+        last_seen_BQ = kv_B1 - q_B1 + query_BQ
+        real_BQ = query_Q < q_B1
+        padded = not bool(real_BQ.all())
+        buckets.append(
+            Bucket(
+                size=(len(members), len(query_Q), len(key_K)),
+                slots=slots_BK.view(-1),
+                mask=(key_K <= last_seen_BQ[:, :, None])[:, None],
+                rows=(start_B1 + query_BQ).view(-1) if padded or not whole else None,
+                kept=real_BQ.view(-1).nonzero()[:, 0] if padded else None,
+            )
+        )
+    return buckets
+
+
+def group_by_length(kv_lens: Sequence[int], q_lens: Sequence[int]) -> list[list[int]]:
+    """Indices of sequences, by bucket; in the order of the forward pass within each."""
+    groups: list[list[int]] = []
+    shortest = most_queries = 0
+    for i in sorted(range(len(kv_lens)), key=kv_lens.__getitem__):
+        keys, queries = kv_lens[i], max(most_queries, q_lens[i])
+        size = len(groups[-1]) + 1 if groups else 1
+        fits = (
+            keys <= max(SHORT, MAX_RATIO * shortest)
+            and size * keys <= MAX_KEYS
+            and size * keys * queries <= MAX_PAIRS
+        )
+        if groups and fits:
+            groups[-1].append(i)
+            most_queries = queries
+        else:
+            groups.append([i])
+            shortest, most_queries = keys, q_lens[i]
+    return [sorted(group) for group in groups]
+
+
+def attend(
+    bucket: Bucket, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float | None
+) -> None:
+    """Writes the bucket's rows of ``output``.
+
+    Args:
+        query: [T, H, D]. output: [T, H, D of the values]. k_cache, v_cache: [slots, key-value heads, D].
+    """
+    num_sequences, num_queries, num_keys = bucket.size
+    heads, kv_heads = query.shape[1], k_cache.shape[1]
+    group = heads // kv_heads
+    keys, values = (
+        cache.index_select(0, bucket.slots)
+        .view(num_sequences, num_keys, kv_heads, -1)
+        .transpose(1, 2)
+        .to(query.dtype)
+        for cache in (k_cache, v_cache)
+    )
+    rows = query if bucket.rows is None else query.index_select(0, bucket.rows)
+    # The heads that share a key-value head are further queries of it: [B, kv_heads, group * Q, D].
+    queries = rows.view(num_sequences, num_queries, kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    mask = bucket.mask if num_queries == 1 else bucket.mask.repeat(1, 1, group, 1)
+    attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    result = (
+        attended.unflatten(2, (group, num_queries))
+        .permute(0, 3, 1, 2, 4)
+        .reshape(num_sequences * num_queries, heads, -1)
+    )
+    if bucket.rows is None:
+        output.copy_(result)
+    elif bucket.kept is None:
+        output.index_copy_(0, bucket.rows, result)
+    else:
+        output.index_copy_(0, bucket.rows[bucket.kept], result[bucket.kept])
+
+
+def make_backend(runner):
+    """SGLang's ``torch_native`` backend for a model runner, with ``attend`` in place of its loops."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    class BatchedAttention(TorchNativeAttnBackend):
+        _buckets: list[Bucket] | None = None
+
+        def init_forward_metadata(self, forward_batch):
+            super().init_forward_metadata(forward_batch)
+            self._buckets = self._buckets_of(forward_batch)
+
+        def _buckets_of(self, forward_batch) -> list[Bucket] | None:
+            mode, kv_lens = forward_batch.forward_mode, forward_batch.seq_lens_cpu
+            plain = forward_batch.encoder_lens is None and forward_batch.spec_info is None
+            if not plain or kv_lens is None or not len(kv_lens):
+                return None
+            if mode.is_decode():
+                q_lens = [1] * len(kv_lens)
+            elif mode.is_extend() and forward_batch.extend_seq_lens_cpu is not None:
+                q_lens = list(forward_batch.extend_seq_lens_cpu)
+            else:
+                return None
+            table = self.req_to_token_pool.req_to_token
+            return make_buckets(table, forward_batch.req_pool_indices, kv_lens.tolist(), q_lens)
+
+        def _attends(self, options) -> bool:
+            unknown = options.get("sliding_window_size") is not None or options.get("is_cross_attn")
+            return self._buckets is not None and not unknown
+
+        def _run_sdpa_forward_decode(self, query, output, k_cache, v_cache, *rest, **options):
+            if not self._attends(options):
+                return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *rest, **options)
+            for bucket in self._buckets:
+                attend(bucket, query, output, k_cache, v_cache, options.get("scaling"))
+            return output
+
+        def _run_sdpa_forward_extend(self, query, output, k_cache, v_cache, *rest, **options):
+            if not self._attends(options) or not options.get("causal"):
+                return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *rest, **options)
+            for bucket in self._buckets:
+                attend(bucket, query, output, k_cache, v_cache, options.get("scaling"))
+            return output
+
+    return BatchedAttention(runner)
