@@ -86,12 +86,10 @@ def server_start(model: Path, logs: Path, *, forked: bool) -> dict[str, float]:
     from rollout.servers.command import ServerSpec
     from rollout.servers.fleet import ServerFleet
 
-    # SGLang loads the plugins that this names; there is none of the other name.
-    os.environ["SGLANG_PLUGINS"] = "tandem" if forked else "none"
     config = RunConfig(
         model={"path": model},
         task={"type": "countdown"},
-        rollout={"dtype": "float32", "max_total_tokens": 4096},
+        rollout={"dtype": "float32", "max_total_tokens": 4096, "sglang_plugin": forked},
     )
     fleet = ServerFleet(ServerSpec(config=config, cuda=False), logs)
     began = time.perf_counter()

@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from configs.loader import resolved_yaml
 from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import AggregationConfig
-from launch.commands import results, studies
+from launch.commands import results
 from launch.processes.run_folder import RunFolder
-from launch.processes.supervisor import RoleFailed
+from launch.roles import table
+from launch.studies import replay as replays
 from parallel.checkpoints import pickles
 from parallel.checkpoints.checkpoint import CheckpointError
 from parallel.checkpoints.files import write_manifest
@@ -170,16 +171,16 @@ def test_export_and_replay_of_damaged_and_foreign_runs(model, tmp_path, capfd):
     exported = make_engine(tmp_path / "out")
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights_of(exported).items())
 
-    with pytest.raises(RoleFailed, match=r"step_000002 is damaged: __0_1\.distcp is damaged"):
-        studies.replay(run.path, 3, ["disabled"], gradients=True, plot=False)
+    # What their processes do, in this one.
+    replays.write_request(run, 3, ["disabled"])
+    with pytest.raises(CheckpointError, match=r"step_000002 is damaged: __0_1\.distcp is damaged"):
+        table.replay(run, config)
     shutil.rmtree(run.checkpoints / "step_000002")
     marker = tmp_path / "marker"
     hidden_in_metadata(run.checkpoints / "step_000001", Code(marker))
     write_manifest(run.checkpoints / "step_000001", world_size=1)
-    for command in (
-        lambda: results.export(run.path, tmp_path / "again"),
-        lambda: studies.replay(run.path, 2, ["disabled"], gradients=True, plot=False),
-    ):
-        with pytest.raises(RoleFailed, match=REFUSED):
-            command()
-    assert not marker.exists() and not (tmp_path / "again").exists()
+    replays.write_request(run, 2, ["disabled"])
+    for role in (table.export, table.replay):
+        with pytest.raises(CheckpointError, match=REFUSED):
+            role(run, config)
+    assert not marker.exists() and not any(run.export.glob("*"))

@@ -1,0 +1,184 @@
+"""Sampling on CPU with Tandem's plugin in the server (``rollout/sglang_plugin``) and without it.
+
+Two servers with one model, asked in turn for the same prompts, cache flushed before:
+
+- ``step``: the quickstart's step, 32 groups of 8, responses of up to 14 tokens;
+- ``long``: 16 samples of 512 tokens, none ended early.
+
+Samples per second, CPU seconds of the scheduler, and the largest difference between a server's log-probs and
+those of transformers for the same tokens. ``--model``: the quickstart's warm model, whose responses end by
+themselves; without it a random one is made.
+"""
+
+import asyncio
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.common import hardware, line, parser, write  # noqa: E402
+
+WORKLOADS = {
+    "step": {"groups": 32, "group_size": 8, "max_new_tokens": 14},
+    "long": {"groups": 16, "group_size": 1, "max_new_tokens": 512},
+}
+POSITIONS = 1024
+Sampled = list[tuple[float, int]]
+"""Log-prob and id of each token."""
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--rounds", type=int, default=8)
+    options.add_argument("--model", type=Path, help="of the quickstart: models/countdown-tiny-warm")
+    given = options.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = prepare_model(Path(folder) / "model", given.model)
+        result = measure(model, Path(folder), 2 if given.quick else given.rounds)
+    result = {"hardware": hardware(), "model": str(given.model or "random"), **result}
+    print(json.dumps(result["hardware"], indent=2))
+    report(result)
+    write(result, given.json)
+
+
+def prepare_model(folder: Path, source: Path | None) -> Path:
+    """A copy with room for the long responses: rotary embeddings have no table that ends."""
+    import shutil
+
+    from rollout.tiny_model import make_tiny_countdown_model
+
+    if source is None:
+        make_tiny_countdown_model(folder, seed=0)
+    else:
+        shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": POSITIONS}))
+    return folder
+
+
+def measure(model: Path, folder: Path, rounds: int) -> dict:
+    from configs.schema import RunConfig
+    from rollout.servers.command import ServerSpec
+    from rollout.servers.fleet import ServerFleet
+
+    fleets = {}
+    for name, plugin in (("with the plugin", True), ("SGLang alone", False)):
+        rollout = {"dtype": "float32", "max_total_tokens": 32768, "sglang_plugin": plugin}
+        config = RunConfig(model={"path": model}, task={"type": "countdown"}, rollout=rollout)
+        fleets[name] = ServerFleet(ServerSpec(config=config, cuda=False), folder / name)
+    try:
+        for fleet in fleets.values():
+            fleet.start()
+        for fleet in fleets.values():
+            fleet.wait_healthy(600)
+        return {name: measure_workload(name, fleets, model, rounds) for name in WORKLOADS}
+    finally:
+        for fleet in fleets.values():
+            fleet.stop()
+
+
+def measure_workload(workload: str, fleets: dict, model: Path, rounds: int) -> dict:
+    from configs.schema.task import CountdownTask
+    from rollout.tasks import load_task
+    from rollout.tokenization import end_token_ids, load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    train = load_task(CountdownTask(), tokenizer=tokenizer).train
+    stops = list(end_token_ids(tokenizer, model)) if workload == "step" else []
+    shape = WORKLOADS[workload]
+    rng = random.Random(0)
+    seconds, cpu, tokens, last = ({name: [] for name in fleets} for _ in range(4))
+    for round_number in range(rounds + 1):  # the first warms up
+        prompts = [train[rng.randrange(len(train))].token_ids for _ in range(shape["groups"])]
+        for name in list(fleets)[:: 1 if round_number % 2 else -1]:
+            scheduler = scheduler_of(fleets[name])
+            before = sum(scheduler.cpu_times()[:2])
+            wall, groups = asyncio.run(sample(fleets[name].urls, prompts, shape, stops))
+            last[name] = [(prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group]
+            if round_number:
+                seconds[name].append(wall)
+                cpu[name].append(sum(scheduler.cpu_times()[:2]) - before)
+                tokens[name].append(sum(len(sampled) for _, sampled in last[name]))
+    errors = {name: largest_error(model, pairs) for name, pairs in last.items()}
+    samples = shape["groups"] * shape["group_size"]
+    return {
+        "samples": samples,
+        "seconds": seconds,
+        "scheduler CPU": cpu,
+        "tokens": tokens,
+        "log-prob error": errors,
+    }
+
+
+def scheduler_of(fleet):
+    import psutil
+
+    (leader,) = [replica.process.pid for replica in fleet._replicas]
+    children = psutil.Process(leader).children(recursive=True)
+    return next(child for child in children if "scheduler" in " ".join(child.cmdline()))
+
+
+async def sample(urls, prompts, shape, stops) -> tuple[float, list[list[Sampled]]]:
+    """Seconds, and each group's samples; without ``stops`` each is as long as it may be."""
+    import aiohttp
+
+    length = {"max_new_tokens": shape["max_new_tokens"], "stop_token_ids": stops, "ignore_eos": not stops}
+    parameters = [length | {"temperature": 1.0} for _ in range(shape["group_size"])]
+
+    async def group(session, prompt) -> list[Sampled]:
+        ids = [list(prompt)] * len(parameters)
+        body = {"input_ids": ids, "sampling_params": parameters, "return_logprob": True}
+        async with session.post(f"{urls[0]}/generate", json=body) as answer:
+            answer.raise_for_status()
+            rows = [one["meta_info"]["output_token_logprobs"] for one in await answer.json()]
+        return [[(logprob, token) for logprob, token, *_ in row] for row in rows]
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+        async with session.post(f"{urls[0]}/flush_cache", params={"timeout": 30}) as answer:
+            answer.raise_for_status()
+        began = time.perf_counter()
+        groups = await asyncio.gather(*(group(session, prompt) for prompt in prompts))
+        return time.perf_counter() - began, groups
+
+
+def largest_error(model: Path, pairs) -> float:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    worst = 0.0
+    with torch.no_grad():
+        for prompt, sampled in pairs:
+            logprobs, ids = (torch.tensor(column) for column in zip(*sampled, strict=True))
+            logits = reference(torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
+            expected = torch.log_softmax(logits, -1)[torch.arange(len(ids)), ids]
+            worst = max(worst, (expected - logprobs).abs().max().item())
+    return worst
+
+
+def report(result: dict) -> None:
+    for workload, shape in WORKLOADS.items():
+        found = result[workload]
+        print(f"{workload}: {shape}")
+        for name, seconds in found["seconds"].items():
+            wall, cpu = statistics.median(seconds), statistics.median(found["scheduler CPU"][name])
+            rates = f"{found['samples'] / wall:.0f} samples/s   {statistics.median(found['tokens'][name]) / wall:.0f} tokens/s"
+            print(
+                f"  {line(name, seconds)}   scheduler {cpu:.2f} CPU s   {rates}   log-prob error {found['log-prob error'][name]:.1e}"
+            )
+        for what in ("seconds", "scheduler CPU"):
+            ours, theirs = found[what].values()
+            ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+            print(f"  {what}, with / without, median of pairs: {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
