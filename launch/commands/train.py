@@ -32,9 +32,7 @@ def train(
     parsed = parse_config(config_path, overrides)
     if dry_run:
         print_dry_run(
-            checks.load(parsed, RunConfig, runs=TRAINING, gpu_memory=gpu_memory),
-            TRAINING,
-            gpu_memory,
+            checks.load(parsed, RunConfig, runs=TRAINING, gpu_memory=gpu_memory), TRAINING, gpu_memory
         )
         return None
     _refuse_other_machines(gpu_memory)

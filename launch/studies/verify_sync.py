@@ -397,11 +397,7 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
             )
         learner.version = 0
         sync = WeightSync(
-            learner,
-            control,
-            config.rollout.model_copy(update={"tp": servers["tp"]}),
-            config.launch,
-            key=key,
+            learner, control, config.rollout.model_copy(update={"tp": servers["tp"]}), config.launch, key=key
         )
         result = sync.publish()
         sync.close()
