@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from configs.loader import Finding, ParsedConfig, load_config
 from configs.schema import RunConfig, SftConfig
@@ -46,6 +46,7 @@ EVALUATION = ("serve", "sample")
 WARM_START = ("sft-rank",)
 """The roles that training, evaluation and a warm start consist of."""
 LAST_PORT = 65535
+Config = TypeVar("Config", RunConfig, SftConfig)
 
 LoadWith = Callable[[str, Sequence[str]], RunConfig]
 """(option of a command, the overrides that the option stands for) -> the checked config with these overrides."""
@@ -55,15 +56,15 @@ class BadInput(Exception):
     """A wrong argument; nothing was started. (An error inside a config is a ConfigError.)"""
 
 
-def load(
+def load_checked(
     parsed: ParsedConfig,
-    kind: type,
+    kind: type[Config],
     *,
     runs: Sequence[str] = (),
     gpu_memory: float | None = None,
     in_job: bool = False,
     instead_of_nodes: str | None = None,
-) -> RunConfig | SftConfig:
+) -> Config:
     """The config, after every check that is possible before a process is started.
 
     runs: the roles to start, whose devices and memory are checked too; empty where the caller checks them.
@@ -106,6 +107,7 @@ def load(
             yield from finding_of("launch.runs_dir", check_can_be_made, "launch.runs_dir", runs_dir)
 
     config = parsed.validated(files=True, check=check, notes=notes)
+    assert isinstance(config, kind)  # seen above
     for note in notes:
         print(f"# {note}", flush=True)
     return config
@@ -134,8 +136,9 @@ def _learner_gpus(config: RunConfig | SftConfig, nodes: NodesConfig | None) -> i
     if nodes is not None:
         return nodes.learner * nodes.gpus_per_node
     available, size = gpus_here(), config.layout.smallest().world_size
-    has_servers = isinstance(config, RunConfig) and config.launch.placement == "separate"
-    free = available - (config.rollout.replicas * config.rollout.tp if has_servers else 0)
+    free = available
+    if isinstance(config, RunConfig) and config.launch.placement == "separate":
+        free -= config.rollout.replicas * config.rollout.tp
     return max(free - free % size, size) if available else 0
 
 
@@ -238,7 +241,7 @@ def _check_bounds(config: RunConfig) -> Iterator[Finding]:
     tokens."""
     weight = config.correction.weight
     agreement = "the ratio 1 of two engines that agree; use bounds on both sides of 1, such as [0.5, 2]"
-    if weight.level != "none" and weight.bound != "none":
+    if weight.level != "none" and weight.upper is not None:
         lower, upper = weight.lower, weight.upper
         if lower is None and upper < 1:
             yield "correction.weight", f"correction.weight.upper={upper} lowers {agreement}"
@@ -298,7 +301,7 @@ def _check_devices(
 ) -> Iterator[Finding]:
     if is_here:
         yield from _check_gpus(config, runs)
-    if "serve" in runs:
+    if isinstance(config, RunConfig) and "serve" in runs:
         has_kernels = partial(check_has_kernels, config.rollout, cuda=device.kind == "cuda")
         yield from finding_of("rollout.quantization", has_kernels)
         if "learn" not in runs:
@@ -315,7 +318,7 @@ def _check_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[
     shares = config.launch.placement == "colocated" and "learn" in runs
     if "serve" not in runs or shares:
         yield from finding_of("layout", check_learner_gpus, ranks, available)
-    if "serve" in runs:
+    if isinstance(config, RunConfig) and "serve" in runs:
         first_gpu = ranks if "learn" in runs and not shares else 0
         yield from finding_of("rollout.replicas", check_server_gpus, config.rollout, first_gpu, available)
 

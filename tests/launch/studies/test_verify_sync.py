@@ -14,8 +14,8 @@ from launch.processes.supervisor import RoleFailed
 from launch.studies.verify_sync import (
     Answers,
     Finding,
-    _ask,
     _check_that_it_can_fail,
+    _get_answers,
     differences,
     fixed_prompts,
     layouts,
@@ -145,7 +145,7 @@ def test_one_wrong_bit_of_a_transfer_is_found_and_named(tmp_path, model):
         fleet.start()
         fleet.wait_healthy(400)
         with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=120) as control:
-            (reference,) = _ask(control, config)
+            (reference,) = _get_answers(control, config)
             sender = StageSender(control, 1, "gloo", 120)
 
             def answers_after(sent: dict[str, torch.Tensor], version: int) -> Answers:
@@ -153,7 +153,7 @@ def test_one_wrong_bit_of_a_transfer_is_found_and_named(tmp_path, model):
                 buckets = make_buckets(sent.items(), dtype=torch.float32, max_bytes=2**20)
                 sender.send(next(buckets), buckets, version, None)
                 control.end_update()
-                return _ask(control, config)[0]
+                return _get_answers(control, config)[0]
 
             found = differences(answers_after(wrong, 1), reference)
             assert found[0] == name.replace("up_proj", "gate_up_proj") and all(
