@@ -276,7 +276,7 @@ def test_an_fp8_rollout_is_refused_without_gpus_before_a_start(tree):
         checks.load_checked(parse_config(RECIPES / "llama3_1_8b.yaml", [over("fp8_rollout")]), RunConfig)
     with pytest.raises(ConfigError, match=r"`tandem eval` serves model\.path as it stands"):
         training.evaluate(file, ["rollout.quantization=fake_int8"])
-    with pytest.raises(checks.BadInput, match="what quantised servers hold is not what was sent"):
+    with pytest.raises(checks.BadInput, match="quantised servers do not hold the weights that were sent"):
         studies.verify_sync(file, ["rollout.quantization=fake_int8"], [], [])
     assert sorted(path.name for path in tree.iterdir()) == before
 
