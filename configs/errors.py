@@ -1,4 +1,4 @@
-"""What is wrong with a config, and how it is said: place, field, value, error and fix, all problems at once."""
+"""Problems of a config: each has place, field, value, error and fix, and all are reported at once."""
 
 import difflib
 from collections.abc import Hashable, Sequence
@@ -8,17 +8,17 @@ COMMAND_LINE = "command line"
 NOT_SET = "(not set)"
 _LONGEST_VALUE = 100
 _FEW = 8
-"""So many names are listed even where one of them is close."""
+"""Up to this many names are listed even where one of them is close."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing that is wrong with a config."""
+    """One error of a config."""
 
     where: str
     """``file:line`` of the file that set the field, "command line", or the option of a command that did."""
     field: str
-    """Dotted; several, comma-separated, where fields contradict each other."""
+    """Dotted. Fields that contradict each other are separated by commas."""
     value: str
     error: str
     fix: str
@@ -28,25 +28,25 @@ class Problem:
 
 
 class Contradiction(ValueError):
-    """A valid field that does not go with others."""
+    """Valid fields that do not go together."""
 
     def __init__(self, fields: Sequence[str], error: str, fix: str | None = None):
-        """fields: dotted, those at fault, in the block whose validator raises this; none: the whole block.
-        fix: None where changing any of the fields is one."""
+        """fields: the fields at fault, dotted, relative to the block whose validator raises this; none: the
+        whole block. fix: None where a change of any of the fields is a fix."""
         super().__init__(error if fix is None else f"{error}; {fix}")
         self.fields, self.error, self.fix = tuple(fields), error, fix
 
 
 class Contradictions(ValueError):
-    """Several that a validator found at once; each is a problem of its own."""
+    """Several contradictions that one validator raises together; each becomes a ``Problem``."""
 
-    def __init__(self, found: Sequence[Contradiction]):
-        super().__init__("\n".join(map(str, found)))
-        self.found = tuple(found)
+    def __init__(self, contradictions: Sequence[Contradiction]):
+        super().__init__("\n".join(map(str, contradictions)))
+        self.contradictions = tuple(contradictions)
 
 
 class ConfigError(Exception):
-    """Everything that is wrong with a config, one block per problem."""
+    """All problems of a config."""
 
     def __init__(self, problems: Sequence[Problem]):
         self.problems = tuple(problems)
@@ -55,25 +55,24 @@ class ConfigError(Exception):
 
     @classmethod
     def of(cls, where: str, field: str, value: str, error: str, fix: str) -> "ConfigError":
-        """One ``Problem`` alone."""
+        """An error with a single ``Problem``."""
         return cls([Problem(where=where, field=field, value=value, error=error, fix=fix)])
 
 
 def did_you_mean(wrong: str, known: Sequence[str], label: str, otherwise: str | None = None) -> str:
-    """A fix for an unknown name: ``otherwise``, or the one that holds it or is close to it; and what is
-    known, under ``label``, unless one of many is close."""
-    holding = sorted(
-        (k for k in known if f"_{wrong}_" in f"_{k}_"), key=len
-    )  # as whole words, `token_is` in `decoupled_token_is`
-    close = (
-        holding
-        or difflib.get_close_matches(wrong, known, n=1, cutoff=0.6)
-        or [k for k in known if k.lower() == wrong.lower()]
-    )
+    """A fix for an unknown name: ``otherwise`` where it is given, else the known name that contains the wrong
+    one or is close to it.
+
+    The known names follow under ``label``, unless there are many and one is close.
+    """
+    # whole words alone: `token_is` is in `decoupled_token_is`
+    containing = sorted((name for name in known if f"_{wrong}_" in f"_{name}_"), key=len)
+    same_letters = [name for name in known if name.lower() == wrong.lower()]
+    close = containing or difflib.get_close_matches(wrong, known, n=1, cutoff=0.6) or same_letters
     listed = f"{label}: {', '.join(known)}" if known else "remove it"
-    if close and not otherwise:
-        return f"did you mean `{close[0]}`?{f' {listed}' if len(known) <= _FEW else ''}"
-    return f"{otherwise}; {listed}" if otherwise else listed
+    if otherwise:
+        return f"{otherwise}; {listed}"
+    return f"did you mean `{close[0]}`?{f' {listed}' if len(known) <= _FEW else ''}" if close else listed
 
 
 def dotted(path: Sequence[Hashable]) -> str:

@@ -1,5 +1,5 @@
-"""YAML files and command-line overrides into one validated config, with errors that say where and how to fix
-them.
+"""Reads YAML files and command-line overrides into one validated config. Every error names its place and its
+fix.
 
     layers          file named by `extends` (left to right, depth first)  <  the file itself  <  files of an override
                     `extends=other.yaml`  <  the other `key.sub=value` overrides
@@ -11,22 +11,23 @@ Rules that are not obvious:
   repeated key is an error; `90_000` is read as 90000.
 - `extends` is relative to the file that holds it; as an override, to the current working directory, like
   every path *inside* a config.
-- A block of several variants (`task`, `correction.weight`, `data`) whose `type` (or `level`) is changed by a
-  later layer starts afresh: keys that earlier layers gave the other variant are dropped. All overrides
-  together are one layer, so their order does not matter, but for the files that several `extends=` name. A
-  block without its `type` has that of the default. The root's `kind` cannot be changed by a later layer.
-- `correction` may be a preset's name, or hold the block of another system; a layer that says so starts it
-  afresh (`shorthands.py`).
+- Some blocks have several variants (`task`, `correction.weight`, `data`). A later layer that changes the
+  `type` (or `level`) of such a block starts it afresh and drops the keys of the earlier variant. A block
+  without a `type` has that of the default. No layer can change the root's `kind`.
+- All overrides together are one layer, so their order does not matter. Only several `extends=` are laid over
+  each other in their order.
+- `correction` may be a preset's name, or hold the block of another system. A layer with either starts the
+  block afresh (`shorthands.py`).
 
-Every key remembers the file and line that set it, so that an error can name them. All problems found are
-reported at once; the checks that span several fields run once the fields themselves are valid.
+Every key remembers the file and line that set it. All problems are reported at once. Checks that span several
+fields run once the fields themselves are valid.
 
     errors.py                   Problem and ConfigError
     reading/yaml_values.py      YAML to values with lines, and back
     reading/schema_shape.py     what the schema allows at each place
-    reading/wording.py          pydantic's errors in plain words
-    reading/torn_overrides.py   overrides that a shell took apart
-    reading/shorthands.py       corrections by name, made explicit
+    reading/wording.py          pydantic's errors in plain language
+    reading/torn_overrides.py   overrides that a shell split
+    reading/shorthands.py       named corrections as explicit blocks
     reading/named_files.py      the files that a config names
     other_systems/              names and blocks of verl, ROLL and others
 """
@@ -63,23 +64,26 @@ __all__ = [
 ]
 
 Finding = tuple[str, str]
-"""(the field that it is about, "what is wrong; fix"); see ``wording.problem_of``."""
+"""(field, "error; fix"); see ``wording.problem_of``."""
 
 _MOST_BYTES = 10_000_000
-"""Of a config's file."""
+"""Largest config file that is read."""
 _ROOT = Shape.of(AnyConfig)
 
 
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), *, files: bool = False, notes: list[str] | None = None
 ) -> RunConfig | SftConfig:
-    """``parse_config`` and ``ParsedConfig.validated`` in one."""
+    """``parse_config``, then ``ParsedConfig.validated``."""
     return parse_config(path, overrides).validated(files=files, notes=notes)
 
 
 def parse_config(path: str | Path, overrides: Sequence[str] = ()) -> "ParsedConfig":
-    """A YAML file, what it extends, and dotted overrides; ``path`` is relative to the current folder, like
-    every path inside the config. Problems wait for ``validated``."""
+    """Reads a YAML file, the files that it extends, and dotted overrides.
+
+    ``path`` is relative to the current folder, like every path inside the config. ``validated`` raises the
+    problems found here.
+    """
     unreadable: list[Problem] = []
     layers = _read_file(Path(path), (), COMMAND_LINE, unreadable, field="CONFIG")
     files = ParsedConfig(Path(path), layers, Value({}, COMMAND_LINE), unreadable, ())
@@ -88,23 +92,24 @@ def parse_config(path: str | Path, overrides: Sequence[str] = ()) -> "ParsedConf
 
 @dataclass(frozen=True, slots=True)
 class ParsedConfig:
-    """A config's files, read once, and its overrides: as many configs as are needed can be made of them."""
+    """The layers of a config, read once. Any number of configs can be made from them."""
 
     path: Path
     layers: Sequence[Value]
-    """Of the files, lowest first."""
+    """One per file, lowest first."""
     overrides: Value
-    """All of them, as one layer over those of the files."""
+    """All overrides, as one layer above the files."""
     unreadable: Sequence[Problem]
+    """Problems of files."""
     problems: Sequence[Problem]
-    """Of files, and of overrides."""
+    """Problems of overrides."""
 
     def with_overrides(self, overrides: Sequence[str], where: str = COMMAND_LINE) -> "ParsedConfig":
         """This config with further overrides.
 
         overrides: ``key.sub=value``, the value read as YAML; ``extends=FILE`` lays a further file (or a list
-        of them) over the others. where: their place in problems: the command line, or the command's option
-        that they stand for, such as ``--learner tp=2``.
+        of files) over the others. where: the place that problems name: the command line, or the option that
+        stands for these overrides, such as ``--learner tp=2``.
         """
         layers, unreadable, problems = [*self.layers], [*self.unreadable], [*self.problems]
         overridden, extended = _read_overrides(overrides, where, self.overrides, problems)
@@ -121,10 +126,9 @@ class ParsedConfig:
     ) -> RunConfig | SftConfig:
         """The config. Raises ConfigError with every problem found.
 
-        files: also check that the files the config names exist (``check_files``), with the line that names
-        them. check: what more is wrong with a valid config; each finding becomes a problem, with the lines
-        that set its fields. notes: a list to which is added how another system's names and block
-        (``correction.verl``) were understood, one line per key.
+        files: also check that the files the config names exist (``check_files``). check: finds further errors
+        of a valid config; each finding becomes a problem with the lines that set its fields. notes: a list
+        that gets one line for each key of another system (``correction.verl``): what it was read as.
         """
         if self.unreadable:
             raise ConfigError([*self.unreadable, *self.problems])
@@ -141,7 +145,7 @@ class ParsedConfig:
             problems += check_files(config, tree)
         if check is not None and config is not None:
             shape = Shape.of(type(config))
-            problems += [problem_of(said, field, tree, shape) for field, said in check(config)]
+            problems += [problem_of(text, field, tree, shape) for field, text in check(config)]
         if problems or config is None:
             raise ConfigError(problems)
         return config
@@ -153,34 +157,26 @@ def resolved_yaml(config: RunConfig | SftConfig) -> str:
 
 
 def _validate(tree: Value, problems: list[Problem]) -> RunConfig | SftConfig | None:
-    """The config, of the tree's ``kind``; None where it is not valid."""
+    """The config of the tree's ``kind``. None, and further problems, where it is not valid."""
     kind = tree.data["kind"]
     schema = _ROOT.tags.get(kind.data) if isinstance(kind.data, str) else None
     if schema is None:
+        value, error = show(kind.plain()), "unknown kind of config"
         fix = did_you_mean(str(kind.data), list(_ROOT.tags), "kinds")
-        problems.append(
-            Problem(
-                where=kind.where,
-                field="kind",
-                value=show(kind.plain()),
-                error="unknown kind of config",
-                fix=fix,
-            )
-        )
+        problems.append(Problem(where=kind.where, field="kind", value=value, error=error, fix=fix))
         return None
     root = Shape.of(schema)
     tree = _with_default_tags(tree, root)
     try:
-        return schema.model_validate_json(
-            json.dumps(tree.plain()), strict=True
-        )  # JSON: strict, yet text becomes a Path and a list a tuple
+        # From JSON: strict, yet text becomes a Path and a list a tuple.
+        return schema.model_validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
         problems += problems_of(error, tree, root)
         return None
 
 
 def _with_default_tags(value: Value, shape: Shape) -> Value:
-    """Blocks that leave out their tag get that of the field's default, where there is one."""
+    """The value with a tag in every block that leaves its tag out and has a default."""
     if not isinstance(value.data, dict):
         return value
     chosen = shape.variant(value)
@@ -195,16 +191,15 @@ def _with_default_tags(value: Value, shape: Shape) -> Value:
 
 
 def _merge_layers(layers: Sequence[Value], problems: list[Problem]) -> Value:
-    """All layers, lowest first, as one."""
+    """Merges all layers, lowest first."""
     merged = layers[0]
     for layer in layers[1:]:
         before, after = merged.at(["kind"]), layer.at(["kind"])
         if before and after and before.plain() != after.plain():
-            fix = f"name a config of kind {show(after.plain())} instead, or remove the later `kind`"
+            value = show(after.plain())
+            fix = f"name a config of kind {value} instead, or remove the later `kind`"
             error = f"`kind` is {before.plain()!r} in {before.where}; a later layer cannot change it"
-            problems.append(
-                Problem(where=after.where, field="kind", value=show(after.plain()), error=error, fix=fix)
-            )
+            problems.append(Problem(where=after.where, field="kind", value=value, error=error, fix=fix))
             layer = Value({k: v for k, v in layer.data.items() if k != "kind"}, layer.where)
         merged = _merge(merged, layer, _ROOT)
     return merged
@@ -214,11 +209,8 @@ def _merge(lower: Value, upper: Value, shape: Shape) -> Value:
     """``upper`` over ``lower``; a block that changes its variant starts afresh."""
     if upper.afresh or not (isinstance(lower.data, dict) and isinstance(upper.data, dict)):
         return upper
-    if (
-        shape.tag_key
-        and shape.tag_key in upper.data
-        and shape.tag_of(lower) not in (None, shape.tag_of(upper))
-    ):
+    has_tag = shape.tag_key is not None and shape.tag_key in upper.data
+    if has_tag and shape.tag_of(lower) not in (None, shape.tag_of(upper)):
         return upper
     both = {**lower.data, **upper.data}
     chosen = shape.variant(Value(both, upper.where))
@@ -234,10 +226,10 @@ def _merge(lower: Value, upper: Value, shape: Shape) -> Value:
 def _read_file(
     path: Path, named_by: tuple[Path, ...], where: str, problems: list[Problem], field: str = "extends"
 ) -> list[Value]:
-    """The layers of a file, lowest first: those that it extends, then its own. Problems are added to the
-    list.
+    """The layers of a file, lowest first: those of the files that it extends, then its own.
 
-    named_by: the files that led here by their ``extends``; where, field: what names this one.
+    named_by: the chain of files whose ``extends`` led here. where, field: the place that names this file.
+    problems: a list that gets what is wrong.
     """
     try:
         own = _own_layer(path, named_by, where, field)
@@ -247,17 +239,16 @@ def _read_file(
     extends = own.data.pop("extends", None)
     if extends is None:
         return [own]
-    bases, chain = _extended_names(extends, problems), (*named_by, path)
-    return [layer for name, at in bases for layer in _read_file(path.parent / name, chain, at, problems)] + [
-        own
-    ]
+    chain, layers = (*named_by, path), []
+    for name, at in _extended_names(extends, problems):
+        layers += _read_file(path.parent / name, chain, at, problems)
+    return [*layers, own]
 
 
 def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -> Value:
-    """What the file itself holds, ``extends`` included. Raises ConfigError."""
-    if os.path.realpath(path) in map(
-        os.path.realpath, named_by
-    ):  # Path.resolve raises where links lead in a circle
+    """The content of the file itself, ``extends`` included. Raises ConfigError."""
+    # Path.resolve raises where links lead in a circle.
+    if os.path.realpath(path) in map(os.path.realpath, named_by):
         error = f"files extend each other: {' -> '.join(str(p) for p in (*named_by, path))}"
         raise ConfigError.of(where, field, str(path), error, "remove one of these extends")
     try:
@@ -268,22 +259,22 @@ def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -
         raise ConfigError([_unreadable(path, where, field, error, relative)]) from error
     own = read_yaml(text, str(path))
     if own is None or own.data is None:
-        write = "write at least `model:` and `task:`, or `extends:` another file"
-        fix = "fill it, or remove it from extends" if field == "extends" else write
+        content = "write at least `model:` and `task:`, or `extends:` another file"
+        fix = "fill it, or remove it from extends" if field == "extends" else content
         raise ConfigError.of(str(path), "(the whole file)", "(empty)", "the file is empty", fix)
     if not isinstance(own.data, dict):
         holds = "a list" if isinstance(own.data, list) else f"only the value {show(own.data)}"
-        error, fix = (
-            f"a config is a mapping of keys, this file holds {holds}",
-            "write `key: value` lines at its top level",
-        )
+        error = f"a config is a mapping of keys, this file holds {holds}"
+        fix = "write `key: value` lines at its top level"
         raise ConfigError.of(own.where, "(the whole file)", show(own.plain()), error, fix)
     return own
 
 
 def _refuse_other_than_text(path: Path, where: str, field: str) -> None:
-    """Of a pipe or a device the reading may never end, and a file of weights fills the memory. Raises
-    ConfigError, or OSError."""
+    """Reading a pipe or a device may never end, and a file of weights would fill the memory.
+
+    Raises ConfigError, or OSError.
+    """
     status, wrong = path.stat(), None
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         wrong = "a pipe, a socket or a device, not a file"
@@ -294,19 +285,15 @@ def _refuse_other_than_text(path: Path, where: str, field: str) -> None:
 
 
 def _extended_names(extends: Value, problems: list[Problem]) -> list[tuple[str, str]]:
-    """(file, place that names it)"""
+    """Pairs (file, place that names it)."""
     names = []
     for item in extends.data if isinstance(extends.data, list) else [extends]:
         if isinstance(item.data, str) and item.data:
             names.append((item.data, item.where))
             continue
-        error, fix = (
-            "must be the name of a file or a list of such names",
-            "write `extends: base.yaml` or `extends: [a.yaml, b.yaml]`",
-        )
-        problems.append(
-            Problem(where=item.where, field="extends", value=show(item.plain()), error=error, fix=fix)
-        )
+        error = "must be the name of a file or a list of such names"
+        fix, value = "write `extends: base.yaml` or `extends: [a.yaml, b.yaml]`", show(item.plain())
+        problems.append(Problem(where=item.where, field="extends", value=value, error=error, fix=fix))
     return names
 
 
@@ -316,10 +303,8 @@ def _unreadable(
     if isinstance(error, UnicodeDecodeError):
         wrong, fix = f"the file is not UTF-8 text (byte {error.start})", "save it as UTF-8"
     elif isinstance(error, FileNotFoundError) and field == "CONFIG" and OVERRIDE.fullmatch(str(path)):
-        wrong, fix = (
-            "this is an override, CONFIG a YAML file",
-            f"name CONFIG first: `CONFIG {shorten(str(path))}`",
-        )
+        wrong = "this is an override, CONFIG a YAML file"
+        fix = f"name CONFIG first: `CONFIG {shorten(str(path))}`"
     elif isinstance(error, FileNotFoundError):
         wrong, fix = f"no such file; names are relative to {relative}", close_name(path) or "correct the name"
     elif isinstance(error, OSError) and error.errno == errno.ELOOP:
@@ -338,14 +323,17 @@ def _unreadable(
 def _read_overrides(
     overrides: Sequence[str], where: str, layer: Value, problems: list[Problem]
 ) -> tuple[Value, list[Value]]:
-    """All overrides as one layer, over the ``layer`` of those before, of two for the same key the later; and
-    what each ``extends`` names, none of which replaces another."""
+    """All overrides as one layer above ``layer``, and the values of all ``extends``, none of which replaces
+    another.
+
+    Of two overrides for the same key the later one holds.
+    """
     extended = []
     for text, fix in rejoined(overrides):
         if fix is not None:
-            error = "the shell took this override apart"
+            error, value = "the shell took this override apart", shorten(text)
             problems.append(
-                Problem(where=where, field="(override)", value=shorten(text), error=error, fix=shorten(fix))
+                Problem(where=where, field="(override)", value=value, error=error, fix=shorten(fix))
             )
             continue
         try:
@@ -363,10 +351,8 @@ def _read_overrides(
 def _read_override(text: str, where: str) -> Value:
     """One override as a layer. Raises ConfigError."""
     if not text.isascii() and (readable := text.encode(errors="backslashreplace").decode()) != text:
-        error, fix = (
-            "this is not UTF-8 text, or the locale is of another encoding",
-            "write it in UTF-8, and set LC_ALL=C.UTF-8",
-        )
+        error = "this is not UTF-8 text, or the locale is of another encoding"
+        fix = "write it in UTF-8, and set LC_ALL=C.UTF-8"
         raise ConfigError.of(where, "(override)", shorten(readable), error, fix)
     match = OVERRIDE.fullmatch(text)
     if match is None:
@@ -375,15 +361,14 @@ def _read_override(text: str, where: str) -> Value:
     key = match["key"]
     value = read_yaml(match["value"], where, override=key)
     if value is None:
-        fix = _nothing_for(key)
-        raise ConfigError.of(where, key, "(nothing)", "no value after the `=`", fix)
+        raise ConfigError.of(where, key, "(nothing)", "no value after the `=`", _fix_missing_value(key))
     for part in reversed(key.split(".")):
         value = Value({part: value}, where)
     return value
 
 
-def _nothing_for(key: str) -> str:
-    """How to give a key nothing, in the ways that it takes."""
+def _fix_missing_value(key: str) -> str:
+    """How to write no value, in the forms that the key takes."""
     *parents, last = key.split(".")
     block = _ROOT
     for part in parents:

@@ -1,13 +1,13 @@
-"""Corrections by name: ``correction: decoupled_token_is`` in YAML, ``--correction decoupled_token_is`` in a
+"""Named corrections: ``correction: decoupled_token_is`` in YAML, ``--correction decoupled_token_is`` in a
 replay.
 
-A preset says only what differs from the schema's defaults, so that one overridden key takes its companions
-along: ``weight.bound=none`` over ``decoupled_token_is`` needs no word on ``upper``. How layers and overrides
-meet a name: ``configs/reading/shorthands.py``.
+A preset holds only the differences from the schema's defaults, so that dependent defaults follow an
+overridden key: ``weight.bound=none`` over ``decoupled_token_is`` also drops ``upper``. Layers and overrides
+are laid over a preset in ``configs/reading/shorthands.py``.
 
-The first eight are those of the source documents, with their thresholds: 2 for weights, 1.001 for a geometric
-mean, 1e-4 for the veto that goes with it. The study of truncated importance sampling (Yao et al. 2025) gives
-no threshold for its variants: 2, as above.
+The first eight and their thresholds come from the source documents: 2 for weights, 1.001 for a geometric
+mean, 1e-4 for the veto beside it. The study of truncated importance sampling (Yao et al. 2025) gives no
+threshold for its variants; they use 2 too.
 """
 
 from collections.abc import Mapping
@@ -110,7 +110,7 @@ PRESETS: Mapping[str, CorrectionConfig] = MappingProxyType(
 ALIASES: Mapping[str, CorrectionConfig] = MappingProxyType(
     {name: from_verl(block)[0] for name, block in VERL_PRESETS.items()}
 )
-"""Presets under the names that verl has for them; not all of them are equal to one of ours."""
+"""verl's presets by verl's names. Not every one equals a preset of ours."""
 DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
     {name: description for name, (description, _) in _PRESETS.items()}
 )
@@ -118,8 +118,7 @@ DESCRIPTIONS: Mapping[str, str] = MappingProxyType(
 
 
 def preset_body(name: str) -> dict[str, Any]:
-    """What a preset or alias says in the words of ``correction:``, a copy. Raises KeyError for an unknown
-    name."""
+    """A copy of the ``correction:`` block of a preset or alias. Raises KeyError for an unknown name."""
     if name not in ALIASES:
         return deepcopy(_PRESETS[name][1])
     ours = preset_name(ALIASES[name])
@@ -127,19 +126,19 @@ def preset_body(name: str) -> dict[str, Any]:
 
 
 def alias_notes(name: str) -> list[str]:
-    """What an alias stands for, and what verl does otherwise beside it; nothing for other names."""
+    """What an alias stands for, and how verl differs; empty for other names."""
     if name not in ALIASES:
         return []
     ours = preset_name(ALIASES[name])
-    stands_for = ours or f"{{verl: {show(dict(VERL_PRESETS[name]))}}}, which no preset of Tandem is"
+    meaning = ours or f"{{verl: {show(dict(VERL_PRESETS[name]))}}}, which no preset of Tandem is"
     beside = [note for note in from_verl(VERL_PRESETS[name])[1] if note.startswith(REJECTED_TOKENS)]
-    return [f"{name} is a preset of verl -> {stands_for}", *beside]
+    return [f"{name} is a preset of verl -> {meaning}", *beside]
 
 
 def preset_name(correction: CorrectionConfig) -> str | None:
-    """The preset that a correction is, None where it is none: found by equality, so an override never leaves
-    a name that lies.
+    """The name of the preset that equals this correction, None where none does.
 
-    Of two names for the same correction (``tis``), the first in ``PRESETS``.
+    A correction with an override has no name, since it equals no preset. Of two names for the same correction
+    (``tis``) it is the first in ``PRESETS``.
     """
     return next((name for name, preset in PRESETS.items() if preset == correction), None)

@@ -1,5 +1,4 @@
-"""The ``tandem`` command: arguments in, one exit code out. What the commands do is in
-``launch/commands/train.py``.
+"""The ``tandem`` command: parses arguments, runs a command of ``launch/commands/``, and ends with one exit code.
 
 Exit codes: 0 done; 1 a role failed, or a file cannot be used; 2 bad input, nothing was started; 75 stopped on
 request, can go on; 130 interrupted.
@@ -20,34 +19,29 @@ from typer.core import TyperGroup
 
 
 class Commands(TyperGroup):
-    """The commands; an override with dashes, which is no option of the command, is told from a misspelt
-    option."""
+    """The commands. An override that is written with dashes gets another error than a misspelt option."""
 
     def list_commands(self, ctx):
-        """What help lists, and what is offered for a misspelt command."""
+        """The commands that help lists, and that are proposed for a misspelt one."""
         return [name for name in super().list_commands(ctx) if not self.commands[name].hidden]
 
     def resolve_command(self, ctx, args):
         if args[0] not in self.commands and not args[0].startswith("-"):
-            close = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
-            hint = (
-                f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(self.list_commands(ctx))}"
-            )
+            names = self.list_commands(ctx)
+            close = difflib.get_close_matches(args[0], names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(names)}"
             ctx.fail(f"No such command {args[0]!r}; {hint}")
         name, command, rest = super().resolve_command(ctx, args)
-        assert command is not None  # only completion gets none
+        assert command is not None  # it is None for completion alone
         options = {option for parameter in command.params for option in parameter.opts}
         if any(parameter.name == "overrides" for parameter in command.params):
-            _refuse_dashes(
-                argument
-                for argument in rest
-                if argument.startswith("-") and argument.partition("=")[0] not in options
-            )
+            dashed = [argument for argument in rest if argument.startswith("-")]
+            _refuse_dashes(argument for argument in dashed if argument.partition("=")[0] not in options)
         return name, command, rest
 
 
 def _refuse_dashes(arguments: Iterable[str]) -> None:
-    """Raises BadInput for one that has the key of a config."""
+    """Raises BadInput for an argument that is the key of a config with dashes."""
     for plain in (argument.lstrip("-") for argument in arguments):
         from configs.schema import RunConfig, SftConfig
         from launch.checks.config import BadInput
@@ -115,9 +109,9 @@ def train(
     config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None
 ) -> None:
     """Train by RL: SGLang servers, the sample role and the Megatron learner, from start to report."""
-    from launch.commands import train as training
+    from launch.commands.train import train as run
 
-    training.train(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
+    run(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command()
@@ -126,9 +120,9 @@ def resume(
 ) -> None:
     """Go on with a run that was stopped or failed, from its newest whole checkpoint; overrides (such as
     steps=300) change its config."""
-    from launch.commands import train as training
+    from launch.commands.train import resume as resume_run
 
-    training.resume(run, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
+    resume_run(run, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command("init")
@@ -139,9 +133,9 @@ def make_experiment(
     ] = None,
 ) -> None:
     """Write a commented config, a reward function and example data: the start of an experiment of your own."""
-    from launch.commands import init as experiment
+    from launch.commands import init
 
-    experiment.make_experiment(folder, model)
+    init.make_experiment(folder, model)
 
 
 @app.command()
@@ -186,9 +180,9 @@ def prepare(
 ) -> None:
     """Make the run folder of a run on several nodes (launch.nodes) and print what to start on each, for hosts
     without Slurm."""
-    from launch.commands import prepare as preparation
+    from launch.commands.prepare import prepare as prepare_run
 
-    preparation.prepare(config, overrides or [], endpoint=endpoint)
+    prepare_run(config, overrides or [], endpoint=endpoint)
 
 
 @app.command()
@@ -196,9 +190,9 @@ def sft(
     config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None
 ) -> None:
     """Warm-start a model by supervised training on prompts with answers."""
-    from launch.commands import train as training
+    from launch.commands.train import sft as run
 
-    training.sft(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
+    run(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command("eval")
@@ -206,9 +200,9 @@ def evaluate(
     config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None
 ) -> None:
     """Measure the accuracy of model.path on the task's held-out problems."""
-    from launch.commands import train as training
+    from launch.commands.train import evaluate as run
 
-    training.evaluate(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
+    run(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
 @app.command()
@@ -232,10 +226,10 @@ def report(run: RunPath) -> None:
 @app.command()
 def status(run: RunPath) -> None:
     """Say what a run is doing: step, rate, time left, results, checkpoint, Slurm job, roles."""
-    from launch.commands.status import status as look
-    from launch.roles import start
+    from launch.commands.status import status as status_of
+    from launch.roles.start import existing_run
 
-    print(look(start.existing_run(run)))
+    print(status_of(existing_run(run)))
 
 
 @app.command()
@@ -246,7 +240,7 @@ def logs(
         typer.Option(help="Show the logs of this role alone: learn, sample, serve, sglang-0, slurm, ..."),
     ] = None,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on with what is added, until the run ends or Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Show new lines too, until the run ends or Ctrl-C.")
     ] = False,
     lines: Annotated[
         int, typer.Option("--lines", "-n", min=0, help="Show this many lines of the end of each log.")
@@ -254,9 +248,9 @@ def logs(
 ) -> None:
     """Show the ends of a run's logs, per role and node."""
     from launch.commands.status import log_files, show_logs
-    from launch.roles import start
+    from launch.roles.start import existing_run
 
-    folder = start.existing_run(run)
+    folder = existing_run(run)
     show_logs(folder, log_files(folder, role), lines=lines, follow=follow)
 
 
@@ -285,8 +279,8 @@ def check_cluster(
         typer.Option(help="A run that is going on: list what it listens on here, instead.", metavar="RUN"),
     ] = None,
 ) -> None:
-    """Find what keeps a first job on a cluster from running: drivers, limits, shared folder, ports,
-    interfaces. One call per node: srun --nodes 4 --ntasks-per-node 1 tandem check-cluster CONFIG"""
+    """Check a cluster before a first job: drivers, limits, shared folder, ports, interfaces. One call per
+    node: srun --nodes 4 --ntasks-per-node 1 tandem check-cluster CONFIG"""
     from launch.commands.check_cluster import check_cluster as check
     from launch.commands.check_cluster import check_sockets
     from launch.roles.start import existing_run
@@ -308,8 +302,7 @@ def replay(
     ] = False,
     plot: Annotated[bool, typer.Option("--plot", help="Also draw a figure, in the run's figures/.")] = False,
 ) -> None:
-    """Show what other corrections would have made of a recorded step: weights, what is kept, loss and
-    gradient; no engine needed."""
+    """Apply other corrections to a recorded step, without an engine: weights, kept tokens, loss and gradient."""
     from launch.commands import studies
 
     studies.replay(run, step, correction or [], gradients=gradients, plot=plot)
@@ -327,7 +320,7 @@ def verify_sync(
     ] = None,
 ) -> None:
     """Prove the weight transfer: servers that received weights from each learner layout answer, to the bit,
-    like ones started from them."""
+    like servers started from these weights."""
     from launch.commands import studies
 
     if not studies.verify_sync(config, overrides or [], learner or [], rollout or []):
@@ -356,8 +349,8 @@ def mismatch(
         bool, typer.Option("--why", help="Also switch one cause at a time, and rank them.")
     ] = False,
 ) -> None:
-    """Measure how far learner and rollout are apart in probability, for every pair of layouts: sampled and
-    scored by the real engines."""
+    """Measure the gap in probability between learner and rollout, for every pair of layouts, with the real
+    engines."""
     from launch.commands import studies
     from launch.studies.mismatch_plan import Request
 
@@ -397,7 +390,7 @@ def quickstart(
     steps: Annotated[int, typer.Option(min=1, help="The number of RL steps.")] = 150,
     install_seconds: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:
-    """Go the whole path on one machine: tiny model, warm start, RL, evaluation, export, report."""
+    """Run the whole path on one machine: tiny model, warm start, RL, evaluation, export, report."""
     from launch.commands.quickstart import run_quickstart
 
     run_quickstart(seed=seed, steps=steps, install_seconds=install_seconds)
@@ -419,8 +412,8 @@ def plan(
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Print this many pairs.")] = 10,
 ) -> None:
-    """Find layouts of learner and rollout that fit on some GPUs, by expected mismatch; of the model it needs
-    config.json alone."""
+    """Find layouts of learner and rollout that fit on some GPUs, ranked by expected mismatch. The model's
+    config.json is enough."""
     from launch.commands.plan import print_plans
     from parallel.planning.planner import Cluster
 
@@ -461,7 +454,7 @@ def slurm(
 
 @app.command(hidden=True)
 def job(run: RunPath) -> None:
-    """The supervisor inside a Slurm job, which the batch script of `tandem slurm` becomes."""
+    """Supervise a run inside a Slurm job; the batch script of `tandem slurm` becomes this command."""
     from launch.slurm.inside_job import run_job
 
     raise typer.Exit(run_job(run))
@@ -469,9 +462,9 @@ def job(run: RunPath) -> None:
 
 def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
     def run(run_folder: RunPath) -> None:
-        from launch.roles import start
+        from launch.roles.start import run_role
 
-        start.run_role(name, run_folder)
+        run_role(name, run_folder)
 
     app.command(name, help=help_text, hidden=hidden)(run)
 
@@ -485,9 +478,9 @@ def serve(
     ] = None,
 ) -> None:
     """Run one role alone: the SGLang servers of a run, or those of one node."""
-    from launch.roles import start
+    from launch.roles.start import run_role
 
-    start.run_role("serve", run_folder, node)
+    run_role("serve", run_folder, node)
 
 
 _role_command("sample", "Run one role alone: the sampling driver of a run.")
@@ -503,7 +496,7 @@ _role_command(
 )
 _role_command(
     "mismatch-draw",
-    "Samples and scores prompts with the servers of a folder, for a study of mismatch.",
+    "Sample and score prompts with the servers of a folder, for a study of mismatch.",
     hidden=True,
 )
 _role_command(
@@ -515,34 +508,31 @@ _role_command(
 
 
 def check_packages() -> None:
-    """Our packages have plain names: refuse to start when another ``trainer`` (or ...) on the path shadows
-    ours."""
+    """Refuse to start where a package of another owner shadows one of Tandem's, whose names are plain
+    (``trainer``)."""
     root = Path(__file__).resolve().parent.parent
     for name in OUR_PACKAGES:
         spec = importlib.util.find_spec(name)
-        found = Path(spec.origin).resolve().parent if spec and spec.origin else None
-        if found != root / name:
+        folder = Path(spec.origin).resolve().parent if spec and spec.origin else None
+        if folder != root / name:
             sys.exit(
-                f"tandem: the package {name!r} is taken from {found}, not from {root / name}.\n"
+                f"tandem: the package {name!r} is taken from {folder}, not from {root / name}.\n"
                 "Another package of that name comes first on the Python path: run from another folder, or mend PYTHONPATH."
             )
 
 
 def check_current_folder() -> None:
-    """Paths start there, and Python looks for modules there."""
+    """Refuse to start in a folder that was removed: paths start there, and Python looks for modules there."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        print(
-            "tandem: the current folder does not exist any more; change to one that does, and start the command again",
-            file=sys.stderr,
-        )
+        fix = "change to one that does, and start the command again"
+        print(f"tandem: the current folder does not exist any more; {fix}", file=sys.stderr)
         sys.exit(2)
 
 
-def open_what_is_closed() -> None:
-    """Standard streams that the caller closed lead nowhere, so that no file takes their number, and none of
-    them is None."""
+def open_closed_streams() -> None:
+    """Open standard streams that the caller closed, on /dev/null: otherwise a file would take their number."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         stream = open(number, "r" if number == 0 else "w", closefd=False)  # noqa: SIM115
         setattr(sys, ("stdin", "stdout", "stderr")[number], stream)
@@ -550,27 +540,24 @@ def open_what_is_closed() -> None:
 
 
 def main() -> None:
-    open_what_is_closed()
+    open_closed_streams()
     check_current_folder()
     check_packages()
-    os.environ.setdefault(
-        "HF_HUB_DISABLE_PROGRESS_BARS", "1"
-    )  # transformers' bars too, of every process of the run
+    # In every process of the run, and for transformers too.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app()
     except BaseException as error:
-        told = None if isinstance(error, SystemExit) else _told(error)
-        if told is None:
+        answer = None if isinstance(error, SystemExit) else _message_and_exit_code(error)
+        if answer is None:
             raise
-        print(f"tandem: {told[0]}", file=sys.stderr)
-        sys.exit(told[1])
+        message, code = answer
+        print(f"tandem: {message}", file=sys.stderr)
+        sys.exit(code)
 
 
-def _told(error: BaseException) -> tuple[object, int] | None:
-    """What a user is told of an error, and the exit code; None for a bug, which keeps its traceback.
-
-    The classes are imported here: help needs none of them.
-    """
+def _message_and_exit_code(error: BaseException) -> tuple[object, int] | None:
+    """None for a bug, which keeps its traceback. The classes are imported here, since help needs none."""
     from configs.errors import ConfigError
     from launch.checks.config import BadInput
     from launch.processes.stopping import RunStopped

@@ -1,5 +1,5 @@
-"""A block of keys in the words of another system, read key by key. Nothing is dropped in silence: a key is
-honoured, a note says that it has no effect there either, or it is a problem with its fix.
+"""Reads a block of another system key by key. No key is dropped silently: it is honoured, noted as without
+effect in that system too, or refused with a fix.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ TWO_BOUNDS = 'write both as text, lower first: "0.5_2.0"'
 
 
 class ForeignBlock:
-    """A block that is read key by key: what is wrong with it is gathered, and what was understood."""
+    """A block of another system. Its problems, and notes on what its keys mean, are collected while it is read."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class ForeignBlock:
         path: tuple = (),
         outer: "ForeignBlock | None" = None,
     ):
-        """path, outer: of a block inside another one, which gathers the problems and notes of both."""
+        """path, outer: for a block inside another one; ``outer`` collects the problems and notes of both."""
         self.block, self.notes = block, [] if outer is None else outer.notes
         self._name, self._path, self._problems = name, path, [] if outer is None else outer._problems
         for key in block:
@@ -46,18 +46,18 @@ class ForeignBlock:
     # ---- notes
 
     def say(self, keys: Sequence[str], ours: str, *, first: bool = False) -> None:
-        """Notes what the keys that are set mean; nothing where none of them is."""
+        """Note the meaning of those of the keys that are set."""
         given = [f"{key}: {show(self.block[key])}" for key in keys if key in self.block]
         if given:
             self.notes.insert(0 if first else len(self.notes), f"{', '.join(given)} -> {ours}")
 
     def unused(self, keys: Sequence[str], why: str) -> None:
-        """Notes that keys have no effect, where they are set to something."""
+        """Note that those of the keys that are set have no effect."""
         given = [f"{key}: {show(self.block[key])}" for key in keys if not is_off(self.block.get(key))]
         if given:
             self.notes.append(f"{', '.join(given)} -> no effect: {why}")
 
-    # ---- values; a wrong one is noted as a problem and read as if there were none
+    # ---- values; a wrong one becomes a problem and is read as if it were not set
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.block.get(key, default)
@@ -87,19 +87,15 @@ class ForeignBlock:
             return None
         if is_number(value) and (value > 0 or (zero and value == 0)):
             return float(value)
-        self.refuse(
-            key, "must be a number", f"use a number {'of at least' if zero else 'above'} 0, without quotes"
-        )
+        fix = f"use a number {'of at least' if zero else 'above'} 0, without quotes"
+        self.refuse(key, "must be a number", fix)
         return None
 
     def veto(self, key: str, default: float | None) -> float | None:
         value = self.number(key, default)
         if value is not None and value >= 1:
-            self.refuse(
-                key,
-                "would reject what the two policies agree on (rho = 1)",
-                "use a value below 1; usual are 1e-4 to 1e-6",
-            )
+            error = "would reject what the two policies agree on (rho = 1)"
+            self.refuse(key, error, "use a value below 1; usual are 1e-4 to 1e-6")
         return value
 
     def any_number(self, key: str, default: float) -> float:
@@ -111,7 +107,7 @@ class ForeignBlock:
         return default
 
     def inside(self, key: str, known: Sequence[str]) -> "ForeignBlock":
-        """The block of keys at a key; an empty one where it is left out."""
+        """The block at a key; empty where the key is left out."""
         value = self.get(key) or {}
         if not isinstance(value, Mapping):
             self.refuse(key, "must be a block of keys", f"give it keys of: {', '.join(known)}")
@@ -119,33 +115,28 @@ class ForeignBlock:
         return ForeignBlock(value, self._name, known, path=(*self._path, key), outer=self)
 
     def all_inside(self, key: str, known: Sequence[str]) -> list["ForeignBlock"]:
-        """The blocks of keys in the list at a key."""
+        """The blocks in the list at a key."""
         items = self.get(key) or []
         if not isinstance(items, list | tuple) or not all(isinstance(item, Mapping) for item in items):
-            self.refuse(
-                key, "must be a list of blocks", f"write a list of blocks with keys of: {', '.join(known)}"
-            )
+            fix = f"write a list of blocks with keys of: {', '.join(known)}"
+            self.refuse(key, "must be a list of blocks", fix)
             items = []
+        paths = [(*self._path, key, i) for i in range(len(items))]
         return [
-            ForeignBlock(item, self._name, known, path=(*self._path, key, i), outer=self)
-            for i, item in enumerate(items)
+            ForeignBlock(x, self._name, known, path=p, outer=self) for x, p in zip(items, paths, strict=True)
         ]
 
     def listed(self, key: str) -> list[Any]:
-        """The parts of a text with commas, or of a list."""
+        """The parts of a comma-separated text, or of a list."""
         value = self.get(key)
-        parts = (
-            value.split(",")
-            if isinstance(value, str)
-            else value
-            if isinstance(value, list | tuple)
-            else [value]
-        )
+        if isinstance(value, str):
+            value = value.split(",")
+        parts = value if isinstance(value, list | tuple) else [value]
         parts = [part.strip() if isinstance(part, str) else part for part in parts]
         return [part for part in parts if part not in (None, "")]
 
     def bounds(self, key: str, text: Any) -> tuple[float | None, float] | None:
-        """(lower, upper) of verl's ``"0.5_2.0"``; (None, upper) of a number, which may be written as text."""
+        """(lower, upper) of verl's ``"0.5_2.0"``; (None, upper) of a number or its text."""
         parts = text.split("_") if isinstance(text, str) else [text]
         try:
             bounds = [float(part) for part in parts if not isinstance(part, bool)]
@@ -162,11 +153,8 @@ class ForeignBlock:
     def ordered(self, key: str, lower: float, upper: float) -> bool:
         if lower <= upper:
             return True
-        self.refuse(
-            key,
-            f"the lower bound {show(lower)} is above the upper bound {show(upper)}",
-            "correct them; nothing could pass",
-        )
+        error = f"the lower bound {show(lower)} is above the upper bound {show(upper)}"
+        self.refuse(key, error, "correct them; nothing could pass")
         return False
 
 

@@ -1,4 +1,4 @@
-"""Fields by the names that verl, TRL, slime and OpenRLHF give them: what they are here."""
+"""Maps field names of verl, TRL, slime and OpenRLHF to Tandem's fields."""
 
 _STEP = "`rollout.prompts_per_step` prompts, each with `rollout.group_size` responses"
 _PARTS = "`learner.minibatches`, the number of optimizer steps that a step's batch is split into"
@@ -61,4 +61,4 @@ OTHER_FIELDS = {
     "project_name": "`tracking.experiment`",
     "run_name": "`name`",
 }  # fmt: skip
-"""By the last part of the field's name, in words that follow "here it is"."""
+"""The keys are the last parts of the names; the values continue the sentence "here it is"."""

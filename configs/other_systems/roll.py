@@ -1,15 +1,14 @@
-"""Correction blocks of ROLL, read as ours: the ``infer_*`` options of its first releases, and
-``train_infer_correction`` of those since.
+"""Translates ROLL's correction blocks: the ``infer_*`` options of its first releases, and the later
+``train_infer_correction``.
 
 rho = pi_train / pi_rollout, as in the schema; ROLL's bounds act on it. Defaults of the ``infer_*`` options
-are those that its documentation states, defaults of the newer block those of its code. In the newer block,
-levels are
+come from ROLL's documentation, defaults of the newer block from its code. The newer block has these levels:
 
     token, sequence       as ours: rho_t, or the product over the response
     geometric, segment    the geometric mean over the response, or over its segment: ``geometric``, ``segment_geometric``
 
-and ``diff_*`` bound p_train - p_rollout of a token, its sum (sequence) or its mean over the response
-(geometric) or segment. Two small differences are left: ROLL bounds no log-ratio to +-20, and where it filters
+Its ``diff_*`` bound p_train - p_rollout of a token, its sum (sequence) or its mean over the response
+(geometric) or segment. Two small differences remain. ROLL does not bound log-ratios to +-20. Where it filters
 in the loss (``denominator: all``) and averages by sequence, it divides a sequence's sum by its kept tokens.
 """
 
@@ -45,10 +44,8 @@ ROLL_KEYS = (
 NEW_BLOCK, RECOMPUTE = "train_infer_correction", "enable_old_logprobs_recompute"
 NEW_ROLL_KEYS = (NEW_BLOCK, RECOMPUTE)
 _WEIGHT_KEYS = ("enabled", "weight_type", "upper_bound", "detach")
-_RATIO_KEYS, _DIFFERENCE_KEYS = (
-    ("ratio_enabled", "ratio_low", "ratio_high"),
-    ("diff_enabled", "diff_low", "diff_high"),
-)
+_RATIO_KEYS = ("ratio_enabled", "ratio_low", "ratio_high")
+_DIFFERENCE_KEYS = ("diff_enabled", "diff_low", "diff_high")
 _LEVELS: dict[str, Level] = {
     "token": "token",
     "segment": "segment_geometric",
@@ -64,7 +61,7 @@ _REDUCTIONS: dict[str, Literal["token", "sum", "mean", "segment_mean"]] = {
 
 
 def from_roll(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
-    """The correction that ROLL's options ask for, and notes on how each of them was understood.
+    """(the correction that ROLL's options ask for, a note on the meaning of each option).
 
     block: ``infer_*`` options, or ``train_infer_correction`` and, beside it,
     ``enable_old_logprobs_recompute``. Raises ConfigError with every key that cannot be honoured;
@@ -73,9 +70,8 @@ def from_roll(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
     read = ForeignBlock(block, "ROLL block", (*ROLL_KEYS, *NEW_ROLL_KEYS))
     if NEW_BLOCK in block:
         for key in block.keys() & set(ROLL_KEYS):
-            read.refuse(
-                key, f"is of ROLL's first releases, {NEW_BLOCK} of those since", "keep one of the two"
-            )
+            error = f"is of ROLL's first releases, {NEW_BLOCK} of those since"
+            read.refuse(key, error, "keep one of the two")
         return _from_new(read)
     read.unused((RECOMPUTE,), f"it goes with {NEW_BLOCK}")
     return _from_options(read)
@@ -88,14 +84,10 @@ def _from_options(read: ForeignBlock) -> tuple[CorrectionConfig, list[str]]:
     veto = _roll_veto(read)
     read.raise_problems()
     if not on:
-        said = (
-            "infer_correction: false"
-            if "infer_correction" in read.block
-            else "infer_correction is left out, and false by default"
-        )
-        return CorrectionConfig(weight=NoWeight()), [
-            f"{said} -> nothing is corrected, metrics only; the other keys rest"
-        ]
+        is_set = "infer_correction" in read.block
+        setting = ": false" if is_set else " is left out, and false by default"
+        note = f"infer_correction{setting} -> nothing is corrected, metrics only; the other keys rest"
+        return CorrectionConfig(weight=NoWeight()), [note]
     read.say(("infer_correction",), "mode: decoupled", first=True)
     return CorrectionConfig(weight=weight, reject=tuple(reject), veto=veto), read.notes
 
@@ -109,21 +101,17 @@ def _from_new(read: ForeignBlock) -> tuple[CorrectionConfig, list[str]]:
     inner = read.inside(NEW_BLOCK, ("is_weight", "filters"))
     weight = _new_weight(inner.inside("is_weight", _WEIGHT_KEYS))
     filters = inner.all_inside("filters", ("enabled", "agg_type", *_RATIO_KEYS, *_DIFFERENCE_KEYS))
-    reject = [rule for one in filters for rule in _new_rules(one)]
+    reject = [rule for block in filters for rule in _new_rules(block)]
     read.raise_problems()
     denominator = "all" if reject and not recompute else "kept"
     if reject:
-        counted = (
-            "before their tokens are counted"
-            if recompute
-            else "in the loss, whose tokens were counted before"
+        before, after = "before their tokens are counted", "in the loss, whose tokens were counted before"
+        is_set = RECOMPUTE in read.block
+        setting = f": {show(recompute)}" if is_set else " is left out, and false by default"
+        filters_at = before if recompute else after
+        read.notes.append(
+            f"{RECOMPUTE}{setting} -> denominator: {denominator}; ROLL then filters {filters_at}"
         )
-        said = (
-            f"{RECOMPUTE}: {show(recompute)}"
-            if RECOMPUTE in read.block
-            else f"{RECOMPUTE} is left out, and false by default"
-        )
-        read.notes.append(f"{said} -> denominator: {denominator}; ROLL then filters {counted}")
     else:
         read.unused((RECOMPUTE,), "the learner says when old log-probs are recomputed (learner.old_logprobs)")
     return CorrectionConfig(weight=weight, reject=tuple(reject), denominator=denominator), read.notes
@@ -177,11 +165,9 @@ def _new_rules(read: ForeignBlock) -> list[RejectionRule]:
 
 
 def _roll_weight(read: ForeignBlock) -> NoWeight | ImportanceWeight:
-    level: Level | Literal["none"] | None = (
-        None
-        if is_off(read.get("infer_is_mode", "token"))
-        else read.choice("infer_is_mode", ("token", "sequence", "none"), "token")
-    )
+    level: Level | Literal["none"] | None = None
+    if not is_off(read.get("infer_is_mode", "token")):
+        level = read.choice("infer_is_mode", ("token", "sequence", "none"), "token")
     keys = ("infer_is_threshold_min", "infer_is_threshold_max")
     lower, upper = read.number(keys[0], 0.0, zero=True), read.number(keys[1], 2.0)
     if level is None or level == "none":
@@ -202,17 +188,14 @@ def _roll_weight(read: ForeignBlock) -> NoWeight | ImportanceWeight:
 
 def _roll_rules(read: ForeignBlock) -> list[RejectionRule]:
     per_token = "token" if read.flag("enable_token_reject") else None
-    of_sequence = read.get("enable_seq_reject")
-    of_sequence = (
-        None
-        if is_off(of_sequence)
-        else read.choice("enable_seq_reject", ("sequence", "geometric", "none"), None)
-    )
-    found = [
+    per_sequence = None
+    if not is_off(read.get("enable_seq_reject")):
+        per_sequence = read.choice("enable_seq_reject", ("sequence", "geometric", "none"), None)
+    rules = [
         _roll_rule(read, "enable_token_reject", per_token, "infer_token_mask_threshold", 0.0, 2.0),
-        _roll_rule(read, "enable_seq_reject", of_sequence, "infer_seq_mask_threshold", 0.1, 10.0),
+        _roll_rule(read, "enable_seq_reject", per_sequence, "infer_seq_mask_threshold", 0.1, 10.0),
     ]
-    return [rule for rule in found if rule is not None]
+    return [rule for rule in rules if rule is not None]
 
 
 def _roll_veto(read: ForeignBlock) -> float | None:
@@ -233,7 +216,7 @@ def _roll_rule(
     lower: float,
     upper: float,
 ) -> RatioRule | None:
-    """The rule at ``level``, None where it is off; ``lower`` and ``upper`` are ROLL's defaults."""
+    """The rule at ``level``, None where it is off. ``lower`` and ``upper`` are ROLL's defaults."""
     keys = (f"{key}_min", f"{key}_max")
     given_lower, given_upper = read.number(keys[0], lower, zero=True), read.number(keys[1], upper)
     if level is None or level == "none":

@@ -1,11 +1,12 @@
-"""Values that verl names otherwise, as the names that the schema knows: ``kl: {estimator: low_var_kl}``,
-``objective: {type: vanilla}``.
+"""Translates verl's names of values into the schema's: ``kl: {estimator: low_var_kl}``, ``objective: {type:
+vanilla}``.
 
-Only names that stand for the same formula with the same defaults are taken. A name that stands for nearly the
-same is refused, with what differs and what to write.
+A name is translated only where formula and defaults are the same. A name for nearly the same formula is
+refused; the error says what differs and what to write.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from configs.errors import Problem
 from configs.reading.yaml_values import Value, show
@@ -56,27 +57,21 @@ NEARLY: Mapping[tuple[str, str], Mapping[str, tuple[str, str]]] = {
 
 
 def in_our_names(layer: Value, problems: list[Problem], notes: list[str]) -> Value:
-    """The layer with these values in our names, and a note on each. A block with a refused one is left out,
-    and its problem noted."""
+    """The layer with the schema's names for these values.
+
+    notes: gets a line for each translated value. problems: gets each refused value, whose block is left out.
+    """
     for (block, key), names in OUR_NAMES.items():
-        found = layer.at([block, key])
-        if found is None or not isinstance(found.data, str):
+        value, field = layer.at([block, key]), f"{block}.{key}"
+        if value is None or not isinstance(value.data, str):
             continue
-        if found.data in NEARLY.get((block, key), {}):
-            error, fix = NEARLY[block, key][found.data]
-            problems.append(
-                Problem(
-                    where=found.where, field=f"{block}.{key}", value=show(found.data), error=error, fix=fix
-                )
-            )
-            layer = Value({name: value for name, value in layer.data.items() if name != block}, layer.where)
-        elif found.data in names:
-            notes.append(f"{block}.{key} ({found.where}): {found.data} is verl's name -> {names[found.data]}")
-            inside = layer.data[block]
-            renamed = Value(
-                {**inside.data, key: Value(names[found.data], found.where)},
-                inside.where,
-                afresh=inside.afresh,
-            )
-            layer = Value({**layer.data, block: renamed}, layer.where)
+        theirs, where = value.data, value.where
+        if theirs in NEARLY.get((block, key), {}):
+            error, fix = NEARLY[block, key][theirs]
+            problems.append(Problem(where=where, field=field, value=show(theirs), error=error, fix=fix))
+            layer = Value({name: other for name, other in layer.data.items() if name != block}, layer.where)
+        elif theirs in names:
+            notes.append(f"{field} ({where}): {theirs} is verl's name -> {names[theirs]}")
+            body = {**layer.data[block].data, key: Value(names[theirs], where)}
+            layer = Value({**layer.data, block: replace(layer.data[block], data=body)}, layer.where)
     return layer

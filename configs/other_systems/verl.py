@@ -1,5 +1,4 @@
-"""Correction blocks of other systems, read as ours: verl's ``rollout_correction`` here, ROLL's in
-``roll.py``.
+"""Translates verl's ``rollout_correction`` block (``roll.py``: ROLL's).
 
 rho = pi_train / pi_rollout, as in the schema.
 
@@ -7,8 +6,8 @@ verl changed the meaning of its bounds. Up to December 2025, ``rollout_rs: token
 keeps what has lower <= rho <= upper at that level. Since then, ``token_k1``, ``seq_sum_k1`` and
 ``seq_mean_k1`` bound the sum or mean of -log rho by the logarithms of the same numbers, which keeps lower <=
 1 / rho <= upper, that is 1 / upper <= rho <= 1 / lower. Both are read, each with its own meaning. Defaults
-are those of verl's YAML (``rollout_is: null``), which a pasted block meets, and not of its Python class. One
-difference is left: the newer rules bound each token's log-ratio to +-20 before summing, ours the sum.
+are those of verl's YAML (``rollout_is: null``), where a pasted block comes from, and not those of its Python
+class. One difference remains: verl's newer rules bound each token's log-ratio to +-20, ours bound the sum.
 """
 
 from collections.abc import Mapping
@@ -73,9 +72,10 @@ VERL_PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
     "bypass_pg_geo_rs_token_tis": _GRADIENT | _TOKEN | _GEOMETRIC,
     "bypass_pg_geo_rs_seq_tis": _GRADIENT | _SEQUENCE | _GEOMETRIC,
 })  # fmt: skip
-"""Presets of verl since December 2025 whose names ours do not have, as the blocks that they stand for there.
-Its geometric ones have no veto, and their bounds are of 1 / rho; in those that ours are named after
-(``decoupled_geo_rs``) it was otherwise."""
+"""verl's presets since December 2025 under names that Tandem's presets do not have, as verl's blocks.
+
+Their geometric rules have no veto, and bound 1 / rho. verl's earlier presets, after which Tandem's are named
+(``decoupled_geo_rs``), had a veto and bounded rho."""
 
 _FIELDS = {
     "loss_mode": "objective.type",
@@ -89,14 +89,13 @@ _FIELDS = {
     "kl_penalty": "kl.estimator, with kl.place=reward",
     "adv_estimator": "advantage.type",
 }
-"""verl's fields outside of its ``rollout_correction``, and ours."""
+"""verl's fields outside ``rollout_correction``, and Tandem's."""
 
 
 def from_verl(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
-    """The correction that verl's ``rollout_correction:`` block asks for, and notes on how each of its keys
-    was understood.
+    """(the correction that verl's ``rollout_correction:`` block asks for, a note on the meaning of each key).
 
-    block: keys of the version of November 2025 or of those since, also mixed. ``rollout_rs`` and
+    block: keys of the version of November 2025 or of later ones, also mixed. ``rollout_rs`` and
     ``rollout_rs_threshold`` may be text with commas, as in verl, or lists.
     Raises ConfigError with every key that cannot be honoured; ``Problem.field`` is the key.
     """
@@ -128,7 +127,7 @@ def from_verl(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
 
 
 def fix_for_foreign_key(key: str) -> str | None:
-    """Where a key of another system goes that was found among ours; None for any other key."""
+    """The fix for a key of another system that stands among Tandem's; None for any other key."""
     if key in ("rollout_correction", *VERL_KEYS):
         return "keys of verl's rollout_correction block go under `correction: {verl: {...}}`"
     if key in _FIELDS:
@@ -138,16 +137,10 @@ def fix_for_foreign_key(key: str) -> str | None:
     return "infer_* options of ROLL go under `correction: {roll: {...}}`" if key in ROLL_KEYS else None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# verl
-
-
 def _verl_gradient(read: ForeignBlock, bypass: bool) -> bool:
     """Whether the loss is a policy gradient."""
-    old, new = (
-        read.flag("use_policy_gradient", None),
-        read.choice("loss_type", ("ppo_clip", "reinforce"), None),
-    )
+    old = read.flag("use_policy_gradient", None)
+    new = read.choice("loss_type", ("ppo_clip", "reinforce"), None)
     if old is not None and new is not None and old != (new == "reinforce"):
         read.refuse("use_policy_gradient", f"contradicts loss_type: {new}", "keep one of the two")
         return False
@@ -170,10 +163,8 @@ def _verl_weight(read: ForeignBlock, weighs: bool) -> NoWeight | ImportanceWeigh
     bounds = None if text is None else read.bounds("rollout_is_threshold", text)
     normalise = read.flag("rollout_is_batch_normalize")
     if not weighs:
-        read.unused(
-            ("rollout_is", *keys),
-            "in bypass mode with PPO's loss the ratio is current / rollout already, so nothing else weighs",
-        )
+        why = "in bypass mode with PPO's loss the ratio is current / rollout already, so nothing else weighs"
+        read.unused(("rollout_is", *keys), why)
         return NoWeight()
     if level is None:
         if "rollout_is" not in read.block:
@@ -183,10 +174,8 @@ def _verl_weight(read: ForeignBlock, weighs: bool) -> NoWeight | ImportanceWeigh
         read.unused(keys, "rollout_is is null")
         return NoWeight()
     if bounds is None:
-        read.say(
-            ("rollout_is", "rollout_is_threshold"),
-            "weight: {level: none}, since verl weighs nothing without a threshold",
-        )
+        meaning = "weight: {level: none}, since verl weighs nothing without a threshold"
+        read.say(("rollout_is", "rollout_is_threshold"), meaning)
         read.unused(("rollout_is_batch_normalize",), "there are no weights")
         return NoWeight()
     lower, upper = bounds
@@ -212,21 +201,13 @@ def _verl_rules(read: ForeignBlock) -> list[RejectionRule]:
         read.refuse("rollout_rs", f"{unknown[0]} is not a rule", did_you_mean(unknown[0], known, "rules"))
         return []
     if read.get("rollout_rs_threshold_lower") is not None:
-        read.refuse(
-            "rollout_rs_threshold_lower",
-            f"goes with the older rules ({', '.join(_OLD_RULES)}) alone",
-            TWO_BOUNDS,
-        )
+        error = f"goes with the older rules ({', '.join(_OLD_RULES)}) alone"
+        read.refuse("rollout_rs_threshold_lower", error, TWO_BOUNDS)
     texts = read.listed("rollout_rs_threshold")
     if len(texts) not in (1, len(names)):
-        error = (
-            f"{len(texts)} thresholds, but the number of rules is {len(names)}" if texts else _NO_THRESHOLD
-        )
-        read.refuse(
-            "rollout_rs_threshold",
-            error,
-            f"give one for all rules or one for each; for two bounds of one rule, {TWO_BOUNDS}",
-        )
+        counts = f"{len(texts)} thresholds, but the number of rules is {len(names)}"
+        fix = f"give one for all rules or one for each; for two bounds of one rule, {TWO_BOUNDS}"
+        read.refuse("rollout_rs_threshold", counts if texts else _NO_THRESHOLD, fix)
         return []
     pairs = zip(names, texts * len(names) if len(texts) == 1 else texts, strict=True)
     return [rule for name, text in pairs if (rule := _verl_new_rule(read, name, text)) is not None]
@@ -237,16 +218,11 @@ def _verl_old_rule(read: ForeignBlock, level: Level) -> list[RejectionRule]:
     text = read.get("rollout_rs_threshold")
     if text is None or isinstance(text, str):
         error = _NO_THRESHOLD if text is None else f"must be a number for rollout_rs: {level}"
-        read.refuse(
-            "rollout_rs_threshold",
-            error,
-            "write the upper bound, without quotes; the lower one is rollout_rs_threshold_lower",
-        )
+        fix = "write the upper bound, without quotes; the lower one is rollout_rs_threshold_lower"
+        read.refuse("rollout_rs_threshold", error, fix)
         return []
-    upper, lower = (
-        read.number("rollout_rs_threshold", None),
-        read.number("rollout_rs_threshold_lower", None, zero=True),
-    )
+    upper = read.number("rollout_rs_threshold", None)
+    lower = read.number("rollout_rs_threshold_lower", None, zero=True)
     if upper is None:
         return []
     lower = 1 / upper if lower is None else lower
@@ -263,19 +239,19 @@ def _verl_new_rule(read: ForeignBlock, name: str, text: Any) -> RejectionRule | 
     if bounds is None:
         return None
     lower, upper = bounds
-    said = f"rollout_rs: {name}, {key}: {show(text)}"
+    setting = f"rollout_rs: {name}, {key}: {show(text)}"
     if name in _DIVERGENCES:
         if lower is not None:
             read.refuse(key, f"{name} has an upper bound alone", f"write one number for it: {upper}")
             return None
         kind, reduce = _DIVERGENCES[name]
         rule = DivergenceRule(rule=kind, reduce=reduce, upper=upper)
-        read.notes.append(f"{said} -> reject: {shown(rule)}")
+        read.notes.append(f"{setting} -> reject: {shown(rule)}")
         return rule
     lower = 1 / upper if lower is None else lower
     if not read.ordered(key, lower, upper):
         return None
     rule = RatioRule(level=_RATIO_RULES[name], lower=1 / upper, upper=1 / lower)
     inverted = f"verl bounds 1 / rho there, {show(lower)} <= 1 / rho <= {show(upper)}; the same set, with bounds on rho"
-    read.notes.append(f"{said} -> reject: {shown(rule)} ({inverted})")
+    read.notes.append(f"{setting} -> reject: {shown(rule)} ({inverted})")
     return rule

@@ -1,3 +1,3 @@
-"""From YAML text and overrides to values that know their line, and from pydantic's errors to messages.
-What a field means stands in ``configs/schema/``.
+"""YAML text and overrides become values that know their line; pydantic's errors become messages.
+``configs/schema/`` says what the fields mean.
 """

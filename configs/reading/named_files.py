@@ -1,4 +1,4 @@
-"""The files and folders that a config names: those that are not there, with the line that names them."""
+"""Finds the files and folders that a config names and that do not exist, with the line that names them."""
 
 import difflib
 import os
@@ -12,54 +12,43 @@ from configs.schema import RunConfig, SftConfig
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
-"""Pickles mostly."""
+"""Mostly pickles, which are not read."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Any one of these makes a folder one that holds a tokenizer."""
+"""A folder with any one of these holds a tokenizer."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SIMILAR_MODELS = 3
 
 
 def check_files(config: RunConfig | SftConfig, tree: Value | None = None) -> list[Problem]:
-    """What is not there; an empty list where all is well. ``tree``: the YAML of the config, where its lines
-    are known."""
-    tree = tree or Value({}, "config")
-    return [
-        Problem(
-            where=tree.where_of(field.split(".")),
-            field=field,
-            value=str(path),
-            error=f"{error}: {path.absolute()}",
-            fix=fix,
-        )
-        for field, path, error, fix in _file_problems(config)
-    ]
+    """A problem for each file that is missing or of the wrong kind. ``tree``: the YAML of the config, where
+    its lines are known."""
+    tree, problems = tree or Value({}, "config"), []
+    for field, path, error, fix in _file_problems(config):
+        where, error = tree.where_of(field.split(".")), f"{error}: {path.absolute()}"
+        problems.append(Problem(where=where, field=field, value=str(path), error=error, fix=fix))
+    return problems
 
 
 def close_name(path: Path, *, is_folder: bool = False) -> str | None:
-    """A file (or folder) beside it with a similar name, as a fix; None where there is none."""
+    """A fix that names a similar file (or folder) beside ``path``; None where there is none."""
     try:
-        names = [
-            p.name
-            for p in path.parent.iterdir()
-            if p.name != path.name and (p.is_dir() if is_folder else p.is_file())
-        ]
+        beside = [p for p in path.parent.iterdir() if (p.is_dir() if is_folder else p.is_file())]
     except OSError:
         return f"the folder {path.parent} does not exist either" if not path.parent.exists() else None
-    close = difflib.get_close_matches(path.name, names, n=1)
+    close = difflib.get_close_matches(path.name, [p.name for p in beside if p.name != path.name], n=1)
     return f"did you mean `{path.parent / close[0]}`?" if close else None
 
 
 def _file_problems(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path, str, str]]:
-    """(field, path, what is wrong, fix)"""
+    """Rows (field, path, error, fix)."""
     yield from _model_problems("model.path", config.model.path, TOKENIZERS)
     if isinstance(config, RunConfig) and config.critic is not None and config.critic.model is not None:
-        yield from _model_problems(
-            "critic.model.path", config.critic.model.path, ()
-        )  # reads the policy's tokens
+        # The critic reads the policy's tokens, so its folder needs no tokenizer.
+        yield from _model_problems("critic.model.path", config.critic.model.path, ())
     for field, path in _data_files(config):
         if not path.is_file():
             error = "a file is wanted, this is a folder" if path.is_dir() else "no such file"
-            yield field, path, error, _fix_data(path)
+            yield field, path, error, _fix_data_path(path)
     resume = config.resume if isinstance(config, RunConfig) else None
     if resume is not None and not resume.is_dir():
         fix = _fix_path(resume, "name a folder under launch.runs_dir, or remove resume", is_folder=True)
@@ -71,77 +60,72 @@ def _model_problems(
 ) -> Iterator[tuple[str, Path, str, str]]:
     if not model.is_dir():
         error = "a Hugging Face folder is wanted, this is a file" if model.exists() else "no such folder"
-        yield field, model, error, _fix_model(model)
+        yield field, model, error, _fix_model_path(model)
         return
     if not (model / "config.json").is_file():
-        yield field, model, "the folder has no config.json", _fix_folder(model)
+        yield field, model, "the folder has no config.json", _fix_model_folder(model)
     elif (missing := missing_weights(model)) is not None:
         yield field, model, *missing
     elif tokenizers and not any((model / name).is_file() for name in tokenizers):
-        yield field, model, f"the folder has no {' or '.join(tokenizers)}", _WHAT_A_FOLDER_HOLDS
+        yield field, model, f"the folder has no {' or '.join(tokenizers)}", _COMPLETE_FOLDER
 
 
-_WHAT_A_FOLDER_HOLDS = (
+_COMPLETE_FOLDER = (
     "name the folder that holds config.json, *.safetensors and the tokenizer, or download what is missing"
 )
 
 
-def _fix_folder(model: Path) -> str:
-    """Published models come with a folder around them now and then."""
+def _fix_model_folder(model: Path) -> str:
+    """Some published models come inside another folder."""
     inside = sorted(path.parent for path in model.glob("*/config.json"))
-    return f"did you mean `{inside[0]}`?" if len(inside) == 1 else _WHAT_A_FOLDER_HOLDS
+    return f"did you mean `{inside[0]}`?" if len(inside) == 1 else _COMPLETE_FOLDER
 
 
 def missing_weights(model: Path) -> tuple[str, str] | None:
-    """(what is wrong, fix) of a folder without safetensors of the names that are read; None where they are
-    there."""
+    """(error, fix) of a folder without the safetensors files that are read; None where it has them."""
     if any((model / name).is_file() for name in WEIGHTS):
         return None
     error = f"the folder has no {' or '.join(WEIGHTS)}"
     others = sorted(path.name for pattern in OTHER_WEIGHTS for path in model.glob(pattern))
     shards = sorted(path.name for path in model.glob("*.safetensors"))
     if shards:
-        found = f", though it has {shards[0]}"
+        instead = f", though it has {shards[0]}"
         fix = f"download {WEIGHTS[1]} too; a single file is to be named {WEIGHTS[0]}"
     elif others:
-        found = f", but {others[0]}, which is not read: it would run code of whoever wrote it, or is of another program"
+        instead = f", but {others[0]}, which is not read: it would run code of whoever wrote it, or is of another program"
         fix = (
             "use a copy with safetensors; most models have one, and `transformers` makes one of a model that you trust: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
         )
     else:
-        found, fix = "", _WHAT_A_FOLDER_HOLDS
-    return error + found, fix
+        instead, fix = "", _COMPLETE_FOLDER
+    return error + instead, fix
 
 
 def _data_files(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path]]:
-    block, names = (
-        ("task", ("train_path", "heldout_path")) if isinstance(config, RunConfig) else ("data", ("path",))
-    )
+    is_run = isinstance(config, RunConfig)
+    block, names = ("task", ("train_path", "heldout_path")) if is_run else ("data", ("path",))
     for name in names:
         path = getattr(getattr(config, block), name, None)
         if path is not None:
             yield f"{block}.{name}", path
 
 
-def _fix_model(model: Path) -> str:
+def _fix_model_path(model: Path) -> str:
     if model.exists():
-        return _fix_path(model, _WHAT_A_FOLDER_HOLDS)
+        return _fix_path(model, _COMPLETE_FOLDER)
     if is_hub_id(model):
         where = f"models/{model.name}"
         return f"nothing is downloaded by itself: `hf download {model} --local-dir {where}`, then model.path={where}{_other_models()}"
-    return _fix_path(
-        model,
-        f"download the checkpoint to this disk first, and name its folder{_other_models()}",
-        is_folder=True,
-    )
+    fix = f"download the checkpoint to this disk first, and name its folder{_other_models()}"
+    return _fix_path(model, fix, is_folder=True)
 
 
 def _other_models() -> str:
-    """The newest model folders at the places where they mostly are."""
+    """The newest model folders at the usual places."""
     places = ("*", "models/*", "runs/quickstart-*/*", "runs/*/hf")
-    found = {path.parent for place in places for path in Path().glob(f"{place}/config.json")}
-    newest = sorted((path for path in found if missing_weights(path) is None), key=_age)[:_SIMILAR_MODELS]
+    folders = {path.parent for place in places for path in Path().glob(f"{place}/config.json")}
+    newest = sorted((path for path in folders if missing_weights(path) is None), key=_age)[:_SIMILAR_MODELS]
     return f" (models that are here: {', '.join(map(str, newest))})" if newest else ""
 
 
@@ -152,11 +136,10 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-def _fix_data(path: Path) -> str:
+def _fix_data_path(path: Path) -> str:
     if path.is_dir():
-        inside = sorted(
-            file for pattern in ("*.jsonl", "*.parquet", "*/*.parquet") for file in path.glob(pattern)
-        )
+        patterns = ("*.jsonl", "*.parquet", "*/*.parquet")
+        inside = sorted(file for pattern in patterns for file in path.glob(pattern))
         return f"name a file in it, such as {inside[0]}" if inside else "name a .jsonl or .parquet file"
     if is_hub_id(path) and path.suffix not in (".jsonl", ".parquet", ".json", ".ndjson"):
         fetch = f"`hf download {path} --repo-type dataset --local-dir data/{path.name}`"
@@ -165,21 +148,16 @@ def _fix_data(path: Path) -> str:
 
 
 def is_hub_id(path: Path) -> bool:
-    """Whether this may be the name of something on the Hugging Face hub, OWNER/NAME, rather than a path."""
-    is_name = _HUB_ID.fullmatch(str(path)) is not None
-    return (
-        is_name
-        and not path.parent.exists()
-        and path.parts[0] not in ("models", "data", "runs", "checkpoints")
-    )
+    """Whether this looks like OWNER/NAME of the Hugging Face hub rather than a path."""
+    if _HUB_ID.fullmatch(str(path)) is None or path.parent.exists():
+        return False
+    return path.parts[0] not in ("models", "data", "runs", "checkpoints")
 
 
 def _fix_path(path: Path, otherwise: str, *, is_folder: bool = False) -> str:
     if path.is_symlink() and not path.exists():
         return f"this is a symbolic link to {os.readlink(path)}, which is not there; correct the link"
-    close = None if path.exists() else close_name(path, is_folder=is_folder) if path.parent.exists() else None
-    return close or (
-        otherwise
-        if path.is_absolute()
-        else f"{otherwise}; relative paths start at the current folder, {Path.cwd()}"
-    )
+    if not path.exists() and path.parent.exists() and (close := close_name(path, is_folder=is_folder)):
+        return close
+    start = "" if path.is_absolute() else f"; relative paths start at the current folder, {Path.cwd()}"
+    return f"{otherwise}{start}"

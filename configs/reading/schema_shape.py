@@ -1,4 +1,4 @@
-"""What the schema allows at each place of a config, as far as merging and error messages need to know it."""
+"""The schema as merging and error messages see it: what may stand at each place of a config."""
 
 import json
 import types
@@ -19,7 +19,7 @@ class Shape:
     """One place of the schema."""
 
     members: tuple[Any, ...] = ()
-    """What may stand there: the members of a union, or the one type, with pydantic's metadata. Empty: the
+    """The members of the union that may stand there, or the one type, with pydantic's metadata. Empty: the
     schema has no such place."""
     field: FieldInfo | None = None
     """None for an item of a list or a mapping, and for the root."""
@@ -30,10 +30,9 @@ class Shape:
 
     @property
     def models(self) -> list[type[Schema]]:
-        """The classes that a block may be, picked by ``tag_key`` where they are several."""
-        return [
-            m for m in self.members if isinstance(m, type) and get_origin(m) is None and issubclass(m, Schema)
-        ]
+        """The classes that a block may have; ``tag_key`` picks one of several."""
+        classes = (m for m in self.members if isinstance(m, type) and get_origin(m) is None)
+        return [one for one in classes if issubclass(one, Schema)]
 
     @property
     def choices(self) -> list[Any]:
@@ -48,13 +47,13 @@ class Shape:
 
     @property
     def length(self) -> int | None:
-        """Of a list of so many items, None for anything else."""
+        """The length of a list of fixed length; None for anything else."""
         tuples = [get_args(m) for m in self.members if get_origin(m) is tuple]
         return next((len(items) for items in tuples if items[-1] is not Ellipsis), None)
 
     @property
     def tag_key(self) -> str | None:
-        """The key that says which variant a block is, where there are several."""
+        """The key whose value picks the variant of a block; None where there is one class."""
         if len(self.models) < 2:
             return None
         return next(
@@ -66,11 +65,8 @@ class Shape:
     @property
     def tags(self) -> dict[str, type[Schema]]:
         """The variants by their tag."""
-        return {
-            tag: model
-            for model in self.models
-            for tag in get_args(model.model_fields[self.tag_key].annotation)
-        }
+        tags = {model: get_args(model.model_fields[self.tag_key].annotation) for model in self.models}
+        return {tag: model for model in self.models for tag in tags[model]}
 
     @property
     def default(self) -> Any:
@@ -79,21 +75,20 @@ class Shape:
         return self.field.get_default(call_default_factory=True, validated_data={})
 
     def tag_of(self, block: Value | None) -> Any:
-        """The tag that a block gives or, where it gives none, that of the default; None where there is
-        neither."""
+        """The tag of a block, or else that of the default; None where neither has one."""
         key = self.tag_key
-        given = block.at([key]) if block is not None else None
-        if given is not None:
-            return given.data
+        tag = block.at([key]) if block is not None else None
+        if tag is not None:
+            return tag.data
         return getattr(self.default, key) if key and isinstance(self.default, Schema) else None
 
     def pick(self, tag: Any) -> "Shape":
-        """Only the variant of that tag; all of them where there is none such, or no variants."""
+        """The variant with this tag alone; all variants where none has it."""
         chosen = self.tags.get(tag) if self.tag_key and isinstance(tag, str) else None
         return Shape((chosen,), self.field) if chosen else self
 
     def variant(self, block: Value | None) -> "Shape":
-        """Only the variant that a block is."""
+        """The variant of this block alone."""
         return self.pick(self.tag_of(block)) if self.tag_key else self
 
     def child(self, key: Hashable) -> "Shape":
@@ -105,7 +100,7 @@ class Shape:
         return Shape.of(self.item) if self.item is not None and not self.models else Shape()
 
     def takes(self, key: Hashable, value: Any) -> bool:
-        """Whether a block may have this value, plain data, at a key; False where the schema has no such key."""
+        """Whether a block may have this plain value at a key; False where the schema has no such key."""
         model = next((model for model in self.models if key in model.model_fields), None)
         if model is None:
             return False
@@ -116,7 +111,7 @@ class Shape:
         return True
 
     def names(self) -> list[str]:
-        """The keys that a block may have."""
+        """All keys that a block may have."""
         return list(dict.fromkeys(key for model in self.models for key in model.model_fields))
 
 

@@ -1,14 +1,13 @@
-"""A correction that is given by name, or in the keys of another system, as the explicit block that the schema
-knows.
+"""Turns a named correction, or one in the keys of another system, into the explicit block of the schema.
 
     correction: decoupled_geo_rs                                    a preset
-    correction: {preset: decoupled_geo_rs, veto: 1e-5}              a preset, and keys that say otherwise
+    correction: {preset: decoupled_geo_rs, veto: 1e-5}              a preset with overridden keys
     correction: {verl: {rollout_is: token}}                         verl's rollout_correction block, read by configs/other_systems/verl.py
     correction: {roll: {infer_correction: true}}                    ROLL's infer_* options or train_infer_correction, likewise
 
-A layer that does so starts the block afresh: nothing that lower layers say of ``correction`` stays. Its other
-keys, and those of later layers, merge over the body that the name stands for. Only a ``verl`` (``roll``)
-block over another one is read together with it, so that one of its keys can be overridden.
+A layer with a shorthand starts the block afresh and drops the ``correction`` of lower layers. Its other keys,
+and those of later layers, merge over the body that the shorthand stands for. Only a ``verl`` (``roll``) block
+over another one is merged with it first, so that a later layer can override one of its keys.
 """
 
 from collections.abc import Sequence
@@ -25,8 +24,8 @@ _READERS = {"verl": from_verl, "roll": from_roll}
 
 
 def with_named_preset(layer: Value) -> Value:
-    """``correction: NAME`` as ``correction: {preset: NAME}``, so that overrides of the same layer can stand
-    beside it."""
+    """``correction: NAME`` as ``correction: {preset: NAME}``, so that other overrides of the block can join
+    it."""
     block = layer.at(["correction"])
     if block is None or not isinstance(block.data, str):
         return layer
@@ -34,41 +33,32 @@ def with_named_preset(layer: Value) -> Value:
 
 
 def expand(layers: Sequence[Value], problems: list[Problem]) -> tuple[list[Value], list[str]]:
-    """The layers, lowest first, with explicit corrections: a layer that uses a shorthand becomes two, what it
-    stands for and the rest.
+    """(layers, lowest first, with explicit corrections; notes).
 
-    Also the notes on how the block of another system was understood, where the correction starts from one.
-    Problems are added to the list.
+    A layer with a shorthand becomes two: the shorthand's body, and the rest. The notes say what each key of
+    another system was read as. ``problems`` gets what is wrong.
     """
     expanded: list[Value] = []
     notes: list[str] = []
     started: tuple[str, Value] | None = None
     for layer in map(with_named_preset, layers):
         block = layer.at(["correction"])
-        used = (
-            [key for key in SHORTHANDS if key in block.data]
-            if block is not None and isinstance(block.data, dict)
-            else []
-        )
+        has_keys = block is not None and isinstance(block.data, dict)
+        used = [key for key in SHORTHANDS if key in block.data] if has_keys else []
         if block is None or not used:
             expanded.append(layer)
             continue
         rest = Value({key: value for key, value in block.data.items() if key not in SHORTHANDS}, block.where)
         key, given = used[0], block.data[used[0]]
-        if (
-            started
-            and started[0] == key
-            and isinstance(given.data, dict)
-            and isinstance(started[1].data, dict)
-        ):
+        if started and started[0] == key and all(isinstance(v.data, dict) for v in (started[1], given)):
             given = Value({**started[1].data, **given.data}, given.where)
         started = key, given
         try:
             _require_one(used, block)
-            body, notes = _body(key, given)
+            body, notes = _body_of(key, given)
         except ConfigError as error:
             problems += error.problems
-            body, rest = {}, Value({}, block.where)  # its other keys may only make sense over what it names
+            body, rest = {}, Value({}, block.where)  # the other keys may make sense over the body alone
         where = f"{given.where}, {f'preset {given.data}' if key == 'preset' else key}"
         expanded.append(Value({"correction": _as_value(body, where, afresh=True)}, layer.where))
         expanded.append(Value({**layer.data, "correction": rest}, layer.where))
@@ -77,48 +67,39 @@ def expand(layers: Sequence[Value], problems: list[Problem]) -> tuple[list[Value
 
 def _require_one(used: Sequence[str], block: Value) -> None:
     if len(used) > 1:
-        error, fix = (
-            "a correction starts from one of these",
-            "keep one; other keys of `correction` may then say otherwise",
-        )
-        field, value = (
-            ", ".join(f"correction.{key}" for key in used),
-            show({key: block.data[key].plain() for key in used}),
-        )
+        error = "a correction starts from one of these"
+        fix = "keep one; other keys of `correction` may override parts of it"
+        field = ", ".join(f"correction.{key}" for key in used)
+        value = show({key: block.data[key].plain() for key in used})
         raise ConfigError.of(block.data[used[-1]].where, field, value, error, fix)
 
 
-def _body(key: str, given: Value) -> tuple[dict[str, Any], list[str]]:
-    """What a shorthand stands for, and notes. Raises ConfigError."""
+def _body_of(key: str, given: Value) -> tuple[dict[str, Any], list[str]]:
+    """The explicit block of a shorthand, and notes. Raises ConfigError."""
+    field = f"correction.{key}"
     if key == "preset":
-        return _preset(given), [
-            f"correction.preset ({given.where}): {note}" for note in alias_notes(given.data)
-        ]
-    if not isinstance(given.data, dict):
-        error, fix = (
-            "must be a block of keys",
-            f"write `correction: {{{key}: {{...}}}}` with the keys of that system's block",
-        )
-        raise ConfigError.of(given.where, f"correction.{key}", show(given.plain()), error, fix)
-    try:
-        correction, notes = _READERS[key](given.plain())
-    except ConfigError as error:
-        raise ConfigError(
-            [
-                replace(p, where=given.where_of(_path(p.field)), field=f"correction.{key}.{p.field}")
-                for p in error.problems
-            ]
-        ) from error
-    return correction.model_dump(mode="json", exclude_none=True), [
-        f"correction.{key} ({given.where}): {note}" for note in notes
-    ]
+        body, notes = _body_of_preset(given), alias_notes(given.data)
+    elif not isinstance(given.data, dict):
+        fix = f"write `correction: {{{key}: {{...}}}}` with the keys of that system's block"
+        raise ConfigError.of(given.where, field, show(given.plain()), "must be a block of keys", fix)
+    else:
+        try:
+            correction, notes = _READERS[key](given.plain())
+        except ConfigError as error:
+            places = [given.where_of(_path_of(problem.field)) for problem in error.problems]
+            problems = zip(error.problems, places, strict=True)
+            raise ConfigError(
+                [replace(p, where=at, field=f"{field}.{p.field}") for p, at in problems]
+            ) from error
+        body = correction.model_dump(mode="json", exclude_none=True)
+    return body, [f"{field} ({given.where}): {note}" for note in notes]
 
 
-def _path(field: str) -> list[str | int]:
+def _path_of(field: str) -> list[str | int]:
     return [int(part) if part.isdigit() else part for part in field.split(".")]
 
 
-def _preset(given: Value) -> dict[str, Any]:
+def _body_of_preset(given: Value) -> dict[str, Any]:
     if isinstance(given.data, str) and given.data in {**PRESETS, **ALIASES}:
         return preset_body(given.data)
     listed = f"presets: {', '.join(PRESETS)}"

@@ -1,5 +1,5 @@
-"""Overrides that a shell took apart, or that another system writes another way: what was meant, and how to
-write it.
+"""Recognises overrides that a shell split, or that are in the syntax of another system, and says how to write
+them.
 
 steps = 5               arrives as `steps`, `=`, `5`
 layout={tp: 2, dp: 1}   arrives as `layout={tp:`, `2,`, `dp:`, `1}`; in bash without its blanks as `layout=tp:2`, `layout=dp:1`
@@ -14,10 +14,10 @@ _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 
 
 def rejoined(texts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Each override with None, or the pieces of one that was taken apart, and how to write it."""
+    """Pairs (override, None), or for one that a shell split (its pieces, fix)."""
     rest = list(texts)
     while rest:
-        count = _pieces(rest)
+        count = _count_pieces(rest)
         pieces, rest = rest[:count], rest[count:]
         if count == 1:
             yield pieces[0], None
@@ -29,8 +29,8 @@ def rejoined(texts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
             yield " ".join(pieces), f"write it without blanks around the `=`: {quoted(f'{key}={value}')}"
 
 
-def _pieces(texts: Sequence[str]) -> int:
-    """How many of the first texts are one override."""
+def _count_pieces(texts: Sequence[str]) -> int:
+    """The number of texts, from the first on, that are one override."""
     first = texts[0]
     if _opens_a_block(first):
         open_brackets = 0
@@ -38,18 +38,12 @@ def _pieces(texts: Sequence[str]) -> int:
             open_brackets += _open_brackets(text)
             if open_brackets <= 0:
                 return count
-        return 1  # they close nowhere: a mistake of another kind
-    following = [*texts[1:3], "", ""]
-    if _KEY.fullmatch(first) and following[0].startswith("="):
-        return 3 if following[0] == "=" and following[1] else 2
-    if (
-        first.endswith("=")
-        and _KEY.fullmatch(first[:-1])
-        and following[0]
-        and not re.search(r"[=\s]|^-", following[0])
-    ):
-        return 2
-    return 1
+        return 1  # no bracket closes: a mistake of another kind
+    second, third = [*texts[1:3], "", ""][:2]
+    if _KEY.fullmatch(first) and second.startswith("="):
+        return 3 if second == "=" and third else 2
+    is_key = first.endswith("=") and _KEY.fullmatch(first[:-1])
+    return 2 if is_key and second and not re.search(r"[=\s]|^-", second) else 1
 
 
 def _opens_a_block(text: str) -> bool:
@@ -62,14 +56,13 @@ def _open_brackets(text: str) -> int:
 
 
 def quoted(text: str) -> str:
-    """For a shell, as little as it needs."""
-    return (
-        "'" + text.replace("'", "'\\''") + "'" if re.search(r"[\s{}\[\]*?$&|;<>()'\"~#!`\\]", text) else text
-    )
+    """Quoted for a shell, where it needs quotes."""
+    needs_quotes = re.search(r"[\s{}\[\]*?$&|;<>()'\"~#!`\\]", text)
+    return "'" + text.replace("'", "'\\''") + "'" if needs_quotes else text
 
 
 def fix_for_no_override(text: str) -> str:
-    """What to write instead of a text that has not the form ``key.sub=value``."""
+    """The fix for a text that is not of the form ``key.sub=value``."""
     plain = text.lstrip("-")
     if plain != text and OVERRIDE.fullmatch(plain):
         return f"write `{plain}`, without dashes"

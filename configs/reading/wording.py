@@ -1,5 +1,5 @@
-"""Pydantic's errors as problems: the line that set the field, its value, what is wrong in plain words, and
-what to write instead."""
+"""Turns pydantic's errors into problems: the line that set the field, its value, the error in plain language,
+and what to write instead."""
 
 import re
 from collections.abc import Hashable, Iterator, Sequence
@@ -29,37 +29,35 @@ _WRONG_TYPE = {
     "tuple": "must be a list",
     "list": "must be a list",
 }
-"""By the first word of pydantic's error type."""
+"""The keys are the first words of pydantic's error types."""
 _PLAIN_TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
 _COMPARISONS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def problems_of(error: ValidationError, tree: Value, root: Shape) -> Iterator[Problem]:
-    """``tree`` is what was validated, with its lines; ``root`` the schema class that it was validated
+    """``tree``: the values that were validated, with their lines. ``root``: the schema that they were validated
     against."""
     seen: set[tuple] = set()
     for details in error.errors(include_url=False):
-        if (
-            details["type"] == "default_factory_not_called"
-        ):  # a default that follows from a field that is wrong itself
+        if details["type"] == "default_factory_not_called":  # this default depends on another wrong field
             continue
         path, shape, parent = _locate(root, details["loc"])
-        if details["type"] == "missing" and isinstance(path[-1], int):  # an item of a list of so many
+        if details["type"] == "missing" and isinstance(path[-1], int):  # an item of a list of fixed length
             path, shape = path[:-1], parent
         if details["type"] == "value_error":
             error = details["ctx"]["error"]
-            for found in error.found if isinstance(error, Contradictions) else [error]:
-                yield _contradiction(found, path, shape, tree)
+            for one in error.contradictions if isinstance(error, Contradictions) else [error]:
+                yield _contradiction_problem(one, path, shape, tree)
         elif path not in seen or details["type"].startswith(
             "union"
-        ):  # a plain union gives one error per member
+        ):  # a plain union gives an error per member
             seen.add(path)
             yield _translate(details, path, shape, parent, tree, root)
 
 
 def _locate(root: Shape, loc: Sequence[str | int]) -> tuple[tuple, Shape, Shape]:
-    """Pydantic's location without the tags and labels that it inserts for unions; the shape there, and of its
-    parent."""
+    """(path, its shape, its parent's shape): pydantic's location without the tags and labels that it inserts
+    for unions."""
     path: list[Hashable] = []
     shape = parent = root
     for part in loc:
@@ -79,48 +77,28 @@ def _translate(
     kind, context = details["type"], details.get("ctx", {})
     if kind in ("union_tag_not_found", "union_tag_invalid"):
         path = (*path, shape.tag_key)
-    found = tree.at(path)
-    value = NOT_SET if found is None else show(found.plain())
+    given = tree.at(path)
+    value = NOT_SET if given is None else show(given.plain())
     match kind:
         case "extra_forbidden":
-            known = [*parent.names(), *(SHORTHANDS if path[:-1] == ("correction",) else ())]
-            error, fix = (
-                "unknown key",
-                did_you_mean(str(path[-1]), known, "keys here", _elsewhere(path, root)),
-            )
-            fix = fix_for_foreign_key(str(path[-1])) or _by_another_name(str(path[-1]), root) or fix
-            if "." in str(path[-1]):
-                fix = f"dots are for the command line; in YAML write {_nested(str(path[-1]), found)}"
-            elif ":" in str(path[-1]) and value == "null":
-                fix = f"write a blank after the colon: `{str(path[-1]).replace(':', ': ', 1)}`"
+            error, fix = "unknown key", _fix_unknown_key(str(path[-1]), path, parent, root, given)
         case "missing" | "too_long" if shape.length:
-            error, fix = (
-                f"must be a list of {shape.length} values",
-                f"correct the value{_default_note(shape)}",
-            )
+            error = f"must be a list of {shape.length} values"
+            fix = f"correct the value{_default_note(shape)}"
         case "missing":
-            error, fix = "required, but not set", f"add `{dotted(path)}`{_described(shape)}"
+            error, fix = "required, but not set", f"add `{dotted(path)}`{_description(shape)}"
         case "union_tag_not_found":
-            error, fix = (
-                "does not say which variant the block is",
-                f"set it to one of: {', '.join(shape.tags)}",
-            )
+            error = "does not say which variant the block is"
+            fix = f"set it to one of: {', '.join(shape.tags)}"
         case "union_tag_invalid":
-            error, fix = (
-                "unknown variant",
-                did_you_mean(str(context.get("tag")), list(shape.tags), "variants"),
-            )
+            error = "unknown variant"
+            fix = did_you_mean(str(context.get("tag")), list(shape.tags), "variants")
         case "literal_error":
-            wanted = found.plain() if found is not None else ""
-            error, fix = (
-                "not one of the choices",
-                did_you_mean(str(wanted), [str(choice) for choice in shape.choices], "choices"),
-            )
+            error, text = "not one of the choices", str(given.plain() if given is not None else "")
+            fix = did_you_mean(text, [str(choice) for choice in shape.choices], "choices")
         case _:
-            error, fix = (
-                _wrong(kind, details["msg"], shape),
-                _fix_value(kind, context, path, shape, parent, found),
-            )
+            error = _plain_error(kind, details["msg"], shape)
+            fix = _fix_value(kind, context, path, shape, parent, given)
     return Problem(where=tree.where_of(path), field=dotted(path), value=value, error=error, fix=fix)
 
 
@@ -128,32 +106,37 @@ def _translate(
 # single fields
 
 
-def _wrong(kind: str, message: str, shape: Shape) -> str:
-    union = [
-        _PLAIN_TYPES[member]
-        for member in shape.members
-        if isinstance(member, type) and member in _PLAIN_TYPES
-    ]
-    if kind.endswith(("_type", "_parsing", "_from_float")):
+def _plain_error(kind: str, message: str, shape: Shape) -> str:
+    is_wrong_type = kind.endswith(("_type", "_parsing", "_from_float"))
+    union = [_PLAIN_TYPES[m] for m in shape.members if isinstance(m, type) and m in _PLAIN_TYPES]
+    if is_wrong_type:
         union += [f"`{choice}`" for choice in shape.choices]
     if len(union) > 1:
         return f"must be {', '.join(union[:-1])} or {union[-1]}"
     if kind == "too_short":
         return "must not be empty"
-    stem = kind.split("_")[0]
-    if kind.endswith(("_type", "_parsing", "_from_float")) and stem in _WRONG_TYPE:
-        return _WRONG_TYPE[stem]
-    return (
-        message.replace("Input should", "must")
-        .replace("String should", "must")
-        .replace("must be a valid", "must be a")
-    )
+    if is_wrong_type and (first_word := kind.split("_")[0]) in _WRONG_TYPE:
+        return _WRONG_TYPE[first_word]
+    return re.sub("(Input|String) should", "must", message).replace("must be a valid", "must be a")
+
+
+def _fix_unknown_key(key: str, path: tuple, parent: Shape, root: Shape, given: Value | None) -> str:
+    if "." in key:
+        return f"dots are for the command line; in YAML write {_nested_text(key, given)}"
+    if ":" in key and given is not None and given.plain() is None:
+        return f"write a blank after the colon: `{key.replace(':', ': ', 1)}`"
+    if foreign := fix_for_foreign_key(key):
+        return foreign
+    if key in OTHER_FIELDS and RunConfig in root.models:  # the names are those of training by RL
+        return f"here it is {OTHER_FIELDS[key]}"
+    keys = [*parent.names(), *(SHORTHANDS if path[:-1] == ("correction",) else ())]
+    return did_you_mean(key, keys, "keys here", _other_places(path, root))
 
 
 def _fix_value(
-    kind: str, context: dict, path: tuple, shape: Shape, parent: Shape, found: Value | None
+    kind: str, context: dict, path: tuple, shape: Shape, parent: Shape, given: Value | None
 ) -> str:
-    data = None if found is None else found.data
+    data = None if given is None else given.data
     name, default = dotted(path), _default_note(shape)
     bounds = [f"{words} {context[key]}" for key, words in _COMPARISONS.items() if key in context]
     if bounds:
@@ -165,32 +148,31 @@ def _fix_value(
     if isinstance(data, float) and kind.startswith("int") and data.is_integer():
         return f"write `{name}: {int(data)}`"
     if kind == "too_short":
-        return f"give one or more{_described(shape)}"
-    if (
-        kind.startswith(("string", "path"))
-        and isinstance(data, int | float)
-        and parent.takes(path[-1], show(data))
-    ):
+        return f"give one or more{_description(shape)}"
+    needs_text = kind.startswith(("string", "path"))
+    if needs_text and isinstance(data, int | float) and parent.takes(path[-1], show(data)):
         return f'put it in quotes: `{name}: "{show(data)}"`'
     if kind.startswith(("tuple", "list")) and data is not None and not shape.length:
-        return f"write a list: `{name}: {show([found.plain()])}`"
+        return f"write a list: `{name}: {show([given.plain()])}`"
     if kind.startswith(("model", "dict")) and data is None:
         return f"give it keys, or remove `{name}:`"
     if shape.models and isinstance(data, str) and re.match(r"\w+:", data):
         return f"quote the override, since the shell takes braces apart: '{name}={{{data.replace(':', ': ', 1)}, ...}}'"
     if shape.models:
         return f"give a block with keys of: {', '.join(shape.names())}"
-    return f"correct the value{default or _described(shape)}"
+    return f"correct the value{default or _description(shape)}"
 
 
-def _nested(key: str, value: Value | None) -> str:
+def _nested_text(key: str, value: Value | None) -> str:
+    """The dotted key as nested YAML."""
     plain = None if value is None else value.plain()
     for part in reversed(key.split(".")):
         plain = {part: plain}
     return f"`{show(plain)[1:-1]}`"
 
 
-def _described(shape: Shape) -> str:
+def _description(shape: Shape) -> str:
+    """The first sentence of the field's docstring, or its variants."""
     text = shape.field.description if shape.field else None
     if text:
         first_sentence = re.split(r"(?<=[a-z`)])\.(?=\s+[A-Z])", text, maxsplit=1)[0]
@@ -202,22 +184,13 @@ def _default_note(shape: Shape) -> str:
     return "" if shape.models or shape.default == NOT_SET else f" (default: {show(shape.default)})"
 
 
-def _by_another_name(key: str, root: Shape) -> str | None:
-    """What a field of another system is here; the names are those of training by RL."""
-    known = OTHER_FIELDS.get(key) if RunConfig in root.models else None
-    return f"here it is {known}" if known else None
-
-
-def _elsewhere(path: tuple, root: Shape) -> str | None:
-    """Where else in the schema a key of this name exists: in another variant of its block, or at other
-    places."""
+def _other_places(path: tuple, root: Shape) -> str | None:
+    """The other places of a key's name in the schema: other variants of its block, or else other blocks."""
     block = root
     for part in path[:-1]:
         block = block.child(part)
-    tags = (
-        [tag for tag, model in block.tags.items() if path[-1] in model.model_fields] if block.tag_key else []
-    )
-    if tags:
+    variants = block.tags if block.tag_key else {}
+    if tags := [tag for tag, model in variants.items() if path[-1] in model.model_fields]:
         return f"it goes with `{dotted((*path[:-1], block.tag_key))}` of: {', '.join(tags)}"
     places = [place for place in _all_paths(root, ()) if place[-1] == path[-1]]
     return f"it exists as {' and '.join(f'`{dotted(p)}`' for p in places)}" if places else None
@@ -229,64 +202,64 @@ def _all_paths(shape: Shape, prefix: tuple) -> Iterator[tuple]:
         yield from _all_paths(shape.child(key), (*prefix, key))
 
 
-# ------------------------------------------------------------------------------------------- fields that
-# contradict each other
+# -------------------------------------------------------------------------------------------------------------
+# contradictions between fields
 
 
-def problem_of(said: str, field: str, tree: Value, root: Shape) -> Problem:
-    """What a check beyond the schema found, "what is wrong; fix": of the fields that the text names, such as
-    ``layout.tp``, or else of ``field``."""
-    named = [tuple(name.split(".")) for name in dict.fromkeys(re.findall(r"[a-z_]\w*(?:\.[a-z_]\w*)+", said))]
-    paths = [path for path in named if _is_leaf(root, path, tree)] or [tuple(field.split("."))]
-    return _of_fields(said, paths, (), root, tree)
+def problem_of(text: str, field: str, tree: Value, root: Shape) -> Problem:
+    """The problem of a check outside the schema, whose ``text`` is "error; fix".
+
+    Its fields are those that the text names, such as ``layout.tp``, or else ``field``.
+    """
+    names = dict.fromkeys(re.findall(r"[a-z_]\w*(?:\.[a-z_]\w*)+", text))
+    named = [path for path in (tuple(name.split(".")) for name in names) if _is_leaf(root, path, tree)]
+    return _problem_at(_split_text(text), named or [tuple(field.split("."))], (), root, tree)
 
 
-def _contradiction(found: ValueError, block: tuple, shape: Shape, tree: Value) -> Problem:
-    """What a validator of ours found wrong with fields of ``block``, each with its value and place, or with
-    ``block`` itself."""
-    fields = found.fields if isinstance(found, Contradiction) else ()
-    paths = [(*block, *field.split(".")) for field in fields] or [block]
-    return _of_fields(found, paths, block, shape.variant(tree.at(block)) if fields else shape, tree)
+def _contradiction_problem(error: ValueError, block: tuple, shape: Shape, tree: Value) -> Problem:
+    """The problem of a validator's error: of the fields that it names inside ``block``, or of the block."""
+    if not isinstance(error, Contradiction):
+        error = _split_text(str(error))
+    if not error.fields:
+        return _problem_at(error, [block], block, shape, tree)
+    paths = [(*block, *field.split(".")) for field in error.fields]
+    return _problem_at(error, paths, block, shape.variant(tree.at(block)), tree)
 
 
-def _of_fields(
-    found: ValueError | str, paths: Sequence[tuple], block: tuple, shape: Shape, tree: Value
+def _split_text(text: str) -> Contradiction:
+    error, _, fix = text.rpartition("; ")
+    return Contradiction((), error, fix) if error else Contradiction((), fix)
+
+
+def _problem_at(
+    contradiction: Contradiction, paths: Sequence[tuple], block: tuple, shape: Shape, tree: Value
 ) -> Problem:
-    """``paths`` are of the whole config; ``shape`` is that of ``block``, in which they are."""
-    if not isinstance(found, Contradiction):
-        error, _, fix = str(found).rpartition("; ")
-        found = Contradiction((), error, fix) if error else Contradiction((), fix)
+    """``paths`` start at the root; ``shape`` is that of ``block``, which holds them."""
     values, places = [], []
     for path in paths:
         given = tree.at(path)
-        shown = (
-            f"{_default_of(shape, path[len(block) :])} (default)"
-            if given is None
-            else f"{show(given.plain())} ({given.where})"
-        )
-        values.append(shown if len(paths) == 1 else f"{dotted(path)}: {shown}")
-        places += [] if given is None else [given.where]
+        if given is None:
+            value = f"{_default_text(shape, path[len(block) :])} (default)"
+        else:
+            value = f"{show(given.plain())} ({given.where})"
+            places.append(given.where)
+        values.append(value if len(paths) == 1 else f"{dotted(path)}: {value}")
     fields = ", ".join(map(dotted, paths))
-    otherwise = (
-        f"change or remove one of: {fields}" if len(paths) > 1 else f"correct {fields or 'the config'}"
-    )
+    change = f"change or remove one of: {fields}" if len(paths) > 1 else f"correct {fields or 'the config'}"
     return Problem(
         where=", ".join(dict.fromkeys(places)) or tree.where_of(block),
         field=fields or "(the whole config)",
         value=", ".join(values),
-        error=found.error,
-        fix=found.fix or otherwise,
+        error=contradiction.error,
+        fix=contradiction.fix or change,
     )
 
 
 def _is_leaf(shape: Shape, path: tuple[str, ...], block: Value | None) -> bool:
+    """Whether the path leads to a field that holds no block."""
     for part in path:
-        is_named_item = (
-            isinstance(block and block.data, dict)
-            and part in block.data
-            and not shape.models
-            and shape.item is not None
-        )
+        is_mapping = shape.item is not None and not shape.models
+        is_named_item = is_mapping and isinstance(block and block.data, dict) and part in block.data
         if part not in shape.names() and not is_named_item:
             return False
         block = block.at([part]) if block is not None else None
@@ -294,7 +267,7 @@ def _is_leaf(shape: Shape, path: tuple[str, ...], block: Value | None) -> bool:
     return not shape.models
 
 
-def _default_of(shape: Shape, path: tuple) -> str:
+def _default_text(shape: Shape, path: tuple) -> str:
     value: Any = None
     for part in path:
         shape = shape.child(part)

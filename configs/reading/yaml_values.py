@@ -1,8 +1,8 @@
-"""YAML text to values that know the line that set them, and values back to text.
+"""Reads YAML text into values that know their line, and writes values as text.
 
-Text is read by the core schema of YAML 1.2, and not by PyYAML's YAML 1.1, where `1e-4` is text and `no` is
-false. Beyond it, `90_000` is a number, and a repeated key is an error. Text is written so that readers of
-either version agree on it.
+The reader follows the core schema of YAML 1.2, and not PyYAML's YAML 1.1, where `1e-4` is text and `no` is
+false. Two differences: `90_000` is a number, and a repeated key is an error. Readers of either version agree
+on the text that is written.
 """
 
 import re
@@ -17,12 +17,12 @@ import yaml
 from configs.errors import ConfigError, dotted, shorten
 from configs.schema.base import Schema
 
-# ------------------------------------------------------------------------------------------------------- YAML
-# 1.2 for PyYAML
+# -------------------------------------------------------------------------------------------------------------
+# YAML 1.2 for PyYAML
 
 MAX_DEPTH = 100
 MAX_VALUES = 10_000
-"""Of one text, aliases counted as often as they are used. No config comes near either."""
+"""Limits of one text, where an alias counts as often as it is used. No config comes near either."""
 
 _BOOL = re.compile(r"(true|True|TRUE|false|False|FALSE)$")
 _INT = re.compile(r"[-+]?[0-9](_?[0-9])*$|0x[0-9a-fA-F]+$|0o[0-7]+$")
@@ -36,23 +36,22 @@ _CORE_SCHEMA = (
     ("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789")),
     ("tag:yaml.org,2002:merge", re.compile(r"<<$"), ["<"]),
 )
-"""(tag, the texts that have it, their first characters)"""
+"""Rows (tag, pattern of its texts, their first characters)."""
 
 
 class _TooDeep(yaml.MarkedYAMLError):
-    """More than MAX_DEPTH blocks inside each other."""
+    """The text nests more than MAX_DEPTH blocks."""
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with the core schema of YAML 1.2, and no deeper than MAX_DEPTH: its own recursion would end
-    in Python's limit."""
+    """SafeLoader with the core schema of YAML 1.2. MAX_DEPTH keeps its recursion below Python's limit."""
 
     yaml_implicit_resolvers: ClassVar[dict] = {}
     _depth = 0
 
     @contextmanager
     def deeper(self, mark: yaml.Mark) -> Iterator[None]:
-        """While a block at ``mark``, inside those around it, is read. Raises _TooDeep."""
+        """One more level of nesting, for the block at ``mark``. Raises _TooDeep."""
         if self._depth >= MAX_DEPTH:
             raise _TooDeep(problem=f"more than {MAX_DEPTH} blocks inside each other", problem_mark=mark)
         self._depth += 1
@@ -66,33 +65,30 @@ class _Loader(yaml.SafeLoader):
             return super().compose_node(parent, index)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """What is merged in (`<<`) as keys of the mapping's own, each once: else merges of merges would
-        multiply them."""
+        """Copies merged keys (`<<`) into the mapping, each key once: merges of merges would multiply them."""
         with self.deeper(node.start_mark):
             super().flatten_mapping(node)
-        last = {
-            (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key): (key, value)
-            for key, value in node.value
-        }
+        last: dict[Hashable, tuple] = {}
+        for key, value in node.value:
+            last[(key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)] = (key, value)
         node.value = list(last.values())
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes text which YAML 1.1 *or* 1.2 would read as something else, so that any reader
-    agrees."""
+    """SafeDumper that quotes text which YAML 1.1 *or* 1.2 would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 class _Shown(yaml.SafeDumper):
-    """For values in messages: text is quoted only where this loader needs it."""
+    """SafeDumper for messages: it quotes text only where this loader needs it."""
 
     yaml_implicit_resolvers: ClassVar[dict] = {}
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Text with line breaks of any kind in double quotes: PyYAML's other styles turn U+0085 and its like into
+    """Text with any kind of line break gets double quotes: PyYAML's other styles turn U+0085 and its like into
     spaces."""
     breaks = text.splitlines() != [text]
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if text and breaks else None)
@@ -120,7 +116,7 @@ _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
 
 _MOST_DIGITS = 1000
-"""Of a whole number; Python writes one of more than 4300 in no way that JSON knows."""
+"""Most digits of a whole number. Python refuses to write numbers of more than 4300 as JSON."""
 
 
 def is_number_or_bool(text: str) -> bool:
@@ -153,12 +149,13 @@ def show(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A YAML value with the place that set it; ``data`` is dict[str, Value], list[Value] or a scalar."""
+    """A YAML value with the place that set it."""
 
     data: Any
+    """dict[str, Value], list[Value] or a scalar."""
     where: str
     afresh: bool = False
-    """A block that takes the place of what lower layers say of it, instead of merging with that."""
+    """The block replaces that of lower layers instead of merging with it."""
 
     def plain(self) -> Any:
         if isinstance(self.data, dict):
@@ -169,33 +166,33 @@ class Value:
 
     def at(self, path: Sequence[Hashable]) -> "Value | None":
         """The value at a path, or None where there is none."""
-        here = self
+        value = self
         for part in path:
-            in_list = isinstance(here.data, list) and isinstance(part, int) and part < len(here.data)
-            if not in_list and not (isinstance(here.data, dict) and part in here.data):
+            in_list = isinstance(value.data, list) and isinstance(part, int) and part < len(value.data)
+            if not in_list and not (isinstance(value.data, dict) and part in value.data):
                 return None
-            here = here.data[part]
-        return here
+            value = value.data[part]
+        return value
 
     def where_of(self, path: Sequence[Hashable]) -> str:
         """The place that set the path, or its nearest ancestor that is set."""
-        return next(
-            found.where for depth in range(len(path), -1, -1) if (found := self.at(path[:depth])) is not None
-        )
+        values = (self.at(path[:depth]) for depth in range(len(path), -1, -1))
+        return next(value.where for value in values if value is not None)
 
 
 def read_yaml(text: str, source: str, override: str | None = None) -> Value | None:
-    """The value of a YAML text, None where there is nothing in it.
+    """The value of a YAML text; None where the text is empty.
 
     source: the file, or "command line".
-    override: the dotted key whose value the text is; places then name no line, and problems show the whole
-    text. Raises ConfigError where the text is no YAML, or holds what no config can.
+    override: the dotted key that the text is the value of; places then name no line, and problems show the
+    whole text.
+    Raises ConfigError where the text is no YAML, or holds what no config can.
     """
     return _Reader(text, source, override).read()
 
 
 class _Reader:
-    """One text from YAML's nodes to values that know their line."""
+    """Turns the YAML nodes of one text into values that know their line."""
 
     _loader: _Loader
 
@@ -225,9 +222,7 @@ class _Reader:
         within = (*parents, id(node))
         with self._loader.deeper(node.start_mark):
             if isinstance(node, yaml.SequenceNode):
-                items = [
-                    self._value(item, (*path, str(index)), within) for index, item in enumerate(node.value)
-                ]
+                items = [self._value(item, (*path, str(i)), within) for i, item in enumerate(node.value)]
                 return Value(items, self._where(node.start_mark))
             if isinstance(node, yaml.MappingNode):
                 return Value(self._mapping(node, path, within), self._where(node.start_mark))
@@ -251,18 +246,13 @@ class _Reader:
         self._loader.flatten_mapping(node)  # `<<: *anchor`
         data = {}
         for key_node, value_node in node.value:
+            mark = key_node.start_mark
             if not isinstance(key_node, yaml.ScalarNode):
-                raise self._unusable(
-                    path, "a key that is a list or a block", "write text as the key", key_node.start_mark
-                )
+                raise self._unusable(path, "a key that is a list or a block", "write text as the key", mark)
             key = self._loader.construct_object(key_node)
             if not isinstance(key, str):
-                raise self._unusable(
-                    path, f"the key {key!r} is not text", "write the key in quotes", key_node.start_mark
-                )
-            data[key] = Value(
-                self._value(value_node, (*path, key), within).data, self._where(key_node.start_mark)
-            )
+                raise self._unusable(path, f"the key {key!r} is not text", "write the key in quotes", mark)
+            data[key] = Value(self._value(value_node, (*path, key), within).data, self._where(mark))
         return data
 
     def _refuse_repeated_keys(self, node: yaml.MappingNode, path: tuple[str, ...]) -> None:
@@ -270,17 +260,13 @@ class _Reader:
         for key_node, _ in node.value:
             key, mark = key_node.value, key_node.start_mark
             if not isinstance(key, str):
-                continue  # no text: refused later
+                continue  # not text: refused later
             if key in lines:
-                raise self._unusable(
-                    (*path, key),
-                    f"the key is repeated; it is set first in line {lines[key]}",
-                    "keep one of them",
-                    mark,
-                )
+                error = f"the key is repeated; it is set first in line {lines[key]}"
+                raise self._unusable((*path, key), error, "keep one of them", mark)
             lines[key] = mark.line + 1
 
-    # ---- what is wrong
+    # ---- errors
 
     def _where(self, mark: yaml.Mark) -> str:
         return self._source if self._override else f"{self._source}:{mark.line + 1}"
@@ -292,22 +278,25 @@ class _Reader:
         return shorten(rest[0].strip()) if rest else "(end of the file)"
 
     def _unusable(self, path: tuple[str, ...], error: str, fix: str, mark: yaml.Mark) -> ConfigError:
-        """Well-formed YAML that no config can hold."""
+        """The error for well-formed YAML that no config can hold."""
         field = dotted((self._override, *path) if self._override else path) or "(top level)"
         return ConfigError.of(self._where(mark), field, self._line(mark), error, fix)
 
     def _malformed(self, error: yaml.YAMLError) -> ConfigError:
-        what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         fix = "correct the YAML there: `key: value` with a space after the colon, the same indent for keys of one block, closed quotes"
-        if "\\t" in what:
+        if "\\t" in reason:
             fix = "indent with spaces, not tabs"
         if isinstance(error, _TooDeep):
             fix = "nest less; no key of a config is that deep"
-        if "another document" in what:
-            what, fix = "a second document begins", "keep one: remove the `---` line, and write each key once"
+        if "another document" in reason:
+            reason, fix = (
+                "a second document begins",
+                "keep one: remove the `---` line, and write each key once",
+            )
         at = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         where = self._where(mark) if mark else self._source
         value = self._line(mark) if mark else shorten(self._text) if self._override else "(the file)"
         field = self._override or "(YAML syntax)"
-        return ConfigError.of(where, field, value, f"malformed YAML: {what}{at}", fix)
+        return ConfigError.of(where, field, value, f"malformed YAML: {reason}{at}", fix)

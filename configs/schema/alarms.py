@@ -1,4 +1,4 @@
-"""Levels at which a step's metrics raise an alarm."""
+"""Thresholds at which a step's metrics raise an alarm."""
 
 from typing import Annotated
 
@@ -11,34 +11,33 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class AlarmsConfig(Schema):
-    """Each alarm bears the name of its level here; None turns it off. What they mean stands in
-    trainer/README.md."""
+    """Each alarm is named after its threshold; None turns it off. trainer/README.md explains them."""
 
     kept_min: Share | None = 0.0
     """Share of response tokens that the correction keeps: alarm at or below it."""
     first_ratio_tolerance: NonNegativeFloat | None = 1e-3
-    """Of current / old on the first minibatch, where both are the same weights: alarm where a ratio is
-    farther from 1. Decoupled only."""
+    """Largest distance of a ratio current / old from 1 on the first minibatch, where both are the same
+    weights. Decoupled only."""
     weight_mean_min: PositiveFloat | None = 0.5
-    """Mean importance weight, after the bound and before normalisation."""
+    """Least mean importance weight, after the bound and before normalisation."""
     weight_mean_max: PositiveFloat | None = 2.0
-    """The same mean, from above."""
+    """Largest mean importance weight."""
     ess_min: Share | None = 0.3
-    """Effective share of the samples, of the weights before the bound."""
+    """Least effective share of the samples, computed from the weights before the bound."""
     kl_max: PositiveFloat | None = 0.1
-    """Nats per token: |k1| and k3 of KL(rollout || train)."""
+    """Largest |k1| and k3 of KL(rollout || train), in nats per token."""
     chi2_token_max: PositiveFloat | None = 1.0
-    """Mean squared ratio of a token, less 1."""
+    """Largest mean squared ratio of a token, less 1."""
     response_abs_prob_over_max: Share | None = 0.02
-    """Share of responses with a token whose two probabilities differ by more than 0.5. In the study that
-    names this quantity (F. Yao et al., 2025) 1 or 2 of 512 responses are over it with aligned layouts, and
-    tens with different ones."""
+    """Largest share of responses with a token whose two probabilities differ by more than 0.5. The study that
+    names this quantity (F. Yao et al., 2025) counts 1 or 2 of 512 responses with aligned layouts, and tens
+    with different ones."""
     rejected_max: Share | None = 0.5
-    """Share of the response tokens, and of the responses, that all rules together reject."""
+    """Largest share of the response tokens, and of the responses, that all rules together reject."""
 
     reward_failed_max: Share | None = 0.05
-    """Share of the samples whose reward raised, ran out of time or returned no number, and counts as 0. Where
-    all fail, the run ends."""
+    """Largest share of samples whose reward raised, ran out of time or returned no number. Such a reward
+    counts as 0. Where all samples fail, the run ends."""
 
     @model_validator(mode="after")
     def _weight_means_in_order(self):

@@ -1,4 +1,4 @@
-"""The base of every schema class, and the few types that several of them share."""
+"""The base of every schema class, and the types that several of them share."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 
 class Schema(BaseModel):
-    """Frozen, closed (an unknown key is an error) and with every default stated once, here in the schema."""
+    """Frozen and closed: an unknown key is an error. The schema is the only place of a default."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
@@ -17,34 +17,29 @@ class Schema(BaseModel):
 
 
 _UNEXPANDED = re.compile(r"~[\w-]*(?=/|$)|\$\w+|\$\{\w+\}")
-"""What a shell replaces at the beginning of a path."""
+"""The beginning of a path that a shell would expand."""
 LONGEST_NAME, LONGEST_PATH = 255, 4000
-"""Bytes. Linux takes 4096 of a path, of which this leaves some for the files in a folder."""
+"""Bytes. Linux takes paths of 4096; the rest is left for the files in a folder."""
 
 
-def _can_be_looked_at(value: Any) -> Any:
+def _check_path(value: Any) -> Any:
     if value == "":  # as a Path it would be the current folder
         raise ValueError("an empty path; name a file or folder, `.` for the current folder")
     if isinstance(value, str) and (unexpanded := _UNEXPANDED.match(value)):
-        fix = f"write the path out, {os.path.expandvars(os.path.expanduser(value))}"
-        raise ValueError(
-            f"a path in a config is taken as it stands, and `{unexpanded[0]}` in it is not expanded; {fix}"
-        )
-    if isinstance(value, str) and (
-        len(value.encode()) > LONGEST_PATH or any(len(n.encode()) > LONGEST_NAME for n in value.split("/"))
-    ):
-        # of these even Path.exists raises
-        raise ValueError(
-            f"longer than a path ({LONGEST_PATH} bytes) or a name in it ({LONGEST_NAME}) may be; use shorter names"
-        )
+        error = f"a path in a config is taken as it stands, and `{unexpanded[0]}` in it is not expanded"
+        raise ValueError(f"{error}; write the path out, {os.path.expandvars(os.path.expanduser(value))}")
+    sizes = [len(name.encode()) for name in value.split("/")] if isinstance(value, str) else [0]
+    if sum(sizes) + len(sizes) - 1 > LONGEST_PATH or max(sizes) > LONGEST_NAME:  # Path.exists would raise
+        error = f"longer than a path ({LONGEST_PATH} bytes) or a name in it ({LONGEST_NAME}) may be"
+        raise ValueError(f"{error}; use shorter names")
     return value
 
 
-GivenPath = Annotated[Path, BeforeValidator(_can_be_looked_at)]
+GivenPath = Annotated[Path, BeforeValidator(_check_path)]
 
 
 def at_most(limit: float, reason: str) -> AfterValidator:
-    """A generous bound: whoever exceeds it has mistyped, and would hear of it from a role, or never."""
+    """A generous upper bound: a larger value is a slip, which a role would report late, or never."""
 
     def check(value: Any) -> Any:
         if value > limit:
@@ -55,7 +50,7 @@ def at_most(limit: float, reason: str) -> AfterValidator:
 
 
 def at_least(limit: float, reason: str) -> AfterValidator:
-    """The same from below."""
+    """A generous lower bound."""
 
     def check(value: Any) -> Any:
         if value < limit:
@@ -71,7 +66,7 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Count = Annotated[PositiveInt, at_most(10**6, "no cluster runs a million of these at once")]
-"""Of processes, prompts or requests at a time: at most a million."""
+"""Processes, prompts or requests at a time: at most a million."""
 Siblings = Annotated[PositiveInt, at_most(2**16, "nobody samples so many responses to one prompt")]
 """Samples of one prompt: at most 65536."""
 Steps = Annotated[PositiveInt, at_most(10**9, "at a step a second, thirty years have fewer")]
@@ -91,4 +86,4 @@ Temperature = Annotated[
 LearningRate = Annotated[PositiveFloat, at_most(1, "Adam moves every weight by about lr in a step")]
 """At most 1."""
 Coefficient = Annotated[NonNegativeFloat, at_most(1000, "the rest of the loss would not count beside it")]
-"""Of a term of the loss: at most 1000."""
+"""Factor of a term of the loss: at most 1000."""

@@ -1,4 +1,4 @@
-"""What stands between the log-probs of two engines and the loss: importance weights, rejection, veto.
+"""The correction between the log-probs of two engines and the loss: importance weights, rejection, veto.
 
 rho = pi_train / pi_rollout of a token. train is old in ``decoupled`` mode, current in ``bypass`` mode.
 Presets: ``configs/presets.py``.
@@ -12,7 +12,7 @@ from configs.errors import Contradiction
 from configs.schema.base import NonNegativeFloat, PositiveFloat, Schema
 
 Level = Literal["token", "sequence", "geometric", "segment", "segment_geometric"]
-"""What a ratio is of: a token, the product over its sequence's valid tokens, that product's n-th root, the
+"""The unit of a ratio: a token, the product over its sequence's valid tokens, that product's n-th root, the
 product over its segment (a stretch of consecutive valid tokens, such as one turn), or that product's n-th
 root."""
 
@@ -31,7 +31,7 @@ class ImportanceWeight(Schema):
     """The weight of every token, from the ratio at ``level``; never with gradient."""
 
     level: Level = "token"
-    """What the ratio is of: a token, its whole response (product, or its n-th root), or its stretch of valid
+    """The unit of the ratio: a token, its whole response (product, or its n-th root), or its stretch of valid
     tokens."""
     bound: Literal["truncate", "clip", "mask", "none"] = "truncate"
     """truncate: min(rho, upper). clip: into [lower, upper]. mask: 0 outside [lower, upper], the token still
@@ -43,7 +43,7 @@ class ImportanceWeight(Schema):
     lower: NonNegativeFloat | None = Field(
         default_factory=lambda data: _reciprocal(data) if data.get("bound") in TWO_SIDED else None
     )
-    """Of clip and mask: 1 / upper where it is left out."""
+    """For clip and mask; 1 / upper where it is left out."""
     normalise: bool = False
     """Divide the bounded weights by their mean over the step: over tokens at token level, else over sequences
     (segments)."""
@@ -75,12 +75,12 @@ WeightConfig = Annotated[NoWeight | ImportanceWeight, Field(discriminator="level
 
 
 class RatioRule(Schema):
-    """Keeps what has lower <= rho <= upper at ``level``; bounds act on rho itself, before any weight bound."""
+    """Keeps tokens with lower <= rho <= upper at ``level``; bounds act on rho itself, before any weight bound."""
 
     rule: Literal["ratio"] = "ratio"
     """ratio: by rho itself."""
     level: Level = "token"
-    """What the ratio is of; see the level of a weight."""
+    """The unit of the ratio; see the level of a weight."""
     upper: PositiveFloat
     """Largest ratio that is kept."""
     lower: NonNegativeFloat = Field(default_factory=lambda data: _reciprocal(data))
@@ -98,7 +98,7 @@ class RatioRule(Schema):
 
 
 class DivergenceRule(Schema):
-    """Keeps what has a divergence of at most ``upper``: k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho."""
+    """Keeps tokens with a divergence of at most ``upper``: k2 = (log rho)^2 / 2, k3 = rho - 1 - log rho."""
 
     rule: Literal["k2", "k3"]
     """k2 = (log rho)^2 / 2, or k3 = rho - 1 - log rho."""
@@ -109,7 +109,7 @@ class DivergenceRule(Schema):
 
 
 class DifferenceRule(Schema):
-    """Keeps what has lower <= p_train - p_rollout <= upper: the difference of the sampled token's two
+    """Keeps tokens with lower <= p_train - p_rollout <= upper: the difference of the sampled token's two
     probabilities, with its sign."""
 
     rule: Literal["difference"]
@@ -128,8 +128,7 @@ RejectionRule = Annotated[RatioRule | DivergenceRule | DifferenceRule, Field(dis
 
 
 class CorrectionConfig(Schema):
-    """What corrects the gap between the two engines' log-probs. A preset's name may stand in the block's
-    place."""
+    """Corrects the gap between the two engines' log-probs. A preset's name may replace the block."""
 
     mode: Literal["decoupled", "bypass"] = "decoupled"
     """decoupled: rollout, old and current are three policies; old is the learner's own before the update.
@@ -141,14 +140,15 @@ class CorrectionConfig(Schema):
     weight: WeightConfig = Field(
         default_factory=lambda data: NoWeight() if _no_weight_fits(data) else ImportanceWeight()
     )
-    """In bypass mode with the run's objective: none, and nothing else."""
+    """``none`` is the only choice in bypass mode with the run's objective."""
     reject: tuple[RejectionRule, ...] = ()
     """A token is kept where all rules pass it."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
     """One valid token with rho below this (before any bound) rejects its whole sequence. Usual: 1e-4 to 1e-6.
     """
     denominator: Literal["kept", "all"] = "kept"
-    """What the loss is averaged over. kept: what no rule rejected; all: rejected tokens count as zeros."""
+    """The tokens that the loss is averaged over. kept: those that no rule rejected; all: rejected tokens count
+    as zeros."""
 
     @model_validator(mode="after")
     def _mode_fits(self):
@@ -177,7 +177,7 @@ class CorrectionConfig(Schema):
 
 
 def _reciprocal(data: dict[str, Any]) -> float | None:
-    """1 / upper of the fields before; None where upper is not valid, which is an error of its own."""
+    """1 / upper, from the fields before; None where upper is not valid, which is an error of its own."""
     upper = data.get("upper")
     return 1 / upper if upper else None
 

@@ -6,16 +6,16 @@ from configs.schema.model import ModelConfig
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """The learner's optimizer settings with a greater default step: the critic starts from a head of zeros
-    and chases moving returns."""
+    """The learner's optimizer settings with a larger default step: the critic starts from a head of zeros and
+    follows moving returns."""
 
     lr: LearningRate = 1e-5
     """Learning rate of the critic, after the warm-up."""
 
 
 class CriticConfig(Schema):
-    """Layout, minibatches, token budget and recomputation are the learner's; the critic takes as many
-    optimizer steps per batch."""
+    """Layout, minibatches, token budget and recomputation are the learner's. The critic takes as many optimizer
+    steps per batch as the policy."""
 
     model: ModelConfig | None = None
     """The folder whose backbone the critic starts from, with the policy's vocabulary; None: the policy's own.

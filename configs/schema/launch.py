@@ -28,10 +28,10 @@ class NodesConfig(Schema):
     rollout: Count = 1
     """Nodes of the servers."""
     gpus_per_node: NonNegativeInt = 8
-    """Of every node; 0: nodes without GPUs."""
+    """GPUs of every node; 0 for nodes without GPUs."""
     interface: str | None = None
-    """Network interface by which the roles reach each other, on every node (also gloo's and NCCL's). None:
-    the one that a node's host name stands for, or else that of the default route."""
+    """Network interface by which the roles reach each other, on every node (also gloo's and NCCL's). None: the
+    interface with the address of the node's host name, or else that of the default route."""
 
     @property
     def total(self) -> int:
@@ -39,14 +39,14 @@ class NodesConfig(Schema):
 
 
 def _slurm_time(value: str) -> str:
-    # Not all that Slurm reads: of two numbers it takes the first for minutes.
+    # Slurm reads more forms, but takes the first of two numbers for minutes.
     if not re.fullmatch(r"\d{1,3}(:[0-5]\d){2}|\d+-([01]?\d|2[0-3])(:[0-5]\d){0,2}", value, re.ASCII):
         raise ValueError("write hours:minutes:seconds, such as 12:00:00, or days-hours, such as 2-12")
     return value
 
 
 def _one_word(value: str) -> str:
-    """Nothing that would end an ``#SBATCH`` line or make it another: no space, quote, comment or line end."""
+    """Refuses whatever could end or change an ``#SBATCH`` line: spaces, quotes, comments and line ends."""
     if not re.fullmatch(r"[A-Za-z0-9._,:@+/-]+", value, re.ASCII):
         raise ValueError("write a name, or several with commas between, of letters, digits and ._:@+/- only")
     return value
@@ -63,11 +63,11 @@ Option = Annotated[str, AfterValidator(_option)]
 
 
 class SlurmConfig(Schema):
-    """What ``tandem slurm`` asks of Slurm. None: Slurm's own default."""
+    """The request of ``tandem slurm`` to Slurm. None: Slurm's own default."""
 
     time: Annotated[str, AfterValidator(_slurm_time)] = "24:00:00"
-    """Limit of one start, as ``hours:minutes:seconds`` or ``days-hours``; the job is requeued before it and
-    goes on."""
+    """Time limit of one start, as ``hours:minutes:seconds`` or ``days-hours``. The job is requeued before the
+    limit and goes on."""
     partition: OneWord | None = None
     """``--partition``"""
     account: OneWord | None = None
@@ -75,8 +75,8 @@ class SlurmConfig(Schema):
     qos: OneWord | None = None
     """``--qos``"""
     gpus: NonNegativeInt | None = None
-    """Of the one node of a run without ``launch.nodes``; 0 for a node without GPUs. None: one for each
-    process of learner and servers."""
+    """GPUs of the node of a run without ``launch.nodes``; 0 for a node without GPUs. None: one for each process
+    of learner and servers."""
     cpus_per_node: PositiveInt | None = None
     """CPU cores of each node."""
     memory_per_node: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$")
@@ -90,8 +90,8 @@ class SlurmConfig(Schema):
     options: tuple[Option, ...] = ()
     """Further ``#SBATCH`` options, such as ``--exclusive``."""
     notice_s: PositiveInt = 180
-    """Seconds before the time limit at which the run is told to stop: to finish or drop its step, write a
-    checkpoint and be requeued."""
+    """Seconds before the time limit at which the run is told to stop. It then finishes or drops its step, writes
+    a checkpoint and is requeued."""
     max_restarts: PositiveInt = 3
     """Starts after failures that brought no new checkpoint; then the job ends. Pre-emption and time limits
     are not counted."""
@@ -100,36 +100,35 @@ class SlurmConfig(Schema):
 class LaunchConfig(Schema):
     """Where a run writes, where its processes run, and their deadlines."""
 
-    runs_dir: GivenPath = Field(
-        default=Path("runs"), validate_default=False
-    )  # a Path is not what JSON has: pydantic would refuse it
+    # Not validated: the default is a Path, and in strict mode pydantic takes text alone from JSON.
+    runs_dir: GivenPath = Field(default=Path("runs"), validate_default=False)
     """Run folders are made in it; a relative path starts at the folder that the command is started in."""
     nodes: NodesConfig | None = None
     """None: every role on this machine, on its loopback address."""
     placement: Literal["separate", "colocated"] = "separate"
-    """separate: learner and servers have GPUs of their own. colocated: they share them, each giving its
-    memory back in the other's turn."""
+    """separate: learner and servers have GPUs of their own. colocated: they share GPUs, and each side frees its
+    memory in the other's turn."""
     slurm: SlurmConfig = SlurmConfig()
     threads_per_process: Count = 1
     """OMP threads of every process on CPU: several processes with several threads each stall 10-40 times."""
     start_timeout_s: Seconds = 900.0
-    """For all roles to report that they are ready."""
+    """Deadline for all roles to report that they are ready."""
     collective_timeout_s: Seconds = 1800.0
-    """Of torch.distributed and of the weight broadcast; ranks wait in a collective while rank 0 waits for
-    samples."""
+    """Timeout of torch.distributed and of the weight broadcast. Ranks wait in a collective while rank 0 waits
+    for samples."""
     peer_timeout_s: Seconds = 60.0
-    """After which a host that one waits for is given up if it answers nothing, not even its kernel's probes.
-    Shorter cuts of the network are survived. What a busy host does may take its own, longer time
-    (collective_timeout_s, rollout.request_timeout_s)."""
+    """A host that answers nothing for this long, not even its kernel's probes, is given up. Shorter network
+    outages are survived. Work on a host that answers has longer limits (collective_timeout_s,
+    rollout.request_timeout_s)."""
     heartbeat_timeout_s: Seconds = 40.0
-    """For which the kernel must have stopped a process (SIGSTOP) before it is taken for dead, and killed; it
-    is looked at every 10 s. Of processes that only are slow, or of a node that is not heard of, this long and
-    longer, the console tells: time alone ends nothing."""
+    """A process that the kernel reports as stopped (SIGSTOP) for this long is taken for dead and killed; the
+    check runs every 10 s. The console reports processes that are slow, and nodes that are silent, for this long
+    or longer: time alone ends nothing."""
     stop_grace_s: Seconds = 10.0
-    """Between SIGTERM and SIGKILL to a role's process group."""
+    """Time between SIGTERM and SIGKILL to a role's process group."""
     stop_timeout_s: Seconds = 600.0
-    """From a request to stop (SIGTERM or SIGUSR1 to ``tandem train``) to the learner's end, its checkpoint
-    written; then all are ended."""
+    """Time for the learner to write its checkpoint and end after a request to stop (SIGTERM or SIGUSR1 to
+    ``tandem train``). Then every process is ended."""
 
     @model_validator(mode="after")
     def _colocated_on_the_same_nodes(self):
@@ -143,8 +142,8 @@ class LaunchConfig(Schema):
 
     @property
     def patience_s(self) -> float:
-        """Of the learner with the rollout side: less than that of the ranks which wait in a collective
-        meanwhile, so that they hear what has failed."""
+        """Time that the learner waits for the rollout side. It is shorter than the timeout of the ranks that wait
+        in a collective meanwhile, so that they learn what has failed."""
         return 0.9 * self.collective_timeout_s
 
 
@@ -152,17 +151,17 @@ class TrackingConfig(Schema):
     """Where MLflow records the run."""
 
     experiment: str = "tandem"
-    """Name of the MLflow experiment that runs stand side by side in."""
+    """Name of the MLflow experiment, in which runs can be compared."""
     uri: str | None = None
-    """MLflow tracking URI; None: MLFLOW_TRACKING_URI if set, else the sqlite store
-    ``launch.runs_dir``/mlflow.db of all runs there (on a file system of a network: one inside each run
-    folder, since sqlite cannot trust its locks)."""
+    """MLflow tracking URI. None: MLFLOW_TRACKING_URI if set, else the sqlite store ``launch.runs_dir``/mlflow.db
+    of all runs there. On a network file system, whose locks sqlite cannot trust, each run folder has a store of
+    its own."""
 
 
 class EvaluationConfig(Schema):
-    """When held-out problems are answered, and how. ``eval/accuracy`` is the share of responses whose reward
-    is at least 1 (of a weighted reward: its deciding part); ``eval/reward_mean`` stands beside it for rewards
-    that are not 0 or 1."""
+    """When held-out problems are answered, and how. ``eval/accuracy`` is the share of responses with a reward of
+    at least 1 (of a weighted reward: of its deciding part). ``eval/reward_mean`` is for rewards other than 0 and
+    1."""
 
     every: NonNegativeInt = 0
     """Steps between evaluations on held-out problems; 0: only before the first and after the last step."""
@@ -173,18 +172,18 @@ class EvaluationConfig(Schema):
     samples_per_prompt: Siblings = 1
     """Responses sampled for each held-out problem."""
     temperature: Temperature = 1.0
-    """Of the softmax that evaluations sample from; independent of ``rollout.temperature``."""
+    """Temperature of the softmax that evaluations sample from; independent of ``rollout.temperature``."""
 
 
 class RecordEvery(Schema):
-    """One step of every so many."""
+    """Some of the steps, at equal distances."""
 
     every: PositiveInt
     """Steps between recorded ones."""
 
 
 def _one_of_three(value: Any) -> Any:
-    # A union of text and block: pydantic would report what is wrong with either as wrong with both.
+    # A union of text and block: pydantic would report errors of both members.
     if isinstance(value, dict):
         return RecordEvery.model_validate(value, strict=True)
     if value in ("none", "all") or isinstance(value, RecordEvery):

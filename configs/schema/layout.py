@@ -1,4 +1,4 @@
-"""How the learner's processes are laid out."""
+"""The layout of the learner's processes."""
 
 import json
 import math
@@ -11,8 +11,8 @@ from configs.schema.base import Count, Schema
 
 
 class LayoutConfig(Schema):
-    """Sizes of Megatron's parallel groups. One copy of the model takes tp * cp * pp processes, of which there
-    are dp copies."""
+    """Sizes of Megatron's parallel groups. One copy of the model takes tp * cp * pp processes; there are dp
+    copies."""
 
     tp: Count = 1
     """Tensor parallel: every matrix is split over this many ranks."""
@@ -26,11 +26,11 @@ class LayoutConfig(Schema):
     """Context parallel: sequences are split over this many ranks. Above 1 is refused, with Transformer Engine
     too: the learner does not split packed sequences."""
     ep: Count = 1
-    """Expert parallel: the experts of a mixture-of-experts model are split over this many ranks of a stage
-    (of its tp * cp * dp ranks)."""
+    """Expert parallel: the experts of a mixture-of-experts model are split over this many of the tp * cp * dp
+    ranks of a stage."""
     dp: Count | Literal["auto"] = "auto"
-    """Data parallel. auto: as many copies as the GPUs beside the servers are enough for; without a GPU, as
-    few as ep allows, mostly one."""
+    """Data parallel. auto: as many copies as fit on the GPUs beside the servers; without a GPU as few as ep
+    allows, mostly one."""
 
     @model_validator(mode="after")
     def _combinations(self):
@@ -67,8 +67,8 @@ class LayoutConfig(Schema):
 
     @property
     def microbatch_multiple(self) -> int:
-        """A minibatch takes a multiple of this many micro-batches on each rank: an interleaved pipeline fills
-        all its stages at a time."""
+        """The number of micro-batches of a minibatch on each rank is a multiple of this: an interleaved pipeline
+        fills all its stages at a time."""
         return self.pp if self.vpp > 1 else 1
 
     @property
@@ -86,8 +86,8 @@ class LayoutConfig(Schema):
         return self.model_size * self.dp_size
 
     def resolved(self, num_processes: int) -> "LayoutConfig":
-        """This layout on ``num_processes`` processes, dp no longer auto. Raises ValueError where they hold no
-        whole number of copies, or one that ep does not allow."""
+        """This layout on ``num_processes`` processes, with a number for dp. Raises ValueError where the processes
+        hold no whole number of copies, or a number that ep does not allow."""
         if self.dp != "auto":
             return self
         if num_processes < self.model_size or num_processes % self.model_size:
@@ -104,13 +104,13 @@ class LayoutConfig(Schema):
         return self._with_dp(dp)
 
     def smallest(self) -> "LayoutConfig":
-        """This layout, dp=auto taken as the least number of copies that ep allows: one, where there are no
-        experts to split."""
+        """This layout, with the least number of copies that ep allows for dp=auto: one where no experts are
+        split."""
         return self if self.dp != "auto" else self._with_dp(self._dp_multiple)
 
     @property
     def _dp_multiple(self) -> int:
-        """ep divides tp * cp * dp just where dp is a multiple of this."""
+        """ep divides tp * cp * dp if and only if dp is a multiple of this."""
         return self.ep // math.gcd(self.ep, self.tp * self.cp)
 
     def _with_dp(self, dp: int) -> "LayoutConfig":
@@ -122,29 +122,26 @@ ONE_PROCESS = LayoutConfig(dp=1)
 
 
 def parse_layout(text: str) -> LayoutConfig:
-    """A layout as one writes it on the command line: ``tp=2,sp,pp=2``, where ``sp`` alone means ``sp=true``.
-    "" is all defaults.
-
-    Raises ValueError, in one sentence with field, value and fix.
+    """Reads a layout of the command line: ``tp=2,sp,pp=2``, where ``sp`` alone means ``sp=true``. "" is all
+    defaults. Raises ValueError, in one sentence with field, value and fix.
     """
     values: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = (x.strip() for x in part.partition("="))
         if name not in LayoutConfig.model_fields:
-            raise ValueError(
-                f"layout {text!r}: unknown field {name!r}; {did_you_mean(name, list(LayoutConfig.model_fields), 'fields')}"
-            )
+            fix = did_you_mean(name, list(LayoutConfig.model_fields), "fields")
+            raise ValueError(f"layout {text!r}: unknown field {name!r}; {fix}")
         if name in values:
             raise ValueError(f"layout {text!r} gives {name} twice; give it once")
         values[name] = _layout_value(text, name, value if "=" in part else None)
     try:
         return LayoutConfig(**values)
     except ValidationError as error:
-        said = [
-            str(e.get("ctx", {}).get("error") or f"{e['loc'][0]}: {e['msg']}, not {e['input']}")
-            for e in error.errors()
-        ]
-        raise ValueError(f"layout {text!r}: {said[0]}") from error
+        first = error.errors()[0]
+        reason = (
+            first.get("ctx", {}).get("error") or f"{first['loc'][0]}: {first['msg']}, not {first['input']}"
+        )
+        raise ValueError(f"layout {text!r}: {reason}") from error
 
 
 def _layout_value(text: str, name: str, value: str | None) -> Any:
@@ -154,22 +151,18 @@ def _layout_value(text: str, name: str, value: str | None) -> Any:
         return int(value)
     if (name, value) == ("dp", "auto"):
         return value
-    wanted = {"sp": "sp, sp=true or sp=false", "dp": "dp=auto or dp=N"}.get(name, f"{name}=N")
+    form = {"sp": "sp, sp=true or sp=false", "dp": "dp=auto or dp=N"}.get(name, f"{name}=N")
     shown = name if value is None else f"{name}={value}"
-    raise ValueError(f"layout {text!r}: {shown} is no value of this field; write {wanted}, N a whole number")
+    raise ValueError(f"layout {text!r}: {shown} is no value of this field; write {form}, N a whole number")
 
 
 def layout_text(layout: LayoutConfig) -> str:
-    """What ``parse_layout`` reads, of one text per layout: the fields in their order, without those that are
-    1, false or auto; ``tp=1`` where all are."""
-    given = {
-        name: value
-        for name, value in layout.model_dump().items()
-        if value is True or value not in (1, False, "auto")
-    }
-    return ",".join(name if value is True else f"{name}={value}" for name, value in given.items()) or "tp=1"
+    """The text of a layout for ``parse_layout``: the fields in their order, without those that are 1, false or
+    auto; ``tp=1`` where all are. Equal layouts have equal texts."""
+    sizes = {n: v for n, v in layout.model_dump().items() if v is True or v not in (1, False, "auto")}
+    return ",".join(name if value is True else f"{name}={value}" for name, value in sizes.items()) or "tp=1"
 
 
 def as_overrides(layout: LayoutConfig) -> list[str]:
-    """Dotted overrides that make ``layout`` that of a config."""
+    """Dotted overrides that give a config this layout."""
     return [f"layout.{name}={json.dumps(value)}" for name, value in layout.model_dump().items()]

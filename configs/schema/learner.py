@@ -1,8 +1,8 @@
-"""How the Megatron-Core learner updates: batches, optimizer, schedule, checkpoints."""
+"""The updates of the Megatron-Core learner: batches, optimizer, schedule, checkpoints."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from configs.errors import Contradiction
 from configs.schema.base import (
@@ -26,17 +26,17 @@ class OptimizerConfig(Schema):
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of a schedule that decays."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """From ``lr`` to ``min_lr`` over the run: not at all, along a cosine, or along a line."""
+    """Decay from ``lr`` to ``min_lr`` over the run: none, along a cosine, or along a line."""
     warmup_steps: NonNegativeInt = 0
-    """In optimizer steps (minibatches), like the decay, which ends with the run."""
+    """Length of the warm-up, in optimizer steps (minibatches). The decay counts them too, and ends with the run."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of AdamW's two moments."""
+    """Decay rates of AdamW's two moments."""
     eps: PositiveFloat = 1e-8
     """Added to the root of AdamW's second moment."""
     weight_decay: Annotated[NonNegativeFloat, at_most(100, "it is a share of each weight, times lr")] = 0.0
-    """Of AdamW, decoupled from the gradient."""
+    """AdamW's weight decay, decoupled from the gradient."""
     clip_grad: PositiveFloat = 1.0
-    """Largest norm of the whole gradient; a larger one is scaled down to it."""
+    """Largest norm of the whole gradient; a larger gradient is scaled down to it."""
     distributed: bool = True
     """Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer)."""
 
@@ -50,14 +50,14 @@ class OptimizerConfig(Schema):
 
 
 class LearnerConfig(Schema):
-    """How the learner updates the policy."""
+    """The learner's updates of the policy."""
 
     minibatches: Count = 1
     """Optimizer steps per rollout batch; prompts_per_step must divide by it."""
     old_logprobs: Literal["when_needed", "always"] = "when_needed"
-    """Whether a forward pass before the update computes the log-probs of ``old``. when_needed: not where the
-    update's own pass gives them, since with one minibatch current is old, and nothing before the update asks
-    for them."""
+    """Whether a forward pass before the update computes the log-probs of ``old``. when_needed skips it where the
+    update's own pass gives them: with one minibatch current is old, unless something needs old before the
+    update."""
     token_budget: Tokens = 16384
     """Most tokens of one packed micro-batch on one rank; a longer single sequence is an error."""
     logprob_chunk_tokens: Tokens = 1024
@@ -68,9 +68,9 @@ class LearnerConfig(Schema):
 
 
 class CheckpointConfig(Schema):
-    """When a run is written in full, so that it can be resumed."""
+    """When a run writes a checkpoint from which it can be resumed."""
 
     every: NonNegativeInt = 0
     """Steps between resumable checkpoints; 0 writes none."""
-    keep: PositiveInt = Field(default=2)
-    """The newest this many stay on disk."""
+    keep: PositiveInt = 2
+    """Number of the newest checkpoints that stay on disk."""

@@ -1,4 +1,4 @@
-"""Which model is trained, and in which precision."""
+"""The model that is trained, and its precision."""
 
 from typing import Literal
 
@@ -14,8 +14,8 @@ class ModelConfig(Schema):
     """A Hugging Face folder (config.json, *.safetensors, tokenizer): dense Qwen2/2.5, Qwen3 or Llama,
     Qwen3-MoE or Mixtral."""
     dtype: Dtype = "bfloat16"
-    """Of the learner's weights and activations; the optimizer keeps float32 either way. float16 scales the
-    loss: a step whose scaled gradient overflows is skipped, the scale halved, and ``optim/skipped`` counts
-    it."""
+    """Precision of the learner's weights and activations; the optimizer keeps float32 in any case. float16
+    scales the loss: a step whose scaled gradient overflows is skipped, the scale is halved, and
+    ``optim/skipped`` counts the step."""
     fp32_lm_head: bool = False
     """The output projection in float32, in the learner and in SGLang alike."""

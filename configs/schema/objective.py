@@ -1,5 +1,5 @@
-"""The loss: objective, advantages, aggregation, KL and entropy. Formulas stand with the functions in
-``trainer/``."""
+"""The loss: objective, advantages, aggregation, KL and entropy. The functions in ``trainer/`` have the
+formulas."""
 
 from typing import Annotated, Literal
 
@@ -39,9 +39,9 @@ class GmpoObjective(Schema):
 
     type: Literal["gmpo"]
     clip_low: NonNegativeFloat = 0.4
-    """Bounds of the log-ratio, so ratios lie within [exp(-clip_low), exp(clip_high)]."""
+    """The log-ratio counts as at least -clip_low, so ratios lie within [exp(-clip_low), exp(clip_high)]."""
     clip_high: NonNegativeFloat = 0.4
-    """The upper bound of the log-ratio."""
+    """The log-ratio counts as at most clip_high."""
 
 
 class CispoObjective(Schema):
@@ -49,7 +49,7 @@ class CispoObjective(Schema):
 
     type: Literal["cispo"]
     clip_low: UnitFraction = 0.2
-    """1 leaves small ratios as they are."""
+    """The weight is at least 1 - clip_low; 1 leaves small ratios as they are."""
     clip_high: NonNegativeFloat = 0.2
     """The weight is at most 1 + clip_high."""
 
@@ -59,22 +59,21 @@ class SapoObjective(Schema):
 
     type: Literal["sapo"]
     temperature_positive: PositiveFloat = 1.0
-    """Of tokens with A > 0; larger fades faster."""
+    """Steepness of the gate for tokens with A > 0; a larger value fades faster."""
     temperature_negative: PositiveFloat = 1.05
-    """Of tokens with A <= 0; larger fades faster."""
+    """Steepness of the gate for tokens with A <= 0; a larger value fades faster."""
 
 
 class DppoObjective(Schema):
-    """DPPO with binary total variation: a token is masked by how far its probability has moved, not by its
-    ratio."""
+    """DPPO with binary total variation: the change of a token's probability masks the token, not its ratio."""
 
     type: Literal["dppo"]
     max_decrease: UnitFraction = 0.2
-    """Of the probability, for tokens with A < 0."""
+    """Largest decrease of the probability of tokens with A < 0."""
     max_increase: UnitFraction = 0.2
-    """Of the probability, for tokens with A > 0."""
+    """Largest increase of the probability of tokens with A > 0."""
     ratio_max: PositiveFloat = 20.0
-    """The weight of the gradient, the ratio without gradient, is at most this."""
+    """Upper bound of the gradient's weight, which is the ratio without gradient."""
 
 
 class PolicyGradientObjective(Schema):
@@ -96,7 +95,7 @@ ObjectiveConfig = Annotated[
 
 
 class GrpoAdvantage(Schema):
-    """Reward minus the mean of its group, divided by the group's standard deviation where asked."""
+    """Reward minus the mean of its group, optionally divided by the group's standard deviation."""
 
     type: Literal["grpo"] = "grpo"
     normalize_by_std: bool = True
@@ -104,7 +103,7 @@ class GrpoAdvantage(Schema):
 
 
 class RlooAdvantage(Schema):
-    """Reward minus the mean of its siblings, itself left out."""
+    """Reward minus the mean of the other siblings."""
 
     type: Literal["rloo"]
 
@@ -130,8 +129,8 @@ class ReinforcePlusPlusBaselineAdvantage(Schema):
 
 
 class GaeAdvantage(Schema):
-    """Generalised advantage estimation from the values of a critic (``critic:``), whitened over the step
-    where asked."""
+    """Generalised advantage estimation from the values of a critic (``critic:``), optionally whitened over the
+    step."""
 
     type: Literal["gae"]
     gamma: UnitFraction = 1.0
@@ -162,7 +161,7 @@ class AggregationConfig(Schema):
         "sequence_mean_token_sum",
         "sequence_mean_token_sum_over_constant",
     ] = "token_mean"
-    """How per-token losses become one number: a mean over all tokens, or over responses of each one's mean or
+    """token_mean: the mean over all tokens. sequence_mean_*: the mean over responses of each response's mean or
     sum."""
     constant: PositiveInt | None = None
     """The divisor of ``sequence_mean_token_sum_over_constant`` (Dr. GRPO), usually max_new_tokens."""
@@ -196,24 +195,24 @@ class AdaptiveController(Schema):
     target: PositiveFloat
     """Mean KL per response token, in nats."""
     horizon: PositiveInt = 10_000
-    """In sampled responses: how slowly the coefficient moves."""
+    """Number of sampled responses over which the coefficient adapts; larger is slower."""
 
 
 class KLConfig(Schema):
     """KL to the reference, which is the model at the start of the run, frozen."""
 
     coefficient: Coefficient = 0.0
-    """0 loads no reference. With an adaptive controller: the first value."""
+    """Factor of the KL; 0 loads no reference. An adaptive controller starts from it."""
     place: Literal["loss", "reward"] = "loss"
     """loss: coefficient times KL(current || ref) is added to the loss. reward: coefficient times the estimate
-    of KL(old || ref) is taken off each token's reward, before advantages."""
+    of KL(old || ref) is subtracted from each token's reward, before advantages."""
     estimator: Estimator = Field(default_factory=lambda data: "k1" if data.get("place") == "reward" else "k3")
-    """k3 in the loss and k1 in the reward where it is left out: the reward takes the value alone, of which k1
-    is the unbiased one."""
+    """Where it is left out: k3 in the loss, and k1 in the reward, which uses the value alone, and k1 is
+    unbiased."""
     controller: Annotated[FixedController | AdaptiveController, Field(discriminator="type")] = (
         FixedController()
     )
-    """Of the coefficient in the reward."""
+    """Controls the coefficient in the reward."""
 
     @model_validator(mode="after")
     def _parts_fit(self):
@@ -243,4 +242,4 @@ class EntropyConfig(Schema):
     """A bonus for entropy."""
 
     coefficient: Coefficient = 0.0
-    """Of the entropy bonus that is subtracted from the loss."""
+    """Factor of the entropy bonus that is subtracted from the loss."""

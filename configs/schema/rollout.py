@@ -1,4 +1,4 @@
-"""How the SGLang servers sample."""
+"""Sampling by the SGLang servers."""
 
 from typing import Annotated, Literal
 
@@ -20,38 +20,38 @@ from configs.schema.model import Dtype
 
 
 class NoDynamicSampling(Schema):
-    """Every sampled group is trained on, whether its siblings' rewards differ or not."""
+    """Every sampled group is trained on, whether or not its siblings' rewards differ."""
 
     type: Literal["none"] = "none"
 
 
 class ResampleGroups(Schema):
-    """DAPO's dynamic sampling: groups whose siblings all score the same carry no signal, and further prompts
-    are sampled in their place.
+    """DAPO's dynamic sampling: a group whose siblings all score the same carries no signal, and is replaced by
+    the group of a further prompt.
 
-    Each round asks for as many prompts as groups are still missing. Prompts without signal are used up too.
+    Each round samples as many prompts as groups are still missing. Prompts without signal are used up too.
     """
 
     type: Literal["resample"] = "resample"
     max_rounds: Annotated[int, Field(ge=2, strict=True)] = 4
-    """Of sampling in one step, the first included. What is missing then is filled with the step's first
-    groups without signal."""
+    """Most rounds of sampling in one step, the first included. Groups that are missing then are taken from the
+    step's first groups without signal."""
     compare: Literal["reward", "correct"] = "reward"
-    """What must differ between siblings. ``reward``: the whole reward, so that the advantage is not zero.
-    ``correct``: whether the response counts as right, as in the paper; a group that differs only in a model's
-    score or in a penalty then carries no signal."""
+    """The quantity that must differ between siblings. ``reward``: the whole reward, so that the advantage is not
+    zero. ``correct``: whether the response counts as right, as in the paper; a group that differs only in a
+    model's score or in a penalty then carries no signal."""
 
 
 class RouterConfig(Schema):
-    """``sglang-router`` between the sample role and the servers, started by that role on its host.
+    """``sglang-router`` between the sample role and the servers. The sample role starts it on its own host.
 
-    It knows nothing of ``launch.peer_timeout_s``: a host that vanishes in the middle of a request is given up
-    after ``request_timeout_s``.
+    ``launch.peer_timeout_s`` does not reach it: it gives up a host that vanishes during a request after
+    ``request_timeout_s``.
     """
 
     policy: Literal["round_robin", "cache_aware", "power_of_two", "random"] = "round_robin"
-    """How it chooses the server of a request. ``cache_aware`` sends what begins alike to one server, as far
-    as the load allows."""
+    """How the router chooses the server of a request. ``cache_aware`` sends requests with the same beginning to
+    one server, as far as the load allows."""
 
 
 Quantization = Literal["none", "fp8", "fake_int8"]
@@ -60,58 +60,57 @@ DynamicSampling = Annotated[NoDynamicSampling | ResampleGroups, Field(discrimina
 
 
 class RolloutConfig(Schema):
-    """What is sampled in a step, how, and by which servers."""
+    """The samples of a step, and the servers that make them."""
 
     dtype: Dtype = "bfloat16"
-    """Of the served weights; equal to ``model.dtype`` the gap between the engines is smallest."""
+    """Precision of the served weights. The gap between the engines is smallest where it equals ``model.dtype``."""
     quantization: Quantization = "none"
-    """Of the layers' matrices in the servers; embeddings, output head and norms stay as they are.
+    """Quantization of the layers' matrices in the servers; embeddings, output head and norms stay as they are.
 
     fp8: SGLang rounds weights as they arrive, and activations as they come, to FP8 (e4m3), with a scale for
-    each output channel and each token. On CUDA, of compute capability 8.9 or newer, and for dense Qwen2 and
-    Qwen3: the models that SGLang can update while it serves them in FP8. Its own INT8 cannot be updated at
-    all.
-    fake_int8: the learner rounds what it sends to the 255 values of INT8, with a scale for each output
-    channel, and the servers compute with the rounded numbers in ``dtype``, on any device: the error of INT8
-    weights, without INT8's speed and without that of rounded activations."""
+    each output channel and each token. It needs CUDA with compute capability 8.9 or newer, and dense Qwen2 or
+    Qwen3: SGLang can update no other model that it serves in FP8, and none in its own INT8.
+    fake_int8: the learner rounds the weights that it sends to the 255 values of INT8, with a scale for each
+    output channel. The servers compute with the rounded numbers in ``dtype``, on any device. This has the error
+    of INT8 weights, but neither INT8's speed nor the error of rounded activations."""
     prompts_per_step: Count = 32
-    """P, prompts of one step; the step has P times ``group_size`` responses."""
+    """Prompts of one step; the step has ``group_size`` responses to each."""
     group_size: Siblings = 8
-    """G, siblings sampled per prompt."""
+    """Siblings sampled per prompt."""
     dynamic_sampling: DynamicSampling = NoDynamicSampling()
     """Whether groups whose responses all score the same are trained on, or sampled anew."""
     max_new_tokens: Tokens = 1024
     """Most tokens of a response; a longer one is cut off, and scored as it is."""
     temperature: Temperature = 1.0
-    """Of the softmax that training samples from; the learner computes its log-probs at the same one."""
+    """Temperature of the softmax that training samples from. The learner computes its log-probs at it too."""
     top_p: float = 1.0
-    """1, since SGLang's log-probs ignore it: training with another is refused."""
+    """1 is the only choice, since SGLang's log-probs ignore top_p."""
     top_k: int = -1
-    """-1, since SGLang's log-probs ignore it: training with another is refused."""
+    """-1 is the only choice, since SGLang's log-probs ignore top_k."""
     min_p: float = 0.0
-    """0, since SGLang's log-probs ignore it: training with another is refused."""
+    """0 is the only choice, since SGLang's log-probs ignore min_p."""
     max_staleness: Literal[0] = 0
     """Versions a token may lag behind the learner. Only the synchronous loop exists: 0."""
     replicas: Count = 1
     """Servers, each with a copy of the model."""
     router: RouterConfig | None = None
-    """None: our own client sends each group, as one request, to the replica with the fewest samples in
-    flight. A router gets each sample as a request of its own: it takes one set of sampling parameters, and so
-    one seed, per request."""
+    """None: Tandem's client sends each group, as one request, to the replica with the fewest samples in flight.
+    A router gets a request per sample, since it takes one set of sampling parameters, and so one seed, per
+    request."""
     tp: Count = 1
-    """SGLang's TP size of each replica."""
+    """Tensor-parallel size of each replica."""
     first_port: int | None = Field(default=None, ge=1024, le=65000)
-    """Replica i listens on first_port + 2 i; free ports are taken where this is not given."""
+    """Replica i listens on first_port + 2 i. None: on free ports."""
     max_concurrency: Count = 512
     """Samples in flight over all replicas; a group larger than this is sent in parts."""
     request_timeout_s: Seconds = 600.0
-    """For one generation, from the request to its last token."""
+    """Deadline of one generation, from the request to its last token."""
     max_retries: NonNegativeInt = 3
-    """Of a request whose transport failed; each is counted in the metrics."""
+    """Most retries of a request whose transport failed; the metrics count each."""
     max_total_tokens: Annotated[PositiveInt, at_most(2**40, "no memory holds so many")] | None = None
     """Size of SGLang's KV pool in tokens; None leaves it to SGLang (on CPU: 65536)."""
     server_start_timeout_s: Seconds = 600.0
-    """For one server to load the model and answer."""
+    """Deadline for one server to load the model and answer."""
     sglang_plugin: bool = True
     """Of servers on CPU: attention over many sequences at once, processes that are forked, and a paused scheduler
     that sleeps (``rollout/sglang_plugin``). ``false``: SGLang's own code alone."""

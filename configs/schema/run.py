@@ -1,5 +1,5 @@
-"""The roots: ``RunConfig`` (kind: train) and ``SftConfig`` (kind: sft), with the checks that span several
-parts."""
+"""The roots ``RunConfig`` (kind: train) and ``SftConfig`` (kind: sft), with the checks that span several
+blocks."""
 
 import math
 from collections.abc import Iterator
@@ -40,15 +40,15 @@ from configs.schema.task import (
 DEFAULT_REWARD = {"countdown": CountdownReward(), "gsm8k": Gsm8kReward(), "jsonl": MathVerifyReward()}
 PER_SEQUENCE_OBJECTIVES = ("gspo", "gmpo")
 WITHIN_GROUPS = ("grpo", "rloo", "opo", "reinforce_pp_baseline")
-"""Advantages of a response against its siblings."""
+"""Advantages that compare a response with its siblings."""
 MEAN_OF_SEQUENCES = (*PER_SEQUENCE_OBJECTIVES, "sapo")
-"""Their papers average over the tokens of a sequence, then over sequences."""
+"""Objectives whose papers average over the tokens of a sequence, then over sequences."""
 
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
-"""File names have at most 255 bytes, and a run folder's name has the date and what varies in a job array,
-too."""
+"""A run folder's name also holds the date and the overrides of a job array; file names have at most 255
+bytes."""
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
-"""torch takes less than 2**64, and Megatron adds offsets of its own."""
+"""Below 2**63: torch takes seeds below 2**64, and Megatron adds offsets."""
 
 
 class RunConfig(Schema):
@@ -59,11 +59,10 @@ class RunConfig(Schema):
     name: RunName = "run"
     """The run folder is named after it, ``NAME-DATE-TIME``, and so is the run in MLflow."""
     seed: Seed = 0
-    """Of the order of the data, of the learner, and of sampling where the servers sample deterministically.
-    """
+    """Seed of the order of the data, of the learner, and of servers that sample deterministically."""
     steps: Steps = 100
-    """Training steps of the whole run, those before a resume included. A step samples once, and updates
-    ``learner.minibatches`` times."""
+    """Training steps of the whole run, those before a resume included. A step samples once and makes
+    ``learner.minibatches`` updates."""
     model: ModelConfig
     task: TaskConfig
     reward: AnyReward | None = None
@@ -75,7 +74,7 @@ class RunConfig(Schema):
     critic: CriticConfig | None = Field(
         default_factory=lambda data: CriticConfig() if _is(data, "advantage", "gae") else None
     )
-    """Of ``advantage: {type: gae}``, and of nothing else."""
+    """The value model of ``advantage: {type: gae}``, and of no other advantage."""
     objective: ObjectiveConfig = ClippedObjective()
     correction: CorrectionConfig = CorrectionConfig()
     aggregation: AggregationConfig = Field(default_factory=lambda data: _default_aggregation(**data))
@@ -87,18 +86,17 @@ class RunConfig(Schema):
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
     record_batches: RecordBatches = "none"
-    """For ``tandem replay``: none, all, or ``{every: N}``. About 50 bytes per token of a step, in the run
-    folder."""
+    """The steps that are recorded for ``tandem replay``: none, all, or ``{every: N}``. A record takes about 50
+    bytes per token, in the run folder."""
     launch: LaunchConfig = LaunchConfig()
     resume: GivenPath | None = None
-    """A run folder to go on from: its newest valid checkpoint."""
+    """The folder of a run to go on with, from its newest valid checkpoint."""
 
     @model_validator(mode="after")
     def _parts_fit(self):
-        """All that contradicts each other at once."""
-        found = [*self._loss_contradictions(), *self._reward_contradictions(), *self._batch_contradictions()]
-        if found:
-            raise Contradictions(found)
+        loss, reward = self._loss_contradictions(), self._reward_contradictions()
+        if contradictions := [*loss, *reward, *self._batch_contradictions()]:
+            raise Contradictions(contradictions)
         return self
 
     def _loss_contradictions(self) -> Iterator[Contradiction]:
@@ -175,16 +173,10 @@ class RunConfig(Schema):
                 )
 
     def _batch_contradictions(self) -> Iterator[Contradiction]:
-        prompts, parts, stages = (
-            self.rollout.prompts_per_step,
-            self.learner.minibatches,
-            self.layout.microbatch_multiple,
-        )
+        prompts, parts = self.rollout.prompts_per_step, self.learner.minibatches
+        sequences, stages = prompts // parts * self.rollout.group_size, self.layout.microbatch_multiple
         # layout.dp=auto: the command checks again once it knows the number of processes.
-        sequences, ranks = (
-            prompts // parts * self.rollout.group_size,
-            1 if self.layout.dp == "auto" else self.layout.dp,
-        )
+        ranks = 1 if self.layout.dp == "auto" else self.layout.dp
         if prompts % parts:
             yield Contradiction(
                 ("rollout.prompts_per_step", "learner.minibatches"),
@@ -218,36 +210,30 @@ class RunConfig(Schema):
 
     @property
     def policy_objective(self) -> ObjectiveConfig:
-        """What the policy is trained with: ``objective``, unless the correction puts a policy gradient in its
-        place."""
-        return (
-            PolicyGradientObjective(type="policy_gradient")
-            if self.correction.loss == "policy_gradient"
-            else self.objective
-        )
+        """The objective that trains the policy: ``objective``, unless the correction replaces it by a policy
+        gradient."""
+        if self.correction.loss == "policy_gradient":
+            return PolicyGradientObjective(type="policy_gradient")
+        return self.objective
 
     @property
     def scores_old(self) -> bool:
         """Whether a forward pass before the update computes ``old``; see ``learner.old_logprobs``.
 
-        What asks for ``old`` before the update: several minibatches, whose later ones are not of ``old`` any
-        more; weights normalised over the whole step; KL(old || ref) in the reward.
+        Three settings need ``old`` before the update: several minibatches, since the policy moves between them;
+        weights normalised over the whole step; KL(old || ref) in the reward.
         """
         if self.correction.mode == "bypass":
             return False
         normalises = self.correction.weight.level != "none" and self.correction.weight.normalise
         kl_in_reward = self.kl.place == "reward" and self.kl.coefficient > 0
-        return (
-            self.learner.old_logprobs == "always"
-            or self.learner.minibatches > 1
-            or normalises
-            or kl_in_reward
-        )
+        is_needed = self.learner.minibatches > 1 or normalises or kl_in_reward
+        return is_needed or self.learner.old_logprobs == "always"
 
     @property
     def compares_samples(self) -> bool:
-        """Whether a step's mismatch metrics are of the very weights that sampled it: not of a policy that has
-        moved between minibatches."""
+        """Whether a step's mismatch metrics are computed with the weights that sampled it, and not with a policy
+        that has moved between minibatches."""
         return self.correction.mode == "decoupled" or self.learner.minibatches == 1
 
     @property
@@ -270,7 +256,7 @@ class RunConfig(Schema):
 
 
 def _is(data: dict[str, Any], field: str, *types: str) -> bool:
-    """Of the fields before: whether this one is a variant of these types."""
+    """Whether a field before this one is a variant of these types."""
     return getattr(data.get(field), "type", None) in types
 
 
@@ -278,18 +264,19 @@ def _default_aggregation(
     *, objective: ObjectiveConfig | None = None, correction: CorrectionConfig | None = None, **others: Any
 ) -> AggregationConfig:
     replaced = correction is not None and correction.loss == "policy_gradient"
-    of_sequences = objective is not None and not replaced and objective.type in MEAN_OF_SEQUENCES
-    return AggregationConfig(type="sequence_mean_token_mean" if of_sequences else "token_mean")
+    per_sequence = objective is not None and not replaced and objective.type in MEAN_OF_SEQUENCES
+    return AggregationConfig(type="sequence_mean_token_mean" if per_sequence else "token_mean")
 
 
 class CountdownSftData(Schema):
-    """Generated solutions; ``noise`` of them are a random wrong expression of the same numbers (room for RL)."""
+    """Generated solutions. A share ``noise`` of them is a random wrong expression of the same numbers, which
+    leaves room for RL."""
 
     type: Literal["countdown"] = "countdown"
     task: CountdownTask = CountdownTask()
-    """The problems, of which only those that are not held out are used."""
+    """The problems; those that are held out are not used."""
     examples: Annotated[PositiveInt, at_most(10**8, "they are all held in memory")] = 90_000
-    """How many solutions are generated, before any of them repeats."""
+    """Number of solutions that are generated before any of them repeats."""
     noise: Annotated[float, Field(ge=0, lt=1)] = 0.3
     """Share of the examples, from 0 to below 1, whose answer is wrong."""
 
@@ -316,8 +303,8 @@ class JsonlSftData(Schema):
     response_field: str = "response"
     """The name of the field with the response to learn."""
     apply_chat_template: bool = True
-    """Whether a prompt becomes a user's message in the model's chat template. false: prompt and response
-    stand as they are."""
+    """Whether a prompt becomes a user's message in the model's chat template. false: prompt and response are
+    used as they are."""
 
 
 SftData = Annotated[CountdownSftData | JsonlSftData, Field(discriminator="type")]
@@ -331,7 +318,7 @@ class SftConfig(Schema):
     name: RunName = "sft"
     """The run folder is named after it, ``NAME-DATE-TIME``."""
     seed: Seed = 0
-    """Of the order of the data."""
+    """Seed of the order of the data."""
     steps: Steps = 700
     """Optimizer steps of the whole warm start."""
     batch_size: Count = 128
@@ -339,7 +326,7 @@ class SftConfig(Schema):
     model: ModelConfig
     data: SftData
     output: GivenPath
-    """Where the trained Hugging Face folder is written."""
+    """The Hugging Face folder to write."""
     layout: LayoutConfig = LayoutConfig()
     token_budget: Tokens = 16384
     """Most tokens of one packed micro-batch on one rank."""
@@ -355,15 +342,13 @@ class SftConfig(Schema):
                 ("batch_size", "layout.dp"),
                 f"batch_size={self.batch_size} does not divide by layout.dp={self.layout.dp}",
             )
-        of_rank, stages = (
-            self.batch_size // (1 if self.layout.dp == "auto" else self.layout.dp),
-            self.layout.microbatch_multiple,
-        )
-        if of_rank % stages:
+        stages = self.layout.microbatch_multiple
+        per_rank = self.batch_size // (1 if self.layout.dp == "auto" else self.layout.dp)
+        if per_rank % stages:
             raise Contradiction(
                 ("layout.vpp", "layout.pp", "batch_size"),
                 f"layout.vpp={self.layout.vpp} interleaves layout.pp={stages} stages, which take a multiple of {stages} micro-batches, but "
-                f"each rank has {of_rank} sequences of batch_size={self.batch_size}",
+                f"each rank has {per_rank} sequences of batch_size={self.batch_size}",
                 f"use a multiple of {stages}, or layout.vpp=1",
             )
         return self

@@ -1,4 +1,4 @@
-"""What is asked, and how an answer is scored."""
+"""The task and its rewards: what is asked, and how a response is scored."""
 
 import re
 from typing import Annotated, Literal
@@ -19,10 +19,10 @@ from configs.schema.base import (
 )
 
 MAX_NUMBERS = 5
-"""Of a Countdown problem: the expressions of more are too many to enumerate."""
+"""Most numbers of a Countdown problem; more have too many expressions to enumerate."""
 PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 Weight = Annotated[float, Field(allow_inf_nan=False)]
-"""What a reward's value is multiplied with."""
+"""Factor of a reward's value."""
 
 
 class CountdownTask(Schema):
@@ -48,7 +48,7 @@ class FileTask(Schema):
     """A ``.jsonl`` or ``.parquet`` file; a relative path starts at the folder that the command is started in.
     """
     heldout_path: GivenPath | None = None
-    """Without it nothing is evaluated."""
+    """File of the held-out problems; without it nothing is evaluated."""
     system_prompt: str | None = None
     """A system message before every prompt; it needs ``apply_chat_template``."""
     apply_chat_template: bool = True
@@ -80,7 +80,7 @@ class JsonlTask(FileTask):
     prompt_field: str = "prompt"
     """Text, or a conversation of a single user's message: ``[{role: user, content: ...}]``."""
     answer_field: str = "answer"
-    """Text or a number: what the reward is given as ``reference``. It must be there, and not empty."""
+    """Text or a number that the reward gets as ``reference``. Every record needs it, and it must not be empty."""
 
 
 TaskConfig = Annotated[CountdownTask | Gsm8kTask | JsonlTask, Field(discriminator="type")]
@@ -109,10 +109,10 @@ class MathVerifyReward(Schema):
     weight: Weight = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
     timeout_s: Seconds = 10.0
-    """Of one sample; past it the sample scores 0 and is marked failed."""
+    """Deadline of one sample. A sample that misses it scores 0 and is marked failed."""
     num_workers: PositiveInt | None = None
-    """Processes that score at the same time, one sample each, started as they are needed; null: half of the
-    cores, at most 32."""
+    """Processes that score at the same time, one sample each, started when needed. null: half of the cores, at
+    most 32."""
 
 
 class FunctionReward(Schema):
@@ -127,16 +127,16 @@ class FunctionReward(Schema):
     with a parameter ``row`` also gets the whole record of the data file, as a dict (None for countdown). The
     module is looked for in the current folder, and among the installed ones."""
     timeout_s: Seconds = 10.0
-    """Of one call; past it the sample scores 0 and is marked failed."""
+    """Deadline of one call. A sample that misses it scores 0 and is marked failed."""
     num_workers: PositiveInt | None = None
-    """Processes that score at the same time, one sample each, started as they are needed; null: half of the
-    cores, at most 32."""
+    """Processes that score at the same time, one sample each, started when needed. null: half of the cores, at
+    most 32."""
     import_timeout_s: Seconds = 60.0
-    """For a process to start and import the module."""
+    """Deadline for a process to start and import the module."""
     check: Literal["call", "import", "none"] = "call"
-    """What is tried before anything starts, in a process that is killed when it hangs. ``call``: the module
-    is imported, and the function called on an empty and an ordinary response to the task's first problem.
-    ``none`` is for a module that only a job's own nodes have."""
+    """The trial before anything starts, in a process that is killed if it hangs. ``call`` imports the module and
+    calls the function on an empty and an ordinary response to the task's first problem. ``import`` only imports
+    it. ``none`` is for a module that only a job's own nodes have."""
 
     @field_validator("function")
     @classmethod
@@ -183,8 +183,7 @@ RewardModelText = Annotated[PlainText | ChatText, Field(discriminator="type")]
 
 
 class ModelReward(Schema):
-    """The number that a reward model served over HTTP gives (``rollout/rewards/model.py`` says what is sent
-    and what must come back)."""
+    """The score of a reward model served over HTTP (``rollout/rewards/model.py`` describes request and answer)."""
 
     type: Literal["model"] = "model"
     weight: Weight = 1.0
@@ -196,25 +195,26 @@ class ModelReward(Schema):
     """``sglang``: ``/classify`` of a server started with ``--is-embedding``. ``json``: a server of the user's
     own."""
     text: RewardModelText = PlainText()
-    """What of a sample the model reads. Prompt and response as they stand: no system prompt, no end token."""
+    """The text of a sample that the model reads. Prompt and response as they are: no system prompt, no end
+    token."""
     batch_size: Count = 32
-    """Samples of one request, at most; fewer where no more come within a moment."""
+    """Most samples of one request; fewer are sent where no more arrive within a moment."""
     max_concurrency: Count = 16
     """Requests in flight over all replicas."""
     timeout_s: Seconds = 120.0
-    """Of one attempt at a request."""
+    """Deadline of one attempt at a request."""
     max_retries: NonNegativeInt = 3
-    """Further attempts at a request that got no answer, HTTP 429 or 5xx; after the last the run stops."""
+    """Most further attempts at a request that got no answer, HTTP 429 or 5xx. After the last the run stops."""
 
     @field_validator("urls")
     @classmethod
     def _are_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
             try:
-                known = urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).hostname)
+                is_address = urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).hostname)
             except ValueError:  # brackets that do not close
-                known = False
-            if not known:
+                is_address = False
+            if not is_address:
                 raise ValueError(
                     f"{url!r} is not an address of a reward model; write it like http://10.0.0.7:30000"
                 )
@@ -222,14 +222,14 @@ class ModelReward(Schema):
 
 
 class OverlongPenalty(Schema):
-    """DAPO's soft overlong punishment, only as a part of ``weighted``; -1 times ``weight`` at
+    """DAPO's soft overlong punishment, only as a part of ``weighted``. It reaches -1 times ``weight`` at
     ``rollout.max_new_tokens``."""
 
     type: Literal["overlong"] = "overlong"
     weight: Weight = 1.0
     """Factor of the penalty, positive: the penalty itself is negative."""
     buffer_tokens: PositiveInt
-    """L_cache: over so many last tokens before max_new_tokens the penalty grows linearly from 0 to 1."""
+    """L_cache: the penalty grows linearly from 0 to 1 over this many tokens before max_new_tokens."""
 
 
 RewardPart = Annotated[
@@ -244,12 +244,12 @@ class WeightedReward(Schema):
 
     type: Literal["weighted"] = "weighted"
     parts: Annotated[dict[str, RewardPart], Field(min_length=1)]
-    """By name, e.g. ``correct: {type: math_verify}`` and ``helpful: {type: model, urls: [...], weight:
-    0.2}``.
+    """The rewards by name, e.g. ``correct: {type: math_verify}`` and ``helpful: {type: model, urls: [...],
+    weight: 0.2}``.
 
-    Whether a response counts as right in an evaluation is decided by one part alone, its value being at least
-    1: the first that checks an answer (countdown, gsm8k, math_verify, function) or, where there is none, the
-    first model."""
+    One part alone decides whether a response counts as right in an evaluation, by a value of at least 1: the
+    first part that checks an answer (countdown, gsm8k, math_verify, function) or, where there is none, the first
+    model."""
 
     @model_validator(mode="after")
     def _something_is_rewarded(self):

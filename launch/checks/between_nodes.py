@@ -1,8 +1,8 @@
-"""What only the nodes together can find out before a first job: shared folder, clocks, ports, collectives.
+"""Checks between the nodes before a first job: shared folder, clocks, ports, collectives.
 
-every node   writes its card (host, address, port) into a folder of this check, and waits for the cards of the others
-             connects to every other node's port
-             one all-reduce with gloo, and one with NCCL where there are GPUs
+Every node writes its card (host, address, port) into the folder of the check, waits for the cards of the
+others, and connects to their ports. Then the nodes run one all-reduce with gloo, and one with NCCL where there
+are GPUs.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from configs.schema.launch import NodesConfig
@@ -32,49 +33,43 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Where the nodes of one check find each other."""
+    """The place where the nodes of one check find each other."""
 
     folder: Path
-    """New, of this check alone, on the file system that the run folders will be on."""
+    """A new folder of this check alone, on the file system of the run folders."""
     node: int
     num_nodes: int
     timeout_s: float
 
 
 def checks_between(nodes: NodesConfig | None, meeting: Meeting) -> Iterator[Finding]:
-    """What only several nodes together can tell. Each waits for the others for ``meeting.timeout_s``, and
-    names those that are missing."""
-    writable = _writable(meeting.folder)
+    """Findings of several nodes together. Each waits ``meeting.timeout_s`` for the others, and names those that
+    are missing."""
+    writable = _check_folder(meeting.folder)
     yield writable
     if meeting.num_nodes == 1 or writable.level is Level.FAIL:
         return
     address = own_address(nodes)
     with _Listener(address) as listener:
-        card = {
-            "host": socket.gethostname(),
-            "address": address,
-            "port": listener.port,
-            "written": time.time(),
-        }
-        seen = _exchange(meeting, "card", card)
-        missing = sorted(set(range(meeting.num_nodes)) - seen.keys())
+        card = {"host": socket.gethostname(), "address": address, "port": listener.port}
+        cards = _exchange(meeting, "card", card | {"written": time.time()})
+        missing = sorted(set(range(meeting.num_nodes)) - cards.keys())
         if missing:
-            yield fail(
-                "folder",
-                f"of {meeting.num_nodes} nodes, {missing} left no file in {meeting.folder}",
-                "use a folder that every node sees at the same path, and start this command on every node at the same time",
-            )
+            same_path = "use a folder that every node sees at the same path"
+            text = f"of {meeting.num_nodes} nodes, {missing} left no file in {meeting.folder}"
+            yield fail("folder", text, f"{same_path}, and start this command on every node at the same time")
             return
-        yield _clocks(seen)
-        yield from _reachable(seen, meeting)
-        others = _exchange(meeting, "connected", {})
-        if len(others) < meeting.num_nodes:
-            yield fail("ports", f"nodes {sorted(seen.keys() - others.keys())} gave up before the collective")
+        yield _check_clocks(cards)
+        yield from _check_ports(cards, meeting)
+        connected = _exchange(meeting, "connected", {})
+        if len(connected) < meeting.num_nodes:
+            lost = sorted(cards.keys() - connected.keys())
+            yield fail("ports", f"nodes {lost} gave up before the collective")
             return
-    yield from _collectives(nodes, meeting, seen[0]["address"])
+    yield from _check_collectives(nodes, meeting, cards[0]["address"])
 
 
-def _writable(folder: Path) -> Finding:
+def _check_folder(folder: Path) -> Finding:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / f"try-{socket.gethostname()}-{os.getpid()}") as file:
@@ -85,35 +80,32 @@ def _writable(folder: Path) -> Finding:
     except ValueError as error:
         return fail("folder", str(error))
     if free < FREE_SPACE:
-        return warn(
-            "folder",
-            f"{folder.parent} has {free / GIB:.0f} GiB left",
-            "checkpoints of a 7B model take about 100 GiB each",
-        )
+        text = f"{folder.parent} has {free / GIB:.0f} GiB left"
+        return warn("folder", text, "checkpoints of a 7B model take about 100 GiB each")
     return ok("folder", f"{folder.parent} is writable, {free / GIB:.0f} GiB free")
 
 
 def _exchange(meeting: Meeting, name: str, content: dict) -> dict[int, dict]:
-    """Every node's ``content`` by node, one's own included; without those that did not come in time."""
+    """The ``content`` of every node by its number, this one included; nodes that are late are missing."""
     mine = meeting.folder / f"{name}-{meeting.node}.json"
     write_json(mine, content)
-    since = mine.stat().st_mtime - meeting.timeout_s  # what is older was left by a check that was killed
+    since = mine.stat().st_mtime - meeting.timeout_s  # older files were left by a check that was killed
     deadline = time.monotonic() + meeting.timeout_s
-    found: dict[int, dict] = {}
-    while len(found) < meeting.num_nodes and time.monotonic() < deadline:
-        for node in set(range(meeting.num_nodes)) - found.keys():
+    contents: dict[int, dict] = {}
+    while len(contents) < meeting.num_nodes and time.monotonic() < deadline:
+        for node in set(range(meeting.num_nodes)) - contents.keys():
             try:
                 file = meeting.folder / f"{name}-{node}.json"
                 if file.stat().st_mtime > since:
-                    found[node] = json.loads(file.read_text())
+                    contents[node] = json.loads(file.read_text())
             except FileNotFoundError:
                 continue
-        time.sleep(POLL_S)  # between looks at the condition above
-    return found
+        time.sleep(POLL_S)
+    return contents
 
 
 def leave(meeting: Meeting) -> None:
-    """The first node removes the folder once nobody needs it any more, or the time is up."""
+    """Leave the meeting. The first node removes the folder when every node has left, or the time is up."""
     with contextlib.suppress(OSError):
         if meeting.node == 0:
             _exchange(meeting, "done", {})
@@ -122,17 +114,14 @@ def leave(meeting: Meeting) -> None:
             write_json(meeting.folder / f"done-{meeting.node}.json", {})
 
 
-def _clocks(seen: dict[int, dict]) -> Finding:
-    """By when each says it wrote its file: an upper bound of the skew, since nodes may also start at
-    different times."""
-    times = [card["written"] for card in seen.values()]
+def _check_clocks(cards: dict[int, dict]) -> Finding:
+    """Compares the times at which the nodes wrote their cards by their own clocks. The spread is an upper bound
+    of the skew, since nodes may also start at different times."""
+    times = [card["written"] for card in cards.values()]
     spread = max(times) - min(times)
     if spread > CLOCK_SKEW_S:
-        return warn(
-            "clocks",
-            f"the nodes wrote their files up to {spread:.1f} s apart by their own clocks",
-            "if they started together, have their clocks synchronised (chrony, ntp)",
-        )
+        text = f"the nodes wrote their files up to {spread:.1f} s apart by their own clocks"
+        return warn("clocks", text, "if they started together, have their clocks synchronised (chrony, ntp)")
     return ok("clocks", f"at most {spread:.1f} s apart")
 
 
@@ -149,9 +138,7 @@ class _Listener:
         self.port: int = self._server.server_address[1]
 
     def __enter__(self) -> "_Listener":
-        threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": POLL_S}, daemon=True
-        ).start()
+        threading.Thread(target=self._server.serve_forever, args=(POLL_S,), daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -159,16 +146,12 @@ class _Listener:
         self._server.server_close()
 
 
-def _reachable(seen: dict[int, dict], meeting: Meeting) -> Iterator[Finding]:
-    others = [card for node, card in sorted(seen.items()) if node != meeting.node]
+def _check_ports(cards: dict[int, dict], meeting: Meeting) -> Iterator[Finding]:
+    others = [card for node, card in sorted(cards.items()) if node != meeting.node]
     with ThreadPoolExecutor(max_workers=max(len(others), 1)) as pool:
-        problems = [
-            problem for problem in pool.map(lambda card: _connect(card, meeting.timeout_s), others) if problem
-        ]
-    for problem in problems:
-        yield fail(
-            "ports", problem, "open TCP ports above 1024 between the nodes, or set launch.nodes.interface"
-        )
+        problems = [*filter(None, pool.map(lambda card: _connect(card, meeting.timeout_s), others))]
+    fix = "open TCP ports above 1024 between the nodes, or set launch.nodes.interface"
+    yield from (fail("ports", problem, fix) for problem in problems)
     if not problems:
         yield ok("ports", f"a free port of each of {len(others)} other nodes answers")
 
@@ -180,14 +163,12 @@ def _connect(card: dict, timeout_s: float) -> str | None:
             answer = connection.recv(16).decode()
     except OSError as error:
         return f"{where} cannot be reached: {error}"
-    return (
-        None
-        if answer == str(card["port"])
-        else f"{where} is answered by something else, which says {answer!r}"
-    )
+    if answer == str(card["port"]):
+        return None
+    return f"{where} is answered by something else, which says {answer!r}"
 
 
-def _collectives(nodes: NodesConfig | None, meeting: Meeting, head: str) -> Iterator[Finding]:
+def _check_collectives(nodes: NodesConfig | None, meeting: Meeting, head: str) -> Iterator[Finding]:
     """One all-reduce with gloo, and one with NCCL where there are GPUs, each with a deadline of its own."""
     os.environ.update(role_environment(nodes))
     import torch
@@ -197,11 +178,7 @@ def _collectives(nodes: NodesConfig | None, meeting: Meeting, head: str) -> Iter
         if port is None:
             yield fail(backend, "the first node offered no port for the collective")
             return
-        yield _within(
-            meeting.timeout_s * 2,
-            backend,
-            lambda backend=backend, port=port: _all_reduce(backend, meeting, head, port),
-        )
+        yield _run_within(meeting.timeout_s * 2, backend, partial(_all_reduce, backend, meeting, head, port))
 
 
 def _agreed_port(meeting: Meeting, backend: str, head: str) -> int | None:
@@ -216,13 +193,8 @@ def _all_reduce(backend: str, meeting: Meeting, head: str, port: int) -> Finding
     if backend == "nccl":
         torch.cuda.set_device(0)
     limit = timedelta(seconds=meeting.timeout_s)
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{head}:{port}",
-        rank=meeting.node,
-        world_size=meeting.num_nodes,
-        timeout=limit,
-    )
+    address, rank, size = f"tcp://{head}:{port}", meeting.node, meeting.num_nodes
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=size, timeout=limit)
     values = torch.ones(COLLECTIVE_BYTES[backend] // 4, device="cuda" if backend == "nccl" else "cpu")
     dist.all_reduce(torch.ones(1, device=values.device))  # the first one connects
     began = time.perf_counter()
@@ -230,17 +202,14 @@ def _all_reduce(backend: str, meeting: Meeting, head: str, port: int) -> Finding
     total = values[-1].item()  # waits for a GPU too
     seconds = time.perf_counter() - began
     dist.destroy_process_group()
-    if total != meeting.num_nodes:
-        return fail(backend, f"an all-reduce of ones over {meeting.num_nodes} nodes gave {total}")
-    rate = COLLECTIVE_BYTES[backend] / seconds / 1e9
-    return ok(
-        backend,
-        f"all-reduce of {COLLECTIVE_BYTES[backend] // 2**20} MiB over {meeting.num_nodes} nodes: {rate:.2f} GB/s",
-    )
+    if total != size:
+        return fail(backend, f"an all-reduce of ones over {size} nodes gave {total}")
+    mib, rate = COLLECTIVE_BYTES[backend] // 2**20, COLLECTIVE_BYTES[backend] / seconds / 1e9
+    return ok(backend, f"all-reduce of {mib} MiB over {size} nodes: {rate:.2f} GB/s")
 
 
-def _within(seconds: float, check: str, work: Callable[[], Finding]) -> Finding:
-    """``work()`` in a thread that may be left behind: a collective that hangs does not listen to anybody."""
+def _run_within(seconds: float, check: str, work: Callable[[], Finding]) -> Finding:
+    """``work()`` in a thread that may be left behind, since a collective that hangs cannot be interrupted."""
     result: list[Finding] = []
 
     def run() -> None:
@@ -254,9 +223,8 @@ def _within(seconds: float, check: str, work: Callable[[], Finding]) -> Finding:
     thread.start()
     thread.join(seconds)
     if not result:
-        return fail(
-            check,
-            f"no answer within {seconds:.0f} s",
-            "the nodes reach each other by TCP (see ports), so look at the interface that the library chose: set launch.nodes.interface",
+        cause = (
+            "the nodes reach each other by TCP (see ports), so look at the interface that the library chose"
         )
+        return fail(check, f"no answer within {seconds:.0f} s", f"{cause}: set launch.nodes.interface")
     return result[0]

@@ -1,9 +1,9 @@
-"""What the processes of a run need of their devices' memory, against what there is: for ``--dry-run``, and
+"""Compares the memory that a run's processes need with the memory of their devices: for ``--dry-run``, and
 before every start.
 
-Figures are those of ``parallel/planning/memory.py``, for micro-batches filled up to the token budget. What
-cannot fit is refused; what takes more than ``USABLE_SHARE`` of a GPU is only called tight, since what is not
-itemised there is not known.
+The figures come from ``parallel/planning/memory.py``, for micro-batches filled up to the token budget. A run
+that cannot fit is refused. A need above ``USABLE_SHARE`` of a GPU is only called tight, since the size of the
+items that are not listed there is unknown.
 """
 
 import csv
@@ -17,12 +17,13 @@ import psutil
 from configs.loader import Finding
 from configs.schema import RunConfig, SftConfig
 from launch.processes.placement import gpus_of_node
+from launch.tables import aligned
 from parallel.planning import memory
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config
 from parallel.planning.planner import static_share
 
 CPU_CACHE_TOKENS = 65536
-"""Of a server on CPU, where ``rollout.max_total_tokens`` does not say."""
+"""Cache of a server on CPU without ``rollout.max_total_tokens``."""
 NVIDIA_SMI = (
     "nvidia-smi",
     "--query-gpu=name,memory.total,memory.used,driver_version",
@@ -33,14 +34,14 @@ NVIDIA_SMI_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """What a rank runs on."""
+    """The device of a rank."""
 
     kind: memory.Device
     bytes: int | None
-    """Of one GPU; without GPUs, of the whole machine, which all processes share. None: not known here."""
+    """Memory of one GPU; without GPUs, of the whole machine, which all processes share. None: unknown here."""
     name: str
     host: str = "this machine"
-    """Of a run without ``launch.nodes``."""
+    """The host of a run without ``launch.nodes``."""
 
     @property
     def text(self) -> str:
@@ -49,27 +50,29 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Of one run: the fullest learner rank, and any server rank. None: the command starts no such process."""
+    """The memory of one run: of the fullest learner rank, and of any server rank. None: the command starts no
+    such process."""
 
     learner: memory.LearnerMemory | None
     learner_total: int
-    """Of all ranks together."""
+    """Bytes of all learner ranks together."""
     server: memory.RolloutMemory | None
     num_server_ranks: int
     cpu_cache: int
-    """Of a server rank's cache on CPU, where nothing gives it a device's rest."""
+    """Bytes of a server rank's cache on CPU, where the cache does not get the rest of a device."""
 
     @property
     def on_one_machine(self) -> int:
-        """Of all processes, where they share the memory of one machine without GPUs."""
-        of_rank = self.server.weights + self.cpu_cache if self.server else 0
-        return self.learner_total + self.num_server_ranks * of_rank
+        """Bytes of all processes, where they share the memory of one machine without GPUs."""
+        server_rank = self.server.weights + self.cpu_cache if self.server else 0
+        return self.learner_total + self.num_server_ranks * server_rank
 
 
 def device_of(config: RunConfig | SftConfig, gpu_memory: float | None, *, in_job: bool = False) -> Device:
-    """
-    gpu_memory: GiB of each GPU of the machines that the run is planned for; None: it is to run here, on
-    ``launch.nodes``, or in a job. in_job: on the nodes of a Slurm job: ``launch.nodes``, or without them one.
+    """The device of the run's ranks.
+
+    gpu_memory: GiB of each GPU of the machines that the run is planned for; None: it runs here, on
+    ``launch.nodes``, or in a job. in_job: it runs on the nodes of a Slurm job: ``launch.nodes``, or else one.
     """
     host = "the job's node" if in_job else "this machine"
     if gpu_memory is not None:
@@ -87,15 +90,14 @@ def device_of(config: RunConfig | SftConfig, gpu_memory: float | None, *, in_job
 def gpus_here() -> int:
     """GPUs that this process may use; 0 means that everything runs on CPU."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
-        return 0  # without the seconds that importing torch takes
+        return 0  # saves the seconds that importing torch takes
     from rollout.servers.fleet import visible_gpus
 
     return visible_gpus()
 
 
 def ask_gpus() -> list[dict[str, str]]:
-    """What the driver's own tool tells of each GPU: name, memory and used (MiB), driver; nothing where it
-    does not answer."""
+    """name, memory and used (MiB) and driver of each GPU, by nvidia-smi; empty where it does not answer."""
     names = ("name", "memory", "used", "driver")
     try:
         answer = subprocess.run(
@@ -110,7 +112,7 @@ def ask_gpus() -> list[dict[str, str]]:
 
 
 def _smallest_gpu() -> int | None:
-    """Bytes; None where they are not told."""
+    """Bytes; None where nvidia-smi does not tell."""
     try:
         return min(int(gpu["memory"]) for gpu in ask_gpus()) * 2**20
     except ValueError:
@@ -118,8 +120,7 @@ def _smallest_gpu() -> int | None:
 
 
 def need_of(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) -> Need:
-    """``runs``: the roles that the command starts. Raises ValueError for a model or a static share that
-    cannot be used."""
+    """``runs``: the roles that the command starts. Raises ValueError for an unusable model or static share."""
     architecture = read_architecture(read_hf_config(config.model.path))
     has_learner = "learn" in runs or "sft-rank" in runs
     stages = _stages(config, device, architecture) if has_learner else []
@@ -158,79 +159,67 @@ def _stages(
 def _critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> Architecture | None:
     if not isinstance(config, RunConfig) or config.critic is None:
         return None
-    return (
-        policy if config.critic.model is None else read_architecture(read_hf_config(config.critic.model.path))
-    )
+    model = config.critic.model
+    return policy if model is None else read_architecture(read_hf_config(model.path))
 
 
 def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) -> Iterator[Finding]:
-    """What cannot fit; nothing where the device's size is not known. The layouts must fit the models."""
+    """The processes that cannot fit; none where the device's size is unknown. The layouts must fit the models."""
     if device.bytes is None:
         return
     need = need_of(config, device, runs)
     if device.kind == "cpu":
-        yield from _of_machine(config, device, device.bytes, need, runs)
+        if need.on_one_machine > device.bytes:
+            yield _machine_finding(config, device, need, runs)
         return
     if need.learner is not None and need.learner.total > device.bytes:
-        yield (
-            "layout",
-            f"{_learner_said(config, need.learner)}, more than the {device.text}; {_learner_fix(config, device)}",
-        )
+        error = f"{_learner_need_text(config, need.learner)}, more than the {device.text}"
+        yield "layout", f"{error}; {_learner_fix(config, device)}"
     if need.server is not None and isinstance(config, RunConfig):
-        yield from _of_server(config, device, need.server)
+        yield from _server_findings(config, device, need.server)
         if need.learner is not None and config.launch.placement == "colocated":
-            yield from _of_shared_gpu(device, device.bytes, need.learner, need.server)
+            yield from _shared_gpu_findings(device, device.bytes, need.learner, need.server)
 
 
-def _of_machine(
-    config: RunConfig | SftConfig, device: Device, size: int, need: Need, runs: Sequence[str]
-) -> Iterator[Finding]:
-    if need.on_one_machine > size:
-        parts = (
-            [f"{_ranks(config.layout.world_size, 'learner')} {memory.size_text(need.learner_total)}"]
-            if need.learner
-            else []
-        )
-        if need.server:
-            each = memory.size_text(need.server.weights + need.cpu_cache)
-            parts.append(f"{_ranks(need.num_server_ranks, 'server')} {each} each")
-        field = _largest_part(config, device, need, runs)
-        yield (
-            field,
-            f"the processes need {memory.size_text(need.on_one_machine)} ({', '.join(parts)}), more than the {device.text}, which has no "
-            f"GPU; use a smaller {'model' if field == 'model.path' else field}, or plan for GPUs with --dry-run --gpu-memory GIB",
-        )
+def _machine_finding(
+    config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]
+) -> Finding:
+    parts, size = [], memory.size_text
+    if need.learner:
+        parts.append(f"{_ranks_text(config.layout.world_size, 'learner')} {size(need.learner_total)}")
+    if need.server:
+        each = size(need.server.weights + need.cpu_cache)
+        parts.append(f"{_ranks_text(need.num_server_ranks, 'server')} {each} each")
+    field = _most_saving_field(config, device, need, runs)
+    error = f"the processes need {size(need.on_one_machine)} ({', '.join(parts)}), more than the {device.text}, which has no GPU"
+    smaller = "model" if field == "model.path" else field
+    return field, f"{error}; use a smaller {smaller}, or plan for GPUs with --dry-run --gpu-memory GIB"
 
 
-def _ranks(count: int, side: str) -> str:
+def _ranks_text(count: int, side: str) -> str:
     return f"{count} {side} rank{'s' if count > 1 else ''}"
 
 
-def _largest_part(config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]) -> str:
-    """The field without which most would be saved; the model's, where that is less than half."""
+def _most_saving_field(config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]) -> str:
+    """The field whose reduction saves the most memory; ``model.path`` where none saves half of it."""
     saved = {"model.path": need.on_one_machine // 2}
     if need.learner is not None:
         dp = config.layout.dp_size
         saved["layout.dp"] = need.learner_total * (dp - 1) // dp
+        field, least = "token_budget", {"token_budget": 1}
         if isinstance(config, RunConfig):
-            field, least = (
-                "learner.token_budget",
-                {"learner": config.learner.model_copy(update={"token_budget": 1})},
-            )
-        else:
-            field, least = "token_budget", {"token_budget": 1}
-        saved[field] = (
-            need.learner_total - need_of(config.model_copy(update=least), device, runs).learner_total
-        )
+            field, least = "learner.token_budget", {"learner": config.learner.model_copy(update=least)}
+        least_need = need_of(config.model_copy(update=least), device, runs)
+        saved[field] = need.learner_total - least_need.learner_total
     if need.server is not None and isinstance(config, RunConfig):
         replicas = config.rollout.replicas
-        of_servers = need.num_server_ranks * (need.server.weights + need.cpu_cache)
-        saved["rollout.replicas"] = of_servers * (replicas - 1) // replicas
+        all_servers = need.num_server_ranks * (need.server.weights + need.cpu_cache)
+        saved["rollout.replicas"] = all_servers * (replicas - 1) // replicas
         saved["rollout.max_total_tokens"] = need.num_server_ranks * need.cpu_cache
     return max(saved, key=lambda field: saved[field])
 
 
-def _learner_said(config: RunConfig | SftConfig, learner: memory.LearnerMemory) -> str:
+def _learner_need_text(config: RunConfig | SftConfig, learner: memory.LearnerMemory) -> str:
     budget = "learner.token_budget" if isinstance(config, RunConfig) else "token_budget"
     size = config.learner.token_budget if isinstance(config, RunConfig) else config.token_budget
     layout = config.layout
@@ -240,16 +229,16 @@ def _learner_said(config: RunConfig | SftConfig, learner: memory.LearnerMemory) 
 
 def _learner_fix(config: RunConfig | SftConfig, device: Device) -> str:
     architecture = read_architecture(read_hf_config(config.model.path))
-    fixes = [
-        text
-        for text, changed in _smaller(config)
-        if not _is_tight(max(stage.total for stage in _stages(changed, device, architecture)), device)
-    ]
-    return f"use {' or '.join([*fixes[:1], 'a layout that splits the model further (`tandem plan` lists those that fit)'])}"
+    layout = "a layout that splits the model further (`tandem plan` lists those that fit)"
+    for text, changed in _smaller_configs(config):
+        if not _is_tight(max(stage.total for stage in _stages(changed, device, architecture)), device):
+            return f"use {text} or {layout}"
+    return f"use {layout}"
 
 
-def _smaller(config: RunConfig | SftConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Changes that cost no GPU; those that change no probability first, of these the least."""
+def _smaller_configs(config: RunConfig | SftConfig) -> Iterator[tuple[str, RunConfig]]:
+    """Changes that need no further GPU, the best first: changes that keep every probability come first, the
+    smallest of these before the others."""
     if not isinstance(config, RunConfig):
         return
     learner, budget = config.learner, 2 * config.rollout.max_new_tokens
@@ -267,63 +256,61 @@ def _smaller(config: RunConfig | SftConfig) -> Iterator[tuple[str, RunConfig]]:
             yield text, split.model_copy(update={"learner": learner.model_copy(update=again)})
 
 
-def _of_server(config: RunConfig, device: Device, server: memory.RolloutMemory) -> Iterator[Finding]:
-    """A server that cannot hold a single response of full length, with one token of a prompt."""
-    if server.tokens > config.rollout.max_new_tokens:
+def _server_findings(config: RunConfig, device: Device, server: memory.RolloutMemory) -> Iterator[Finding]:
+    """A server must hold one response of full length, with one token of a prompt."""
+    rollout, size = config.rollout, memory.size_text
+    if server.tokens > rollout.max_new_tokens:
         return
-    size = memory.size_text
-    yield (
-        "rollout.tp",
-        f"with rollout.tp={config.rollout.tp} a server rank holds {size(server.weights)} of weights and leaves {size(server.reserved)} to "
-        f"SGLang's activations, so that the {device.text} have room for {server.tokens} tokens, and rollout.max_new_tokens="
-        f"{config.rollout.max_new_tokens} do not fit; use a larger rollout.tp, or shorter responses",
+    holds = (
+        f"holds {size(server.weights)} of weights and leaves {size(server.reserved)} to SGLang's activations"
     )
+    room = f"the {device.text} have room for {server.tokens} tokens, and rollout.max_new_tokens={rollout.max_new_tokens} do not fit"
+    error = f"with rollout.tp={rollout.tp} a server rank {holds}, so that {room}"
+    yield "rollout.tp", f"{error}; use a larger rollout.tp, or shorter responses"
 
 
-def _of_shared_gpu(
-    device: Device, gpu: int, of_learner: memory.LearnerMemory, server: memory.RolloutMemory
+def _shared_gpu_findings(
+    device: Device, gpu: int, learner: memory.LearnerMemory, server: memory.RolloutMemory
 ) -> Iterator[Finding]:
-    """While weights are sent, both models are there; otherwise the GPU is the learner's or the servers'
-    alone."""
-    learner, size = of_learner.lasting + of_learner.transfer, memory.size_text
-    if learner + server.weights <= gpu:
+    """Both models are in memory while weights are sent; otherwise one side has the GPU to itself."""
+    held, size = learner.lasting + learner.transfer, memory.size_text
+    if held + server.weights <= gpu:
         return
-    yield (
-        "launch.placement",
-        f"launch.placement=colocated: while weights are sent a learner rank holds {size(learner)}, beside {size(server.weights)} of "
-        f"weights of a server rank, more than the {device.text}; set launch.placement=separate, or split both models further",
-    )
+    both = f"a learner rank holds {size(held)}, beside {size(server.weights)} of weights of a server rank"
+    error = f"launch.placement=colocated: while weights are sent {both}, more than the {device.text}"
+    yield "launch.placement", f"{error}; set launch.placement=separate, or split both models further"
 
 
 def memory_lines(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) -> list[str]:
-    """What the fullest rank of either side holds, itemised, against its device."""
-    need = need_of(config, device, runs)
-    lines = []
+    """The itemised memory of the fullest rank of each side, beside that of its device."""
+    need, lines = need_of(config, device, runs), []
     if need.learner is not None:
-        stage = (
-            f" (pipeline stage {need.learner.stage} of {config.layout.pp})" if config.layout.pp > 1 else ""
+        total, pp = need.learner.total, config.layout.pp
+        rank = (
+            f"the fullest learner rank (pipeline stage {need.learner.stage} of {pp})"
+            if pp > 1
+            else "a learner rank"
         )
         items = sorted(need.learner.items().items(), key=lambda item: -item[1])
-        title = f"memory of {'the fullest' if stage else 'a'} learner rank{stage}: {memory.size_text(need.learner.total)}"
-        lines += [title + _of_device(need.learner.total, device), *_itemised(items)]
-        if _is_tight(need.learner.total, device):
+        lines += [
+            f"memory of {rank}: {memory.size_text(total)}{_device_note(total, device)}",
+            *_itemised(items),
+        ]
+        if _is_tight(total, device):
             lines.append(f"  tight: {_learner_fix(config, device)}")
         if isinstance(config, RunConfig):
-            lines.append(
-                "  of the transfer, and of activations, logits and pipeline together, the larger counts: never both are there"
-            )
+            either = "the transfer, and activations, logits and pipeline together"
+            lines.append(f"  {either}, are never in memory at the same time: the larger of the two counts")
     if need.server is not None:
         lines += _server_lines(need.server, need.cpu_cache, device)
     if device.kind == "cpu" and device.bytes is not None:
         size = memory.size_text(need.on_one_machine)
-        lines.append(
-            f"memory of all processes, the programs themselves left out: {size} of the {device.text}"
-        )
+        lines.append(f"memory of all processes, without the programs themselves: {size} of the {device.text}")
     return lines
 
 
-def _of_device(size: int, device: Device) -> str:
-    """Without GPUs only all processes together have a device."""
+def _device_note(size: int, device: Device) -> str:
+    """The device's size beside that of one rank; empty without GPUs, where all ranks share the machine."""
     if device.kind == "cpu":
         return ""
     if device.bytes is None:
@@ -356,5 +343,6 @@ def _server_lines(server: memory.RolloutMemory, cpu_cache: int, device: Device) 
 
 
 def _itemised(items: Sequence[tuple[str, int]]) -> list[str]:
-    width = max(len(name) for name, _ in items)
-    return [f"  {name.ljust(width)}  {memory.size_text(size):>10}" for name, size in items]
+    return [
+        f"  {line}" for line in aligned([(name, f"{memory.size_text(size):>10}") for name, size in items])
+    ]

@@ -1,8 +1,9 @@
-"""What a run writes, against what its disk has free: for ``--dry-run``, and before every start.
+"""Compares the bytes that a run writes with the free bytes of its disk: for ``--dry-run``, and before every
+start.
 
 Bytes of a checkpoint per parameter: the weights in the model's dtype, AdamW's two moments in float32 (8), and
 a float32 copy of the weights (4) unless they are float32 themselves; the distributed optimizer saves that
-copy in any case. Recorded batches, logs and pictures are small beside these and are not counted.
+copy in any case. Recorded batches, logs and pictures are comparatively small and are not counted.
 """
 
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from configs.loader import Finding
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import LayoutConfig
+from configs.schema.learner import OptimizerConfig
 from parallel.checkpoints.files import stored_bytes
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config
 from parallel.planning.memory import BYTES, size_text, stage_parameters
@@ -21,20 +23,20 @@ from parallel.planning.memory import BYTES, size_text, stage_parameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskNeed:
-    """Bytes."""
+    """Bytes that a run writes."""
 
     checkpoint: int
-    """Of one step, a critic's included."""
+    """One step's checkpoint, a critic's included."""
     checkpoints: int
-    """How many there are at most at once: the oldest goes once a new one is whole."""
+    """Most checkpoints at a time: the oldest is removed once a new one is complete."""
     model: int
-    """Of the trained model, in Hugging Face format."""
+    """The trained model, in Hugging Face format."""
     there: int
-    """Of checkpoints that are on the disk already, of a run that is resumed."""
+    """Checkpoints of a resumed run that are on the disk already."""
 
     @property
     def least(self) -> int:
-        """For the run to end well."""
+        """Bytes without which the run cannot end well."""
         return min(self.checkpoints, 1) * self.checkpoint + self.model
 
     @property
@@ -43,13 +45,9 @@ class DiskNeed:
 
     @property
     def text(self) -> str:
-        kept = (
-            f"{self.checkpoints} checkpoint(s) at once of {size_text(self.checkpoint)} each, "
-            if self.checkpoints
-            else ""
-        )
+        each = f"{self.checkpoints} checkpoint(s) at once of {size_text(self.checkpoint)} each, "
         there = f" ({size_text(self.there)} of it there already)" if self.there else ""
-        return f"{kept}the trained model {size_text(self.model)}{there}"
+        return f"{each if self.checkpoints else ''}the trained model {size_text(self.model)}{there}"
 
 
 def disk_need(config: RunConfig | SftConfig) -> DiskNeed:
@@ -58,15 +56,11 @@ def disk_need(config: RunConfig | SftConfig) -> DiskNeed:
     model = _parameters(policy) * BYTES[config.model.dtype]
     if isinstance(config, SftConfig):
         return DiskNeed(checkpoint=0, checkpoints=0, model=model, there=0)
-    checkpoint = _checkpoint_bytes(
-        _parameters(policy), config.model.dtype, distributed=config.learner.optimizer.distributed
-    )
+    checkpoint = _checkpoint_bytes(_parameters(policy), config.model.dtype, config.learner.optimizer)
     if config.critic is not None:
-        of_critic = config.critic.model or config.model
-        parameters = _parameters(read_architecture(read_hf_config(of_critic.path)), output=False)
-        checkpoint += _checkpoint_bytes(
-            parameters, of_critic.dtype, distributed=config.critic.optimizer.distributed
-        )
+        backbone = config.critic.model or config.model
+        parameters = _parameters(read_architecture(read_hf_config(backbone.path)), output=False)
+        checkpoint += _checkpoint_bytes(parameters, backbone.dtype, config.critic.optimizer)
     settings = config.checkpoint
     at_once = min(settings.keep + 1, -(-config.steps // settings.every)) if settings.every else 0
     there = stored_bytes(config.resume / "checkpoints") if config.resume else 0
@@ -77,46 +71,45 @@ def _parameters(architecture: Architecture, *, output: bool = True) -> int:
     return sum(stage_parameters(architecture, LayoutConfig(), 0, output=output))
 
 
-def _checkpoint_bytes(parameters: int, dtype: str, *, distributed: bool) -> int:
-    copy = 4 if distributed or BYTES[dtype] < 4 else 0
+def _checkpoint_bytes(parameters: int, dtype: str, optimizer: OptimizerConfig) -> int:
+    copy = 4 if optimizer.distributed or BYTES[dtype] < 4 else 0
     return parameters * (BYTES[dtype] + 8 + copy)
 
 
 def disk_problems(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[Finding]:
-    """An error where the run could not even write its next checkpoint and its model; a note where it may run
-    out of space later."""
-    field, folder = _place(config)
-    need, free = disk_need(config), _free(folder)
+    """An error where there is no space for the next checkpoint and the model; a note where the space may run
+    out later."""
+    field, folder = _output_folder(config)
+    need, free = disk_need(config), _free_bytes(folder)
     if free is None or free >= need.most:
         return
-    said = f"{field}={folder}: its disk has {size_text(free)} free, and the run needs {{}} ({need.text})"
+    text = f"{field}={folder}: its disk has {size_text(free)} free, and the run needs {{}} ({need.text})"
     fix = "free space, give a folder on a larger disk, or lower checkpoint.keep"
     if free < need.least:
-        yield field, f"{said.format(size_text(need.least))}; {fix}"
+        yield field, f"{text.format(size_text(need.least))}; {fix}"
     else:
-        notes.append(f"{said.format('up to ' + size_text(need.most))}; {fix}")
+        notes.append(f"{text.format('up to ' + size_text(need.most))}; {fix}")
 
 
 def disk_lines(config: RunConfig | SftConfig) -> Iterator[str]:
-    """Of ``--dry-run``."""
-    _, folder = _place(config)
-    need, free = disk_need(config), _free(folder)
-    there_is = "" if free is None else f", of {size_text(free)} free here"
-    yield f"disk, in {folder}: up to {size_text(need.most)}{there_is}: {need.text}"
+    """The lines of ``--dry-run``."""
+    _, folder = _output_folder(config)
+    need, free = disk_need(config), _free_bytes(folder)
+    available = "" if free is None else f", of {size_text(free)} free here"
+    yield f"disk, in {folder}: up to {size_text(need.most)}{available}: {need.text}"
 
 
-def _place(config: RunConfig | SftConfig) -> tuple[str, Path]:
+def _output_folder(config: RunConfig | SftConfig) -> tuple[str, Path]:
     if isinstance(config, SftConfig):
         return "output", config.output
     return ("launch.runs_dir", config.launch.runs_dir) if config.resume is None else ("resume", config.resume)
 
 
-def _free(folder: Path) -> int | None:
-    """Bytes on the disk that ``folder`` is on, or will be; None where that is not told."""
+def _free_bytes(folder: Path) -> int | None:
+    """Free bytes of the disk that ``folder`` is on, or will be; None where the system does not tell."""
     absolute = folder.absolute()
     try:
-        return shutil.disk_usage(
-            next(path for path in (absolute, *absolute.parents) if os.path.exists(path))
-        ).free
+        nearest = next(path for path in (absolute, *absolute.parents) if os.path.exists(path))
+        return shutil.disk_usage(nearest).free
     except OSError:
         return None

@@ -1,7 +1,8 @@
-"""The model's folder and the data, read before anything starts: weights by their headers, the tokenizer, its
+"""Reads the model's folder and the data before anything starts: headers of the weights, the tokenizer, its
 chat template, every record.
 
-What the roles would find of them seconds after their start is found here, without torch and transformers.
+The errors are those that the roles would raise seconds after their start. Neither torch nor transformers is
+imported.
 """
 
 import contextlib
@@ -27,29 +28,30 @@ if TYPE_CHECKING:
     from rollout.tokenization import Tokenizer
 
 MOST_BYTES_TOKENISED = 1_000_000
-"""Of the longest texts of a file: a second of work. The sample role looks at all that may be too long."""
+"""Bytes of the longest texts of a file: a second of work. The sample role tokenises every text that may be too
+long."""
 _FIRST_LINE_S, _LATER_LINES_S = 2.0, 10.0
 
 
 def input_findings(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[Finding]:
-    """Everything that is wrong with what the config reads. ``notes`` gets what is allowed, but rarely meant."""
-    yield from _of_weights(config)
+    """Errors of the files that the config reads. ``notes`` gets what is allowed, but rarely intended."""
+    yield from _check_weights(config)
     tokenizer = None
     try:
         tokenizer = _open_tokenizer(config.model.path)
     except ValueError as error:
         yield "model.path", str(error)
     if tokenizer is not None:
-        yield from _of_tokenizer(config, tokenizer)
+        yield from _check_tokenizer(config, tokenizer)
     if isinstance(config, SftConfig):
-        yield from _of_examples(config, tokenizer)
+        yield from _check_examples(config, tokenizer)
     else:
-        yield from _of_reward_tokenizers(config)
-        yield from _of_task(config, tokenizer, notes)
+        yield from _check_reward_tokenizers(config)
+        yield from _check_task(config, tokenizer, notes)
 
 
-def unless(field: str, check: Callable[..., object], *arguments: object) -> Iterator[Finding]:
-    """What a check that raises ValueError says."""
+def finding_of(field: str, check: Callable[..., object], *arguments: object) -> Iterator[Finding]:
+    """The finding of a check, where it raises ValueError."""
     try:
         check(*arguments)
     except ValueError as error:
@@ -58,23 +60,23 @@ def unless(field: str, check: Callable[..., object], *arguments: object) -> Iter
 
 @contextlib.contextmanager
 def reading_progress(path: Path) -> Iterator[Progress]:
-    """Says on stderr how far the reading of a large file has come: on a terminal in a line that vanishes,
-    elsewhere in one now and then."""
+    """Reports on stderr how much of a large file has been read: on a terminal in a line that vanishes,
+    elsewhere in a line now and then."""
     began, next_line, on_terminal = time.monotonic(), _FIRST_LINE_S, sys.stderr.isatty()
-    said = False
+    has_printed = False
 
     def report(share: float) -> None:
-        nonlocal next_line, said
+        nonlocal next_line, has_printed
         elapsed = time.monotonic() - began
         if elapsed < (_FIRST_LINE_S / 2 if on_terminal else next_line):
             return
-        said, next_line = True, elapsed + _LATER_LINES_S
+        has_printed, next_line = True, elapsed + _LATER_LINES_S
         print(f"reading {path}: {share:4.0%}", end="\r" if on_terminal else "\n", file=sys.stderr, flush=True)
 
     try:
         yield report
     finally:
-        if said and on_terminal:
+        if has_printed and on_terminal:
             print("\033[K", end="", file=sys.stderr, flush=True)
 
 
@@ -82,23 +84,20 @@ def reading_progress(path: Path) -> Iterator[Progress]:
 # the model's folder
 
 
-def _of_weights(config: RunConfig | SftConfig) -> Iterator[Finding]:
-    """By the headers of their files; a config.json that cannot be used has been named before."""
-    critic = config.critic.model if isinstance(config, RunConfig) and config.critic is not None else None
-    folders = {"model.path": config.model.path} | (
-        {} if critic is None else {"critic.model.path": critic.path}
-    )
+def _check_weights(config: RunConfig | SftConfig) -> Iterator[Finding]:
+    """Compares the headers of the weight files with the architecture."""
+    folders = {"model.path": config.model.path}
+    if isinstance(config, RunConfig) and config.critic is not None and config.critic.model is not None:
+        folders["critic.model.path"] = config.critic.model.path
     for field, folder in folders.items():
         if missing_weights(folder) is None:
-            with contextlib.suppress(ValueError):
-                yield from (
-                    (field, said)
-                    for said in weight_problems(folder, read_architecture(read_hf_config(folder)))
-                )
+            with contextlib.suppress(ValueError):  # of a broken config.json, which is reported elsewhere
+                errors = weight_problems(folder, read_architecture(read_hf_config(folder)))
+                yield from ((field, error) for error in errors)
 
 
 def _open_tokenizer(folder: Path) -> "Tokenizer | None":
-    """None where there is none, which is among the missing files. Raises ValueError."""
+    """None where the folder has none, which is reported with the missing files. Raises ValueError."""
     from rollout.tokenizer_files import TokenizerFiles
 
     if TokenizerFiles.reads(folder):
@@ -107,72 +106,69 @@ def _open_tokenizer(folder: Path) -> "Tokenizer | None":
         return None
     from rollout.tokenization import load_tokenizer
 
-    return load_tokenizer(folder)  # of older files, which transformers alone can read: takes seconds
+    return load_tokenizer(folder)  # older files, which transformers alone can read: takes seconds
 
 
-def _of_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> Iterator[Finding]:
+def _check_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> Iterator[Finding]:
     from rollout.tokenization import check_vocabulary_size, end_token_ids
     from rollout.tokenizer_files import TokenizerFiles
 
     folder = config.model.path
-    with contextlib.suppress(ValueError):  # of a broken config.json, which has been named before
+    with contextlib.suppress(ValueError):  # of a broken config.json, which is reported elsewhere
         vocab_size = read_architecture(read_hf_config(folder)).vocab_size
-        yield from unless(
-            "model.path",
-            check_vocabulary_size,
-            tokenizer.num_ids if isinstance(tokenizer, TokenizerFiles) else len(tokenizer),
-            vocab_size,
-            folder,
-        )
+        num_ids = tokenizer.num_ids if isinstance(tokenizer, TokenizerFiles) else len(tokenizer)
+        yield from finding_of("model.path", check_vocabulary_size, num_ids, vocab_size, folder)
     if not getattr(tokenizer, "may_have_defaults", False):
-        yield from unless("model.path", end_token_ids, tokenizer, folder)
+        yield from finding_of("model.path", end_token_ids, tokenizer, folder)
     data = config.data if isinstance(config, SftConfig) else config.task
     if isinstance(data, CountdownTask | CountdownSftData):
         from rollout.tasks.countdown import check_characters
 
-        yield from unless("model.path", check_characters, tokenizer)
+        yield from finding_of("model.path", check_characters, tokenizer)
     elif data.apply_chat_template:
         field = "data.apply_chat_template" if isinstance(config, SftConfig) else "task.apply_chat_template"
-        yield from unless(field, _check_template, tokenizer, getattr(data, "system_prompt", None), field)
+        system_prompt = getattr(data, "system_prompt", None)
+        yield from finding_of(field, _check_template, tokenizer, system_prompt, field)
 
 
 def _check_template(tokenizer: "Tokenizer", system_prompt: str | None, field: str) -> None:
     from rollout.tokenization import encode_prompt
     from rollout.tokenizer_files import TokenizerFiles
 
+    encode = partial(encode_prompt, tokenizer, "?", system_prompt=system_prompt, apply_chat_template=True)
     if not tokenizer.chat_template:
-        encode_prompt(tokenizer, "?", system_prompt=system_prompt, apply_chat_template=True)  # which says so
+        encode()  # raises an error that says so
     try:
         if isinstance(tokenizer, TokenizerFiles):
             tokenizer.check_template(system_prompt)
         else:
-            encode_prompt(tokenizer, "?", system_prompt=system_prompt, apply_chat_template=True)
-    except Exception as error:  # a template is a program: transformers passes on whatever it fails with
+            encode()
+    except Exception as error:  # a template is a program: transformers passes on any error
         without = "remove task.system_prompt, " if system_prompt is not None else ""
         raise ValueError(
             f"{error}; {without}restore the template that came with the model, or set {field}=false"
         ) from error
 
 
-def _of_reward_tokenizers(config: RunConfig) -> Iterator[Finding]:
+def _check_reward_tokenizers(config: RunConfig) -> Iterator[Finding]:
     reward = config.reward_type
     for part in reward.parts.values() if isinstance(reward, WeightedReward) else [reward]:
         if isinstance(part, ModelReward) and part.text.type == "chat" and part.text.tokenizer.is_dir():
-            yield from unless("reward", _open_tokenizer, part.text.tokenizer)
+            yield from finding_of("reward", _open_tokenizer, part.text.tokenizer)
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # the data
 
 
-def _of_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[str]) -> Iterator[Finding]:
+def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[str]) -> Iterator[Finding]:
     task = config.task
     if isinstance(task, CountdownTask):
         from rollout.tasks.countdown import check_problems, long_prompt
 
-        yield from unless("task.heldout_fraction", check_problems, task)
+        yield from finding_of("task.heldout_fraction", check_problems, task)
         if tokenizer is not None and (text := long_prompt(task)):
-            room = _room(config, "training")
+            room = _prompt_room(config, "training")
             tokens = len(tokenizer.encode(text, add_special_tokens=False))
             if room is not None and tokens > room.tokens:
                 yield "rollout.max_new_tokens", room.too_long(f"training prompt {text!r}", tokens)
@@ -188,28 +184,28 @@ def _of_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[str])
         except ValueError as error:
             yield f"task.{field}", str(error)
             continue
-        yield from _of_lengths(task, f"task.{field}", surveys[field], tokenizer, _room(config, which))
-    notes += _notes_of(surveys, config)
+        room = _prompt_room(config, which)
+        yield from _check_lengths(task, f"task.{field}", surveys[field], tokenizer, room)
+    notes += _data_notes(surveys, config)
 
 
 def survey_of(task: Gsm8kTask | JsonlTask, path: Path) -> "Survey":
-    """What ``path`` holds; it is read once however often this is asked. Raises ValueError."""
+    """A survey of the records of ``path``, which is read once however often this is called. Raises ValueError."""
     from rollout.tasks import survey_task_file
 
     return survey_task_file(task, path, progress=reading_progress)
 
 
-def _room(config: RunConfig, which: PromptsOf) -> PromptRoom | None:
-    """None also where there is none at all, or config.json is broken: both are found before."""
+def _prompt_room(config: RunConfig, which: PromptsOf) -> PromptRoom | None:
+    """None where there is no room at all, or config.json is broken: both are reported elsewhere."""
     try:
-        return prompt_room(
-            config, which, max_positions=read_architecture(read_hf_config(config.model.path)).max_positions
-        )
+        max_positions = read_architecture(read_hf_config(config.model.path)).max_positions
+        return prompt_room(config, which, max_positions=max_positions)
     except ValueError:
         return None
 
 
-def _of_lengths(
+def _check_lengths(
     task: Gsm8kTask | JsonlTask,
     field: str,
     survey: "Survey",
@@ -219,43 +215,35 @@ def _of_lengths(
     if tokenizer is None or room is None:
         return
     try:
-        longest = _tokenised(survey.longest, tokenizer, task, room.tokens)
-    except ValueError:  # of the template, which has been named before
+        longest = _token_counts(survey.longest, tokenizer, task, room.tokens)
+    except ValueError:  # of the template, which is reported elsewhere
         return
     too_long = [(tokens, where) for where, tokens in longest if tokens > room.tokens]
     if too_long:
-        tokens, where = max(too_long, key=lambda found: found[0])
-        which = (
-            "the longest prompt"
-            if len(too_long) == 1
-            else f"the longest of at least {len(too_long)} such prompts"
-        )
+        (tokens, where), count = max(too_long, key=lambda prompt: prompt[0]), len(too_long)
+        which = "the longest prompt" if count == 1 else f"the longest of at least {count} such prompts"
         yield field, f"{field}: {room.too_long(f'{which}, {where},', tokens)}"
 
 
-def _tokenised(
+def _token_counts(
     texts: Sequence[tuple[str, str, str]], tokenizer: "Tokenizer", task: Gsm8kTask | JsonlTask, room: int
 ) -> list[tuple[str, int]]:
-    """(where, number of tokens) of those of the longest texts that may have more than ``room``."""
+    """(where, number of tokens) of the longest texts, as far as they may have more than ``room`` tokens."""
     from rollout.tasks.task import most_tokens
     from rollout.tokenization import encode_prompt
 
-    encode = partial(
-        encode_prompt,
-        tokenizer,
-        system_prompt=task.system_prompt,
-        apply_chat_template=task.apply_chat_template,
-    )
-    around, left, found = len(encode("?")), MOST_BYTES_TOKENISED, []
+    system_prompt, template = task.system_prompt, task.apply_chat_template
+    encode = partial(encode_prompt, tokenizer, system_prompt=system_prompt, apply_chat_template=template)
+    around, left, counts = len(encode("?")), MOST_BYTES_TOKENISED, []
     for where, text, _ in texts:
         if left <= 0 or around + most_tokens(text) <= room:
             continue
         left -= len(text)
-        found.append((where, len(encode(text))))
-    return found
+        counts.append((where, len(encode(text))))
+    return counts
 
 
-def _notes_of(surveys: "dict[str, Survey]", config: RunConfig) -> Iterator[str]:
+def _data_notes(surveys: "dict[str, Survey]", config: RunConfig) -> Iterator[str]:
     for field, survey in surveys.items():
         if survey.distinct < survey.count:
             yield f"task.{field}: {survey.count - survey.distinct:,} of {survey.count:,} prompts of {survey.path} repeat an earlier one"
@@ -274,12 +262,12 @@ def _notes_of(surveys: "dict[str, Survey]", config: RunConfig) -> Iterator[str]:
         )
 
 
-def _of_examples(config: SftConfig, tokenizer: "Tokenizer | None") -> Iterator[Finding]:
+def _check_examples(config: SftConfig, tokenizer: "Tokenizer | None") -> Iterator[Finding]:
     data = config.data
     if isinstance(data, CountdownSftData):
         from rollout.tasks.countdown import check_problems
 
-        yield from unless("data.task.heldout_fraction", check_problems, data.task)
+        yield from finding_of("data.task.heldout_fraction", check_problems, data.task)
         return
     if not data.path.is_file():
         return
@@ -291,10 +279,12 @@ def _of_examples(config: SftConfig, tokenizer: "Tokenizer | None") -> Iterator[F
         yield "data.path", str(error)
         return
     if tokenizer is not None:
-        yield from unless("data.path", _check_examples, config, data, survey, tokenizer)
+        yield from finding_of("data.path", _check_example_lengths, config, data, survey, tokenizer)
 
 
-def _check_examples(config: SftConfig, data: JsonlSftData, survey: "Survey", tokenizer: "Tokenizer") -> None:
+def _check_example_lengths(
+    config: SftConfig, data: JsonlSftData, survey: "Survey", tokenizer: "Tokenizer"
+) -> None:
     from rollout.tasks.task import most_tokens
     from rollout.tokenization import encode_prompt
 
@@ -304,15 +294,13 @@ def _check_examples(config: SftConfig, data: JsonlSftData, survey: "Survey", tok
     try:
         max_positions = read_architecture(read_hf_config(config.model.path)).max_positions
         around, left = len(encode("?")), MOST_BYTES_TOKENISED
-    except ValueError:  # of config.json or the template, which have been named before
+    except ValueError:  # of config.json or the template, which are reported elsewhere
         return
+    room = min(config.token_budget, max_positions)
     for where, prompt, response in survey.longest:
-        if left <= 0 or around + most_tokens(prompt) + most_tokens(response) <= min(
-            config.token_budget, max_positions
-        ):
+        if left <= 0 or around + most_tokens(prompt) + most_tokens(response) <= room:
             continue
         left -= len(prompt) + len(response)
-        length = len(encode(prompt)) + len(
-            tokenizer.encode(response, add_special_tokens=False)
-        )  # an end token more, and one place less
+        # The end token adds a place, and the last token of a sequence takes none.
+        length = len(encode(prompt)) + len(tokenizer.encode(response, add_special_tokens=False))
         check_example_length(where, length, token_budget=config.token_budget, max_positions=max_positions)

@@ -1,6 +1,6 @@
-"""Everything that a run listens on here, where, and what protects it: ``tandem check-cluster --run RUN``.
+"""Lists the ports that a run listens on here, with their protection: ``tandem check-cluster --run RUN``.
 
-What is trusted, and what a firewall has to do, is in launch/README.md.
+launch/README.md says what is trusted, and what a firewall has to do.
 """
 
 import json
@@ -23,7 +23,7 @@ BY_ADDRESS = "its address alone"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listening:
-    """One TCP port that a process of the run has open to others."""
+    """A TCP port on which a process of the run listens."""
 
     role: str
     pid: int
@@ -34,40 +34,33 @@ class Listening:
 
 
 def listening(folder: RunFolder) -> list[Listening]:
-    """Of the roles that have announced themselves from this host, and of every process that came from them."""
+    """The ports of the roles that have announced themselves from this host, and of all their descendants."""
     with_key = _ports_with_key(folder)
-    found = {
-        (pid, *address): Listening(
-            role=role, pid=pid, address=address[0], port=address[1], what=what, protection=protection
-        )
-        for role, process in _processes(folder)
-        for pid, address in _open_ports(process)
-        for what, protection in [with_key.get(address[1]) or _other(process, address[1])]
-    }
-    return [found[place] for place in sorted(found)]
+    ports = {}
+    for role, process in _processes(folder):
+        for address, port in _open_ports(process):
+            what, protection = with_key.get(port) or _port_without_key(process, port)
+            ports[process.pid, address, port] = Listening(
+                role=role, pid=process.pid, address=address, port=port, what=what, protection=protection
+            )
+    return [ports[place] for place in sorted(ports)]
 
 
 def sockets_of(folder: RunFolder) -> Iterator[Finding]:
-    """A line per open port: a failure where it is reached from beyond the run's own address."""
+    """A finding per open port: a failure where it listens on another address than the run's own."""
     config = load_config(folder.config, [])
     expected = own_address(config.launch.nodes if isinstance(config, RunConfig) else None)
     ports = listening(folder)
     if not ports:
-        yield warn(
-            "sockets",
-            f"no process of {folder.path} listens on this host",
-            "ask while it runs, on a host that it runs on",
-        )
+        text = f"no process of {folder.path} listens on this host"
+        yield warn("sockets", text, "ask while it runs, on a host that it runs on")
     for port in ports:
         text = f"{port.role:<8} {port.address}:{port.port:<5} {port.what}, protected by {port.protection} (pid {port.pid})"
         if port.address == expected:
             yield ok("sockets", text)
         else:
-            yield fail(
-                "sockets",
-                text,
-                f"only {expected} should be listened on; set launch.nodes.interface, or report this as a defect",
-            )
+            fix = "set launch.nodes.interface, or report this as a defect"
+            yield fail("sockets", text, f"only {expected} should be listened on; {fix}")
 
 
 def _processes(folder: RunFolder) -> Iterator[tuple[str, psutil.Process]]:
@@ -84,20 +77,17 @@ def _processes(folder: RunFolder) -> Iterator[tuple[str, psutil.Process]]:
             continue
 
 
-def _open_ports(process: psutil.Process) -> list[tuple[int, tuple[str, int]]]:
+def _open_ports(process: psutil.Process) -> list[tuple[str, int]]:
+    """Pairs (address, port)."""
     try:
         connections = process.net_connections("tcp")
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return []
-    return [
-        (process.pid, (connection.laddr.ip, connection.laddr.port))
-        for connection in connections
-        if connection.status == psutil.CONN_LISTEN
-    ]
+    return [(one.laddr.ip, one.laddr.port) for one in connections if one.status == psutil.CONN_LISTEN]
 
 
 def _ports_with_key(folder: RunFolder) -> dict[int, tuple[str, str]]:
-    """(what, protection) by port."""
+    """Pairs (what, protection) by port."""
     ports = {}
     for file in (folder.path / "roles").glob("*.json"):
         announced = json.loads(file.read_text())
@@ -107,9 +97,9 @@ def _ports_with_key(folder: RunFolder) -> dict[int, tuple[str, str]]:
     return ports
 
 
-def _other(process: psutil.Process, port: int) -> tuple[str, str]:
-    """(what, protection). The ports of a router are on the command line of its watchdog; it gives itself a
-    title in place of its own."""
+def _port_without_key(process: psutil.Process, port: int) -> tuple[str, str]:
+    """(what, protection). A router replaces its own command line by a title, but that of its watchdog names its
+    ports."""
     try:
         parent = process.parent()
         command = parent.cmdline() if parent else []
@@ -117,9 +107,6 @@ def _other(process: psutil.Process, port: int) -> tuple[str, str]:
         command = []
     if "rollout.servers.start_router" in command:
         flag = command[command.index(str(port)) - 1] if str(port) in command else ""
-        return (
-            ("sglang-router, HTTP", BY_KEY)
-            if flag == "--port"
-            else ("sglang-router's figures, read only", BY_ADDRESS)
-        )
+        figures = ("sglang-router's figures, read only", BY_ADDRESS)
+        return ("sglang-router, HTTP", BY_KEY) if flag == "--port" else figures
     return "collectives of gloo or NCCL, or a store for them", BY_ADDRESS

@@ -1,8 +1,7 @@
-"""``tandem check-cluster``: who runs it on which node, and what it prints."""
+"""``tandem check-cluster``: the node that it runs on, and its output."""
 
 import os
 import socket
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -26,11 +25,11 @@ def check_cluster(
     node: int | None,
     timeout_s: float,
 ) -> NoReturn:
-    """Print every finding of this node as it is made, and end the process: 1 where something fails, else 0."""
+    """Print the findings of this node one by one, and end the process: with 1 where one is a FAIL, else 0."""
     config = None if config_path is None else load_config(config_path, overrides)
     launch = LaunchConfig() if config is None else config.launch
     meeting = _meeting(folder or launch.runs_dir, num_nodes, node, timeout_s)
-    # A check of several nodes without a config, too, is about addresses that others can reach.
+    # A check of several nodes needs addresses that others can reach, also without a config.
     nodes = launch.nodes or (NodesConfig(gpus_per_node=0) if meeting.num_nodes > 1 else None)
     worst = 0
     name = f"{socket.gethostname()}: " if meeting.num_nodes > 1 else ""
@@ -38,15 +37,17 @@ def check_cluster(
         print(f"{name}{finding}", flush=True)
         worst |= finding.level is Level.FAIL
     leave(meeting)
-    print(
-        f"{name}{'see FAIL above: a run would not work' if worst else 'nothing found that would keep a run from working'}"
+    verdict = (
+        "see FAIL above: a run would not work"
+        if worst
+        else "nothing found that would keep a run from working"
     )
-    sys.stdout.flush()
+    print(f"{name}{verdict}", flush=True)
     os._exit(worst)  # a collective that hangs may have left its thread behind
 
 
 def check_sockets(folder: RunFolder) -> bool:
-    """Print what a run that is going on listens on here; whether all of it is where it should be."""
+    """Print the ports that a run listens on here. Returns whether all are where they should be."""
     findings = list(sockets_of(folder))
     print(*findings, sep="\n", flush=True)
     return all(finding.level is not Level.FAIL for finding in findings)
@@ -62,7 +63,7 @@ def _findings(
 
 
 def _meeting(folder: Path, num_nodes: int | None, node: int | None, timeout_s: float) -> Meeting:
-    """By the options; else by the environment of a Slurm step; else of this node alone."""
+    """The meeting of the options, or else of the Slurm step, or else of this node alone."""
     if (num_nodes is None) != (node is None):
         raise BadInput(
             "--nodes and --node belong together: `tandem check-cluster --nodes 2 --node 0` on one node, `--node 1` on the other"
@@ -73,7 +74,7 @@ def _meeting(folder: Path, num_nodes: int | None, node: int | None, timeout_s: f
         node = int(os.environ.get("SLURM_NODEID", "0")) if in_step else 0
     if node >= num_nodes:
         raise BadInput(f"--node {node} is not one of --nodes {num_nodes}, which are counted from 0")
-    # Of this step, so that nobody reads what an earlier check left behind.
+    # The name of the step keeps files of an earlier check apart.
     name = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}" if in_step else "by-hand"
     return Meeting(
         folder=folder.resolve() / f".check-cluster-{name}",

@@ -1,5 +1,4 @@
-"""``tandem init``: a folder with a small experiment on own data and an own reward, to be changed by its
-owner."""
+"""``tandem init``: writes a small experiment with data and a reward of its own, as a start for the user's."""
 
 import shlex
 from pathlib import Path
@@ -67,26 +66,21 @@ def score(prompt, response, reference, row):
 
 
 def make_experiment(folder: Path, model: Path | None) -> None:
-    """Write the folder and say what to do with it. Raises BadInput where it exists already."""
+    """Write the folder and print the next commands. Raises BadInput where the folder exists already."""
     check_new_folder("FOLDER", folder)
     path = MODEL_TO_CHOOSE if model is None else model.resolve()
     name = "".join(c if c.isalnum() else "-" for c in folder.name).strip("-") or "experiment"
     folder.mkdir(parents=True)
-    (folder / CONFIG).write_text(
-        _YAML.format(name=name, model=yaml.safe_dump(str(path), default_style='"').strip())
-    )
+    quoted_path = yaml.safe_dump(str(path), default_style='"').strip()
+    (folder / CONFIG).write_text(_YAML.format(name=name, model=quoted_path))
     (folder / "my_reward.py").write_text(_REWARD)
     for file, numbers in (("train.jsonl", range(10, 42)), ("heldout.jsonl", range(42, 50))):
-        lines = (
-            f'{{"prompt": "{a}+{b}=", "answer": "{a + b}", "level": {a // 10}}}\n'
-            for a in numbers
-            for b in (7, 25)
-        )
-        (folder / file).write_text("".join(lines))
+        row = '{{"prompt": "{a}+{b}=", "answer": "{sum}", "level": {level}}}\n'.format
+        rows = (row(a=a, b=b, sum=a + b, level=a // 10) for a in numbers for b in (7, 25))
+        (folder / file).write_text("".join(rows))
     change = f"set model.path in {CONFIG}, " if model is None else ""
     print(
-        f"wrote {folder}: {CONFIG}, my_reward.py, train.jsonl, heldout.jsonl (examples: put yours in their place)"
+        f"wrote {folder}: {CONFIG}, my_reward.py, train.jsonl, heldout.jsonl (examples: replace them by yours)"
     )
-    print(
-        f"next: cd {shlex.quote(str(folder))}; {change}tandem train {CONFIG} --dry-run; then the same without --dry-run"
-    )
+    steps = f"cd {shlex.quote(str(folder))}; {change}tandem train {CONFIG} --dry-run"
+    print(f"next: {steps}; then the same without --dry-run")

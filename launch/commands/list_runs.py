@@ -1,8 +1,8 @@
-"""``tandem list``: the runs of a folder, newest first, read as ``tandem status`` reads them."""
+"""``tandem list``: the runs of a folder, newest first, with their state as in ``tandem status``."""
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -10,22 +10,20 @@ import yaml
 from launch.checks.config import BadInput
 from launch.commands.status import brief_state
 from launch.processes.run_folder import RunFolder
+from launch.tables import aligned
 from trainer.tracking.tracker import duration
 
 TITLES = ("run", "state", "step", "held out", "reward", "last written")
 
 
 def run_table(runs_dir: Path, *, now: float | None = None) -> str:
-    """A line per run folder. ``now``: seconds since the epoch; None: this moment. Raises BadInput where there
-    is no such folder."""
+    """A line per run folder. ``now``: seconds since the epoch; None: this moment. Raises BadInput for a folder
+    without runs."""
     if not runs_dir.is_dir():
-        raise BadInput(
-            f"RUNS: {runs_dir} is not a folder; name the one that launch.runs_dir says, usually runs"
-        )
+        raise BadInput(f"RUNS: {runs_dir} is not a folder; name that of launch.runs_dir, usually runs")
     now = time.time() if now is None else now
-    folders = [
-        path for path in runs_dir.iterdir() if not path.is_symlink() and (path / "config.yaml").is_file()
-    ]
+    folders = [path for path in runs_dir.iterdir() if not path.is_symlink()]
+    folders = [path for path in folders if (path / "config.yaml").is_file()]
     if not folders:
         raise BadInput(f"RUNS: {runs_dir} holds no runs; `tandem train CONFIG` makes one in launch.runs_dir")
     written = {path: _last_written(path) for path in folders}
@@ -33,7 +31,7 @@ def run_table(runs_dir: Path, *, now: float | None = None) -> str:
         (*_row(path), f"{duration(max(now - written[path], 0))} ago")
         for path in sorted(folders, key=lambda path: -written[path])
     ]
-    return "\n".join(_aligned([TITLES, *rows]))
+    return "\n".join(aligned([TITLES, *rows]))
 
 
 def _last_written(folder: Path) -> float:
@@ -42,7 +40,7 @@ def _last_written(folder: Path) -> float:
 
 
 def _row(path: Path) -> tuple[str, str, str, str, str]:
-    """Name, state, step, held-out accuracy and reward; a dash for what is not known."""
+    """Name, state, step, held-out accuracy and reward; a dash for an unknown value."""
     try:
         config = yaml.safe_load((path / "config.yaml").read_text())
         kind, steps = config.get("kind", "train"), config.get("steps")
@@ -50,7 +48,7 @@ def _row(path: Path) -> tuple[str, str, str, str, str]:
         return path.name, "config.yaml is not readable", "-", "-", "-"
     if kind != "train":
         return path.name, f"({kind})", "-", "-", "-"
-    summary = _json(path / "summary.json")
+    summary = _read_json(path / "summary.json")
     if "accuracy" in summary:
         return path.name, "(evaluation)", "-", f"{summary['accuracy']:.1%}", "-"
     accuracy, last = _last_metrics(path / "metrics.jsonl")
@@ -60,7 +58,7 @@ def _row(path: Path) -> tuple[str, str, str, str, str]:
     return path.name, brief_state(RunFolder(path)), step, held_out, "-" if reward is None else f"{reward:.3f}"
 
 
-def _json(file: Path) -> dict:
+def _read_json(file: Path) -> dict:
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError):
@@ -69,7 +67,7 @@ def _json(file: Path) -> dict:
 
 
 def _last_metrics(file: Path) -> tuple[float | None, dict]:
-    """The newest held-out accuracy, and the newest line that is whole."""
+    """The newest held-out accuracy, and the newest complete line."""
     accuracy, last = None, {}
     for row in _rows_from_the_end(file):
         last = last or row
@@ -80,8 +78,8 @@ def _last_metrics(file: Path) -> tuple[float | None, dict]:
 
 
 def _rows_from_the_end(file: Path) -> Iterator[dict]:
-    """Lines of a metrics.jsonl, the newest first. Of those before the newest only the ones with an evaluation
-    are parsed."""
+    """Lines of a metrics.jsonl, the newest first. Older lines than the newest are parsed only where they have an
+    evaluation."""
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     newest = True
     for line in reversed(lines):
@@ -93,10 +91,3 @@ def _rows_from_the_end(file: Path) -> Iterator[dict]:
             if isinstance(row, dict):
                 newest = False
                 yield row
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]

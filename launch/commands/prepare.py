@@ -1,5 +1,5 @@
-"""``tandem prepare``: a run on several nodes without Slurm. Makes the run folder and says what to start
-where; starts nothing."""
+"""``tandem prepare``: a run on several nodes without Slurm. It makes the run folder, prints a command per role
+and node, and starts nothing."""
 
 import os
 import re
@@ -9,40 +9,37 @@ from pathlib import Path
 
 from configs.loader import parse_config
 from configs.schema import RunConfig
-from launch.checks import config as checks
-from launch.checks.config import BadInput
+from launch.checks.config import TRAINING, BadInput, load_checked
 from launch.processes.addresses import free_port, own_address
 from launch.processes.placement import learner_ranks_per_node, serve_roles
 from launch.processes.run_folder import RunFolder
-from launch.roles import start
-from launch.roles import table as roles
-from launch.roles.table import Rendezvous
+from launch.roles.start import environment, folder_of
+from launch.roles.table import Rendezvous, role_command
 
 
 def prepare(config_path: Path, overrides: list[str], *, endpoint: str | None = None) -> RunFolder:
-    """Prints one command per role and node.
+    """Print one command per role and node.
 
-    Args:
-        endpoint: HOST:PORT at which the learner's first node can be reached by its others; None: this host,
-        and a port that is free now.
+    endpoint: HOST:PORT at which the learner's other nodes reach its first one; None: this host, and a port that
+    is free now.
     """
     parsed = parse_config(config_path, overrides)
-    given = parsed.validated()
-    # First: without nodes the devices that are checked would be those of this machine.
-    if isinstance(given, RunConfig) and given.launch.nodes is None:
+    unchecked = parsed.validated()
+    # This comes first: without nodes, the devices of this machine would be checked.
+    if isinstance(unchecked, RunConfig) and unchecked.launch.nodes is None:
         raise BadInput(
             f"{config_path}: launch.nodes is not given, so this run is on one machine: start it with `tandem train`, or give "
             "launch.nodes.learner and launch.nodes.rollout"
         )
-    config = checks.load(parsed, RunConfig, runs=checks.TRAINING)
-    assert isinstance(config, RunConfig) and config.launch.nodes is not None  # seen above
+    config = load_checked(parsed, RunConfig, runs=TRAINING)
     nodes = config.launch.nodes
+    assert nodes is not None  # seen above
     try:
         ranks = learner_ranks_per_node(config)
         endpoint = _endpoint(config, endpoint) if nodes.learner > 1 else None
     except ValueError as error:
         raise BadInput(f"{config_path}: {error}") from error
-    folder = RunFolder(start.folder_of(config).path.resolve())
+    folder = RunFolder(folder_of(config).path.resolve())
     folder.logs.mkdir(exist_ok=True)
     print("\n".join(instructions(config, folder, ranks=ranks, endpoint=endpoint)), flush=True)
     return folder
@@ -61,54 +58,48 @@ def _endpoint(config: RunConfig, given: str | None) -> str:
 
 
 def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: str | None) -> list[str]:
-    """Shell lines, and comments that say on which node each is for.
+    """Shell lines, each after a comment that names its nodes.
 
-    Args:
-        ranks: of the learner on each of its nodes. endpoint: where those meet; None: there is one such node.
+    ranks: processes of the learner on each of its nodes. endpoint: where these nodes meet; None: the learner
+    has one node.
     """
-    nodes = config.launch.nodes
+    nodes, timeout_s = config.launch.nodes, config.launch.start_timeout_s
     assert nodes is not None
-    meetings: dict[str, Rendezvous | None] = {f"# first node of the learner, {ranks} processes:": None}
-    if endpoint is not None:
-        others = f"# each other node of the learner ({nodes.learner - 1}), {ranks} processes on each:"
-        timeout_s = config.launch.start_timeout_s
-        meetings = {
-            where: Rendezvous(
+    lines = [
+        f"# run folder: {folder.path} (every node must see it, and the model, under this path)",
+        "# on every node, first:",
+        f"cd {shlex.quote(os.getcwd())}",
+        *(f"export {name}={shlex.quote(value)}" for name, value in environment(config).items()),
+    ]
+    for node, name in enumerate(serve_roles(config)):
+        lines.append(f"# node {node} of the servers:")
+        lines.append(_logged_command(role_command("serve", folder, node=node), folder, name))
+    lines.append("# first node of the learner:")
+    lines.append(_logged_command(role_command("sample", folder), folder, "sample"))
+
+    def learner_lines(comment: str, *, is_host: bool) -> list[str]:
+        meeting = None
+        if endpoint is not None:
+            meeting = Rendezvous(
                 nodes=nodes.learner,
                 endpoint=endpoint,
                 id=folder.path.name,
                 timeout_s=timeout_s,
-                is_host=where != others,
+                is_host=is_host,
             )
-            for where in (*meetings, others)
-        }
+        command = role_command("learn", folder, ranks=ranks, rendezvous=meeting)
+        return [comment, _logged_command(command, folder, "learn")]
+
+    lines += learner_lines(f"# first node of the learner, {ranks} processes:", is_host=True)
+    if endpoint is not None:
+        others = f"# each other node of the learner ({nodes.learner - 1}), {ranks} processes on each:"
+        lines += learner_lines(others, is_host=False)
     return [
-        f"# run folder: {folder.path} (every node must see it, and the model, under this path)",
-        "# on every node, first:",
-        f"cd {shlex.quote(os.getcwd())}",
-        *(f"export {name}={shlex.quote(value)}" for name, value in start.environment(config).items()),
-        *(
-            line
-            for node, name in enumerate(serve_roles(config))
-            for line in (
-                f"# node {node} of the servers:",
-                _logged(roles.command("serve", folder, node=node), folder, name),
-            )
-        ),
-        "# first node of the learner:",
-        _logged(roles.command("sample", folder), folder, "sample"),
-        *(
-            line
-            for where, meeting in meetings.items()
-            for line in (
-                where,
-                _logged(roles.command("learn", folder, ranks=ranks, rendezvous=meeting), folder, "learn"),
-            )
-        ),
+        *lines,
         "# to stop: SIGTERM to the learner's processes; the servers end with Ctrl-C. The same lines again resume the run from its newest",
         "# checkpoint; where there is none, they begin it anew.",
     ]
 
 
-def _logged(command: Sequence[str], folder: RunFolder, name: str) -> str:
+def _logged_command(command: Sequence[str], folder: RunFolder, name: str) -> str:
     return f"{shlex.join(command)} 2>&1 | tee -a {shlex.quote(str(folder.logs / name))}.log"

@@ -1,4 +1,4 @@
-"""``tandem export`` and ``tandem report``: what a run leaves behind, for others."""
+"""``tandem export`` and ``tandem report``: the results of a run, for others."""
 
 import contextlib
 import shutil
@@ -6,20 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from configs.loader import load_config
-from launch.checks import config as checks
-from launch.checks.config import BadInput
-from launch.processes import run_folder
-from launch.processes.run_folder import RunFolder
+from launch.checks.config import BadInput, check_new_folder
+from launch.processes.run_folder import RunFolder, locked
 from launch.processes.supervisor import Supervisor
 from launch.roles.start import existing_run, role
 from parallel.checkpoints.files import remove_leftovers
 
 
 def export(run: Path, out: Path) -> None:
-    """The newest weights of a run: its finished model, or a checkpoint where that is newer (a resumed run
-    that was stopped)."""
+    """Write the newest weights of a run: its finished model, or the checkpoint of a resumed and stopped run,
+    which is newer."""
     folder = existing_run(run)
-    checks.check_new_folder("OUT", out)
+    check_new_folder("OUT", out)
     with _exporting_alone(folder):
         _export(folder, out)
     print(f"exported to {out}", flush=True)
@@ -30,15 +28,11 @@ def _exporting_alone(folder: RunFolder) -> Iterator[None]:
     """Two exports of one run would take each other's files."""
     try:
         (folder.path / "roles").mkdir(exist_ok=True)
-        lock = run_folder.locked(folder.path / "roles" / "export-lock")
+        lock = locked(folder.path / "roles" / "export-lock")
     except BlockingIOError:
-        raise BadInput(
-            f"RUN: {folder.path} is being exported by another process; wait for it, or stop it first"
-        ) from None
-    except (
-        OSError,
-        ValueError,
-    ):  # a run of somebody else, on a disk that cannot be written to or without locks: as well as it goes
+        error = f"RUN: {folder.path} is being exported by another process"
+        raise BadInput(f"{error}; wait for it, or stop it first") from None
+    except (OSError, ValueError):  # a folder without write permission or locks: export without a lock
         lock = contextlib.nullcontext()
     with lock:
         yield
@@ -67,20 +61,19 @@ def _one_error_for(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # Of several files that could not be copied, each has its own words.
-        said = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+        # shutil.Error lists an error for each file that could not be copied.
+        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
         raise BadInput(
-            f"OUT: {out} cannot be written: {said}; the partial copy was removed. Free space there, or name a folder on another disk"
+            f"OUT: {out} cannot be written: {reason}; the partial copy was removed. Free space there, or name a folder on another disk"
         ) from error
 
 
 def _export_checkpoint(folder: RunFolder) -> None:
     """Into the run's own ``export/``."""
     if folder.newest_checkpoint() is None:
-        why = folder.why_no_checkpoint()
-        raise BadInput(
-            f"RUN: {folder.path} has neither a finished model nor a complete checkpoint{why}; set checkpoint.every to get them"
-        )
+        reason = folder.why_no_checkpoint()
+        error = f"RUN: {folder.path} has neither a finished model nor a complete checkpoint{reason}"
+        raise BadInput(f"{error}; set checkpoint.every to get them")
     config = load_config(folder.config, [])
     remove_leftovers(folder.path, folder.export.name)  # of an export that was killed
     folder.forget("export-rank")

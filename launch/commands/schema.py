@@ -1,31 +1,25 @@
-"""``tandem schema``: every field of a config with its type, default, unit and meaning, for people (text) and
-for editors (JSON Schema)."""
+"""``tandem schema``: every field of a config with its type, default, unit and meaning, as text for people and
+as JSON Schema for editors."""
 
 import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from configs.errors import did_you_mean
 from configs.presets import DESCRIPTIONS
-from configs.reading.wording import did_you_mean
 from configs.schema import RunConfig, SftConfig
 from launch.checks.config import BadInput
 
 KINDS = {"train": RunConfig, "sft": SftConfig}
-TYPES = {
-    "integer": "whole number",
-    "number": "number",
-    "string": "text",
-    "boolean": "true or false",
-    "null": "null",
-}
+TYPES = dict(integer="whole number", number="number", string="text", boolean="true or false", null="null")
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 WIDTH = 120
 Node = Mapping[str, Any]
 
 
 def json_schema(kind: str) -> dict[str, Any]:
-    """JSON Schema of a config file of this kind, with what the loader understands beside the fields:
+    """JSON Schema of a config file of this kind, with the keys that the loader reads beside the fields:
     ``extends`` and short corrections."""
     schema = KINDS[kind].model_json_schema()
     path = {"type": "string"}
@@ -33,20 +27,14 @@ def json_schema(kind: str) -> dict[str, Any]:
         "description": "A config file, or several, that this one changes; a relative path starts at this file's folder.",
         "anyOf": [path, {"type": "array", "items": path}],
     }
-    schema.pop("required", None)  # they may stand in a file that this one extends
+    schema.pop("required", None)  # a file that this one extends may set them
     if "correction" in schema["properties"]:
         preset = {"enum": list(DESCRIPTIONS)}
         block = {**schema["$defs"]["CorrectionConfig"], "additionalProperties": True}
-        block["properties"] = {
-            **block["properties"],
-            "preset": preset,
-            "verl": {"type": "object"},
-            "roll": {"type": "object"},
-        }
-        schema["$defs"]["CorrectionConfig"] = {
-            "description": block.pop("description"),
-            "anyOf": [preset, block],
-        }
+        systems = {name: {"type": "object"} for name in ("verl", "roll")}
+        block["properties"] = {**block["properties"], "preset": preset, **systems}
+        description = block.pop("description")
+        schema["$defs"]["CorrectionConfig"] = {"description": description, "anyOf": [preset, block]}
     return schema
 
 
@@ -59,19 +47,17 @@ def print_schema(kind: str, field: str | None, *, as_json: bool) -> None:
         return
     schema = KINDS[kind].model_json_schema()
     entries = list(_entries(schema, schema, ""))
-    wanted = [
-        text
-        for path, text in entries
-        if field is None or path == field or path.startswith((f"{field}.", f"{field}["))
-    ]
-    if field is not None and not wanted:
-        paths = list(dict.fromkeys(path for path, _ in entries))
-        raise BadInput(f"FIELD: {field} is no field of kind {kind}; {did_you_mean(field, paths, 'fields')}")
-    print("\n".join(wanted))
+    if field is not None:
+        paths, inside = [path for path, _ in entries], (f"{field}.", f"{field}[")
+        entries = [(path, text) for path, text in entries if path == field or path.startswith(inside)]
+        if not entries:
+            fix = did_you_mean(field, list(dict.fromkeys(paths)), "fields")
+            raise BadInput(f"FIELD: {field} is no field of kind {kind}; {fix}")
+    print("\n".join(text for _, text in entries))
 
 
 def _entries(node: Node, root: Node, prefix: str) -> Iterator[tuple[str, str]]:
-    """(path, text) of the fields of a block, each before those inside it."""
+    """Pairs (path, text) of the fields of a block, each before those inside it."""
     for name, field in node["properties"].items():
         path = f"{prefix}{name}"
         yield path, _entry(path, field, root, required=name in node.get("required", ()))
@@ -83,41 +69,38 @@ def _entries(node: Node, root: Node, prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _without_tag(block: Node) -> Node:
-    """Its fields but for one that only says which variant this is."""
-    return {
-        **block,
-        "properties": {name: field for name, field in block["properties"].items() if "const" not in field},
-    }
+    """The block without the field that only names its variant."""
+    properties = {name: field for name, field in block["properties"].items() if "const" not in field}
+    return {**block, "properties": properties}
 
 
 def _entry(path: str, field: Node, root: Node, *, required: bool) -> str:
     unit = ", seconds" if path.endswith("_s") else ""
-    default = (
-        "required" if required else f"default {json.dumps(field['default'])}" if _is_plain(field) else ""
-    )
-    head = f"{path}  ({_type(field, root)}{unit}{f'; {default}' if default else ''})"
+    default = "; required" if required else ""
+    if not required and _has_plain_default(field):
+        default = f"; default {json.dumps(field['default'])}"
+    head = f"{path}  ({_type_text(field, root)}{unit}{default})"
     blocks = [block for _, block in _blocks(field, root)]
     about = field.get("description") or (blocks[0].get("description", "") if len(blocks) == 1 else "")
     return _titled(head, about)
 
 
 def _titled(head: str, about: str) -> str:
-    about = " ".join(about.replace("``", "`").split())
-    return head + (
-        f"\n{textwrap.fill(about, WIDTH, initial_indent='    ', subsequent_indent='    ')}" if about else ""
-    )
+    indent, about = " " * 4, " ".join(about.replace("``", "`").split())
+    lines = textwrap.wrap(about, WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return "\n".join([head, *lines])
 
 
-def _is_plain(field: Node) -> bool:
-    """Whether the default says more than the defaults of the fields inside."""
+def _has_plain_default(field: Node) -> bool:
+    """Whether the default is more than the defaults of the fields inside."""
     return "default" in field and not (isinstance(field["default"], dict) and field["default"])
 
 
-def _type(field: Node, root: Node) -> str:
+def _type_text(field: Node, root: Node) -> str:
     if "$ref" in field:
-        return _type(_resolved(field, root), root)
+        return _type_text(_resolved(field, root), root)
     if "anyOf" in field:
-        return ", or ".join(dict.fromkeys(_type(option, root) for option in field["anyOf"]))
+        return ", or ".join(dict.fromkeys(_type_text(option, root) for option in field["anyOf"]))
     if "oneOf" in field:
         tag = field["discriminator"]
         return f"block by {tag['propertyName']}: {' | '.join(tag['mapping'])}"
@@ -137,7 +120,7 @@ def _resolved(field: Node, root: Node) -> Node:
 
 
 def _blocks(field: Node, root: Node) -> Iterator[tuple[str | None, Node]]:
-    """(variant, block) of the blocks that a field may hold; the variant is None where there is one alone."""
+    """Pairs (variant, block) of the blocks that a field may hold. The variant is None for a single block."""
     if "oneOf" in field:
         tag, names = field["discriminator"]["propertyName"], {}
         for name, reference in field["discriminator"]["mapping"].items():

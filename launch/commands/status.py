@@ -1,8 +1,7 @@
-"""``tandem status`` and ``tandem logs``: what a run is doing, read from its folder by someone who only
-watches.
+"""``tandem status`` and ``tandem logs``: the state of a run, read from its folder.
 
-Nothing here talks to a role or takes a lock: a look never disturbs the run, and works from any machine that
-sees the folder.
+They neither talk to a role nor take a lock. They never disturb the run, and work on any machine that sees the
+folder.
 """
 
 import json
@@ -22,6 +21,7 @@ import yaml
 from launch.checks.config import BadInput
 from launch.processes.heartbeat import read_beats
 from launch.processes.run_folder import RunFolder
+from launch.tables import aligned
 from parallel.checkpoints.files import MANIFEST, step_of
 from trainer.tracking.tracker import duration, read_metrics
 
@@ -29,132 +29,133 @@ PACE_STEPS = 20
 SMOOTHED_STEPS = 10
 SQUEUE_TIMEOUT_S = 10.0
 BEATS = 8
-"""Roles and ranks whose doings the overview shows."""
+"""Most roles and ranks whose activity is shown."""
 ERROR_LINES = 3
-"""Of an error that the overview shows."""
+"""Most lines of an error that are shown."""
+JOB = {"job_id": (str, int), "restart": int}
+"""Fields of job.json."""
 QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
 RESULTS = (
     ("reward", "reward/mean", ".3f"),
     ("|Δp| max", "mismatch/abs_prob_max", ".1e"),
     ("ESS", "mismatch/ess", ".3f"),
 )
-"""(title, metric, format); Δp is p_rollout - p_old."""
+"""Rows (title, metric, format); Δp is p_rollout - p_old."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """A run's state in words, and the lines that say more: (title, text)."""
+    """A run's state as text, and further lines (title, text)."""
 
     state: str
     lines: list[tuple[str, str]]
 
     def __str__(self) -> str:
-        rows = [("state", self.state), *self.lines]
-        width = max(len(title) for title, _ in rows)
-        return "\n".join(f"{title:<{width}}  {text}".rstrip() for title, text in rows)
+        return "\n".join(aligned([("state", self.state), *self.lines]))
 
 
 def status(folder: RunFolder, *, now: float | None = None) -> Status:
-    """What the folder says at time ``now`` (seconds since the epoch; None: this moment)."""
+    """The state of a run at time ``now`` (seconds since the epoch; None: this moment), read from its folder."""
     now = time.time() if now is None else now
     damaged: list[str] = []
-    config = _read(folder.config, {"name": str, "steps": int}, damaged, parse=yaml.safe_load)
-    job = _read(folder.job, {"job_id": (str, int), "restart": int}, damaged)
+    config = _read_file(folder.config, {"name": str, "steps": int}, damaged, parse=yaml.safe_load)
+    job = _read_file(folder.job, JOB, damaged)
     in_slurm = _slurm_state(job) if job is not None else ""
     state = _state(folder, in_slurm, damaged)
     running = state.startswith("running")
     lines = [("run", f"{config['name'] if config else '(name unknown)'} in {folder.path}")]
     if job is not None:
-        lines.append(
-            (
-                "job",
-                f"{job['job_id']} {in_slurm}" + (f", start {job['restart'] + 1}" if job["restart"] else ""),
-            )
-        )
-    lines += _progress(
-        folder.path / "metrics.jsonl", config["steps"] if config else None, now if running else None
-    )
-    lines += [
-        ("checkpoint", _checkpoint(folder, now)),
-        *(_roles(folder, damaged, now) if running else []),
-        ("logs", _logs(folder)),
-    ]
-    return Status(state=state, lines=[*lines, *(("damaged", said) for said in damaged)])
+        start = f", start {job['restart'] + 1}" if job["restart"] else ""
+        lines.append(("job", f"{job['job_id']} {in_slurm}{start}"))
+    steps = config["steps"] if config else None
+    lines += _progress_lines(folder.path / "metrics.jsonl", steps, now if running else None)
+    lines.append(("checkpoint", _checkpoint_text(folder, now)))
+    lines += _role_lines(folder, damaged, now) if running else []
+    lines.append(("logs", _logs_text(folder)))
+    return Status(state=state, lines=[*lines, *(("damaged", text) for text in damaged)])
 
 
 def brief_state(folder: RunFolder) -> str:
-    """The state of a run in a word or two: what ``status`` says first, without its reasons."""
-    job = _read(folder.job, {"job_id": (str, int), "restart": int}, [])
+    """The state of a run in a word or two, without its reasons."""
+    job = _read_file(folder.job, JOB, [])
     state = _state(folder, _slurm_state(job) if job is not None else "", [])
     return re.split(r"[,:;(]", state, maxsplit=1)[0].strip()
 
 
 def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
-    """In the order of certainty: who holds the folder, what Slurm says of its job, what the run left when it
-    ended."""
+    """The state by the most certain source: the lock of the folder, then Slurm, then the files that the run
+    left when it ended."""
     if _is_held(folder.path / "roles" / "lock") or in_slurm.startswith("RUNNING"):
-        asked = _read(folder.path / "roles" / "stop.json", {"reason": str}, damaged)
-        return f"running, asked to stop: {asked['reason']}" if asked else "running"
+        request = _read_file(folder.path / "roles" / "stop.json", {"reason": str}, damaged)
+        return f"running, asked to stop: {request['reason']}" if request else "running"
     if in_slurm.startswith(QUEUED):
         return f"waiting in the queue ({in_slurm})"
-    # An evaluation's summary has no steps, nor a model.
-    if folder.hf.is_dir() and _read(folder.summary, {"steps": int}, damaged) and folder.has_final_model():
+    # The summary of an evaluation has neither steps nor a model.
+    if (
+        folder.hf.is_dir()
+        and _read_file(folder.summary, {"steps": int}, damaged)
+        and folder.has_final_model()
+    ):
         return "finished"
-    if stopped := _read(folder.path / "roles" / "stopped.json", {"step": int, "reason": str}, damaged):
+    if stopped := _read_file(folder.path / "roles" / "stopped.json", {"step": int, "reason": str}, damaged):
         script = folder.path / "train.sbatch"
         again = f"sbatch {script}" if script.exists() else f"tandem resume {folder.path}"
         return f"stopped after step {stopped['step']}: {stopped['reason']}; it goes on with `{again}`"
     errors = sorted((folder.path / "roles").glob("*.error"), key=lambda file: file.stat().st_mtime)
     if errors:
-        said = errors[0].read_text().strip().splitlines()
-        more = [f"({len(said) - ERROR_LINES} more lines in {errors[0]})"] if len(said) > ERROR_LINES else []
-        return f"failed, by the {errors[0].stem} role: " + "\n    ".join(said[:ERROR_LINES] + more)
+        lines = errors[0].read_text().strip().splitlines()
+        more = [f"({len(lines) - ERROR_LINES} more lines in {errors[0]})"] if len(lines) > ERROR_LINES else []
+        return f"failed, by the {errors[0].stem} role: " + "\n    ".join(lines[:ERROR_LINES] + more)
     if not (folder.path / "roles").is_dir():
         return "not started"
     return "not running: interrupted, killed, or started on another machine"
 
 
-def _progress(metrics_file: Path, steps: int | None, now: float | None) -> list[tuple[str, str]]:
-    """Step, pace and results so far; of a run that goes on at ``now`` also the time left, and when it was
-    last heard of. ``steps``: of the whole run; None where that is not known."""
+def _progress_lines(metrics_file: Path, steps: int | None, now: float | None) -> list[tuple[str, str]]:
+    """Step, pace and results.
+
+    steps: of the whole run; None where unknown. now: for a run that goes on, adds the time left and the age of
+    the last step.
+    """
     rows = read_metrics(metrics_file) if metrics_file.exists() else []
     trained = [row for row in rows if row["step"] > 0]
     if not trained:
         return [("step", "none yet" if steps is None else f"none of {steps} yet")]
     step = trained[-1]["step"]
     pace = statistics.median(row.get("time/step") or 0.0 for row in trained[-PACE_STEPS:])
-    of_all = "" if steps is None else f" of {steps} ({step / max(steps, 1):.0%})"
-    text = f"{step}{of_all}, {pace:.1f} s a step"
+    share = "" if steps is None else f" of {steps} ({step / max(steps, 1):.0%})"
+    text = f"{step}{share}, {pace:.1f} s a step"
     if now is not None and steps is not None and step < steps:
-        left = (steps - step) * _whole_pace(trained, pace)
-        text += f", about {duration(left)} left; the last one {duration(max(now - metrics_file.stat().st_mtime, 0))} ago"
+        left, age = (steps - step) * _full_pace(trained, pace), max(now - metrics_file.stat().st_mtime, 0)
+        text += f", about {duration(left)} left; the last one {duration(age)} ago"
+    lines = [("step", text)]
+    for title, metric, form in RESULTS:
+        lines.append(
+            (title, _means_text([row[metric] for row in trained if row.get(metric) is not None], form))
+        )
     heldout = {row["step"]: row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None}
-    accuracies = ", ".join(f"{accuracy:.1%} at step {at}" for at, accuracy in heldout.items())
-    means = [
-        (title, _means([row[metric] for row in trained if row.get(metric) is not None], show))
-        for title, metric, show in RESULTS
-    ]
-    return [("step", text), *((title, text) for title, text in [*means, ("held out", accuracies)] if text)]
+    lines.append(("held out", ", ".join(f"{accuracy:.1%} at step {at}" for at, accuracy in heldout.items())))
+    return [line for line in lines if line[1]]
 
 
-def _whole_pace(trained: Sequence[dict], pace: float) -> float:
-    """Seconds from one step to the next, with the evaluations and checkpoints between them; ``pace`` where
-    two steps are not known."""
+def _full_pace(trained: Sequence[dict], pace: float) -> float:
+    """Seconds from one step to the next, evaluations and checkpoints included; ``pace`` where two steps are not
+    known."""
     first, last = trained[-PACE_STEPS - 1 :][0], trained[-1]
     if last["step"] == first["step"] or None in (first.get("elapsed_s"), last.get("elapsed_s")):
         return pace
     return (last["elapsed_s"] - first["elapsed_s"]) / (last["step"] - first["step"])
 
 
-def _means(values: Sequence[float], show: str) -> str:
+def _means_text(values: Sequence[float], form: str) -> str:
     last, before = values[-SMOOTHED_STEPS:], values[-2 * SMOOTHED_STEPS : -SMOOTHED_STEPS]
     if not last:
         return ""
-    text = f"{statistics.mean(last):{show}} (mean of the last {len(last)} steps"
-    return text + (f"; {statistics.mean(before):{show}} before)" if before else ")")
+    text = f"{statistics.mean(last):{form}} (mean of the last {len(last)} steps"
+    return text + (f"; {statistics.mean(before):{form}} before)" if before else ")")
 
 
-def _checkpoint(folder: RunFolder, now: float) -> str:
+def _checkpoint_text(folder: RunFolder, now: float) -> str:
     newest = folder.newest_checkpoint()
     if newest is None:
         return "none"
@@ -163,8 +164,8 @@ def _checkpoint(folder: RunFolder, now: float) -> str:
 
 
 def _slurm_state(job: dict) -> str:
-    """Of its job as Slurm tells it, with nodes and time left; "" where there is no Slurm here or it has
-    forgotten the job."""
+    """The state of a job by Slurm, with nodes and time left; "" where there is no Slurm or it has forgotten the
+    job."""
     if shutil.which("squeue") is None:
         return ""
     ask = ["squeue", "--noheader", "--jobs", str(job["job_id"]), "--states=all", "--format=%T on %N, %L left"]
@@ -175,34 +176,29 @@ def _slurm_state(job: dict) -> str:
     return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else ""
 
 
-def _roles(folder: RunFolder, damaged: list[str], now: float) -> list[tuple[str, str]]:
+def _role_lines(folder: RunFolder, damaged: list[str], now: float) -> list[tuple[str, str]]:
     lines = []
     for file in sorted((folder.path / "roles").glob("s[ae]*.json")):  # sample, serve, serve-0, ...; not stop
-        address = _read(file, {}, damaged) or {}
+        address = _read_file(file, {}, damaged) or {}
         where = address.get("address") or ", ".join(address.get("urls", []))
         if where:
             lines.append((file.stem, f"listens at {where}"))
-    return lines + _beats(folder, now)
+    return lines + _activity_lines(folder, now)
 
 
-def _beats(folder: RunFolder, now: float) -> list[tuple[str, str]]:
-    """What each role is doing; of many ranks those that have been at it longest."""
-    beats = sorted(read_beats(folder), key=lambda found: (found[0].who.startswith("learner"), found[0].since))
-    lines = [
-        (
-            "doing",
-            f"{beat.who}: {beat.words(now)}; heard of {duration(max(now - written, 0))} ago (pid {beat.pid} on {beat.host})",
-        )
-        for beat, written in beats[:BEATS]
-    ]
-    return lines + (
-        [("doing", f"… and {len(beats) - BEATS} learner ranks more, each not as long")]
-        if len(beats) > BEATS
-        else []
-    )
+def _activity_lines(folder: RunFolder, now: float) -> list[tuple[str, str]]:
+    """The activity of each role and, of many ranks, of those with the longest activity."""
+    beats = sorted(read_beats(folder), key=lambda pair: (pair[0].who.startswith("learner"), pair[0].since))
+    lines = []
+    for beat, written in beats[:BEATS]:
+        last_sign = f"heard of {duration(max(now - written, 0))} ago (pid {beat.pid} on {beat.host})"
+        lines.append(("doing", f"{beat.who}: {beat.text(now)}; {last_sign}"))
+    if len(beats) > BEATS:
+        lines.append(("doing", f"… and {len(beats) - BEATS} learner ranks more, each not as long"))
+    return lines
 
 
-def _logs(folder: RunFolder) -> str:
+def _logs_text(folder: RunFolder) -> str:
     names = ", ".join(file.stem for file in _log_files(folder))
     return f"{names} (`tandem logs {folder.path} --role NAME`)" if names else "none yet"
 
@@ -213,10 +209,12 @@ def _is_held(lock: Path, locks: Path = Path("/proc/locks")) -> bool:
 
 
 def _holders(lock: Path, locks: Path = Path("/proc/locks")) -> list[int]:
-    """The processes of this machine that hold the lock file of a run. Asking for the lock oneself could make
-    the run's own claim fail."""
+    """The processes of this machine that hold the lock file of a run.
+
+    Trying the lock could make the run's own claim fail, so the kernel's table is read.
+    """
     try:
-        name = _name_of_lock(lock)
+        name = _kernel_name_of(lock)
         # 3: FLOCK  ADVISORY  WRITE 4711 08:02:1234 0 EOF
         return [
             int(line.split("FLOCK", 1)[1].split()[2])
@@ -227,32 +225,30 @@ def _holders(lock: Path, locks: Path = Path("/proc/locks")) -> list[int]:
         return []
 
 
-def _name_of_lock(file: Path) -> str:
-    """What the kernel calls a lock of ``file``, MAJOR:MINOR:INODE between spaces; where the device is not
-    known, the end of that.
+def _kernel_name_of(lock: Path) -> str:
+    """The kernel's name of the lock, MAJOR:MINOR:INODE between spaces; its end alone where the device is unknown.
 
-    The device is the mount's, which on btrfs and overlays is not the one that stat gives.
+    The device is that of the mount; stat gives another one on btrfs and overlays.
     """
-    handle = os.open(file, os.O_PATH)
+    handle = os.open(lock, os.O_PATH)
     try:
         inode = os.fstat(handle).st_ino
         mount = re.search(r"^mnt_id:\s+(\d+)", Path(f"/proc/self/fdinfo/{handle}").read_text(), re.M)
     finally:
         os.close(handle)
-    device = mount and re.search(
-        rf"^{mount[1]} \d+ (\d+):(\d+) ", Path("/proc/self/mountinfo").read_text(), re.M
-    )
+    mounts = Path("/proc/self/mountinfo").read_text()
+    device = mount and re.search(rf"^{mount[1]} \d+ (\d+):(\d+) ", mounts, re.M)
     return f" {int(device[1]):02x}:{int(device[2]):02x}:{inode} " if device else f":{inode} "
 
 
-def _read(
+def _read_file(
     file: Path,
     fields: dict[str, type | tuple[type, ...]],
     damaged: list[str],
     parse: Callable[[str], object] = json.loads,
 ) -> dict | None:
-    """What the file holds, with these fields of these types at least; None where it is missing, or else: what
-    is wrong is added to ``damaged``."""
+    """The content of a file that has at least these fields, of these types. None where the file is missing or
+    damaged; ``damaged`` gets what is wrong."""
     try:
         content = parse(file.read_text())
     except FileNotFoundError:
@@ -260,15 +256,12 @@ def _read(
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         damaged.append(f"{file} cannot be read ({' '.join(str(error).split())})")
         return None
-    wrong = [
-        name
-        for name, wanted in fields.items()
-        if not isinstance(content, dict) or not isinstance(content.get(name), wanted)
-    ]
-    if wrong or not isinstance(content, dict):
-        damaged.append(
-            f"{file} {f'lacks a sound {wrong[0]!r}' if isinstance(content, dict) else 'holds no block of keys'}"
-        )
+    if not isinstance(content, dict):
+        damaged.append(f"{file} holds no block of keys")
+        return None
+    wrong = [name for name, kind in fields.items() if not isinstance(content.get(name), kind)]
+    if wrong:
+        damaged.append(f"{file} lacks a sound {wrong[0]!r}")
         return None
     return content
 
@@ -278,33 +271,29 @@ def _log_files(folder: RunFolder) -> list[Path]:
 
 
 def log_files(folder: RunFolder, role: str | None) -> list[Path]:
-    """The logs of a run, or those of one role: ``serve`` stands for serve-0, serve-1, …. Raises BadInput,
-    naming the roles there are."""
+    """The logs of a run, or those of one role: ``serve`` stands for serve-0, serve-1, …. Raises BadInput with the
+    names of all roles."""
     files = _log_files(folder)
     if not files:
-        raise BadInput(
-            f"RUN: {folder.path} has no logs yet; `tandem status {folder.path}` says what it is doing"
-        )
+        raise BadInput(f"RUN: {folder.path} has no logs yet; `tandem status {folder.path}` shows its state")
     if role is None:
         return files
     chosen = [file for file in files if file.stem == role or file.stem.startswith(f"{role}-")]
     if not chosen:
-        raise BadInput(
-            f"--role {role}: no such log in {folder.logs}; there are {', '.join(file.stem for file in files)}"
-        )
+        stems = ", ".join(file.stem for file in files)
+        raise BadInput(f"--role {role}: no such log in {folder.logs}; there are {stems}")
     return chosen
 
 
 def show_logs(folder: RunFolder, files: Sequence[Path], *, lines: int, follow: bool) -> None:
-    """The ends of ``files`` by coreutils' tail, in place of this process; ``follow``: and what is added,
-    until the run ends or Ctrl-C."""
-    options = _following(folder) if follow else []
+    """Replace this process by coreutils' tail, which shows the ends of ``files``. With ``follow`` it shows new
+    lines too, until the run ends or Ctrl-C."""
+    options = _follow_options(folder) if follow else []
     os.execvp("tail", ["tail", f"--lines={lines}", *options, *map(str, files)])
 
 
-def _following(folder: RunFolder) -> list[str]:
-    """Options for tail; none of a run that has ended. Of one that runs on another machine the end is not
-    known from here."""
+def _follow_options(folder: RunFolder) -> list[str]:
+    """Options for tail; none for a run that has ended. tail cannot see the end of a run on another machine."""
     if holders := [pid for pid in _holders(folder.path / "roles" / "lock") if pid > 0]:
         return ["--follow=name", "--retry", *(f"--pid={pid}" for pid in holders[:1])]
     state = brief_state(folder)

@@ -1,4 +1,4 @@
-"""``tandem replay``, ``tandem verify-sync``, ``tandem mismatch``: the commands of ``launch/studies/``."""
+"""``tandem replay``, ``tandem verify-sync`` and ``tandem mismatch``, which run ``launch/studies/``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from configs.loader import ConfigError, load_config, parse_config
 from configs.schema import RunConfig
-from launch.checks import config as checks
-from launch.checks.config import BadInput, LoadWith
+from launch.checks.config import BadInput, LoadWith, check_served_as_saved, load_checked
+from launch.checks.device_memory import gpus_here
 from launch.processes.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 from launch.roles.start import existing_run, role
 
 HERE = "launch.nodes=null"
-"""An override, for studies of layouts, which run on this machine whatever nodes the config trains on."""
+"""An override for studies of layouts, which run on this machine whatever nodes the config trains on."""
 
 
 def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: bool) -> None:
@@ -26,12 +26,9 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
 
     steps = recorded_steps(folder.batches)
     if step not in steps:
-        which = (
-            f"recorded are {steps}"
-            if steps
-            else "none is recorded; train with record_batches=all or record_batches.every=N"
-        )
-        raise BadInput(f"--step {step}: {run} has no recorded batch of this step; {which}")
+        fix = "none is recorded; train with record_batches=all or record_batches.every=N"
+        fix = f"recorded are {steps}" if steps else fix
+        raise BadInput(f"--step {step}: {run} has no recorded batch of this step; {fix}")
     config: RunConfig = load_config(folder.config, [])
     try:
         corrections = replays.corrections_named(names)
@@ -39,10 +36,8 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
             replays.starting_weights(folder, step)
             replays.write_request(folder, step, names)
             folder.forget("replay-rank")
-            print(
-                f"replaying {len(corrections) + 1} corrections, each with a forward and a backward pass …",
-                flush=True,
-            )
+            count = len(corrections) + 1
+            print(f"replaying {count} corrections, each with a forward and a backward pass …", flush=True)
             with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
                 supervisor.start(role("replay-rank", folder, config))
                 supervisor.wait_until_done("replay-rank")
@@ -51,9 +46,8 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
     except ValueError as error:
         raise BadInput(f"RUN {run}: {error}") from error
     result = replays.read_result(folder, step)
-    print(
-        f"step {step} of {run}; ESS of ratios and of bounded weights; gradient of the {result['gradient_of']}, cosine to `disabled`"
-    )
+    gradient = f"gradient of the {result['gradient_of']}, cosine to `disabled`"
+    print(f"step {step} of {run}; ESS of ratios and of bounded weights; {gradient}")
     print(replays.table(result), flush=True)
     if plot:
         path = folder.figures / f"replay_step_{step:06d}.png"
@@ -62,44 +56,45 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
 
 
 def verify_sync(config_path: Path, overrides: list[str], learners: list[str], rollouts: list[str]) -> bool:
-    """See ``launch/studies/verify_sync.py``; whether everything agreed."""
+    """Run ``launch/studies/verify_sync.py``. Returns whether everything agreed."""
     from launch.studies import verify_sync as verification
 
     try:
         load = _loading_with_options(config_path, overrides)
-        configs, tps = verification.make_plan(learners, rollouts, load, gpus=checks.gpus_here())
+        configs, tps = verification.make_plan(learners, rollouts, load, gpus=gpus_here())
     except ValueError as error:
         raise BadInput(str(error)) from error
     return verification.run(configs, tps, role)
 
 
 def _loading_with_options(config_path: Path, overrides: list[str]) -> LoadWith:
-    """The config on this machine, as an option of a study says otherwise; its files are read here, once."""
+    """A function that loads the config for this machine with the overrides of an option. Files are read once,
+    here."""
     parsed = parse_config(config_path, [*overrides, HERE])
 
     def load(option: str, more: Sequence[str]) -> RunConfig:
-        return checks.load(parsed.with_overrides(more, where=option), RunConfig)
+        return load_checked(parsed.with_overrides(more, where=option), RunConfig)
 
     return load
 
 
 def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Path:
-    """See ``launch/studies/mismatch.py``; returns the folder with the results."""
+    """Run ``launch/studies/mismatch.py``. Returns the folder with the results."""
     from launch.studies import mismatch as study
     from launch.studies.mismatch_plan import make_plan
 
-    load_checked = _loading_with_options(config_path, overrides)
+    load_with = _loading_with_options(config_path, overrides)
 
     def load(option: str, more: Sequence[str]) -> RunConfig:
         try:
-            config = load_checked(option, more)
-            checks.check_served_as_saved(config, "mismatch")
+            config = load_with(option, more)
+            check_served_as_saved(config, "mismatch")
             return config
         except (ConfigError, BadInput) as error:
             raise ValueError(str(error)) from error
 
     try:
-        plan = make_plan(request, load, gpus=checks.gpus_here())
+        plan = make_plan(request, load, gpus=gpus_here())
     except ValueError as error:
         raise BadInput(str(error)) from error
     return study.run(plan, role)

@@ -1,5 +1,5 @@
-"""``tandem train``, ``resume``, ``sft`` and ``evaluate``: check everything, make the run folder, start roles,
-wait, report.
+"""``tandem train``, ``resume``, ``sft`` and ``eval``: check everything, make the run folder, start roles, wait,
+report.
 """
 
 import contextlib
@@ -12,9 +12,8 @@ from pathlib import Path
 
 from configs.loader import parse_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
-from configs.schema.layout import LayoutConfig
-from launch.checks import config as checks
-from launch.checks.config import EVALUATION, TRAINING, WARM_START, BadInput
+from configs.schema.layout import ONE_PROCESS
+from launch.checks.config import EVALUATION, TRAINING, WARM_START, BadInput, load_checked
 from launch.commands.dry_run import print_dry_run
 from launch.processes import run_folder, stopping
 from launch.processes.heartbeat import Watch
@@ -31,15 +30,12 @@ def train(
 ) -> RunFolder | None:
     parsed = parse_config(config_path, overrides)
     if dry_run:
-        print_dry_run(
-            checks.load(parsed, RunConfig, runs=TRAINING, gpu_memory=gpu_memory),
-            TRAINING,
-            gpu_memory,
-        )
+        config = load_checked(parsed, RunConfig, runs=TRAINING, gpu_memory=gpu_memory)
+        print_dry_run(config, TRAINING, gpu_memory)
         return None
     _refuse_other_machines(gpu_memory)
     instead = "use `tandem slurm`, `tandem prepare`, or remove it"
-    config = checks.load(parsed, RunConfig, runs=TRAINING, instead_of_nodes=instead)
+    config = load_checked(parsed, RunConfig, runs=TRAINING, instead_of_nodes=instead)
     folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
     ending = stopping.ending(folder)
@@ -47,23 +43,23 @@ def train(
         with (
             Supervisor(grace_s=config.launch.stop_grace_s, ending=ending) as supervisor,
             stopping.StopSignals(folder) as signals,
-            causes_told(folder, config, supervisor),
+            adding_causes(folder, config, supervisor),
         ):
             start_sampling(supervisor, folder, config)
             supervisor.start(role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True))
             wait_ready(supervisor, folder, config)
             outcome = stopping.wait_for_learner(supervisor, signals, timeout_s=config.launch.stop_timeout_s)
     except RoleFailed as failure:
-        raise RoleFailed(f"{failure}\n{_what_is_left(folder, config)}") from failure
+        raise RoleFailed(f"{failure}\n{_after_failure(folder, config)}") from failure
     if isinstance(outcome, stopping.Stopped):
-        raise stopping.RunStopped(_how_to_go_on(folder, outcome))
+        raise stopping.RunStopped(_after_stop(folder, outcome))
     print_result(folder, config)
     return folder
 
 
 @contextlib.contextmanager
-def causes_told(folder: RunFolder, config: RunConfig, supervisor: Supervisor) -> Iterator[None]:
-    """Inside, processes that are stopped are found and ended, and a failure that follows from that says so."""
+def adding_causes(folder: RunFolder, config: RunConfig, supervisor: Supervisor) -> Iterator[None]:
+    """Inside, stopped processes (SIGSTOP) are found and killed, and a failure names them as its cause."""
     with Watch(folder, timeout_s=config.launch.heartbeat_timeout_s, started=supervisor.processes) as watch:
         try:
             yield
@@ -74,8 +70,8 @@ def causes_told(folder: RunFolder, config: RunConfig, supervisor: Supervisor) ->
             raise RoleFailed("\n".join([*causes, str(failure)])) from failure
 
 
-def _what_is_left(folder: RunFolder, config: RunConfig) -> str:
-    """Of a run that failed: what was saved, and the command that goes on from it."""
+def _after_failure(folder: RunFolder, config: RunConfig) -> str:
+    """The newest checkpoint of a failed run, and the command that goes on from it."""
     newest = folder.newest_checkpoint()
     if newest is None:
         every = "" if config.checkpoint.every else " (checkpoint.every is 0)"
@@ -86,26 +82,24 @@ def _what_is_left(folder: RunFolder, config: RunConfig) -> str:
 def resume(
     run: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
 ) -> RunFolder | None:
-    """``train`` with the run's own config, ``overrides`` over it."""
+    """``train`` with the run's own config and ``overrides``."""
     folder = existing_run(run)
     return train(folder.config, [f"resume={folder.path}", *overrides], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
-def _how_to_go_on(folder: RunFolder, outcome: stopping.Stopped) -> str:
+def _after_stop(folder: RunFolder, outcome: stopping.Stopped) -> str:
     if outcome.step == 0:
-        return f"stopped before the first step was complete, on request; start again with `tandem train {folder.config}`"
+        again = f"start again with `tandem train {folder.config}`"
+        return f"stopped before the first step was complete, on request; {again}"
     return f"stopped after step {outcome.step} on request; go on with `tandem resume {folder.path}`"
 
 
 def sft(
     config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
 ) -> Path | None:
-    config = checks.load(
-        parse_config(config_path, overrides),
-        SftConfig,
-        runs=WARM_START,
-        gpu_memory=gpu_memory,
-        instead_of_nodes=WITHOUT_NODES,
+    parsed = parse_config(config_path, overrides)
+    config = load_checked(
+        parsed, SftConfig, runs=WARM_START, gpu_memory=gpu_memory, instead_of_nodes=WITHOUT_NODES
     )
     if dry_run:
         print_dry_run(config, WARM_START, gpu_memory)
@@ -122,12 +116,9 @@ def sft(
 def evaluate(
     config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
 ) -> float | None:
-    config = checks.load(
-        parse_config(config_path, overrides),
-        RunConfig,
-        runs=EVALUATION,
-        gpu_memory=gpu_memory,
-        instead_of_nodes=WITHOUT_NODES,
+    parsed = parse_config(config_path, overrides)
+    config = load_checked(
+        parsed, RunConfig, runs=EVALUATION, gpu_memory=gpu_memory, instead_of_nodes=WITHOUT_NODES
     )
     if dry_run:
         print_dry_run(config, EVALUATION, gpu_memory)
@@ -136,12 +127,12 @@ def evaluate(
     from rollout.sampling.messages import SamplingError
     from rollout.sampling.remote import RemoteSampler
 
-    config = config.model_copy(update={"layout": LayoutConfig(dp=1)})  # no learner takes part
+    config = config.model_copy(update={"layout": ONE_PROCESS})  # no learner takes part
     folder = run_folder.create(config.launch.runs_dir, f"{config.name}-eval", resolved_yaml(config))
     run_folder.write_json(folder.path / "request.json", {"first_gpu": 0})
     with (
         Supervisor(grace_s=config.launch.stop_grace_s) as supervisor,
-        causes_told(folder, config, supervisor),
+        adding_causes(folder, config, supervisor),
     ):
         start_sampling(supervisor, folder, config)
         wait_ready(supervisor, folder, config)
@@ -149,29 +140,26 @@ def evaluate(
         with RemoteSampler(address, timeout_s=timeout_s, key=folder.run_key()) as remote:
             try:
                 result = remote.evaluate(meanwhile=lambda: supervisor.check(may_end=()))
-            except SamplingError as error:  # the role's own account of what went wrong
+            except SamplingError as error:  # the role's own error message
                 raise RoleFailed(str(error)) from error
     if result is None:
-        raise RoleFailed(
-            f"{config_path}: the task has no held-out problems to evaluate on; raise task.heldout_fraction"
-        )
-    run_folder.write_json(
-        folder.summary, {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)}
-    )
+        error = f"{config_path}: the task has no held-out problems to evaluate on"
+        raise RoleFailed(f"{error}; raise task.heldout_fraction")
+    summary = {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)}
+    run_folder.write_json(folder.summary, summary)
     print(f"accuracy {result.accuracy:.4f} on {result.count} held-out samples; {folder.summary}", flush=True)
     return result.accuracy
 
 
 def _refuse_other_machines(gpu_memory: float | None) -> None:
     if gpu_memory is not None:
-        raise BadInput(
-            f"--gpu-memory {gpu_memory:g} is of GPUs of other machines than this one; use it with --dry-run, or leave it out"
-        )
+        error = f"--gpu-memory {gpu_memory:g} is of GPUs of other machines than this one"
+        raise BadInput(f"{error}; use it with --dry-run, or leave it out")
 
 
 def print_result(folder: RunFolder, config: RunConfig) -> None:
-    """What the run has reached, where it lies, and what one may do with it next; paths and commands hold in
-    any folder."""
+    """Print the results of a run, their places, and commands for next steps. Paths and commands hold in any
+    folder."""
     from trainer.tracking.mlflow_thread import tracking_uri, without_password
 
     summary = json.loads(folder.summary.read_text())
@@ -182,22 +170,19 @@ def print_result(folder: RunFolder, config: RunConfig) -> None:
         print(f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {summary['steps']} steps")
     uri = without_password(tracking_uri(config, folder.path))
     page, model = folder.path / "report.html", folder.hf
+    tandem = _command_text("tandem")
     print(f"report:      {page} (open it in a browser)")
     print(f"model:       {model} (Hugging Face format)")
-    print(f"MLflow:      {_command('mlflow')} ui --backend-store-uri {shlex.quote(uri)}")
-    print(f"all runs:    {_command('tandem')} list {shlex.quote(str(folder.path.parent))}")
+    print(f"MLflow:      {_command_text('mlflow')} ui --backend-store-uri {shlex.quote(uri)}")
+    print(f"all runs:    {tandem} list {shlex.quote(str(folder.path.parent))}")
     if folder.newest_checkpoint() is not None:
-        print(
-            f"go on:       {_command('tandem')} resume {shlex.quote(str(folder.path))} steps={2 * summary['steps']}"
-        )
-    print(
-        f"your own:    {_command('tandem')} init FOLDER writes a config, a reward and example data to begin with",
-        flush=True,
-    )
+        print(f"go on:       {tandem} resume {shlex.quote(str(folder.path))} steps={2 * summary['steps']}")
+    own = "init FOLDER writes a config, a reward and example data to begin with"
+    print(f"your own:    {tandem} {own}", flush=True)
 
 
-def _command(name: str) -> str:
-    """As it can be typed here: by its name where that is on the path, else in full, where it lies beside this
+def _command_text(name: str) -> str:
+    """A command as it can be typed here: its name where that is on the path, else its path beside this
     interpreter."""
     beside = Path(sys.executable).with_name(name)
     return name if shutil.which(name) or not beside.exists() else str(beside)

@@ -1,3 +1,1 @@
-"""A run's processes from outside: its folder, addresses and placement, their supervision, signs of life
-and end.
-"""
+"""A run's processes from outside: folder, addresses, placement, supervision, signs of life, and their end."""

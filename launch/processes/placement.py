@@ -1,8 +1,8 @@
-"""Which process of a run is on which node and which devices: arithmetic on the config alone, the same on
-every node.
+"""Places the processes of a run on nodes and devices, by arithmetic on the config alone, which gives the same
+result on every node.
 
 Nodes are counted within a side: the learner's from 0, and the servers' from 0. Learner ranks fill their nodes
-evenly, in order. Replicas fill the servers' nodes in order; one that is larger than a node takes several,
+evenly, in order. Replicas fill the servers' nodes in order. A replica that is larger than a node takes several,
 each with an equal share of its tensor-parallel ranks.
 """
 
@@ -14,7 +14,7 @@ ONE_MACHINE = "serve"
 
 
 def serve_roles(config: RunConfig) -> list[str]:
-    """The names of the serve roles, one per node: where each reports its address, and what its log is called."""
+    """The names of the serve roles, one per node, which are also those of their address files and logs."""
     nodes = config.launch.nodes
     return [ONE_MACHINE] if nodes is None else [f"serve-{node}" for node in range(nodes.rollout)]
 
@@ -23,37 +23,24 @@ def servers(config: RunConfig) -> list[ServerShare]:
     """Every replica's share on every node it takes, by replica. Raises ValueError where they do not fit; see
     ``check_placement``."""
     rollout, nodes = config.rollout, config.launch.nodes or NodesConfig()
-    first_gpu = (
-        config.layout.world_size
-        if config.launch.nodes is None and config.launch.placement == "separate"
-        else 0
-    )
+    beside_learner = config.launch.nodes is None and config.launch.placement == "separate"
+    gpu, replicas = config.layout.world_size if beside_learner else 0, range(rollout.replicas)
     if nodes.rollout > rollout.replicas:
-        spread = _whole(nodes.rollout, rollout.replicas, "launch.nodes.rollout", "rollout.replicas")
-        ranks = _whole(rollout.tp, spread, "rollout.tp", "the nodes of a replica")
+        n = _split_evenly(nodes.rollout, rollout.replicas, "launch.nodes.rollout", "rollout.replicas")
+        ranks = _split_evenly(rollout.tp, n, "rollout.tp", "the nodes of a replica")
         return [
-            ServerShare(
-                replica=r,
-                node=r * spread + k,
-                node_rank=k,
-                num_nodes=spread,
-                first_gpu=first_gpu,
-                num_ranks=ranks,
-            )
-            for r in range(rollout.replicas)
-            for k in range(spread)
+            ServerShare(replica=r, node=r * n + k, node_rank=k, num_nodes=n, first_gpu=gpu, num_ranks=ranks)
+            for r in replicas
+            for k in range(n)
         ]
-    per_node = _whole(rollout.replicas, nodes.rollout, "rollout.replicas", "launch.nodes.rollout")
+    tp, each = (
+        rollout.tp,
+        _split_evenly(len(replicas), nodes.rollout, "rollout.replicas", "launch.nodes.rollout"),
+    )
+    gpus = [gpu + r % each * tp for r in replicas]
     return [
-        ServerShare(
-            replica=r,
-            node=r // per_node,
-            node_rank=0,
-            num_nodes=1,
-            first_gpu=first_gpu + r % per_node * rollout.tp,
-            num_ranks=rollout.tp,
-        )
-        for r in range(rollout.replicas)
+        ServerShare(replica=r, node=r // each, node_rank=0, num_nodes=1, first_gpu=gpus[r], num_ranks=tp)
+        for r in replicas
     ]
 
 
@@ -63,17 +50,17 @@ def servers_on(config: RunConfig, node: int) -> list[ServerShare]:
 
 def learner_ranks_per_node(config: RunConfig | SftConfig) -> int:
     """Raises ValueError where the ranks do not fill the nodes evenly."""
-    nodes = 1 if config.launch.nodes is None else config.launch.nodes.learner
-    return _whole(config.layout.world_size, nodes, "the learner's processes (layout)", "launch.nodes.learner")
+    ranks, nodes = config.layout.world_size, 1 if config.launch.nodes is None else config.launch.nodes.learner
+    return _split_evenly(ranks, nodes, "the learner's processes (layout)", "launch.nodes.learner")
 
 
 def num_nodes(config: RunConfig) -> int:
-    """Of a job that runs this config."""
+    """Nodes of a job that runs this config."""
     return 1 if config.launch.nodes is None else config.launch.nodes.total
 
 
 def gpus_of_node(config: RunConfig | SftConfig) -> int:
-    """Of each node of a job that runs this config."""
+    """GPUs of each node of a job that runs this config."""
     nodes, asked = config.launch.nodes, config.launch.slurm.gpus
     if nodes is not None:
         return nodes.gpus_per_node
@@ -87,25 +74,23 @@ def _ranks_of_machine(config: RunConfig | SftConfig) -> int:
 
 
 def check_gpus_of_job(config: RunConfig) -> list[str]:
-    """Problems with ``launch.slurm.gpus``, in the way of ``check_placement``."""
+    """Problems of ``launch.slurm.gpus``, each in a sentence with field, value and fix."""
     asked = config.launch.slurm.gpus
     if asked is None:
         return []
     if config.launch.nodes is not None:
-        return [
-            f"launch.slurm.gpus={asked} is of a run on one node; with launch.nodes set launch.nodes.gpus_per_node, and remove it"
-        ]
+        fix = "with launch.nodes set launch.nodes.gpus_per_node, and remove it"
+        return [f"launch.slurm.gpus={asked} is of a run on one node; {fix}"]
     needed = _ranks_of_machine(config)
     if 0 < asked < needed:
-        return [
-            f"launch.slurm.gpus={asked}, but learner (layout) and servers (rollout) take {needed}; ask for as many, or leave it out"
-        ]
+        error = f"launch.slurm.gpus={asked}, but learner (layout) and servers (rollout) take {needed}"
+        return [f"{error}; ask for as many, or leave it out"]
     return []
 
 
 def check_placement(config: RunConfig) -> list[str]:
-    """What does not fit, each in a sentence with field, value and fix; empty where all does. Of several nodes
-    only: one machine's GPUs are counted when they are taken (``checks``)."""
+    """Problems of the placement on several nodes, each in a sentence with field, value and fix. The GPUs of one
+    machine are counted elsewhere (``launch/checks/``)."""
     nodes = config.launch.nodes
     if nodes is None:
         return []
@@ -151,9 +136,8 @@ def _check_learner(config: RunConfig, nodes: NodesConfig) -> None:
         )
 
 
-def _whole(count: int, parts: int, of: str, over: str) -> int:
+def _split_evenly(count: int, parts: int, counted: str, over: str) -> int:
     if count % parts:
-        raise ValueError(
-            f"{of}: {count} cannot be spread evenly over {over}: {parts}; use a multiple of {parts}"
-        )
+        error = f"{counted}: {count} cannot be spread evenly over {over}: {parts}"
+        raise ValueError(f"{error}; use a multiple of {parts}")
     return count // parts

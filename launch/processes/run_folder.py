@@ -1,4 +1,4 @@
-"""The folder of a run: who writes what where. Everything a run leaves behind is inside it.
+"""The folder of a run, which holds everything that the run leaves behind.
 
 config.yaml        the resolved config, which every role reads       metrics.jsonl, console.log   one line per step
 logs/ROLE.log      all that a role and its engine print              mlflow.db, mlartifacts/      of all runs, beside the run folders;
@@ -6,13 +6,13 @@ logs/ROLE.log      all that a role and its engine print              mlflow.db, 
                                                                      with a tracking URI
 roles/ROLE.json    a role's address, once it is ready                checkpoints/step_000010/     resumable
                    (serve-0, serve-1, ... where servers are on several nodes)
-roles/NAME.beat    what a role or a learner rank is doing, while it lives; NAME.stopped: it was stopped (launch/processes/heartbeat.py)
+roles/NAME.beat    activity of a role or learner rank, while it lives; NAME.stopped: it was stopped (launch/processes/heartbeat.py)
 job.json           the Slurm job that runs it, or ran it last         restarts.json, train.sbatch   of Slurm, too
 hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
 export/            a checkpoint's weights, in the same format        mlflow_run_id                 which a resumed run goes on with
-key.yaml           the key of the run, for its owner's eyes: servers and sampler refuse whoever does not know it
+key.yaml           the key of the run, readable by its owner alone: servers and sampler refuse requests without it
 batches/           recorded steps, for `tandem replay`               replay/                       what it asks and finds
-request.json       what to do, of `tandem eval`, `mismatch`, ...     metrics.lost.jsonl            of an attempt without a checkpoint
+request.json       the request of `tandem eval`, `mismatch`, ...     metrics.lost.jsonl            of an attempt without a checkpoint
 """
 
 import contextlib
@@ -26,24 +26,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from configs.errors import ConfigError
 from parallel.checkpoints.files import is_valid, latest_valid, missing, step_folders, step_of
 from rollout.run_key import RunKey, run_key
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""What flock says where a file system, or its server, has none."""
-
-
+"""Errors of flock on a file system without locks."""
 KEY = "key.yaml"
+Content = TypeVar("Content")
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
     path: Path
     _held: list = field(default_factory=list, compare=False, repr=False)
-    """Open files whose lock this process holds."""
+    """Open files whose locks this process holds."""
 
     @property
     def config(self) -> Path:
@@ -83,17 +82,16 @@ class RunFolder:
 
     @property
     def job(self) -> Path:
-        """Of the Slurm job that runs it, or ran it last: {job_id, nodes, restart}."""
+        """The Slurm job that runs the folder, or ran it last: {job_id, nodes, restart}."""
         return self.path / "job.json"
 
     @property
     def restarts(self) -> Path:
-        """Failed starts without a newer checkpoint in between."""
+        """The number of failed starts without a newer checkpoint in between."""
         return self.path / "restarts.json"
 
     def run_key(self) -> RunKey:
-        """What whoever talks to this run's servers and sampler has to prove; made by the first who asks. See
-        ``rollout.run_key``."""
+        """The key that this run's servers and sampler ask for; the first call makes it. See ``rollout.run_key``."""
         return run_key(self.path / KEY)
 
     def address(self, role: str) -> Path:
@@ -103,10 +101,10 @@ class RunFolder:
         return self.path / "roles" / f"{role}.error"
 
     def report_error(self, role: str, error: BaseException) -> None:
-        """What ended ``role``, for the supervisor to show. The first of several ranks has the cause; the
-        others lost a peer.
+        """Record the error that ended ``role``, for the supervisor to show. The first of several ranks counts: it
+        has the cause, and the others lost a peer.
 
-        Best effort: on a full disk the log has to do.
+        A full disk keeps it from being written; the log has it too.
         """
         with contextlib.suppress(OSError):
             self.error(role).parent.mkdir(exist_ok=True)
@@ -114,73 +112,66 @@ class RunFolder:
                 file.write(f"{type(error).__name__}: {error}")
 
     def forget(self, role: str) -> None:
-        """For a role to call as it starts: nobody may talk to the servers of its last life, nor read its last
-        error."""
-        self.address(role).unlink(missing_ok=True)
+        """Remove the address and error of an earlier life of ``role``, when it starts."""
+        self.withdraw(role)
         self.error(role).unlink(missing_ok=True)
 
     def withdraw(self, role: str) -> None:
-        """For a role to call as it ends: nobody is to look for it any more."""
+        """Remove the address of ``role``, when it ends."""
         self.address(role).unlink(missing_ok=True)
 
     def newest_checkpoint(self) -> Path | None:
-        """The newest whose files are all there in full, as its manifest lists them."""
+        """The newest checkpoint whose files are complete, by its manifest."""
         return latest_valid(self.checkpoints)
 
     def why_no_checkpoint(self) -> str:
-        """What is wrong with the newest one, where none is there in full; "" where there is nothing."""
+        """What is wrong with the newest checkpoint, where none is complete; "" where there is none at all."""
         folders = [*step_folders(self.checkpoints).values()]
         return f" ({folders[-1].name}: {missing(folders[-1])})" if folders else ""
 
     def has_critic_checkpoint(self) -> bool:
-        """Whether the newest checkpoint has a critic's beside it."""
+        """Whether the newest checkpoint includes a critic's."""
         newest = self.newest_checkpoint()
         return newest is not None and is_valid(self.critic_checkpoints / newest.name)
 
     def has_final_model(self) -> bool:
-        """Whether ``hf/`` is of the newest step: a run that was resumed and stopped has checkpoints that are
-        newer."""
+        """Whether ``hf/`` is of the newest step. A run that was resumed and stopped has newer checkpoints."""
         newest = self.newest_checkpoint()
         if not self.hf.is_dir() or not self.summary.is_file():
             return False
         return newest is None or step_of(newest) <= json.loads(self.summary.read_text())["steps"]
 
     def claim(self) -> None:
-        """Make this process the one that runs the folder; the lock goes with the process.
+        """Make this process the one that runs the folder. The lock ends with the process.
 
-        Where an earlier attempt ended before its first checkpoint, the run begins anew, and what that attempt
-        logged is put aside.
-
-        Raises:
-            BlockingIOError: another process is running it.
-            ValueError: its file system knows no locks.
+        Where an earlier attempt ended before its first checkpoint, the run begins anew, and the metrics of that
+        attempt are put aside. Raises BlockingIOError where another process runs the folder, and ValueError on a
+        file system without locks.
         """
         (self.path / "roles").mkdir(parents=True, exist_ok=True)
         self._held.append(locked(self.path / "roles" / "lock"))
         for file in (self.path / "roles").glob("*.*"):
             file.unlink()
-        (self.path / KEY).unlink(
-            missing_ok=True
-        )  # each start has its own: a log shown to others tells nothing of the next
-        if not step_folders(
-            self.checkpoints
-        ):  # where all are damaged, the learner says so, and nothing begins anew
+        # Each start has a key of its own, so that an old log tells nothing about the next start.
+        (self.path / KEY).unlink(missing_ok=True)
+        # Damaged checkpoints count: the learner reports them, and nothing begins anew.
+        if not step_folders(self.checkpoints):
             self.put_metrics_aside()
 
     def put_metrics_aside(self) -> None:
-        """Of an attempt that ended before its first checkpoint."""
+        """Rename the metrics of an attempt that ended before its first checkpoint."""
         metrics = self.path / "metrics.jsonl"
         if metrics.exists():
             metrics.replace(self.path / "metrics.lost.jsonl")
 
     def release(self) -> Path:
-        """Let another process claim the folder; returns its path."""
+        """Let another process claim the folder. Returns its path."""
         while self._held:
             self._held.pop().close()
         return self.path
 
     def announce(self, role: str, address: dict) -> None:
-        """Tell the other roles where ``role`` listens; the file appears whole or not at all."""
+        """Tell the other roles where ``role`` listens. The file appears complete or not at all."""
         write_json(self.address(role), address)
 
     def read_address(self, role: str) -> dict | None:
@@ -189,51 +180,49 @@ class RunFolder:
         except FileNotFoundError:
             return None
 
-    def wait_for_address(
-        self, role: str, *, timeout_s: float, alive: Callable[[], None] = lambda: None
-    ) -> dict:
-        deadline = time.monotonic() + timeout_s
-        while (address := self.read_address(role)) is None:
-            alive()
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"the {role} role did not report its address in {self.path} within {timeout_s:.0f} s"
-                )
-            time.sleep(0.1)
-        return address
+    def wait_for_address(self, role: str, *, timeout_s: float) -> dict:
+        error = f"the {role} role did not report its address in {self.path} within {timeout_s:.0f} s"
+        return _wait_for(lambda: self.read_address(role), timeout_s, lambda: error)
 
 
 def read_servers(folder: RunFolder, names: Sequence[str]) -> list[str] | None:
-    """The addresses of all replicas, in order, as the serve roles of those names report them; None until all
-    have."""
-    reported = [folder.read_address(name) for name in names]
-    found = [address for address in reported if address is not None]
-    return [url for address in found for url in address["urls"]] if len(found) == len(names) else None
+    """The addresses of all replicas, in order, as the serve roles report them; None until all roles have."""
+    addresses = [folder.read_address(name) for name in names]
+    urls = [url for address in addresses if address is not None for url in address["urls"]]
+    return None if None in addresses else urls
 
 
 def wait_for_servers(
     folder: RunFolder, names: Sequence[str], *, timeout_s: float, alive: Callable[[], None] = lambda: None
 ) -> list[str]:
-    """``read_servers`` once all of them are there; ``alive`` is called again and again until then, and ends
-    the wait by raising.
+    """``read_servers``, once all roles have reported. ``alive`` is called meanwhile, and may end the wait by
+    raising. Raises TimeoutError with the missing roles and the traces that they left."""
 
-    Raises:
-        TimeoutError: it names the roles that are missing, with what they left behind.
-    """
+    def error() -> str:
+        missing = [_trace_of(folder, name) for name in names if folder.read_address(name) is None]
+        late = f"{len(missing)} of {len(names)} serve roles did not report servers in {folder.path} within {timeout_s:.0f} s"
+        return f"{late}; raise launch.start_timeout_s if they only need longer. Missing: {'; '.join(missing)}"
+
+    return _wait_for(lambda: read_servers(folder, names), timeout_s, error, alive)
+
+
+def _wait_for(
+    read: Callable[[], Content | None],
+    timeout_s: float,
+    error: Callable[[], str],
+    alive: Callable[[], None] = lambda: None,
+) -> Content:
+    """The first value of ``read`` that is not None. Raises TimeoutError with the text of ``error``."""
     deadline = time.monotonic() + timeout_s
-    while (urls := read_servers(folder, names)) is None:
+    while (content := read()) is None:
         alive()
         if time.monotonic() > deadline:
-            missing = [_trace(folder, name) for name in names if folder.read_address(name) is None]
-            raise TimeoutError(
-                f"{len(missing)} of {len(names)} serve roles did not report servers in {folder.path} within {timeout_s:.0f} s; "
-                "raise launch.start_timeout_s if they only need longer. Missing: " + "; ".join(missing)
-            )
+            raise TimeoutError(error())
         time.sleep(0.1)
-    return urls
+    return content
 
 
-def _trace(folder: RunFolder, name: str) -> str:
+def _trace_of(folder: RunFolder, name: str) -> str:
     log, error = folder.logs / f"{name}.log", folder.error(name)
     if error.exists():
         return f"{name} (ended by {error.read_text()})"
@@ -250,8 +239,8 @@ def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
 
 
 def change_config(folder: RunFolder, config_yaml: str) -> None:
-    """Of a run that is resumed. Raises ConfigError where it cannot be written; then the run has the one it
-    had."""
+    """Replace the config of a resumed run. Raises ConfigError where it cannot be written; the old config then
+    stays."""
     with _writing_in("resume", folder.path):
         write_text(folder.config, config_yaml)
 
@@ -271,29 +260,27 @@ def new_path(runs_dir: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def _writing_in(field: str, folder: Path) -> Iterator[None]:
-    """What ``check_can_be_made`` could not foresee: a disk that is full, a name that is too long, a folder
-    made in the meantime."""
+    """Turns errors that ``check_can_be_made`` could not foresee into ConfigError: a full disk, a long name, a
+    folder made in the meantime."""
     try:
         yield
     except OSError as error:
-        said = f"the run folder cannot be written: {error}"
+        reason = f"the run folder cannot be written: {error}"
         fix = "give a folder that can be written to, on a disk that is not full"
-        raise ConfigError.of("config", field, str(folder), said, fix) from error
+        raise ConfigError.of("config", field, str(folder), reason, fix) from error
 
 
 def check_can_be_made(field: str, folder: Path) -> None:
-    """Whether ``folder``, the value of ``field``, is a folder that can be written to, or can become one.
-    Leaves nothing behind.
+    """Check that ``folder``, the value of ``field``, can be written to, or can be made. Leaves nothing behind.
 
-    Raises:
-        ValueError: naming the field, the value, what is in its way and the fix.
+    Raises ValueError with the field, the value, the obstacle and the fix.
     """
     absolute = folder.absolute()
     nearest = next(path for path in (absolute, *absolute.parents) if os.path.lexists(path))
     try:
         with contextlib.suppress(FileNotFoundError):
             absolute.lstat()  # a name may be too long
-        # Permissions alone say nothing of read-only file systems, or to root. On Linux the file never has a
+        # Permissions do not show read-only file systems, nor do they bind root. On Linux the file never has a
         # name.
         with tempfile.TemporaryFile(dir=nearest):
             pass
@@ -303,11 +290,10 @@ def check_can_be_made(field: str, folder: Path) -> None:
 
 
 def locked(path: Path) -> TextIO:
-    """The file, made where it is missing, with a lock that goes when it is closed.
+    """The open file, made where it is missing, with a lock that ends when it is closed.
 
-    Raises:
-        BlockingIOError: another process has the lock.
-        ValueError: the file system knows no locks; with the fix.
+    Raises BlockingIOError where another process has the lock, and ValueError with a fix on a file system without
+    locks.
     """
     file = path.open("w")
     try:
@@ -324,8 +310,8 @@ def locked(path: Path) -> TextIO:
 
 
 def point_latest(folder: RunFolder) -> None:
-    """``latest``, beside the training runs, is the newest of them; replaced by a rename, so that it always
-    points somewhere."""
+    """Point the link ``latest``, beside the training runs, to this run. A rename replaces it, so that it always
+    exists."""
     fresh = folder.path.parent / f".latest-{os.getpid()}"
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.path.name)
@@ -333,13 +319,13 @@ def point_latest(folder: RunFolder) -> None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Atomically: a reader sees the old file or the new one."""
+    """Write atomically: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Atomically: a reader, or whoever comes after a failure (OSError), sees the old file or the new one."""
+    """Write atomically: a reader sees the old file or the new one, also after a failure (OSError)."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         fresh.write_text(text)

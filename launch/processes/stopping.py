@@ -1,9 +1,9 @@
-"""How a run is asked to stop, and what comes of it. The run folder carries the words between supervisor and
-learner, wherever they are.
+"""Requests to stop a run, and their outcome. The run folder carries the messages between supervisor and
+learner, on whatever nodes they run.
 
-    roles/stop.json      {"reason"}          a stop is asked for: by the supervisor, or by a learner rank that got SIGTERM itself
-    roles/stopped.json   {"step", "reason"}  what the learner says as its last word: the newest step, of which there is a checkpoint
-    roles/ending.now                         the supervisor ends every process: from here on SIGTERM means at once
+    roles/stop.json      {"reason"}          the request, by the supervisor or by a learner rank that got SIGTERM itself
+    roles/stopped.json   {"step", "reason"}  the learner's last message: the newest step, which has a checkpoint
+    roles/ending.now                         the supervisor ends every process: from now on SIGTERM means at once
 
     whoever wants the run to stop ── SIGUSR1, SIGTERM ──> supervisor ── stop.json ──> learner, rank 0 (looks while it waits for samples)
     Slurm ── SIGTERM to everything ──> learner ranks ───────────────── stop.json ──┘      │
@@ -12,10 +12,10 @@ learner, wherever they are.
                                                                                           finishes it
     exit code 75, or requeued  <── supervisor, when the learner has ended <── stopped.json ┴─ writes a checkpoint
 
-A rank gets SIGTERM twice where Slurm sends it to everything (torchrun, which got it too, passes it on): it
-counts as one request. Torchrun also sends SIGTERM to its ranks when it fails itself. They stop in the same
-way, with a checkpoint, but the run has failed: the supervisor takes it for a stop only if somebody else
-asked, torchrun says that it got the signal, or it ended well.
+Where Slurm sends SIGTERM to everything, a rank gets it twice, since torchrun passes it on; this counts as one
+request. torchrun also sends SIGTERM to its ranks when it fails itself. They stop in the same way, with a
+checkpoint, but the run has failed. The supervisor takes this for a stop only if there was another request, if
+torchrun reports the signal, or if torchrun ended well.
 """
 
 import contextlib
@@ -33,15 +33,15 @@ from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import POLL_S, RoleFailed, Supervisor
 
 LOOK_EVERY_S = 0.5
-"""At the run folder, which may be on a shared file system."""
+"""Seconds between looks at the run folder, which may be on a shared file system."""
 CAUSE_TIMEOUT_S = 10.0
-"""For a role to find out that one of its processes is dead, when the learner has lost it already."""
+"""Time for a role to notice that one of its processes is dead, after the learner has lost it."""
 LOST_THE_ROLLOUT = ("ControlError:", "WeightSyncError:", "SamplingError:", "GenerationError:")
-"""What a learner's last words begin with where the rollout side has failed it."""
-OWN_WORDS = "the sample role failed: SamplingError:"
-"""The sample role is well, and has said what is wrong."""
+"""Beginnings of a learner's error where the rollout side has failed."""
+OWN_ERROR = "the sample role failed: SamplingError:"
+"""The sample role runs, and has reported an error."""
 TERMINATED_AGENT = re.compile(r"got signal: (15|\S*SIGTERM)|Received \S*(15|SIGTERM)\S* death signal")
-"""What torchrun says when it gets SIGTERM itself."""
+"""torchrun's output when it gets SIGTERM itself."""
 AGENT_LINES = 200
 SIGTERM_TO_RANK = "SIGTERM to learner rank"
 
@@ -53,10 +53,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopped:
-    """The run ended as it was asked to."""
+    """The run ended on request."""
 
     step: int
-    """The last complete one, of which there is a checkpoint; 0: none was complete, and there is none."""
+    """The last complete step, which has a checkpoint; 0 where no step was complete."""
     reason: str
 
 
@@ -64,7 +64,7 @@ Outcome = Finished | Stopped
 
 
 class RunStopped(RuntimeError):
-    """Not a failure: the run can go on."""
+    """The run was stopped, did not fail, and can go on."""
 
 
 def ending(folder: RunFolder) -> Path:
@@ -72,15 +72,15 @@ def ending(folder: RunFolder) -> Path:
 
 
 def request_stop(folder: RunFolder, reason: str) -> None:
-    """Ask the learner to stop. The first request counts."""
+    """Ask the learner to stop. Later requests have no effect."""
     if stop_reason(folder) is None:
         write_json(folder.address("stop"), {"reason": reason})
 
 
 def stop_reason(folder: RunFolder) -> str | None:
-    """Why a stop was asked for; None where it was not."""
-    found = folder.read_address("stop")
-    return found["reason"] if found is not None else None
+    """The reason of a request to stop; None without a request."""
+    request = folder.read_address("stop")
+    return request["reason"] if request is not None else None
 
 
 def report_stopped(folder: RunFolder, outcome: Stopped) -> None:
@@ -88,8 +88,8 @@ def report_stopped(folder: RunFolder, outcome: Stopped) -> None:
 
 
 def read_stopped(folder: RunFolder) -> Stopped | None:
-    found = folder.read_address("stopped")
-    return Stopped(**found) if found is not None else None
+    outcome = folder.read_address("stopped")
+    return Stopped(**outcome) if outcome is not None else None
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -99,15 +99,15 @@ def read_stopped(folder: RunFolder) -> Stopped | None:
 def wait_for_learner(
     supervisor: Supervisor, signals: "StopSignals", *, timeout_s: float, names: Sequence[str] = ("learn",)
 ) -> Outcome:
-    """Inside ``signals``: wait until the learner's roles, one for each of its nodes, have ended, and pass
-    requests to stop on to them.
+    """Wait until the learner's roles, one for each of its nodes, have ended, and pass requests to stop on to
+    them. To be called inside ``signals``.
 
-    SIGUSR1 and the first SIGTERM ask for a stop; until the learner can heed one (it is still starting), and
-    on the second SIGTERM, they are KeyboardInterrupt, as Ctrl-C is. Where a role of the rollout side has
-    failed the learner, which is well, is asked to stop too, so that its last complete step is not lost.
+    SIGUSR1 and the first SIGTERM are requests. While the learner starts, and on the second SIGTERM, they raise
+    KeyboardInterrupt, like Ctrl-C. When a role of the rollout side fails, the learner is asked to stop too, so
+    that its last complete step is not lost.
 
-    timeout_s: from the request to the learner's end. When it has passed: KeyboardInterrupt, or after a
-    failure RoleFailed. Raises RoleFailed when the learner has failed, or any other role before it.
+    timeout_s: from the request to the learner's end. Later, KeyboardInterrupt is raised, or RoleFailed after a
+    failure. Raises RoleFailed when the learner, or another role before it, has failed.
     """
     folder = signals.folder
     failure: RoleFailed | None = None
@@ -117,14 +117,12 @@ def wait_for_learner(
             with _cause_named(supervisor, folder, names):
                 _check_learner(supervisor, folder, names)
             failure = _failure_of_others(supervisor, folder, names)
-            reason = (
-                signals.reason or (failure and str(failure).splitlines()[0].rstrip(".")) or signals.look()
-            )
-            if reason:
+            first_line = failure and str(failure).splitlines()[0].rstrip(".")
+            if reason := signals.reason or first_line or signals.look():
                 asked_at = time.monotonic()
                 request_stop(folder, reason)
-                how = f"the step is finished or dropped, then a checkpoint is written; at most {timeout_s:.0f} s"
-                print(f"stopping ({reason}): {how}", flush=True)
+                steps = "the step is finished or dropped, then a checkpoint is written"
+                print(f"stopping ({reason}): {steps}; at most {timeout_s:.0f} s", flush=True)
         elif time.monotonic() - asked_at > timeout_s:
             if failure is not None:
                 raise failure
@@ -134,13 +132,11 @@ def wait_for_learner(
     if failure is None and stopped is not None and not _was_asked_for(supervisor, signals, names):
         failure = next(supervisor.failure(name) for name in names if supervisor.exit_code(name) != 0)
     if failure is not None:
-        kept = (
-            f"\nThe learner was well: a checkpoint of step {stopped.step}, the last complete one, is there."
-            if stopped
-            else ""
-        )
-        raise RoleFailed(f"{failure}{kept}")
-    if stopped is not None:  # whatever the exit code: torchrun's own is 1 when it got SIGTERM too
+        if stopped is None:
+            raise RoleFailed(str(failure))
+        kept = f"a checkpoint of step {stopped.step}, the last complete one, is there"
+        raise RoleFailed(f"{failure}\nThe learner was well: {kept}.")
+    if stopped is not None:  # with any exit code: torchrun's is 1 when it got SIGTERM too
         return stopped
     with _cause_named(supervisor, folder, names):
         supervisor.check(may_end=(*names, "sample"))
@@ -148,8 +144,7 @@ def wait_for_learner(
 
 
 def _was_asked_for(supervisor: Supervisor, signals: "StopSignals", names: Sequence[str]) -> bool:
-    """Whether a stop that the learner has heeded was a request. A torchrun that fails sends SIGTERM to its
-    ranks, too."""
+    """Whether the learner stopped on a request. A torchrun that fails sends SIGTERM to its ranks, too."""
     if signals.reason is not None or not (stop_reason(signals.folder) or "").startswith(SIGTERM_TO_RANK):
         return True
     return all(
@@ -160,30 +155,30 @@ def _was_asked_for(supervisor: Supervisor, signals: "StopSignals", names: Sequen
 
 @contextlib.contextmanager
 def _cause_named(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]) -> Iterator[None]:
-    """A learner that has lost a server or the sample role ends too, maybe before its role has noticed: that
-    one's failure comes first."""
+    """A learner that loses a server or the sample role ends too, maybe before that role's own failure shows. The
+    failure of the lost role is raised first, as the cause."""
     try:
         yield
     except RoleFailed as loss:
         error = folder.error("learn")
-        words = error.read_text() if error.exists() else ""
-        is_loss = words.startswith(LOST_THE_ROLLOUT) and OWN_WORDS not in words
+        text = error.read_text() if error.exists() else ""
+        is_loss = text.startswith(LOST_THE_ROLLOUT) and OWN_ERROR not in text
         deadline = time.monotonic() + CAUSE_TIMEOUT_S
         while is_loss and time.monotonic() < deadline:
             try:
                 supervisor.check(may_end=("sample",), but_not=names)
             except RoleFailed as cause:
-                raise RoleFailed(f"{cause}\nThe learner ended of it: {words.splitlines()[0]}") from loss
+                raise RoleFailed(f"{cause}\nThe learner ended of it: {text.splitlines()[0]}") from loss
             time.sleep(POLL_S)
         raise
 
 
 def _check_learner(supervisor: Supervisor, folder: RunFolder, names: Sequence[str]) -> None:
-    """Raise RoleFailed where one of several nodes has failed: the others would wait for it."""
+    """Raise RoleFailed where the learner has failed on one of several nodes: the others would wait for it."""
     try:
         supervisor.check(may_end=names, among=names)
     except RoleFailed:
-        if stop_reason(folder) is None:  # else torchrun's own code, after SIGTERM
+        if stop_reason(folder) is None:  # otherwise it is torchrun's exit code after SIGTERM
             raise
 
 
@@ -191,20 +186,20 @@ def _failure_of_others(supervisor: Supervisor, folder: RunFolder, names: Sequenc
     try:
         supervisor.check(may_end=("sample",), but_not=names)
     except RoleFailed as failure:
-        if not _heeds(folder):
+        if not _can_stop(folder):
             raise
         return failure
     return None
 
 
-def _heeds(folder: RunFolder) -> bool:
-    """Whether the learner is past its start, and so will see a request to stop."""
+def _can_stop(folder: RunFolder) -> bool:
+    """Whether the learner is past its start, and so sees requests to stop."""
     return folder.read_address("learn") is not None
 
 
 class StopSignals:
-    """While inside, SIGUSR1 and SIGTERM are requests to a learner that can heed one, and KeyboardInterrupt
-    before it can. A context manager, of the main thread, to be inside of when the learner is started."""
+    """A context manager of the main thread, to be entered before the learner is started. Inside, SIGUSR1 and
+    SIGTERM are requests to stop; while the learner cannot see requests yet, they raise KeyboardInterrupt."""
 
     def __init__(self, folder: RunFolder):
         self.folder = folder
@@ -225,12 +220,12 @@ class StopSignals:
     def _take(self, number: int, frame: object) -> None:
         second_term = number == signal.SIGTERM and self._terminated
         self._terminated |= number == signal.SIGTERM
-        if second_term or not _heeds(self.folder):
+        if second_term or not _can_stop(self.folder):
             raise KeyboardInterrupt
         self.reason = self.reason or signal.Signals(number).name
 
     def look(self) -> str | None:
-        """What stop.json says, which anyone may have written; from time to time."""
+        """The reason in stop.json, which any process may have written; it is read from time to time."""
         if time.monotonic() - self._looked_at < LOOK_EVERY_S:
             return None
         self._looked_at = time.monotonic()
@@ -242,51 +237,46 @@ class StopSignals:
 
 
 class StopListener:
-    """A learner rank's ear for requests to stop. For the main thread to make, once, before anything else of
-    the rank.
+    """Receives requests to stop in a learner rank. The main thread makes one, before anything else.
 
-    SIGTERM becomes stop.json by a thread of its own, at once, even while the main thread waits in a
-    collective, as all ranks but the first do while samples are made. Where the supervisor ends everything, or
-    torchrun the peers of a rank that failed, it is KeyboardInterrupt.
+    A thread turns SIGTERM into stop.json at once, even while the main thread waits in a collective, as all ranks
+    but the first do while samples are made. SIGTERM raises KeyboardInterrupt where the supervisor ends
+    everything, or torchrun ends the peers of a failed rank.
     """
 
     def __init__(self, folder: RunFolder, *, is_first_rank: bool):
         self._folder = folder
         self._reason: str | None = None
         self._looked_at = -LOOK_EVERY_S
-        if is_first_rank:  # of an earlier life, where no supervisor has cleared the folder
-            for file in (
-                *map(folder.address, ("stop", "stopped", "learn")),
-                folder.error("learn"),
-                ending(folder),
-            ):
+        if is_first_rank:  # files of an earlier life, where no supervisor has cleared the folder
+            addresses = map(folder.address, ("stop", "stopped", "learn"))
+            for file in (*addresses, folder.error("learn"), ending(folder)):
                 file.unlink(missing_ok=True)
         self._awake, wake = socket.socketpair()
         wake.setblocking(False)
         self._wake = wake  # kept open
-        signal.signal(signal.SIGTERM, self._on_term)
+        signal.signal(signal.SIGTERM, self._interrupt_at_end)
         signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self._pass_on, name="stop-listener", daemon=True).start()
+        threading.Thread(target=self._pass_signals_on, name="stop-listener", daemon=True).start()
 
     def reason(self) -> str | None:
-        """Why this run is to stop; None where nobody has asked. For rank 0, again and again while it waits."""
+        """The reason to stop; None without a request. Rank 0 polls it while it waits."""
         if self._reason is None and time.monotonic() - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             self._reason = stop_reason(self._folder)
         return self._reason
 
-    def _on_term(self, number: int, frame: object) -> None:
+    def _interrupt_at_end(self, number: int, frame: object) -> None:
         if self._is_end():
             raise KeyboardInterrupt
 
     def _is_end(self) -> bool:
         return ending(self._folder).exists() or self._folder.error("learn").exists()
 
-    def _pass_on(self) -> None:
+    def _pass_signals_on(self) -> None:
         while numbers := self._awake.recv(64):
             if signal.SIGTERM in numbers and not self._is_end():
                 self._reason = self._reason or f"{SIGTERM_TO_RANK} {os.environ.get('RANK', '0')}"
-                with contextlib.suppress(
-                    OSError
-                ):  # a full disk: rank 0 has got the signal too, or torchrun ends this rank
+                # On a full disk: rank 0 has the signal too, or torchrun ends this rank.
+                with contextlib.suppress(OSError):
                     request_stop(self._folder, self._reason)

@@ -1,11 +1,10 @@
-"""Starts roles as process groups of their own, watches them, and ends every process of every group, whatever
-happens.
+"""Starts roles as process groups, watches them, and ends every process of every group, whatever happens.
 
-Who ends whom: the supervisor ends a role's whole group (SIGTERM, grace, SIGKILL) when it finishes itself,
-when any role fails, or on Ctrl-C; if the supervisor dies, the kernel sends each role SIGTERM
-(PR_SET_PDEATHSIG). What a dead process of a role leaves behind in a session of its own (a torchrun rank's
-checkpoint writer) becomes a child of the supervisor, which is the "subreaper" of its descendants, and is
-ended with the rest. How SIGTERM can be a request to stop instead: launch/processes/stopping.py.
+The supervisor ends a role's whole group (SIGTERM, grace, SIGKILL) when it finishes itself, when any role fails,
+or on Ctrl-C. If the supervisor dies, the kernel sends each role SIGTERM (PR_SET_PDEATHSIG). A dead process of a
+role may leave children in a session of their own, such as a torchrun rank's checkpoint writer. They become
+children of the supervisor, which is the "subreaper" of its descendants, and are ended with the rest. SIGTERM
+may also be a request to stop: launch/processes/stopping.py.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ POLL_S = 0.1
 LAST_LINES = 40
 KILL_TIMEOUT_S = 5.0
 StartRole = Callable[..., "Role"]
-"""(name, folder, config, ...) -> the role to start: ``commands.role``."""
+"""(name, folder, config, ...) -> the role to start, such as ``launch.roles.start.role``."""
 
 
 class RoleFailed(RuntimeError):
@@ -41,26 +40,24 @@ class RoleFailed(RuntimeError):
 
 
 class Interrupted(RuntimeError):
-    """Ctrl-C or SIGTERM, after everything has been stopped (KeyboardInterrupt itself would be typer's to
-    handle)."""
+    """Ctrl-C or SIGTERM, after every process has ended. (typer would catch a KeyboardInterrupt.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """One process to start. ``stdout`` to the terminal (the learner's step lines) or, like stderr always,
-    into ``log``."""
+    """One process to start. stderr goes into ``log``; stdout goes there too, or to the terminal."""
 
     name: str
     command: Sequence[str]
     log: Path
     error: Path | None = None
-    """Where the role itself writes what ended it, in a sentence."""
+    """The file in which the role itself writes the error that ended it."""
     env: dict[str, str] = field(default_factory=dict)
     show_stdout: bool = False
 
     @property
     def program(self) -> str:
-        """What the process itself is, where it is not the role's work alone."""
+        """A name of the process, which may be an agent that starts the role's work."""
         agents = {"srun": "its srun", "launch.roles.rendezvous": "its torchrun"}
         return next((agents[word] for word in self.command if word in agents), "its process")
 
@@ -70,31 +67,28 @@ class _Running:
     role: Role
     process: subprocess.Popen
     log_start: int
-    """Bytes that were in its log before: of an earlier life of the run."""
+    """Size of the log before this start, from an earlier life of the run."""
 
     def last_lines(self, lines: int) -> str:
         return log_tail(self.role.log, lines, start=self.log_start)
 
 
 class Supervisor:
-    """A context manager: leaving it, on any path, leaves no process behind."""
+    """A context manager. No process outlives it, however it is left."""
 
     def __init__(self, *, grace_s: float, ending: Path | None = None):
-        """ending: a file to make before the roles are ended; to a learner SIGTERM is a request to stop until
-        it is there."""
+        """ending: a file to make before the roles are ended. Until it exists, a learner takes SIGTERM for a
+        request to stop."""
         self._grace_s, self._ending = grace_s, ending
         self._running: dict[str, _Running] = {}
 
     def __enter__(self) -> "Supervisor":
         # A closed terminal (SIGHUP) ends a run like Ctrl-C, unless nohup had it ignored.
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            print(
-                f"started in the background, where Ctrl-C does nothing: `kill {os.getpid()}` ends this",
-                flush=True,
-            )
-        stops = [signal.SIGTERM, signal.SIGUSR1] + [signal.SIGHUP] * (
-            signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
-        )
+            hint = f"`kill {os.getpid()}` ends this"
+            print(f"started in the background, where Ctrl-C does nothing: {hint}", flush=True)
+        stops = [signal.SIGTERM, signal.SIGUSR1]
+        stops += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
         self._on_interrupt = signal.getsignal(signal.SIGINT)
         self._previous = {number: signal.signal(number, _raise_interrupt) for number in stops}
         self._was_subreaper = ctypes.c_int()
@@ -139,22 +133,21 @@ class Supervisor:
         timeout_s: float,
         while_waiting: Callable[[float], None] = lambda waited: None,
     ) -> None:
-        """Return once ``condition()`` holds; raise RoleFailed if a role ends first, well or not, or the
-        deadline passes."""
+        """Return once ``condition()`` holds. Raises RoleFailed if a role ends first, with any code, or the deadline
+        passes."""
         started = time.monotonic()
         while not condition():
             self.check(may_end=())
             waited = time.monotonic() - started
             if waited > timeout_s:
-                raise RoleFailed(
-                    f"waited {timeout_s:.0f} s for {what}; raise launch.start_timeout_s if it only needs longer"
-                )
+                fix = "raise launch.start_timeout_s if it only needs longer"
+                raise RoleFailed(f"waited {timeout_s:.0f} s for {what}; {fix}")
             while_waiting(waited)
             time.sleep(POLL_S)
 
     def wait_until_done(self, name: str) -> None:
-        """Return when role ``name`` has ended well; raise RoleFailed when it, or any other role before it,
-        has failed."""
+        """Return when role ``name`` has ended well. Raises RoleFailed when it, or another role before it, has
+        failed."""
         process = self._running[name].process
         while process.poll() is None:
             self.check(may_end=(name, "sample"))
@@ -166,47 +159,44 @@ class Supervisor:
         return self._running[name].process.poll() is None
 
     def processes(self) -> dict[psutil.Process, str]:
-        """Of the roles that run, each with what it is."""
-        found = {}
+        """The processes of the roles that run, with their names."""
+        processes = {}
         for name, running in list(self._running.items()):
             with contextlib.suppress(psutil.NoSuchProcess):
-                found[psutil.Process(running.process.pid)] = f"the {name} role ({running.role.program})"
-        return found
+                process = psutil.Process(running.process.pid)
+                processes[process] = f"the {name} role ({running.role.program})"
+        return processes
 
     def exit_code(self, name: str) -> int | None:
         return self._running[name].process.poll()
 
     def failure(self, name: str) -> RoleFailed:
-        """That this role has ended, and all that is known of it: which process, how, and its last words in
-        this life."""
+        """The error for a role that has ended: its process, its exit code, and its last output in this life."""
         running = self._running[name]
-        code = running.process.wait(timeout=60)  # it has ended
-        which = f" ({running.role.program}, pid {running.process.pid})" if code < 0 else ""
-        said = f"the {name} role ended with {_describe(code)}{which}."
-        return RoleFailed(f"{said}\n{_cause(running)}\nIts whole log: {running.role.log}")
+        code = running.process.wait(timeout=60)  # it has ended already
+        process = f" ({running.role.program}, pid {running.process.pid})" if code < 0 else ""
+        end = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        first_line = f"the {name} role ended with {end}{process}."
+        return RoleFailed(f"{first_line}\n{_cause_text(running)}\nIts whole log: {running.role.log}")
 
     def last_lines(self, name: str, lines: int) -> str:
-        """Of the role's log, as far as this life wrote it."""
+        """The last lines that this life of the role wrote into its log."""
         return self._running[name].last_lines(lines)
 
     def check(
         self, may_end: Sequence[str], *, among: Sequence[str] | None = None, but_not: Sequence[str] = ()
     ) -> None:
-        """Raise RoleFailed for the first role that has ended; those of ``may_end`` (sample is told to stop)
-        may have, with code 0.
+        """Raise RoleFailed for the first role that has ended. Roles of ``may_end`` may end with code 0: the learner
+        tells sample to stop.
 
-        Looks ``among`` these roles (None: all), but not at those of ``but_not``.
+        among: the roles to check (None: all), without those of ``but_not``.
         """
         for name, running in self._running.items():
-            code = running.process.poll()
-            if (
-                code is None
-                or (code == 0 and name in may_end)
-                or name in but_not
-                or (among is not None and name not in among)
-            ):
+            if name in but_not or (among is not None and name not in among):
                 continue
-            raise self.failure(name)
+            code = running.process.poll()
+            if code is not None and not (code == 0 and name in may_end):
+                raise self.failure(name)
 
     def stop_all(self) -> None:
         """SIGTERM to every group, newest role first, then SIGKILL to what is left after the grace period."""
@@ -223,25 +213,24 @@ class Supervisor:
         for process in processes:
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
+        # Repeated, since a killed process hands its children over to this one.
         deadline = time.monotonic() + max(self._grace_s, KILL_TIMEOUT_S)
-        while (
-            left := self._descendants()
-        ) and time.monotonic() < deadline:  # again: a killed process hands its children over to us
+        while (left := self._descendants()) and time.monotonic() < deadline:
             kill(left)
         self._running.clear()
 
     def _descendants(self) -> list[psutil.Process]:
-        """All that came from this process since the supervisor began, but for what it had started before."""
-        found = []
+        """All descendants of this process, without those that it had before the supervisor began."""
+        descendants = []
         for child in psutil.Process().children():
             if child not in self._not_ours:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    found += [child, *child.children(recursive=True)]
-        return found
+                    descendants += [child, *child.children(recursive=True)]
+        return descendants
 
 
 def kill(processes: Sequence[psutil.Process]) -> None:
-    """SIGKILL to each, and a moment for them to be gone."""
+    """Send SIGKILL to each, and wait a moment for their end."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -249,10 +238,10 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Not sys.exit: a thread that still waits for a server or a peer would keep this rank, and so the run,
-    alive for minutes.
+    """End this process and its children (a checkpoint's writers) at once.
 
-    Nobody else cleans up then: child processes (a checkpoint's writers) are ended here.
+    After sys.exit, a thread that still waits for a server or a peer would keep this rank, and so the run, alive
+    for minutes.
     """
     try:
         kill(psutil.Process().children(recursive=True))
@@ -263,29 +252,25 @@ def exit_now(code: int) -> NoReturn:
 
 
 DEAD_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
-"""Torchrun's words for the first of its ranks that failed."""
+"""torchrun's report on the first of its ranks that failed."""
 
 
-def _cause(running: _Running) -> str:
-    """The ranks that torchrun saw killed, which leave no words, and those of the role, where it left any;
-    else its log's end."""
+def _cause_text(running: _Running) -> str:
+    """The ranks that torchrun saw killed, which leave no error, and the error that the role left, or else the
+    end of its log."""
     role = running.role
     try:
-        words = role.error.read_text() if role.error is not None else ""
+        error = role.error.read_text() if role.error is not None else ""
     except FileNotFoundError:
-        words = ""
+        error = ""
     deaths = {
         f"rank {rank} of this node (pid {pid}) {how_it_ended(int(code))}": None
         for code, rank, pid in DEAD_RANK.findall(running.last_lines(200))
-        if int(code) < 0 or not words
+        if int(code) < 0 or not error
     }
-    if words and deaths:
-        words = f"another rank, which lost it, said: {words}"
-    return textwrap.indent("\n".join([*deaths, words or running.last_lines(LAST_LINES)]), "    ")
-
-
-def _describe(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+    if error and deaths:
+        error = f"another rank, which lost it, said: {error}"
+    return textwrap.indent("\n".join([*deaths, error or running.last_lines(LAST_LINES)]), "    ")
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
@@ -294,7 +279,7 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Have the kernel send this process ``number`` when the one that started it dies."""
+    """Have the kernel send this process ``number`` when its parent dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 

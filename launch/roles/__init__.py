@@ -1,1 +1,1 @@
-"""The processes of a run from inside: learn, serve, sample, and the command lines that start them."""
+"""The processes of a run from inside: learn, serve and sample, and the command lines that start them."""

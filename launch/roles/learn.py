@@ -1,5 +1,4 @@
-"""The learn role: one Megatron rank, from its parts to its export. ``trainer/loop.py`` is what happens in
-between."""
+"""The learn role: one Megatron rank, from its construction to its export. ``trainer/loop.py`` trains in between."""
 
 import contextlib
 import gc
@@ -27,7 +26,7 @@ START_PROBE_TEMPERATURE = 0.7
 
 
 def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
-    """One Megatron rank (torchrun sets RANK, WORLD_SIZE, MASTER_ADDR): build everything, train, export."""
+    """Run one Megatron rank: build everything, train, export. torchrun sets RANK, WORLD_SIZE and MASTER_ADDR."""
     began = time.perf_counter()
     import torch.distributed as dist
 
@@ -40,9 +39,10 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
     run = replace(build_run(folder, config, listener.reason), doing=doing)
     if run.learner.is_first_rank:
         folder.announce("learn", {"pid": os.getpid(), "host": socket.gethostname()})
-    gc.freeze()  # what start-up made lives as long as the run: walking through it again and again would cost a tenth of a second each time
+    # Objects of the start-up live as long as the run: each collection would spend a tenth of a second on them.
+    gc.freeze()
     try:
-        # As a context manager the tracker closes with FINISHED, FAILED or KILLED, by the way out.
+        # On exit the tracker records FINISHED, FAILED or KILLED.
         with run.tracker or contextlib.nullcontext():
             with saved_where_interrupted(run):
                 doing("comparing the engines")
@@ -50,13 +50,12 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
                 started = time.perf_counter()
                 evaluate_before(run)
                 train(run)
-                run.weight_sync.probe(
-                    run.config.rollout.temperature
-                )  # of the last update, which nothing was sampled from
+                # Probes the last update, which no sample has used.
+                run.weight_sync.probe(run.config.rollout.temperature)
                 run.turns.learners()
                 doing("export")
             trained = time.perf_counter()
-            # From here on a request to stop is not heeded: what is left to do ends the run too.
+            # Requests to stop have no effect from here on: the rest ends the run too.
             run.checkpointer.save_before_export(run.learner, run.sampler)
             run.learner.save_hf(folder.hf)
             if run.tracker is not None:
@@ -67,11 +66,11 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
         is_stop = isinstance(interruption, StopRequested)
         if is_stop and run.learner.is_first_rank:
             report_stopped(folder, Stopped(step=run.checkpointer.complete, reason=str(interruption)))
-        dist.barrier()  # the first rank has closed its tracker: torchrun ends the others as soon as one of them has failed
+        # Wait until the first rank has closed its tracker: torchrun ends the others as soon as one has failed.
+        dist.barrier()
         if is_stop:
-            exit_now(
-                0
-            )  # the sample role may be busy for long with what nobody takes any more: the supervisor ends it
+            # The supervisor ends the sample role, which may still make samples that are not needed any more.
+            exit_now(0)
         raise
     end_run(run)
 
@@ -79,7 +78,7 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
 def build_run(
     folder: RunFolder, config: RunConfig, stop_requested: Callable[[], str | None] = lambda: None
 ) -> "Run":
-    """Everything that ``train`` needs on this rank, resumed where the run folder holds a checkpoint."""
+    """Build the parts of ``train`` on this rank, resumed where the run folder holds a checkpoint."""
     from parallel.megatron.platform import init_distributed
     from trainer.checkpointing import Checkpointer
     from trainer.learner import Learner
@@ -107,17 +106,12 @@ def build_run(
     recorder = Recorder(folder.batches, config.record_batches, config.correction)
     if learner.is_first_rank:
         forget_lost_steps(folder, recorder, resumed_from)
+    address, key = own_address(config.launch.nodes), folder.run_key()
     weight_sync = WeightSync(
-        learner,
-        control,
-        config.rollout,
-        config.launch,
-        samples_are_probes=config.compares_samples,
-        address=own_address(config.launch.nodes),
-        turns=turns,
-        key=folder.run_key(),
-    )
-    # Last: once it is open, whoever fails has to close it.
+        learner, control, config.rollout, config.launch,
+        samples_are_probes=config.compares_samples, address=address, turns=turns, key=key,
+    )  # fmt: skip
+    # The tracker comes last: an error after it is open would leave it open.
     tracker = Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None
     for notice in checkpointer.notices:
         tracker.note(notice)
@@ -136,35 +130,31 @@ def build_run(
 
 
 def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int | None) -> None:
-    """What an earlier attempt has left of steps that are done again, and of writes it was killed in: each as
-    large as the model.
+    """Remove the records of steps that are done again, and interrupted writes of an earlier attempt, each as large
+    as the model.
 
-    No supervisor may have cleared the folder. It is this run's alone: no other learner is writing there."""
-    for parent, name in (
-        (folder.checkpoints, "step_*"),
-        (folder.critic_checkpoints, "step_*"),
-        (folder.path, folder.hf.name),
-    ):
-        remove_leftovers(parent, name)
+    There may be no supervisor that has cleared the folder. No other learner writes there."""
+    for checkpoints in (folder.checkpoints, folder.critic_checkpoints):
+        remove_leftovers(checkpoints, "step_*")
+    remove_leftovers(folder.path, folder.hf.name)
     recorder.forget_after(resumed_from or 0)
     if resumed_from is None:
         folder.put_metrics_aside()
 
 
 def compare_engines(run: "Run") -> None:
-    """Before the first step: the servers get the weights of a resumed run, or rounded ones, or where they
-    lent their memory to the learner; then they must give the learner's log-probs.
+    """Check before the first step that the servers give the learner's log-probs.
 
-    Servers that have outlived the learner of an earlier attempt get the weights too, unless they still hold
-    those of the start."""
+    The servers get the weights first in a resumed run, where weights are rounded, or where the servers lent their
+    memory to the learner. Servers that outlived the learner of an earlier attempt get them too, unless they still
+    hold the weights of the start."""
     sends = run.first_step > 1 or run.config.rollout.quantization == "fake_int8" or run.turns.are_shared
     run.weight_sync.take_over(sends=sends)
     gap = run.weight_sync.probe(START_PROBE_TEMPERATURE)
     if run.tracker is not None:
         probe = f"a probe prompt, sampled at its own temperature of {START_PROBE_TEMPERATURE}"
-        run.tracker.say(
-            f"before the first step, learner and servers agree: log-probs of {probe}, differ by {gap:.1e} nats at most"
-        )
+        text = f"log-probs of {probe}, differ by {gap:.1e} nats at most"
+        run.tracker.say(f"before the first step, learner and servers agree: {text}")
 
 
 def end_run(run: "Run") -> None:
@@ -178,15 +168,14 @@ def end_run(run: "Run") -> None:
 
 
 def wait_for_rollout(folder: RunFolder, config: RunConfig) -> None:
-    """Return when servers and sample role are ready. Every rank looks for itself: one that waited for rank 0
-    in a collective would give up after ``collective_timeout_s``, however long the servers may take to start.
-    """
+    """Return when servers and sample role are ready. Every rank polls: in a collective with rank 0 it would give up
+    after ``collective_timeout_s``, however long the servers may take to start."""
     wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)
     folder.wait_for_address("sample", timeout_s=config.launch.start_timeout_s)
 
 
 def _connect(folder: RunFolder, config: RunConfig):
-    """Rank 0's lines to the sample role and to the servers."""
+    """Rank 0's connections to the sample role and to the servers."""
     from rollout.sampling.remote import RemoteSampler
     from rollout.servers.control import SGLangControl
 
@@ -204,8 +193,8 @@ def _connect(folder: RunFolder, config: RunConfig):
 
 
 def _connect_and_make_room(folder: RunFolder, config: RunConfig):
-    """The same before there is a learner, which shares the servers' devices: they have given their memory
-    back at return, on all ranks."""
+    """``_connect`` before the learner is built, which shares the servers' devices. At return the servers have freed
+    their memory, on all ranks."""
     import torch.distributed as dist
 
     from trainer.ranks.totals import on_first_rank

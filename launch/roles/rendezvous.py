@@ -2,12 +2,12 @@
 
 ``python -m launch.roles.rendezvous`` takes torchrun's arguments and ``--rdzv-backend=tandem``.
 
-torchrun's own rendezvous (``--standalone``, c10d) listens on every interface without a password, and
-unpickles what its store holds: whoever reaches the port runs code in the run. Here nothing is unpickled, and
+torchrun's own rendezvous (``--standalone``, c10d) listens on every interface without a password, and unpickles
+the content of its store: anyone who reaches the port can run code in the run. This one unpickles nothing.
 
-- on one node nothing listens: the ranks' store is a file in memory, which no other user can open and which
-  goes with torchrun;
-- on several nodes the store listens on the one address that the others were given. It has no password: see
+- On one node no port is open. The ranks' store is a file in memory, which no other user can open, and which ends
+  with torchrun.
+- On several nodes the store listens on the one address that the other nodes were given. It has no password: see
   launch/README.md.
 """
 
@@ -32,13 +32,13 @@ from parallel.megatron.rank_store import STORE_VARIABLE
 
 BACKEND = "tandem"
 JOIN_TIMEOUT_S = 600
-"""Where ``--rdzv-conf=join_timeout=N`` does not say."""
+"""Default of ``--rdzv-conf=join_timeout=N``."""
 NO_ADDRESS = RendezvousStoreInfo("127.0.0.1", 0)
-"""MASTER_ADDR and MASTER_PORT of ranks that meet in a file; torchrun sets them all the same."""
+"""MASTER_ADDR and MASTER_PORT of ranks that meet in a file; torchrun sets them in any case."""
 
 
 class _Rendezvous(RendezvousHandler):
-    """What both kinds answer alike: a group of agents that meets once and never changes."""
+    """The common part: a group of agents that meets once and never changes."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -80,8 +80,8 @@ class OneNode(_Rendezvous):
 
 
 class SeveralNodes(_Rendezvous):
-    """An agent per node. The host's is node 0 and holds the store, which the ranks use too; the others are
-    numbered as they come."""
+    """An agent per node. The host's agent is node 0 and holds the store, which the ranks use too. The others are
+    numbered in the order in which they come."""
 
     def __init__(
         self,
@@ -104,11 +104,8 @@ class SeveralNodes(_Rendezvous):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Returns when all agents are there.
-
-        Raises:
-            RendezvousTimeoutError: they were not, in time. OSError: the host cannot listen at its address.
-        """
+        """Returns when all agents have come. Raises RendezvousTimeoutError where some are late, and OSError where
+        the host cannot listen at its address."""
         store = dist.PrefixStore(self._run_id, self._open())
         node = 0 if self._is_host else store.add("agents", 1)
         if node >= self._nodes:
@@ -120,35 +117,28 @@ class SeveralNodes(_Rendezvous):
         try:
             store.wait(everyone, self._timeout)
         except dist.DistStoreError as error:
-            here = sum(store.check([agent]) for agent in everyone)
+            count, seconds = sum(store.check([agent]) for agent in everyone), self._timeout.total_seconds()
+            late = f"{count} of {self._nodes} nodes came to {self._host}:{self._port} in {seconds:.0f} s"
             raise RendezvousTimeoutError(
-                f"{here} of {self._nodes} nodes came to {self._host}:{self._port} in {self._timeout.total_seconds():.0f} s; start the "
-                "others, or raise launch.start_timeout_s"
+                f"{late}; start the others, or raise launch.start_timeout_s"
             ) from error
         return RendezvousInfo(store, node, self._nodes, RendezvousStoreInfo(self._host, self._port))
 
     def _open(self) -> dist.TCPStore:
-        # A store listens on every interface, unless it is handed a socket that listens already.
-        listening = self._listen().detach() if self._is_host else None
+        # A store listens on every interface, unless it gets a socket that listens already.
+        socket_number = self._listen().detach() if self._is_host else None
+        host, port, is_host, timeout = self._host, self._port, self._is_host, self._timeout
         return dist.TCPStore(
-            self._host,
-            self._port,
-            None,
-            self._is_host,
-            self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=listening,
+            host, port, None, is_host, timeout, wait_for_workers=False, master_listen_fd=socket_number
         )
 
     def _listen(self) -> socket.socket:
         listening = socket.create_server((self._own_address, self._port))
-        if (address := listening.getsockname()[0]).startswith("127.") and not self._own_address.startswith(
-            "127."
-        ):
+        address = listening.getsockname()[0]
+        if address.startswith("127.") and not self._own_address.startswith("127."):
             listening.close()
-            raise OSError(
-                f"{self._own_address} stands for {address} on this host, where no other node comes; give --local-addr=ADDRESS"
-            )
+            error = f"{self._own_address} stands for {address} on this host, where no other node comes"
+            raise OSError(f"{error}; give --local-addr=ADDRESS")
         return listening
 
 

@@ -18,11 +18,11 @@ from rollout.servers.share import ServerShare
 def serve(
     folder: RunFolder, config: RunConfig, node: int = 0, doing: Callable[[str], None] = lambda what: None
 ) -> None:
-    """Start the SGLang servers of one node, announce them when they are healthy, watch them until SIGTERM;
-    all are gone at return."""
+    """Start the SGLang servers of one node, announce them when they are healthy, and watch them until SIGTERM. All
+    have ended at return."""
     shares = shares_of(folder, config, node)
-    led = [f"replica-{share.replica}" for share in shares if share.node_rank == 0]
-    for replica in led:  # before the imports, which take long: their other nodes may be looking already
+    led_replicas = [f"replica-{share.replica}" for share in shares if share.node_rank == 0]
+    for replica in led_replicas:  # before the slow imports: their other nodes may read the files already
         folder.forget(replica)
 
     from launch.checks.device_memory import gpus_here
@@ -46,25 +46,24 @@ def serve(
             fleet.poll()
     finally:
         fleet.stop()
-        for announced in (name, *led):
+        for announced in (name, *led_replicas):
             folder.withdraw(announced)
 
 
 def shares_of(folder: RunFolder, config: RunConfig, node: int) -> list[ServerShare]:
-    """Their GPUs come after the learner's where those are here too, unless a request (of several fleets on
-    one machine) says where."""
-    shares = servers_on(config, node)
-    request = folder.path / "request.json"
-    asked = json.loads(request.read_text()) if request.exists() else {}
-    moved_by = asked.get("first_gpu", shares[0].first_gpu) - shares[0].first_gpu
-    return [replace(share, first_gpu=share.first_gpu + moved_by) for share in shares]
+    """The servers of a node. Their GPUs follow the learner's on the same machine, unless a request (of several
+    fleets on one machine) sets the first one."""
+    shares, file = servers_on(config, node), folder.path / "request.json"
+    request = json.loads(file.read_text()) if file.exists() else {}
+    offset = request.get("first_gpu", shares[0].first_gpu) - shares[0].first_gpu
+    return [replace(share, first_gpu=share.first_gpu + offset) for share in shares]
 
 
 def meeting_points(
     folder: RunFolder, config: RunConfig, shares: Sequence[ServerShare], host: str
 ) -> dict[int, str]:
-    """Of each replica that takes several nodes: its first node says where in the run folder, and the others
-    wait for that."""
+    """The address at which the ranks of each replica on several nodes meet, by replica. Its first node writes the
+    address into the run folder, and the others wait for it."""
     from rollout.servers.command import choose_ports
 
     for share in shares:
@@ -80,14 +79,13 @@ def meeting_points(
 
 
 def serving_node(config: RunConfig, asked: int | None) -> int:
-    """Which of the servers' nodes this is: the one asked for, or by the place of this process in its Slurm
-    step. Raises ValueError."""
+    """The number of this node among the servers': ``asked``, or that of this process in its Slurm step. Raises
+    ValueError."""
     names = serve_roles(config)
     by_slurm = os.environ.get("SLURM_NODEID", "0") if config.launch.nodes is not None else "0"
     node = int(by_slurm) if asked is None else asked
     if not 0 <= node < len(names):
-        how = f"--node {node}" if asked is not None else f"SLURM_NODEID={node}"
-        raise ValueError(
-            f"{how}: the servers of this run are on {len(names)} node{'s' * (len(names) > 1)}, counted from 0"
-        )
+        source = f"--node {node}" if asked is not None else f"SLURM_NODEID={node}"
+        count = f"{len(names)} node{'s' * (len(names) > 1)}"
+        raise ValueError(f"{source}: the servers of this run are on {count}, counted from 0")
     return node

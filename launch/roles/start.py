@@ -1,5 +1,5 @@
-"""How a command or a job starts roles: the run folder, a role's process and environment, and the wait until
-the servers and the sampler are ready.
+"""Starts roles for a command or a job: the run folder, a role's process and environment, and the wait for the
+servers and the sampler.
 """
 
 import atexit
@@ -16,7 +16,7 @@ from launch.processes import run_folder
 from launch.processes.placement import serve_roles
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Role, Supervisor
-from launch.roles import table as roles
+from launch.roles import table
 
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,21 +24,20 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 def run_role(name: str, run: Path, node: int | None = None) -> None:
     quiet_end()
     try:
-        roles.run_role(name, existing_run(run), node)
+        table.run_role(name, existing_run(run), node)
     except ValueError as error:  # before the role began
         raise BadInput(str(error)) from error
 
 
 def quiet_end() -> None:
-    """Keep a process's last words free of what libraries say of themselves while the interpreter is taken
-    apart, such as nanobind's list of 514 leaked functions: they look like an error at the end of a healthy
-    log. Tracebacks are printed before this."""
+    """Silence libraries during the interpreter's shutdown: nanobind's list of 514 leaked functions looks like an
+    error at the end of a healthy log. Tracebacks are printed before."""
 
     def silence() -> None:
         sys.stderr.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
-    atexit.register(silence)  # registered first, it runs last
+    atexit.register(silence)  # registered first, so it runs last
 
 
 def existing_run(run: Path) -> RunFolder:
@@ -57,13 +56,12 @@ def folder_of(config: RunConfig) -> RunFolder:
     try:
         folder.claim()
     except BlockingIOError:
-        raise BadInput(
-            f"resume: {config.resume} is being run by another process; wait for it, or stop it first"
-        ) from None
+        error = f"resume: {config.resume} is being run by another process"
+        raise BadInput(f"{error}; wait for it, or stop it first") from None
     except ValueError as error:
         raise BadInput(f"launch.runs_dir: {error}") from error
     if config.resume is not None:
-        # Without `resume`: whoever starts from this file later means a run of its own.
+        # Without `resume`: a later start from this file is a new run.
         run_folder.change_config(folder, resolved_yaml(config.model_copy(update={"resume": None})))
     run_folder.point_latest(folder)
     return folder
@@ -72,22 +70,20 @@ def folder_of(config: RunConfig) -> RunFolder:
 def role(
     name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: int = 1, show_stdout: bool = False
 ) -> Role:
-    command = roles.command(name, folder, ranks=ranks)
+    command, env = table.role_command(name, folder, ranks=ranks), environment(config)
     log, error = folder.logs / f"{name}.log", folder.error(name)
-    return Role(
-        name=name, command=command, log=log, error=error, env=environment(config), show_stdout=show_stdout
-    )
+    return Role(name=name, command=command, log=log, error=error, env=env, show_stdout=show_stdout)
 
 
 def environment(config: RunConfig | SftConfig) -> dict[str, str]:
-    """Of every role, beside what it inherits."""
+    """Environment variables of every role, beside those that it inherits."""
     threads = str(config.launch.threads_per_process)
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
-        # -m would put the working directory, where another `trainer` may lie, before our packages.
+        # -m would put the working directory before our packages, and it may hold another `trainer`.
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": os.pathsep.join([str(PACKAGE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
@@ -100,27 +96,27 @@ def start_sampling(supervisor: Supervisor, folder: RunFolder, config: RunConfig)
 
 def wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> None:
     count = config.rollout.replicas
-    what = f"{count} SGLang server{'s' if count > 1 else ''}"
+    roles = f"{count} SGLang server{'s' if count > 1 else ''} and the sampler"
     started = time.monotonic()
+
+    def are_ready() -> bool:
+        servers = run_folder.read_servers(folder, serve_roles(config))
+        return servers is not None and folder.read_address("sample") is not None
+
     supervisor.wait_for(
-        lambda: (
-            run_folder.read_servers(folder, serve_roles(config)) is not None
-            and folder.read_address("sample") is not None
-        ),
-        what=f"{what} and the sampler to be ready",
+        are_ready,
+        what=f"{roles} to be ready",
         timeout_s=config.launch.start_timeout_s,
-        while_waiting=_progress(
-            f"starting {what} and the sampler (what they say: tandem logs {folder.path})"
-        ),
+        while_waiting=_progress_printer(f"starting {roles} (their output: tandem logs {folder.path})"),
     )
-    print(f"{what} and the sampler ready after {time.monotonic() - started:.0f} s", flush=True)
+    print(f"{roles} ready after {time.monotonic() - started:.0f} s", flush=True)
 
 
-def _progress(text: str) -> Callable[[float], None]:
-    """On a terminal a counting line; elsewhere a line at the start, and later ones ever more rarely."""
+def _progress_printer(text: str) -> Callable[[float], None]:
+    """Prints a counting line on a terminal; elsewhere a line at the start, and later lines ever more rarely."""
     interactive, due = sys.stdout.isatty(), 0.0
 
-    def tell(waited: float) -> None:
+    def print_progress(waited: float) -> None:
         nonlocal due
         if waited < due:
             return
@@ -130,4 +126,4 @@ def _progress(text: str) -> Callable[[float], None]:
             print(f"{text} …" if due == 0 else f"… still starting after {waited:.0f} s", flush=True)
         due = int(waited) + 1.0 if interactive else max(60.0, 2 * due)
 
-    return tell
+    return print_progress

@@ -1,4 +1,4 @@
-"""summary.json of a run: what its last lines say, for scripts."""
+"""summary.json of a run: its last results, for scripts."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ PARTS = ("sampling", "logprobs", "update", "sync", "evaluation")
 
 
 def write_summary(folder: RunFolder, *, seconds: Mapping[str, float]) -> dict:
-    """Accuracy at step 0 and at the last evaluation (None where there was none), steps, and seconds per part."""
+    """Write accuracy at step 0 and at the last evaluation (None without one), steps, and seconds per part."""
     steps = read_metrics(folder.path / "metrics.jsonl")
     measured = {s["step"]: s["eval/accuracy"] for s in steps if s.get("eval/accuracy") is not None}
     spent: dict[str, float] = defaultdict(float)
@@ -21,10 +21,7 @@ def write_summary(folder: RunFolder, *, seconds: Mapping[str, float]) -> dict:
         "accuracy_before": measured.get(0),
         "accuracy_after": measured[max(measured)] if max(measured, default=0) > 0 else None,
         "steps": max((s["step"] for s in steps), default=0),
-        "seconds": {
-            **{k: round(v, 2) for k, v in spent.items()},
-            **{k: round(v, 2) for k, v in seconds.items()},
-        },
+        "seconds": {part: round(value, 2) for part, value in (spent | dict(seconds)).items()},
     }
     write_json(folder.summary, summary)
     return summary

@@ -1,8 +1,8 @@
-"""What each role runs, given a run folder: serve (SGLang), sample (groups), learn (Megatron ranks, under
-torchrun), and how it is started.
+"""The roles, each as a function of a run folder: serve (SGLang), sample (groups), learn (Megatron ranks, under
+torchrun); and their command lines.
 
-Roles find each other through ``RUN/roles/*.json``, so each can be started by itself, on any node that sees
-the run folder.
+Roles find each other through ``RUN/roles/*.json``. Each can be started by itself, on any node that sees the run
+folder.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import get_args
+from typing import TypeVar, get_args
 
 from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
@@ -33,12 +33,13 @@ from parallel.checkpoints.files import step_folders
 from rollout.servers.watched_process import guard_session
 
 INTERRUPTED = 130
+Config = TypeVar("Config", RunConfig, SftConfig)
 IN_JOB = "TANDEM_JOB"
-"""In the environment of every role of a Slurm job, set by ``launch/slurm/inside_job.py``."""
+"""An environment variable of every role of a Slurm job, set by ``launch/slurm/inside_job.py``."""
 
 
 def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
-    """Hand groups to the learner until it says stop."""
+    """Give groups to the learner until it sends stop."""
     from rollout.sampling.role import run_sample_role
     from rollout.tokenization import import_transformers_without_torch
 
@@ -51,18 +52,17 @@ def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = 
         folder.announce("sample", {"address": address, "pid": os.getpid(), "host": socket.gethostname()})
 
     try:
-        host = own_address(config.launch.nodes)
-        asyncio.run(
-            run_sample_role(
-                config,
-                server_urls=server_urls,
-                announce=announce,
-                log_dir=folder.logs,
-                host=host,
-                key=folder.run_key(),
-                doing=doing,
-            )
+        host, key, log_dir = own_address(config.launch.nodes), folder.run_key(), folder.logs
+        role = run_sample_role(
+            config,
+            server_urls=server_urls,
+            announce=announce,
+            log_dir=log_dir,
+            host=host,
+            key=key,
+            doing=doing,
         )
+        asyncio.run(role)
     finally:
         folder.withdraw("sample")
 
@@ -80,7 +80,7 @@ def supervised(folder: RunFolder, config: SftConfig) -> None:
 
 
 def export(folder: RunFolder, config: RunConfig) -> None:
-    """The newest checkpoint of a run into its ``export/`` folder; one process, whatever layout wrote it."""
+    """Export the newest checkpoint of a run into its ``export/`` folder, in one process, whatever layout wrote it."""
     import torch.distributed as dist
 
     from parallel.checkpoints.checkpoint import newest_whole
@@ -99,8 +99,8 @@ def export(folder: RunFolder, config: RunConfig) -> None:
 
 
 def replay(folder: RunFolder, config: RunConfig) -> None:
-    """What the request file asks of a recorded step, with gradients of the parameters; one process, whatever
-    layout trained."""
+    """Replay the recorded step of the request file with gradients of the parameters, in one process, whatever layout
+    trained."""
     import torch.distributed as dist
 
     from launch.studies.replay import answer_request
@@ -127,32 +127,27 @@ ROLES = {
 }
 
 
-def config_of(folder: RunFolder, kind: type = RunConfig) -> RunConfig | SftConfig:
-    """Raises ValueError where the folder is that of a run of another kind."""
+def config_of(folder: RunFolder, kind: type[Config]) -> Config:
+    """The config of a run. Raises ValueError for a run of another kind."""
     config = load_config(folder.config, [])
     if not isinstance(config, kind):
-        (wanted,) = get_args(kind.model_fields["kind"].annotation)
+        (kind_name,) = get_args(kind.model_fields["kind"].annotation)
         raise ValueError(
-            f"RUN: {folder.path} is a run of kind {config.kind}; this is for runs of kind {wanted}"
+            f"RUN: {folder.path} is a run of kind {config.kind}; this is for runs of kind {kind_name}"
         )
     return config
 
 
 def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
-    """Run one role in this process; its end, good or bad, is the end of the process.
+    """Run one role in this process. Its end, good or bad, is the end of the process.
 
-    Args:
-        node: of the servers' nodes, for the serve role.
-
-    Raises:
-        ValueError: the folder is of a run of another kind, there is no such node, or this host has no address
-        that the others could
-            reach. Nothing was started.
+    node: number of the servers' node, for the serve role. Raises ValueError, before anything is started, for a run
+    of another kind, for a node that does not exist, or where the other hosts cannot reach this one.
     """
     run, label = ROLES[name], name
-    config = config_of(folder, SftConfig if name == "sft-rank" else RunConfig)
+    config = config_of(folder, SftConfig) if name == "sft-rank" else config_of(folder, RunConfig)
     os.environ.update(role_environment(config.launch.nodes if name in SIDES else None))
-    if name == "serve":
+    if name == "serve" and isinstance(config, RunConfig):
         node = serving_node(config, node)
         run, label = partial(serve, node=node), serve_roles(config)[node]
     beat = f"rank-{os.environ.get('RANK', '0')}" if name in MEGATRON_ROLES else label
@@ -161,20 +156,19 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
     note.unlink(missing_ok=True)
     guard_session(timeout_s=config.launch.heartbeat_timeout_s, note=note)
     if name in MEGATRON_ROLES:
-        # torchrun puts ranks into sessions of their own: nothing else would end them if it were killed.
+        # torchrun puts ranks into sessions of their own, so that they would survive if it were killed.
         end_with_parent(signal.SIGKILL)
     else:
         folder.forget(label)
         if IN_JOB in os.environ:
-            # Slurm sends it to everything at once, while the learner still finishes its step with us. The
-            # job's supervisor ends us.
+            # Slurm sends SIGTERM to everything at once, while the learner still needs this role to finish its
+            # step. The job's supervisor ends it.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         with Pulse(folder, beat, timeout_s=config.launch.heartbeat_timeout_s) as pulse:
             run(folder, config, **({"doing": pulse.doing} if name in SIDES else {}))
     except BaseException as error:
-        # Nothing may interrupt or stop the way out, whatever fails on it (a full disk, the SIGTERM of a
-        # peer's failure).
+        # Ignore SIGTERM (of a peer's failure) during shutdown, whatever else fails (a full disk).
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             if isinstance(error, Exception):
@@ -186,24 +180,24 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the torchrun agents of the learner's nodes, one on each, find one another."""
+    """The meeting place of the torchrun agents, one on each of the learner's nodes."""
 
     nodes: int
     endpoint: str
     """HOST:PORT of the learner's first node, whose agent listens there."""
     is_host: bool
-    """Whether the agent is that one. It cannot find out by itself where the name of its host stands for
+    """Whether this agent is on the first node. It cannot find out by itself where the name of its host stands for
     another address."""
     address: str | None = None
-    """Of this agent's node, where its ranks are met if they are the first. None: what the host calls itself,
+    """Address of this agent's node, at which its ranks are met if they are the first. None: the host's own name,
     which may be localhost."""
     id: str
     """The same for all agents of one start of one run."""
     timeout_s: float
-    """For all of them to have come."""
+    """Time for all agents to come."""
 
 
-def command(
+def role_command(
     role: str,
     folder: RunFolder,
     *,
@@ -213,30 +207,20 @@ def command(
 ) -> list[str]:
     """The command line that starts ``role``; Megatron roles run under torchrun.
 
-    Args:
-        ranks: of a Megatron role, on each node. node: of the servers, where there are several. rendezvous: of
-        a Megatron role on several
-            nodes; None: all ranks are here.
+    ranks: of a Megatron role, on each node. node: number of the servers' node, where there are several.
+    rendezvous: of a Megatron role on several nodes; None: all ranks are on this node.
     """
-    arguments = ["launch", role, str(folder.path), *([] if node is None else ["--node", str(node)])]
+    arguments = ["-m", "launch", role, str(folder.path), *([] if node is None else ["--node", str(node)])]
     if role not in MEGATRON_ROLES:
-        return [sys.executable, "-m", *arguments]
-    return [
-        sys.executable,
-        "-m",
-        "launch.roles.rendezvous",
-        *_meeting(rendezvous),
-        f"--nproc-per-node={ranks}",
-        "-m",
-        *arguments,
-    ]
+        return [sys.executable, *arguments]
+    torchrun = [sys.executable, "-m", "launch.roles.rendezvous", *_rendezvous_options(rendezvous)]
+    return [*torchrun, f"--nproc-per-node={ranks}", *arguments]
 
 
-def _meeting(rendezvous: Rendezvous | None) -> list[str]:
+def _rendezvous_options(rendezvous: Rendezvous | None) -> list[str]:
     if rendezvous is None:
         return ["--rdzv-backend=tandem"]
-    # No --node-rank: the host is node 0, and the others are numbered as they come, each with its ranks one
-    # after another.
+    # No --node-rank: the host is node 0, and the others are numbered in the order in which they come.
     return [
         f"--nnodes={rendezvous.nodes}",
         "--rdzv-backend=tandem",

@@ -1,4 +1,4 @@
-"""What is known of a Slurm job, by itself and from outside: ``RUN/job.json`` {job_id, nodes, restart}, and
+"""A Slurm job, seen from inside and from outside: ``RUN/job.json`` {job_id, nodes, restart}, and
 ``RUN/restarts.json``."""
 
 import json
@@ -12,7 +12,7 @@ from launch.checks.config import BadInput
 from launch.processes.run_folder import RunFolder, write_json
 
 TIMEOUT_S = 60
-"""Of a question to Slurm's controller."""
+"""Limit of a command to Slurm's controller."""
 OVER = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -30,11 +30,11 @@ OVER = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The one that this process is in."""
+    """The job of this process."""
 
     id: str
     names: frozenset[str]
-    """All that it is called: an element of an array has a number of its own, and ARRAY_ELEMENT."""
+    """All names of the job: an element of an array has a number of its own, and ARRAY_ELEMENT."""
     nodes: tuple[str, ...]
     restart: int
 
@@ -43,16 +43,15 @@ class Job:
         """Raises BadInput outside a job."""
         env = os.environ
         if "SLURM_JOB_ID" not in env or "SLURM_JOB_NODELIST" not in env:
-            raise BadInput(
-                "job: this process is not inside a Slurm job; submit the script that `tandem slurm` writes"
-            )
+            error = "job: this process is not inside a Slurm job"
+            raise BadInput(f"{error}; submit the script that `tandem slurm` writes")
         names = {env["SLURM_JOB_ID"]}
         if "SLURM_ARRAY_JOB_ID" in env:
             names.add(f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}")
         return cls(
             id=env["SLURM_JOB_ID"],
             names=frozenset(names),
-            nodes=tuple(_ask("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split()),
+            nodes=tuple(_run_command("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split()),
             restart=int(env.get("SLURM_RESTART_COUNT", 0)),
         )
 
@@ -60,19 +59,17 @@ class Job:
         write_json(folder.job, {"job_id": self.id, "nodes": list(self.nodes), "restart": self.restart})
 
     def requeue(self) -> None:
-        """Have Slurm start this job again. It ends this process soon. Raises RuntimeError where Slurm
-        refuses."""
+        """Have Slurm start this job again, which ends this process soon. Raises RuntimeError where Slurm refuses."""
         try:
-            _ask("scontrol", "requeue", self.id)
+            _run_command("scontrol", "requeue", self.id)
         except RuntimeError as error:
-            # Already done: by Slurm itself, which has lost a node of the job and leaves the others KillWait
-            # to end.
+            # Slurm has requeued the job itself, after it lost a node, and gives the other nodes KillWait to end.
             if "is pending execution" not in str(error):
                 raise
 
 
-def recorded(folder: RunFolder) -> str | None:
-    """The job that last ran this folder, or was submitted to."""
+def recorded_job(folder: RunFolder) -> str | None:
+    """The job that last ran this folder, or was submitted to run it."""
     try:
         return json.loads(folder.job.read_text())["job_id"]
     except (FileNotFoundError, ValueError, KeyError):
@@ -80,16 +77,18 @@ def recorded(folder: RunFolder) -> str | None:
 
 
 def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
-    """The id of another job than ``job`` that runs this folder or waits to, as far as Slurm knows; None where
-    there is none.
+    """The id of another job than ``job`` that runs this folder or waits to run it, by Slurm; None where there is
+    none.
 
-    Beside the lock of ``RunFolder.claim``, which on some shared file systems only one host sees.
+    The lock of ``RunFolder.claim`` is not enough: on some shared file systems one host alone sees it.
     """
-    other = recorded(folder)
+    other = recorded_job(folder)
     if other is None or (job is not None and other in job.names) or shutil.which("squeue") is None:
         return None
     try:
-        states = _ask("squeue", "--noheader", f"--jobs={other}", "--format=%T", "--states=all").split()
+        states = _run_command(
+            "squeue", "--noheader", f"--jobs={other}", "--format=%T", "--states=all"
+        ).split()
     except RuntimeError:  # Slurm has forgotten it
         return None
     return other if set(states) - OVER else None
@@ -101,9 +100,9 @@ def is_finished(folder: RunFolder, config: RunConfig) -> bool:
 
 
 def may_restart(folder: RunFolder, limit: int) -> bool:
-    """Count a start that left no checkpoint; whether there may be another.
+    """Count a start that left no checkpoint. Returns whether another start is allowed.
 
-    A newer checkpoint than at the last one begins the count anew.
+    A newer checkpoint than at the last such start begins the count anew.
     """
     failures = _failures(folder) + 1
     if failures > limit:
@@ -114,19 +113,19 @@ def may_restart(folder: RunFolder, limit: int) -> bool:
 
 
 def pause_s(folder: RunFolder) -> float:
-    """Before another start: 0, 15, 30, 60, 60, ... seconds, by the number of those before it that left no
-    newer checkpoint.
+    """Pause before another start: 0, 15, 30, 60, 60, ... seconds, by the number of starts without a newer
+    checkpoint.
 
-    What has failed at once may do so again, and use up all restarts in seconds: Slurm kills what a returned
-    node still holds of the job by a number that the new start's step has too, again and again for some time
-    (seen: two starts in 14 s).
+    Without a pause, starts that fail at once would use up all restarts in seconds. When a node returns, Slurm kills
+    the job's remaining processes there by a step number that the new start has too, several times (seen: two
+    starts in 14 s).
     """
     failures = _failures(folder)
     return min(15.0 * 2 ** (failures - 1), 60.0) if failures else 0.0
 
 
 def _failures(folder: RunFolder) -> int:
-    """How many starts have left no newer checkpoint than the newest."""
+    """Number of starts since the newest checkpoint."""
     try:
         before = json.loads(folder.restarts.read_text())
         return before["failures"] if before["checkpoint"] == _newest(folder) else 0
@@ -139,8 +138,8 @@ def _newest(folder: RunFolder) -> str | None:
     return newest.name if newest is not None else None
 
 
-def _ask(*command: str) -> str:
-    """Raises RuntimeError with what the command says where it fails."""
+def _run_command(*command: str) -> str:
+    """The command's output. Raises RuntimeError with its error where it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,11 +1,11 @@
-"""The batch script of a run, or of an array of runs, for Slurm; and its submission.
+"""The batch script of a run, or of an array of runs, for Slurm, and its submission.
 
     one run      RUN/train.sbatch, log RUN/logs/slurm-JOB.log
-    an array     a folder of its own with train.sbatch and a link to the run folder of each element, named by its number, by which
-                 Slurm finds the element's log and the script its run
+    an array     a folder of its own with train.sbatch and a link to the run folder of each element. The link is named by the
+                 element's number, through which Slurm finds its log, and the script its run.
 
-All is checked before anything is written: every element's config, the script by ``bash -n`` and, to submit
-it, by ``sbatch --test-only``.
+Everything is checked before anything is written: every element's config, and the script by ``bash -n`` and,
+before a submission, by ``sbatch --test-only``.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from launch.roles.start import PACKAGE_ROOT
 
 TEMPLATE = Path(__file__).parent / "train.sbatch"
 SIGNAL_SLACK_S = 60
-"""Slurm may send the signal before the time limit this much earlier than asked."""
+"""Slurm may send the signal this much earlier than requested."""
 SBATCH_TIMEOUT_S = 60
 DECIDED = {
     "nodes": "launch.nodes",
@@ -48,13 +48,13 @@ DECIDED = {
     "requeue": "launch.slurm.max_restarts",
     "no-requeue": "launch.slurm.max_restarts",
 }
-"""Options of sbatch that the config's own fields or the design decide, and by what."""
+"""Options of sbatch that are decided elsewhere: option -> field, or other source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a script's runs and logs are, as text of the script (``run``) and as Slurm's file pattern
-    (``log``)."""
+    """The places of a script and of its runs and logs: ``run`` is text of the script, ``log`` a file pattern of
+    Slurm."""
 
     script: Path
     run: str
@@ -71,52 +71,43 @@ def place_of_array(folder: Path) -> Place:
 
 
 def elements(arrays: Sequence[str]) -> list[tuple[str, ...]]:
-    """The overrides of every element: all combinations of ``key=v1,v2,...``, the last key's values changing
-    fastest.
+    """The overrides of every element: all combinations of ``key=v1,v2,...``. The last key's values change fastest.
 
-    Raises ValueError for what is not such a list.
+    Raises ValueError for an option of another form.
     """
     choices, keys = [], set()
     for text in arrays:
         key, _, values = text.partition("=")
         parts = [value.strip() for value in values.split(",")]
+        error = None
         if not key or not all(parts):
-            raise ValueError(
-                f"--array {text}: not a list of values; write key=v1,v2, such as --array seed=0,1,2"
-            )
-        if set(values) & set("[]{}\"'"):
-            raise ValueError(
-                f"--array {text}: values with brackets or quotes cannot be listed; submit such runs one by one"
-            )
-        if key in keys or len(set(parts)) < len(parts):
-            raise ValueError(
-                f"--array {text}: {'the key' if key in keys else 'a value'} is given twice; give each once"
-            )
-        if key == "resume" or key.startswith("launch."):
-            raise ValueError(
-                f"--array {text}: one job array asks for the same of Slurm for every run; submit such runs one by one"
-            )
+            error = "not a list of values; write key=v1,v2, such as --array seed=0,1,2"
+        elif set(values) & set("[]{}\"'"):
+            error = "values with brackets or quotes cannot be listed; submit such runs one by one"
+        elif key in keys or len(set(parts)) < len(parts):
+            error = f"{'the key' if key in keys else 'a value'} is given twice; give each once"
+        elif key == "resume" or key.startswith("launch."):
+            error = "one job array asks for the same of Slurm for every run; submit such runs one by one"
+        if error is not None:
+            raise ValueError(f"--array {text}: {error}")
         keys.add(key)
         choices.append([f"{key}={value}" for value in parts])
     return list(itertools.product(*choices))
 
 
 def element_name(name: str, overrides: Sequence[str]) -> str:
-    """What the run folder of an array's element is called; without characters that a file name or Slurm may
-    not have."""
+    """The name of the run folder of an array's element, without characters that file names or Slurm refuse."""
     return "-".join([name, *(re.sub(r"[^A-Za-z0-9._=+-]", "_", text)[-60:] for text in overrides)])
 
 
 def check(config: RunConfig) -> list[str]:
-    """What keeps this config, which is sound (``checks.load``), from being a Slurm job, each in a sentence
-    with the fix."""
+    """Reasons why a config that passed ``load_checked`` cannot be a Slurm job, each in a sentence with the fix."""
     slurm, problems = config.launch.slurm, check_gpus_of_job(config)
     for option in slurm.options:
         name = option.removeprefix("--").split("=")[0]
         if name in DECIDED:
-            problems.append(
-                f"launch.slurm.options: --{name} is decided by {DECIDED[name]}; set that, and remove it here"
-            )
+            error = f"launch.slurm.options: --{name} is decided by {DECIDED[name]}"
+            problems.append(f"{error}; set that, and remove it here")
     limit = seconds(slurm.time)
     if slurm.notice_s + SIGNAL_SLACK_S >= limit:
         problems.append(
@@ -127,7 +118,7 @@ def check(config: RunConfig) -> list[str]:
 
 
 def seconds(time: str) -> int:
-    """Of ``hours:minutes:seconds`` or ``days-hours[:minutes[:seconds]]``, as Slurm reads them."""
+    """Seconds of ``hours:minutes:seconds`` or ``days-hours[:minutes[:seconds]]``, as Slurm reads them."""
     days, _, rest = time.rpartition("-")
     hours, minutes, last = [*map(int, rest.split(":")), 0, 0][:3]
     return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + last
@@ -157,8 +148,7 @@ def directives(config: RunConfig, *, log: str, count: int | None = None) -> list
 
 
 def script_text(config: RunConfig, place: Place, *, submitted_from: Path, count: int | None = None) -> str:
-    """The whole batch script. Raises ValueError where the folder's path has characters that Slurm would read
-    otherwise."""
+    """The whole batch script. Raises ValueError where Slurm would misread characters of the folder's path."""
     if not re.fullmatch(r"[A-Za-z0-9._/+=@,:%-]+", place.log) or "%" in str(place.script):
         raise ValueError(
             f"launch.runs_dir: the path {str(place.script.parent)!r} has spaces or other characters that a line of a batch script cannot "
@@ -176,39 +166,34 @@ def script_text(config: RunConfig, place: Place, *, submitted_from: Path, count:
 
 
 def check_script(text: str, *, by_slurm: bool) -> None:
-    """By the shell, and by Slurm where it is to be submitted (which reads no shell). Raises ValueError with
-    what they say."""
-    for command, of, fix in (
-        (["bash", "-n"], "the shell", "mend launch.slurm.setup"),
-        (["sbatch", "--test-only"], "sbatch", "ask for what the cluster has (launch.nodes, launch.slurm)"),
-    )[: 2 if by_slurm else 1]:
-        done = _run(command, text)
+    """Check the script by the shell and, before a submission, by Slurm. Raises ValueError with their errors."""
+    shell = (["bash", "-n"], "the shell", "mend launch.slurm.setup")
+    slurm = (["sbatch", "--test-only"], "sbatch", "ask for what the cluster has (launch.nodes, launch.slurm)")
+    for command, program, fix in (shell, slurm) if by_slurm else (shell,):
+        done = _run_command(command, text)
         if done.returncode:
-            raise ValueError(f"{of} refuses the batch script: {' '.join(done.stderr.split())}; {fix}")
+            raise ValueError(f"{program} refuses the batch script: {' '.join(done.stderr.split())}; {fix}")
 
 
 def require_sbatch() -> None:
     if shutil.which("sbatch") is None:
-        raise ValueError(
-            "--submit: there is no `sbatch` here; run it where Slurm is, or leave --submit out and take the script there"
-        )
+        fix = "run it where Slurm is, or leave --submit out and take the script there"
+        raise ValueError(f"--submit: there is no `sbatch` here; {fix}")
 
 
 def submit(script: Path) -> str:
-    """The number of the new job. Raises ValueError with what ``sbatch`` says where it refuses."""
-    done = _run(["sbatch", "--parsable", str(script)])
+    """Submit the script. Returns the number of the new job. Raises ValueError with the error of ``sbatch``."""
+    done = _run_command(["sbatch", "--parsable", str(script)])
     if done.returncode:
-        raise ValueError(
-            f"sbatch refuses {script}: {' '.join(done.stderr.split())}; the script is kept, to be submitted later"
-        )
+        error = f"sbatch refuses {script}: {' '.join(done.stderr.split())}"
+        raise ValueError(f"{error}; the script is kept, to be submitted later")
     return done.stdout.strip().split(";")[0]
 
 
-def _run(command: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess:
+def _run_command(command: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, input=text)
     except subprocess.TimeoutExpired:
-        raise ValueError(
-            f"`{command[0]}` has not answered for {SBATCH_TIMEOUT_S} s; see whether Slurm's controller is up (`scontrol ping`), and "
-            "whether a job was accepted all the same (`squeue --me`)"
-        ) from None
+        error = f"`{command[0]}` has not answered for {SBATCH_TIMEOUT_S} s"
+        look = "see whether Slurm's controller is up (`scontrol ping`), and whether it accepted a job (`squeue --me`)"
+        raise ValueError(f"{error}; {look}") from None

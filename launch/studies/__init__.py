@@ -1,3 +1,1 @@
-"""Commands that start engines to measure or prove something: ``mismatch``, ``verify-sync``; and
-``replay``, which needs none.
-"""
+"""Studies: ``mismatch`` and ``verify-sync`` start engines to measure or prove something; ``replay`` needs none."""

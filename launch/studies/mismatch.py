@@ -1,11 +1,11 @@
-"""``tandem mismatch``: which pair of learner and rollout layout disagrees least, and why. Sampled once per
-rollout layout with the real server, scored once per learner layout with the real engine.
+"""``tandem mismatch``: finds the pair of learner and rollout layout with the least disagreement, and its causes.
+Each rollout layout samples once with the real server, and each learner layout scores once with the real engine.
 
     OUT/rollout-TP.../      serve + mismatch-draw: samples.long, samples.short, prefill.safetensors     one start per rollout layout,
     OUT/learner-TP.../      score-rank, under torchrun: scores.safetensors, switches.safetensors        then one per learner layout,
     OUT/mismatch.json, mismatch.md, *.png                                                               then the arithmetic, in this process
 
-Each part is a run folder of its own, with the config of its layout and a request.json that says what to do.
+Each part is a run folder of its own, with the config of its layout and the request in request.json.
 """
 
 import asyncio
@@ -23,17 +23,15 @@ from launch.processes.run_folder import RunFolder, wait_for_servers, write_json
 from launch.processes.supervisor import RoleFailed, StartRole, Supervisor
 from launch.studies.mismatch_plan import SHORT_PER_PROMPT, Part, Plan
 from launch.studies.mismatch_result import evaluate, write
+from parallel.planning.layout import read_hf_config
 
 
 def run(plan: Plan, start: StartRole) -> Path:
-    """Everything, from the first server to the last figure; returns the folder."""
-    config = plan.parts[0].config
-    out = (
-        plan.request.out
-        or run_folder.create(config.launch.runs_dir, f"{config.name}-mismatch", resolved_yaml(config)).path
-    )
-    out = out.resolve()
-    skipped = list(plan.skipped)
+    """Run the study, from the first server to the last figure. Returns the folder with the results."""
+    config, out = plan.parts[0].config, plan.request.out
+    if out is None:
+        out = run_folder.create(config.launch.runs_dir, f"{config.name}-mismatch", resolved_yaml(config)).path
+    out, skipped = out.resolve(), list(plan.skipped)
     rollouts = plan.of("rollout", "mode", "dtype")
     samples: dict[str, Path] = {}
     for number, part in enumerate(rollouts, 1):
@@ -43,7 +41,7 @@ def run(plan: Plan, start: StartRole) -> Path:
         except RoleFailed as error:
             if part.kind != "mode" or part.text in plan.request.rollouts:
                 raise
-            # Nobody asked for this one by name: the others stand without it.
+            # The user did not name this one, and the others do not need it.
             skipped.append(f"rollout {part.text}: {str(error).splitlines()[0]}")
             continue
         if part.kind != "dtype":
@@ -51,14 +49,12 @@ def run(plan: Plan, start: StartRole) -> Path:
     sampled = [part for part in plan.of("rollout", "mode") if part.text in samples]
     learners = plan.of("learner", "why")
     for number, part in enumerate(learners, 1):
-        print(
-            f"\n[{number}/{len(learners)}] learner {part.text}: starting {part.config.layout.world_size} rank(s)",
-            flush=True,
-        )
+        ranks = f"{part.config.layout.world_size} rank(s)"
+        print(f"\n[{number}/{len(learners)}] learner {part.text}: starting {ranks}", flush=True)
         try:
             _score_with(part, plan, out, start, sampled)
         except RoleFailed as error:
-            # What --why alone asked for: the pairs stand without it.
+            # The pairs do not need the parts that --why alone adds.
             if _has_switches(part, plan) and (part.folder(out).path / "scores.safetensors").exists():
                 skipped.append(f"causes switched in learner {part.text}: {str(error).splitlines()[0]}")
             elif part.kind == "why":
@@ -94,19 +90,13 @@ def _score_with(part: Part, plan: Plan, out: Path, start: StartRole, sampled: Se
     base = sampled[0].samples(out, "long")
     sets = {f"{sampled[0].text}/long": str(base)}
     if part.kind == "learner":
-        sets |= {
-            f"{one.text}/{length}": str(one.samples(out, length))
-            for one in sampled
-            for length in ("long", "short")
-        }
-    write_json(
-        folder.path / "request.json",
-        {"sets": sets, "switches": str(base) if _has_switches(part, plan) else None},
-    )
+        lengths = [(rollout, length) for rollout in sampled for length in ("long", "short")]
+        sets |= {f"{rollout.text}/{length}": str(rollout.samples(out, length)) for rollout, length in lengths}
+    switches = str(base) if _has_switches(part, plan) else None
+    write_json(folder.path / "request.json", {"sets": sets, "switches": switches})
+    ranks = part.config.layout.world_size
     with Supervisor(grace_s=part.config.launch.stop_grace_s) as supervisor:
-        supervisor.start(
-            start("score-rank", folder, part.config, ranks=part.config.layout.world_size, show_stdout=True)
-        )
+        supervisor.start(start("score-rank", folder, part.config, ranks=ranks, show_stdout=True))
         supervisor.wait_until_done("score-rank")
 
 
@@ -126,7 +116,7 @@ def _prepared(part: Part, out: Path) -> RunFolder:
 
 
 def draw(folder: RunFolder, config: RunConfig) -> None:
-    """The mismatch-draw role: what request.json asks of the servers of this folder."""
+    """The mismatch-draw role: serves request.json with the servers of this folder."""
     from rollout.client import GenerationError
     from rollout.sampling.fixed_samples import fixed_prompts
     from rollout.sampling.role import load_checked_task
@@ -136,34 +126,33 @@ def draw(folder: RunFolder, config: RunConfig) -> None:
     tokenizer, task = load_checked_task(config)
     prompts = fixed_prompts(task, request["prompts"], seed=config.seed)
     timeout_s = config.launch.start_timeout_s
-    urls = wait_for_servers(
-        folder, serve_roles(config), timeout_s=timeout_s, alive=_every(15.0, "  waiting for SGLang")
-    )
+    alive = _progress_printer(15.0, "  waiting for SGLang")
+    urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s, alive=alive)
     stops = end_token_ids(tokenizer, config.model.path)
     if request["sample"]:
         asyncio.run(_sample(folder, config, prompts, urls, stops))
     if request["prefill"]:
         try:
             asyncio.run(_prefill(folder, config, Path(request["prefill"]), urls[0], repeat=request["repeat"]))
-        except GenerationError as error:  # the pairs stand without it
-            _say(f"left out prefill: {error}")
+        except GenerationError as error:  # the pairs do not need it
+            _print_indented(f"left out prefill: {error}")
             (folder.path / "prefill_failed.txt").write_text(str(error))
 
 
-def _every(period_s: float, text: str) -> Callable[[], None]:
-    began, said = time.monotonic(), 0
+def _progress_printer(period_s: float, text: str) -> Callable[[], None]:
+    began, printed = time.monotonic(), 0
 
-    def tell() -> None:
-        nonlocal said
+    def print_progress() -> None:
+        nonlocal printed
         waited = time.monotonic() - began
-        if waited // period_s > said:
-            said = int(waited // period_s)
+        if waited // period_s > printed:
+            printed = int(waited // period_s)
             print(f"{text} … {waited:.0f} s", flush=True)
 
-    return tell
+    return print_progress
 
 
-def _say(line: str) -> None:
+def _print_indented(line: str) -> None:
     print(f"  {line}", flush=True)
 
 
@@ -180,31 +169,17 @@ async def _sample(
         "short": (SHORT_PER_PROMPT, shortened(config, SHORT_PER_PROMPT)),
     }
     async with SGLangClient(
-        urls,
-        max_concurrency=settings.max_concurrency,
-        timeout_s=settings.request_timeout_s,
-        max_retries=settings.max_retries,
-        key=folder.run_key(),
-    ) as client:
+        urls, key=folder.run_key(), max_concurrency=settings.max_concurrency,
+        timeout_s=settings.request_timeout_s, max_retries=settings.max_retries,
+    ) as client:  # fmt: skip
         for name, (per_prompt, max_new_tokens) in lengths.items():
             groups = await sample_fixed(
-                client,
-                prompts,
-                per_prompt=per_prompt,
-                max_new_tokens=max_new_tokens,
-                temperature=settings.temperature,
-                stop_token_ids=stops,
-                seed=config.seed,
-                name=name,
-                report=_say,
-            )
-            samples = [
-                (which, c.token_ids, c.rollout_logprobs) for which, group in enumerate(groups) for c in group
-            ]
-            write_samples(
-                folder.path / f"samples.{name}.safetensors",
-                join_samples([prompt.token_ids for prompt in prompts], samples),
-            )
+                client, prompts, per_prompt=per_prompt, max_new_tokens=max_new_tokens, name=name, seed=config.seed,
+                temperature=settings.temperature, stop_token_ids=stops, report=_print_indented,
+            )  # fmt: skip
+            samples = [(i, c.token_ids, c.rollout_logprobs) for i, group in enumerate(groups) for c in group]
+            joined = join_samples([prompt.token_ids for prompt in prompts], samples)
+            write_samples(folder.path / f"samples.{name}.safetensors", joined)
 
 
 async def _prefill(folder: RunFolder, config: RunConfig, samples: Path, url: str, *, repeat: bool) -> None:
@@ -213,24 +188,19 @@ async def _prefill(folder: RunFolder, config: RunConfig, samples: Path, url: str
     from rollout.sampling.fixed_samples import prefill_logprobs
     from trainer.studies.layout_statistics import read_samples, write_tensors
 
-    sampled, found = read_samples(samples), {}
+    sampled, logprobs = read_samples(samples), {}
+    vocab_size = read_hf_config(config.model.path)["vocab_size"]
     for name in ("prefill", "repeat") if repeat else ("prefill",):
         rows = await prefill_logprobs(
-            url,
-            sampled.sequences(),
-            sampled.response_lengths_R.tolist(),
-            vocab_size=json.loads((config.model.path / "config.json").read_text())["vocab_size"],
-            name=name,
-            timeout_s=config.rollout.request_timeout_s,
-            report=_say,
-            key=folder.run_key(),
-        )
-        found[name] = torch.tensor([x for row in rows for x in row], dtype=torch.float32)
-    write_tensors(folder.path / "prefill.safetensors", found)
+            url, sampled.sequences(), sampled.response_lengths_R.tolist(), vocab_size=vocab_size, name=name,
+            timeout_s=config.rollout.request_timeout_s, report=_print_indented, key=folder.run_key(),
+        )  # fmt: skip
+        logprobs[name] = torch.tensor([x for row in rows for x in row], dtype=torch.float32)
+    write_tensors(folder.path / "prefill.safetensors", logprobs)
 
 
 def score(folder: RunFolder, config: RunConfig) -> None:
-    """The score-rank role, all ranks: what request.json asks of the learner's engine in this folder's layout."""
+    """The score-rank role, on all ranks: serves request.json with the learner's engine in this folder's layout."""
     import torch.distributed as dist
 
     from parallel.megatron.platform import init_distributed
@@ -240,20 +210,17 @@ def score(folder: RunFolder, config: RunConfig) -> None:
     request = json.loads((folder.path / "request.json").read_text())
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     first = dist.get_rank() == 0
-    scorer = Scorer(config, _say)
+    scorer = Scorer(config, _print_indented)
     scores = {name: scorer.score(name, read_samples(Path(path))) for name, path in request["sets"].items()}
     if first:
         write_tensors(folder.path / "scores.safetensors", scores)
     if request["switches"]:
-        answers = score_under_switches(config, scorer, read_samples(Path(request["switches"])), _say)
+        sampled = read_samples(Path(request["switches"]))
+        answers = score_under_switches(config, scorer, sampled, _print_indented)
         if first:
-            write_tensors(
-                folder.path / "switches.safetensors",
-                {n: found for n, (found, _) in answers.items() if found is not None},
-            )
-            write_json(
-                folder.path / "left_out.json",
-                {name: reason for name, (_, reason) in answers.items() if reason},
-            )
+            switched = {name: logprobs for name, (logprobs, _) in answers.items() if logprobs is not None}
+            write_tensors(folder.path / "switches.safetensors", switched)
+            left_out = {name: reason for name, (_, reason) in answers.items() if reason}
+            write_json(folder.path / "left_out.json", left_out)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,5 +1,6 @@
-"""What ``tandem mismatch`` will start: every layout with its checked config, before anything is started."""
+"""The plan of ``tandem mismatch``: every layout with its checked config, before anything is started."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from launch.processes.run_folder import RunFolder
 SHORT_PER_PROMPT = 4
 """Short responses to a prompt, each of at most this part of max_new_tokens, beside the long one."""
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton")
-"""Of SGLang on CUDA, tried one by one with --why: which of them run depends on the GPU."""
+"""SGLang's backends on CUDA. --why tries each, since it depends on the GPU which of them run."""
 ROLLOUT_WORDS = ("tp", "attention", "deterministic")
 NO_MODES_ON_CPU = (
     "SGLang's deterministic mode and its attention backends: not on CPU, where SGLang has one attention backend (torch_native) and none of "
@@ -23,7 +24,7 @@ NO_MODES_ON_CPU = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the user asks for."""
+    """The options of the command."""
 
     learners: tuple[str, ...]
     rollouts: tuple[str, ...]
@@ -35,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One start of servers or of ranks."""
+    """One start of servers or ranks."""
 
     text: str
     """The layout, as the user writes it."""
@@ -49,7 +50,7 @@ class Part:
         return RunFolder(out / f"{side}-{self.text.replace('=', '').replace(',', '-')}")
 
     def samples(self, out: Path, length: str) -> Path:
-        """Of a rollout part: its ``long`` or ``short`` responses."""
+        """The ``long`` or ``short`` responses of a rollout part."""
         return self.folder(out).path / f"samples.{length}.safetensors"
 
 
@@ -64,10 +65,10 @@ class Plan:
 
 
 def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
-    """Every part with its checked config. ``gpus`` are visible, each part has all of them for itself; 0 means
-    that it runs on CPU.
+    """Every part with its checked config. ``gpus``: the visible GPUs, all of which each part has for itself; 0 for
+    the CPU.
 
-    Raises ValueError, naming the option or what a layout makes of the config.
+    Raises ValueError with the option, or with the error that a layout causes in the config.
     """
     if request.prompts < 2:
         raise ValueError(
@@ -105,20 +106,19 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
 
 
 def _check_enough(prompts: int, task: TaskConfig) -> None:
-    """Of a task from files; how many problems there are to generate shows when they are generated."""
+    """Check the number of prompts of a task from files. A generated task checks it while it generates."""
     if isinstance(task, CountdownTask):
         return
     from rollout.tasks.records import read_records
 
     available = sum(1 for _ in read_records(task.train_path))
     if prompts > available:
-        raise ValueError(
-            f"--prompts {prompts}: {task.train_path} holds {available} training prompts; ask for at most so many"
-        )
+        error = f"--prompts {prompts}: {task.train_path} holds {available} training prompts"
+        raise ValueError(f"{error}; ask for at most so many")
 
 
 def _learner_layout(text: str) -> LayoutConfig:
-    """With as few copies of the model as it allows, where the text does not say: more score the same."""
+    """The layout with as few copies of the model as it allows, where the text sets none: more copies score the same."""
     try:
         return parse_layout(text).smallest()
     except ValueError as error:
@@ -133,9 +133,8 @@ def _learner_part(kind: str, text: str, load: LoadWith, prompts: int, gpus: int)
         except ValueError as error:
             raise ValueError(f"--learner {text}: {error}") from error
     if prompts % config.layout.dp:
-        raise ValueError(
-            f"--prompts {prompts} does not divide by the dp={config.layout.dp} of --learner {text}; use a multiple of it"
-        )
+        error = f"--prompts {prompts} does not divide by the dp={config.layout.dp} of --learner {text}"
+        raise ValueError(f"{error}; use a multiple of it")
     return Part(text=text, kind=kind, config=config)
 
 
@@ -144,32 +143,22 @@ def _is_plain(rollout: str) -> bool:
 
 
 def _rollout_words(text: str) -> list[str]:
-    """``tp=2,attention=triton,deterministic``, word by word, TP first and always there. Raises ValueError."""
+    """The words of ``tp=2,attention=triton,deterministic``, of which tp comes first and is never missing. Raises
+    ValueError."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     for word in words:
-        name, given, value = word.partition("=")
+        name = word.partition("=")[0]
         if name not in ROLLOUT_WORDS:
-            raise ValueError(
-                f"--rollout {text}: unknown word {name!r}; {did_you_mean(name, ROLLOUT_WORDS, 'words')}"
-            )
-        reads = (
-            not given
-            if name == "deterministic"
-            else value.isdecimal()
-            if name == "tp"
-            else value.replace("_", "").isalnum()
-        )
-        if not reads:
-            raise ValueError(
-                f"--rollout {text}: {word!r} cannot be read; write tp=N, attention=NAME or deterministic alone"
-            )
+            fix = did_you_mean(name, ROLLOUT_WORDS, "words")
+            raise ValueError(f"--rollout {text}: unknown word {name!r}; {fix}")
+        if not re.fullmatch(r"tp=\d+|attention=\w+|deterministic", word):
+            fix = "write tp=N, attention=NAME or deterministic alone"
+            raise ValueError(f"--rollout {text}: {word!r} cannot be read; {fix}")
     names = [word.partition("=")[0] for word in words]
     if len(set(names)) < len(names):
-        raise ValueError(f"--rollout {text} says something twice; say it once")
-    return sorted(
-        words if "tp" in names else ["tp=1", *words],
-        key=lambda word: ROLLOUT_WORDS.index(word.partition("=")[0]),
-    )
+        raise ValueError(f"--rollout {text} gives a word twice; give it once")
+    words = words if "tp" in names else ["tp=1", *words]
+    return sorted(words, key=lambda word: ROLLOUT_WORDS.index(word.partition("=")[0]))
 
 
 def _rollout_part(kind: str, text: str, load: LoadWith, gpus: int) -> Part:
@@ -196,32 +185,27 @@ def _rollout_part(kind: str, text: str, load: LoadWith, gpus: int) -> Part:
 
 
 def _parts_of_why(request: Request, load: LoadWith, gpus: int) -> tuple[list[Part], list[str]]:
-    """Layouts and servers that only --why asks for, each one step from the first of the user's; what does not
-    fit is left out, and said."""
+    """(parts that only --why asks for, the reasons why others are left out). Each part differs in one thing from the
+    first layout of the user."""
     first = parse_layout(request.learners[0])
     tp = max(2, first.tp)
-    wanted = [
-        ("tp", "tp=1" if first.tp > 1 else "tp=2"),
-        ("sp", f"tp={tp}"),
-        ("sp", f"tp={tp},sp"),
-        ("pp", "pp=2"),
-    ]
-    parts, skipped, known = [], [], list(request.learners)
-    for about, text in wanted:
-        if text in known:
+    causes = {"tp=1" if first.tp > 1 else "tp=2": "tp"}
+    for text, cause in ((f"tp={tp}", "sp"), (f"tp={tp},sp", "sp"), ("pp=2", "pp")):
+        causes.setdefault(text, cause)
+    parts, skipped = [], []
+    for text, cause in causes.items():
+        if text in request.learners:
             continue
-        known.append(text)
         try:
             parts.append(_learner_part("why", text, load, request.prompts, gpus))
         except ValueError as error:
-            skipped.append(f"learner {text} as a cause ({about}): {error}")
+            skipped.append(f"learner {text} as a cause ({cause}): {error}")
     server = _rollout_part("rollout", request.rollouts[0], load, gpus).config.rollout
     other = "float32" if server.dtype != "float32" else "bfloat16"
-    if server.temperature == 1.0:  # at any other, servers score nothing
+    if server.temperature == 1.0:  # servers score tokens at no other temperature
         overrides = [*as_overrides(ONE_PROCESS), f"rollout.tp={server.tp}", f"rollout.dtype={other}"]
-        parts.append(
-            Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=load("--why", overrides))
-        )
+        config = load("--why", overrides)
+        parts.append(Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=config))
     if gpus:
         modes = ["deterministic", *(f"attention={name}" for name in ATTENTION_BACKENDS)]
         texts = [f"tp={server.tp},{mode}" for mode in modes]

@@ -1,5 +1,5 @@
-"""What a study of mismatch found: from the files of its parts to mismatch.json, figures, mismatch.md and the
-printed table."""
+"""The result of a study of mismatch: turns the files of its parts into mismatch.json, figures, mismatch.md and
+the printed table."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,15 @@ from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig
 from launch.processes.run_folder import write_json
 from launch.studies.mismatch_plan import SHORT_PER_PROMPT, Part, Plan
+from launch.tables import print_table
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trainer.studies.layout_statistics import Sampled
+
+WIDTH = 160
+"""Width of the tables where the output is no terminal."""
 
 
 def evaluate(
@@ -24,27 +28,22 @@ def evaluate(
     from trainer.studies.layout_statistics import compare_layouts, read_samples, read_tensors
     from trainer.studies.layout_text import findings
 
-    learners = plan.of("learner")
-    scores = {
-        part.text: read_tensors(part.folder(out).path / "scores.safetensors")
-        for part in plan.of("learner", "why")
-    }
-    layouts = {part.text: part.config.layout for part in plan.of("learner", "why")}
+    learners, scored = plan.of("learner"), plan.of("learner", "why")
+    scores = {part.text: read_tensors(part.folder(out).path / "scores.safetensors") for part in scored}
+    layouts = {part.text: part.config.layout for part in scored}
     rows: dict[str, list] = {"rollout": [], "mode": []}
     comparisons = []
     for part in sampled:
         sets = {length: read_samples(part.samples(out, length)) for length in ("long", "short")}
         for learner in learners:
-            about = {
-                "learner": learner.text,
-                "rollout": part.text,
-                "aligned": _aligned(learner.config.layout, part.config),
-            }
-            rows[part.kind].append(about | _pair(sets, scores[learner.text], part, plan.request.threshold))
+            aligned = _are_aligned(learner.config.layout, part.config)
+            pair = {"learner": learner.text, "rollout": part.text, "aligned": aligned}
+            statistics = _pair_statistics(sets, scores[learner.text], part, plan.request.threshold)
+            rows[part.kind].append(pair | statistics)
         if part.kind == "rollout":
-            of_part = {learner.text: scores[learner.text][f"{part.text}/long"] for learner in learners}
-            found = compare_layouts(part.config.rollout.tp, sets["long"], of_part, layouts)
-            comparisons += [{"rollout": part.text, **row} for row in found]
+            logprobs = {learner.text: scores[learner.text][f"{part.text}/long"] for learner in learners}
+            compared = compare_layouts(part.config.rollout.tp, sets["long"], logprobs, layouts)
+            comparisons += [{"rollout": part.text, **row} for row in compared]
     causes = None
     if plan.request.why:
         causes, left_out = _causes(plan, out, sampled[0], scores, layouts)
@@ -61,12 +60,12 @@ def evaluate(
     return result | {"findings": findings(result)}
 
 
-def _aligned(learner: LayoutConfig, config: RunConfig) -> bool:
+def _are_aligned(learner: LayoutConfig, config: RunConfig) -> bool:
     """Whether both sides compute with the same split of every matrix."""
     return learner.tp == config.rollout.tp and not learner.sp and learner.pp == 1
 
 
-def _pair(
+def _pair_statistics(
     sets: Mapping[str, "Sampled"], scores: Mapping[str, "Tensor"], part: Part, threshold: float
 ) -> dict[str, Any]:
     from rollout.sampling.fixed_samples import shortened
@@ -75,9 +74,9 @@ def _pair(
     long, short = sets["long"], sets["short"]
     by_learner = {length: scores[f"{part.text}/{length}"] for length in sets}
     gaps = {length: probability_gaps(sets[length].logprobs_N, by_learner[length]) for length in sets}
-    found = pair_statistics(long.logprobs_N, by_learner["long"], long.response_lengths_R, threshold=threshold)
-    first = shortened(part.config, SHORT_PER_PROMPT)
-    return found | {"equal_tokens": equal_tokens(long, gaps["long"], short, gaps["short"], first=first)}
+    lengths, first = long.response_lengths_R, shortened(part.config, SHORT_PER_PROMPT)
+    statistics = pair_statistics(long.logprobs_N, by_learner["long"], lengths, threshold=threshold)
+    return statistics | {"equal_tokens": equal_tokens(long, gaps["long"], short, gaps["short"], first=first)}
 
 
 def _causes(
@@ -99,45 +98,38 @@ def _causes(
     first = next(part for part in plan.of("learner") if part.text == plan.request.learners[0])
     sampled, folder = read_samples(base.samples(out, "long")), first.folder(out)
     lengths, key = sampled.response_lengths_R, f"{base.text}/long"
-    of_base = {text: found[key] for text, found in scores.items()}
-    baseline, dtype = of_base[first.text], first.config.model.dtype
-    words = {"dtype": dtype, "other": "float32" if dtype != "float32" else "bfloat16"}
+    base_scores = {text: tensors[key] for text, tensors in scores.items()}
+    baseline, dtype = base_scores[first.text], first.config.model.dtype
+    dtypes = {"dtype": dtype, "other": "float32" if dtype != "float32" else "bfloat16"}
 
     rows, left_out = [], []
     switches = folder.path / "switches.safetensors"
     for name, switched in read_tensors(switches).items() if switches.exists() else ():
-        title = SWITCH_TITLES[name].format(**words)
-        rows.append(
-            {"cause": title, "side": "learner", **compare(sampled.logprobs_N, baseline, switched, lengths)}
+        title, row = (
+            SWITCH_TITLES[name].format(**dtypes),
+            compare(sampled.logprobs_N, baseline, switched, lengths),
         )
-    for row in compare_layouts(first.config.layout.tp, sampled, of_base, layouts):
-        rows.append(
-            {
-                "cause": f"{row['about'].upper()}: {row['second']} instead of {row['first']}",
-                "side": "learner",
-                **row,
-            }
-        )
+        rows.append({"cause": title, "side": "learner", **row})
+    for row in compare_layouts(first.config.layout.tp, sampled, base_scores, layouts):
+        title = f"{row['about'].upper()}: {row['second']} instead of {row['first']}"
+        rows.append({"cause": title, "side": "learner", **row})
     if switches.exists():
-        left_out += [
-            f"cause {name}: {why}"
-            for name, why in json.loads((folder.path / "left_out.json").read_text()).items()
-        ]
+        reasons = json.loads((folder.path / "left_out.json").read_text())
+        left_out += [f"cause {name}: {reason}" for name, reason in reasons.items()]
     if base.config.rollout.temperature == 1.0:
-        found, failed = _server_causes(plan, out, base, sampled, baseline)
-        rows, left_out = rows + found, left_out + failed
+        server_rows, failed = _server_causes(plan, out, base, sampled, baseline)
+        rows, left_out = rows + server_rows, left_out + failed
     else:
-        left_out.append(
-            "causes on the server: SGLang gives prefill log-probs at temperature 1 alone; use rollout.temperature=1"
-        )
+        error = "causes on the server: SGLang gives prefill log-probs at temperature 1 alone"
+        left_out.append(f"{error}; use rollout.temperature=1")
     return {"learner": first.text, "rollout": base.text, "ranked": rank_causes(rows)}, left_out
 
 
 def _server_causes(
     plan: Plan, out: Path, base: Part, sampled: "Sampled", learner_N: "Tensor"
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """The same tokens scored by the servers; the distance is to the learner's log-probs. And what is left
-    out, with its reason."""
+    """(causes from the servers' scores of the same tokens, causes that are left out with their reasons). Distances are
+    to the learner's log-probs."""
     from trainer.studies.layout_statistics import compare, read_tensors
 
     lengths, servers = sampled.response_lengths_R, plan.of("rollout", "dtype")
@@ -159,26 +151,17 @@ def _server_causes(
             rows.append(
                 (f"prefill by {text} instead of {base.text}", own["prefill"], read_tensors(file)["prefill"])
             )
-    found = [
-        {"cause": name, "side": "server", **compare(learner_N, first_N, second_N, lengths)}
-        for name, first_N, second_N in rows
-    ]
-    return found, left_out
+    comparisons = [(name, compare(learner_N, first_N, second_N, lengths)) for name, first_N, second_N in rows]
+    return [{"cause": name, "side": "server", **row} for name, row in comparisons], left_out
 
 
 def _setting(plan: Plan, config: RunConfig) -> dict[str, Any]:
     import torch
 
-    device = (
-        torch.cuda.get_device_name(0)
-        if torch.cuda.is_available()
-        else "CPU (gloo; SGLang's torch_native attention)"
-    )
-    attention = (
-        ""
-        if torch.cuda.is_available() or config.model.dtype == "float32"
-        else ", its core attention in float32 on CPU"
-    )
+    cuda, cpu = torch.cuda.is_available(), "CPU (gloo; SGLang's torch_native attention)"
+    device = torch.cuda.get_device_name(0) if cuda else cpu
+    exact = cuda or config.model.dtype == "float32"
+    attention = "" if exact else ", its core attention in float32 on CPU"
     return {
         "model": config.model.path.name,
         "device": device,
@@ -192,50 +175,28 @@ def _setting(plan: Plan, config: RunConfig) -> dict[str, Any]:
 
 
 def write(result: Mapping[str, Any], out: Path) -> None:
-    """JSON, figures and Markdown; prints the table and what it says."""
+    """Write JSON, figures and Markdown, and print the tables and findings."""
     from trainer.studies.layout_pictures import draw_study
     from trainer.studies.layout_text import markdown
 
     write_json(out / "mismatch.json", dict(result))
     figures = draw_study(result, out)
     (out / "mismatch.md").write_text(markdown(result, [figure.name for figure in figures]))
-    _print(result)
+    _print_result(result)
     print(
         f"\n{out / 'mismatch.md'}, mismatch.json, {', '.join(figure.name for figure in figures)}", flush=True
     )
 
 
-def _print(result: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _print_result(result: Mapping[str, Any]) -> None:
     from trainer.studies.layout_text import CAUSE_TITLES, cause_cells, pair_cells, pair_titles
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=160)
+    titles, causes = pair_titles(result["threshold"]), (result["causes"] or {}).get("ranked", ())
     tables = [
-        (
-            "Mismatch by pair of layouts",
-            pair_titles(result["threshold"]),
-            [pair_cells(row) for row in result["pairs"]],
-        )
+        ("Mismatch by pair of layouts", titles, [pair_cells(row) for row in result["pairs"]]),
+        ("Modes of the server", titles, [pair_cells(row) for row in result["server_modes"]]),
+        ("Why: one thing switched at a time", CAUSE_TITLES, [cause_cells(row) for row in causes]),
     ]
-    if result["server_modes"]:
-        tables.append(
-            ("Modes of the server", tables[0][1], [pair_cells(row) for row in result["server_modes"]])
-        )
-    if result["causes"]:
-        tables.append(
-            (
-                "Why: one thing switched at a time",
-                CAUSE_TITLES,
-                [cause_cells(row) for row in result["causes"]["ranked"]],
-            )
-        )
-    for title, titles, rows in tables:
-        table = Table(*titles, title=title, title_justify="left")
-        for cells in rows:
-            table.add_row(*cells)
-        console.print(table)
-    for line in [*result["findings"], *(f"left out: {what}" for what in result["skipped"])]:
-        console.print(line, highlight=False, markup=False)
+    for title, titles, rows in tables[:1] + [table for table in tables[1:] if table[2]]:
+        print_table(titles, rows, width=WIDTH, title=title)
+    print(*result["findings"], *(f"left out: {reason}" for reason in result["skipped"]), sep="\n")

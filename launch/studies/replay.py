@@ -1,5 +1,5 @@
-"""``tandem replay``: what other corrections would have made of a recorded step, as a table and, with --plot,
-as a figure."""
+"""``tandem replay``: the effect of other corrections on a recorded step, as a table and, with --plot, as a
+figure."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,22 +31,20 @@ COLUMNS = (
     ("|gradient|", "gradient_norm", "{:.3g}"),
     ("cosine", "cosine", "{:.4f}"),
 )
-"""ESS is of the ratios, ``bounded`` of the weights; the cosine is of the angle to the gradient without
-correction."""
+"""ESS is that of the ratios, ``bounded`` that of the weights. The cosine is that of the angle to the gradient
+without correction."""
 
 
 def corrections_named(names: Sequence[str]) -> dict[str, CorrectionConfig]:
-    """The named presets (all of them where none is named), with ``disabled`` to compare with.
+    """The named presets, or all where none is named, with ``disabled`` for the comparison.
 
     Raises ValueError for an unknown name.
     """
     unknown = next((name for name in names if name not in PRESETS | ALIASES), None)
     if unknown is not None:
-        raise ValueError(
-            f"--correction {unknown}: no such preset; {did_you_mean(unknown, list(PRESETS), 'presets')}"
-        )
-    wanted = dict.fromkeys([UNCORRECTED, *(names or PRESETS)])
-    return {name: (PRESETS | ALIASES)[name] for name in wanted}
+        fix = did_you_mean(unknown, list(PRESETS), "presets")
+        raise ValueError(f"--correction {unknown}: no such preset; {fix}")
+    return {name: (PRESETS | ALIASES)[name] for name in dict.fromkeys([UNCORRECTED, *(names or PRESETS)])}
 
 
 def result_file(folder: RunFolder, step: int) -> Path:
@@ -62,7 +60,7 @@ def write_request(folder: RunFolder, step: int, names: Sequence[str]) -> None:
 
 
 def answer_request(folder: RunFolder, config: RunConfig) -> None:
-    """In a process group of one."""
+    """Run the request file, in a process group of one."""
     request = json.loads(request_file(folder).read_text())
     corrections = corrections_named(request["corrections"])
     write_results(folder, config, request["step"], corrections, with_gradients=True)
@@ -85,22 +83,17 @@ def write_results(
     from trainer.studies.replay import of_logprobs, of_parameters, replay
 
     recorded = read_batch(batch_file(folder.batches, step))
-    gradient = (
-        of_parameters(_engine_before(folder, config, step), temperature=config.rollout.temperature)
-        if with_gradients
-        else of_logprobs
-    )
+    gradient = of_logprobs
+    if with_gradients:
+        gradient = of_parameters(_engine_before(folder, config, step), temperature=config.rollout.temperature)
     corrections = {AS_TRAINED: recorded.correction, **corrections}
     base = replay(recorded, config, UNCORRECTED, corrections[UNCORRECTED], gradient)
-    # One at a time: a gradient of the parameters is as large as the model.
-    rows = [
-        _row(base if name == UNCORRECTED else replay(recorded, config, name, c, gradient), base)
-        for name, c in corrections.items()
-    ]
-    write_json(
-        result_file(folder, step),
-        {"step": step, "gradient_of": "parameters" if with_gradients else "log-probs", "rows": rows},
-    )
+    rows = []
+    for name, correction in corrections.items():  # one at a time: a gradient is as large as the model
+        replayed = base if name == UNCORRECTED else replay(recorded, config, name, correction, gradient)
+        rows.append(_row(replayed, base))
+    gradient_of = "parameters" if with_gradients else "log-probs"
+    write_json(result_file(folder, step), {"step": step, "gradient_of": gradient_of, "rows": rows})
 
 
 def _row(one: "Replayed", base: "Replayed") -> dict[str, Any]:
@@ -128,19 +121,17 @@ def starting_weights(folder: RunFolder, step: int) -> Path | None:
     kept = valid_checkpoints(folder.checkpoints)
     if step - 1 not in kept:
         possible = [s for s in recorded_steps(folder.batches) if s == 1 or s - 1 in kept]
-        raise ValueError(
-            f"--gradients needs the weights that step {step} started from, a checkpoint of step {step - 1}, which was not kept; "
-            f"steps that were recorded and have one: {possible or 'none'} (see checkpoint.every, checkpoint.keep and record_batches)"
-        )
+        error = f"--gradients needs the weights that step {step} started from, a checkpoint of step {step - 1}, which was not kept"
+        fix = f"steps that were recorded and have one: {possible or 'none'}"
+        raise ValueError(f"{error}; {fix} (see checkpoint.every, checkpoint.keep and record_batches)")
     return kept[step - 1]
 
 
 def _engine_before(folder: RunFolder, config: RunConfig, step: int):
     from trainer.learner import Learner
 
-    engine = Learner.of_policy_alone(
-        config.model_copy(update={"layout": ONE_PROCESS})
-    ).engine  # ref log-probs are recorded, and a critic's loss is no part of a replay
+    # Ref log-probs are recorded, and a critic's loss is no part of a replay.
+    engine = Learner.of_policy_alone(config.model_copy(update={"layout": ONE_PROCESS})).engine
     checkpoint = starting_weights(folder, step)
     if checkpoint is not None:
         engine.load(checkpoint)
@@ -170,15 +161,13 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         (f"gradient norm ({result['gradient_of']})", "gradient_norm"),
         ("cosine to the uncorrected gradient", "cosine"),
     )
-    for index, (axes, (title, key)) in enumerate(
-        zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True)
-    ):
+    all_axes = figure.subplots(1, len(panels), sharey=True)
+    all_axes[0].margins(y=0.01)
+    for axes, (title, key) in zip(all_axes, panels, strict=True):
         axes.barh(names, [row[key] or 0.0 for row in rows], color="#3b6ea5")
         axes.set_title(title, fontsize=9)
         axes.tick_params(labelsize=8)
         axes.grid(axis="x", alpha=0.3)
-        if index == 0:
-            axes.margins(y=0.01)
     figure.suptitle(f"Step {result['step']} under other corrections", fontsize=11)
     path.parent.mkdir(exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -148,7 +148,7 @@ def memory_of(config: RunConfig, gpu_bytes: int) -> tuple[LearnerMemory, Rollout
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_recipe_is_valid_fits_its_gpus_and_is_planned(case):
-    config = checks.load(
+    config = checks.load_checked(
         parse_config(case.file, case.overrides), RunConfig
     )  # model, files of the task, layouts, reward
     assert config.layout.dp != "auto"
@@ -273,10 +273,10 @@ def test_an_fp8_rollout_is_refused_without_gpus_before_a_start(tree):
     with pytest.raises(ConfigError, match=r"rollout\.quantization=fp8 needs NVIDIA GPUs"):
         training.train(file, [over("fp8_rollout")])
     with pytest.raises(ConfigError, match="cannot update a llama model while it serves it in FP8"):
-        checks.load(parse_config(RECIPES / "llama3_1_8b.yaml", [over("fp8_rollout")]), RunConfig)
+        checks.load_checked(parse_config(RECIPES / "llama3_1_8b.yaml", [over("fp8_rollout")]), RunConfig)
     with pytest.raises(ConfigError, match=r"`tandem eval` serves model\.path as it stands"):
         training.evaluate(file, ["rollout.quantization=fake_int8"])
-    with pytest.raises(checks.BadInput, match="what quantised servers hold is not what was sent"):
+    with pytest.raises(checks.BadInput, match="quantised servers do not hold the weights that were sent"):
         studies.verify_sync(file, ["rollout.quantization=fake_int8"], [], [])
     assert sorted(path.name for path in tree.iterdir()) == before
 

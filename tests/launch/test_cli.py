@@ -23,7 +23,7 @@ from launch.checks import config as checks
 from launch.commands import results, studies
 from launch.commands import train as training
 from launch.processes.run_folder import RunFolder
-from launch.processes.supervisor import Role, RoleFailed
+from launch.processes.supervisor import Role, RoleFailed, Supervisor
 from launch.roles import start
 from launch.roles import table as roles
 from launch.roles.summary import write_summary
@@ -97,7 +97,9 @@ def test_auto_is_as_many_copies_as_ep_allows_and_gpus_hold(tmp_path, model, monk
 
 def test_too_few_gpus_are_refused_before_a_start(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(checks, "gpus_here", lambda: 2)
+    for module in (checks, studies):
+        monkeypatch.setattr(module, "gpus_here", lambda: 2)
+    monkeypatch.setattr(Supervisor, "start", lambda *_: pytest.fail("a process would have been started"))
     file = config_file(tmp_path, model)
     with pytest.raises(ConfigError, match=r"3 GPUs are needed, 2 of the learner .* but 2 are visible"):
         training.train(file, ["layout.dp=2"])

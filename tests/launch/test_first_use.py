@@ -71,7 +71,10 @@ def blocks_of(annotation: object) -> bool:
 def test_schema_names_type_default_unit_and_meaning(capsys):
     print_schema("train", None, as_json=False)
     text = capsys.readouterr().out
-    assert "rollout.request_timeout_s  (number > 0, seconds; default 600.0)\n    For one generation" in text
+    assert (
+        "rollout.request_timeout_s  (number > 0, seconds; default 600.0)\n    Deadline of one generation"
+        in text
+    )
     assert "task  (block by type: countdown | gsm8k | jsonl; required)" in text
     assert "learner.optimizer.lr  (number > 0; default 1e-06)\n" in text
     assert "-- reward.type=function\n    A function of the user's own." in text

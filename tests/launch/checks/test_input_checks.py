@@ -59,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def problems(*overrides: str, config: str = "run.yaml") -> list[Problem]:
     kind = SftConfig if config == "sft.yaml" else RunConfig
     try:
-        checks.load(parse_config(config, overrides), kind)
+        checks.load_checked(parse_config(config, overrides), kind)
     except ConfigError as error:
         return list(error.problems)
     return []

@@ -34,7 +34,7 @@ def network(monkeypatch):
 
     def make(interfaces: dict[str, list[str]], *, name: list[str], route: str | None = None) -> None:
         monkeypatch.setattr(addresses, "_addresses", lambda: interfaces)
-        monkeypatch.setattr(addresses, "_of_default_route", lambda: route)
+        monkeypatch.setattr(addresses, "_default_route_address", lambda: route)
 
         def look_up(host, *rest):
             if not name:

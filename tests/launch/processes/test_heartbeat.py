@@ -17,8 +17,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from launch.commands.status import _beats
-from launch.commands.train import causes_told
+from launch.commands.status import _activity_lines
+from launch.commands.train import adding_causes
 from launch.processes import heartbeat
 from launch.processes.heartbeat import Pulse, StoppedProcesses, Watch, beat_file, read_beats, stopped_note
 from launch.processes.run_folder import RunFolder, write_json
@@ -109,8 +109,8 @@ def test_a_pulse_says_what_its_role_is_doing_and_whether_it_works(folder):
     ((beat, _),) = read_beats(folder)
     assert (beat.who, beat.pid, beat.doing, beat.ended) == ("learner rank 3", os.getpid(), "sync", [])
     assert beat.cpu > 0 and beat.since <= time.time()
-    assert "in `sync` for 95 s, its CPU is busy" in replace(beat, cpu=0.9, since=5.0).words(100.0)
-    assert "its CPU is idle" in replace(beat, cpu=0.01).words(100.0)
+    assert "in `sync` for 95 s, its CPU is busy" in replace(beat, cpu=0.9, since=5.0).text(100.0)
+    assert "its CPU is idle" in replace(beat, cpu=0.01).text(100.0)
 
 
 def test_a_pulse_ends_a_stopped_process_of_its_role_and_leaves_word_of_it(folder, capfd):
@@ -172,7 +172,7 @@ def test_many_slow_ranks_are_a_few_lines(folder):
             announce(folder, rank, f"rank-{i}", since=time.time() - 1000)
         Watch(folder, timeout_s=60, say=said.append).look()
         assert len(said) == 4 and said[-1].startswith("slow: … and 6 more; `tandem status")
-        lines = _beats(folder, time.time())
+        lines = _activity_lines(folder, time.time())
         assert len(lines) == 9 and lines[-1][1].startswith("… and 1 learner ranks more")
         assert lines[0][1].startswith(
             "learner rank 0: in `sync` for 1000 s, its CPU is idle; heard of 0s ago (pid "
@@ -238,7 +238,7 @@ def test_a_role_that_is_stopped_ends_the_run_and_is_named(folder, monkeypatch):
     with (
         pytest.raises(RoleFailed, match=told),
         Supervisor(grace_s=1) as supervisor,
-        causes_told(folder, config, supervisor),
+        adding_causes(folder, config, supervisor),
     ):
         supervisor.start(role)
         supervisor.wait_until_done("serve")

@@ -104,7 +104,7 @@ def request(**changes) -> Request:
 
 def loading(file):
     parsed = parse_config(file)
-    return lambda option, more: checks.load(parsed.with_overrides(more, option), RunConfig)
+    return lambda option, more: checks.load_checked(parsed.with_overrides(more, option), RunConfig)
 
 
 def loaded(tmp_path, model):

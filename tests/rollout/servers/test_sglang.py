@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from configs.loader import load_config
 from configs.schema.rollout import RolloutConfig
-from launch.studies.verify_sync import Answers, _ask, differences
+from launch.studies.verify_sync import Answers, _get_answers, differences
 from parallel.weights.transfer import make_buckets
 from rollout.client import GenerationError
 from rollout.records import FinishReason
@@ -225,7 +225,7 @@ def test_one_wrong_bit_of_a_transfer_is_found_and_named(fleet, models, model_dir
     config = load_config(RECIPE, [f"model.path={model_dirs[0]}"])
     control = SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60)
     control.load_from_disk(model_dirs[0], version=0)
-    (reference,) = _ask(control, config)
+    (reference,) = _get_answers(control, config)
     weights = dict(models[0].named_parameters())
     name = "model.layers.2.mlp.up_proj.weight"
     wrong = {n: t.detach().clone() for n, t in weights.items()}
@@ -237,7 +237,7 @@ def test_one_wrong_bit_of_a_transfer_is_found_and_named(fleet, models, model_dir
         buckets = make_buckets(sent.items(), dtype=torch.float32, max_bytes=2**20)
         sender.send(next(buckets), buckets, version, None)
         control.end_update()
-        return _ask(control, config)[0]
+        return _get_answers(control, config)[0]
 
     found = differences(answers_after(wrong, 1), reference)
     assert found[0] == name.replace("up_proj", "gate_up_proj") and all("prompt" in what for what in found[1:])

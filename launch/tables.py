@@ -1,0 +1,23 @@
+"""Tables on the console. Plain ones have no borders and no colours, so that they read well in a log file too."""
+
+from collections.abc import Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line per row, with the columns of all rows below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def print_table(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], *, width: int, title: str | None = None
+) -> None:
+    """A table with borders. ``width``: that of the output where it is no terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*titles, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    (console if console.is_terminal else Console(width=width)).print(table)
