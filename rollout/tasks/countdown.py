@@ -32,6 +32,7 @@ MAX_CHOICES = {1: 100_000, 2: 100_000, 3: 20_000, 4: 10_000, 5: 400}
 """Most choices of that many numbers that are enumerated: a few seconds of work. Beyond it a fixed random
 subset is taken."""
 CHARACTERS = "0123456789+-*()=: "
+"""Every character of Countdown's prompts and answers."""
 
 
 class Kind(IntEnum):
