@@ -51,7 +51,8 @@ class Offloaded:
             _bytes_of(storage).zero_()
 
 
-def _buffers(trained: Sequence[DistributedDataParallel]) -> Iterator[Any]:
+def _buffers(trained: Sequence[Any]) -> Iterator[Any]:
+    """Megatron's buffers of the wrapped chunks."""
     for chunk in trained:
         yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 

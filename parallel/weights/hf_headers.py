@@ -1,8 +1,7 @@
-"""Whether the weights of a Hugging Face folder are those of its config.json, by its files' headers alone: in
+"""Check of a Hugging Face folder's weights against its config.json, by the files' headers alone: in
 milliseconds, without torch.
 
-Names and shapes are those that ``hf_conversion`` reads, so that a folder which passes here fills every
-parameter of the learner.
+Names and shapes are those that ``hf_conversion`` reads: a folder that passes fills all parameters of the learner.
 """
 
 import json
@@ -20,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATING = ("F64", "F32", "F16", "BF16")
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq$")
-"""Buffers that some published checkpoints carry and no model needs."""
+"""Buffers of some published checkpoints that models do not need."""
 _FEW = 3
 _LFS_POINTER = b"version https://git-lfs"
 _DOWNLOAD_AGAIN = "download or copy it again"
@@ -30,7 +29,7 @@ _DOWNLOAD_AGAIN = "download or copy it again"
 class TensorHeader:
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors calls it: F32, BF16, ..."""
+    """Name in safetensors: F32, BF16, ..."""
 
 
 class WeightsUnreadable(ValueError):
@@ -38,8 +37,7 @@ class WeightsUnreadable(ValueError):
 
 
 def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
-    """What keeps the learner from loading the folder's weights, each as "what is wrong; fix". An empty list
-    where nothing does."""
+    """The reasons why the learner cannot load the folder's weights, each as "problem; fix"."""
     try:
         headers = read_headers(folder)
     except WeightsUnreadable as error:
@@ -58,14 +56,12 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
             headers = read_header(Path(folder) / file)
         except WeightsUnreadable as error:
             broken.append(str(error))
-            continue
-        found.update(
-            headers
-            if mapping is None
-            else {name: header for name, header in headers.items() if mapping.get(name) == file}
-        )
+        else:
+            found |= {n: header for n, header in headers.items() if mapping is None or mapping.get(n) == file}
+    if len(broken) > _FEW:
+        broken[_FEW:] = [f"{len(broken) - _FEW} further broken files; {_DOWNLOAD_AGAIN}"]
     if broken:
-        raise WeightsUnreadable("\n".join(_first(broken, "broken files")))
+        raise WeightsUnreadable("\n".join(broken))
     lost = sorted((mapping or {}).keys() - found.keys())
     if mapping and lost:
         file = mapping[lost[0]]
@@ -77,7 +73,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def shard_of_names(folder: Path) -> dict[str, str] | None:
-    """{tensor: file} of the folder's index; None where a single file holds all. Raises WeightsUnreadable."""
+    """{tensor: file} of the folder's index; None if there is no index. Raises WeightsUnreadable."""
     index = Path(folder) / INDEX
     if not index.is_file():
         return None
@@ -87,13 +83,10 @@ def shard_of_names(folder: Path) -> dict[str, str] | None:
         raise WeightsUnreadable(
             f"{index} is no index of safetensors ({_short(error)}); {_DOWNLOAD_AGAIN}"
         ) from error
-    if not (
-        isinstance(mapping, dict)
-        and mapping
-        and all(isinstance(file, str) and Path(file).name == file for file in mapping.values())
-    ):
+    files = mapping.values() if isinstance(mapping, dict) else ()
+    if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
         raise WeightsUnreadable(f"{index} names no files of the folder under `weight_map`; {_DOWNLOAD_AGAIN}")
-    missing = sorted({file for file in mapping.values() if not (Path(folder) / file).is_file()})
+    missing = sorted({file for file in files if not (Path(folder) / file).is_file()})
     if missing:
         shown = ", ".join(missing[:_FEW])
         raise WeightsUnreadable(
@@ -103,10 +96,9 @@ def shard_of_names(folder: Path) -> dict[str, str] | None:
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """The tensors of one safetensors file. Raises WeightsUnreadable naming the file, what is wrong and the
-    fix.
+    """The tensors of one safetensors file. Raises WeightsUnreadable naming the file, the problem and the fix.
 
-    The library has compared every offset with the file's size: a file cut short does not open.
+    The library compares every offset with the file's size: a truncated file does not open.
     """
     try:
         with safe_open(path, framework="np") as file:
@@ -132,12 +124,10 @@ def _cause(path: Path, error: Exception) -> str:
         return "it is empty"
     if start == _LFS_POINTER:
         return "it is a pointer of Git LFS, not the weights themselves (`git lfs pull` fetches them)"
-    said = _short(error)
-    if "incomplete metadata" in said or "not fully covered" in said:
-        return (
-            f"its {size:,} bytes are not as many as its header speaks of, so it was cut short or overwritten"
-        )
-    return f"{said.removeprefix('Error while deserializing header: ')} ({size:,} bytes)"
+    text = _short(error)
+    if "incomplete metadata" in text or "not fully covered" in text:
+        return f"its {size:,} bytes do not fit its header, so it was cut short or overwritten"
+    return f"{text.removeprefix('Error while deserializing header: ')} ({size:,} bytes)"
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -173,14 +163,6 @@ def _shape_problems(headers: Mapping[str, TensorHeader], shapes: Shapes, folder:
 
 def _listed(items: list[str]) -> str:
     return ", ".join(items[:_FEW]) + (", ..." if len(items) > _FEW else "")
-
-
-def _first(lines: list[str], of: str) -> list[str]:
-    return (
-        lines
-        if len(lines) <= _FEW
-        else [*lines[:_FEW], f"{len(lines) - _FEW} further {of}; {_DOWNLOAD_AGAIN}"]
-    )
 
 
 def _short(error: Exception) -> str:
