@@ -9,7 +9,7 @@ ones. Losses and scores are computed on the last pipeline stage, which sends the
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -328,7 +328,7 @@ class _Engine:
             raise NonFiniteError(f"the loss is not finite on {where}; nothing was updated")
 
     def _bad_parameters(self) -> str:
-        parameters: Iterable[Any] = (item for chunk in self.chunks for item in chunk.named_parameters())
+        parameters = (item for chunk in self.chunks for item in chunk.named_parameters())
         names = [name for name, parameter in parameters if not parameter.main_grad.isfinite().all()]
         if not names:
             return ""
