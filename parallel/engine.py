@@ -182,7 +182,7 @@ class _Engine:
             self._offloaded = None
 
     @torch.no_grad()
-    def _score(
+    def _score_microbatches(
         self, microbatches: Sequence[PackedBatch], forward: _Forward, num_results: int
     ) -> list[tuple[Tensor, ...]]:
         """The ``num_results`` float32 tensors of ``forward`` for each micro-batch, on every rank.
@@ -194,7 +194,9 @@ class _Engine:
         if not microbatches:
             return []
         fill = -len(microbatches) % self._microbatch_multiple
-        results = self._run([*microbatches, *[microbatches[-1]] * fill], forward, None)[: len(microbatches)]
+        results = self._run_schedule([*microbatches, *[microbatches[-1]] * fill], forward, None)[
+            : len(microbatches)
+        ]
         if self.groups.pp_size == 1:
             return results
         return self._broadcast_tensors(results, microbatches, num_results)
@@ -216,14 +218,14 @@ class _Engine:
         """The last rank of this rank's pipeline."""
         return dist.get_global_rank(self.groups.pp_group, self.groups.pp_size - 1)
 
-    def _update(
+    def _update_weights(
         self,
         microbatches: Sequence[PackedBatch],
         forward: _Forward,
         loss_fn: Callable,
         grad_scale: GradScale | None,
     ) -> UpdateResult:
-        outputs = self._backward(microbatches, forward, loss_fn)
+        outputs = self._accumulate_gradient(microbatches, forward, loss_fn)
         if grad_scale is not None:
             self._scale_gradients(grad_scale(outputs))
         loss_scale = float(self._optimizer.get_loss_scale())
@@ -239,9 +241,11 @@ class _Engine:
                 f"the gradient's norm is {grad_norm}{self._bad_parameters()}; nothing was updated"
             )
         skipped = False if self.dtype == torch.float16 else None
-        return UpdateResult(grad_norm=grad_norm, lr=self._step(grad_norm), outputs=outputs, skipped=skipped)
+        return UpdateResult(
+            grad_norm=grad_norm, lr=self._optimizer_step(grad_norm), outputs=outputs, skipped=skipped
+        )
 
-    def _backward(
+    def _accumulate_gradient(
         self, microbatches: Sequence[PackedBatch], forward: _Forward, loss_fn: Callable
     ) -> list[Any]:
         """Put the gradient of the summed losses into Megatron's gradient buffers; returns the losses' outputs."""
@@ -269,7 +273,7 @@ class _Engine:
 
             return compute
 
-        outputs = self._run(microbatches, forward, attach_loss)
+        outputs = self._run_schedule(microbatches, forward, attach_loss)
         self._check_losses(losses)
         if self.groups.pp_size == 1:
             return outputs
@@ -285,7 +289,7 @@ class _Engine:
         for trained in self._trained:
             trained.scale_gradients(factor)
 
-    def _run(
+    def _run_schedule(
         self,
         microbatches: Sequence[PackedBatch],
         forward: _Forward,
@@ -335,7 +339,7 @@ class _Engine:
         more = ", ..." if len(names) > 5 else ""
         return f" (not finite on rank {self.groups.rank}: {', '.join(names[:5])}{more})"
 
-    def _step(self, grad_norm: float) -> float:
+    def _optimizer_step(self, grad_norm: float) -> float:
         """Clip the gradient, set this step's learning rate, step. Returns the learning rate."""
         for part in checkpoint.optimizer_parts(self._optimizer):
             clip_grad_by_total_norm_fp32(
@@ -399,7 +403,9 @@ class MegatronEngine(_Engine):
 
         All ranks of a data-parallel group pass the same number of micro-batches.
         """
-        results = self._score(microbatches, _logprobs(temperature, with_entropy), 2 if with_entropy else 1)
+        results = self._score_microbatches(
+            microbatches, _logprob_forward(temperature, with_entropy), 2 if with_entropy else 1
+        )
         return [(logprobs_T, entropy_T[0] if entropy_T else None) for logprobs_T, *entropy_T in results]
 
     def update(
@@ -421,7 +427,7 @@ class MegatronEngine(_Engine):
         unchanged weights, if a loss, the factor or the gradient's norm is not finite; ValueError for a frozen
         engine or without micro-batches.
         """
-        return self._update(microbatches, _logprobs(temperature, True), loss_fn, grad_scale)
+        return self._update_weights(microbatches, _logprob_forward(temperature, True), loss_fn, grad_scale)
 
     def gradient(
         self, microbatches: Sequence[PackedBatch], loss_fn: LossFunction, *, temperature: float
@@ -431,7 +437,7 @@ class MegatronEngine(_Engine):
         For a single process: each of several has its own part alone. Nothing is updated. Raises NonFiniteError
         if the gradient is not finite, ValueError for a frozen engine or without micro-batches.
         """
-        outputs = self._backward(microbatches, _logprobs(temperature, True), loss_fn)
+        outputs = self._accumulate_gradient(microbatches, _logprob_forward(temperature, True), loss_fn)
         parameters: list[Any] = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
         loss_scale = float(self._optimizer.get_loss_scale())
         gradient = torch.cat([p.main_grad.flatten().float() for p in parameters]) / loss_scale
@@ -485,7 +491,7 @@ class ValueEngine(_Engine):
 
         All ranks of a data-parallel group pass the same number of micro-batches.
         """
-        return [values_T for (values_T,) in self._score(microbatches, _values, 1)]
+        return [values_T for (values_T,) in self._score_microbatches(microbatches, _value_forward, 1)]
 
     def update(
         self,
@@ -495,10 +501,10 @@ class ValueEngine(_Engine):
         grad_scale: GradScale | None = None,
     ) -> UpdateResult:
         """One optimizer step, in every respect like ``MegatronEngine.update``."""
-        return self._update(microbatches, _values, loss_fn, grad_scale)
+        return self._update_weights(microbatches, _value_forward, loss_fn, grad_scale)
 
 
-def _logprobs(temperature: float, with_entropy: bool) -> _Forward:
+def _logprob_forward(temperature: float, with_entropy: bool) -> _Forward:
     def forward(model: LogprobGPTModel, batch: PackedBatch) -> tuple[Tensor, ...] | Tensor:
         result: Any = model.logprobs(
             tokens_T=batch.tokens_T,
@@ -512,6 +518,6 @@ def _logprobs(temperature: float, with_entropy: bool) -> _Forward:
     return forward
 
 
-def _values(model: ValueGPTModel, batch: PackedBatch) -> tuple[Tensor] | Tensor:
+def _value_forward(model: ValueGPTModel, batch: PackedBatch) -> tuple[Tensor] | Tensor:
     result = model.values(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T))
     return (result,) if model.post_process else result

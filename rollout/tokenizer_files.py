@@ -31,7 +31,7 @@ class TokenizerFiles:
             self._tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises no type of its own
             raise ValueError(
-                f"{path} is no readable tokenizer: {_cause(path, error)}; download or copy it again"
+                f"{path} is no readable tokenizer: {_failure_text(path, error)}; download or copy it again"
             ) from error
         self._options = _read_object(folder / "special_tokens_map.json") | _read_object(
             folder / "tokenizer_config.json"
@@ -178,7 +178,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} is not valid JSON: {_cause(path, error)}; download or copy it again"
+            f"{path} is not valid JSON: {_failure_text(path, error)}; download or copy it again"
         ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, not an object; download or copy it again")
@@ -191,7 +191,7 @@ def _token_text(value: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _cause(path: Path, error: Exception) -> str:
+def _failure_text(path: Path, error: Exception) -> str:
     try:
         start = path.read_bytes()[: len(_LFS_POINTER)]
     except OSError as unreadable:

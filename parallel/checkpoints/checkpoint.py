@@ -139,7 +139,7 @@ def save(
         replace_folder(temporary, folder)
 
     try:
-        state = _run_on_all(lambda: _state(chunks, optimizer, scheduler, is_loading=False))
+        state = _run_on_all(lambda: _checkpoint_state(chunks, optimizer, scheduler, is_loading=False))
         _run_on_all(lambda: prepare(state), only_rank_0=True)
         with writers.sigterm_blocked(), writers.watched():
             records = dict(ChainMap(*_gather_objects(_run_on_all(write))))
@@ -212,7 +212,7 @@ def load(
 
     def restore() -> dict[str, Any]:
         rates = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
-        state = _state(chunks, optimizer, scheduler, is_loading=True, with_random=same_processes)
+        state = _checkpoint_state(chunks, optimizer, scheduler, is_loading=True, with_random=same_processes)
         with pickles.restricted():
             loaded = cast("dict[str, Any]", dist_checkpointing.load(state, str(folder)))
         for i, chunk in enumerate(chunks):
@@ -246,7 +246,7 @@ def _content_metadata() -> dict[str, Any]:
     }
 
 
-def _state(
+def _checkpoint_state(
     chunks: Sequence[MegatronModule], optimizer, scheduler, *, is_loading: bool, with_random: bool = True
 ) -> dict[str, Any]:
     _count_without_parameters(optimizer, scheduler.num_steps)
@@ -290,27 +290,27 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 def _require_space(folder: Path, state: Any) -> None:
     """Check before a write that rank 0's own share fits; one rank of each other stage or slice holds as much."""
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(state))
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(f"the disk has {free / 1e9:.2f} GB free, at least {needed / 1e9:.2f} GB are needed")
 
 
-def _tensors(state: Any) -> Iterator[Tensor]:
+def _find_tensors(state: Any) -> Iterator[Tensor]:
     if isinstance(state, dict | list | tuple):
         for item in state.values() if isinstance(state, dict) else state:
-            yield from _tensors(item)
+            yield from _find_tensors(item)
     elif isinstance(data := getattr(state, "data", state), Tensor):
         yield data
 
 
-def _reason(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     """The error in one line; of torch's CheckpointException, which has a traceback per rank, the causes."""
     causes = error.failures.values() if isinstance(error, CheckpointException) else ()
     if isinstance(error, pickle.UnpicklingError):
         return pickles.reason(error)
     text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return "; ".join(_reason(cause[0]) for cause in causes) or text
+    return "; ".join(_error_text(cause[0]) for cause in causes) or text
 
 
 @overload
@@ -325,7 +325,7 @@ def _run_on_all(action: Callable[[], T], *, only_rank_0: bool = False) -> T | No
         try:
             result = action()
         except (Exception, CheckpointException) as error:  # any error must reach the waiting ranks
-            failure = _reason(error)
+            failure = _error_text(error)
     for rank, text in enumerate(_gather_objects(failure)):
         if text is not None:
             raise CheckpointError(f"rank {rank}: {text}")

@@ -166,10 +166,10 @@ def write_manifest(folder: Path, *, world_size: int, hashed: Mapping[str, FileRe
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
     names = list(names)
     with ThreadPoolExecutor(HASH_THREADS) as pool:
-        return dict(zip(names, pool.map(lambda name: _record(folder / name), names), strict=True))
+        return dict(zip(names, pool.map(lambda name: _hash_file(folder / name), names), strict=True))
 
 
-def _record(path: Path) -> FileRecord:
+def _hash_file(path: Path) -> FileRecord:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_128)
         return FileRecord(file.tell(), digest.hexdigest())
@@ -188,7 +188,7 @@ def damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[s
 
     def compare(name: str) -> str | None:
         try:
-            record = _record(folder / name)
+            record = _hash_file(folder / name)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.EIO):
                 raise

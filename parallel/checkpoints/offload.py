@@ -33,8 +33,8 @@ class Offloaded:
     ):
         if optimizer is not None:
             optimizer.zero_grad()  # drops its own copies of the gradients, as the next backward pass would
-        gradients = _storages(buffer.grad_data for buffer in _buffers(trained))
-        kept = _storages(_lasting_tensors(chunks, trained, optimizer))
+        gradients = _distinct_storages(buffer.grad_data for buffer in _buffers(trained))
+        kept = _distinct_storages(_lasting_tensors(chunks, trained, optimizer))
         self._kept = [(storage, _host_copy(storage)) for key, storage in kept.items() if key not in gradients]
         self._gradients = [(storage, storage.nbytes()) for storage in gradients.values()]
         for storage, _ in (*self._kept, *self._gradients):
@@ -71,7 +71,7 @@ def _lasting_tensors(
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
+def _distinct_storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
     """The distinct storages by their identities, of tensors on this process's device (an optimizer may count
     steps on the host)."""
     device = platform.device().type

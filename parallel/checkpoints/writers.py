@@ -32,7 +32,9 @@ def watched() -> Iterator[None]:
     are inside Megatron's collectives: they would not see an exception, but they end with this process.
     """
     over, others = threading.Event(), set(process._children)
-    thread = threading.Thread(target=_watch, args=(over, others), name="checkpoint-writers", daemon=True)
+    thread = threading.Thread(
+        target=_watch_writers, args=(over, others), name="checkpoint-writers", daemon=True
+    )
     thread.start()
     try:
         yield
@@ -41,7 +43,7 @@ def watched() -> Iterator[None]:
         thread.join()
 
 
-def _watch(over: threading.Event, others: set[process.BaseProcess]) -> None:
+def _watch_writers(over: threading.Event, others: set[process.BaseProcess]) -> None:
     seen: set[process.BaseProcess] = set()
     while not over.wait(LOOK_EVERY_S):
         seen |= set(process._children) - others  # active_children() forgets children that have ended

@@ -313,7 +313,7 @@ class PackedGPTModel(GPTModel):
             sin_T1F=sin_T1F,
         )
 
-    def _run(self, tokens_T: Tensor, packed: PackedSequences):
+    def _run_packed(self, tokens_T: Tensor, packed: PackedSequences):
         """The result of ``_postprocess``, in the plan's order."""
         return self(packed.plan.to_model_order(tokens_T).unsqueeze(0), None, None, packed_seq_params=packed)
 
@@ -357,7 +357,7 @@ class LogprobGPTModel(PackedGPTModel):
     def _run_request(self, tokens_T: Tensor, packed: PackedSequences, request: dict | None):
         # An attribute, not an argument: Megatron would pass extra_block_kwargs to layers, not to _postprocess.
         self._request = request
-        return self._run(tokens_T, packed)
+        return self._run_packed(tokens_T, packed)
 
     def _postprocess(self, hidden_states, **unused):
         if not self.post_process:
@@ -425,7 +425,7 @@ class ValueGPTModel(PackedGPTModel):
         V_t = w . h_t, h_t the final hidden state at input token t: the value of the state in which
         ``targets_T[t]`` is chosen.
         """
-        result = self._run(tokens_T, packed)
+        result = self._run_packed(tokens_T, packed)
         return packed.plan.to_batch_order(result) if self.post_process else result
 
     def _postprocess(self, hidden_states, **unused):
@@ -458,7 +458,7 @@ def build_model(
     ``vp_stage`` is the number of this rank's chunk, None if each rank has one. ``fp32_lm_head``: the output
     projection runs in float32.
     """
-    backbone = _backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)
+    backbone = _make_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)
     return LogprobGPTModel(backbone, chunk_tokens=chunk_tokens, fp32_lm_head=fp32_lm_head).to(
         platform.device()
     )
@@ -474,12 +474,12 @@ def build_value_model(
     vp_stage: int | None = None,
 ) -> ValueGPTModel:
     """A chunk of the critic: the head is zero, the other weights are set later, as for ``build_model``."""
-    return ValueGPTModel(_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)).to(
+    return ValueGPTModel(_make_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)).to(
         platform.device()
     )
 
 
-def _backbone(
+def _make_backbone(
     folder: Path,
     hf_config: Mapping[str, Any],
     dtype: torch.dtype,

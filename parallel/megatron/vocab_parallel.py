@@ -41,7 +41,7 @@ def linear_logprobs(
 
     Raises ValueError for shapes that do not fit, temperature <= 0 and chunk_tokens < 1.
     """
-    _check(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group)
+    _check_inputs(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group)
     logprobs_T, entropy_T = _LinearLogprobs.apply(
         hidden_TH,
         weight_VH,
@@ -56,7 +56,7 @@ def linear_logprobs(
     return logprobs_T, entropy_T if with_entropy else None
 
 
-def _check(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group) -> None:
+def _check_inputs(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group) -> None:
     if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden_TH.shape)} and weight {tuple(weight_VH.shape)} must be [T, H] and [V, H] of the same H"
@@ -67,13 +67,13 @@ def _check(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_token
         raise ValueError(f"temperature={temperature} must be above 0")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
-    if vocab_size > weight_VH.shape[0] * _size(group):
+    if vocab_size > weight_VH.shape[0] * _group_size(group):
         raise ValueError(
-            f"vocab_size={vocab_size} exceeds the {weight_VH.shape[0]} rows on each of {_size(group)} ranks"
+            f"vocab_size={vocab_size} exceeds the {weight_VH.shape[0]} rows on each of {_group_size(group)} ranks"
         )
 
 
-def _size(group: dist.ProcessGroup | None) -> int:
+def _group_size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
@@ -108,7 +108,7 @@ class _LinearLogprobs(torch.autograd.Function):
         maximum_T, sums_3T = _local_sums(
             hidden_TH, rows_VH, targets_T - first, temperature, chunk_tokens, with_entropy
         )
-        log_z_T, logprobs_T, entropy_T = _combine(maximum_T, sums_3T, group)
+        log_z_T, logprobs_T, entropy_T = _combine_ranks(maximum_T, sums_3T, group)
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_z_T, entropy_T)
         ctx.first, ctx.count, ctx.dtype = first, count, dtype
         ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = temperature, chunk_tokens, with_entropy
@@ -175,14 +175,14 @@ def _local_sums(
     return maximum_T, sums_3T
 
 
-def _combine(
+def _combine_ranks(
     maximum_T: Tensor, sums_3T: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(log Z, log-prob of the target, entropy) over all ranks, each [T].
 
     The common maximum is subtracted first, so that large logits cost no digits.
     """
-    if _size(group) == 1:
+    if _group_size(group) == 1:
         total_T = maximum_T
     else:
         total_T = maximum_T.clone()

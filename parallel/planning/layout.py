@@ -88,13 +88,16 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         supported = ", ".join(f"{name} ({title})" for name, title in SUPPORTED.items())
         raise ValueError(f"model_type {kind!r} is not supported; supported are {supported}")
     _refuse_variants(hf_config, kind)
-    heads, hidden_size = _size(hf_config, "num_attention_heads", kind), _size(hf_config, "hidden_size", kind)
-    num_layers = _size(hf_config, "num_hidden_layers", kind)
+    heads, hidden_size = (
+        _read_size(hf_config, "num_attention_heads", kind),
+        _read_size(hf_config, "hidden_size", kind),
+    )
+    num_layers = _read_size(hf_config, "num_hidden_layers", kind)
     if num_layers > MOST_LAYERS:
         raise ValueError(
             f"config.json has num_hidden_layers={num_layers}, more than {MOST_LAYERS}; restore it"
         )
-    kv_heads = _size(hf_config, "num_key_value_heads", kind, default=heads)
+    kv_heads = _read_size(hf_config, "num_key_value_heads", kind, default=heads)
     if heads % kv_heads:
         raise ValueError(
             f"config.json has num_attention_heads={heads}, not a multiple of num_key_value_heads={kv_heads}; restore it"
@@ -105,15 +108,15 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         )
     return Architecture(
         model_type=kind,
-        vocab_size=_size(hf_config, "vocab_size", kind),
+        vocab_size=_read_size(hf_config, "vocab_size", kind),
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_size(hf_config, "head_dim", kind, default=hidden_size // heads),
-        intermediate_size=_size(hf_config, "intermediate_size", kind),
-        norm_eps=_positive_number(hf_config, "rms_norm_eps", kind),
-        max_positions=_size(hf_config, "max_position_embeddings", kind),
+        head_dim=_read_size(hf_config, "head_dim", kind, default=hidden_size // heads),
+        intermediate_size=_read_size(hf_config, "intermediate_size", kind),
+        norm_eps=_read_positive_number(hf_config, "rms_norm_eps", kind),
+        max_positions=_read_size(hf_config, "max_position_embeddings", kind),
         tied=bool(hf_config.get("tie_word_embeddings", False)),
         qkv_bias=kind == "qwen2",
         qk_norm=kind in ("qwen3", "qwen3_moe"),
@@ -127,12 +130,15 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> E
     elif kind == "qwen3_moe":
         size_name, norm_topk = "moe_intermediate_size", bool(hf_config.get("norm_topk_prob", False))
         dense = hf_config.get("mlp_only_layers") or ()
-        every = _size(hf_config, "decoder_sparse_step", kind, default=1)
+        every = _read_size(hf_config, "decoder_sparse_step", kind, default=1)
     else:
         return None
     # Recent versions of transformers write Mixtral's name for either family.
     count_name = "num_experts" if "num_experts" in hf_config else "num_local_experts"
-    count, chosen = _size(hf_config, count_name, kind), _size(hf_config, "num_experts_per_tok", kind)
+    count, chosen = (
+        _read_size(hf_config, count_name, kind),
+        _read_size(hf_config, "num_experts_per_tok", kind),
+    )
     if chosen > count:
         raise ValueError(
             f"config.json has num_experts_per_tok={chosen}, more than its {count_name}={count}; restore it"
@@ -146,17 +152,17 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> E
     return Experts(
         num_experts=count,
         experts_per_token=chosen,
-        intermediate_size=_size(hf_config, size_name, kind),
+        intermediate_size=_read_size(hf_config, size_name, kind),
         norm_topk=norm_topk,
         is_sparse=is_sparse,
     )
 
 
-def _size(hf_config: Mapping[str, Any], name: str, kind: str, *, default: int | None = None) -> int:
+def _read_size(hf_config: Mapping[str, Any], name: str, kind: str, *, default: int | None = None) -> int:
     """A whole number of at least 1; ``default``, if there is one, for a missing field or null."""
     if default is not None and hf_config.get(name) is None:
         return default
-    value = _field(hf_config, name, kind)
+    value = _read_field(hf_config, name, kind)
     if type(value) is not int or value < 1:
         raise ValueError(
             f"config.json of a {kind} model has {name}={value!r}; it must be a whole number of at least 1"
@@ -164,14 +170,14 @@ def _size(hf_config: Mapping[str, Any], name: str, kind: str, *, default: int | 
     return value
 
 
-def _positive_number(hf_config: Mapping[str, Any], name: str, kind: str) -> float:
-    value = _field(hf_config, name, kind)
+def _read_positive_number(hf_config: Mapping[str, Any], name: str, kind: str) -> float:
+    value = _read_field(hf_config, name, kind)
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ValueError(f"config.json of a {kind} model has {name}={value!r}; it must be a number above 0")
     return float(value)
 
 
-def _field(hf_config: Mapping[str, Any], name: str, kind: str) -> Any:
+def _read_field(hf_config: Mapping[str, Any], name: str, kind: str) -> Any:
     if name not in hf_config:
         raise ValueError(
             f"config.json of a {kind} model lacks {name!r}; restore the file that came with the model"
@@ -252,7 +258,7 @@ def layout_problems(
 ) -> list[str]:
     """The problems of this layout, each with the nearest values of its field that solve it. If no value does,
     or there are several problems, a last line lists the nearest layouts that work."""
-    misfits = _misfits(architecture, layout, num_processes)
+    misfits = _find_misfits(architecture, layout, num_processes)
     fixes = {field: _nearest_values(architecture, layout, field, num_processes) for field in misfits}
     problems = [
         f"{reason}; {f'use {fixes[field]}' if fixes[field] else f'no {field} alone mends it'}"
@@ -265,7 +271,7 @@ def layout_problems(
     return problems
 
 
-def _misfits(a: Architecture, layout: LayoutConfig, num_processes: int | None) -> dict[str, str]:
+def _find_misfits(a: Architecture, layout: LayoutConfig, num_processes: int | None) -> dict[str, str]:
     """The problems of this layout, by the field to change."""
     misfits = {}
     if numbers := _tp_misfits(a, layout.tp):
@@ -331,7 +337,7 @@ def _nearest_values(a: Architecture, layout: LayoutConfig, field: str, num_proce
     else:
         names = ("pp", "vpp") if field == "pp" and layout.vpp > 1 else (field,)
         changes = [(n, size) for n in names for size in _nearest_sizes(a, layout, n, field, num_processes)]
-    valid = [(name, value) for name, value in changes if _changed(layout, name, value)]
+    valid = [(name, value) for name, value in changes if _with_field(layout, name, value)]
     return " or ".join(f"{name}={str(value).lower()}" for name, value in valid)
 
 
@@ -343,8 +349,8 @@ def _nearest_sizes(
     largest = {"tp": a.num_heads, "pp": a.num_layers, "vpp": a.num_layers, "ep": num_experts}[name]
 
     def fits(size: int) -> bool:
-        changed = _changed(layout, name, size)
-        return changed is not None and misfit not in _misfits(a, changed, num_processes)
+        changed = _with_field(layout, name, size)
+        return changed is not None and misfit not in _find_misfits(a, changed, num_processes)
 
     present = getattr(layout, name)
     below, above = range(min(present - 1, largest), 0, -1), range(present + 1, largest + 1)
@@ -359,11 +365,11 @@ def _nearest_dp(layout: LayoutConfig, num_processes: int) -> str:
     while layout.tp * layout.cp * dp % layout.ep:
         dp += 1
     processes = f"{layout.model_size * dp} processes"
-    dp_fits = rest == 0 and copies >= 1 and _changed(layout, "dp", copies) is not None
+    dp_fits = rest == 0 and copies >= 1 and _with_field(layout, "dp", copies) is not None
     return f"dp={copies}, or {processes}" if dp_fits else processes
 
 
-def _changed(layout: LayoutConfig, name: str, value: int | bool) -> LayoutConfig | None:
+def _with_field(layout: LayoutConfig, name: str, value: int | bool) -> LayoutConfig | None:
     """The layout with one field changed; None if it is refused whatever the model."""
     sizes: dict[str, Any] = layout.model_dump() | {name: value}
     try:

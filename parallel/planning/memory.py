@@ -212,7 +212,7 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
     layers = stage_layers(architecture, layout, stage)
     passes = in_flight(layout, stage, work.num_microbatches)
     whole = [layer_activation_bytes(architecture, layout, work, layer) for layer in layers]
-    rows, tokens = _rows(layout, work.token_budget)
+    rows, tokens = _row_counts(layout, work.token_budget)
     per_chunk = len(layers) // layout.vpp
     tables = passes * tokens * architecture.head_dim * work.dtype_bytes
     hidden_bytes = architecture.hidden_size * work.dtype_bytes
@@ -240,7 +240,7 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     8 bytes an expert for the router's probabilities and choice.
     """
     a, b, c = architecture, work.dtype_bytes, work.attention_bytes
-    rows, tokens = _rows(layout, work.token_budget)
+    rows, tokens = _row_counts(layout, work.token_budget)
     kept = 2 * rows * (_norm_row(a.hidden_size, work) + b * a.hidden_size)
     heads, kv_heads = a.num_heads // layout.tp, max(1, a.num_kv_heads // layout.tp)
     # With fewer key/value heads than ranks Megatron gathers all ranks' product and takes this rank's heads.
@@ -257,7 +257,7 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     return kept + tokens * 5 * b * a.intermediate_size // layout.tp
 
 
-def _rows(layout: LayoutConfig, tokens: int) -> tuple[int, int]:
+def _row_counts(layout: LayoutConfig, tokens: int) -> tuple[int, int]:
     """(this rank's tokens between matrices, tokens of the micro-batch), padded to a multiple of t under
     sequence parallelism."""
     rows = -(-tokens // layout.tp)
@@ -296,7 +296,9 @@ def _pipeline_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     if layout.pp == 1:
         return 0
     sent = in_flight(layout, stage, work.num_microbatches) if stage < layout.pp - 1 or layout.vpp > 1 else 0
-    return (sent + 1) * _rows(layout, work.token_budget)[0] * architecture.hidden_size * work.dtype_bytes
+    return (
+        (sent + 1) * _row_counts(layout, work.token_budget)[0] * architecture.hidden_size * work.dtype_bytes
+    )
 
 
 def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:
@@ -308,12 +310,12 @@ def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     shared, expert = stage_parameters(a, layout, stage)
     has_table = stage in (0, layout.pp - 1)
     table = padded_vocab_size(a.vocab_size, layout.tp) * a.hidden_size if has_table else 0
-    of_experts = layout.ep * 2 * a.hidden_size * a.experts.intermediate_size if a.experts else 0
+    expert_size = layout.ep * 2 * a.hidden_size * a.experts.intermediate_size if a.experts else 0
     largest = b * max(table, a.hidden_size * a.intermediate_size)
     gathered = b * max(table, 2 * a.hidden_size * a.intermediate_size) * (2 if layout.tp > 1 else 0)
     weights = b * (shared * layout.tp + expert * layout.ep)
     return min(2 * max(TRANSFER_BUCKET_BYTES[work.device], largest), weights) + max(
-        gathered, b * of_experts if layout.ep > 1 else 0
+        gathered, b * expert_size if layout.ep > 1 else 0
     )
 
 

@@ -213,20 +213,24 @@ def plan(
     if config.critic is not None:
         critic_architecture = read_architecture(critic) if critic is not None else architecture
     work = work_of(config, "cuda", critic_architecture)
-    plans = sorted(_plans(architecture, config, cluster, work, measured), key=lambda plan: plan.rank_key)
+    plans = sorted(
+        _fitting_plans(architecture, config, cluster, work, measured), key=lambda plan: plan.rank_key
+    )
     if not plans:
         raise NothingFits(_nothing_fits_text(architecture, config, cluster, work))
     return plans
 
 
-def _plans(
+def _fitting_plans(
     architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work, measured: Measured
 ) -> Iterator[Plan]:
-    longest = _longest(architecture, config)
-    servers = [pair for pair in _servers(architecture, config, cluster) if pair[1].tokens >= longest]
+    longest = _longest_sequence(architecture, config)
+    servers = [pair for pair in _possible_servers(architecture, config, cluster) if pair[1].tokens >= longest]
     for num_rollout in cluster.rollout_sizes():
         fitting = [(tp, memory) for tp, memory in servers if num_rollout % tp == 0]
-        for layout, memory in _learners(architecture, config, cluster, work, num_rollout) if fitting else ():
+        for layout, memory in (
+            _possible_learners(architecture, config, cluster, work, num_rollout) if fitting else ()
+        ):
             if memory.total > USABLE_SHARE * cluster.gpu_bytes:
                 continue
             for tp, server_memory in fitting:
@@ -249,7 +253,7 @@ def _plans(
                 )
 
 
-def _servers(
+def _possible_servers(
     architecture: Architecture, config: RunConfig, cluster: Cluster
 ) -> list[tuple[int, RolloutMemory]]:
     """The tensor-parallel sizes of servers that stay within a node, and the memory of each."""
@@ -281,7 +285,7 @@ def static_share(config: RunConfig) -> float | None:
     return None
 
 
-def _learners(
+def _possible_learners(
     architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work, num_rollout: int
 ) -> Iterator[tuple[LayoutConfig, LearnerMemory]]:
     """The learner's layouts on the GPUs that ``num_rollout`` leaves, and the memory of their fullest stages."""
@@ -295,7 +299,7 @@ def _within_node(tp: int, cluster: Cluster) -> bool:
     return cluster.gpus_per_node % tp == 0
 
 
-def _longest(architecture: Architecture, config: RunConfig) -> int:
+def _longest_sequence(architecture: Architecture, config: RunConfig) -> int:
     """Tokens of the learner's longest sequence."""
     return min(config.learner.token_budget, architecture.max_positions)
 
@@ -351,7 +355,9 @@ def _nothing_fits_text(architecture: Architecture, config: RunConfig, cluster: C
     """The least needs of learner and servers on these GPUs, and of each kind of change the first that helps."""
     usable = size_text(int(USABLE_SHARE * cluster.gpu_bytes))
     learners = [
-        pair for n in cluster.rollout_sizes() for pair in _learners(architecture, config, cluster, work, n)
+        pair
+        for n in cluster.rollout_sizes()
+        for pair in _possible_learners(architecture, config, cluster, work, n)
     ]
     lines = [f"nothing fits on {cluster.num_gpus} GPUs of {size_text(cluster.gpu_bytes)}"]
     if learners:
@@ -363,20 +369,20 @@ def _nothing_fits_text(architecture: Architecture, config: RunConfig, cluster: C
         lines.append(
             "the learner has no layout on fewer GPUs whose data-parallel size divides the sequences of a minibatch"
         )
-    if servers := _servers(architecture, config, cluster):
+    if servers := _possible_servers(architecture, config, cluster):
         tp, memory = max(servers, key=lambda pair: pair[1].tokens)
         lines.append(
             f"a server of rollout.tp={tp} has {size_text(memory.weights)} of weights per GPU and room for {memory.tokens} tokens of "
-            f"the {_longest(architecture, config)} that a sequence may have"
+            f"the {_longest_sequence(architecture, config)} that a sequence may have"
         )
     fixes = []
-    for changes in _changes(config, cluster):
+    for changes in _possible_changes(config, cluster):
         fixes += [text for text, changed, on in changes if _would_fit(architecture, changed, on, work)][:1]
     lines.append(f"use {' or '.join(fixes) or 'a smaller model'}")
     return "; ".join(lines)
 
 
-def _changes(config: RunConfig, cluster: Cluster) -> list[list[tuple[str, RunConfig, Cluster]]]:
+def _possible_changes(config: RunConfig, cluster: Cluster) -> list[list[tuple[str, RunConfig, Cluster]]]:
     """Changes to try, the smallest first of each kind: (text, config, cluster)."""
     learner, budget = config.learner, 2 * config.rollout.max_new_tokens
     updates: dict[str, Any] = {}
@@ -399,7 +405,7 @@ def _changes(config: RunConfig, cluster: Cluster) -> list[list[tuple[str, RunCon
 
 def _would_fit(architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work) -> bool:
     changed = work_of(config, work.device, work.critic)
-    return next(_plans(architecture, config, cluster, changed, NO_TABLE), None) is not None
+    return next(_fitting_plans(architecture, config, cluster, changed, NO_TABLE), None) is not None
 
 
 def read_measured(path: Path) -> Measured:

@@ -86,7 +86,7 @@ def load_weights(models: Sequence[PackedGPTModel], weights: HuggingFaceWeights) 
                 name = EMBEDDING
             parts = {part: weights.read(part) for part in hf_names(name, model.architecture)}
             _check_shapes(parts, shapes)
-            parameter.copy_(_shard(name, _merge(name, list(parts.values()), model), parameter))
+            parameter.copy_(_local_shard(name, _merge_parts(name, list(parts.values()), model), parameter))
 
 
 def _check_names(weights: HuggingFaceWeights, models: Sequence[PackedGPTModel]) -> None:
@@ -114,7 +114,7 @@ def _check_shapes(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
             )
 
 
-def _merge(name: str, parts: Sequence[Tensor], model: PackedGPTModel) -> Tensor:
+def _merge_parts(name: str, parts: Sequence[Tensor], model: PackedGPTModel) -> Tensor:
     """The whole Megatron tensor from its Hugging Face parts."""
     if "linear_qkv" in name and len(parts) == 3:
         groups = model.architecture.num_kv_heads
@@ -126,8 +126,8 @@ def _merge(name: str, parts: Sequence[Tensor], model: PackedGPTModel) -> Tensor:
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
-def _split(name: str, whole: Tensor, model: PackedGPTModel) -> list[Tensor]:
-    """The Hugging Face parts of a whole Megatron tensor; the inverse of ``_merge``."""
+def _split_whole(name: str, whole: Tensor, model: PackedGPTModel) -> list[Tensor]:
+    """The Hugging Face parts of a whole Megatron tensor; the inverse of ``_merge_parts``."""
     a = model.architecture
     if name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
         dim, heads = a.head_dim, a.num_heads // a.num_kv_heads
@@ -143,7 +143,7 @@ def _is_sharded(name: str, parameter: Tensor) -> bool:
     return is_split and parallel_state.get_tensor_model_parallel_world_size() > 1
 
 
-def _shard(name: str, whole: Tensor, parameter: Tensor) -> Tensor:
+def _local_shard(name: str, whole: Tensor, parameter: Tensor) -> Tensor:
     """This tensor-parallel rank's part of the whole."""
     if not _is_sharded(name, parameter):
         return whole
@@ -154,7 +154,7 @@ def _shard(name: str, whole: Tensor, parameter: Tensor) -> Tensor:
     return whole.chunk(size, parameter.partition_dim)[rank]
 
 
-def _gather(name: str, parameter: Tensor) -> Tensor:
+def _gather_whole(name: str, parameter: Tensor) -> Tensor:
     """The whole tensor, on every tensor-parallel rank."""
     local = parameter.detach()
     if not _is_sharded(name, parameter):
@@ -182,7 +182,7 @@ def _gather_experts(
 def _whole_tensors(name: str, parameter: Tensor, model: PackedGPTModel) -> Iterable[tuple[str, Tensor]]:
     expert, experts = expert_of(name), model.architecture.experts
     if expert is None or experts is None:
-        return [(name, _gather(name, parameter))]
+        return [(name, _gather_whole(name, parameter))]
     return _gather_experts(name, expert, parameter, experts.num_experts)
 
 
@@ -201,7 +201,7 @@ def export_hf(models: Sequence[PackedGPTModel]) -> Iterator[tuple[str, Tensor]]:
                 continue
             for whole_name, whole in _whole_tensors(name, parameter, model):
                 names = hf_names(whole_name, model.architecture)
-                yield from zip(names, _split(whole_name, whole, model), strict=True)
+                yield from zip(names, _split_whole(whole_name, whole, model), strict=True)
 
 
 def save_hf(

@@ -34,9 +34,9 @@ class HuggingFaceWeights:
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
-        self._files = self._locate()
+        self._files = self._locate_tensors()
 
-    def _locate(self) -> dict[str, Path]:
+    def _locate_tensors(self) -> dict[str, Path]:
         mapping = shard_of_names(self.folder)
         if mapping is not None:
             return {name: self.folder / file for name, file in mapping.items()}
@@ -45,10 +45,10 @@ class HuggingFaceWeights:
             raise ValueError(
                 f"model.path={self.folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors"
             )
-        return dict.fromkeys(self._open(single).keys(), single)
+        return dict.fromkeys(self._open_file(single).keys(), single)
 
     @staticmethod
-    def _open(path: Path):
+    def _open_file(path: Path):
         try:
             return safe_open(path, framework="pt", device="cpu")
         except Exception as error:  # safetensors' own type for a broken file, OSError for a missing one
@@ -59,7 +59,7 @@ class HuggingFaceWeights:
         return set(self._files)
 
     def read(self, name: str) -> Tensor:
-        with self._open(self._files[name]) as file:
+        with self._open_file(self._files[name]) as file:
             return file.get_tensor(name)
 
 
@@ -114,7 +114,7 @@ class ShardWriter:
             return
         file = f"stage-{self._number}-shard-{len(self.shards)}"
         save_file(self._pending, self._folder / file, metadata={"format": "pt"})
-        _flush(self._folder / file)
+        _flush_path(self._folder / file)
         self.shards.append(Shard(file=file, names=tuple(self._pending), bytes=self._pending_bytes))
         self._pending, self._pending_bytes = {}, 0
 
@@ -158,10 +158,10 @@ def flush_folder(folder: Path) -> None:
     """Flush every file and directory under ``folder`` to the disk."""
     for parent, _, files in os.walk(folder):
         for path in [*(os.path.join(parent, file) for file in files), parent]:
-            _flush(path)
+            _flush_path(path)
 
 
-def _flush(path: str | Path) -> None:
+def _flush_path(path: str | Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -185,4 +185,4 @@ def replace_folder(temporary: Path, final: Path) -> None:
         raise
     if aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
-    _flush(final.parent)
+    _flush_path(final.parent)

@@ -50,26 +50,28 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """Every tensor of the folder, by its name. Raises WeightsUnreadable, with a line for each broken file."""
     mapping = shard_of_names(folder)
     files = sorted({SINGLE} if mapping is None else set(mapping.values()))
-    found, broken = {}, []
+    all_headers, broken = {}, []
     for file in files:
         try:
             headers = read_header(Path(folder) / file)
         except WeightsUnreadable as error:
             broken.append(str(error))
         else:
-            found |= {n: header for n, header in headers.items() if mapping is None or mapping.get(n) == file}
+            all_headers |= {
+                n: header for n, header in headers.items() if mapping is None or mapping.get(n) == file
+            }
     if len(broken) > _FEW:
         broken[_FEW:] = [f"{len(broken) - _FEW} further broken files; {_DOWNLOAD_AGAIN}"]
     if broken:
         raise WeightsUnreadable("\n".join(broken))
-    lost = sorted((mapping or {}).keys() - found.keys())
+    lost = sorted((mapping or {}).keys() - all_headers.keys())
     if mapping and lost:
         file = mapping[lost[0]]
         raise WeightsUnreadable(
             f"{INDEX} says that {file} holds {lost[0]}, which it does not ({len(lost)} such tensors); index and files are of two models: "
             "download or copy the folder again"
         )
-    return found
+    return all_headers
 
 
 def shard_of_names(folder: Path) -> dict[str, str] | None:
@@ -81,7 +83,7 @@ def shard_of_names(folder: Path) -> dict[str, str] | None:
         mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsUnreadable(
-            f"{index} is no index of safetensors ({_short(error)}); {_DOWNLOAD_AGAIN}"
+            f"{index} is no index of safetensors ({_error_text(error)}); {_DOWNLOAD_AGAIN}"
         ) from error
     files = mapping.values() if isinstance(mapping, dict) else ()
     if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
@@ -109,11 +111,11 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
             }
     except (SafetensorError, OSError) as error:
         raise WeightsUnreadable(
-            f"{path} is no readable safetensors file: {_cause(path, error)}; {_DOWNLOAD_AGAIN}"
+            f"{path} is no readable safetensors file: {_failure_text(path, error)}; {_DOWNLOAD_AGAIN}"
         ) from error
 
 
-def _cause(path: Path, error: Exception) -> str:
+def _failure_text(path: Path, error: Exception) -> str:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -124,7 +126,7 @@ def _cause(path: Path, error: Exception) -> str:
         return "it is empty"
     if start == _LFS_POINTER:
         return "it is a pointer of Git LFS, not the weights themselves (`git lfs pull` fetches them)"
-    text = _short(error)
+    text = _error_text(error)
     if "incomplete metadata" in text or "not fully covered" in text:
         return f"its {size:,} bytes do not fit its header, so it was cut short or overwritten"
     return f"{text.removeprefix('Error while deserializing header: ')} ({size:,} bytes)"
@@ -135,13 +137,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def _name_problems(headers: Mapping[str, TensorHeader], shapes: Shapes, folder: Path) -> Iterator[str]:
     if missing := sorted(shapes.keys() - headers.keys()):
-        yield f"{folder} lacks {len(missing)} tensors that its config.json asks for: {_listed(missing)}; {_TWO_MODELS}"
+        yield f"{folder} lacks {len(missing)} tensors that its config.json asks for: {_list_text(missing)}; {_TWO_MODELS}"
     # A tied model's folder may repeat the embedding as lm_head; config.json decides, as in transformers.
     left_over = sorted(
         name for name in headers.keys() - shapes.keys() if name != TOP[OUTPUT] and not IGNORED.match(name)
     )
     if left_over:
-        yield f"{folder} has {len(left_over)} tensors that its config.json does not account for: {_listed(left_over)}; {_TWO_MODELS}"
+        yield f"{folder} has {len(left_over)} tensors that its config.json does not account for: {_list_text(left_over)}; {_TWO_MODELS}"
 
 
 _TWO_MODELS = "use the config.json that came with these weights"
@@ -150,7 +152,7 @@ _TWO_MODELS = "use the config.json that came with these weights"
 def _shape_problems(headers: Mapping[str, TensorHeader], shapes: Shapes, folder: Path) -> Iterator[str]:
     wrong = [name for name in sorted(shapes.keys() & headers.keys()) if headers[name].shape != shapes[name]]
     if wrong:
-        shown = _listed([f"{name} is {headers[name].shape}, not {shapes[name]}" for name in wrong])
+        shown = _list_text([f"{name} is {headers[name].shape}, not {shapes[name]}" for name in wrong])
         yield f"{len(wrong)} tensors of {folder} have another shape than its config.json asks for: {shown}; {_TWO_MODELS}"
     other = [
         f"{name} ({headers[name].dtype})"
@@ -158,13 +160,13 @@ def _shape_problems(headers: Mapping[str, TensorHeader], shapes: Shapes, folder:
         if headers[name].dtype not in FLOATING
     ]
     if other:
-        yield f"{len(other)} tensors of {folder} are quantised: {_listed(other)}; use the model as it was before, in F32, F16 or BF16"
+        yield f"{len(other)} tensors of {folder} are quantised: {_list_text(other)}; use the model as it was before, in F32, F16 or BF16"
 
 
-def _listed(items: list[str]) -> str:
+def _list_text(items: list[str]) -> str:
     return ", ".join(items[:_FEW]) + (", ..." if len(items) > _FEW else "")
 
 
-def _short(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     text = str(error) if not isinstance(error, KeyError) else f"no key {error}"
     return text if len(text) <= 160 else f"{text[:160]}..."

@@ -189,9 +189,9 @@ class WeightBroadcaster:
 
     def start(self, bucket: Bucket) -> "UnderWay[None]":
         """Begin to send one bucket, after all earlier ones. Its bytes must stay until the result is there."""
-        return self._line.begin(lambda: self._broadcast(bucket.bytes))
+        return self._line.begin(lambda: self._broadcast_bucket(bucket.bytes))
 
-    def _broadcast(self, flat: Tensor) -> None:
+    def _broadcast_bucket(self, flat: Tensor) -> None:
         with platform.side_stream(flat.device):
             dist.broadcast(flat, src=0, group=self._group)
 
@@ -226,7 +226,7 @@ class Line:
 
     def __init__(self) -> None:
         self._works: SimpleQueue[tuple[Callable[[], object], Future] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="weight-transfer", daemon=True).start()
+        threading.Thread(target=self._run_works, name="weight-transfer", daemon=True).start()
 
     def begin(self, work: Callable[[], T]) -> UnderWay[T]:
         """Run ``work()`` after all earlier work has ended or failed."""
@@ -238,7 +238,7 @@ class Line:
         """End the thread after all work that was begun."""
         self._works.put(None)
 
-    def _run(self) -> None:
+    def _run_works(self) -> None:
         while (item := self._works.get()) is not None:
             work, result = item
             try:

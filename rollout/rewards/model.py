@@ -115,19 +115,19 @@ class RewardModel:
             RewardModelError: a replica does not.
         """
         self._session = open_session()
-        probe = self._item(*PROBE, reference="2")
-        scores = await asyncio.gather(*(self._probe(replica, probe) for replica in self._replicas))
+        probe = self._make_item(*PROBE, reference="2")
+        scores = await asyncio.gather(*(self._probe_replica(replica, probe) for replica in self._replicas))
         for replica, score in zip(self._replicas, scores, strict=True):
             if score.error is not None:
                 raise RewardModelError(
                     f"{self._name}: the reward model at {replica.url} cannot score a trial sample: {score.error}"
                 )
 
-    async def _probe(self, replica: Replica, item: Item) -> Score:
+    async def _probe_replica(self, replica: Replica, item: Item) -> Score:
         try:
             [score] = await self._request_with_retries([item], [replica])
         except _Refused as error:
-            raise RewardModelError(f"{self._name}: {error}; {self._fix()}") from error
+            raise RewardModelError(f"{self._name}: {error}; {self._fix_text()}") from error
         return score
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
@@ -136,7 +136,7 @@ class RewardModel:
         Raises:
             RewardModelError: the model does not answer, or its answer has the wrong form.
         """
-        item = self._item(prompt.text, response_text, reference=prompt.reference)
+        item = self._make_item(prompt.text, response_text, reference=prompt.reference)
         content = item.text if item.token_ids is None else item.token_ids
         if self._config.protocol == "sglang" and not content:
             return Score(value=0.0, error="the text for the reward model is empty")
@@ -163,7 +163,7 @@ class RewardModel:
         if self._session is not None:
             await self._session.close()
 
-    def _item(self, prompt: str, response: str, *, reference: str) -> Item:
+    def _make_item(self, prompt: str, response: str, *, reference: str) -> Item:
         token_ids = None
         if isinstance(self._config.text, PlainText):
             text = self._config.text.template.format(prompt=prompt, response=response, reference=reference)
@@ -179,15 +179,15 @@ class RewardModel:
             self._linger.cancel()
             self._linger = None
         batch, self._waiting = self._waiting, []
-        request = asyncio.get_running_loop().create_task(self._request(batch))
+        request = asyncio.get_running_loop().create_task(self._send_batch(batch))
         self._requests.add(request)
         request.add_done_callback(self._requests.discard)
 
-    async def _request(self, batch: Sequence[tuple[Item, asyncio.Future[Score]]]) -> None:
+    async def _send_batch(self, batch: Sequence[tuple[Item, asyncio.Future[Score]]]) -> None:
         """Give every future of the batch its score, or the error."""
         try:
             async with self._places:
-                scores = await self._scores([item for item, _ in batch])
+                scores = await self._score_items([item for item, _ in batch])
             self._count_failures(scores)
         except asyncio.CancelledError:
             for _, future in batch:
@@ -202,14 +202,14 @@ class RewardModel:
                 if not future.done():  # its caller may be gone
                     future.set_result(score)
 
-    async def _scores(self, items: list[Item]) -> list[Score]:
+    async def _score_items(self, items: list[Item]) -> list[Score]:
         try:
             return await self._request_with_retries(items, self._replicas)
         except _Refused as error:
             if len(items) == 1:
                 return [Score(value=0.0, error=str(error))]
         half = len(items) // 2
-        return await self._scores(items[:half]) + await self._scores(items[half:])
+        return await self._score_items(items[:half]) + await self._score_items(items[half:])
 
     def _count_failures(self, scores: Sequence[Score]) -> None:
         for score in scores:
@@ -220,7 +220,7 @@ class RewardModel:
                 )
 
     async def _request_with_retries(self, items: list[Item], replicas: Sequence[Replica]) -> list[Score]:
-        body = json.dumps(self._body(items)).encode()
+        body = json.dumps(self._request_body(items)).encode()
 
         async def attempt(url: str) -> list[Score]:
             try:
@@ -228,13 +228,13 @@ class RewardModel:
                     content = await self._post(url, body)
             except TimeoutError as error:
                 raise AttemptFailed(f"no answer within timeout_s={self._config.timeout_s:g} s") from error
-            return self._parse(url, content, len(items))
+            return self._parse_scores(url, content, len(items))
 
         def count_failure(_: Exception, failures: list[str]) -> None:
             if len(failures) > self._config.max_retries:
                 raise RewardModelError(
                     f"{self._name}: {len(failures)} attempts to score {len(items)} samples failed "
-                    f"(max_retries={self._config.max_retries}): {failures}; {self._fix()}"
+                    f"(max_retries={self._config.max_retries}): {failures}; {self._fix_text()}"
                 )
             self.retries += 1
             logger.warning(
@@ -245,7 +245,7 @@ class RewardModel:
             replicas, attempt, count_failure, num_samples=len(items), backoff_s=BACKOFF_S
         )
 
-    def _body(self, items: Sequence[Item]) -> dict[str, object]:
+    def _request_body(self, items: Sequence[Item]) -> dict[str, object]:
         if self._config.protocol == "json":
             return {
                 "items": [
@@ -270,9 +270,9 @@ class RewardModel:
             raise AttemptFailed(problem)
         if response.status in REFUSED_ITEMS:
             raise _Refused(f"{url} refused it with {problem}")
-        raise RewardModelError(f"{self._name}: {url} answered {problem}; {self._fix()}")
+        raise RewardModelError(f"{self._name}: {url} answered {problem}; {self._fix_text()}")
 
-    def _parse(self, url: str, content: bytes, count: int) -> list[Score]:
+    def _parse_scores(self, url: str, content: bytes, count: int) -> list[Score]:
         try:
             reply = json.loads(content)  # reads NaN too, which then fails its own sample only
         except ValueError:
@@ -283,7 +283,7 @@ class RewardModel:
             form = '{"scores": [...]}' if is_json else '[{"embedding": [...]}, ...]'
             received = f"{len(scores)} of them" if isinstance(scores, list) else repr(content[:200])
             raise RewardModelError(
-                f"{self._name}: {url} was asked for {count} scores as {form} and sent {received}; {self._fix()}"
+                f"{self._name}: {url} was asked for {count} scores as {form} and sent {received}; {self._fix_text()}"
             )
         return [_to_score(score if is_json else self._embedded_score(url, score)) for score in scores]
 
@@ -297,7 +297,7 @@ class RewardModel:
             )
         return numbers[0] if numbers else None
 
-    def _fix(self) -> str:
+    def _fix_text(self) -> str:
         if self._config.protocol == "json":
             return f"start the server, or correct {self._name}.urls; rollout/rewards/model.py describes the protocol"
         return f"start it (python -m sglang.launch_server --is-embedding --model-path ...), or correct {self._name}.urls"

@@ -151,9 +151,11 @@ class Scorer:
     async def _make_reward(self, field: str, part: RewardPart) -> _Reward:
         match part.type:
             case "countdown":
-                return _inline(lambda prompt, text, num_tokens: countdown_reward(prompt.reference, text))
+                return _inline_reward(
+                    lambda prompt, text, num_tokens: countdown_reward(prompt.reference, text)
+                )
             case "gsm8k":
-                return _inline(lambda prompt, text, num_tokens: gsm8k_reward(prompt.reference, text))
+                return _inline_reward(lambda prompt, text, num_tokens: gsm8k_reward(prompt.reference, text))
             case "overlong":
                 longest, buffer = self._max_new_tokens, part.buffer_tokens
                 if buffer > longest:
@@ -161,7 +163,7 @@ class Scorer:
                         f"{field}.buffer_tokens={buffer} is more than rollout.max_new_tokens={longest}; lower it"
                     )
                 penalty = partial(overlong_penalty, max_tokens=longest, buffer_tokens=buffer)
-                return _inline(lambda prompt, text, num_tokens: Score(value=penalty(num_tokens)))
+                return _inline_reward(lambda prompt, text, num_tokens: Score(value=penalty(num_tokens)))
             case "model":
                 model = RewardModel(part, name=field)
                 self._models.append(model)
@@ -226,7 +228,7 @@ class Scorer:
         return score
 
 
-def _inline(function: Callable[[Prompt, str, int], Score]) -> _Reward:
+def _inline_reward(function: Callable[[Prompt, str, int], Score]) -> _Reward:
     """A pure and quick reward, which runs in the event loop's own thread."""
 
     async def score(prompt: Prompt, response_text: str, num_tokens: int) -> Score:

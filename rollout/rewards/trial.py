@@ -86,9 +86,9 @@ class _Trial:
         kind, content = self._wait_for_reply(f"importing {module}", "import_timeout_s", limit_s, fix)
         if kind != "ready":
             raise ValueError(content)
-        return () if problem is None else self._score(problem)
+        return () if problem is None else self._try_responses(problem)
 
-    def _score(self, problem: "Problem") -> tuple[str, ...]:
+    def _try_responses(self, problem: "Problem") -> tuple[str, ...]:
         raised: dict[str, str] = {}
         for name, response in made_responses(problem.reference).items():
             job = Job(

@@ -171,41 +171,41 @@ class _Worker:
 
     def call(self, job: Job) -> Score:
         if self._process is None or self._process.poll() is not None:
-            self._start()
+            self._start_process()
         try:
             self._connection.send(job)
-            _, content = self._receive(self._timeout_s)
+            _, content = self._receive_reply(self._timeout_s)
         except TimeoutError:
-            self._end()
+            self._end_process()
             content = f"TimeoutError: no answer within {self._timeout_s:g} s; its process was killed"
             self._raise_if_closed()
         except (EOFError, OSError):
             process = self._process
-            self._end()
+            self._end_process()
             content = f"the reward's process (pid {process.pid}) {how_it_ended(process.returncode)}"
             self._raise_if_closed()
         return content if isinstance(content, Score) else Score(value=0.0, error=content)
 
-    def _start(self) -> None:
-        self._end()
+    def _start_process(self) -> None:
+        self._end_process()
         with self._lock:
             if self._closed:
                 raise CancelledError
             # Prints of reward code go to the error stream: standard output is for the run's own lines.
             self._process, self._connection = start_process(self._reward, output=sys.__stderr__.fileno())
         try:
-            kind, content = self._receive(self._start_timeout_s)
+            kind, content = self._receive_reply(self._start_timeout_s)
         except (TimeoutError, EOFError, OSError) as error:
-            self._end()
+            self._end_process()
             self._raise_if_closed()
             raise WorkerStartError(
                 f"the process of reward {self._reward!r} did not start; its error output says why"
             ) from error
         if kind != "ready":
-            self._end()
+            self._end_process()
             raise WorkerStartError(content)
 
-    def _receive(self, timeout_s: float) -> Reply:
+    def _receive_reply(self, timeout_s: float) -> Reply:
         if not self._connection.poll(timeout_s):
             raise TimeoutError(f"no answer within {timeout_s:g} s")
         return self._connection.recv()
@@ -214,7 +214,7 @@ class _Worker:
         if self._closed:
             raise CancelledError
 
-    def _end(self) -> None:
+    def _end_process(self) -> None:
         """Kill and reap the process, if there is one; the next call starts another."""
         with self._lock:
             if self._process is not None:

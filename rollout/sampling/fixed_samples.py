@@ -104,7 +104,7 @@ async def prefill_logprobs(
     ) as session:
         for rows in _split_into_requests(sequences):
             part = [list(sequences[row]) for row in rows]
-            replies = await _score(session, url, part)
+            replies = await _request_prefill(session, url, part)
             counts = [response_lengths[row] for row in rows]
             scored = zip(replies, part, counts, strict=True)
             logprobs += [_last_logprobs(reply, ids, count, vocab_size) for reply, ids, count in scored]
@@ -128,7 +128,7 @@ def _split_into_requests(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
     return requests
 
 
-async def _score(session: aiohttp.ClientSession, url: str, part: list[list[int]]) -> list[dict]:
+async def _request_prefill(session: aiohttp.ClientSession, url: str, part: list[list[int]]) -> list[dict]:
     sampling = neutral_sampling_params(max_new_tokens=1, temperature=1.0)
     body = {"input_ids": part, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
     async with session.post(

@@ -74,16 +74,16 @@ class RemoteSampler:
         self, count: int, *, newest: int, max_staleness: int, meanwhile: Callable[[], None] = _do_nothing
     ) -> tuple[list[Group], SamplingStats]:
         """The groups of the next ``count`` prompts, without a token older than ``newest - max_staleness``."""
-        reply = self._request(NextGroups(count, newest, max_staleness), Groups, meanwhile)
+        reply = self._request_reply(NextGroups(count, newest, max_staleness), Groups, meanwhile)
         return reply.groups, reply.stats
 
     def evaluate(self, meanwhile: Callable[[], None] = _do_nothing) -> EvaluationResult | None:
         """Evaluate on held-out problems; None if the task has none."""
-        return self._request(Evaluate(), Evaluated, meanwhile).result
+        return self._request_reply(Evaluate(), Evaluated, meanwhile).result
 
     def state(self) -> dict[str, int]:
         """The sampler's state for a checkpoint, as plain JSON values."""
-        return msgspec.to_builtins(self._request(GetState(), State).state)
+        return msgspec.to_builtins(self._request_reply(GetState(), State).state)
 
     def load_state(self, state: dict[str, int] | None) -> None:
         """Continue from a ``state()`` of the same seed and data; None: from the start of the data."""
@@ -91,13 +91,15 @@ class RemoteSampler:
             sampler_state = msgspec.convert(state, SamplerState | None)
         except msgspec.ValidationError as error:
             raise ValueError(f"{state} is not a state of the sampler: {error}") from error
-        self._request(LoadState(sampler_state), Done)
+        self._request_reply(LoadState(sampler_state), Done)
 
     def stop(self) -> None:
         """Have the sample role end."""
-        self._request(Stop(), Done)
+        self._request_reply(Stop(), Done)
 
-    def _request(self, request: Request, expected: type[A], meanwhile: Callable[[], None] = _do_nothing) -> A:
+    def _request_reply(
+        self, request: Request, expected: type[A], meanwhile: Callable[[], None] = _do_nothing
+    ) -> A:
         channel = self._open_channel()
         channel.send(msgspec.msgpack.encode(request))
         try:

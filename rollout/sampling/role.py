@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 LAST_REPLY_LINGER_MS = 1000
 
 
-def _ignore(activity: str) -> None:
+def _ignore_activity(activity: str) -> None:
     """The default listener of this role's activity."""
 
 
@@ -67,7 +67,7 @@ async def run_sample_role(
     announce: Callable[[str], None],
     log_dir: Path,
     host: str = "127.0.0.1",
-    doing: Callable[[str], None] = _ignore,
+    doing: Callable[[str], None] = _ignore_activity,
     key: RunKey | None = None,
 ) -> None:
     """Serve the learner until it sends Stop.
@@ -144,7 +144,7 @@ async def serve(
     announce: Callable[[str], None],
     host: str = "127.0.0.1",
     peer_timeout_s: float = PEER_TIMEOUT_S,
-    doing: Callable[[str], None] = _ignore,
+    doing: Callable[[str], None] = _ignore_activity,
     key: RunKey | None = None,
 ) -> None:
     """Answer requests on a free port, one at a time, until Stop. The answer to a failed request is a Failure.
@@ -175,7 +175,7 @@ async def serve(
                     continue
                 doing(type(request).__name__)
                 try:
-                    reply = await _answer(sampler, request)
+                    reply = await _answer_request(sampler, request)
                 except Exception as error:  # a defect: report it to the learner, then end
                     await channel.send(msgspec.msgpack.encode(Failure(f"{type(error).__name__}: {error}")))
                     raise
@@ -212,7 +212,7 @@ class _SinglePublicKey:
         return hmac.compare_digest(key, self.public)
 
 
-async def _answer(sampler: GroupSampler, request: Request) -> Reply:
+async def _answer_request(sampler: GroupSampler, request: Request) -> Reply:
     try:
         match request:
             case NextGroups(count, newest, max_staleness):

@@ -111,7 +111,9 @@ class GroupSampler:
         while (missing := count - sum(has_signal)) and len(rounds) < max_rounds:
             prompts = [self._prompt_at(self._position + len(groups) + i) for i in range(missing)]
             first_id, size = self._next_group_id + len(groups), self._rollout.group_size
-            seeds = [self._seeds(prompt, size, attempt=first_id + i) for i, prompt in enumerate(prompts)]
+            seeds = [
+                self._sample_seeds(prompt, size, attempt=first_id + i) for i, prompt in enumerate(prompts)
+            ]
             sampled, stats = await self._sample_all(prompts, seeds, temperature=self._rollout.temperature)
             new_groups = [_make_group(first_id + i, prompt, sampled[i]) for i, prompt in enumerate(prompts)]
             _check_versions(new_groups, newest=newest, max_staleness=max_staleness)
@@ -119,7 +121,7 @@ class GroupSampler:
             has_signal += [_has_signal([s.score for s in samples], self._dynamic) for samples in sampled]
             rounds.append(stats)
         num_filled = count - sum(has_signal)
-        stats = replace(_total(rounds), resampled_groups=len(groups) - count, filled_groups=num_filled)
+        stats = replace(_total_stats(rounds), resampled_groups=len(groups) - count, filled_groups=num_filled)
         if num_filled:
             logger.warning(
                 "only %d of %d groups have differing rewards after %d rounds and %d prompts; %d without signal are trained on too",
@@ -140,11 +142,11 @@ class GroupSampler:
         if not prompts:
             return None
         per_prompt = self._evaluation.samples_per_prompt
-        seeds = [self._seeds(prompt, per_prompt, attempt=-1) for prompt in prompts]
+        seeds = [self._sample_seeds(prompt, per_prompt, attempt=-1) for prompt in prompts]
         sampled, _ = await self._sample_all(prompts, seeds, temperature=self._evaluation.temperature)
-        return _summarise(sampled)
+        return _summarise_samples(sampled)
 
-    def _seeds(self, prompt: Prompt, count: int, *, attempt: int) -> list[int]:
+    def _sample_seeds(self, prompt: Prompt, count: int, *, attempt: int) -> list[int]:
         return [
             _sample_seed(self._seed, prompt.prompt_id, sibling, attempt=attempt) for sibling in range(count)
         ]
@@ -199,10 +201,11 @@ class GroupSampler:
             seeds=seeds,
         )
         return [
-            (completion, tasks.create_task(self._score(prompt, completion))) for completion in completions
+            (completion, tasks.create_task(self._score_completion(prompt, completion)))
+            for completion in completions
         ]
 
-    async def _score(self, prompt: Prompt, completion: Completion) -> Score:
+    async def _score_completion(self, prompt: Prompt, completion: Completion) -> Score:
         text, num_tokens = self._response_text(completion), len(completion.token_ids)
         return await self._scorer.score(
             prompt, text, num_tokens=num_tokens, finish_reason=completion.finish_reason
@@ -261,7 +264,7 @@ def _sample_seed(run_seed: int, prompt_id: str, sibling: int, *, attempt: int) -
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def _total(rounds: Sequence[SamplingStats]) -> SamplingStats:
+def _total_stats(rounds: Sequence[SamplingStats]) -> SamplingStats:
     numbers = [field.name for field in fields(SamplingStats) if field.name != "first_failure"]
     failures = [stats.first_failure for stats in rounds if stats.first_failure is not None]
     return SamplingStats(
@@ -329,7 +332,7 @@ def accuracy_error(right: Sequence[Sequence[bool]]) -> float | None:
     return statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
 
 
-def _summarise(sampled: Sequence[Sequence[_Sample]]) -> EvaluationResult:
+def _summarise_samples(sampled: Sequence[Sequence[_Sample]]) -> EvaluationResult:
     samples = [sample for samples in sampled for sample in samples]
     truncated = sum(sample.completion.finish_reason is FinishReason.LENGTH for sample in samples)
     return EvaluationResult(

@@ -99,15 +99,17 @@ class SGLangClient:
         sampling["stop_token_ids"] = list(stop_token_ids)
         samplings = [sampling | {"sampling_seed": seed} for seed in seeds]
         if not self._whole_groups:
-            requests = (self._request(list(prompt_ids), [sampling]) for sampling in samplings)
+            requests = (self._request_completions(list(prompt_ids), [sampling]) for sampling in samplings)
             return [completion for (completion,) in await _gather_or_cancel(requests)]
         completions: list[Completion] = []
         for start in range(0, len(samplings), self._max_concurrency):
             part = samplings[start : start + self._max_concurrency]
-            completions += await self._request(list(prompt_ids), part)
+            completions += await self._request_completions(list(prompt_ids), part)
         return completions
 
-    async def _request(self, prompt_ids: list[int], samplings: list[dict[str, object]]) -> list[Completion]:
+    async def _request_completions(
+        self, prompt_ids: list[int], samplings: list[dict[str, object]]
+    ) -> list[Completion]:
         """One completion per item of ``samplings`` (at most ``max_concurrency``) by one HTTP request, repeated
         where it fails."""
         count = len(samplings)

@@ -175,7 +175,7 @@ class SGLangControl:
             )
             for i, line in enumerate(self._lines)
         ]
-        return self._pending(f"join group {group_name}", futures)
+        return self._as_pending(f"join group {group_name}", futures)
 
     def leave_group(self) -> None:
         """Have every server leave the group of ``join_group``, if it was called."""
@@ -230,7 +230,7 @@ class SGLangControl:
         pausing = self._send_all("POST", "/pause_generation", {"mode": "retract"})
         closed = [line for line, is_open in zip(self._lines, self._is_open, strict=True) if not is_open]
         beginning = [line.ask("POST", "/begin_weight_update", {}) for line in closed]
-        return self._pending("pause and begin weight update", [*pausing, *beginning])
+        return self._as_pending("pause and begin weight update", [*pausing, *beginning])
 
     def receive_bucket(
         self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None
@@ -318,7 +318,7 @@ class SGLangControl:
         return _parse_versions(self._request_versions().wait())
 
     def _request_versions(self) -> Pending:
-        return self._pending("read versions", self._send_all("GET", "/model_info", None))
+        return self._as_pending("read versions", self._send_all("GET", "/model_info", None))
 
     def probe(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float
@@ -385,12 +385,12 @@ class SGLangControl:
         return self._post(action, path, body).wait()
 
     def _post(self, action: str, path: str, body: dict) -> Pending:
-        return self._pending(action, self._send_all("POST", path, body))
+        return self._as_pending(action, self._send_all("POST", path, body))
 
     def _send_all(self, method: str, path: str, body: dict | None) -> list[Future]:
         return [line.ask(method, path, body) for line in self._lines]
 
-    def _pending(self, action: str, futures: Sequence[Future]) -> Pending:
+    def _as_pending(self, action: str, futures: Sequence[Future]) -> Pending:
         # The margin lets the message of the socket's own deadline, which comes first, through.
         return Pending(action, futures, self._timeout_s + 5.0)
 
@@ -490,10 +490,10 @@ class ExpectedChecksums:
             )
         self._parts[fused] = place + 1
         hashers = self._hashers.setdefault(fused, [hashlib.sha256() for _ in range(self._size)])
-        for hasher, shard in zip(hashers, self._shards(name, tensor), strict=True):
+        for hasher, shard in zip(hashers, self._rank_shards(name, tensor), strict=True):
             hasher.update(shard.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
-    def _shards(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
+    def _rank_shards(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         """The part of each of SGLang's ranks."""
         if name.endswith(VOCABULARIES):
             padding = tensor.new_zeros(vocabulary_padding(tensor.shape[0], self._size), tensor.shape[1])

@@ -54,7 +54,7 @@ class ControlLine:
             f"{self._proof}Content-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
         )
         try:
-            connection, answers = self._open()
+            connection, answers = self._open_connection()
             connection.sendall(head.encode() + content)
         except OSError as error:
             self._is_over = True
@@ -66,14 +66,14 @@ class ControlLine:
 
     def close(self) -> None:
         """Close the connection. Unanswered requests fail."""
-        self._drop()
+        self._drop_connection()
         self._reader.shutdown(wait=False)  # its remaining reads fail, since the connection is gone
 
-    def _open(self) -> tuple[socket.socket, BufferedReader]:
+    def _open_connection(self) -> tuple[socket.socket, BufferedReader]:
         """The connection and the stream of its answers; the last connection is reused if it can be."""
         waiting = self._last is not None and not self._last.done()
         if self._is_over or (not waiting and time.monotonic() - self._answered_at > REUSE_S):
-            self._drop()
+            self._drop_connection()
         if self._socket is None:
             self._socket = connect(self._address, peer_timeout_s=self._peer_timeout_s)
             self._socket.settimeout(self._timeout_s)
@@ -83,7 +83,7 @@ class ControlLine:
             self._is_over, self._answered_at = False, time.monotonic()
         return self._socket, self._answers
 
-    def _drop(self) -> None:
+    def _drop_connection(self) -> None:
         if self._socket is not None:
             with suppress(OSError):  # the server was faster
                 self._socket.shutdown(socket.SHUT_RDWR)  # ends a read that is under way

@@ -86,9 +86,9 @@ class ServerFleet:
     @property
     def urls(self) -> list[str]:
         """The address of each replica that answers from this node, in order; empty before ``start``."""
-        return [self._url(replica) for replica in self._replicas if replica.answers]
+        return [self._replica_url(replica) for replica in self._replicas if replica.answers]
 
-    def _url(self, replica: _Replica) -> str:
+    def _replica_url(self, replica: _Replica) -> str:
         return f"http://{self._spec.host}:{replica.ports.http}"
 
     def start(self) -> None:
@@ -149,7 +149,7 @@ class ServerFleet:
                     waiting.remove(replica)
                     took_s = time.monotonic() - started
                     on_progress(
-                        f"SGLang replica {replica.number} is ready at {self._url(replica)} after {took_s:.0f} s"
+                        f"SGLang replica {replica.number} is ready at {self._replica_url(replica)} after {took_s:.0f} s"
                     )
             if waiting and left_s <= 0:
                 log_file = waiting[0].log_file

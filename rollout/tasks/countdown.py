@@ -90,7 +90,7 @@ def prompt_text(problem: tuple[Numbers, int]) -> str:
 def long_prompt(config: CountdownTask) -> str:
     """One of the longest prompts: the highest numbers with the highest target that they reach; "" if they
     reach none."""
-    numbers = _choices(config)[-1]
+    numbers = _number_choices(config)[-1]
     targets = reachable(numbers, config.max_target)
     return prompt_text((numbers, max(targets))) if targets else ""
 
@@ -131,12 +131,12 @@ def is_heldout(problem: tuple[Numbers, int], fraction: float) -> bool:
 
 def solvable_problems(config: CountdownTask) -> Iterator[tuple[Numbers, int]]:
     """Every ``(numbers, target)`` within the limits of ``config`` that has a solution, in ascending order."""
-    for numbers in _choices(config):
+    for numbers in _number_choices(config):
         for target in sorted(reachable(numbers, config.max_target)):
             yield numbers, target
 
 
-def _choices(config: CountdownTask) -> list[Numbers]:
+def _number_choices(config: CountdownTask) -> list[Numbers]:
     """All multisets of ``num_numbers`` from 1..max_number, or a fixed subset of MAX_CHOICES of them."""
     size, highest = config.num_numbers, config.max_number
     if math.comb(highest + size - 1, size) <= MAX_CHOICES[size]:
@@ -207,13 +207,13 @@ def _ways_to_reach(numbers: Numbers, value: int, kinds: tuple[Kind, ...]) -> tup
         for operator in _operators(kinds):
             right_counts = value_counts(right, RIGHT_KINDS[operator])
             for a, count_a in value_counts(left).items():
-                for b in _partners(operator, a, value, right_counts):
+                for b in _right_values(operator, a, value, right_counts):
                     ways.append((left, a, operator, right, b))
                     counts.append(count_a * right_counts[b])
     return ways, list(accumulate(counts))
 
 
-def _partners(operator: str, a: int, value: int, candidates: dict[int, int]) -> list[int]:
+def _right_values(operator: str, a: int, value: int, candidates: dict[int, int]) -> list[int]:
     """The candidates b with ``a operator b == value``."""
     if operator == "*":
         if a == 0:

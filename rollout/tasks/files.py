@@ -31,7 +31,7 @@ def load_gsm8k(config: Gsm8kTask, *, tokenizer: "PreTrainedTokenizerBase", keep_
     Raises:
         ValueError: see ``read_records``; also for an answer without ``#### <number>``, naming its line.
     """
-    return _load(config, tokenizer, name="gsm8k", keep_rows=keep_rows)
+    return _load_file_task(config, tokenizer, name="gsm8k", keep_rows=keep_rows)
 
 
 def load_jsonl(config: JsonlTask, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
@@ -43,7 +43,7 @@ def load_jsonl(config: JsonlTask, *, tokenizer: "PreTrainedTokenizerBase", keep_
     Raises:
         ValueError: see ``read_records``; also for any other conversation.
     """
-    return _load(config, tokenizer, name="jsonl", keep_rows=keep_rows)
+    return _load_file_task(config, tokenizer, name="jsonl", keep_rows=keep_rows)
 
 
 def _fields_of(config: Gsm8kTask | JsonlTask) -> tuple[str, str]:
@@ -56,7 +56,7 @@ def _reference_reader(config: Gsm8kTask | JsonlTask) -> Callable[[str], str]:
     return gsm8k_reference if isinstance(config, Gsm8kTask) else str
 
 
-def _load(
+def _load_file_task(
     config: Gsm8kTask | JsonlTask, tokenizer: "PreTrainedTokenizerBase", *, name: str, keep_rows: bool
 ) -> Task:
     fields, to_reference = _fields_of(config), _reference_reader(config)
@@ -68,7 +68,9 @@ def _load(
     )
 
     def prompts(path: Path | None) -> LazyPrompts:
-        problems = [] if path is None else _problems(path, name, fields, to_reference, keep_rows=keep_rows)
+        problems = (
+            [] if path is None else _build_problems(path, name, fields, to_reference, keep_rows=keep_rows)
+        )
         where = None if path is None else partial(place, path)
         return LazyPrompts(
             problems, task=name, to_problem=lambda problem: problem, encode=encode, where=where
@@ -79,7 +81,7 @@ def _load(
     return task
 
 
-def _problems(
+def _build_problems(
     path: Path,
     task: str,
     fields: tuple[str, str],
@@ -150,17 +152,17 @@ def survey_task_file(
     Raises:
         ValueError: see ``load_gsm8k`` and ``load_jsonl``.
     """
-    return _survey(path, _version(path), _fields_of(config), _reference_reader(config), progress)
+    return _cached_survey(path, _file_version(path), _fields_of(config), _reference_reader(config), progress)
 
 
 def survey_pairs(
     path: Path, first_field: str, second_field: str, *, progress: ProgressOf | None = None
 ) -> Survey:
     """The survey of a file for supervised training. Raises ValueError, see ``read_pairs``."""
-    return _survey(path, _version(path), (first_field, second_field), None, progress)
+    return _cached_survey(path, _file_version(path), (first_field, second_field), None, progress)
 
 
-def _version(path: Path) -> tuple[int, ...]:
+def _file_version(path: Path) -> tuple[int, ...]:
     """Inode, size and time of a file; () for a missing one, which reading reports."""
     try:
         status = path.stat()
@@ -170,7 +172,7 @@ def _version(path: Path) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8)
-def _survey(
+def _cached_survey(
     path: Path,
     _: tuple[int, ...],
     fields: tuple[str, str],

@@ -128,7 +128,7 @@ def _read_parquet(path: Path, progress: Progress | None, roots: Collection[str])
         columns = sorted(roots) if roots and set(roots) <= set(names) else None
         first = 1
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
-            yield from enumerate(_values(batch.to_struct_array()), start=first)
+            yield from enumerate(_column_values(batch.to_struct_array()), start=first)
             first += len(batch)
             if progress is not None:
                 progress((first - 1) / rows)
@@ -136,17 +136,17 @@ def _read_parquet(path: Path, progress: Progress | None, roots: Collection[str])
         raise ValueError(f"{path} cannot be read as parquet: {error}; write the file again") from error
 
 
-def _values(array: "pyarrow.Array") -> list:
+def _column_values(array: "pyarrow.Array") -> list:
     """``array.to_pylist()`` column by column: several times faster for objects and lists of objects."""
     from pyarrow import types
 
     if types.is_struct(array.type):
-        columns = [_values(column) for column in array.flatten()]
+        columns = [_column_values(column) for column in array.flatten()]
         names = [field.name for field in array.type]
         rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
         rows = rows if columns else [{} for _ in array]
     elif types.is_list(array.type) and types.is_struct(array.type.value_type):
-        inner, lengths = iter(_values(array.flatten())), array.value_lengths().to_pylist()
+        inner, lengths = iter(_column_values(array.flatten())), array.value_lengths().to_pylist()
         rows = [list(islice(inner, length or 0)) for length in lengths]
     else:
         return array.to_pylist()

@@ -90,7 +90,7 @@ def full_gradients(
     kept = [chunk.config.finalize_model_grads_func for chunk in engine.chunks]
     for chunk in engine.chunks:
         chunk.config.finalize_model_grads_func = _finalize_everything
-    engine._backward(microbatches, forward, loss_fn)
+    engine._accumulate_gradient(microbatches, forward, loss_fn)
     for chunk, function in zip(engine.chunks, kept, strict=True):
         chunk.config.finalize_model_grads_func = function
     return by_hf_names(engine, lambda p: p.main_grad)
