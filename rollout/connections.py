@@ -126,9 +126,8 @@ class Requester:
                 return True
             if self._events in ready:
                 self._is_connected = self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                if not self._is_connected and not self._socket.poll(
-                    0
-                ):  # the answer may have come just before
+                # The answer may have come just before the loss.
+                if not self._is_connected and not self._socket.poll(0):
                     raise PeerLost(f"lost the connection to {self._address}: its process or its host is gone")
             elif not self._is_connected and time.monotonic() >= self._connect_until:
                 raise PeerLost(
