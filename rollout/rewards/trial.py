@@ -106,7 +106,7 @@ class _Trial:
             f"scoring {name} to the task's first problem raised {content}" for name, content in raised.items()
         ]
         if len(failures) > 1:
-            fix = "return a number for any response of a model, or set its `check: import` to skip this trial"
+            fix = "return a number for any response of a model, or set its `check: import`, which does not call it"
             raise ValueError(f"{', and '.join(failures)}; {fix}")
         return tuple(f"{text}: in a run such a response scores 0 and counts as failed" for text in failures)
 
