@@ -124,13 +124,13 @@ def without_hashes() -> Iterator[None]:
     def nothing_followed(folder: Path, pattern: str):
         yield {}
 
-    before = checkpoint.hashed_while_written, checkpoint_files._record
+    before = checkpoint.hashed_while_written, checkpoint_files._hash_file
     checkpoint.hashed_while_written = nothing_followed
-    checkpoint_files._record = lambda path: FileRecord(path.stat().st_size, "")
+    checkpoint_files._hash_file = lambda path: FileRecord(path.stat().st_size, "")
     try:
         yield
     finally:
-        checkpoint.hashed_while_written, checkpoint_files._record = before
+        checkpoint.hashed_while_written, checkpoint_files._hash_file = before
 
 
 def make_engine(folder: Path, *, layers: int):

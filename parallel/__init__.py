@@ -1,2 +1,1 @@
-"""The learner's engine: Megatron-Core models, packing, vocab-parallel log-probs, weight transfer,
-checkpoints."""
+"""The learner's engine: Megatron-Core models, packing, log-probs, weight transfer, checkpoints."""

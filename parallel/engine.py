@@ -1,11 +1,11 @@
-"""The learner's engines: a policy's log-probs, a critic's values and the updates of either, of a
-Megatron-Core model on packed micro-batches, in every layout of tensor, sequence, expert, pipeline (plain or
-interleaved) and data parallelism.
+"""The learner's engines: log-probs and updates of a policy, values and updates of a critic.
+
+An engine is a Megatron-Core model on packed micro-batches, in every layout of tensor, sequence, expert,
+pipeline (plain or interleaved) and data parallelism.
 
 Every method that touches weights is a collective: all ranks call it, in the same order. Micro-batches are
 this data-parallel rank's own; the tensor- and pipeline-parallel ranks of one data-parallel rank pass the same
-ones. Every rank gets the results: losses and scores come to be on the last pipeline stage, which hands them
-to the others.
+ones. Losses and scores are computed on the last pipeline stage, which sends them to all others.
 """
 
 import math
@@ -50,26 +50,25 @@ from parallel.weights import hf_conversion
 from parallel.weights.hf_files import HuggingFaceWeights
 
 LossFunction = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, Any]]
-"""(micro-batch, logprobs_T, entropy_T) -> (scalar loss, anything to be handed back).
+"""(micro-batch, logprobs_T, entropy_T) -> (scalar loss, any output).
 
-It runs on the last pipeline stage alone. What it hands back travels to the others by pickle: tensors in it
-should be on the CPU.
+It runs on the last pipeline stage alone. Its output travels to the other stages by pickle: tensors in it should
+be on the CPU.
 """
 
 ValueLossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Any]]
-"""(micro-batch, values_T) -> (scalar loss, anything to be handed back): see ``LossFunction``."""
+"""(micro-batch, values_T) -> (scalar loss, any output): see ``LossFunction``."""
 
 GradScale = Callable[[list[Any]], float]
-"""(what this rank's losses handed back, one per micro-batch) -> one factor, the same on all ranks."""
+"""(outputs of this rank's losses, one per micro-batch) -> one factor, the same on all ranks."""
 
 _Forward = Callable[[Any, PackedBatch], Any]
-"""(chunk of the model, micro-batch) -> what the loss takes after the micro-batch, a tuple of [T] tensors; of
-any but the last chunk, what it hands to the next."""
+"""(chunk of the model, micro-batch) -> of the last chunk the loss's further arguments, a tuple of [T] tensors;
+of any other chunk the hidden states for the next."""
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or gradient that is NaN or infinite. Raised on all ranks, before any weight or optimizer state
-    has changed."""
+    """A loss or gradient is NaN or infinite. All ranks raise it, before weights or optimizer state change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +76,8 @@ class UpdateResult:
     """One optimizer step, the same on every rank of a data-parallel rank.
 
     ``grad_norm`` is the norm over all parameters before clipping; ``outputs`` has one entry per micro-batch.
-    ``skipped``: the scaled gradient did not fit float16, so that nothing moved but the loss scale, from a
-    second time on (the norm is infinite, the rate 0); None without scale.
+    ``skipped``: the scaled gradient did not fit float16, and weights stayed as they were (the norm is infinite,
+    the rate 0); from the second skip on the loss scale falls. None without a loss scale.
     """
 
     grad_norm: float
@@ -88,16 +87,16 @@ class UpdateResult:
 
 
 class _Engine:
-    """What a policy's engine and a critic's share: a model in Megatron-Core and, unless it is frozen, its
+    """The common base of a policy's and a critic's engine: a Megatron-Core model and, unless it is frozen, its
     optimizer.
 
-    ``chunks`` is this rank's part of the model: several where the pipeline is interleaved, else one.
+    ``chunks`` is this rank's part of the model: several if the pipeline is interleaved, else one.
 
-    ``optimizer=None`` makes a frozen engine, which scores only. ``total_optimizer_steps`` is where the
-    learning-rate schedule ends. Several engines may live in one process; they share one layout. There is no
-    dropout: what the scoring pass computes and what ``update`` hands to its loss are bitwise equal for the
-    same micro-batch and weights. ``timeout_s`` seconds, rounded up to whole minutes, is the deadline of
-    collectives in Megatron's own groups, which do not take it from the default group.
+    ``optimizer=None`` makes a frozen engine, which scores only. The learning-rate schedule ends after
+    ``total_optimizer_steps``. Several engines may live in one process and share one layout. There is no
+    dropout: for the same micro-batch and weights the scoring pass and ``update``'s forward pass give bitwise
+    equal results. ``timeout_s`` seconds, rounded up to whole minutes, is the deadline of collectives in
+    Megatron's own groups, which do not take it from the default group.
 
     Needs ``platform.init_distributed`` first. Raises ValueError for a layout, model or schedule that does not
     fit.
@@ -118,13 +117,9 @@ class _Engine:
         hf_config = read_hf_config(model.path)
         layout = layout.resolved(dist.get_world_size())
         validate_layout(hf_config, layout, num_processes=dist.get_world_size())
-        if (
-            optimizer is not None
-            and model.dtype == "float16"
-            and read_architecture(hf_config).experts is not None
-        ):
-            # Megatron gives the experts' optimizer a loss scale of its own, which would part from the one
-            # that the loss is multiplied by.
+        has_experts = read_architecture(hf_config).experts is not None
+        if optimizer is not None and model.dtype == "float16" and has_experts:
+            # Megatron gives the experts' optimizer its own loss scale, which would differ from the loss's.
             raise ValueError(
                 "model.dtype=float16 cannot train a model with experts, whose gradients have two loss scales; use bfloat16"
             )
@@ -135,10 +130,8 @@ class _Engine:
         build = partial(
             build, dtype=self.dtype, recompute=recompute if optimizer else "none", sequence_parallel=layout.sp
         )
-        self.chunks = [
-            build(model.path, hf_config, vp_stage=s)
-            for s in (range(layout.vpp) if layout.vpp > 1 else [None])
-        ]
+        vp_stages = range(layout.vpp) if layout.vpp > 1 else [None]
+        self.chunks = [build(model.path, hf_config, vp_stage=vp_stage) for vp_stage in vp_stages]
         self._microbatch_multiple = layout.microbatch_multiple
         hf_conversion.load_hf(self.chunks, model.path)
         self._optimizer_config = optimizer
@@ -158,8 +151,7 @@ class _Engine:
         )
         self._trained = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in self.chunks]
         self._optimizer = build_optimizer(self._trained, config, self.dtype)
-        # AdamW's state exists from the start, so that a checkpoint has the same content before the first step
-        # and after it.
+        # AdamW's state exists from the start, so that checkpoints before and after the first step are alike.
         checkpoint.initialise_optimizer_state(self._optimizer)
         self._scheduler = build_scheduler(self._optimizer, config, total_steps)
         # The loss carries global weights: gradients are summed, never divided by token or rank counts.
@@ -178,22 +170,22 @@ class _Engine:
         return self._optimizer_config is None
 
     def offload(self) -> None:
-        """Weights and optimizer state to host memory; until ``restore`` the engine can do nothing else. No
+        """Move weights and optimizer state to host memory; the engine is unusable until ``restore``. No
         collective."""
         if self._offloaded is None:
             self._offloaded = Offloaded(self.chunks, self._trained, self._optimizer)
 
     def restore(self) -> None:
-        """Back on the device, bitwise as they were."""
+        """Move them back to the device, bitwise unchanged."""
         if self._offloaded is not None:
             self._offloaded.restore()
             self._offloaded = None
 
     @torch.no_grad()
-    def _score(
+    def _score_microbatches(
         self, microbatches: Sequence[PackedBatch], forward: _Forward, num_results: int
     ) -> list[tuple[Tensor, ...]]:
-        """The ``num_results`` float32 tensors that ``forward`` gives for each micro-batch, on every rank.
+        """The ``num_results`` float32 tensors of ``forward`` for each micro-batch, on every rank.
 
         All ranks of a data-parallel group pass the same number of micro-batches: any number.
         """
@@ -202,48 +194,45 @@ class _Engine:
         if not microbatches:
             return []
         fill = -len(microbatches) % self._microbatch_multiple
-        found = self._run([*microbatches, *[microbatches[-1]] * fill], forward, None)[: len(microbatches)]
-        return (
-            found
-            if self.groups.pp_size == 1
-            else self._tensors_of_last_stage(found, microbatches, num_results)
-        )
+        results = self._run_schedule([*microbatches, *[microbatches[-1]] * fill], forward, None)[
+            : len(microbatches)
+        ]
+        if self.groups.pp_size == 1:
+            return results
+        return self._broadcast_tensors(results, microbatches, num_results)
 
-    def _tensors_of_last_stage(
-        self, found: list[tuple[Tensor, ...]], microbatches: Sequence[PackedBatch], num_results: int
+    def _broadcast_tensors(
+        self, results: list[tuple[Tensor, ...]], microbatches: Sequence[PackedBatch], num_results: int
     ) -> list[tuple[Tensor, ...]]:
-        """``found`` of the last pipeline stage, in one message."""
+        """``results`` of the last pipeline stage, in one message."""
         lengths = [batch.num_tokens for batch in microbatches]
         if self.groups.pp_rank == self.groups.pp_size - 1:
-            everything = torch.stack([torch.cat(parts) for parts in zip(*found, strict=True)])
+            packed = torch.stack([torch.cat(parts) for parts in zip(*results, strict=True)])
         else:
-            everything = torch.empty(
-                (num_results, sum(lengths)), dtype=torch.float32, device=platform.device()
-            )
-        dist.broadcast(everything, src=self._last_stage, group=self.groups.pp_group)
-        return list(zip(*(row_T.split(lengths) for row_T in everything), strict=True))
+            packed = torch.empty((num_results, sum(lengths)), dtype=torch.float32, device=platform.device())
+        dist.broadcast(packed, src=self._last_stage, group=self.groups.pp_group)
+        return list(zip(*(row_T.split(lengths) for row_T in packed), strict=True))
 
     @property
     def _last_stage(self) -> int:
-        """The rank that holds the end of this rank's pipeline."""
+        """The last rank of this rank's pipeline."""
         return dist.get_global_rank(self.groups.pp_group, self.groups.pp_size - 1)
 
-    def _update(
+    def _update_weights(
         self,
         microbatches: Sequence[PackedBatch],
         forward: _Forward,
         loss_fn: Callable,
         grad_scale: GradScale | None,
     ) -> UpdateResult:
-        outputs = self._backward(microbatches, forward, loss_fn)
+        outputs = self._accumulate_gradient(microbatches, forward, loss_fn)
         if grad_scale is not None:
             self._scale_gradients(grad_scale(outputs))
         loss_scale = float(self._optimizer.get_loss_scale())
         if self._optimizer.prepare_grads():
             if loss_scale <= LEAST_LOSS_SCALE:
-                where = self._bad_parameters()
                 raise NonFiniteError(
-                    f"the gradient is not finite at a loss scale of {loss_scale}{where}; nothing was updated"
+                    f"the gradient is not finite at a loss scale of {loss_scale}{self._bad_parameters()}; nothing was updated"
                 )
             return UpdateResult(grad_norm=math.inf, lr=0.0, outputs=outputs, skipped=True)
         grad_norm = float(self._optimizer.get_grad_norm())
@@ -251,19 +240,15 @@ class _Engine:
             raise NonFiniteError(
                 f"the gradient's norm is {grad_norm}{self._bad_parameters()}; nothing was updated"
             )
-        lr = self._step(grad_norm)
+        skipped = False if self.dtype == torch.float16 else None
         return UpdateResult(
-            grad_norm=grad_norm,
-            lr=lr,
-            outputs=outputs,
-            skipped=False if self.dtype == torch.float16 else None,
+            grad_norm=grad_norm, lr=self._optimizer_step(grad_norm), outputs=outputs, skipped=skipped
         )
 
-    def _backward(
+    def _accumulate_gradient(
         self, microbatches: Sequence[PackedBatch], forward: _Forward, loss_fn: Callable
     ) -> list[Any]:
-        """The gradient of the summed losses into Megatron's gradient buffers; returns what the losses handed
-        back."""
+        """Put the gradient of the summed losses into Megatron's gradient buffers; returns the losses' outputs."""
         self._require_optimizer("update")
         if not microbatches:
             raise ValueError("update needs at least one micro-batch on every rank")
@@ -280,42 +265,40 @@ class _Engine:
 
         def attach_loss(batch: PackedBatch) -> Callable:
             def compute(output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Any]:
-                loss, handed_back = loss_fn(batch, *output)
+                loss, loss_output = loss_fn(batch, *output)
                 losses.append(loss.detach())
                 if not loss.requires_grad:  # a constant; the empty sum ties it to the graph
                     loss = loss + output[0][:0].sum()
-                return loss, torch.zeros((), dtype=torch.int, device=loss.device), handed_back
+                return loss, torch.zeros((), dtype=torch.int, device=loss.device), loss_output
 
             return compute
 
-        outputs = self._run(microbatches, forward, attach_loss)
+        outputs = self._run_schedule(microbatches, forward, attach_loss)
         self._check_losses(losses)
-        return outputs if self.groups.pp_size == 1 else self._objects_of_last_stage(outputs)
-
-    def _objects_of_last_stage(self, outputs: list[Any]) -> list[Any]:
-        found = [outputs]
-        dist.broadcast_object_list(found, src=self._last_stage, group=self.groups.pp_group)
-        return found[0]
+        if self.groups.pp_size == 1:
+            return outputs
+        box = [outputs]
+        dist.broadcast_object_list(box, src=self._last_stage, group=self.groups.pp_group)
+        return box[0]
 
     def _scale_gradients(self, factor: float) -> None:
         if not math.isfinite(factor):
             raise NonFiniteError(f"grad_scale gave {factor}; nothing was updated")
-        # The buffers hold the sums over ranks by now (the distributed optimizer: of this rank's shard), the
-        # optimizer no copy yet.
+        # The buffers already hold the sums over ranks (under the distributed optimizer of this rank's shard),
+        # and the optimizer has no copy yet.
         for trained in self._trained:
             trained.scale_gradients(factor)
 
-    def _run(
+    def _run_schedule(
         self,
         microbatches: Sequence[PackedBatch],
         forward: _Forward,
         attach_loss: Callable[[PackedBatch], Callable] | None,
     ) -> list:
-        """All micro-batches through Megatron's schedule: with losses and backward where ``attach_loss`` gives
-        a loss, else forward.
+        """Run all micro-batches through Megatron's schedule: forward and backward with ``attach_loss``, else
+        forward alone.
 
-        What the losses hand back, or what ``forward`` gives, on the last pipeline stage; nothing on the
-        others.
+        Returns the losses' outputs, or ``forward``'s, on the last pipeline stage; nothing on the others.
         """
         chunks: list[Any] = self._trained or self.chunks
 
@@ -323,10 +306,8 @@ class _Engine:
             batch = next(batches).to(platform.device())
             output = forward(getattr(chunk, "module", chunk), batch)
             if attach_loss is None and isinstance(output, tuple):
-                output = torch.stack(
-                    output
-                )  # of a model with experts, Megatron asks any output for its device
-            return output, attach_loss(batch) if attach_loss else (lambda found, non_loss_data: found)
+                output = torch.stack(output)  # Megatron reads output.device for a model with experts
+            return output, attach_loss(batch) if attach_loss else (lambda result, non_loss_data: result)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -340,35 +321,26 @@ class _Engine:
         )
 
     def _check_losses(self, losses: Sequence[Tensor]) -> None:
-        """All ranks learn whether any of them has a loss that is not finite."""
-        values = (
-            torch.stack([loss.float() for loss in losses])
-            if losses
-            else torch.zeros(1, device=platform.device())
-        )
+        """Raise NonFiniteError on all ranks if any of them has a loss that is not finite."""
+        values = torch.stack([loss.float() for loss in losses] or [torch.zeros((), device=platform.device())])
         bad = (~values.isfinite()).any().float()
         if self.groups.world_size > 1:
             dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         if bad.item():
-            here = {i: value for i, value in enumerate(values.tolist()) if not math.isfinite(value)}
-            where = f"micro-batches {here} of rank {self.groups.rank}" if here else "another rank"
+            own = {i: value for i, value in enumerate(values.tolist()) if not math.isfinite(value)}
+            where = f"micro-batches {own} of rank {self.groups.rank}" if own else "another rank"
             raise NonFiniteError(f"the loss is not finite on {where}; nothing was updated")
 
     def _bad_parameters(self) -> str:
-        names = [
-            n
-            for chunk in self.chunks
-            for n, p in chunk.named_parameters()
-            if not p.main_grad.isfinite().all()
-        ]
-        return (
-            f" (not finite on rank {self.groups.rank}: {', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
-            if names
-            else ""
-        )
+        parameters = (item for chunk in self.chunks for item in chunk.named_parameters())
+        names = [name for name, parameter in parameters if not parameter.main_grad.isfinite().all()]
+        if not names:
+            return ""
+        more = ", ..." if len(names) > 5 else ""
+        return f" (not finite on rank {self.groups.rank}: {', '.join(names[:5])}{more})"
 
-    def _step(self, grad_norm: float) -> float:
-        """Clip, set this step's learning rate, step. Returns the learning rate."""
+    def _optimizer_step(self, grad_norm: float) -> float:
+        """Clip the gradient, set this step's learning rate, step. Returns the learning rate."""
         for part in checkpoint.optimizer_parts(self._optimizer):
             clip_grad_by_total_norm_fp32(
                 part.get_parameters(), max_norm=self._optimizer_config.clip_grad, total_norm=grad_norm
@@ -389,8 +361,7 @@ class _Engine:
         )
 
     def load(self, saved: Path | WholeCheckpoint) -> dict[str, Any]:
-        """Go on from a checkpoint: weights, optimizer, schedule and random state. Returns what ``save`` was
-        given as ``extra``."""
+        """Restore weights, optimizer, schedule and random state. Returns the ``extra`` given to ``save``."""
         self._require_optimizer("load")
         return checkpoint.load(
             saved, chunks=self.chunks, optimizer=self._optimizer, scheduler=self._scheduler
@@ -398,8 +369,8 @@ class _Engine:
 
 
 class MegatronEngine(_Engine):
-    """A policy; frozen, it is the reference policy: log-probs and export only. ``logprob_chunk_tokens``: see
-    ``linear_logprobs``."""
+    """A policy or, frozen, the reference policy, which has log-probs and export only. ``logprob_chunk_tokens``:
+    see ``linear_logprobs``."""
 
     def __init__(
         self,
@@ -432,8 +403,10 @@ class MegatronEngine(_Engine):
 
         All ranks of a data-parallel group pass the same number of micro-batches.
         """
-        found = self._score(microbatches, _logprobs(temperature, with_entropy), 2 if with_entropy else 1)
-        return [(logprobs_T, entropy_T[0] if entropy_T else None) for logprobs_T, *entropy_T in found]
+        results = self._score_microbatches(
+            microbatches, _logprob_forward(temperature, with_entropy), 2 if with_entropy else 1
+        )
+        return [(logprobs_T, entropy_T[0] if entropy_T else None) for logprobs_T, *entropy_T in results]
 
     def update(
         self,
@@ -447,25 +420,24 @@ class MegatronEngine(_Engine):
 
         ``grad_scale`` is called once, on every rank, after backward and the sum over ranks. Its factor
         multiplies all gradients before norm, clipping and step, as if it had multiplied every loss: for
-        normalisers that are known only after the forward. The losses themselves, and what they hand back,
-        stay unscaled. A float16 model's step may be skipped: see ``UpdateResult``.
+        normalisers that are known only after the forward pass. The losses and their outputs stay unscaled. A
+        float16 model's step may be skipped: see ``UpdateResult``.
 
-        All ranks pass the same number of micro-batches, at least one. Raises NonFiniteError on all ranks,
-        weights untouched, where any loss, the factor or the gradient's norm is not finite; ValueError for a
-        frozen engine or without micro-batches.
+        All ranks pass the same number of micro-batches, at least one. Raises NonFiniteError on all ranks, with
+        unchanged weights, if a loss, the factor or the gradient's norm is not finite; ValueError for a frozen
+        engine or without micro-batches.
         """
-        return self._update(microbatches, _logprobs(temperature, True), loss_fn, grad_scale)
+        return self._update_weights(microbatches, _logprob_forward(temperature, True), loss_fn, grad_scale)
 
     def gradient(
         self, microbatches: Sequence[PackedBatch], loss_fn: LossFunction, *, temperature: float
     ) -> tuple[Tensor, list[Any]]:
-        """The gradient that ``update`` would step on, of all parameters as one float32 vector, and what the
-        losses handed back.
+        """The gradient of ``update``, of all parameters as one float32 vector, and the losses' outputs.
 
-        For a single process: with several, each has but its own part of it. Nothing is updated. Raises
-        NonFiniteError where it is not finite, ValueError for a frozen engine or without micro-batches.
+        For a single process: each of several has its own part alone. Nothing is updated. Raises NonFiniteError
+        if the gradient is not finite, ValueError for a frozen engine or without micro-batches.
         """
-        outputs = self._backward(microbatches, _logprobs(temperature, True), loss_fn)
+        outputs = self._accumulate_gradient(microbatches, _logprob_forward(temperature, True), loss_fn)
         parameters: list[Any] = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
         loss_scale = float(self._optimizer.get_loss_scale())
         gradient = torch.cat([p.main_grad.flatten().float() for p in parameters]) / loss_scale
@@ -476,13 +448,11 @@ class MegatronEngine(_Engine):
         return gradient, outputs
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor) of this pipeline stage, in one order on all its ranks; see
-        ``hf_conversion.export_hf``."""
+        """(Hugging Face name, full tensor) of this pipeline stage; see ``hf_conversion.export_hf``."""
         return hf_conversion.export_hf(self.chunks)
 
     def load_weights(self, weights: HuggingFaceWeights) -> None:
-        """Other weights in the place of the model's; an optimizer's own copies stay as they are, so this is
-        no way to go on training."""
+        """Replace the model's weights, but not the optimizer's copies: training cannot continue from these."""
         hf_conversion.load_weights(self.chunks, weights)
 
     def save_hf(self, folder: Path) -> None:
@@ -521,7 +491,7 @@ class ValueEngine(_Engine):
 
         All ranks of a data-parallel group pass the same number of micro-batches.
         """
-        return [values_T for (values_T,) in self._score(microbatches, _values, 1)]
+        return [values_T for (values_T,) in self._score_microbatches(microbatches, _value_forward, 1)]
 
     def update(
         self,
@@ -531,23 +501,23 @@ class ValueEngine(_Engine):
         grad_scale: GradScale | None = None,
     ) -> UpdateResult:
         """One optimizer step, in every respect like ``MegatronEngine.update``."""
-        return self._update(microbatches, _values, loss_fn, grad_scale)
+        return self._update_weights(microbatches, _value_forward, loss_fn, grad_scale)
 
 
-def _logprobs(temperature: float, with_entropy: bool) -> _Forward:
+def _logprob_forward(temperature: float, with_entropy: bool) -> _Forward:
     def forward(model: LogprobGPTModel, batch: PackedBatch) -> tuple[Tensor, ...] | Tensor:
-        found: Any = model.logprobs(
+        result: Any = model.logprobs(
             tokens_T=batch.tokens_T,
             targets_T=batch.targets_T,
             packed=model.pack(batch.cu_seqlens, batch.positions_T),
             temperature=temperature,
             with_entropy=with_entropy,
         )
-        return found if with_entropy or not model.post_process else found[:1]
+        return result if with_entropy or not model.post_process else result[:1]
 
     return forward
 
 
-def _values(model: ValueGPTModel, batch: PackedBatch) -> tuple[Tensor] | Tensor:
-    found = model.values(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T))
-    return (found,) if model.post_process else found
+def _value_forward(model: ValueGPTModel, batch: PackedBatch) -> tuple[Tensor] | Tensor:
+    result = model.values(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T))
+    return (result,) if model.post_process else result

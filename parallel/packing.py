@@ -1,8 +1,6 @@
-"""Packed batches: sequences laid end to end, never padded; the shift by one token happens here and nowhere
-else.
+"""Packed batches: sequences laid end to end, never padded, and shifted by one token here and nowhere else.
 
-Legend: S sequences, T packed tokens. Every ``_T`` tensor's index t describes predicting ``targets_T[t]``, so
-a sequence of L tokens takes L - 1 places.
+``docs/notation.md`` describes the layout.
 """
 
 from collections.abc import Sequence
@@ -20,10 +18,10 @@ percents, and exp overflows."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """S sequences of T tokens in all, on one rank. Optional fields are filled in as the step goes on.
+    """S sequences of T tokens in all, on one rank. Optional fields are set as the step goes on.
 
     Raises ValueError, naming the field, for a field that is not one value per token, has another dtype than
-    is told below, or does not fit ``cu_seqlens``. float64 is taken wherever float32 is told.
+    documented below (float64 is as good as float32), or does not fit ``cu_seqlens``.
     """
 
     tokens_T: Tensor
@@ -37,25 +35,24 @@ class PackedBatch:
     response_mask_T: Tensor
     """bool, True where the target is a response token."""
     rollout_logprobs_T: Tensor
-    """float32 nats, of the target, by the server while sampling; anything off the mask."""
+    """float32 nats, of the target, by the server while sampling; arbitrary off the mask."""
     sequence_ids_S: Tensor
-    """int64, which sequence of the whole step's batch this is, the same under every layout."""
+    """int64, number of the sequence in the whole step's batch, the same under every layout."""
     old_logprobs_T: Tensor | None = None
-    """float32 nats. None when the loss takes it: current is old, and the forward pass of the update gives
-    both."""
+    """float32 nats. None where current is old: the update's forward pass gives both."""
     ref_logprobs_T: Tensor | None = None
     advantages_T: Tensor | None = None
     values_T: Tensor | None = None
-    """float32, by the critic before the update: of the state that each target is chosen in."""
+    """float32, the critic's values before the update, of the states in which the targets are chosen."""
     returns_T: Tensor | None = None
-    """float32, what the critic is to predict."""
+    """float32, the critic's targets."""
     importance_weights_T: Tensor | None = None
-    """float32, of the policy's term alone: the correction's weights. None: the loss computes the correction
-    in its forward pass."""
+    """float32, the correction's weights, for the policy's term alone. None: the loss computes the correction in
+    its forward pass."""
     aggregation_T: Tensor | None = None
-    """float32, of every term: from global counts, zero on tokens that the correction rejected."""
+    """float32 weights of every term, from global counts, zero on tokens that the correction rejected."""
     value_aggregation_T: Tensor | None = None
-    """float32, of the critic's loss: like aggregation_T, over all response tokens."""
+    """float32 weights of the critic's loss, like aggregation_T but over all response tokens."""
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -86,14 +83,10 @@ class PackedBatch:
         return replace(self, **tensors)
 
     def select(self, rows: Sequence[int]) -> "PackedBatch":
-        """The sequences at ``rows``, in that order, as a batch of their own. All ``_T`` fields that are set
-        come along."""
+        """The sequences at ``rows``, in that order, as a batch of their own with all ``_T`` fields that are set."""
         bounds = self.cu_seqlens.tolist()
-        places = (
-            torch.cat([torch.arange(bounds[r], bounds[r + 1]) for r in rows])
-            if rows
-            else torch.empty(0, dtype=torch.int64)
-        )
+        empty = torch.empty(0, dtype=torch.int64)
+        places = torch.cat([empty, *(torch.arange(bounds[r], bounds[r + 1]) for r in rows)])
         lengths = torch.tensor([0] + [bounds[r + 1] - bounds[r] for r in rows])
         taken = {}
         for f in fields(self):
@@ -104,10 +97,9 @@ class PackedBatch:
         return replace(self, **taken, cu_seqlens=lengths.cumsum(0).to(torch.int32), sequence_ids_S=ids_S)
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """Every ``_T`` tensor on ``device``; cu_seqlens and sequence ids stay on the CPU, where shapes are
-        decided."""
-        moved = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_T")}
-        return replace(self, **{k: v.to(device) for k, v in moved.items() if v is not None})
+        """A copy with every ``_T`` tensor on ``device``; cu_seqlens and sequence ids stay on the CPU."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_T")}
+        return replace(self, **{k: v.to(device) for k, v in tensors.items() if v is not None})
 
 
 _DTYPES = dict.fromkeys(("tokens_T", "targets_T", "positions_T"), INTEGERS) | {"response_mask_T": FLAGS}
@@ -116,18 +108,16 @@ _DTYPES = dict.fromkeys(("tokens_T", "targets_T", "positions_T"), INTEGERS) | {"
 def require_per_token(
     name: str, value: Tensor, num_tokens: int, dtypes: Sequence[torch.dtype] = FLOATS
 ) -> None:
-    """Raises ValueError where the tensor is not one value per token, or of another dtype than these."""
+    """Raises ValueError where the tensor is not one value per token, or of none of ``dtypes``."""
     if value.shape != (num_tokens,):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}, the batch {num_tokens} tokens; pass one value per token"
         )
     if value.dtype not in dtypes:
         named = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        fix = (
-            f"compute it in {named}: what was rounded before cannot be brought back"
-            if dtypes is FLOATS
-            else f"convert it to {named}"
-        )
+        fix = f"convert it to {named}"
+        if dtypes is FLOATS:
+            fix = f"compute it in {named}: rounding cannot be undone"
         raise ValueError(f"{name} is {str(value.dtype).removeprefix('torch.')}, not {named}; {fix}")
 
 
@@ -140,8 +130,8 @@ def pack_sequences(
 ) -> PackedBatch:
     """Lay sequences end to end and shift by one: input ``ids[:-1]``, target, mask and log-prob ``[1:]``.
 
-    Raises ValueError for a sequence of fewer than two tokens, which predicts nothing, and for one whose mask
-    or log-probs are not one value per token.
+    Raises ValueError for a sequence of fewer than two tokens, which predicts nothing, and for a mask or
+    log-probs that are not one value per token.
     """
     for i, *rows in zip(sequence_ids, token_ids, response_masks, rollout_logprobs, strict=True):
         if len({len(row) for row in rows}) > 1:

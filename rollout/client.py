@@ -1,4 +1,4 @@
-"""What the sample role asks of an inference engine."""
+"""The interface between the sample role and an inference engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from rollout.records import Completion
 
 
 class RolloutError(RuntimeError):
-    """The rollout side failed, as the learner sees it: its own weights and optimizer are well."""
+    """The rollout side failed; the learner's own weights and optimizer are intact."""
 
 
 class GenerationError(RuntimeError):
@@ -17,24 +17,21 @@ class GenerationError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientStats:
-    """Counts since the client was made; they only grow."""
+    """Counts since the client was made; they never fall."""
 
     requests: int = 0
-    """Completions asked for, each counted once however often it was retried."""
+    """Completions requested; retries of a completion do not count."""
     retries: int = 0
-    """Attempts that failed in transport and were repeated; one attempt is for all samples of a request."""
+    """Attempts that failed in transport and were repeated. One attempt covers all samples of a request."""
 
     def __sub__(self, earlier: "ClientStats") -> "ClientStats":
-        return ClientStats(
-            requests=self.requests - earlier.requests,
-            retries=self.retries - earlier.retries,
-        )
+        return ClientStats(requests=self.requests - earlier.requests, retries=self.retries - earlier.retries)
 
 
 class GenerationClient(Protocol):
-    """Token ids in, token ids out. Many calls run at once; how many reach the engine is the client's concern.
+    """Token ids in, token ids out. Many calls run at once; the client limits how many reach the engine.
 
-    Not its concern: prompts, groups, rewards, and which version is too old.
+    Prompts, groups, rewards and the limit of staleness are not its concern.
     """
 
     @property
@@ -49,15 +46,14 @@ class GenerationClient(Protocol):
         stop_token_ids: Sequence[int],
         seeds: Sequence[int],
     ) -> list[Completion]:
-        """Independent responses to one prompt, one per seed and in their order; a stop token that ended one
-        is part of it.
+        """Independent responses to one prompt, one per seed, in the order of the seeds. The stop token that
+        ended a response is part of it.
 
         Log-probs are natural logs of softmax(logits / temperature) over the full vocabulary. A seed fixes its
-        sample on engines that run deterministically; others ignore it.
+        sample on engines that run deterministically; other engines ignore it.
 
         Raises:
-            GenerationError: not every completion came after retries and before the deadline, or the request
-            was refused.
+            GenerationError: retries or time ran out before all completions came, or the request was refused.
         """
         ...
 

@@ -1,8 +1,6 @@
-"""Connections between hosts: they outlast a short cut of the network, and none waits for ever for a host that
-is gone.
+"""Connections between hosts: they survive a short cut of the network, and give up on a host that is gone.
 
-A long generation, or the learner's wait for it, sends nothing for minutes: only probes tell a busy peer from
-one that has vanished.
+A connection is silent for minutes during a long generation: only probes tell a busy peer from a vanished one.
 """
 
 import errno
@@ -16,21 +14,19 @@ from rollout.run_key import RunKey
 
 PEER_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
-"""Of one attempt."""
+"""Deadline of one attempt to connect."""
 CONNECT_AGAIN_S = 0.5
-UNREACHABLE = frozenset(
-    {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT}
-)
-"""What a cut of the network looks like; a host that is there and refuses says so."""
+UNREACHABLE = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT}
+"""Errors of a cut network. A host that is up and refuses answers with another error."""
 
 
 class PeerLost(ConnectionError):
-    """The other side, or the network to it, is gone."""
+    """The peer, or the network to it, is gone."""
 
 
 def watch(connection: socket.socket, peer_timeout_s: float) -> socket.socket:
-    """Have the kernel end ``connection``, idle or with data under way, when the other host has acknowledged
-    nothing for this long."""
+    """Have the kernel end ``connection`` when the other host has acknowledged nothing for ``peer_timeout_s``,
+    whether data is under way or not."""
     options = {
         socket.TCP_KEEPIDLE: max(1, round(peer_timeout_s / 2)),
         socket.TCP_KEEPINTVL: max(1, round(peer_timeout_s / 6)),
@@ -44,17 +40,16 @@ def watch(connection: socket.socket, peer_timeout_s: float) -> socket.socket:
 
 
 def watched_socket(address_info: tuple, *, peer_timeout_s: float) -> socket.socket:
-    """Not connected yet, for one of ``socket.getaddrinfo``'s answers: what aiohttp makes its connections of."""
+    """A socket for one answer of ``socket.getaddrinfo``, not connected yet: aiohttp's ``socket_factory``."""
     family, kind, protocol, *_ = address_info
     return watch(socket.socket(family, kind, protocol), peer_timeout_s)
 
 
 def connect(address: tuple[str, int], *, peer_timeout_s: float) -> socket.socket:
-    """A watched connection; where the host cannot be reached, one attempt after another for
-    ``peer_timeout_s``.
+    """A watched connection. While the host cannot be reached, attempts are repeated for ``peer_timeout_s``.
 
     Raises:
-        OSError: it was refused, or could not be reached in that time.
+        OSError: the host refused, or could not be reached in that time.
     """
     deadline = time.monotonic() + peer_timeout_s
     while True:
@@ -69,13 +64,12 @@ def connect(address: tuple[str, int], *, peer_timeout_s: float) -> socket.socket
 
 
 def is_unreachable(error: OSError) -> bool:
-    """Whether an attempt to connect failed for the network, which may come back."""
+    """Whether an attempt to connect failed because of the network, which may come back."""
     return isinstance(error, TimeoutError) or error.errno in UNREACHABLE
 
 
 def heartbeats(peer_timeout_s: float) -> dict[int, int]:
-    """Options of a ZeroMQ socket that drops a connection whose other side has said nothing for
-    ``peer_timeout_s``."""
+    """Options of a ZeroMQ socket that drops a connection after ``peer_timeout_s`` without a sign of its peer."""
     milliseconds = round(peer_timeout_s * 1000)
     return {
         zmq.HEARTBEAT_IVL: max(1, milliseconds // 4),
@@ -89,8 +83,7 @@ def heartbeats(peer_timeout_s: float) -> dict[int, int]:
 
 
 class Requester:
-    """A ZeroMQ REQ socket that says when the one who is to answer is gone; otherwise it would wait for an
-    answer that is lost."""
+    """A ZeroMQ REQ socket that reports a lost peer. A plain one would wait for ever for the lost answer."""
 
     def __init__(
         self, context: zmq.Context, address: str, *, peer_timeout_s: float, key: RunKey | None = None
@@ -112,19 +105,17 @@ class Requester:
         self._socket.connect(address)
 
     def send(self, message: bytes) -> None:
-        while self._events.poll(
-            0
-        ):  # of the time before: a connection that was lost and made anew is as good as any
+        while self._events.poll(0):  # past events: a connection that was lost and made anew is as good as any
             self._is_connected = self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if not self._is_connected:
             self._connect_until = time.monotonic() + self._peer_timeout_s
         self._socket.send(message)
 
     def poll(self, timeout_ms: float) -> bool:
-        """Whether the answer has come within that time.
+        """Whether the answer has come within ``timeout_ms``.
 
         Raises:
-            PeerLost: it never will: the connection was lost, or could not be made.
+            PeerLost: the answer will never come: the connection was lost, or could not be made.
         """
         deadline = time.monotonic() + timeout_ms / 1000
         while True:
@@ -135,9 +126,8 @@ class Requester:
                 return True
             if self._events in ready:
                 self._is_connected = self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
-                if not self._is_connected and not self._socket.poll(
-                    0
-                ):  # the answer may have come last of all
+                # The answer may have come just before the loss.
+                if not self._is_connected and not self._socket.poll(0):
                     raise PeerLost(f"lost the connection to {self._address}: its process or its host is gone")
             elif not self._is_connected and time.monotonic() >= self._connect_until:
                 raise PeerLost(

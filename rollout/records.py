@@ -1,4 +1,4 @@
-"""The records that sampling produces. All are frozen; L counts prompt and response tokens, R response tokens."""
+"""The records that sampling produces, all frozen."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,9 +8,9 @@ from typing import Any
 
 class FinishReason(StrEnum):
     STOP = "stop"
-    """The model ended its answer with an end-of-sequence token, which is part of the response."""
+    """The response ends with an end-of-sequence token, which is part of it."""
     LENGTH = "length"
-    """max_new_tokens were sampled without an end."""
+    """The response reached max_new_tokens without an end."""
 
 
 class TrajectoryStatus(StrEnum):
@@ -21,7 +21,7 @@ class TrajectoryStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One problem. ``reference`` is what the reward needs to know of the right answer."""
+    """One problem. ``reference`` is the right answer, in the form that the reward compares with."""
 
     prompt_id: str
     token_ids: list[int]
@@ -29,14 +29,14 @@ class Prompt:
     task: str
     reference: str
     row: Mapping[str, Any] | None = None
-    """The whole record of the data file, where a reward function may ask for it."""
+    """The whole record of the data file, where the reward function may read it."""
     place: str | None = None
-    """Where it stands in a file, for messages."""
+    """File and line or row, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One sampled response, as the server gave it: no retokenisation anywhere."""
+    """One sampled response in the server's own tokens; text is never tokenised again."""
 
     token_ids: list[int]
     rollout_logprobs: list[float]
@@ -48,20 +48,19 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a reward function said of one response."""
+    """The reward of one response."""
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
     correct: bool = False
-    """Whether the response counts as right in an evaluation; said by ``Scorer``, not by single reward
-    functions."""
+    """Whether the response counts as right in an evaluation. ``Scorer`` sets it; single rewards do not."""
     error: str | None = None
-    """Why scoring failed (what failed counts 0), else None."""
+    """Why scoring failed; a failed score counts 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """A prompt with one response and its score; lists are aligned with ``token_ids``, zeros on prompt tokens."""
+    """A prompt with one response and its score. Lists are aligned with ``token_ids``, with 0 on prompt tokens."""
 
     group_id: int
     sibling_id: int
@@ -73,7 +72,7 @@ class Trajectory:
     token_versions: list[int]
     finish_reason: FinishReason
     reward: float
-    """Lands on the last response token."""
+    """Reward of the whole response; the learner puts it on the last response token."""
     reward_parts: dict[str, float]
     status: TrajectoryStatus = TrajectoryStatus.OK
 

@@ -1,8 +1,7 @@
-"""The key of a run: who may ask its servers and its sampler for anything.
+"""The key of a run: SGLang's servers, the router and the sample role refuse requests that do not prove it.
 
-It lies in the run folder, where only the user who runs can read it: whoever can read it is trusted. SGLang's
-servers, the router and the sample role refuse those who do not prove it. It is on no command line (``ps``
-shows those to everyone) and in no environment.
+The key lies in the run folder, where only its owner can read it; anyone who can read it is trusted. It is on no
+command line (``ps`` shows those to everyone) and in no environment.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ from zmq.utils import z85
 
 Side = Literal["sampler", "learner"]
 FIELD = "api-key"
-"""SGLang's name: the file is one that it reads itself."""
+"""SGLang's name for the key: SGLang reads this file itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +35,24 @@ class RunKey:
         return {"Authorization": f"Bearer {self.secret}"}
 
     def curve_pair(self, side: Side) -> tuple[bytes, bytes]:
-        """(public, secret), for ZeroMQ's CURVE: each side's pair follows from the key, so both know both
-        public ones."""
+        """(public, secret) of one side for ZeroMQ's CURVE. Both pairs follow from the key, so both sides know
+        both public keys."""
         secret = z85.encode(hmac.digest(self.secret.encode(), f"tandem {side}".encode(), hashlib.sha256))
         return zmq.curve_public(secret), secret
 
 
 def run_key(file: Path) -> RunKey:
-    """The key in ``file``, made where there is none; every process of a run gets the same one.
+    """The key in ``file``, which is made if it is missing; every process of a run gets the same key.
 
     Raises:
         ValueError: others can read the file, or it holds no key; with the fix.
-        OSError: it cannot be read or written.
+        OSError: the file cannot be read or written.
     """
     if not file.exists():
-        _make(file)
+        _create_key_file(file)
     if os.stat(file).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ValueError(
-            f"others can read {file}, the key of the run; remove it, and the next start makes another, on a file system with permissions"
+            f"others can read {file}, the key of the run; remove it: the next start makes another (use a file system with permissions)"
         )
     content = yaml.safe_load(file.read_text())
     secret = content.get(FIELD) if isinstance(content, dict) else None
@@ -62,8 +61,8 @@ def run_key(file: Path) -> RunKey:
     return RunKey(file, secret)
 
 
-def _make(file: Path) -> None:
-    """Whole or not at all, and the first of several processes has made it for all of them."""
+def _create_key_file(file: Path) -> None:
+    """Create the file atomically. Of several processes that try, one succeeds and all use its key."""
     fresh = file.with_name(f".{file.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

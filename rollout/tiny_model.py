@@ -1,5 +1,4 @@
-"""A tiny model with a real tokenizer, small enough to be trained on two CPU cores in minutes: Qwen3,
-Qwen3-MoE or Mixtral."""
+"""A tiny Qwen3, Qwen3-MoE or Mixtral model with a real tokenizer, trainable on two CPU cores in minutes."""
 
 import os
 import shutil
@@ -18,6 +17,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from rollout.tasks.countdown import CHARACTERS
+
 # SGLang's models with experts never share the embedding's weight with the output layer.
 _EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
 FAMILIES = {
@@ -34,21 +35,19 @@ FAMILIES = {
         _EXPERTS | {"intermediate_size": 96, "num_local_experts": 8},
     ),
 }
-"""Of each: the classes, and what the others do not share."""
+"""Config class, model class, and the fields of this family alone."""
 
-CHARACTERS = "0123456789+-*()=: "
-"""All that Countdown's prompts and answers are written with."""
 SPECIAL_TOKENS = ("<eos>", "<pad>", "<unk>")
 VOCAB_MULTIPLE = 8
-"""The vocabulary is filled up to a multiple of this, so that it splits evenly over tensor-parallel ranks."""
+"""The vocabulary is padded to a multiple of this, so that it splits evenly over tensor-parallel ranks."""
 
 
 def make_tiny_countdown_model(folder: Path, *, seed: int, family: str = "qwen3") -> None:
     """Write a Hugging Face folder of a randomly initialised model (float32) for the Countdown task.
 
-    ``family`` is one of ``FAMILIES``. Qwen3 has 0.79 M parameters; the two with 8 experts in every layer have
-    1.4 M, of which a token uses those of 2 experts and the rest (0.5 M). The folder appears under its name
-    only when complete. The same ``seed`` gives the same weights.
+    ``family`` is one of ``FAMILIES``. Qwen3 has 0.79 M parameters. The other two have 8 experts in every layer
+    and 1.4 M parameters, of which a token uses 0.5 M. The folder appears under its name only when complete.
+    The same ``seed`` gives the same weights.
 
     Raises:
         ValueError: ``folder`` exists already, or ``family`` is unknown.
@@ -70,11 +69,9 @@ def make_tiny_countdown_model(folder: Path, *, seed: int, family: str = "qwen3")
 
 
 def _character_tokenizer() -> PreTrainedTokenizerFast:
-    """One character per token. What is not in the vocabulary becomes <unk>, so that it shows instead of
-    vanishing."""
+    """One token per character. Unknown characters become <unk>, which shows them instead of dropping them."""
     tokens = [*SPECIAL_TOKENS, *CHARACTERS]
-    # The filling tokens are ordinary ones: if the model ever samples one, its text spoils the answer, as it
-    # should.
+    # Padding tokens are ordinary tokens: if the model samples one, its text spoils the answer, as it should.
     tokens += [f"<unused_{i}>" for i in range(-len(tokens) % VOCAB_MULTIPLE)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -106,6 +103,6 @@ def _random_model(tokenizer: PreTrainedTokenizerFast, seed: int, family: str) ->
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):  # the caller's random state is not ours to change
+    with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it was
         torch.manual_seed(seed)
         return model_class(config).to(torch.float32)

@@ -1,4 +1,4 @@
-"""Text to token ids, once, at the edge: from here on a run handles ids only."""
+"""Text to token ids. A run tokenises each prompt once and handles ids from then on."""
 
 import json
 import os
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a Hugging Face folder on this disk; nothing is looked up elsewhere.
+    """The tokenizer of a local Hugging Face folder; nothing is downloaded.
 
     Raises:
         ValueError: the folder or its tokenizer is missing or unreadable.
@@ -32,7 +32,7 @@ def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
             f"model folder {model_dir} holds no tokenizer (none of {', '.join(TOKENIZERS)}); "
             "copy the tokenizer files of the model into it"
         )
-    from transformers import AutoTokenizer  # seconds; whoever only checks a config never comes here
+    from transformers import AutoTokenizer  # takes seconds; a check of a config never comes here
 
     try:
         return AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
@@ -63,8 +63,7 @@ def import_transformers_without_torch() -> None:
 
 
 def check_vocabulary_size(num_ids: int, vocab_size: int | None, model_dir: Path) -> None:
-    """Refuse a tokenizer that can give ids beyond the model's embedding: SGLang would die of the first such
-    prompt.
+    """Refuse a tokenizer with ids beyond the model's embedding: the first such prompt would kill SGLang.
 
     Raises:
         ValueError: the tokenizer has more tokens than the model.
@@ -81,19 +80,17 @@ def encode_prompt(
 ) -> list[int]:
     """Token ids of a prompt, up to where the model's answer starts.
 
-    With a chat template: the system message (where given), ``text`` as the user's message, and the header of
-    the assistant's turn. Without: ``text`` alone, with the special tokens that the tokenizer itself puts
-    around a text (such as Llama's begin token).
+    With a chat template: the system message, if any, ``text`` as the user's message, and the header of the
+    assistant's turn. Without: ``text`` with the tokenizer's own special tokens (such as Llama's begin token).
 
     Raises:
-        ValueError: a template is asked for and there is none, a system prompt is given without a template, or
-        nothing is left.
+        ValueError: the template is missing, a system prompt comes without a template, or there is no token.
     """
     if apply_chat_template:
         token_ids = _encode_chat(tokenizer, text, system_prompt)
     elif system_prompt is not None:
         raise ValueError(
-            "system_prompt needs a chat template to have a place in; set apply_chat_template: true, or write the text into the prompts"
+            "system_prompt needs a chat template; set apply_chat_template: true, or write the text into the prompts"
         )
     else:
         token_ids = list(tokenizer.encode(text))
@@ -116,37 +113,32 @@ def _encode_chat(tokenizer: "Tokenizer", text: str, system_prompt: str | None) -
 
 
 def end_token_ids(tokenizer: "Tokenizer", model_dir: Path) -> list[int]:
-    """Every token id that ends an answer: first the tokenizer's own, then the others of
-    generation_config.json and config.json, ascending.
+    """Every token id that ends an answer: the tokenizer's own first, then those of generation_config.json and
+    config.json, ascending.
 
-    The first is the one to end a written answer with (supervised training); all of them stop sampling. Chat
-    models often end a turn with another token than the tokenizer's own, and name it only in
-    generation_config.json.
+    Supervised training ends an answer with the first; all of them stop sampling. Chat models often end a turn
+    with another token than the tokenizer's own, and name it only in generation_config.json.
 
     Raises:
         ValueError: a file is not valid JSON, an id is not an integer, or no id is given anywhere.
     """
-    own = [] if tokenizer.eos_token_id is None else [int(cast("int", tokenizer.eos_token_id))]
-    named = {
-        i for name in ("generation_config.json", "config.json") for i in _eos_ids_in(Path(model_dir) / name)
-    }
-    found = own + sorted(named.difference(own))
-    if not found:
+    own_ids = [] if tokenizer.eos_token_id is None else [int(cast("int", tokenizer.eos_token_id))]
+    config_files = (Path(model_dir) / name for name in ("generation_config.json", "config.json"))
+    config_ids = {token_id for file in config_files for token_id in _read_eos_ids(file)}
+    end_ids = own_ids + sorted(config_ids.difference(own_ids))
+    if not end_ids:
         raise ValueError(
             f"{model_dir} names no end-of-sequence token; set eos_token_id in its generation_config.json"
         )
-    return found
+    return end_ids
 
 
-def _eos_ids_in(path: Path) -> list[int]:
+def _read_eos_ids(path: Path) -> list[int]:
     if not path.is_file():
         return []
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also a decoding error of UTF-8, and values nested too deep
+    except (ValueError, RecursionError) as error:  # invalid JSON or UTF-8; values nested too deep
         raise ValueError(f"{path} is not valid JSON: {error}; restore the file of the model") from error
     ids = content.get("eos_token_id") if isinstance(content, dict) else None
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]

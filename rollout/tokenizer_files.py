@@ -1,8 +1,8 @@
-"""A model's tokenizer by its files alone, for checks before a start: `tokenizers` and `jinja2` load in a
-tenth of a second, transformers takes several.
+"""A model's tokenizer from its files, for checks before a start: `tokenizers` and `jinja2` load in a tenth of
+a second, transformers takes several.
 
-It gives the ids that transformers gives, but for special tokens around a text without a template. These are
-left out: a check must never refuse what would run.
+The ids are those of transformers, without the special tokens around a text that has no template: a check must
+never refuse what would run.
 """
 
 import json
@@ -11,16 +11,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-_MARK = "7 + 5 = ?"
-"""A made prompt."""
+_TRIAL_PROMPT = "7 + 5 = ?"
 _LFS_POINTER = "version https://git-lfs"
 
 
 class TokenizerFiles:
-    """What checks ask of a tokenizer, by the names that transformers gives it.
+    """The part of transformers' tokenizer interface that checks use.
 
     Raises:
-        ValueError: a file of the tokenizer is broken; it is named, with the fix.
+        ValueError: a file of the tokenizer is broken; the message names it and the fix.
     """
 
     def __init__(self, folder: Path):
@@ -30,9 +29,9 @@ class TokenizerFiles:
         path = folder / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises no type of its own
             raise ValueError(
-                f"{path} is no readable tokenizer: {_cause(path, error)}; download or copy it again"
+                f"{path} is no readable tokenizer: {_failure_text(path, error)}; download or copy it again"
             ) from error
         self._options = _read_object(folder / "special_tokens_map.json") | _read_object(
             folder / "tokenizer_config.json"
@@ -41,46 +40,40 @@ class TokenizerFiles:
         self.special_tokens = {
             name: text
             for name, value in self._options.items()
-            if name.endswith("_token") and (text := _text(value))
+            if name.endswith("_token") and (text := _token_text(value))
         }
 
     @staticmethod
     def reads(folder: Path) -> bool:
-        """Whether the folder has the one file that is read here; tokenizers of other files are left to
-        transformers."""
+        """Whether this class can read the folder's tokenizer; transformers reads those without tokenizer.json."""
         return (folder / "tokenizer.json").is_file()
 
     @property
     def num_ids(self) -> int:
-        """The ids that it can give are below this. Special tokens that the vocabulary lacks are added at its
-        end, as transformers does."""
+        """All ids are below this. Special tokens missing from the vocabulary are added at its end, as in
+        transformers."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         added = self._options.get("added_tokens_decoder")
-        listed = [int(number) for number in added if number.isdecimal()] if isinstance(added, dict) else []
-        names = {_text(value) for value in added.values()} if isinstance(added, dict) else set()
-        lacking = {
-            text for text in self.special_tokens.values() if text not in vocabulary and text not in names
-        }
-        return 1 + max([*vocabulary.values(), *listed], default=-1) + len(lacking)
+        added = added if isinstance(added, dict) else {}
+        ids = [*vocabulary.values(), *(int(number) for number in added if number.isdecimal())]
+        names = vocabulary.keys() | {_token_text(value) for value in added.values()}
+        return 1 + max(ids, default=-1) + len(set(self.special_tokens.values()) - names)
 
     @property
     def may_have_defaults(self) -> bool:
-        """Whether special tokens may be named by transformers alone, in the code of the tokenizer's class."""
-        return self._options.get("tokenizer_class") not in (
-            None,
-            "PreTrainedTokenizerFast",
-            "TokenizersBackend",
-        )
+        """Whether the tokenizer's class in transformers may name special tokens that no file names."""
+        plain_classes = (None, "PreTrainedTokenizerFast", "TokenizersBackend")
+        return self._options.get("tokenizer_class") not in plain_classes
 
     @property
     def eos_token_id(self) -> int | None:
-        return self._id("eos_token")
+        return self._special_token_id("eos_token")
 
     @property
     def unk_token_id(self) -> int | None:
-        return self._id("unk_token")
+        return self._special_token_id("unk_token")
 
-    def _id(self, name: str) -> int | None:
+    def _special_token_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self._tokenizer.token_to_id(text)
 
@@ -91,15 +84,15 @@ class TokenizerFiles:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **_: Any) -> list[int]:
-        """Ids of the conversation, up to where the model's answer begins. Raises ValueError where the
-        template cannot be rendered."""
+        """Ids of the conversation, up to where the model's answer begins. Raises ValueError for a template
+        that cannot be rendered."""
         return self.encode(self.render(messages))
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         import jinja2
 
         try:
-            template = _environment().from_string(self.chat_template)
+            template = _jinja_environment().from_string(self.chat_template)
             return template.render(
                 messages=messages,
                 tools=None,
@@ -109,36 +102,36 @@ class TokenizerFiles:
             )
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
-                f"{self._template_of} is no Jinja template: {error.message} in its line {error.lineno}"
+                f"{self._template_name} is no Jinja template: {error.message} in its line {error.lineno}"
             ) from error
-        except Exception as error:  # a template is a program: it may fail as it likes
+        except Exception as error:  # a template is a program and may raise anything
             raise ValueError(
-                f"{self._template_of} cannot be rendered: {type(error).__name__}: {error}"
+                f"{self._template_name} cannot be rendered: {type(error).__name__}: {error}"
             ) from error
 
     def check_template(self, system_prompt: str | None) -> None:
-        """Render it once. Raises ValueError where it fails, or leaves out what it is given."""
-        given = {"the prompt": _MARK} | (
-            {} if system_prompt is None else {"task.system_prompt": system_prompt.strip()}
-        )
-        messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-        rendered = self.render([*messages, {"role": "user", "content": _MARK}])
-        for what, text in given.items():
+        """Render the template once. Raises ValueError where it fails, or leaves out a part of its input."""
+        parts, messages = {"the prompt": _TRIAL_PROMPT}, [{"role": "user", "content": _TRIAL_PROMPT}]
+        if system_prompt is not None:
+            parts["task.system_prompt"] = system_prompt.strip()
+            messages.insert(0, {"role": "system", "content": system_prompt})
+        rendered = self.render(messages)
+        for name, text in parts.items():
             if text not in rendered:
-                raise ValueError(f"{self._template_of} leaves out {what}")
+                raise ValueError(f"{self._template_name} leaves out {name}")
 
     @property
-    def _template_of(self) -> str:
+    def _template_name(self) -> str:
         return f"the chat template of {self.name_or_path}"
 
 
-def _environment():
-    """Jinja as transformers sets it up; a sandbox, since a template is a program from elsewhere."""
+def _jinja_environment():
+    """Jinja as transformers sets it up, in a sandbox: a template is a program from elsewhere."""
     import jinja2.ext
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
-        """``{% generation %}`` marks what an assistant wrote; here it is text as any."""
+        """``{% generation %}`` marks an assistant's text; here it changes nothing."""
 
         tags = {"generation"}  # noqa: RUF012 - as jinja2 has it
 
@@ -161,42 +154,44 @@ def _environment():
 
 
 def _chat_template(folder: Path, options: Mapping[str, Any]) -> str | None:
-    """The file of its own before the entry of tokenizer_config.json, of which several by name leave
-    ``default``."""
+    """The template in its own file, else in tokenizer_config.json, else in chat_template.json; of several named
+    templates ``default``."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         try:
             return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{file} cannot be read: {error}; download or copy it again") from error
-    found = options.get("chat_template") or _read_object(folder / "chat_template.json").get("chat_template")
-    if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
-    return found if isinstance(found, str) else None
+    template = options.get("chat_template") or _read_object(folder / "chat_template.json").get(
+        "chat_template"
+    )
+    if isinstance(template, list):
+        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = by_name.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} is not valid JSON: {_cause(path, error)}; download or copy it again"
+            f"{path} is not valid JSON: {_failure_text(path, error)}; download or copy it again"
         ) from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, not an object; download or copy it again")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object; download or copy it again")
+    return content
 
 
-def _text(value: Any) -> str | None:
-    """A special token is text, or an object that holds it."""
-    found = value.get("content") if isinstance(value, dict) else value
-    return found if isinstance(found, str) else None
+def _token_text(value: Any) -> str | None:
+    """The text of a special token, which is text or an object that holds it."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
 
 
-def _cause(path: Path, error: Exception) -> str:
+def _failure_text(path: Path, error: Exception) -> str:
     try:
         start = path.read_bytes()[: len(_LFS_POINTER)]
     except OSError as unreadable:

@@ -1,3 +1,1 @@
-"""Resumable checkpoints: written, hashed, verified, loaded; and the learner's tensors in host memory while
-servers use its device.
-"""
+"""Resumable checkpoints, and offloading of the learner's tensors to host memory."""

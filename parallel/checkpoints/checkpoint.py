@@ -3,8 +3,8 @@ the caller's own data.
 
 On disk: ``ROOT/step_000010/``, complete or absent. It is written under a hidden name, flushed, then renamed;
 ``complete.json`` inside lists every file with its size and hash (``parallel/checkpoints/files.py``), which
-are compared before anything is loaded. Weights and optimizer state are saved in a form that any layout can
-read again. Nothing that a checkpoint says is run.
+are compared before anything is loaded. Any layout can read weights and optimizer state again. Code inside a
+checkpoint is never run.
 """
 
 import json
@@ -12,6 +12,7 @@ import pickle
 import queue
 import random
 import shutil
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,59 +52,57 @@ EXTRA = "extra.json"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; earlier ones are as they were."""
+    """A checkpoint could not be written or read; earlier ones are unchanged."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is not as it was written; the message names the files. Nothing of it was used."""
+    """A checkpoint differs from what was written; the message names the files. Nothing of it was loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class WholeCheckpoint:
-    """A checkpoint whose every bit is as it was written; ``verified`` gives it."""
+    """A checkpoint that ``verified`` has compared with its manifest."""
 
     folder: Path
     manifest: Manifest
 
 
 def optimizer_parts(optimizer) -> list:
-    """The optimizers that a chained one is made of, or the one itself."""
+    """The optimizers inside a chained one, or the optimizer itself."""
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def initialise_optimizer_state(optimizer) -> None:
-    """Zero moments for every parameter that has none: loading needs the state to be there, with a step tensor
-    per parameter."""
+    """Create missing moments as zeros, and a step tensor per parameter: loading needs the whole state."""
     for part in optimizer_parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
         _complete_steps(part)
 
 
 def _complete_steps(part) -> None:
-    """Torch's AdamW counts steps per parameter; Megatron saves no count before the first step."""
+    """Add the counts that torch's AdamW keeps per parameter and Megatron does not save before the first step."""
     if isinstance(part.optimizer, torch.optim.AdamW):
         for state in part.optimizer.state.values():
             state.setdefault("step", torch.tensor(0.0))
 
 
 def _count_without_parameters(optimizer, steps: int) -> None:
-    """Of a model with experts, a pipeline stage may have none: Megatron reads the step of a distributed
-    optimizer from its parameters."""
+    """Give distributed optimizers without parameters a step count, which Megatron reads from a parameter. A
+    pipeline stage of a model with experts may have no expert."""
     for part in optimizer_parts(optimizer):
-        is_distributed = isinstance(part, DistributedOptimizer) and isinstance(
-            part.optimizer, torch.optim.AdamW
-        )
-        if is_distributed and not any(group["params"] for group in part.optimizer.param_groups):
+        if not (isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.AdamW)):
+            continue
+        if not any(group["params"] for group in part.optimizer.param_groups):
             part.optimizer.state["no parameter"] = {"step": torch.tensor(float(steps))}
 
 
 def _restore_missing_step(optimizer, state: dict[Any, Any], steps: int) -> None:
-    """A plain optimizer's state has no count, which torch's AdamW misses: saved before its first step, or by
-    a rank 0 without experts."""
+    """Give plain optimizers the step count that torch's AdamW needs. It is missing where the state was saved
+    before the first step, or by a rank 0 without experts."""
     parts = optimizer_parts(optimizer)
     for i, part in enumerate(parts):
-        of_part = state[i] if len(parts) > 1 else state
-        inner = of_part.get("optimizer", of_part)
+        part_state = state[i] if len(parts) > 1 else state
+        inner = part_state.get("optimizer", part_state)
         if "state" in inner and isinstance(part.optimizer, torch.optim.AdamW):
             inner["state"].setdefault("common_step", torch.tensor(float(steps)))
 
@@ -114,9 +113,9 @@ def save(
     """Write ``folder`` (``files.step_folder(root, step)``), replacing an older one of that name. A
     collective.
 
-    ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is anything JSON can hold.
-    Raises CheckpointError on every rank where the disk is full or a write fails on any of them; earlier
-    checkpoints stay valid and nothing partial is left. Raises ValueError for ``extra`` that is no JSON.
+    ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is any JSON value. Raises
+    CheckpointError on every rank where the disk is full or a write fails on any rank; earlier checkpoints stay
+    valid, and no partial one remains. Raises ValueError for ``extra`` that is not JSON.
     """
     folder = Path(folder)
     try:
@@ -135,7 +134,7 @@ def save(
         # Megatron's own queue is a process, for saves in the background: it would import torch again on every
         # rank (3 CPU seconds, 200 MB) and live as long as the run. This save is over when it returns.
         filesystem_async._results_queue = queue.Queue()
-        # Each rank hashes what its own writers write, while they wait for the disk.
+        # Each rank hashes its own writers' files while the writers wait for the disk.
         with hashed_while_written(temporary, f"__{dist.get_rank()}_*.distcp") as records:
             dist_checkpointing.save(state, str(temporary), content_metadata=_content_metadata())
         return records
@@ -145,14 +144,11 @@ def save(
         replace_folder(temporary, folder)
 
     try:
-        state = _together(lambda: _state(chunks, optimizer, scheduler, is_loading=False))
-        _together(lambda: prepare(state), only_rank_0=True)
+        state = _run_on_all(lambda: _checkpoint_state(chunks, optimizer, scheduler, is_loading=False))
+        _run_on_all(lambda: prepare(state), only_rank_0=True)
         with writers.sigterm_blocked(), writers.watched():
-            records = _gathered(_together(write))
-        _together(
-            lambda: finish({name: record for of_rank in records for name, record in of_rank.items()}),
-            only_rank_0=True,
-        )
+            records = dict(ChainMap(*_gather_objects(_run_on_all(write))))
+        _run_on_all(lambda: finish(records), only_rank_0=True)
     except CheckpointError as error:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -162,14 +158,14 @@ def save(
 
 
 def verified(folder: Path) -> WholeCheckpoint:
-    """The checkpoint in ``folder``, after every bit of it was compared with its manifest; each rank reads a
-    share. A collective.
+    """The checkpoint in ``folder``, after the ranks, each a share, have compared every bit of it with its
+    manifest. A collective.
 
-    Raises, on every rank, DamagedCheckpoint, which names the files; CheckpointError where it cannot be read,
-    or has another format.
+    Raises on every rank DamagedCheckpoint, which names the files, or CheckpointError for a folder that cannot
+    be read or has another format.
     """
 
-    def look() -> tuple[Manifest | None, list[str]]:
+    def check_share() -> tuple[Manifest | None, list[str]]:
         try:
             manifest = read_manifest(folder)
         except DamagedManifest as error:
@@ -178,21 +174,21 @@ def verified(folder: Path) -> WholeCheckpoint:
 
     folder = Path(folder)
     try:
-        manifest, found = _together(look)
+        manifest, rank_damages = _run_on_all(check_share)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
-    wrong = sorted({said for of_rank in _gathered(found) for said in of_rank})
-    if wrong or manifest is None:
-        raise DamagedCheckpoint(f"{folder} is damaged: {'; '.join(wrong)}")
+    damages = sorted(set().union(*_gather_objects(rank_damages)))
+    if damages or manifest is None:
+        raise DamagedCheckpoint(f"{folder} is damaged: {'; '.join(damages)}")
     return WholeCheckpoint(folder, manifest)
 
 
 def newest_whole(newest_first: Iterable[Sequence[Path]]) -> tuple[list[WholeCheckpoint], dict[Path, str]]:
-    """The first entry whose checkpoints are all whole, and what is wrong with the entries before it, by their
-    first folders. A collective.
+    """The first entry whose checkpoints are all whole, and the damage of the entries before it, by their first
+    folders. A collective.
 
-    An entry is what must be of one step: a policy's checkpoint, or a policy's and a critic's. Raises
-    CheckpointError where none is whole.
+    An entry has the checkpoints of one step: a policy's, or a policy's and a critic's. Raises CheckpointError
+    where none is whole.
     """
     damaged: dict[Path, str] = {}
     for folders in newest_first:
@@ -208,12 +204,12 @@ def newest_whole(newest_first: Iterable[Sequence[Path]]) -> tuple[list[WholeChec
 def load(
     checkpoint: Path | WholeCheckpoint, *, chunks: Sequence[MegatronModule], optimizer, scheduler
 ) -> dict[str, Any]:
-    """Restore what ``save`` wrote and return its ``extra``. The layout may differ from the one that saved.
+    """Restore the state that ``save`` wrote, in any layout, and return its ``extra``. A collective.
 
-    A folder is verified first. The running config decides learning rates and schedule, the checkpoint how
-    many steps were done. Random state is restored where the number of processes is the same. A collective.
-    Raises CheckpointError on every rank where the folder is no whole checkpoint (DamagedCheckpoint), or holds
-    another model, or anything that could run code, for any of them.
+    A folder is verified first. The running config decides learning rates and schedule; the number of steps
+    comes from the checkpoint. Random state is restored if the number of processes is the same. Raises
+    CheckpointError on every rank where for any rank the checkpoint is damaged (DamagedCheckpoint), holds
+    another model, or holds anything that could run code.
     """
     whole = checkpoint if isinstance(checkpoint, WholeCheckpoint) else verified(checkpoint)
     folder = whole.folder
@@ -221,25 +217,25 @@ def load(
 
     def restore() -> dict[str, Any]:
         rates = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
-        state = _state(chunks, optimizer, scheduler, is_loading=True, with_random=same_processes)
+        state = _checkpoint_state(chunks, optimizer, scheduler, is_loading=True, with_random=same_processes)
         with pickles.restricted():
-            found = cast("dict[str, Any]", dist_checkpointing.load(state, str(folder)))
+            loaded = cast("dict[str, Any]", dist_checkpointing.load(state, str(folder)))
         for i, chunk in enumerate(chunks):
-            chunk.load_state_dict(found[f"model{i}"])
-        _restore_missing_step(optimizer, found["optimizer"], found["scheduler"]["num_steps"])
-        optimizer.load_state_dict(found["optimizer"])
+            chunk.load_state_dict(loaded[f"model{i}"])
+        _restore_missing_step(optimizer, loaded["optimizer"], loaded["scheduler"]["num_steps"])
+        optimizer.load_state_dict(loaded["optimizer"])
         for part in optimizer_parts(optimizer):
             _complete_steps(part)
         for group, (max_lr, min_lr) in zip(optimizer.param_groups, rates, strict=True):
             group["max_lr"], group["min_lr"] = max_lr, min_lr
         scheduler.num_steps = 0
-        scheduler.load_state_dict(found["scheduler"])
+        scheduler.load_state_dict(loaded["scheduler"])
         if same_processes:
-            _set_random_state(found["random"])
+            _set_random_state(loaded["random"])
         return json.loads((folder / EXTRA).read_text())
 
     try:
-        return _together(restore)
+        return _run_on_all(restore)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} cannot be loaded into this run: {error}") from error
 
@@ -248,15 +244,14 @@ def _content_metadata() -> dict[str, Any]:
     return {
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
-        # The other formats cannot be read by another layout, or fail to load with torch's AdamW.
+        # Other formats cannot be read by another layout, or fail to load with torch's AdamW.
         "distrib_optim_sharding_type": "fully_reshardable",
-        # Without it every data-parallel rank, not the first alone, would hold the whole float32 state of its
-        # part of the model.
+        # Otherwise every data-parallel rank, not the first alone, holds the whole float32 state of its part.
         "distrib_optim_fully_reshardable_mem_efficient": True,
     }
 
 
-def _state(
+def _checkpoint_state(
     chunks: Sequence[MegatronModule], optimizer, scheduler, *, is_loading: bool, with_random: bool = True
 ) -> dict[str, Any]:
     _count_without_parameters(optimizer, scheduler.num_steps)
@@ -264,8 +259,7 @@ def _state(
         **_content_metadata(),
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    # A tensor is known by its own name in the whole model, never by where it stands in this dictionary: any
-    # layout finds it.
+    # Tensors are found by their names in the whole model, not by their places here, so that any layout can load.
     model_state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
     state = {
         **model_state,
@@ -300,55 +294,51 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def _require_space(folder: Path, state: Any) -> None:
-    """Seen before a byte is written: rank 0's own share (an estimate; one rank of each other stage or slice
-    holds as much) must fit."""
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(state))
+    """Check before a write that rank 0's own share fits; one rank of each other stage or slice holds as much."""
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(state))
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(f"the disk has {free / 1e9:.2f} GB free, at least {needed / 1e9:.2f} GB are needed")
 
 
-def _tensors(state: Any) -> Iterator[Tensor]:
+def _find_tensors(state: Any) -> Iterator[Tensor]:
     if isinstance(state, dict | list | tuple):
         for item in state.values() if isinstance(state, dict) else state:
-            yield from _tensors(item)
+            yield from _find_tensors(item)
     elif isinstance(data := getattr(state, "data", state), Tensor):
         yield data
 
 
-def _reason(error: BaseException) -> str:
-    """One line; torch's CheckpointException carries a whole traceback per rank, of which the causes matter."""
+def _error_text(error: BaseException) -> str:
+    """The error in one line; of torch's CheckpointException, which has a traceback per rank, the causes."""
     causes = error.failures.values() if isinstance(error, CheckpointException) else ()
     if isinstance(error, pickle.UnpicklingError):
         return pickles.reason(error)
-    said = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return "; ".join(_reason(cause[0]) for cause in causes) or said
+    text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return "; ".join(_error_text(cause[0]) for cause in causes) or text
 
 
 @overload
-def _together(action: Callable[[], T]) -> T: ...
+def _run_on_all(action: Callable[[], T]) -> T: ...
 @overload
-def _together(action: Callable[[], T], *, only_rank_0: bool) -> T | None: ...
-def _together(action: Callable[[], T], *, only_rank_0: bool = False) -> T | None:
-    """What ``action`` gives on this rank, run on every rank (or on rank 0): raises CheckpointError on all of
-    them if it failed on any."""
+def _run_on_all(action: Callable[[], T], *, only_rank_0: bool) -> T | None: ...
+def _run_on_all(action: Callable[[], T], *, only_rank_0: bool = False) -> T | None:
+    """This rank's result of ``action``, which runs on every rank, or on rank 0 alone. Raises CheckpointError on
+    all ranks if it failed on any."""
     result, failure = None, None
     if not only_rank_0 or dist.get_rank() == 0:
         try:
             result = action()
-        except (
-            Exception,
-            CheckpointException,
-        ) as error:  # whatever a writer raises, the other ranks must hear of it rather than wait
-            failure = _reason(error)
-    for rank, text in enumerate(_gathered(failure)):
+        except (Exception, CheckpointException) as error:  # any error must reach the waiting ranks
+            failure = _error_text(error)
+    for rank, text in enumerate(_gather_objects(failure)):
         if text is not None:
             raise CheckpointError(f"rank {rank}: {text}")
     return result
 
 
-def _gathered(mine: T) -> list[T]:
-    """What each rank has, by rank."""
-    everything: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, mine)
-    return everything
+def _gather_objects(mine: T) -> list[T]:
+    """The object of each rank, by rank."""
+    objects: list = [None] * dist.get_world_size()
+    dist.all_gather_object(objects, mine)
+    return objects

@@ -1,5 +1,4 @@
-"""Files hashed while other processes still write them: a disk takes longer to store bytes than a core to hash
-them."""
+"""Hashes of files that other processes still write: a core hashes bytes faster than a disk stores them."""
 
 import contextlib
 import threading
@@ -16,11 +15,11 @@ CHUNK_BYTES = 4 << 20
 
 @contextlib.contextmanager
 def hashed_while_written(folder: Path, pattern: str) -> Iterator[dict[str, FileRecord]]:
-    """Inside, files of ``folder`` that fit the pattern are followed as they grow: by name, what is given here
-    holds them at the end.
+    """Inside, files of ``folder`` that match the pattern are hashed as they grow. At the end the yielded
+    dictionary has their records by name.
 
-    Their writers only append, and are done when the block ends. Bytes are read back from the page cache as
-    they come, while the writers wait for the disk. Raises OSError at the end where a file could not be read.
+    The writers only append, and are done when the block ends. Bytes are read back from the page cache while
+    the writers wait for the disk. Raises OSError at the end if a file could not be read.
     """
     over, records, failures = threading.Event(), {}, []
 
@@ -30,7 +29,7 @@ def hashed_while_written(folder: Path, pattern: str) -> Iterator[dict[str, FileR
         except OSError as error:
             failures.append(error)
 
-    def look() -> None:
+    def find_files() -> None:
         followers: dict[Path, threading.Thread] = {}
         is_last = False
         while not is_last:
@@ -43,13 +42,13 @@ def hashed_while_written(folder: Path, pattern: str) -> Iterator[dict[str, FileR
         for thread in followers.values():
             thread.join()
 
-    looking = threading.Thread(target=look, name="hash-growing-files", daemon=True)
-    looking.start()
+    finder = threading.Thread(target=find_files, name="hash-growing-files", daemon=True)
+    finder.start()
     try:
         yield records
     finally:
         over.set()
-        looking.join()
+        finder.join()
     if failures:
         raise failures[0]
 
@@ -60,7 +59,7 @@ def _hash_until(path: Path, over: threading.Event) -> FileRecord:
     with path.open("rb", buffering=0) as file:
         is_last = False
         while not is_last:
-            is_last = over.is_set()  # first: then the end of the file, as found below, is the end
+            is_last = over.is_set()  # before the read: the end that it then finds is the file's end
             while count := file.readinto(buffer):
                 digest.update(buffer[:count])
                 size += count

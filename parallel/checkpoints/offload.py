@@ -1,8 +1,7 @@
-"""A learner's tensors in host memory while others use its device, and back, with every tensor object as
-Megatron made it.
+"""Offloading of a learner's tensors to host memory and back, without replacing any tensor object.
 
 Parameters, gradients and optimizer state are views of few storages (Megatron's buffers). A storage is emptied
-in place and filled again, so whatever refers to it, by whatever view, goes on doing so.
+in place and filled again, so that all views stay valid.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,25 +19,22 @@ from parallel.megatron import platform
 
 
 class Offloaded:
-    """Between being made and ``restore``, nothing may touch the engine's tensors: their storages are empty.
+    """Tensors that are offloaded until ``restore``. Until then their storages are empty and must not be used.
 
     Gradients are not kept: the next backward pass begins by setting its buffers to zero.
 
     Args:
-        chunks: of the model. trained: the same as Megatron wraps them, empty where there is no ``optimizer``.
+        chunks: of the model.
+        trained: the chunks as Megatron wraps them; empty without an ``optimizer``.
     """
 
     def __init__(
         self, chunks: Sequence[Module], trained: Sequence[DistributedDataParallel], optimizer: Any | None
     ):
         if optimizer is not None:
-            optimizer.zero_grad()  # its own copies of the gradients, which the next backward pass would throw away
-        gradients = _storages(
-            buffer.grad_data
-            for chunk in trained
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        )
-        kept = _storages(_lasting(chunks, trained, optimizer))
+            optimizer.zero_grad()  # drops its own copies of the gradients, as the next backward pass would
+        gradients = _distinct_storages(buffer.grad_data for buffer in _buffers(trained))
+        kept = _distinct_storages(_lasting_tensors(chunks, trained, optimizer))
         self._kept = [(storage, _host_copy(storage)) for key, storage in kept.items() if key not in gradients]
         self._gradients = [(storage, storage.nbytes()) for storage in gradients.values()]
         for storage, _ in (*self._kept, *self._gradients):
@@ -46,7 +42,7 @@ class Offloaded:
         platform.return_free_memory()
 
     def restore(self) -> None:
-        """Everything bitwise as it was; gradients zero."""
+        """Fill all storages: bitwise as before, gradients with zeros."""
         for storage, copy in self._kept:
             storage.resize_(copy.numel())
             _bytes_of(storage).copy_(copy)
@@ -55,18 +51,19 @@ class Offloaded:
             _bytes_of(storage).zero_()
 
 
-def _lasting(
+def _buffers(trained: Sequence[Any]) -> Iterator[Any]:
+    """Megatron's buffers of the wrapped chunks."""
+    for chunk in trained:
+        yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+
+def _lasting_tensors(
     chunks: Sequence[Module], trained: Sequence[DistributedDataParallel], optimizer: Any | None
 ) -> Iterator[Tensor]:
     for chunk in chunks:
         yield from chunk.parameters()
         yield from chunk.buffers()
-    for chunk in trained:
-        yield from (
-            buffer.param_data
-            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-            if buffer.param_data is not None
-        )
+    yield from (buffer.param_data for buffer in _buffers(trained) if buffer.param_data is not None)
     for part in optimizer_parts(optimizer) if optimizer is not None else ():
         for group in part.optimizer.param_groups:
             yield from group["params"]
@@ -74,12 +71,12 @@ def _lasting(
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
-    """Each once, by what identifies it; of tensors on this process's device alone (an optimizer may count its
+def _distinct_storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
+    """The distinct storages by their identities, of tensors on this process's device (an optimizer may count
     steps on the host)."""
     device = platform.device().type
-    found = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device)
-    return {storage._cdata: storage for storage in found}
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == device)
+    return {storage._cdata: storage for storage in storages}
 
 
 def _host_copy(storage: UntypedStorage) -> Tensor:

@@ -1,9 +1,8 @@
-"""Megatron's and torch's checkpoints hold pickles, which can run any code: here, only what a checkpoint of
-Tandem is made of is unpickled.
+"""Unpickling of checkpoints, restricted to the classes of Tandem's checkpoints: a pickle can run any code.
 
-.metadata       torch reads it with ``pickle.load``: the classes below and dtypes, nothing else
-*.distcp        torch reads objects in it with ``torch.load(weights_only=False)``; it is told to refuse that
-common.pt       ``torch.load``, which is careful unless the environment says otherwise
+.metadata       torch reads it with ``pickle.load``, here restricted to the classes below and dtypes
+*.distcp        torch reads objects in it with ``torch.load(weights_only=False)``, which is refused here
+common.pt       ``torch.load``, which is safe unless the environment says otherwise
 """
 
 import contextlib
@@ -19,8 +18,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException
 
 CAREFUL, CARELESS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
-"""In the environment; torch heeds them whatever the caller of ``torch.load`` asks for. Torch refuses both at
-once."""
+"""Environment variables that override the arguments of ``torch.load``. Torch refuses both at once."""
 METADATA_CLASSES = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
@@ -34,20 +32,19 @@ METADATA_CLASSES = {
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Raises pickle.UnpicklingError at a name that is no part of a checkpoint."""
+    """Raises pickle.UnpicklingError for a class that is no part of a checkpoint."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name in METADATA_CLASSES.get(module, ()) or (
-            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        ):
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in METADATA_CLASSES.get(module, ()):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f".metadata: GLOBAL {module}.{name} is no part of a checkpoint")
 
 
 @contextlib.contextmanager
 def restricted() -> Iterator[None]:
-    """Inside, reading a checkpoint runs none of its code: a pickle of anything else is a
-    pickle.UnpicklingError (see ``reason``)."""
+    """Inside, reading a checkpoint runs none of its code: other pickles raise pickle.UnpicklingError (see
+    ``reason``)."""
     refused: list[pickle.UnpicklingError] = []
 
     def load(file: IO[bytes]) -> Any:
@@ -59,12 +56,12 @@ def restricted() -> Iterator[None]:
 
     before = {name: os.environ.pop(name, None) for name in (CAREFUL, CARELESS)}
     os.environ[CAREFUL] = "1"
-    # Torch gives no other way to read .metadata; the module's own name for pickle is looked up at each call.
+    # Torch reads .metadata with the module's global ``pickle``, which has no other hook.
     filesystem.pickle = SimpleNamespace(load=load, dump=pickle.dump)  # pyright: ignore[reportPrivateImportUsage]
     try:
         yield
     except (Exception, CheckpointException) as error:
-        if refused:  # torch looks for metadata elsewhere then, and says only that there is none
+        if refused:  # torch then looks for metadata elsewhere, and only reports that there is none
             raise refused[0] from error
         raise
     finally:
@@ -74,7 +71,7 @@ def restricted() -> Iterator[None]:
 
 
 def reason(error: pickle.UnpicklingError) -> str:
-    """In one line; torch's own message advises to unpickle the file all the same."""
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    what = f"the object {found[1]}" if found else "a pickle that cannot be read"
-    return f"it holds {what}, which no checkpoint of Tandem holds and which could run code; nothing of it was run. Do not use this folder"
+    """The error in one line; torch's own message advises to unpickle the file all the same."""
+    match = re.search(r"GLOBAL (\S+)", str(error))
+    content = f"the object {match[1]}" if match else "a pickle that cannot be read"
+    return f"it holds {content}, which is no part of a Tandem checkpoint and could run code; nothing of it was run. Do not use this folder"

@@ -1,4 +1,4 @@
-"""The processes that Megatron forks to write a checkpoint: what they are spared, and what their death means."""
+"""The processes that Megatron forks to write a checkpoint: protection from SIGTERM, and a watch for their death."""
 
 import contextlib
 import os
@@ -13,10 +13,9 @@ LOOK_EVERY_S = 1.0
 
 @contextlib.contextmanager
 def sigterm_blocked() -> Iterator[None]:
-    """For the processes that Megatron forks inside, which inherit it, for good. Slurm sends SIGTERM to every
-    process of a job, and then the last checkpoint is still to be written. They end with this process, or by
-    SIGKILL."""
-    resource_tracker.ensure_running()  # now, since it lets the signal through again when it starts its own process
+    """Inside, Megatron starts processes that block SIGTERM for good: its writers. Slurm sends SIGTERM to every process of a job, whose last checkpoint is still to be written. These
+    processes end with this one, or by SIGKILL."""
+    resource_tracker.ensure_running()  # starts it now: its start unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -26,13 +25,15 @@ def sigterm_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Inside, this process ends (exit code 1) where one that it has write its part is killed.
+    """Inside, this process ends (exit code 1) when one of its writers is killed.
 
-    The kernel does that for want of memory, and Megatron would wait for that part for ever. An exception
-    would not do: the other ranks are inside Megatron's collectives, and end with this one.
+    The kernel kills a writer for lack of memory, and Megatron would wait for its part for ever. The other ranks
+    are inside Megatron's collectives: they would not see an exception, but they end with this process.
     """
     over, others = threading.Event(), set(process._children)
-    thread = threading.Thread(target=_watch, args=(over, others), name="checkpoint-writers", daemon=True)
+    thread = threading.Thread(
+        target=_watch_writers, args=(over, others), name="checkpoint-writers", daemon=True
+    )
     thread.start()
     try:
         yield
@@ -41,14 +42,13 @@ def watched() -> Iterator[None]:
         thread.join()
 
 
-def _watch(over: threading.Event, others: set[process.BaseProcess]) -> None:
+def _watch_writers(over: threading.Event, others: set[process.BaseProcess]) -> None:
     seen: set[process.BaseProcess] = set()
     while not over.wait(LOOK_EVERY_S):
-        seen |= (
-            set(process._children) - others
-        )  # active_children() forgets one that has ended before anybody saw it
+        seen |= set(process._children) - others  # active_children() forgets children that have ended
         for writer in seen:
             if (code := writer.exitcode or 0) < 0:
-                said = f"a process that wrote a part of the checkpoint was killed by {signal.Signals(-code).name}"
-                print(f"{said}; was there too little memory?", file=sys.stderr, flush=True)
+                name = signal.Signals(-code).name
+                text = f"a process that wrote a part of the checkpoint was killed by {name}; was there too little memory?"
+                print(text, file=sys.stderr, flush=True)
                 os._exit(1)

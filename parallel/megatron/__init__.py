@@ -1,3 +1,1 @@
-"""Adapters around Megatron-Core: models, process groups, optimizer, attention. ``parallel/engine.py`` puts
-them together.
-"""
+"""Adapters around Megatron-Core, which ``parallel/engine.py`` uses: models, groups, optimizer, attention."""

@@ -1,22 +1,20 @@
-"""Packed causal attention with rotary positions, without Transformer Engine, and what every layer needs to
-know of a micro-batch.
+"""Packed causal attention with rotary positions, without Transformer Engine, and the plan of a micro-batch.
 
-Legend: S sequences, T packed tokens, N sequences of one bucket, L their common length, A query heads, K
-key/value heads, D head dimension, F = D / 2 rotary frequencies.
+Legend: N sequences of one bucket, L their common length, A query heads, K key/value heads, D head dimension,
+F = D / 2 rotary frequencies.
 
 Sequences of equal length form a bucket and run as one batched causal SDPA. The model sees its tokens in the
-order of the buckets (``PackedPlan.order_T``), so that within a layer a bucket is a slice: nothing is gathered
-or scattered per layer, and 256 sequences of 15 tokens cost a handful of calls.
+order of the buckets (``PackedPlan.order_T``). Within a layer a bucket is therefore a slice: no layer gathers or
+scatters, and 256 sequences of 15 tokens cost a handful of calls.
 
-Sequence parallelism splits the model's tokens over ranks: the plan then ends with sequences of one token
-each, which nobody reads and which make the number of tokens divide. They are copies of the batch's first
-token, and their gradient is exactly zero.
+Sequence parallelism splits the model's tokens over ranks. The plan then ends with dummy sequences of one token
+each, so that the number of tokens divides. They are copies of the batch's first token, their results are
+unused, and their gradient is exactly zero.
 
-Why the score pass and the train pass of one micro-batch agree bitwise: both see the same plan, hence the same
-tensors with the same shapes and strides, the same kernels and the same order of sums. Nothing here depends on
-whether gradients are recorded: rotation is a function of its own with one forward, and SDPA is asked for no
-dropout. A *different* split into micro-batches changes shapes and with them rounding (about 1e-6 relative in
-float32).
+The score pass and the train pass of one micro-batch agree bitwise: both see the same plan, hence tensors of the
+same shapes and strides, the same kernels and the same order of sums. Recording gradients changes nothing here:
+rotation is a function of its own with one forward, and SDPA has no dropout. A *different* split into
+micro-batches changes shapes and with them rounding (about 1e-6 relative in float32).
 """
 
 from dataclasses import dataclass
@@ -28,7 +26,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """``count`` sequences of ``length`` tokens each, at places ``start`` and on of the reordered tokens."""
+    """``count`` sequences of ``length`` tokens each, from place ``start`` of the reordered tokens on."""
 
     start: int
     count: int
@@ -41,16 +39,16 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedPlan:
-    """All that depends on a micro-batch's lengths alone, computed once, on the CPU, before the first layer."""
+    """Everything that follows from a micro-batch's lengths, computed once on the CPU before the first layer."""
 
     order_T: Tensor | None
-    """int64: place i of the model's order holds token order_T[i] of the batch, a dummy the batch's first.
-    None: already in order."""
+    """int64: place i of the model's order holds token order_T[i] of the batch; dummies hold its first. None:
+    already in order."""
     inverse_T: Tensor | None
     """int64: token t of the batch is at place inverse_T[t] of the model's order."""
     buckets: tuple[Bucket, ...]
     cu_seqlens: Tensor
-    """int32 [S + 1] of the model's order, on the CPU."""
+    """int32 [S + 1], the boundaries in the model's order, on the CPU."""
 
     def to_model_order(self, values_T: Tensor) -> Tensor:
         return values_T if self.order_T is None else values_T[self.order_T]
@@ -62,21 +60,20 @@ class PackedPlan:
 def plan_packing(
     cu_seqlens: Tensor, device: torch.device, *, keep_order: bool = False, multiple: int = 1
 ) -> PackedPlan:
-    """The plan of sequences at ``cu_seqlens`` (int [S + 1], on the CPU). Index tensors are placed on
-    ``device``.
+    """The plan for ``cu_seqlens`` (int [S + 1], on the CPU), with index tensors on ``device``.
 
-    Sequences are sorted by length, stably; with ``keep_order`` they stay where they are and neighbours of
-    equal length form the buckets. Dummy sequences of one token follow until the model's tokens are a multiple
-    of ``multiple``. Raises ValueError for an empty sequence or cu_seqlens that do not start at 0.
+    Sequences are sorted by length, stably; with ``keep_order`` they keep their order and neighbours of equal
+    length form the buckets. Dummy sequences of one token follow until the model's tokens are a multiple of
+    ``multiple``. Raises ValueError for an empty sequence or cu_seqlens that do not start at 0.
     """
     lengths_S = torch.diff(cu_seqlens.to(torch.int64))
     if cu_seqlens.numel() < 2 or int(cu_seqlens[0]) != 0 or int(lengths_S.min()) < 1:
         raise ValueError(
             f"cu_seqlens must rise from 0 with every sequence at least one token long, got {cu_seqlens.tolist()[:10]}"
         )
-    sorted_S, rows_S = (
-        (lengths_S, torch.arange(lengths_S.numel())) if keep_order else torch.sort(lengths_S, stable=True)
-    )
+    sorted_S, rows_S = lengths_S, torch.arange(lengths_S.numel())
+    if not keep_order:
+        sorted_S, rows_S = torch.sort(lengths_S, stable=True)
     values, counts = torch.unique_consecutive(sorted_S, return_counts=True)
     buckets, start = [], 0
     for length, count in zip(values.tolist(), counts.tolist(), strict=True):
@@ -87,9 +84,8 @@ def plan_packing(
     if num_dummies:
         buckets.append(Bucket(start=start, count=num_dummies, length=1))
     elif torch.equal(rows_S, torch.arange(rows_S.numel())):
-        return PackedPlan(
-            order_T=None, inverse_T=None, buckets=tuple(buckets), cu_seqlens=bounds.to(torch.int32)
-        )
+        int_bounds = bounds.to(torch.int32)
+        return PackedPlan(order_T=None, inverse_T=None, buckets=tuple(buckets), cu_seqlens=int_bounds)
     first_S = cu_seqlens[:-1].to(torch.int64)[rows_S]
     order_T = torch.repeat_interleave(first_S - bounds[:-1], sorted_S) + torch.arange(start)
     inverse_T = torch.empty_like(order_T)
@@ -105,10 +101,9 @@ def plan_packing(
 def rotary_tables(
     inv_freq_F: Tensor, attention_factor: float, positions_T: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position times frequency, each [T, 1, F], times the attention factor (yarn), computed in
-    float32.
+    """cos and sin of position times frequency, each [T, 1, F], times the attention factor (yarn).
 
-    They are rounded to ``dtype``, the model's, as transformers and SGLang do.
+    They are computed in float32 and rounded to ``dtype``, the model's, as in transformers and SGLang.
     """
     angles_TF = positions_T.float().unsqueeze(1) * inv_freq_F.float().unsqueeze(0)
     cos_T1F, sin_T1F = (
@@ -119,14 +114,14 @@ def rotary_tables(
 
 
 def rotate(heads_TAD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-    """Rotary embedding of halves: (a, b) -> (a cos - b sin, b cos + a sin), a and b the halves of D
-    (RoFormer, GPT-NeoX layout)."""
+    """Rotary embedding (a, b) -> (a cos - b sin, b cos + a sin) of the halves a and b of D (RoFormer, GPT-NeoX
+    layout)."""
     return _Rotate.apply(heads_TAD, cos_T1F, sin_T1F)
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the rotation by the opposite angle (times the attention factor, which cos
-    and sin carry)."""
+    """The gradient of a rotation is the rotation by the opposite angle, times the attention factor in cos and
+    sin."""
 
     @staticmethod
     def forward(ctx, heads, cos, sin):

@@ -1,9 +1,8 @@
-"""CPU stand-ins for the parts of ``torch.cuda`` that Megatron-Core 0.16 calls without asking whether a GPU is
-there.
+"""CPU stand-ins for the parts of ``torch.cuda`` that Megatron-Core 0.16 calls on a machine without a GPU.
 
-``parallel.megatron.setup`` imports this module before ``megatron.core``. Where CUDA exists it changes
-nothing; without CUDA it makes Megatron run on CPU tensors and gloo. Each stand-in answers for the CPU
-(current device, random generator) or does nothing (streams, synchronise).
+``parallel.megatron.setup`` imports this module before ``megatron.core``. With CUDA it changes nothing; without
+CUDA it makes Megatron run on CPU tensors and gloo. Each stand-in gives the CPU's value (current device, random
+generator) or does nothing (streams, synchronise).
 """
 
 import contextlib
@@ -46,28 +45,23 @@ def _on_cpu(factory: Callable) -> Callable:
 
 
 def _cuda_named_type(original: Callable) -> Callable:
-    """``Tensor.type()`` with the names of CUDA tensors, for Megatron's optimizer alone, which compares such
-    strings."""
+    """``Tensor.type()`` with names of CUDA tensors for Megatron's optimizer, which compares these strings."""
 
     @functools.wraps(original)
     def wrapped(self, *args, **kwargs):
         result = original(self, *args, **kwargs)
-        asked_by_megatron = (
-            sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core.optimizer")
-        )
-        return (
-            result.replace("torch.", "torch.cuda.")
-            if isinstance(result, str) and asked_by_megatron
-            else result
-        )
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if isinstance(result, str) and caller.startswith("megatron.core.optimizer"):
+            return result.replace("torch.", "torch.cuda.")
+        return result
 
     return wrapped
 
 
 def _install_torch_stand_ins() -> None:
-    # transformers reads the device of torch.tensor([]) under a device context, whose list of factory
-    # functions torch caches at first use: it must be cached from the originals, or rotary frequencies of
-    # models loaded later stay uninitialised, silently.
+    # transformers reads the device of torch.tensor([]) under a device context. Torch caches that context's list
+    # of factory functions at first use. The cache must hold the originals: otherwise rotary frequencies of
+    # models that are loaded later stay uninitialised, silently.
     torch.utils._device._device_constructors()
     stream = _NoStream()
     torch.cuda.current_device = lambda: _CPU
@@ -95,7 +89,7 @@ def _install_megatron_stand_ins() -> None:
 
     random._get_cuda_rng_state = lambda *unused, **unused_named: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *unused, **unused_named: torch.set_rng_state(state)
-    # It warns whenever a CUDA seed moves the CPU generator, which here is one and the same.
+    # It warns when a CUDA seed moves the CPU generator; here the two generators are one.
     logging.getLogger(random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -106,8 +100,8 @@ def _install_megatron_stand_ins() -> None:
 
 
 def _counts_on_host(counts, as_numpy: bool = False, record_stream: bool = False):
-    """Megatron turns token counts into numpy only as it copies them from a GPU, and collectives do not take
-    tensors as sizes."""
+    """Token counts as numpy, since collectives take no tensors as sizes. Megatron converts them only as it
+    copies them from a GPU."""
     return counts.numpy() if as_numpy and torch.is_tensor(counts) else counts
 
 

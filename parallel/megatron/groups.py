@@ -1,4 +1,4 @@
-"""Megatron's process groups of a layout, and where this process stands in them."""
+"""Megatron's process groups of a layout, and this process's ranks in them."""
 
 import math
 from dataclasses import dataclass
@@ -15,8 +15,7 @@ from configs.schema.layout import LayoutConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Where this process stands, in Megatron's order: tensor-parallel neighbours first, then context, data
-    and pipeline."""
+    """Ranks of this process. Megatron numbers tensor-parallel neighbours first, then context, data, pipeline."""
 
     rank: int
     world_size: int
@@ -31,13 +30,13 @@ class Groups:
     """Whether this rank writes and sends the weights of its pipeline stage."""
 
     def dp_rank_of(self, rank: int) -> int:
-        """Where another process of this run stands."""
+        """The data-parallel rank of another process of this run."""
         inner = self.world_size // (self.dp_size * self.pp_size)
         return rank // inner % self.dp_size
 
 
 class _Sizes(NamedTuple):
-    """What Megatron's process groups of a layout are made from, besides the number of processes."""
+    """The sizes that, with the number of processes, decide Megatron's process groups."""
 
     tp: int
     pp: int
@@ -50,25 +49,25 @@ class _Sizes(NamedTuple):
 
 
 def join_groups(layout: LayoutConfig, seed: int, timeout_s: float) -> None:
-    """Megatron's process groups, built once per process; a second engine must ask for the same layout, and
-    shares the first's deadline."""
+    """Build Megatron's process groups once per process. A second engine must have the same layout, and shares
+    the first's deadline."""
     if not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s} must be above 0")
-    wanted = _Sizes(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, cp=layout.cp, ep=layout.ep)
+    sizes = _Sizes(tp=layout.tp, pp=layout.pp, vpp=layout.vpp, cp=layout.cp, ep=layout.ep)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=wanted.tp,
-            pipeline_model_parallel_size=wanted.pp,
-            virtual_pipeline_model_parallel_size=wanted.vpp if wanted.vpp > 1 else None,
-            context_parallel_size=wanted.cp,
-            expert_model_parallel_size=wanted.ep,
+            tensor_model_parallel_size=sizes.tp,
+            pipeline_model_parallel_size=sizes.pp,
+            virtual_pipeline_model_parallel_size=sizes.vpp if sizes.vpp > 1 else None,
+            context_parallel_size=sizes.cp,
+            expert_model_parallel_size=sizes.ep,
             expert_tensor_parallel_size=1,
             distributed_timeout_minutes=math.ceil(timeout_s / 60),
         )
         model_parallel_cuda_manual_seed(seed)
-    elif wanted != (running := _running_sizes()):
+    elif sizes != (running := _running_sizes()):
         raise ValueError(
-            f"this process already runs a layout of {running}; a second engine cannot have {wanted}"
+            f"this process already runs a layout of {running}; a second engine cannot have {sizes}"
         )
 
 
@@ -98,9 +97,7 @@ def groups_of_this_process() -> Groups:
 
 
 def is_stage_first() -> bool:
-    """Whether this rank is the one of its pipeline stage that writes and sends: the first. (Stages are
-    consecutive ranks.)"""
-    return (
-        dist.get_rank() % (dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size())
-        == 0
-    )
+    """Whether this rank is the first of its pipeline stage, which writes and sends. Stages are consecutive
+    ranks."""
+    stage_size = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()
+    return dist.get_rank() % stage_size == 0

@@ -1,12 +1,11 @@
-"""Megatron-Core ``GPTModel`` from a Hugging Face config.json, dense or with experts; as a policy or as a
-critic.
+"""Megatron-Core ``GPTModel`` from a Hugging Face config.json, dense or with experts, as policy or as critic.
 
-Legend: T packed tokens, V vocabulary, H hidden size, F rotary frequencies.
+Legend: H hidden size, F rotary frequencies.
 
-Megatron's own rotary embedding is off (``position_embedding_type="none"``): the core attention rotates
-queries and keys itself, after Megatron's query/key norm and so at the same place in the mathematics, from one
-table per micro-batch. That handles every static rope_type of transformers exactly, packed, and without a
-Python loop over sequences.
+Megatron's own rotary embedding is off (``position_embedding_type="none"``). The core attention rotates queries
+and keys from one table per micro-batch, after Megatron's query/key norm and so at the same place in the
+mathematics. That handles every static rope_type of transformers exactly, on packed sequences, and without a
+Python loop over them.
 """
 
 from collections.abc import Mapping
@@ -45,7 +44,7 @@ from parallel.planning.layout import (
 
 
 def rotary_frequencies(folder: Path, model_type: str) -> tuple[Tensor, float]:
-    """(inv_freq [F] float32, attention factor) as transformers computes them for this config.json.
+    """(inv_freq [F] float32, attention factor) that transformers computes for this config.json.
 
     Raises ValueError for a rope_type whose frequencies depend on the sequence length (dynamic, longrope).
     """
@@ -67,8 +66,7 @@ def rotary_frequencies(folder: Path, model_type: str) -> tuple[Tensor, float]:
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """What Megatron hands to every layer: its own packed-sequence fields, the plan and the rotary tables of
-    the micro-batch."""
+    """The micro-batch for every layer: Megatron's packed-sequence fields, the plan and the rotary tables."""
 
     plan: PackedPlan
     cos_T1F: Tensor
@@ -76,7 +74,7 @@ class PackedSequences(PackedSeqParams):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; its weight knows of sequence parallelism."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, also under sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused):
         super().__init__()
@@ -84,16 +82,11 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device())
         )
-        # Megatron then sums this weight's gradient over tensor-parallel ranks, each of which saw its own
-        # tokens.
+        # Megatron then sums this weight's gradient over tensor-parallel ranks, which see different tokens.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return _rms_norm(x, self.weight, self.eps)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 
 class PackedCoreAttention(nn.Module):
@@ -119,7 +112,7 @@ class PackedCoreAttention(nn.Module):
 def _block_spec(
     config: TransformerConfig, architecture: Architecture, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
-    """The layers of this rank, each dense or with experts, and the final norm."""
+    """This rank's layers, each dense or with experts, and the final norm."""
     make_layer, norm = _local_layer, RMSNorm
     if platform.uses_transformer_engine():
         from megatron.core.extensions.transformer_engine import TENorm
@@ -168,8 +161,7 @@ def _transformer_engine_attention() -> type:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     class RotaryTEAttention(TEDotProductAttention):
-        """Transformer Engine's packed attention on queries and keys that were rotated like everywhere else in
-        this file."""
+        """Transformer Engine's packed attention on queries and keys rotated as in ``PackedCoreAttention``."""
 
         def forward(
             self,
@@ -181,41 +173,30 @@ def _transformer_engine_attention() -> type:
             packed_seq_params: PackedSequences,
             **rest,
         ):
-            query_TAD, key_TKD = (
-                rotate(x, packed_seq_params.cos_T1F, packed_seq_params.sin_T1F) for x in (query_TAD, key_TKD)
-            )
-            own = PackedSeqParams(
-                **{f.name: getattr(packed_seq_params, f.name) for f in fields(PackedSeqParams)}
+            packed = packed_seq_params
+            query_TAD, key_TKD = (rotate(x, packed.cos_T1F, packed.sin_T1F) for x in (query_TAD, key_TKD))
+            rest["packed_seq_params"] = PackedSeqParams(
+                **{f.name: getattr(packed, f.name) for f in fields(PackedSeqParams)}
             )
             return super().forward(
-                query_TAD,
-                key_TKD,
-                value_TKD,
-                attention_mask,
-                attn_mask_type=attn_mask_type,
-                packed_seq_params=own,
-                **rest,
+                query_TAD, key_TKD, value_TKD, attention_mask, attn_mask_type=attn_mask_type, **rest
             )
 
     return RotaryTEAttention
 
 
-def _leave(tensor: Tensor) -> Tensor:
+def _keep_values(tensor: Tensor) -> Tensor:
     return tensor
 
 
 def transformer_config(
     architecture: Architecture, dtype: torch.dtype, recompute: str, *, sequence_parallel: bool = False
 ) -> TransformerConfig:
-    """Sizes from the architecture, parallel sizes from Megatron's groups, no dropout, and no fusion that
-    needs Apex or CUDA."""
+    """Megatron's config: sizes of the architecture and of Megatron's groups, no dropout, and no fusion that needs
+    Apex or CUDA."""
     pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    full = (
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-        if recompute == "full"
-        else {}
-    )
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -240,23 +221,22 @@ def transformer_config(
         sequence_parallel=sequence_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
         virtual_pipeline_model_parallel_size=virtual,
-        # Interleaved, both neighbours may be one rank, and batched messages to it would be mixed up. 1F1B
-        # refuses to overlap.
+        # In an interleaved pipeline both neighbours may be one rank, whose batched messages would be mixed up.
+        # 1F1B does not support overlap.
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         variable_seq_lengths=pipeline_parallel > 1,
-        # The default refuses variable lengths, of dense models too.
+        # The default refuses variable lengths, even for dense models.
         moe_token_dispatcher_type="alltoall",
-        # Must hold before DDP is built: otherwise gradients come out divided by the data-parallel size.
+        # DDP is built with it; otherwise it divides gradients by the data-parallel size.
         calculate_per_token_loss=True,
-        # Every parameter is read from the checkpoint, so nothing is drawn. Megatron's initialisation must run
-        # all the same: it is where a parameter learns that it is a shard (which gradient norm, export and
-        # checkpoints ask for).
+        # Parameters come from the checkpoint, and nothing is drawn. Megatron's initialisation runs all the same,
+        # since it marks parameters as shards, which gradient norm, export and checkpoints read.
         perform_initialization=True,
-        init_method=_leave,
-        output_layer_init_method=_leave,
-        embedding_init_method=_leave,
+        init_method=_keep_values,
+        output_layer_init_method=_keep_values,
+        embedding_init_method=_keep_values,
         use_cpu_initialization=not platform.has_cuda(),
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -265,28 +245,27 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         **moe.config_fields(architecture.experts),
-        **full,
+        **(full if recompute == "full" else {}),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backbone:
-    """What every model on one Hugging Face folder is built from."""
+    """The common input of every model of one Hugging Face folder."""
 
     architecture: Architecture
     config: TransformerConfig
     inv_freq_F: Tensor
     attention_factor: float
     vp_stage: int | None
-    """Which of this rank's chunks is built; None where the pipeline is not interleaved."""
+    """Number of this rank's chunk; None if the pipeline is not interleaved."""
 
 
 class PackedGPTModel(GPTModel):
-    """A ``GPTModel`` on packed micro-batches; what its last stage makes of the hidden states is the
-    subclass's ``_postprocess``.
+    """A ``GPTModel`` on packed micro-batches, whose last stage is the subclass's ``_postprocess``.
 
-    ``shares_output``: the output layer's weight is the embedding's, or a copy of it on the last of several
-    pipeline stages, which Megatron keeps equal: it sums the gradients of both.
+    ``shares_output``: the output layer's weight is the embedding's. On the last of several pipeline stages it is
+    a copy, which Megatron keeps equal by summing the gradients of both.
     """
 
     def __init__(self, backbone: Backbone, *, shares_output: bool):
@@ -308,13 +287,11 @@ class PackedGPTModel(GPTModel):
         self.attention_factor = backbone.attention_factor
 
     def pack(self, cu_seqlens: Tensor, positions_T: Tensor) -> PackedSequences:
-        """The plan and rotary tables of a micro-batch. Transformer Engine packs by itself and needs no
-        reordering."""
-        place = positions_T.device
+        """The plan and rotary tables of a micro-batch."""
+        device = positions_T.device
+        keep_order = platform.uses_transformer_engine()  # it needs no reordering
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        plan = plan_packing(
-            cu_seqlens, place, keep_order=platform.uses_transformer_engine(), multiple=multiple
-        )
+        plan = plan_packing(cu_seqlens, device, keep_order=keep_order, multiple=multiple)
         longest = int(torch.diff(cu_seqlens).max())
         if longest > self.architecture.max_positions:
             raise ValueError(
@@ -324,7 +301,7 @@ class PackedGPTModel(GPTModel):
         cos_T1F, sin_T1F = rotary_tables(
             self.inv_freq_F, self.attention_factor, positions_T, self.config.params_dtype
         )
-        bounds = plan.cu_seqlens.to(place)
+        bounds = plan.cu_seqlens.to(device)
         return PackedSequences(
             qkv_format="thd",
             cu_seqlens_q=bounds,
@@ -336,8 +313,8 @@ class PackedGPTModel(GPTModel):
             sin_T1F=sin_T1F,
         )
 
-    def _run(self, tokens_T: Tensor, packed: PackedSequences):
-        """What ``_postprocess`` gives, in the plan's order."""
+    def _run_packed(self, tokens_T: Tensor, packed: PackedSequences):
+        """The result of ``_postprocess``, in the plan's order."""
         return self(packed.plan.to_model_order(tokens_T).unsqueeze(0), None, None, packed_seq_params=packed)
 
 
@@ -365,24 +342,22 @@ class LogprobGPTModel(PackedGPTModel):
             "temperature": temperature,
             "with_entropy": with_entropy,
         }
-        found = self._answer(tokens_T, packed, request)
+        result = self._run_request(tokens_T, packed, request)
         if not self.post_process:
-            return found
-        logprobs_T, entropy_T = found
+            return result
+        logprobs_T, entropy_T = result
         in_order = packed.plan.to_batch_order
         return in_order(logprobs_T), None if entropy_T is None else in_order(entropy_T)
 
     def logits(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
-        """[T, V] over the full vocabulary, gathered over ranks, without padding: for comparing, not for
-        training."""
-        found = self._answer(tokens_T, packed, None)
-        return packed.plan.to_batch_order(found) if self.post_process else found
+        """[T, V] over the full vocabulary, gathered over ranks, without padding: for tests, not for training."""
+        result = self._run_request(tokens_T, packed, None)
+        return packed.plan.to_batch_order(result) if self.post_process else result
 
-    def _answer(self, tokens_T: Tensor, packed: PackedSequences, request: dict | None):
-        # Megatron passes extra_block_kwargs to layers; the request travels on the side, for _postprocess
-        # alone.
+    def _run_request(self, tokens_T: Tensor, packed: PackedSequences, request: dict | None):
+        # An attribute, not an argument: Megatron would pass extra_block_kwargs to layers, not to _postprocess.
         self._request = request
-        return self._run(tokens_T, packed)
+        return self._run_packed(tokens_T, packed)
 
     def _postprocess(self, hidden_states, **unused):
         if not self.post_process:
@@ -392,10 +367,9 @@ class LogprobGPTModel(PackedGPTModel):
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         )
-        assert weight_VH is not None  # of the last stage
-        group = self.pg_collection.tp
-        # Forward gathers (or passes on); backward sums over tensor-parallel ranks, each of which knows its
-        # own vocabulary only.
+        assert weight_VH is not None  # on the last stage
+        # Forward gathers, or does nothing; backward sums over tensor-parallel ranks, each of which has the
+        # gradient of its own part of the vocabulary.
         if self.config.sequence_parallel:
             hidden_states = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=True
@@ -413,37 +387,36 @@ class LogprobGPTModel(PackedGPTModel):
             weight_VH,
             vocab_size=self.architecture.vocab_size,
             chunk_tokens=self.chunk_tokens,
-            group=group,
+            group=self.pg_collection.tp,
             dtype=self.head_dtype,
             **self._request,
         )
 
 
 class ValueGPTModel(PackedGPTModel):
-    """A critic: the same backbone, and a linear head H -> 1 without bias in the place of the vocabulary.
+    """A critic: the same backbone, with a linear head H -> 1 without bias in place of the vocabulary.
 
-    The head starts at zero, so that every value is exactly 0 until the first update: the first advantages are
-    those of the returns alone. A random projection of the hidden states would enter them as noise of any
-    size, and teach nothing. Its gradient is not zero (the hidden states are not); the backbone's is, in the
-    first step alone.
+    The head starts at zero, so that every value is exactly 0 until the first update, and the first advantages
+    follow from the returns alone. A random head would add noise of any size to them. The head's gradient is not
+    zero, since the hidden states are not; the backbone's gradient is zero in the first step alone.
     """
 
     def __init__(self, backbone: Backbone):
         super().__init__(backbone, shares_output=False)
         if self.post_process:
-            # A critic never asks for logits, and GPTModel knows no last stage without an output layer.
+            # A critic has no logits, and GPTModel always gives the last stage an output layer.
             del self.output_layer
             config = backbone.config
             self.value_head = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
             nn.init.zeros_(self.value_head.weight)
-            # Replicated: without sequence parallelism every tensor-parallel rank sees all tokens and has the
-            # whole gradient; with it each has that of its own tokens, and Megatron then sums them.
+            # The head is replicated. Under sequence parallelism each tensor-parallel rank has its own tokens'
+            # gradient, and Megatron sums them; otherwise each rank has the whole gradient.
             self.value_head.weight.sequence_parallel = config.sequence_parallel
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        # Past GPTModel's, which looks for the output layer's weight.
+        # GPTModel's own method looks for the output layer's weight.
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
 
     def values(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
@@ -452,8 +425,8 @@ class ValueGPTModel(PackedGPTModel):
         V_t = w . h_t, h_t the final hidden state at input token t: the value of the state in which
         ``targets_T[t]`` is chosen.
         """
-        found = self._run(tokens_T, packed)
-        return packed.plan.to_batch_order(found) if self.post_process else found
+        result = self._run_packed(tokens_T, packed)
+        return packed.plan.to_batch_order(result) if self.post_process else result
 
     def _postprocess(self, hidden_states, **unused):
         if not self.post_process:
@@ -461,7 +434,7 @@ class ValueGPTModel(PackedGPTModel):
         # float32: a bfloat16 product would round a value of 1 to steps of 1/128.
         values_T11 = F.linear(hidden_states.float(), self.value_head.weight.float())
         if self.config.sequence_parallel:
-            # Every rank's loss is of all values: backward keeps this rank's tokens, it sums nothing.
+            # Every rank's loss covers all values: backward keeps this rank's tokens and sums nothing.
             values_T11 = tensor_parallel.gather_from_sequence_parallel_region(
                 values_T11, tensor_parallel_output_grad=False
             )
@@ -479,13 +452,13 @@ def build_model(
     chunk_tokens: int = 1024,
     fp32_lm_head: bool = False,
 ) -> LogprobGPTModel:
-    """A chunk of the policy, its weights unset: ``hf_conversion.load_hf`` fills them. Needs Megatron's
-    parallel groups.
+    """A chunk of the policy, with weights that ``hf_conversion.load_hf`` sets later. Needs Megatron's parallel
+    groups.
 
-    ``vp_stage`` is which of this rank's chunks, None where each rank has one. ``fp32_lm_head``: the output
-    projection in float32.
+    ``vp_stage`` is the number of this rank's chunk, None if each rank has one. ``fp32_lm_head``: the output
+    projection runs in float32.
     """
-    backbone = _backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)
+    backbone = _make_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)
     return LogprobGPTModel(backbone, chunk_tokens=chunk_tokens, fp32_lm_head=fp32_lm_head).to(
         platform.device()
     )
@@ -500,13 +473,13 @@ def build_value_model(
     sequence_parallel: bool = False,
     vp_stage: int | None = None,
 ) -> ValueGPTModel:
-    """A chunk of the critic, its head zero and its other weights unset like ``build_model``'s."""
-    return ValueGPTModel(_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)).to(
+    """A chunk of the critic: the head is zero, the other weights are set later, as for ``build_model``."""
+    return ValueGPTModel(_make_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)).to(
         platform.device()
     )
 
 
-def _backbone(
+def _make_backbone(
     folder: Path,
     hf_config: Mapping[str, Any],
     dtype: torch.dtype,

@@ -4,11 +4,10 @@ router.
 Legend: T tokens of this rank, E experts, K experts per token, H hidden size.
 
 Every expert lives whole on one rank (Megatron's expert tensor-parallel size is 1): expert parallelism splits
-the list of experts, and tokens travel to them and back (all-to-all). No token is dropped and no loss balances
-the experts.
+the list of experts, and tokens travel to them and back (all-to-all). No token is dropped, and there is no loss
+for balancing the experts.
 """
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -29,7 +28,7 @@ from parallel.planning.layout import Experts
 
 
 def config_fields(experts: Experts | None) -> dict[str, Any]:
-    """What ``TransformerConfig`` must know of the experts; nothing for a dense model."""
+    """The fields of ``TransformerConfig`` for the experts; none for a dense model."""
     if experts is None:
         return {}
     return {
@@ -47,12 +46,12 @@ def config_fields(experts: Experts | None) -> dict[str, Any]:
 
 
 class Router(TopKRouter):
-    """As transformers and SGLang route: p_TE = softmax_E(x_TH W_EH^T), and of the K largest, those or their
-    shares of their sum.
+    """The routing of transformers and SGLang: p_TE = softmax_E(x_TH W_EH^T), of which the K largest are the
+    weights, with ``norm_topk`` divided by their sum.
 
-    The logits are in the model's dtype, like theirs, so that a bfloat16 learner and server choose alike; from
-    the softmax on it is float32. Megatron's own takes the softmax of the chosen logits, which is p only where
-    they are renormalised.
+    The logits are in the model's dtype, as in transformers and SGLang, so that a bfloat16 learner and server
+    choose alike; from the softmax on numbers are float32. Megatron's own router takes the softmax of the chosen
+    logits, which is the same only with ``norm_topk``.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection=None, *, norm_topk: bool):
@@ -72,29 +71,25 @@ class Router(TopKRouter):
 
 
 def use_router(layer: ModuleSpec, experts: Experts) -> None:
-    """Our router in the specification of a layer with experts."""
+    """Put our router into the specification of a layer with experts."""
     parts: Any = layer.submodules
     parts.mlp.submodules.router = partial(Router, norm_topk=experts.norm_topk)
 
 
 def mark_expert_parameters(model: nn.Module) -> None:
-    """Tell Megatron which parameters are reduced over the ranks that hold the same expert, not over the
-    data-parallel ones.
+    """Have Megatron reduce experts' gradients over the ranks that hold the same expert, not the data-parallel
+    ranks.
 
-    It knows by itself where experts are split. Where they are not, under tensor with sequence parallelism
-    every tensor-parallel rank has all experts but only its own tokens, and without this their gradients would
-    silently stay those of one rank. And with it experts have an optimizer of their own in every layout, so
-    that a checkpoint of one loads into the other.
+    Megatron does so by itself if experts are split. If they are not, under tensor with sequence parallelism,
+    every tensor-parallel rank has all experts but only its own tokens: without this mark each rank's gradients
+    would silently stay its own. With the mark experts have an optimizer of their own in every layout, so that
+    any layout loads another's checkpoint.
     """
-    for layer in _moe_layers(model):
-        for parameter in layer.experts.parameters():
+    for module in model.modules():
+        for parameter in module.experts.parameters() if isinstance(module, MoELayer) else ():
             parameter.allreduce = False
 
 
 def first_local_expert(layer: TransformerLayer) -> int:
     """The global number of the first expert of this layer on this rank. Needs a layer with experts."""
     return layer.mlp.local_expert_indices[0]
-
-
-def _moe_layers(model: nn.Module) -> Iterator[MoELayer]:
-    return (module for module in model.modules() if isinstance(module, MoELayer))

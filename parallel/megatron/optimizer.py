@@ -1,4 +1,4 @@
-"""A run's optimizer config as Megatron's: AdamW, its loss scale for float16, and the learning-rate schedule."""
+"""Megatron's optimizer from a run's config: AdamW, a loss scale for float16, and the learning-rate schedule."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,14 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from configs.schema.learner import OptimizerConfig
 
 FIRST_LOSS_SCALE, LEAST_LOSS_SCALE = 2.0**16, 1.0
-"""Of a float16 model. Megatron forgives one overflow, then halves the scale on each; after a thousand steps
-without one it doubles the scale, and forgives one again."""
+"""Loss scales of a float16 model. Megatron ignores one overflow, then halves the scale on each. After a thousand
+steps without one it doubles the scale, and ignores one again."""
 
 
 def build_optimizer(
     trained: Sequence[Module], config: OptimizerConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """AdamW on chunks of a model that Megatron's DistributedDataParallel wraps. ``dtype``: the model's."""
+    """AdamW for a model's chunks inside Megatron's DistributedDataParallel. ``dtype`` is the model's."""
     return get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -65,7 +65,7 @@ def build_scheduler(optimizer, config: OptimizerConfig, total_steps: int) -> Opt
         end_wd=config.weight_decay,
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
-        # On resume the running config decides the schedule; the checkpoint says how far it has come.
+        # On resume the running config decides the schedule, and the checkpoint the number of steps.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )

@@ -1,5 +1,4 @@
-"""The only file that knows CUDA from CPU: device, collective backend, which layers Megatron is built from,
-start and stop."""
+"""The one file that tells CUDA from CPU: device, collective backend, kind of Megatron's layers, start and stop."""
 
 import importlib.util
 import os
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore
 
-# Before anything imports megatron.core: its repairs, and on a machine without CUDA the stand-ins.
+# Repairs of megatron.core and, without CUDA, stand-ins; they must come before its first import.
 import parallel.megatron.setup  # noqa: F401
 from parallel.megatron.rank_store import STORE_VARIABLE
 
@@ -26,55 +25,48 @@ def device() -> torch.device:
 
 
 def collective_backend() -> str:
-    """The backend for tensors on this process's device, such as the weights that go to the servers."""
+    """The backend for tensors on this process's device, such as the weights for the servers."""
     return "nccl" if has_cuda() else "gloo"
 
 
 def _group_backends() -> str:
-    """Of the default group, and of every group made from it: gloo stays for CPU tensors and pickled objects
-    where NCCL serves the GPU."""
+    """Backends of the default group and all groups made from it: gloo for CPU tensors and pickled objects, NCCL
+    for a GPU."""
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
 def uses_transformer_engine() -> bool:
-    """Whether layers come from Transformer Engine (fused norms, flash attention) or from Megatron's local
-    ones and ours."""
+    """Whether layers are Transformer Engine's (fused norms, flash attention), not Megatron's local ones and ours."""
     return has_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def uses_grouped_gemm() -> bool:
-    """Whether a rank's experts run as one grouped matrix product (Transformer Engine's) or one after the
-    other."""
+    """Whether a rank's experts run as one grouped matrix product, Transformer Engine's, not one by one."""
     return uses_transformer_engine()
 
 
 def attention_dtype(model_dtype: torch.dtype) -> torch.dtype:
-    """In which dtype our own attention runs.
-
-    On CPU float32 even for a bfloat16 model: torch's bfloat16 attention backward is several times slower
-    there, and less exact.
-    """
+    """The dtype of our own attention: on CPU float32 even for a bfloat16 model, since torch's backward pass of
+    attention is several times slower there in bfloat16, and less exact."""
     return model_dtype if has_cuda() else torch.float32
 
 
 def return_free_memory() -> None:
-    """What torch keeps of the device's memory without using it goes back to the device, for other processes."""
+    """Give the device memory that torch caches back to the device, for other processes."""
     if has_cuda():
         torch.cuda.empty_cache()
 
 
 def synchronize() -> None:
-    """Wait until the device has done all it was given; on CPU nothing is outstanding."""
+    """Wait until the device has finished; on CPU work is done when a call returns."""
     if has_cuda():
         torch.cuda.synchronize()
 
 
 @contextmanager
 def side_stream(place: torch.device) -> Iterator[None]:
-    """Work given to the device inside comes after what was given before, beside what other threads give
-    meanwhile; done on leaving.
-
-    On CPU work is done when a call returns, in whatever thread.
+    """Inside, the device works on a stream of its own: after earlier work, beside that of other threads, and done
+    on leaving. On CPU nothing changes.
     """
     if place.type != "cuda":
         yield
@@ -87,13 +79,11 @@ def side_stream(place: torch.device) -> Iterator[None]:
 
 
 def init_distributed(timeout_s: float) -> None:
-    """Join the process group that torchrun's environment describes, or be a group of one where there is none.
+    """Join the process group of torchrun's environment, or form a group of one without such an environment.
 
     On one node the ranks meet in a file (``launch/roles/rendezvous.py``), on several at torchrun's
-    MASTER_ADDR and MASTER_PORT.
-
-    ``timeout_s`` seconds is the deadline of every collective. Calling it twice is harmless. Raises ValueError
-    for a half-set environment.
+    MASTER_ADDR and MASTER_PORT. ``timeout_s`` seconds is the deadline of every collective. A second call does
+    nothing. Raises ValueError for an incomplete environment.
     """
     if dist.is_initialized():
         return

@@ -1,5 +1,4 @@
-"""Where the ranks of one node meet. Without torch: whoever starts them names it too."""
+"""The meeting point of one node's ranks. Without torch, since the supervisor that starts them imports it too."""
 
 STORE_VARIABLE = "TANDEM_RANK_STORE"
-"""In a rank's environment: the file that stands for the ranks' store, in place of MASTER_ADDR and
-MASTER_PORT."""
+"""Environment variable of a rank: the file of the ranks' store, in place of MASTER_ADDR and MASTER_PORT."""

@@ -1,8 +1,7 @@
-"""What Megatron-Core 0.16 needs before its first use: import this module before ``megatron.core``, on every
-platform.
+"""Preparation of Megatron-Core 0.16: import this module before ``megatron.core``, on every platform.
 
-On CPU and CUDA alike it silences warnings about absent kernels and repairs the distributed optimizer's
-checkpoints; without CUDA ``parallel.megatron.cpu`` puts its stand-ins in place besides, first.
+It silences warnings about absent kernels and repairs the distributed optimizer's checkpoints. Without CUDA
+``parallel.megatron.cpu`` first puts its stand-ins in place.
 """
 
 import warnings
@@ -10,11 +9,11 @@ from typing import Any
 
 import torch
 
-# Before the imports below, which warn.
+# These filters must precede the imports below, which warn.
 warnings.filterwarnings(
     "ignore", message=".*(Apex|Transformer Engine|dynamic_context|script_method|custom_fwd|custom_bwd).*"
 )
-# Of every expert under sequence parallelism: experts are not split, whatever the rest of the layer is.
+# Megatron warns for every expert under sequence parallelism, since experts are never split.
 warnings.filterwarnings(
     "ignore", message="`sequence_parallel` is set to `True`, but tensor model parallel size is 1."
 )
@@ -23,12 +22,11 @@ import parallel.megatron.cpu  # noqa: E402, F401
 
 
 def _repair_distributed_optimizer() -> None:
-    """Torch's AdamW keeps a ``step`` tensor per parameter; Megatron's distributed optimizer loses it, then
-    shares one.
+    """Keep the ``step`` tensors of torch's AdamW, one per parameter, through Megatron's distributed optimizer,
+    which loses them, then shares one.
 
-    Without this, loading a checkpoint fails with KeyError('step'), or (one tensor shared by all parameters)
-    every parameter advances the step of all others, silently. TE's and Apex's Adam keep ``step`` elsewhere
-    and pass through unchanged.
+    Without this, loading a checkpoint fails with KeyError('step'), or all parameters share one tensor and each
+    advances the step of all others, silently. TE's and Apex's Adam keep ``step`` elsewhere and do not change.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -53,11 +51,11 @@ def _repair_distributed_optimizer() -> None:
 
 
 def _repair_checkpoints_of_several_buckets() -> None:
-    """The distributed optimizer gathers its state without the padding between buckets, then cuts parameters
-    out where they are with it.
+    """Restore the padding between buckets, without which the distributed optimizer gathers its state, though it
+    then cuts parameters out at their padded offsets.
 
-    A copy of a tied embedding on another pipeline stage takes a bucket of its own: every parameter after the
-    first bucket would be saved as a shifted piece of its neighbours, silently.
+    A copy of a tied embedding on another pipeline stage has a bucket of its own: every parameter after the
+    first bucket would silently be saved as a shifted piece of its neighbours.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -75,16 +73,14 @@ def _repair_checkpoints_of_several_buckets() -> None:
 
 
 def _with_padding(flat: torch.Tensor, buffer) -> torch.Tensor:
-    """``flat`` holds the buckets of a buffer end to end; here each is at its own offset."""
+    """The buckets of a buffer at their own offsets; ``flat`` has them end to end."""
     if len(buffer.buckets) == 1:
         return flat
-    whole, start = flat.new_zeros(buffer.numel), 0
-    for bucket in buffer.buckets:
-        whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = flat[
-            start : start + bucket.numel_unpadded
-        ]
-        start += bucket.numel_unpadded
-    return whole
+    padded = flat.new_zeros(buffer.numel)
+    parts = flat.split([bucket.numel_unpadded for bucket in buffer.buckets])
+    for bucket, part in zip(buffer.buckets, parts, strict=True):
+        padded[bucket.offset : bucket.offset + bucket.numel_unpadded] = part
+    return padded
 
 
 def install() -> None:

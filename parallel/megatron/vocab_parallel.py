@@ -1,10 +1,9 @@
 """Log-prob and entropy straight from hidden states, with the vocabulary sharded over tensor-parallel ranks.
 
-Legend: T packed tokens, C tokens of one chunk, H hidden size, V this rank's rows of the output projection.
+Legend: H hidden size, V this rank's rows of the output projection.
 
-The output projection is fused with the log-softmax chunk by chunk: float32 logits exist for C tokens at a
-time, neither forward nor backward holds those of a whole micro-batch. Backward computes each chunk's logits
-again.
+The output projection is fused with the log-softmax chunk by chunk. Forward and backward hold float32 logits of
+C tokens at a time, never those of a whole micro-batch. Backward computes each chunk's logits again.
 """
 
 import torch
@@ -30,19 +29,19 @@ def linear_logprobs(
     With Z = sum_v exp(x_v) over all ranks and p = exp(x) / Z:
     ``logprobs_T = x_target - log Z`` and ``entropy_T = log Z - sum_v p_v x_v``, both float32 [T], in nats.
     Gradients: d logprob / dx_v = 1[v = target] - p_v and d entropy / dx_v = -p_v (log p_v + entropy).
-    The division by temperature is the one SGLang applies before its own log-softmax. The projection and its
-    backward run in ``dtype`` (None: that of ``hidden_TH``), to which hidden states and weight are converted;
-    everything after it runs in float32.
+    SGLang divides by temperature in the same way before its own log-softmax. The projection and its backward
+    run in ``dtype`` (None: that of ``hidden_TH``), to which hidden states and weight are converted; everything
+    after it runs in float32.
 
     ``weight_VH`` holds rows [rank V, rank V + V) of the vocabulary; rows from ``vocab_size`` on are padding
     and take no part. ``group`` is the tensor-parallel group, None (or one rank) for an unsharded vocabulary.
-    Two all-reduces per call whatever the number of chunks. The returned values are the same on every rank;
-    the gradient of ``hidden_TH`` is this rank's part, which the caller sums over the group. The log-probs do
-    not depend on ``with_entropy``.
+    A call makes two all-reduces, whatever the number of chunks. The returned values are the same on every
+    rank; the gradient of ``hidden_TH`` is this rank's part, which the caller sums over the group. The log-probs
+    do not depend on ``with_entropy``.
 
     Raises ValueError for shapes that do not fit, temperature <= 0 and chunk_tokens < 1.
     """
-    _check(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group)
+    _check_inputs(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group)
     logprobs_T, entropy_T = _LinearLogprobs.apply(
         hidden_TH,
         weight_VH,
@@ -57,7 +56,7 @@ def linear_logprobs(
     return logprobs_T, entropy_T if with_entropy else None
 
 
-def _check(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group) -> None:
+def _check_inputs(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group) -> None:
     if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden_TH.shape)} and weight {tuple(weight_VH.shape)} must be [T, H] and [V, H] of the same H"
@@ -68,32 +67,26 @@ def _check(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_token
         raise ValueError(f"temperature={temperature} must be above 0")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
-    if vocab_size > weight_VH.shape[0] * _size(group):
+    if vocab_size > weight_VH.shape[0] * _group_size(group):
         raise ValueError(
-            f"vocab_size={vocab_size} exceeds the {weight_VH.shape[0]} rows on each of {_size(group)} ranks"
+            f"vocab_size={vocab_size} exceeds the {weight_VH.shape[0]} rows on each of {_group_size(group)} ranks"
         )
 
 
-def _size(group: dist.ProcessGroup | None) -> int:
+def _group_size(group: dist.ProcessGroup | None) -> int:
     return 1 if group is None else dist.get_world_size(group)
 
 
 def _real_rows(weight_VH: Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """(id of this rank's first row, how many of its rows are no padding)."""
+    """(id of this rank's first row, number of its rows without padding)."""
     first = 0 if group is None else dist.get_rank(group) * weight_VH.shape[0]
     return first, min(max(vocab_size - first, 0), weight_VH.shape[0])
 
 
 def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
     """float32 [C, V], a fresh tensor that may be changed in place."""
-    logits_CV = hidden_CH @ weight_VH.t()
-    if temperature == 1.0:
-        return logits_CV.float()
-    return (
-        logits_CV.float().div_(temperature)
-        if logits_CV.dtype != torch.float32
-        else logits_CV.div_(temperature)
-    )
+    logits_CV = (hidden_CH @ weight_VH.t()).float()
+    return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -115,16 +108,10 @@ class _LinearLogprobs(torch.autograd.Function):
         maximum_T, sums_3T = _local_sums(
             hidden_TH, rows_VH, targets_T - first, temperature, chunk_tokens, with_entropy
         )
-        log_z_T, logprobs_T, entropy_T = _combine(maximum_T, sums_3T, group)
+        log_z_T, logprobs_T, entropy_T = _combine_ranks(maximum_T, sums_3T, group)
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_z_T, entropy_T)
-        ctx.first, ctx.count, ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = (
-            first,
-            count,
-            temperature,
-            chunk_tokens,
-            with_entropy,
-        )
-        ctx.dtype = dtype
+        ctx.first, ctx.count, ctx.dtype = first, count, dtype
+        ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = temperature, chunk_tokens, with_entropy
         ctx.set_materialize_grads(False)
         return logprobs_T, entropy_T
 
@@ -135,7 +122,7 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_entropy_T = None
         rows_VH = weight_VH[: ctx.count].to(ctx.dtype)
         grad_hidden_TH = torch.empty_like(hidden_TH)
-        # float32 over the chunks, so that the sum does not depend on where bfloat16 would round it
+        # float32, so that the sum over chunks has no roundings of bfloat16.
         grad_weight_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
         if grad_logprobs_T is None:
             grad_logprobs_T = torch.zeros_like(log_z_T)
@@ -167,20 +154,19 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _local_sums(
     hidden_TH, rows_VH, local_targets_T, temperature, chunk_tokens, with_entropy
 ) -> tuple[Tensor, Tensor]:
-    """This rank's maximum m over its rows, and [sum exp(x - m), x_target or 0, sum exp(x - m) (x - m)], each
-    [T]."""
+    """(this rank's maximum m over its rows, [sum exp(x - m), x_target or 0, sum exp(x - m) (x - m)]), each [T]."""
     num_tokens = hidden_TH.shape[0]
     maximum_T = hidden_TH.new_full((num_tokens,), -torch.inf, dtype=torch.float32)
     sums_3T = hidden_TH.new_zeros((3, num_tokens), dtype=torch.float32)
     if rows_VH.shape[0] == 0:
         return maximum_T, sums_3T
-    here_T = (local_targets_T >= 0) & (local_targets_T < rows_VH.shape[0])
+    is_local_T = (local_targets_T >= 0) & (local_targets_T < rows_VH.shape[0])
     for start in range(0, num_tokens, chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
         logits_CV = _scaled_logits(hidden_TH[chunk].to(rows_VH.dtype), rows_VH, temperature)
         maximum_T[chunk] = logits_CV.amax(-1)
-        column_C1 = torch.where(here_T[chunk], local_targets_T[chunk], 0).unsqueeze(1)
-        sums_3T[1, chunk] = torch.where(here_T[chunk], logits_CV.gather(1, column_C1).squeeze(1), 0.0)
+        column_C1 = torch.where(is_local_T[chunk], local_targets_T[chunk], 0).unsqueeze(1)
+        sums_3T[1, chunk] = torch.where(is_local_T[chunk], logits_CV.gather(1, column_C1).squeeze(1), 0.0)
         logits_CV.sub_(maximum_T[chunk].unsqueeze(1))
         exponentials_CV = logits_CV.exp()
         sums_3T[0, chunk] = exponentials_CV.sum(-1)
@@ -189,19 +175,19 @@ def _local_sums(
     return maximum_T, sums_3T
 
 
-def _combine(
+def _combine_ranks(
     maximum_T: Tensor, sums_3T: Tensor, group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Over all ranks: (log Z, log-prob of the target, entropy), each [T].
+    """(log Z, log-prob of the target, entropy) over all ranks, each [T].
 
-    The common maximum is taken off before anything is subtracted, so that large logits cost no digits.
+    The common maximum is subtracted first, so that large logits cost no digits.
     """
-    if _size(group) == 1:
+    if _group_size(group) == 1:
         total_T = maximum_T
     else:
         total_T = maximum_T.clone()
         dist.all_reduce(total_T, op=dist.ReduceOp.MAX, group=group)
-        # to the common maximum M: exp(x - M) = exp(x - m) exp(m - M), and x - M = (x - m) + (m - M)
+        # With the common maximum M: exp(x - M) = exp(x - m) exp(m - M), and x - M = (x - m) + (m - M).
         shift_T = torch.where(maximum_T == -torch.inf, 0.0, maximum_T - total_T)
         scale_T = torch.where(maximum_T == -torch.inf, 0.0, shift_T.exp())
         sums_3T = torch.stack(
@@ -213,21 +199,17 @@ def _combine(
 
 
 def _grad_logits(logits_CV, local_targets_C, log_z_C, entropy_C, grad_logprobs_C, grad_entropy_C) -> Tensor:
-    """d loss / d x [C, V]: g (1[target] - p) - h p (log p + entropy), g and h the gradients of log-prob and
-    entropy."""
+    """d loss / d x [C, V] = g (1[target] - p) - h p (log p + entropy); g, h: gradients of log-prob and entropy."""
     logp_CV = logits_CV.sub_(log_z_C.unsqueeze(1))
     probabilities_CV = logp_CV.exp()
     if grad_entropy_C is None:
         grad_CV = probabilities_CV.mul_(-grad_logprobs_C.unsqueeze(1))
     else:
-        factor_CV = (
-            logp_CV.add_(entropy_C.unsqueeze(1))
-            .mul_(grad_entropy_C.unsqueeze(1))
-            .add_(grad_logprobs_C.unsqueeze(1))
-        )
+        factor_CV = logp_CV.add_(entropy_C.unsqueeze(1)).mul_(grad_entropy_C.unsqueeze(1))
+        factor_CV.add_(grad_logprobs_C.unsqueeze(1))
         grad_CV = probabilities_CV.mul_(factor_CV).neg_()
-    here_C = (local_targets_C >= 0) & (local_targets_C < grad_CV.shape[1])
+    is_local_C = (local_targets_C >= 0) & (local_targets_C < grad_CV.shape[1])
     if grad_CV.shape[1]:
-        column_C1 = torch.where(here_C, local_targets_C, 0).unsqueeze(1)
-        grad_CV.scatter_add_(1, column_C1, torch.where(here_C, grad_logprobs_C, 0.0).unsqueeze(1))
+        column_C1 = torch.where(is_local_C, local_targets_C, 0).unsqueeze(1)
+        grad_CV.scatter_add_(1, column_C1, torch.where(is_local_C, grad_logprobs_C, 0.0).unsqueeze(1))
     return grad_CV

@@ -1,3 +1,1 @@
-"""Arithmetic on a model and a layout: validity, memory, plans. Without torch, so that it runs before
-anything starts.
-"""
+"""Arithmetic on a model and a layout, without torch: validity, memory, plans."""

@@ -1,15 +1,14 @@
-"""Memory per rank of a learner and of a rollout server: pure arithmetic on an architecture and a layout, in
-bytes.
+"""Memory per rank of a learner and of a rollout server in bytes: arithmetic on an architecture and a layout.
 
 Legend: T tokens of a micro-batch, L layers of a stage, H hidden size, A query heads, K key/value heads, D
 head dimension, I intermediate size of an MLP or expert, E experts, V padded vocabulary, t tensor-parallel
-size; b bytes of one number in the model's dtype (4 or 2), c bytes of one in the attention's
+size; b bytes of a number in the model's dtype (4 or 2), c bytes of a number in the attention's dtype
 (``platform.attention_dtype``: 4 on CPU, b on CUDA).
 
-What is left out, and what ``USABLE_SHARE`` leaves room for: the CUDA context, the communication buffers of
-NCCL, the allocator's fragments, and the gradients of activations that live for the length of one operation.
-The CPU's numbers are checked against what torch holds (``tests/parallel/planning/test_memory.py``); CUDA's
-follow from the same derivation with the CUDA kernels' saved tensors.
+``USABLE_SHARE`` leaves room for everything else: the CUDA context, NCCL's buffers, the allocator's fragments,
+and the gradients of activations that live for the length of one operation. The CPU's numbers are compared with
+torch's (``tests/parallel/planning/test_memory.py``); CUDA's follow from the same derivation with the tensors
+that the CUDA kernels save.
 """
 
 from dataclasses import dataclass, fields
@@ -24,15 +23,14 @@ GIB = 2**30
 Device = Literal["cpu", "cuda"]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRANSFER_BUCKET_BYTES: dict[Device, int] = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
-"""``parallel.weights.transfer.BUCKET_BYTES`` of each device, which cannot be imported without torch; a test holds the
-two equal."""
+"""Equal to ``parallel.weights.transfer.BUCKET_BYTES``, whose import needs torch; a test compares the two."""
 USABLE_SHARE = 0.9
-"""Of a GPU's memory, for what is itemised here."""
+"""Share of a GPU's memory for the items of this file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What of a config, beside model and layout, decides the memory of a learner rank."""
+    """The settings that decide a learner rank's memory, beside model and layout."""
 
     device: Device
     dtype: str
@@ -41,7 +39,7 @@ class Work:
     recompute: Literal["none", "full"]
     distributed_optimizer: bool
     num_microbatches: int | None = None
-    """Of one optimizer step, on one rank; None: as many as fill the pipeline."""
+    """Micro-batches of one optimizer step on one rank; None: as many as fill the pipeline."""
     has_reference: bool = False
     critic: Architecture | None = None
     transfers_weights: bool = False
@@ -56,7 +54,7 @@ class Work:
 
 
 def work_of(config: RunConfig | SftConfig, device: Device, critic: Architecture | None = None) -> Work:
-    """The work of a run. ``critic`` is the architecture of the critic's model, where the run has one."""
+    """The work of a run. ``critic`` is the architecture of the run's critic, if it has one."""
     is_rl = isinstance(config, RunConfig)
     return Work(
         device=device,
@@ -73,8 +71,7 @@ def work_of(config: RunConfig | SftConfig, device: Device, critic: Architecture 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMemory:
-    """Bytes of one rank of pipeline stage ``stage``, itemised. Activations are gone by the time weights are
-    sent: see ``total``."""
+    """Itemised bytes of one rank of pipeline stage ``stage``."""
 
     stage: int
     parameters: int
@@ -94,45 +91,41 @@ class LearnerMemory:
 
     @property
     def total(self) -> int:
-        """At the worst moment: of the backward pass, or of sending weights."""
+        """Bytes at the worst moment, in the backward pass or while weights are sent, when activations are gone."""
         return self.lasting + max(self.activations + self.logits + self.pipeline, self.transfer)
 
     def items(self) -> dict[str, int]:
-        """Name and bytes of what is not zero."""
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "stage"}
-        return {name: size for name, size in found.items() if size}
+        """Names and bytes of the items above zero."""
+        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "stage"}
+        return {name: size for name, size in sizes.items() if size}
 
 
 def worst_stage(architecture: Architecture, layout: LayoutConfig, work: Work) -> LearnerMemory:
-    """The stage whose ranks need most: the first has the embedding and most micro-batches in flight, the last
-    the output layer."""
-    return max(
-        (learner_memory(architecture, layout, work, stage) for stage in range(layout.pp)),
-        key=lambda memory: memory.total,
-    )
+    """Memory of the stage that needs most: the first has the embedding and most micro-batches in flight, the
+    last the output layer."""
+    stages = (learner_memory(architecture, layout, work, stage) for stage in range(layout.pp))
+    return max(stages, key=lambda memory: memory.total)
 
 
 def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> LearnerMemory:
-    """Memory of each rank of one pipeline stage. ``layout`` is resolved and fits the model
-    (``validate_layout``).
+    """Memory of each rank of one pipeline stage. ``layout`` is resolved and valid (``validate_layout``).
 
     parameters b P; gradients 4 P (Megatron's buffers hold float32 sums whatever the dtype); optimizer:
-    AdamW's two moments, 8 P, and a float32 copy of the weights, 4 P, unless they are float32 themselves.
-    Under the distributed optimizer these 8 or 12 P are divided over the ranks that hold the same parameters:
-    cp dp ranks for what tensor parallelism splits, tp cp dp / ep for experts.
+    AdamW's two moments, 8 P, and a float32 copy of the weights, 4 P, unless they are float32 themselves. The
+    distributed optimizer divides these 8 or 12 P over the ranks that hold the same parameters: tp cp dp / ep
+    ranks for experts, cp dp ranks for all others.
     """
-    of_policy = _trained(architecture, layout, work, stage, output=True)
-    # A critic's backbone and head; policy and critic are updated one after the other, so activations count
-    # once.
-    of_critic = _trained(work.critic, layout, work, stage, output=False) if work.critic else (0, 0, 0)
+    parameters, gradients, optimizer = _trained_bytes(architecture, layout, work, stage, output=True)
+    # Policy and critic are updated one after the other, so that activations count once.
+    critic = _trained_bytes(work.critic, layout, work, stage, output=False) if work.critic else (0, 0, 0)
     last = stage == layout.pp - 1
     return LearnerMemory(
         stage=stage,
-        parameters=of_policy[0],
-        gradients=of_policy[1],
-        optimizer=of_policy[2],
-        reference=of_policy[0] if work.has_reference else 0,
-        critic=sum(of_critic),
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        reference=parameters if work.has_reference else 0,
+        critic=sum(critic),
         activations=activation_bytes(architecture, layout, work, stage),
         logits=logits_bytes(architecture, layout, work) if last else 0,
         pipeline=_pipeline_bytes(architecture, layout, work, stage),
@@ -140,7 +133,7 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
     )
 
 
-def _trained(
+def _trained_bytes(
     architecture: Architecture, layout: LayoutConfig, work: Work, stage: int, *, output: bool
 ) -> tuple[int, int, int]:
     """Bytes of (parameters, gradients, optimizer state) of a model with an optimizer."""
@@ -158,13 +151,13 @@ def _trained(
 def stage_parameters(
     architecture: Architecture, layout: LayoutConfig, stage: int, *, output: bool = True
 ) -> tuple[int, int]:
-    """Parameters on one rank of a stage: (all but the experts', the experts').
+    """Parameters on one rank of a stage: (those of no expert, the experts').
 
     A layer: qkv H (A + 2 K) D / t, with a bias (A + 2 K) D / t in Qwen2; projection A D H / t; two norms 2 H;
     norms of queries and keys 2 D in Qwen3; an MLP 3 H I / t, or a router H E and E / ep whole experts of 3 H
     I. The first stage has the embedding V H / t; the last the final norm H and the output layer V H / t,
-    which a tied model shares with the embedding where both are on one stage. ``output=False``: of a critic,
-    whose output layer is a head of H.
+    which a tied model shares with the embedding if both are on one stage. ``output=False``: a critic, whose
+    output layer is a head of H.
     """
     a, t = architecture, layout.tp
     heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
@@ -190,19 +183,19 @@ def stage_parameters(
 
 
 def stage_layers(architecture: Architecture, layout: LayoutConfig, stage: int) -> list[int]:
-    """The numbers of a stage's layers: model chunk v of stage p holds the layers of place v pp + p, each
-    place equally many."""
-    each = architecture.num_layers // (layout.pp * layout.vpp)
-    places = range(stage, layout.pp * layout.vpp, layout.pp)
-    return [place * each + i for place in places for i in range(each)]
+    """The numbers of a stage's layers. All chunks have equally many; chunk v of stage p is the model's chunk
+    v pp + p."""
+    depth = architecture.num_layers // (layout.pp * layout.vpp)
+    chunks = range(stage, layout.pp * layout.vpp, layout.pp)
+    return [chunk * depth + i for chunk in chunks for i in range(depth)]
 
 
 def in_flight(layout: LayoutConfig, stage: int, num_microbatches: int | None) -> int:
-    """Passes of a model chunk through a stage whose backward has not begun, at most.
+    """Greatest number of a stage's forward passes (per chunk) whose backward has not begun.
 
     1F1B: pp - stage, since a stage goes on forward until its first micro-batch has come back. Interleaved:
-    Megatron's warm-up of 2 (pp - stage - 1) + (vpp - 1) pp passes, and the one that runs. Never more than
-    there are: ``num_microbatches`` vpp. Source: ``get_pp_rank_microbatches`` of Megatron-Core 0.16.1.
+    Megatron's warm-up of 2 (pp - stage - 1) + (vpp - 1) pp passes, and the running one. There are at most
+    ``num_microbatches`` vpp passes. Source: ``get_pp_rank_microbatches`` of Megatron-Core 0.16.1.
     """
     pp, vpp = layout.pp, layout.vpp
     passes = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
@@ -210,59 +203,47 @@ def in_flight(layout: LayoutConfig, stage: int, num_microbatches: int | None) ->
 
 
 def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:
-    """What autograd keeps of the micro-batches in flight on a stage, at its most.
+    """Greatest memory of autograd for the micro-batches in flight on a stage.
 
     Each pass keeps its chunk's layers, under recompute only the input of each, b H a token; one layer at a
-    time is then computed again and kept whole. All stages keep the rotary tables, b D a token; the last one
-    the final norm and its output, which the log-probs take and which are gone by the time that layers are
-    computed again.
+    time is then computed again and kept whole. All stages keep the rotary tables, b D a token. The last stage
+    keeps the final norm and its output, the input of the log-probs, until layers are computed again.
     """
     layers = stage_layers(architecture, layout, stage)
     passes = in_flight(layout, stage, work.num_microbatches)
     whole = [layer_activation_bytes(architecture, layout, work, layer) for layer in layers]
-    rows, tokens = _rows(layout, work.token_budget)
+    rows, tokens = _row_counts(layout, work.token_budget)
     per_chunk = len(layers) // layout.vpp
     tables = passes * tokens * architecture.head_dim * work.dtype_bytes
-    end = (
-        rows * _norm_row(architecture.hidden_size, work)
-        + tokens * architecture.hidden_size * work.dtype_bytes
-    )
-    end = end if stage == layout.pp - 1 else 0
+    hidden_bytes = architecture.hidden_size * work.dtype_bytes
+    is_last = stage == layout.pp - 1
+    end = rows * _norm_row(architecture.hidden_size, work) + tokens * hidden_bytes if is_last else 0
     if work.recompute == "full":
-        return (
-            tables
-            + passes * per_chunk * rows * architecture.hidden_size * work.dtype_bytes
-            + max(end, *whole)
-        )
-    # Of chunks that differ (dense and sparse layers), the greatest.
-    return (
-        tables
-        + passes * max(sum(whole[first : first + per_chunk]) for first in range(0, len(whole), per_chunk))
-        + end
-    )
+        return tables + passes * per_chunk * rows * hidden_bytes + max(end, *whole)
+    # Chunks differ where a model has dense and sparse layers.
+    largest_chunk = max(sum(whole[first : first + per_chunk]) for first in range(0, len(whole), per_chunk))
+    return tables + passes * largest_chunk + end
 
 
 def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, layer: int) -> int:
-    """What autograd keeps of one layer and micro-batch: the tensors that the local layers' operations save,
+    """Memory of autograd for one layer and micro-batch: the tensors that the local layers' operations save,
     each storage once.
 
-    A norm and what it hands to a matrix product: see ``_norm_row``, and b H; twice. Both on T / t tokens
-    under sequence parallelism. Attention on T tokens, A / t and K / t heads (at least one key/value head):
-    queries and keys rotated and the output, c D (2 A + K); the values, inside the whole qkv product, b D (A +
-    2 K), or in a float32 copy, 4 D K; the sums of the softmax, 4 A; the output again, packed, for the
-    projection: b D A. Norms of queries and keys keep theirs besides: see ``_qk_norm_token``. MLP on T tokens:
-    the gate's and the up's halves 2 I, silu(gate), up, and their product: 5 b I / t.
-    Experts on the rank's own T tokens (T / t under sequence parallelism), which meet as many of other ranks'
-    while the router spreads them evenly: for each of the chosen experts the token b H, 5 b I, and b I for the
-    product times the router's weight; the router keeps 8 bytes an expert, its probabilities and its choice.
-    No room is reckoned for a router that spreads unevenly.
+    Two norms, each with its output: ``_norm_row`` and b H a token, of T / t tokens under sequence parallelism.
+    Attention on T tokens, A / t and K / t heads (at least one key/value head): rotated queries and keys and the
+    output, c D (2 A + K); the values inside the whole qkv product, b D (A + 2 K), or in a float32 copy, 4 D K;
+    the sums of the softmax, 4 A; the packed output for the projection, b D A. Norms of queries and keys: see
+    ``_qk_norm_token``. MLP on T tokens: the halves of gate and up, 2 I, silu(gate), up, and their product:
+    5 b I / t.
+    Experts on the rank's own T tokens (T / t under sequence parallelism), if the router spreads tokens evenly
+    over ranks: for each chosen expert the token b H, 5 b I, and b I for the product times the router's weight;
+    8 bytes an expert for the router's probabilities and choice.
     """
     a, b, c = architecture, work.dtype_bytes, work.attention_bytes
-    rows, tokens = _rows(layout, work.token_budget)
+    rows, tokens = _row_counts(layout, work.token_budget)
     kept = 2 * rows * (_norm_row(a.hidden_size, work) + b * a.hidden_size)
     heads, kv_heads = a.num_heads // layout.tp, max(1, a.num_kv_heads // layout.tp)
-    # With fewer key/value heads than ranks Megatron gathers the product of all ranks, and takes this rank's
-    # heads out of it.
+    # With fewer key/value heads than ranks Megatron gathers all ranks' product and takes this rank's heads.
     product = a.num_heads + 2 * a.num_kv_heads if layout.tp > a.num_kv_heads else heads + 2 * kv_heads
     values = b * a.head_dim * product if b == c else c * a.head_dim * kv_heads
     kept += tokens * (c * a.head_dim * (2 * heads + kv_heads) + values + 4 * heads + b * a.head_dim * heads)
@@ -276,32 +257,31 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     return kept + tokens * 5 * b * a.intermediate_size // layout.tp
 
 
-def _rows(layout: LayoutConfig, tokens: int) -> tuple[int, int]:
-    """(tokens that this rank holds between matrices, tokens of the micro-batch), padded to a multiple of t
-    under sequence parallelism."""
+def _row_counts(layout: LayoutConfig, tokens: int) -> tuple[int, int]:
+    """(this rank's tokens between matrices, tokens of the micro-batch), padded to a multiple of t under
+    sequence parallelism."""
     rows = -(-tokens // layout.tp)
     return (rows, rows * layout.tp) if layout.sp else (tokens, tokens)
 
 
 def _norm_row(size: int, work: Work) -> int:
-    """RMSNorm of one row keeps x and 1 / rms. CUDA's kernel: b size + 4. The CPU's: x and x / rms, both in
-    float32: 8 size + 4."""
+    """RMSNorm of one row keeps x and 1 / rms, b size + 4, on CUDA; x, x / rms and 1 / rms in float32,
+    8 size + 4, on CPU."""
     return (8 if work.device == "cpu" else work.dtype_bytes) * size + 4
 
 
 def _qk_norm_token(a: Architecture, heads: int, kv_heads: int, work: Work) -> int:
-    """Norms of queries and keys keep what ``_norm_row`` says of each head, the keys' x in the qkv product
-    where that is kept anyway."""
+    """Norms of queries and keys keep ``_norm_row`` per head; the keys' x is free if the qkv product is kept."""
     kept_anyway = work.dtype_bytes if work.dtype_bytes == work.attention_bytes else 0
     return (heads + kv_heads) * _norm_row(a.head_dim, work) - kv_heads * kept_anyway * a.head_dim
 
 
 def logits_bytes(architecture: Architecture, layout: LayoutConfig, work: Work) -> int:
-    """The backward pass of the log-probs (``vocab_parallel.linear_logprobs``) at its most.
+    """Greatest memory of the backward pass of the log-probs (``vocab_parallel.linear_logprobs``).
 
     A chunk of C tokens: logits and probabilities in float32, 8 C V / t, and in a 2-byte dtype the product
-    that the logits come from, 2 C V / t. The weight's gradient is summed in float32, 4 V H / t, and rounded
-    to the dtype, 2 V H / t where that has 2 bytes; the hidden states' is b T H.
+    before the logits, 2 C V / t. The weight's gradient is summed in float32, 4 V H / t, and rounded to a 2-byte
+    dtype, 2 V H / t; the hidden states' gradient is b T H.
     """
     rows = padded_vocab_size(architecture.vocab_size, layout.tp) // layout.tp
     rounded = 2 if work.dtype_bytes == 2 else 0
@@ -311,35 +291,37 @@ def logits_bytes(architecture: Architecture, layout: LayoutConfig, work: Work) -
 
 
 def _pipeline_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:
-    """What a stage sent on, kept until its backward, and the gradient that comes back: b H a token; nothing
-    without a pipeline."""
+    """The outputs that a stage sent on, kept until their backward, and the gradient that comes back, each b H
+    a token; 0 without a pipeline."""
     if layout.pp == 1:
         return 0
     sent = in_flight(layout, stage, work.num_microbatches) if stage < layout.pp - 1 or layout.vpp > 1 else 0
-    return (sent + 1) * _rows(layout, work.token_budget)[0] * architecture.hidden_size * work.dtype_bytes
+    return (
+        (sent + 1) * _row_counts(layout, work.token_budget)[0] * architecture.hidden_size * work.dtype_bytes
+    )
 
 
 def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:
-    """Two buckets of the device's size, each as large as the largest tensor where that is larger, though no
-    more than the stage's weights; and what is gathered at a time: the shards of one tensor and the whole of
-    it, or one expert's gate and up of each expert-parallel rank.
+    """Two buckets, each of the device's size or that of the largest tensor, but no more than the stage's
+    weights; and the tensors of one gathering: the shards of one tensor and the whole, or one expert's gate and
+    up of each expert-parallel rank.
     """
     a, b = architecture, work.dtype_bytes
     shared, expert = stage_parameters(a, layout, stage)
     has_table = stage in (0, layout.pp - 1)
     table = padded_vocab_size(a.vocab_size, layout.tp) * a.hidden_size if has_table else 0
-    of_experts = layout.ep * 2 * a.hidden_size * a.experts.intermediate_size if a.experts else 0
+    expert_size = layout.ep * 2 * a.hidden_size * a.experts.intermediate_size if a.experts else 0
     largest = b * max(table, a.hidden_size * a.intermediate_size)
     gathered = b * max(table, 2 * a.hidden_size * a.intermediate_size) * (2 if layout.tp > 1 else 0)
     weights = b * (shared * layout.tp + expert * layout.ep)
     return min(2 * max(TRANSFER_BUCKET_BYTES[work.device], largest), weights) + max(
-        gathered, b * of_experts if layout.ep > 1 else 0
+        gathered, b * expert_size if layout.ep > 1 else 0
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutMemory:
-    """Bytes of one rank of an SGLang server. ``kv_cache`` is what is left for it, which SGLang takes whole."""
+    """Bytes of one rank of an SGLang server, which takes all that is left as ``kv_cache``."""
 
     weights: int
     reserved: int
@@ -348,7 +330,7 @@ class RolloutMemory:
 
     @property
     def tokens(self) -> int:
-        """That the key/value cache holds; each of a server's ranks holds its heads of all of them."""
+        """Tokens in the key/value cache; each rank of a server holds its own heads of all of them."""
         return self.kv_cache // self.kv_bytes_per_token
 
 
@@ -364,10 +346,10 @@ def rollout_memory(
     """Memory of a server's rank: weights and cache share ``static_share`` of the GPU, SGLang's
     --mem-fraction-static.
 
-    Where that is not given, SGLang 0.5.23 leaves room for the activations of a prefill, 1.5 MiB for each of
+    By default SGLang 0.5.23 leaves room for the activations of a prefill, 1.5 MiB for each of
     (on 80 GiB) 8192 tokens, and t / 8 GiB for communication: 12.5 GiB + t / 8 GiB. Its tables for smaller
     GPUs and its CUDA graphs are simplified to: no more than 15 % of the GPU, beside the t / 8 GiB.
-    Weights: all matrices over t, norms and router whole, key/value heads copied where there are fewer than
+    Weights: all matrices over t, norms and router whole, key/value heads copied if there are fewer than
     ranks. A token of the cache: a key and a value per layer, 2 L max(1, K / t) D numbers of the server's
     dtype. FP8 (of dense models): the layers' matrices have 1 byte a number and 4 an output channel; while it
     starts, a server holds them in its dtype, before there is a cache.
@@ -400,13 +382,13 @@ def rollout_memory(
 
 
 def describe(memory: LearnerMemory) -> str:
-    """One line: the total and its items, greatest first, each in the greatest unit of which there is one."""
+    """One line: the total and its items, greatest first."""
     parts = sorted(memory.items().items(), key=lambda item: -item[1])
     return f"{size_text(memory.total)} ({', '.join(f'{name} {size_text(size)}' for name, size in parts)})"
 
 
 def size_text(size: int) -> str:
-    """In the greatest unit of which there is one, to three digits."""
+    """``size`` bytes in the greatest unit that is not above it, to three digits."""
     for name, scale in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             return f"{size / scale:.{max(0, 2 - len(str(size // scale)) + 1)}f} {name}"

@@ -1,29 +1,25 @@
-"""Pairs of a learner's and a rollout's layout on a number of GPUs: which fit, and in which order to try them.
-Pure arithmetic.
+"""Pairs of a learner's and a rollout's layout on a number of GPUs: the pairs that fit, ranked, by arithmetic.
 
-GPUs are divided between learner and servers (the two do not share a GPU); every one is used. Pairs whose
-servers have so little room for a cache that each generates fewer than ``FEW`` responses at a time come after
-all others: they would hardly use their GPUs, which no mismatch is worth. Otherwise a pair is ranked by
+Every GPU belongs to the learner or to a server. Pairs whose servers have room for fewer than ``FEW`` responses
+at a time come last: they would hardly use their GPUs, whatever the mismatch. All other pairs are ranked by
 
-1. the expected greatest mismatch of a response, |p_rollout - p_learner|, from the table of what was measured,
-   where there is one; pairs of which it expects the same, and all pairs where there is no table, by rule. The
-   matrices' sums are split alike where both sides have the same tensor-parallel size; the further the sizes
-   are apart, the more responses disagree somewhere; and sequence parallelism of the learner adds a difference
-   that no server has. Data, pipeline and expert parallelism compute the same sums. Of a pair that is not in
-   the table the least is expected that was measured of any pair that the rule puts no better (``Measured``).
-2. memory left free, on the side that has less, in tenths of a GPU; more than ``AMPLE`` counts as that much,
-   since it buys nothing. Less than none: where a cache does not hold all responses that its server samples at
-   once, in tenths of those.
+1. the expected greatest mismatch of a response, |p_rollout - p_learner|, from the table of measurements if
+   there is one. Equal pairs, and all pairs without a table, are ranked by rule. With the same tensor-parallel
+   size on both sides the matrices' sums are split alike; the further the sizes are apart, the more responses
+   disagree somewhere; sequence parallelism of the learner adds a difference that no server has. Data, pipeline
+   and expert parallelism compute the same sums. ``Measured`` has the rule for pairs missing from the table.
+2. free memory on the fuller side, in tenths of a GPU, up to ``AMPLE``: more than that buys nothing. If a cache
+   does not hold all responses that its server samples at once, the missing share counts, in negative tenths.
 3. bytes that a learner rank sends per step (``Traffic``).
 
-vpp is always 1 here: interleaving takes memory and traffic for a shorter bubble, of which this ranking knows
-nothing.
+vpp is always 1: interleaving costs memory and traffic for a shorter bubble, which this ranking does not model.
 """
 
 import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,51 +42,50 @@ from parallel.planning.memory import (
 )
 
 AMPLE = 0.3
-"""Of a GPU, free on either side: room for longer responses than planned. What is more decides nothing."""
+"""Share of a GPU that is free on either side, for longer responses than planned. More decides nothing."""
 FEW = 16
-"""Responses at full length in a server's cache, of which so many are generated at a time: each step of
-decoding reads all weights once, be it for one response or for dozens, so that with fewer a GPU waits for its
-memory nearly all the time. A choice, not a measurement: the recipes have more wherever there is a choice
-(``tests/configs/test_recipes.py`` has their own, lower bound)."""
+"""Responses at full length in a server's cache. A step of decoding reads all weights once, for one response or
+for dozens: with fewer responses a GPU waits for its memory nearly all the time. The number is a choice, not a
+measurement; the recipes have more wherever they can (``tests/configs/test_recipes.py`` has their lower bound)."""
 
 Pair = tuple[int, bool, int]
-"""(learner's tp, its sp, the rollout's tp): what of two layouts decides their mismatch."""
+"""(learner's tp, learner's sp, rollout's tp), which decide the mismatch of two layouts."""
 
 
 def by_rule(pair: Pair) -> tuple[float, bool]:
-    """Of two pairs the rule expects less mismatch of the one where this is less: (ratio of the two tp,
-    whether there is sp)."""
+    """(ratio of the two tp, sp): the rule expects less mismatch of the pair with the lower value."""
     low, high = sorted((pair[0], pair[2]))
     return high / low, pair[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A table of mismatch: of each pair the mean over responses of the greatest. Empty: no table."""
+    """A table of each pair's mismatch: the mean over responses of the greatest one. Empty: no table."""
 
     values: Mapping[Pair, float]
     step: float = 0.0
-    """Two of the greatest standard error. Values are rounded to multiples of it, and what rounds to the same
-    counts as equal: an order by "within two standard errors" itself would go in circles."""
+    """Twice the greatest standard error. Values are rounded to multiples of it and then compared: an order by
+    "within two standard errors" itself would go in circles."""
 
     def expected(self, pair: Pair) -> float:
-        """What is expected of a pair, rounded: its own value; where it has none, the least of those that the
-        rule puts no better, infinite where there are none. So a pair without a value never stands behind a
-        pair that has one and that the rule puts after it.
+        """The rounded mismatch that is expected of a pair: its own value or, if it has none, the lowest value
+        of the pairs that the rule ranks the same or worse, or infinity.
+
+        A pair without a value therefore never ranks behind a measured pair that the rule ranks worse.
         """
-        known = (
-            [self.values[pair]]
-            if pair in self.values
-            else [x for other, x in self.values.items() if by_rule(other) >= by_rule(pair)]
-        )
-        return min((round(x / self.step) * self.step if self.step else x for x in known), default=math.inf)
+        if pair in self.values:
+            values = [self.values[pair]]
+        else:
+            values = [value for other, value in self.values.items() if by_rule(other) >= by_rule(pair)]
+        lowest = min(values, default=math.inf)
+        return round(lowest / self.step) * self.step if self.step and values else lowest
 
 
 NO_TABLE = Measured(values={})
 
 
 class NothingFits(ValueError):
-    """No pair of layouts fits; the message says what comes closest and what would make it fit."""
+    """No pair of layouts fits; the message has the closest pair and the changes that would make it fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +95,7 @@ class Cluster:
     gpus_per_node: int = 8
 
     def rollout_sizes(self) -> list[int]:
-        """GPUs that the servers may take: any number within one node, whole nodes of several."""
+        """Numbers of GPUs that the servers may take: any within one node, whole nodes of several."""
         step = 1 if self.num_gpus <= self.gpus_per_node else self.gpus_per_node
         return list(range(step, self.num_gpus, step))
 
@@ -109,10 +104,10 @@ class Cluster:
 class Traffic:
     """Bytes that one rank of the learner's busiest stage sends in one step.
 
-    With N = prompts_per_step group_size max_new_tokens / dp tokens on each rank (responses at full length,
-    prompts left out), f forward passes of each (the update's; those of ``old`` and ``ref`` where the run has
-    them), r = 1 where layers are computed again, k experts per token, and rings, where all-reduce sends 2 (n
-    - 1) / n of its bytes, reduce-scatter, all-gather and all-to-all (n - 1) / n:
+    N = prompts_per_step group_size max_new_tokens / dp tokens on each rank (responses at full length, without
+    prompts), f forward passes of each (the update's, and those of ``old`` and ``ref`` if the run has them), r
+    = 1 if layers are computed again, else 0, k experts per token. In rings all-reduce sends 2 (n - 1) / n of
+    its bytes; reduce-scatter, all-gather and all-to-all send (n - 1) / n.
 
     - tensor: two all-reduces of b H N per dense layer (one per layer with experts) and pass, forward f + r
       times, backward once. Sequence parallelism sends as much in two halves, and in backward gathers the
@@ -124,8 +119,8 @@ class Traffic:
       pass, f + r + 1 times.
     - transfer: the stage's whole weights to the servers, once, from its sending rank.
 
-    A critic's own traffic is left out: its layout is the policy's, so that it adds to each layout about in
-    proportion.
+    A critic's own traffic is left out: its layout is the policy's, so that it adds to all layouts in about
+    the same proportion.
     """
 
     tensor: int
@@ -141,7 +136,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A pair of layouts that fits, with what it is ranked by."""
+    """A pair of layouts that fits, with the values that rank it."""
 
     learner: LayoutConfig
     rollout_tp: int
@@ -149,18 +144,18 @@ class Plan:
     learner_memory: LearnerMemory
     rollout_memory: RolloutMemory
     measured: float | None
-    """Of this pair itself."""
+    """The measured mismatch of this pair itself."""
     expected: float
-    """``Measured.expected``; infinite where there is no table."""
+    """``Measured.expected``; infinite without a table."""
     learner_free: float
-    """Share of a GPU, beside what the fullest learner rank holds."""
+    """Share of a GPU that the fullest learner rank leaves free."""
     rollout_free: float
-    """Share of a GPU, in a server's cache beside the samples in flight at full length. Below 0: the share of
-    those that it has no room for, which wait for others to end."""
+    """Share of a GPU that samples in flight at full length leave free in a server's cache. Below 0: minus the
+    share of the samples that the cache has no room for, and that wait for others to end."""
     in_flight: int
-    """Samples that a server is asked for at once."""
+    """Samples that a server gets at once."""
     held: int
-    """Responses at full length that its cache has room for."""
+    """Responses at full length for which a server's cache has room."""
     traffic: Traffic
 
     @property
@@ -177,7 +172,7 @@ class Plan:
 
     @property
     def mismatch_key(self) -> tuple:
-        """What the table expects, then the rule."""
+        """The table's expectation, then the rule's."""
         return (self.expected, *by_rule(self.pair))
 
     @property
@@ -186,7 +181,7 @@ class Plan:
 
     @property
     def rank_key(self) -> tuple:
-        """Total: two different pairs never have the same one."""
+        """The order of the ranking, in which no two pairs are equal."""
         return (
             self.has_few,
             self.mismatch_key,
@@ -205,79 +200,79 @@ def plan(
     critic: Mapping[str, Any] | None = None,
     measured: Measured = NO_TABLE,
 ) -> list[Plan]:
-    """All pairs that fit, best first. ``hf_config`` and ``critic`` are the models' config.json; the config's
-    own layout does not matter.
+    """All pairs that fit, best first. ``hf_config`` and ``critic`` are the models' config.json. The config's
+    own layout is ignored.
 
-    Tensor-parallel groups stay within a node. A pair fits where the fullest learner rank takes at most
-    ``USABLE_SHARE`` of a GPU, a server has room for its weights and for one sequence as long as a micro-batch
-    may be, and minibatches divide by dp. Raises ValueError for a model that is not supported; NothingFits
-    where nothing does.
+    Tensor-parallel groups stay within a node. A pair fits if the fullest learner rank takes at most
+    ``USABLE_SHARE`` of a GPU, a server has room for its weights and for one sequence of a micro-batch's length,
+    and minibatches divide by dp. Raises ValueError for a model that is not supported, NothingFits if no pair
+    fits.
     """
     architecture = read_architecture(hf_config)
-    work = _work(config, architecture, critic)
-    found = list(_plans(architecture, config, cluster, work, measured))
-    if not found:
-        raise NothingFits(_what_would_fit(architecture, config, cluster, work))
-    return sorted(found, key=lambda each: each.rank_key)
-
-
-def _work(config: RunConfig, architecture: Architecture, critic: Mapping[str, Any] | None) -> Work:
-    of_critic = (
-        None if config.critic is None else read_architecture(critic) if critic is not None else architecture
+    critic_architecture = None
+    if config.critic is not None:
+        critic_architecture = read_architecture(critic) if critic is not None else architecture
+    work = work_of(config, "cuda", critic_architecture)
+    plans = sorted(
+        _fitting_plans(architecture, config, cluster, work, measured), key=lambda plan: plan.rank_key
     )
-    return work_of(config, "cuda", of_critic)
+    if not plans:
+        raise NothingFits(_nothing_fits_text(architecture, config, cluster, work))
+    return plans
 
 
-def _plans(
+def _fitting_plans(
     architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work, measured: Measured
 ) -> Iterator[Plan]:
-    longest = _longest(architecture, config)
-    servers = [pair for pair in _servers(architecture, config, cluster) if pair[1].tokens >= longest]
+    longest = _longest_sequence(architecture, config)
+    servers = [pair for pair in _possible_servers(architecture, config, cluster) if pair[1].tokens >= longest]
     for num_rollout in cluster.rollout_sizes():
-        dividing = [(tp, num_rollout // tp, memory_of) for tp, memory_of in servers if num_rollout % tp == 0]
-        for layout, memory in _learners(architecture, config, cluster, work, num_rollout) if dividing else ():
+        fitting = [(tp, memory) for tp, memory in servers if num_rollout % tp == 0]
+        for layout, memory in (
+            _possible_learners(architecture, config, cluster, work, num_rollout) if fitting else ()
+        ):
             if memory.total > USABLE_SHARE * cluster.gpu_bytes:
                 continue
-            for tp, replicas, memory_of in dividing:
+            for tp, server_memory in fitting:
+                replicas = num_rollout // tp
                 in_flight = -(-_samples_at_once(config) // replicas)
+                tokens = in_flight * config.rollout.max_new_tokens
                 yield Plan(
                     learner=layout,
                     rollout_tp=tp,
                     replicas=replicas,
                     learner_memory=memory,
-                    rollout_memory=memory_of,
+                    rollout_memory=server_memory,
                     measured=measured.values.get((layout.tp, layout.sp, tp)),
                     expected=measured.expected((layout.tp, layout.sp, tp)),
                     learner_free=1 - memory.total / cluster.gpu_bytes,
-                    rollout_free=_rollout_free(
-                        memory_of, in_flight * config.rollout.max_new_tokens, cluster.gpu_bytes
-                    ),
+                    rollout_free=_rollout_free(server_memory, tokens, cluster.gpu_bytes),
                     in_flight=in_flight,
-                    held=memory_of.tokens // config.rollout.max_new_tokens,
+                    held=server_memory.tokens // config.rollout.max_new_tokens,
                     traffic=traffic(architecture, config, layout),
                 )
 
 
-def _servers(
+def _possible_servers(
     architecture: Architecture, config: RunConfig, cluster: Cluster
 ) -> list[tuple[int, RolloutMemory]]:
-    share = static_share(config)
-    sizes = [tp for tp in rollout_sizes(architecture) if _within_node(tp, cluster)]
-    of_config = {"static_share": share, "quantization": config.rollout.quantization}
-    return [
-        (tp, rollout_memory(architecture, tp, config.rollout.dtype, cluster.gpu_bytes, **of_config))
-        for tp in sizes
-    ]
+    """The tensor-parallel sizes of servers that stay within a node, and the memory of each."""
+    memory = partial(
+        rollout_memory,
+        architecture,
+        dtype=config.rollout.dtype,
+        gpu_bytes=cluster.gpu_bytes,
+        static_share=static_share(config),
+        quantization=config.rollout.quantization,
+    )
+    return [(tp, memory(tp)) for tp in rollout_sizes(architecture) if _within_node(tp, cluster)]
 
 
 def static_share(config: RunConfig) -> float | None:
-    """What the config tells the servers to take of a GPU, if anything."""
-    found = {
-        name: value
-        for name, value in config.rollout.server_args.items()
-        if name.replace("_", "-") == "mem-fraction-static"
-    }
-    for name, value in found.items():
+    """The share of a GPU that the config gives to the servers, if it does."""
+    for name, value in config.rollout.server_args.items():
+        if name.replace("_", "-") != "mem-fraction-static":
+            continue
         try:
             share = float(value)
         except (TypeError, ValueError):
@@ -290,10 +285,10 @@ def static_share(config: RunConfig) -> float | None:
     return None
 
 
-def _learners(
+def _possible_learners(
     architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work, num_rollout: int
 ) -> Iterator[tuple[LayoutConfig, LearnerMemory]]:
-    """Layouts that the learner can run on the GPUs beside the servers, and what they need."""
+    """The learner's layouts on the GPUs that ``num_rollout`` leaves, and the memory of their fullest stages."""
     sequences = config.rollout.prompts_per_step * config.rollout.group_size // config.learner.minibatches
     for layout in fitting_layouts(architecture, cluster.num_gpus - num_rollout):
         if _within_node(layout.tp, cluster) and sequences % layout.dp_size == 0:
@@ -304,8 +299,8 @@ def _within_node(tp: int, cluster: Cluster) -> bool:
     return cluster.gpus_per_node % tp == 0
 
 
-def _longest(architecture: Architecture, config: RunConfig) -> int:
-    """Tokens of the longest sequence that the learner takes."""
+def _longest_sequence(architecture: Architecture, config: RunConfig) -> int:
+    """Tokens of the learner's longest sequence."""
     return min(config.learner.token_budget, architecture.max_positions)
 
 
@@ -314,22 +309,17 @@ def _samples_at_once(config: RunConfig) -> int:
 
 
 def _rollout_free(memory: RolloutMemory, tokens: int, gpu_bytes: int) -> float:
-    """``Plan.rollout_free``, of ``tokens`` in flight."""
+    """``Plan.rollout_free`` for ``tokens`` in flight."""
     used = tokens * memory.kv_bytes_per_token
     return (memory.kv_cache - used) / gpu_bytes if used <= memory.kv_cache else memory.kv_cache / used - 1
 
 
 def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig) -> Traffic:
     """See ``Traffic``, which has the formulas."""
-    a, t, b = architecture, layout.tp, BYTES[config.model.dtype]
-    tokens = (
-        config.rollout.prompts_per_step
-        * config.rollout.group_size
-        * config.rollout.max_new_tokens
-        // layout.dp_size
-    )
+    a, t, b, rollout = architecture, layout.tp, BYTES[config.model.dtype], config.rollout
+    tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_new_tokens // layout.dp_size
     hidden = b * a.hidden_size * tokens
-    of_rank = hidden // t if layout.sp else hidden
+    rank_hidden = hidden // t if layout.sp else hidden
     forwards = 1 + config.scores_old + (config.kl.coefficient > 0)
     again = config.learner.recompute == "full"
     layers = stage_layers(a, layout, 0)
@@ -344,16 +334,16 @@ def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig)
     chosen = a.experts.experts_per_token if a.experts else 0
     return Traffic(
         tensor=int((2 * len(layers) - sparse) * 2 * hidden * (t - 1) / t * (forwards + again + backward)),
-        pipeline=of_rank * (forwards + 1) if layout.pp > 1 else 0,
+        pipeline=rank_hidden * (forwards + 1) if layout.pp > 1 else 0,
         data=int(update * (shared * (copies - 1) / copies + expert * (expert_copies - 1) / expert_copies)),
-        expert=int(sparse * 2 * chosen * of_rank * (layout.ep - 1) / layout.ep * (forwards + again + 1)),
+        expert=int(sparse * 2 * chosen * rank_hidden * (layout.ep - 1) / layout.ep * (forwards + again + 1)),
         transfer=BYTES[config.rollout.dtype] * (shared * t + expert * layout.ep),
     )
 
 
 def bytes_to_send(architecture: Architecture, dtype: str, layout: LayoutConfig) -> list[int]:
-    """What the sender of each pipeline stage broadcasts to the servers: every tensor of the stage's layers,
-    whole and without padding; of a tied model the last stage's copy of the embedding is not sent."""
+    """Bytes that the sender of each pipeline stage broadcasts to the servers: all tensors of the stage, whole
+    and without padding. The last stage's copy of a tied embedding is not sent."""
     whole = LayoutConfig(pp=layout.pp, vpp=layout.vpp)
     numbers = [sum(stage_parameters(architecture, whole, stage)) for stage in range(layout.pp)]
     if architecture.tied and layout.pp > 1:
@@ -361,12 +351,13 @@ def bytes_to_send(architecture: Architecture, dtype: str, layout: LayoutConfig) 
     return [BYTES[dtype] * count for count in numbers]
 
 
-def _what_would_fit(architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work) -> str:
-    """What the learner and the servers need at least on these GPUs, and the first of several changes after
-    which something fits."""
+def _nothing_fits_text(architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work) -> str:
+    """The least needs of learner and servers on these GPUs, and of each kind of change the first that helps."""
     usable = size_text(int(USABLE_SHARE * cluster.gpu_bytes))
     learners = [
-        pair for n in cluster.rollout_sizes() for pair in _learners(architecture, config, cluster, work, n)
+        pair
+        for n in cluster.rollout_sizes()
+        for pair in _possible_learners(architecture, config, cluster, work, n)
     ]
     lines = [f"nothing fits on {cluster.num_gpus} GPUs of {size_text(cluster.gpu_bytes)}"]
     if learners:
@@ -378,36 +369,35 @@ def _what_would_fit(architecture: Architecture, config: RunConfig, cluster: Clus
         lines.append(
             "the learner has no layout on fewer GPUs whose data-parallel size divides the sequences of a minibatch"
         )
-    if servers := _servers(architecture, config, cluster):
-        tp, memory_of = max(servers, key=lambda pair: pair[1].tokens)
+    if servers := _possible_servers(architecture, config, cluster):
+        tp, memory = max(servers, key=lambda pair: pair[1].tokens)
         lines.append(
-            f"a server of rollout.tp={tp} has {size_text(memory_of.weights)} of weights per GPU and room for {memory_of.tokens} tokens of "
-            f"the {_longest(architecture, config)} that a sequence may have"
+            f"a server of rollout.tp={tp} has {size_text(memory.weights)} of weights per GPU and room for {memory.tokens} tokens of "
+            f"the {_longest_sequence(architecture, config)} that a sequence may have"
         )
     fixes = []
-    for changes in _changes(config, cluster):
+    for changes in _possible_changes(config, cluster):
         fixes += [text for text, changed, on in changes if _would_fit(architecture, changed, on, work)][:1]
     lines.append(f"use {' or '.join(fixes) or 'a smaller model'}")
     return "; ".join(lines)
 
 
-def _changes(config: RunConfig, cluster: Cluster) -> list[list[tuple[str, RunConfig, Cluster]]]:
-    """Of each kind of change, the ones to try, least first: (in words, config, cluster)."""
+def _possible_changes(config: RunConfig, cluster: Cluster) -> list[list[tuple[str, RunConfig, Cluster]]]:
+    """Changes to try, the smallest first of each kind: (text, config, cluster)."""
     learner, budget = config.learner, 2 * config.rollout.max_new_tokens
-    of_config = []
+    updates: dict[str, Any] = {}
     if learner.recompute == "none":
-        of_config.append(("learner.recompute=full", learner.model_copy(update={"recompute": "full"})))
+        updates["recompute"] = "full"
     if budget < learner.token_budget:
-        of_config.append(
-            (f"learner.token_budget={budget}", learner.model_copy(update={"token_budget": budget}))
-        )
+        updates["token_budget"] = budget
+    learners = {f"learner.{k}={v}": learner.model_copy(update={k: v}) for k, v in updates.items()}
     more = [
         (f"{factor * cluster.num_gpus} GPUs", config, replace(cluster, num_gpus=factor * cluster.num_gpus))
         for factor in (2, 4, 8)
     ]
     larger = [size * GIB for size in (24, 40, 48, 80, 141, 192, 288) if size * GIB > cluster.gpu_bytes]
     return [
-        *([(text, config.model_copy(update={"learner": changed}), cluster)] for text, changed in of_config),
+        *([(text, config.model_copy(update={"learner": new}), cluster)] for text, new in learners.items()),
         more,
         [(f"GPUs of {size_text(size)}", config, replace(cluster, gpu_bytes=size)) for size in larger],
     ]
@@ -415,59 +405,55 @@ def _changes(config: RunConfig, cluster: Cluster) -> list[list[tuple[str, RunCon
 
 def _would_fit(architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work) -> bool:
     changed = work_of(config, work.device, work.critic)
-    return next(_plans(architecture, config, cluster, changed, NO_TABLE), None) is not None
+    return next(_fitting_plans(architecture, config, cluster, changed, NO_TABLE), None) is not None
 
 
 def read_measured(path: Path) -> Measured:
-    """The table that ``tandem mismatch`` writes: ``pairs``, each with ``learner`` and ``rollout`` (such as
-    ``tp=2,sp`` and ``tp=1``) and ``max_mean``, the mean over responses of the greatest mismatch, and
-    ``max_mean_se``, its standard error (or null, or left out). Of pairs that differ in nothing but pp, ep or
-    dp the greatest counts.
+    """The table that ``tandem mismatch`` writes.
 
-    Raises ValueError naming the file and what is wrong with it.
+    Each of its ``pairs`` has ``learner`` and ``rollout`` (such as ``tp=2,sp`` and ``tp=1``), ``max_mean``, the
+    mean over responses of the greatest mismatch, and optionally ``max_mean_se``, its standard error. Pairs that
+    differ in pp, ep or dp alone count as one, with their greatest value.
+
+    Raises ValueError naming the file and the problem.
     """
-    found: dict[Pair, float] = {}
+    values: dict[Pair, float] = {}
     errors = [0.0]
     try:
-        pairs = json.loads(Path(path).read_text(encoding="utf-8"))["pairs"]
-        for pair in pairs:
-            learner, rollout = parse_layout(pair["learner"]), _parts(pair["rollout"])
-            key, value, error = (
-                (learner.tp, learner.sp, int(rollout.get("tp", 1))),
-                float(pair["max_mean"]),
-                pair.get("max_mean_se"),
-            )
+        for row in json.loads(Path(path).read_text(encoding="utf-8"))["pairs"]:
+            learner, rollout = parse_layout(row["learner"]), _layout_parts(row["rollout"])
+            pair = (learner.tp, learner.sp, int(rollout.get("tp", 1)))
+            value, error = float(row["max_mean"]), row.get("max_mean_se")
             errors.append(0.0 if error is None else float(error))
             if not (0 <= value < math.inf and 0 <= errors[-1] < math.inf):
                 raise ValueError(f"max_mean={value} or max_mean_se={error} is no size of a mismatch")
-            found[key] = max(value, found.get(key, 0.0))
+            values[pair] = max(value, values.get(pair, 0.0))
     except OSError as error:
         raise ValueError(f"--measured {path}: cannot be read ({error.strerror})") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"--measured {path} is no table of `tandem mismatch` (pairs of learner, rollout, max_mean): {error!r}"
         ) from error
-    return Measured(values=found, step=2 * max(errors))
+    return Measured(values=values, step=2 * max(errors))
 
 
-def _parts(text: str) -> dict[str, str]:
+def _layout_parts(text: str) -> dict[str, str]:
     """``tp=2,sp`` -> {tp: 2, sp: ""}."""
     return {part.partition("=")[0].strip(): part.partition("=")[2] for part in text.split(",")}
 
 
 def reasons(plans: list[Plan]) -> list[str]:
-    """In words why each plan stands where it does: what it has, for the first; what the one before has over
-    it, for the others."""
-    return [_merits(each) if i == 0 else _difference(plans[i - 1], each) for i, each in enumerate(plans)]
+    """The reason for each plan's rank: the merits of the first, for the others the advantage of the one before."""
+    return [_merits_text(p) if i == 0 else _difference_text(plans[i - 1], p) for i, p in enumerate(plans)]
 
 
-def _merits(plan: Plan) -> str:
+def _merits_text(plan: Plan) -> str:
     free = f"{plan.free:.0%} of a GPU free on the fuller side" if plan.free >= 0 else _cache_text(plan)
     return f"{_mismatch_text(plan)}; {free}; {size_text(plan.traffic.total)} sent per rank and step"
 
 
 def _cache_text(plan: Plan) -> str:
-    """Of a cache that is too small for all samples in flight."""
+    """The size of a cache that is too small for all samples in flight."""
     return f"a cache holds {plan.held} responses at full length, {math.floor(100 * (1 + plan.rollout_free))}% of the samples in flight"
 
 
@@ -478,11 +464,11 @@ def _mismatch_text(plan: Plan) -> str:
     return text if plan.measured is None else f"measured mismatch {plan.measured:.3g} ({text})"
 
 
-def _difference(better: Plan, worse: Plan) -> str:
+def _difference_text(better: Plan, worse: Plan) -> str:
     if better.has_few != worse.has_few:
         return f"servers hardly used: {_cache_text(worse)}"
     if better.mismatch_key != worse.mismatch_key:
-        return f"more mismatch expected{_by_what(better, worse)}: {_mismatch_text(worse)}"
+        return f"more mismatch expected{_source_text(better, worse)}: {_mismatch_text(worse)}"
     if better.free_tenths != worse.free_tenths and worse.free < 0:
         return f"less room: {_cache_text(worse)}"
     if better.free_tenths != worse.free_tenths:
@@ -493,15 +479,10 @@ def _difference(better: Plan, worse: Plan) -> str:
     return f"more sent: {size_text(worse.traffic.total)} per rank and step"
 
 
-def _by_what(better: Plan, worse: Plan) -> str:
-    """What of table and rule puts one before the other."""
+def _source_text(better: Plan, worse: Plan) -> str:
+    """Whether table or rule puts one plan before the other."""
     if better.expected == worse.expected:
-        both = better.measured is not None and worse.measured is not None
-        return (
-            " by rule, measured the same within the errors"
-            if both
-            else ""
-            if worse.expected == math.inf
-            else " by rule"
-        )
+        if better.measured is not None and worse.measured is not None:
+            return " by rule, measured the same within the errors"
+        return "" if worse.expected == math.inf else " by rule"
     return "" if worse.measured is not None else " by rule (this is not in the measured table)"

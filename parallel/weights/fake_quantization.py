@@ -1,8 +1,8 @@
-"""What INT8 weights lose, in a dtype that every server can hold: tensors rounded to the INT8 grid and sent as
-ordinary ones.
+"""The loss of INT8 weights in a dtype that every server can hold: tensors are rounded to the INT8 grid and sent
+as ordinary ones.
 
-SGLang's own INT8 (w8a8_int8) cannot be trained with: its layers hold INT8 from the start, so that 2-byte
-weights, of the checkpoint as of an update, are cut to whole numbers, which is zero for nearly all of them.
+SGLang's own INT8 (w8a8_int8) does not work for training: its layers hold INT8 from the start, and cut 2-byte
+weights, a checkpoint's or an update's, to whole numbers, nearly all of which are zero.
 """
 
 import re
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 GREATEST = 127
-"""The grid is symmetric: -127 to 127."""
+"""The grid goes from -127 to 127."""
 MATRIX = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.weight$|\.experts\.\d+\.w[123]\.weight$")
-"""Hugging Face names of what INT8 kernels multiply with: not embeddings, output head, router, norms and
-biases."""
+"""Hugging Face names of the matrices that INT8 kernels multiply with. Embeddings, output head, router, norms and
+biases stay as they are."""
 
 
 def with_int8_matrices(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -26,12 +26,11 @@ def with_int8_matrices(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[
 
 @torch.no_grad()
 def rounded_to_int8(weight: Tensor) -> Tensor:
-    """``s_o round(W_oi / s_o)`` with ``s_o = max_i |W_oi| / 127``: symmetric, a scale for each output
-    channel. A row of zeros stays.
+    """``s_o round(W_oi / s_o)`` with ``s_o = max_i |W_oi| / 127``: symmetric, one scale per output channel. A row
+    of zeros stays.
 
-    Args: weight [out, in] in any floating dtype. Returns the same shape and dtype; in one of 2 bytes the
-    values are those of the grid, rounded to it once more (2^-9 of each, where half a step of the grid is 2^-8
-    of a row's greatest).
+    ``weight`` is [out, in] in any floating dtype; the result has its shape and dtype. A dtype of 2 bytes rounds
+    the values of the grid once more, by up to 2^-9 of each; half a step of the grid is 2^-8 of a row's greatest.
     Source: the absmax quantisation of LLM.int8() (Dettmers et al. 2022), by rows; SGLang's W8A8Int8Config
     serves weights of this kind.
     """

@@ -1,9 +1,8 @@
-"""Folders of safetensors as Hugging Face lays them out: read a tensor at a time, written by one or several
-processes, all or nothing.
+"""Hugging Face folders of safetensors: read a tensor at a time, written by several processes, all or nothing.
 
-Who writes what: the pipeline stages' writers (``ShardWriter``) each put shards of their own into one hidden
-folder beside the final one; the first of them names all shards, writes the index and what belongs beside it,
-and renames the folder (``finish_folder``).
+Each pipeline stage's writer (``ShardWriter``) puts its shards into one hidden folder beside the final one. The
+first stage names all shards, writes the index, config and tokenizer, and renames the folder
+(``finish_folder``).
 """
 
 import hashlib
@@ -23,7 +22,7 @@ from torch import Tensor
 from parallel.weights.hf_headers import INDEX, SINGLE, shard_of_names
 
 MAX_SHARD_BYTES = 4 * 1024**3
-# What a folder needs beside weights to be served and trained from: copied as they are.
+# Files that a folder needs beside weights for serving and training.
 COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
@@ -31,14 +30,13 @@ COMPANIONS = (
 
 
 class HuggingFaceWeights:
-    """The tensors of a folder's safetensors, read one at a time. Raises ValueError naming what cannot be
-    read."""
+    """The tensors of a folder's safetensors, read one at a time. Raises ValueError naming an unreadable file."""
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
-        self._files = self._locate()
+        self._files = self._locate_tensors()
 
-    def _locate(self) -> dict[str, Path]:
+    def _locate_tensors(self) -> dict[str, Path]:
         mapping = shard_of_names(self.folder)
         if mapping is not None:
             return {name: self.folder / file for name, file in mapping.items()}
@@ -47,15 +45,13 @@ class HuggingFaceWeights:
             raise ValueError(
                 f"model.path={self.folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors"
             )
-        return dict.fromkeys(self._open(single).keys(), single)
+        return dict.fromkeys(self._open_file(single).keys(), single)
 
     @staticmethod
-    def _open(path: Path):
+    def _open_file(path: Path):
         try:
             return safe_open(path, framework="pt", device="cpu")
-        except (
-            Exception
-        ) as error:  # safetensors raises its own type for a broken file, OSError for a missing one
+        except Exception as error:  # safetensors' own type for a broken file, OSError for a missing one
             raise ValueError(f"{path} is no readable safetensors file: {error}") from error
 
     @property
@@ -63,16 +59,14 @@ class HuggingFaceWeights:
         return set(self._files)
 
     def read(self, name: str) -> Tensor:
-        with self._open(self._files[name]) as file:
+        with self._open_file(self._files[name]) as file:
             return file.get_tensor(name)
 
 
 class PerturbedWeights(HuggingFaceWeights):
-    """Other weights than the folder's, the same wherever they are read: every tensor gets noise of its own,
-    seeded by its name.
+    """The folder's weights with noise that is seeded by each tensor's name, and so the same for all readers.
 
-    t' = t + (0.01 + 0.05 std(t)) e, e standard normal: no tensor stays as it is, and the model stays one that
-    says something.
+    t' = t + (0.01 + 0.05 std(t)) e, e standard normal: every tensor changes, and the model still makes sense.
     """
 
     def read(self, name: str) -> Tensor:
@@ -90,18 +84,17 @@ class Shard:
     file: str
     names: tuple[str, ...]
     bytes: int
-    """Of its tensors."""
+    """Bytes of its tensors."""
 
 
 def hidden_folder(final: Path) -> Path:
-    """A new folder beside ``final`` to write into, of a name that no listing shows."""
+    """A new hidden folder beside ``final`` to write into."""
     final.parent.mkdir(parents=True, exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
 
 
 class ShardWriter:
-    """Collects tensors and writes a shard whenever the next one would not fit. ``number`` tells the files of
-    several writers apart."""
+    """Collects tensors and writes a shard whenever the next one would not fit. ``number`` is the writer's."""
 
     def __init__(self, folder: Path, *, number: int, max_shard_bytes: int):
         self.shards: list[Shard] = []
@@ -116,12 +109,12 @@ class ShardWriter:
         self._pending_bytes += tensor.nbytes
 
     def flush(self) -> None:
-        """Write what is collected; it is on the disk when this returns."""
+        """Write the collected tensors to the disk."""
         if not self._pending:
             return
         file = f"stage-{self._number}-shard-{len(self.shards)}"
         save_file(self._pending, self._folder / file, metadata={"format": "pt"})
-        _flush(self._folder / file)
+        _flush_path(self._folder / file)
         self.shards.append(Shard(file=file, names=tuple(self._pending), bytes=self._pending_bytes))
         self._pending, self._pending_bytes = {}, 0
 
@@ -129,8 +122,8 @@ class ShardWriter:
 def finish_folder(
     temporary: Path, final: Path, shards: Sequence[Shard], *, source: Path, dtype: torch.dtype
 ) -> None:
-    """Make ``temporary`` with its ``shards`` a Hugging Face folder (config and tokenizer of ``source``) and
-    rename it to ``final``."""
+    """Complete ``temporary`` with its ``shards`` by config and tokenizer of ``source``, and rename it to
+    ``final``."""
     _name_shards(temporary, shards)
     for name in COMPANIONS:
         if (source / name).is_file():
@@ -154,22 +147,21 @@ def _name_shards(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def _set_dtype(config: Path, dtype: torch.dtype) -> None:
-    """config.json says in which dtype the weights beside it are; older files call the key torch_dtype."""
-    loaded = json.loads(config.read_text())
-    key = "torch_dtype" if "torch_dtype" in loaded else "dtype"
-    if loaded.get(key) != str(dtype).removeprefix("torch."):
-        loaded[key] = str(dtype).removeprefix("torch.")
-        config.write_text(json.dumps(loaded, indent=2) + "\n")
+    """Write the weights' dtype into config.json, under ``torch_dtype`` if it has this older key."""
+    content = json.loads(config.read_text())
+    key, name = "torch_dtype" if "torch_dtype" in content else "dtype", str(dtype).removeprefix("torch.")
+    if content.get(key) != name:
+        config.write_text(json.dumps(content | {key: name}, indent=2) + "\n")
 
 
 def flush_folder(folder: Path) -> None:
-    """Every file and directory under ``folder`` is on the disk when this returns."""
+    """Flush every file and directory under ``folder`` to the disk."""
     for parent, _, files in os.walk(folder):
         for path in [*(os.path.join(parent, file) for file in files), parent]:
-            _flush(path)
+            _flush_path(path)
 
 
-def _flush(path: str | Path) -> None:
+def _flush_path(path: str | Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -178,8 +170,7 @@ def _flush(path: str | Path) -> None:
 
 
 def replace_folder(temporary: Path, final: Path) -> None:
-    """``temporary`` becomes ``final``, flushed first. What stood there is moved aside, and removed once the
-    new one is in place."""
+    """Flush ``temporary`` and rename it to ``final``. An older ``final`` is moved aside, then removed."""
     flush_folder(temporary)
     aside = None
     if final.exists():
@@ -194,4 +185,4 @@ def replace_folder(temporary: Path, final: Path) -> None:
         raise
     if aside is not None:
         shutil.rmtree(aside, ignore_errors=True)
-    _flush(final.parent)
+    _flush_path(final.parent)

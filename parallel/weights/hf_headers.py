@@ -1,8 +1,7 @@
-"""Whether the weights of a Hugging Face folder are those of its config.json, by its files' headers alone: in
+"""Check of a Hugging Face folder's weights against its config.json, by the files' headers alone: in
 milliseconds, without torch.
 
-Names and shapes are those that ``hf_conversion`` reads, so that a folder which passes here fills every
-parameter of the learner.
+Names and shapes are those that ``hf_conversion`` reads: a folder that passes fills all parameters of the learner.
 """
 
 import json
@@ -20,7 +19,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FLOATING = ("F64", "F32", "F16", "BF16")
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq$")
-"""Buffers that some published checkpoints carry and no model needs."""
+"""Buffers of some published checkpoints that models do not need."""
 _FEW = 3
 _LFS_POINTER = b"version https://git-lfs"
 _DOWNLOAD_AGAIN = "download or copy it again"
@@ -30,7 +29,7 @@ _DOWNLOAD_AGAIN = "download or copy it again"
 class TensorHeader:
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors calls it: F32, BF16, ..."""
+    """Name in safetensors: F32, BF16, ..."""
 
 
 class WeightsUnreadable(ValueError):
@@ -38,8 +37,7 @@ class WeightsUnreadable(ValueError):
 
 
 def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
-    """What keeps the learner from loading the folder's weights, each as "what is wrong; fix". An empty list
-    where nothing does."""
+    """The reasons why the learner cannot load the folder's weights, each as "problem; fix"."""
     try:
         headers = read_headers(folder)
     except WeightsUnreadable as error:
@@ -52,32 +50,32 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """Every tensor of the folder, by its name. Raises WeightsUnreadable, with a line for each broken file."""
     mapping = shard_of_names(folder)
     files = sorted({SINGLE} if mapping is None else set(mapping.values()))
-    found, broken = {}, []
+    all_headers, broken = {}, []
     for file in files:
         try:
             headers = read_header(Path(folder) / file)
         except WeightsUnreadable as error:
             broken.append(str(error))
-            continue
-        found.update(
-            headers
-            if mapping is None
-            else {name: header for name, header in headers.items() if mapping.get(name) == file}
-        )
+        else:
+            all_headers |= {
+                n: header for n, header in headers.items() if mapping is None or mapping.get(n) == file
+            }
+    if len(broken) > _FEW:
+        broken[_FEW:] = [f"{len(broken) - _FEW} further broken files; {_DOWNLOAD_AGAIN}"]
     if broken:
-        raise WeightsUnreadable("\n".join(_first(broken, "broken files")))
-    lost = sorted((mapping or {}).keys() - found.keys())
+        raise WeightsUnreadable("\n".join(broken))
+    lost = sorted((mapping or {}).keys() - all_headers.keys())
     if mapping and lost:
         file = mapping[lost[0]]
         raise WeightsUnreadable(
             f"{INDEX} says that {file} holds {lost[0]}, which it does not ({len(lost)} such tensors); index and files are of two models: "
             "download or copy the folder again"
         )
-    return found
+    return all_headers
 
 
 def shard_of_names(folder: Path) -> dict[str, str] | None:
-    """{tensor: file} of the folder's index; None where a single file holds all. Raises WeightsUnreadable."""
+    """{tensor: file} of the folder's index; None if there is no index. Raises WeightsUnreadable."""
     index = Path(folder) / INDEX
     if not index.is_file():
         return None
@@ -85,15 +83,12 @@ def shard_of_names(folder: Path) -> dict[str, str] | None:
         mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsUnreadable(
-            f"{index} is no index of safetensors ({_short(error)}); {_DOWNLOAD_AGAIN}"
+            f"{index} is no index of safetensors ({_error_text(error)}); {_DOWNLOAD_AGAIN}"
         ) from error
-    if not (
-        isinstance(mapping, dict)
-        and mapping
-        and all(isinstance(file, str) and Path(file).name == file for file in mapping.values())
-    ):
+    files = mapping.values() if isinstance(mapping, dict) else ()
+    if not files or not all(isinstance(file, str) and Path(file).name == file for file in files):
         raise WeightsUnreadable(f"{index} names no files of the folder under `weight_map`; {_DOWNLOAD_AGAIN}")
-    missing = sorted({file for file in mapping.values() if not (Path(folder) / file).is_file()})
+    missing = sorted({file for file in files if not (Path(folder) / file).is_file()})
     if missing:
         shown = ", ".join(missing[:_FEW])
         raise WeightsUnreadable(
@@ -103,10 +98,9 @@ def shard_of_names(folder: Path) -> dict[str, str] | None:
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """The tensors of one safetensors file. Raises WeightsUnreadable naming the file, what is wrong and the
-    fix.
+    """The tensors of one safetensors file. Raises WeightsUnreadable naming the file, the problem and the fix.
 
-    The library has compared every offset with the file's size: a file cut short does not open.
+    The library compares every offset with the file's size: a truncated file does not open.
     """
     try:
         with safe_open(path, framework="np") as file:
@@ -117,11 +111,11 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
             }
     except (SafetensorError, OSError) as error:
         raise WeightsUnreadable(
-            f"{path} is no readable safetensors file: {_cause(path, error)}; {_DOWNLOAD_AGAIN}"
+            f"{path} is no readable safetensors file: {_failure_text(path, error)}; {_DOWNLOAD_AGAIN}"
         ) from error
 
 
-def _cause(path: Path, error: Exception) -> str:
+def _failure_text(path: Path, error: Exception) -> str:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -132,12 +126,10 @@ def _cause(path: Path, error: Exception) -> str:
         return "it is empty"
     if start == _LFS_POINTER:
         return "it is a pointer of Git LFS, not the weights themselves (`git lfs pull` fetches them)"
-    said = _short(error)
-    if "incomplete metadata" in said or "not fully covered" in said:
-        return (
-            f"its {size:,} bytes are not as many as its header speaks of, so it was cut short or overwritten"
-        )
-    return f"{said.removeprefix('Error while deserializing header: ')} ({size:,} bytes)"
+    text = _error_text(error)
+    if "incomplete metadata" in text or "not fully covered" in text:
+        return f"its {size:,} bytes do not fit its header, so it was cut short or overwritten"
+    return f"{text.removeprefix('Error while deserializing header: ')} ({size:,} bytes)"
 
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -145,13 +137,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 def _name_problems(headers: Mapping[str, TensorHeader], shapes: Shapes, folder: Path) -> Iterator[str]:
     if missing := sorted(shapes.keys() - headers.keys()):
-        yield f"{folder} lacks {len(missing)} tensors that its config.json asks for: {_listed(missing)}; {_TWO_MODELS}"
+        yield f"{folder} lacks {len(missing)} tensors that its config.json asks for: {_list_text(missing)}; {_TWO_MODELS}"
     # A tied model's folder may repeat the embedding as lm_head; config.json decides, as in transformers.
     left_over = sorted(
         name for name in headers.keys() - shapes.keys() if name != TOP[OUTPUT] and not IGNORED.match(name)
     )
     if left_over:
-        yield f"{folder} has {len(left_over)} tensors that its config.json does not account for: {_listed(left_over)}; {_TWO_MODELS}"
+        yield f"{folder} has {len(left_over)} tensors that its config.json does not account for: {_list_text(left_over)}; {_TWO_MODELS}"
 
 
 _TWO_MODELS = "use the config.json that came with these weights"
@@ -160,7 +152,7 @@ _TWO_MODELS = "use the config.json that came with these weights"
 def _shape_problems(headers: Mapping[str, TensorHeader], shapes: Shapes, folder: Path) -> Iterator[str]:
     wrong = [name for name in sorted(shapes.keys() & headers.keys()) if headers[name].shape != shapes[name]]
     if wrong:
-        shown = _listed([f"{name} is {headers[name].shape}, not {shapes[name]}" for name in wrong])
+        shown = _list_text([f"{name} is {headers[name].shape}, not {shapes[name]}" for name in wrong])
         yield f"{len(wrong)} tensors of {folder} have another shape than its config.json asks for: {shown}; {_TWO_MODELS}"
     other = [
         f"{name} ({headers[name].dtype})"
@@ -168,21 +160,13 @@ def _shape_problems(headers: Mapping[str, TensorHeader], shapes: Shapes, folder:
         if headers[name].dtype not in FLOATING
     ]
     if other:
-        yield f"{len(other)} tensors of {folder} are quantised: {_listed(other)}; use the model as it was before, in F32, F16 or BF16"
+        yield f"{len(other)} tensors of {folder} are quantised: {_list_text(other)}; use the model as it was before, in F32, F16 or BF16"
 
 
-def _listed(items: list[str]) -> str:
+def _list_text(items: list[str]) -> str:
     return ", ".join(items[:_FEW]) + (", ..." if len(items) > _FEW else "")
 
 
-def _first(lines: list[str], of: str) -> list[str]:
-    return (
-        lines
-        if len(lines) <= _FEW
-        else [*lines[:_FEW], f"{len(lines) - _FEW} further {of}; {_DOWNLOAD_AGAIN}"]
-    )
-
-
-def _short(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     text = str(error) if not isinstance(error, KeyError) else f"no key {error}"
     return text if len(text) <= 160 else f"{text[:160]}..."

@@ -1,5 +1,4 @@
-"""How Megatron's tensors are called and how Hugging Face's: strings alone, with the global numbers of layers
-and experts."""
+"""Names of tensors in Megatron and in Hugging Face folders, with the global numbers of layers and experts."""
 
 import re
 from collections.abc import Iterator
@@ -13,9 +12,8 @@ TOP = {EMBEDDING: "model.embed_tokens.weight", FINAL_NORM: "model.norm.weight", 
 
 _LAYER = {
     "input_layernorm.weight": ("input_layernorm.weight",),
-    "self_attention.linear_qkv.layer_norm_weight": (
-        "input_layernorm.weight",
-    ),  # Transformer Engine fuses the norm
+    # Transformer Engine fuses the norm.
+    "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
     "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
     "self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
     "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
@@ -26,7 +24,7 @@ _LAYER = {
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
 }
-# The MLP of a layer with experts; {} is the expert's number.
+# MLPs of layers with experts; {} is the expert's number.
 _ROUTER = "mlp.router.weight"
 _FC1, _FC2 = (f"mlp.experts.local_experts.{{}}.linear_{part}.weight" for part in ("fc1", "fc2"))
 _EXPERT_MLP = {
@@ -47,9 +45,9 @@ _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)$")
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert whose tensor ``name`` is, None for any other tensor."""
-    found = _EXPERT.search(name)
-    return None if found is None else int(found[0])
+    """The number of the expert that the tensor ``name`` belongs to; None for any other tensor."""
+    match = _EXPERT.search(name)
+    return None if match is None else int(match[0])
 
 
 def with_expert(name: str, expert: int) -> str:
@@ -58,36 +56,32 @@ def with_expert(name: str, expert: int) -> str:
 
 
 def ungrouped(name: str) -> str:
-    """The name that the tensor has where experts are modules of their own."""
+    """The tensor's name in a model whose experts are separate modules."""
     return _GROUPED_EXPERT.sub(r"mlp.experts.local_experts.\2.\1", name)
 
 
 def hf_names(name: str, architecture: Architecture) -> tuple[str, ...]:
-    """The Hugging Face tensors that a Megatron tensor is made of, in order."""
+    """The Hugging Face tensors of a Megatron tensor, in order."""
     if name in TOP:
         return (TOP[name],)
     _, _, layer, rest = name.split(".", 3)  # decoder.layers.LAYER.REST
-    expert = expert_of(rest)
-    suffixes = (
-        _LAYER[rest] if rest in _LAYER else _EXPERT_MLP[architecture.model_type][_EXPERT.sub("{}", rest)]
-    )
-    return tuple(f"model.layers.{layer}.{suffix.format(expert)}" for suffix in suffixes)
+    suffixes = _LAYER.get(rest) or _EXPERT_MLP[architecture.model_type][_EXPERT.sub("{}", rest)]
+    return tuple(f"model.layers.{layer}.{suffix.format(expert_of(rest))}" for suffix in suffixes)
 
 
 def all_hf_names(architecture: Architecture) -> set[str]:
     """Every tensor that a folder of this model must have."""
-    found = {TOP[EMBEDDING], TOP[FINAL_NORM]} | (set() if architecture.tied else {TOP[OUTPUT]})
+    names = {TOP[EMBEDDING], TOP[FINAL_NORM]} | (set() if architecture.tied else {TOP[OUTPUT]})
     for layer in range(architecture.num_layers):
         for rest in _layer_names(architecture, layer):
-            found.update(hf_names(f"decoder.layers.{layer}.{rest}", architecture))
-    return found
+            names.update(hf_names(f"decoder.layers.{layer}.{rest}", architecture))
+    return names
 
 
 def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
-    """{tensor: shape} of everything that a folder of this model must have, as config.json asks for it."""
+    """{tensor: shape} of every tensor that a folder of this model must have."""
     a = architecture
-    heads, kv_heads, dense = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.intermediate_size
-    of_experts = a.experts.intermediate_size if a.experts else dense
+    heads, kv_heads = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     rows = {
         "q_proj": heads,
         "k_proj": kv_heads,
@@ -95,32 +89,26 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         "q_norm": a.head_dim,
         "k_norm": a.head_dim,
     }
-    rows |= {
-        "embed_tokens": a.vocab_size,
-        "lm_head": a.vocab_size,
-        "gate": a.experts.num_experts if a.experts else 0,
-    }
+    rows |= {"embed_tokens": a.vocab_size, "lm_head": a.vocab_size}
+    rows |= {"gate": a.experts.num_experts if a.experts else 0}
     columns = {"o_proj": heads}
-    of_mlp = {
-        wide: (
-            rows | dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), wide),
-            columns | dict.fromkeys(("down_proj", "w2"), wide),
-        )
-        for wide in (dense, of_experts)
-    }
     shapes = {}
     for name in all_hf_names(a):
         module, kind = name.split(".")[-2:]
-        rows_here, columns_here = of_mlp[of_experts if ".experts." in name else dense]
+        mlp_size = a.experts.intermediate_size if a.experts and ".experts." in name else a.intermediate_size
+        if module in ("gate_proj", "up_proj", "w1", "w3"):
+            shape = (mlp_size, a.hidden_size)
+        elif module in ("down_proj", "w2"):
+            shape = (a.hidden_size, mlp_size)
+        else:
+            shape = (rows.get(module, a.hidden_size), columns.get(module, a.hidden_size))
         is_vector = kind == "bias" or module.endswith("norm")
-        shapes[name] = (rows_here.get(module, a.hidden_size),) + (
-            () if is_vector else (columns_here.get(module, a.hidden_size),)
-        )
+        shapes[name] = shape[:1] if is_vector else shape
     return shapes
 
 
 def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
-    """Megatron's, with and without Transformer Engine."""
+    """A layer's names in Megatron, with and without Transformer Engine."""
     experts = architecture.experts
     is_sparse = experts is not None and experts.is_sparse[layer]
     for rest in _LAYER:

@@ -1,10 +1,9 @@
-"""Learner -> server weights: full Hugging Face tensors, flattened into buckets, broadcast in process groups
-of their own.
+"""Weights from learner to servers: full Hugging Face tensors, flattened into buckets and broadcast.
 
-Who is in a group: rank 0 is a sender, the first rank of a pipeline stage of the learner; the servers'
-tensor-parallel ranks follow, replica after replica. Every stage has a group of its own. Groups are apart from
-the learner's own (another rendezvous store), so a server that dies can never hang the training collectives.
-Non-goals: choosing when to send, and talking HTTP; ``trainer/weight_sync.py`` does both.
+Each pipeline stage of the learner has a process group with the servers. Rank 0, the sender, is the first rank of
+the stage; the servers' tensor-parallel ranks follow, replica by replica. The groups have a rendezvous store of
+their own, so that a server that dies can never hang the training collectives. ``trainer/weight_sync.py``
+decides when to send, and talks HTTP.
 """
 
 import socket
@@ -27,8 +26,8 @@ from parallel.megatron import platform
 T = TypeVar("T")
 
 BUCKET_BYTES = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
-"""By device. On a GPU the requests' latency counts, so buckets are large. On CPU the copies count: a small
-bucket stays in the cache until it is sent, and the receiver's allocator gives it the last one's memory again
+"""Bucket size by device. On a GPU buckets are large, since the requests' latency counts. On CPU the copies count:
+a small bucket stays in the cache until it is sent, and the receiver's allocator reuses the last bucket's memory
 (see ``rollout.servers.command.REUSED_MEMORY``)."""
 CHECK_EVERY_S = 0.05
 
@@ -37,8 +36,7 @@ CHECK_EVERY_S = 0.05
 class Bucket:
     """Consecutive tensors of one dtype as one flat byte string, in the order of ``names``.
 
-    One dtype per bucket keeps every tensor's byte offset a multiple of its item size, which the receiver
-    needs to view it.
+    With one dtype per bucket every byte offset is a multiple of the item size, as the receiver's views need.
     """
 
     names: list[str]
@@ -58,24 +56,23 @@ class Bucket:
 
 
 class Buffers:
-    """Memory for two buckets, which take turns: one can be filled while the other is still being sent.
+    """Memory for two buckets in turns: one is filled while the other is sent.
 
-    It is kept from one transfer to the next: on CPU new memory costs as much as the copy into it.
+    It is kept between transfers: on CPU new memory costs as much as the copy into it.
     """
 
     def __init__(self) -> None:
         self._flat: list[Tensor | None] = [None, None]
 
     def take(self, size: int, place: torch.device) -> Tensor:
-        """uint8 [at least size]; what it holds stays until ``take`` has been called twice more."""
+        """uint8 [at least size]; its content stays until the second next call."""
         self._flat.reverse()
         if self._flat[0] is None or self._flat[0].numel() < size:
             self._flat[0] = torch.empty(size, dtype=torch.uint8, device=place)
         return self._flat[0]
 
     def release(self) -> None:
-        """Between transfers a GPU's memory is the training's: its allocator gives it back at once when asked
-        again."""
+        """Free a GPU's memory for training between transfers; its allocator gives it back at once later."""
         self._flat = [flat if flat is not None and flat.device.type == "cpu" else None for flat in self._flat]
 
 
@@ -86,13 +83,11 @@ def make_buckets(
     buffers: Buffers | None = None,
     max_bytes: int | None = None,
 ) -> Iterator[Bucket]:
-    """Group ``(name, full tensor)`` pairs into buckets of at most ``max_bytes`` (a larger single tensor gets
-    its own).
+    """Group ``(name, full tensor)`` pairs into buckets of at most ``max_bytes`` (None: ``BUCKET_BYTES`` of the
+    device); a larger tensor gets a bucket of its own.
 
-    Each tensor is converted and copied straight into one of two buffers: a bucket's bytes hold until the next
-    but one is asked for. A tensor that fills a bucket by itself is sent from where it is, unless it has to be
-    converted.
-    max_bytes: None for ``BUCKET_BYTES`` of the device.
+    Each tensor is converted and copied into one of two buffers: a bucket's bytes stay until the second next
+    bucket is requested. A tensor that fills a bucket is sent without a copy, unless its dtype changes.
     """
     buffers = buffers or Buffers()
     filling = _Filling(dtype)
@@ -124,35 +119,30 @@ class _Filling:
     def add(self, name: str, tensor: Tensor) -> None:
         size = tensor.numel() * self._dtype.itemsize
         self.buffer[self.size : self.size + size].view(self._dtype).view(tensor.shape).copy_(tensor.detach())
-        self._note(name, tensor, size)
+        self._append(name, tensor, size)
 
     def adopt(self, name: str, tensor: Tensor) -> None:
-        """The tensor's own memory is the bucket."""
+        """Use the tensor's own memory as the bucket."""
         self.buffer = tensor.detach().view(-1).view(torch.uint8)
-        self._note(name, tensor, tensor.nbytes)
+        self._append(name, tensor, tensor.nbytes)
 
-    def _note(self, name: str, tensor: Tensor, size: int) -> None:
+    def _append(self, name: str, tensor: Tensor, size: int) -> None:
         self.names.append(name)
         self._shapes.append(list(tensor.shape))
         self.size += size
 
     def bucket(self, *, is_last: bool) -> Bucket:
-        return Bucket(
-            names=self.names,
-            dtype=self._dtype,
-            shapes=self._shapes,
-            bytes=self.buffer[: self.size],
-            is_last=is_last,
-        )
+        flat = self.buffer[: self.size]
+        return Bucket(names=self.names, dtype=self._dtype, shapes=self._shapes, bytes=flat, is_last=is_last)
 
 
 class WeightBroadcaster:
-    """Rank 0 of a transfer group: make it, tell the receivers its ``port`` over HTTP, ``join``, ``start``
-    bucket after bucket, ``close``.
+    """Rank 0 of a transfer group: create it, send the receivers its ``port`` over HTTP, ``join``, ``start`` each
+    bucket, ``close``.
 
-    ``join``, and ``wait`` of what ``start`` gives, block until the receivers have done their part. A receiver
-    that has refused never will, and says so only in its HTTP answer: ``check`` is called again and again
-    meanwhile and ends the wait by raising. ``address`` is this host's, as the receivers reach it.
+    ``join``, and ``wait`` on the result of ``start``, block until the receivers have done their part. A receiver
+    that refuses never will, and reports that only in its HTTP answer: meanwhile ``check`` is called repeatedly,
+    and ends the wait by an exception. ``address`` is this host's address for the receivers.
     """
 
     def __init__(
@@ -164,21 +154,14 @@ class WeightBroadcaster:
         address: str = "127.0.0.1",
         group_name: str | None = None,
     ):
-        """group_name: None for one that no other broadcaster of this process has."""
+        """group_name: None for a name that is unique in this process."""
         self._timeout = timedelta(seconds=timeout_s)
-        # A store listens on every interface, unless it is handed a socket that listens already. Port 0:
-        # nothing can take it in between.
+        # A store listens on every interface, unless it gets a listening socket. Port 0 leaves no moment in
+        # which another process can take the port.
         listening = socket.create_server((address, 0))
-        port = listening.getsockname()[1]
-        self._store = TCPStore(
-            address,
-            port,
-            world_size,
-            True,
-            self._timeout,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
+        port, descriptor = listening.getsockname()[1], listening.detach()
+        options = {"wait_for_workers": False, "master_listen_fd": descriptor}
+        self._store = TCPStore(address, port, world_size, True, self._timeout, **options)
         self._backend, self._group, self._line = backend, None, Line()
         self.address, self.port, self.world_size = address, port, world_size
         self.group_name = group_name or f"tandem-weights-{port}"
@@ -188,8 +171,8 @@ class WeightBroadcaster:
         self._group = self._line.begin(self._make_group).wait(check)
 
     def _make_group(self) -> dist.ProcessGroup:
-        # init_process_group would replace the learner's default group; a second, independent world has no
-        # public constructor.
+        # init_process_group would replace the learner's default group; torch has no public constructor of a
+        # second, independent world.
         group, _ = _new_process_group_helper(
             self.world_size,
             0,
@@ -205,13 +188,10 @@ class WeightBroadcaster:
         return group
 
     def start(self, bucket: Bucket) -> "UnderWay[None]":
-        """Begin to send one bucket, after those that were started before it.
+        """Begin to send one bucket, after all earlier ones. Its bytes must stay until the result is there."""
+        return self._line.begin(lambda: self._broadcast_bucket(bucket.bytes))
 
-        Its bytes must stay until it is done: that is, until this side's part of the broadcast is.
-        """
-        return self._line.begin(lambda: self._broadcast(bucket.bytes))
-
-    def _broadcast(self, flat: Tensor) -> None:
+    def _broadcast_bucket(self, flat: Tensor) -> None:
         with platform.side_stream(flat.device):
             dist.broadcast(flat, src=0, group=self._group)
 
@@ -228,43 +208,41 @@ class UnderWay(Generic[T]):
         self._result = result
 
     def wait(self, check: Callable[[], None]) -> T:
-        """What the work gives; ``check()`` is called every 50 ms until then. Where check raises, the work is
-        left behind."""
+        """The result of the work. ``check()`` is called every 50 ms until then; its exception ends the wait, but
+        not the work."""
         while True:
             try:
                 return self._result.result(timeout=CHECK_EVERY_S)
             except TimeoutError:
-                if self._result.done():  # between the timeout and here, or with a TimeoutError of its own
+                if self._result.done():  # in the meantime, or with a TimeoutError of its own
                     return self._result.result()
                 check()
 
 
 class Line:
-    """One thing after another, in a thread of its own.
-
-    A daemon, unlike those of an executor: work that never ends (a receiver is gone) does not keep the process
-    from its end.
+    """Runs work in order in a daemon thread, which, unlike an executor's, does not keep the process from ending
+    when work never ends (a receiver is gone).
     """
 
     def __init__(self) -> None:
         self._works: SimpleQueue[tuple[Callable[[], object], Future] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="weight-transfer", daemon=True).start()
+        threading.Thread(target=self._run_works, name="weight-transfer", daemon=True).start()
 
     def begin(self, work: Callable[[], T]) -> UnderWay[T]:
-        """``work()``, when all that was begun before has ended, well or not."""
+        """Run ``work()`` after all earlier work has ended or failed."""
         result: Future[T] = Future()
         self._works.put((work, result))
         return UnderWay(result)
 
     def close(self) -> None:
-        """The thread ends after what was begun."""
+        """End the thread after all work that was begun."""
         self._works.put(None)
 
-    def _run(self) -> None:
+    def _run_works(self) -> None:
         while (item := self._works.get()) is not None:
             work, result = item
             try:
                 result.set_result(work())
-            except BaseException as error:  # handed to the caller's thread, whatever it is
+            except BaseException as error:  # the caller's thread gets it
                 result.set_exception(error)
-            del item, work, result  # or the last bucket would stay in memory until the next transfer
+            del item, work, result  # they hold the last bucket's memory

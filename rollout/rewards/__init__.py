@@ -1,5 +1,4 @@
-"""Rewards: how a response is scored. ``Scorer`` is the one entrance; the rule-based rewards themselves are
-pure functions."""
+"""Rewards of responses. ``Scorer`` is the one entrance; rule-based rewards are pure functions."""
 
 from rollout.rewards.arithmetic import countdown_reward
 from rollout.rewards.function import import_reward_function

@@ -1,4 +1,4 @@
-"""Countdown's answers, checked by exact integer arithmetic: a recursive-descent evaluator, no ``eval``."""
+"""Countdown's answers, checked with exact integers by a recursive-descent evaluator, without ``eval``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,16 +6,15 @@ from dataclasses import dataclass, field
 from rollout.records import Score
 
 MAX_CHARACTERS = 256
-"""Of one expression; longer ones are refused unread. Five numbers of three digits with generous parentheses
-take 40."""
+"""Limit of one expression. Five numbers of three digits with generous parentheses take 40 characters."""
 MAX_DEPTH = 32
-"""Of nested parentheses, far below Python's own recursion limit."""
+"""Limit of nested parentheses, far below Python's own recursion limit."""
 DIGITS = frozenset("0123456789")
-"""ASCII digits only: ``str.isdigit`` knows many more."""
+"""ASCII digits only: ``str.isdigit`` accepts many more."""
 
 
 class ExpressionError(ValueError):
-    """The text is not an expression of this grammar; the message says where it stops being one."""
+    """The text is no expression of this grammar; the message names the first wrong character."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +25,7 @@ class Evaluated:
 
 
 def evaluate(text: str) -> Evaluated:
-    """Value of an expression and the numbers in it; each character must belong to it, blanks included.
+    """Value of an expression and the numbers in it. The text must be nothing else, blanks included.
 
     ::
 
@@ -36,7 +35,7 @@ def evaluate(text: str) -> Evaluated:
         number  := "0" | [1-9][0-9]*
 
     Raises:
-        ExpressionError: anything else, e.g. a unary minus, a leading zero, a blank, text left over, or beyond
+        ExpressionError: any other text, e.g. with a unary minus, a leading zero or a blank, or a text beyond
         the two limits above.
     """
     if len(text) > MAX_CHARACTERS:
@@ -50,7 +49,7 @@ def evaluate(text: str) -> Evaluated:
 
 @dataclass(slots=True)
 class _Parser:
-    """One method per rule of the grammar; each starts at ``position`` and moves it past what it has read."""
+    """One method per rule of the grammar; each reads from ``position`` and moves it on."""
 
     text: str
     position: int = 0
@@ -100,12 +99,12 @@ class _Parser:
         return self.text[self.position : self.position + 1]
 
     def error(self, expected: str) -> ExpressionError:
-        found = f"`{self.peek()}`" if self.peek() else "the end"
-        return ExpressionError(f"expected {expected} at character {self.position + 1}, found {found}")
+        actual = f"`{self.peek()}`" if self.peek() else "the end"
+        return ExpressionError(f"expected {expected} at character {self.position + 1}, found {actual}")
 
 
 def format_problem(numbers: Sequence[int], target: int) -> str:
-    """``2 13 14=3``: what identifies a Countdown problem everywhere (prompt, reference, held-out hash)."""
+    """``2 13 14=3``, the identity of a Countdown problem in prompt, reference and held-out hash."""
     return f"{' '.join(map(str, numbers))}={target}"
 
 
@@ -123,10 +122,9 @@ def parse_problem(reference: str) -> tuple[tuple[int, ...], int]:
 
 
 def countdown_reward(reference: str, response_text: str) -> Score:
-    """1 if the response is an expression that equals the target and uses each given number exactly once, else
-    0.
+    """1 if the response is an expression that equals the target and uses each number exactly once, else 0.
 
-    The part ``valid`` is 1 for an expression with the right numbers, whatever it equals.
+    The part ``valid`` is 1 for an expression with the right numbers, whatever its value.
 
     Raises:
         ValueError: ``reference`` is no Countdown problem.

@@ -1,4 +1,4 @@
-"""A reward function of the user's, ``module:function``: how it is found, called, and what it may return."""
+"""The user's reward function, ``module:function``: import, call, and check of its result."""
 
 import difflib
 import importlib
@@ -7,25 +7,25 @@ import math
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable
 from numbers import Real
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import cast
 
 from rollout.records import Score
 
 RewardFunction = Callable[..., float | tuple[float, dict[str, float]]]
-"""f(prompt_text, response_text, reference) -> value, or (value, parts). One with a parameter ``row`` is also
-given the data file's row."""
+"""f(prompt_text, response_text, reference) -> value, or (value, parts). A function with a parameter ``row``
+also gets the record of the data file."""
 
 
 def import_reward_function(path: str) -> RewardFunction:
-    """The function that ``module:function`` names; modules in the current working directory are found too.
+    """The function that ``module:function`` names, also from a module in the current working directory.
 
     Raises:
-        ValueError: the module or the function is missing, importing the module fails or ends the process, or
-        the function is `async`
-            or does not take three texts.
+        ValueError: the module or the function is missing, the import fails or ends the process, or the
+        function is `async` or does not take three texts.
     """
     module_name, colon, function_name = path.partition(":")
     if not (module_name and colon and function_name):
@@ -33,8 +33,8 @@ def import_reward_function(path: str) -> RewardFunction:
             f"reward function {path!r} is not of the form module:function, e.g. my_rewards:score"
         )
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: a file of the user's must not shadow an installed module
-    importlib.invalidate_caches()  # the module's file may be newer than the interpreter's listing of its folder
+        sys.path.append(os.getcwd())  # last: a user's file must not shadow an installed module
+    importlib.invalidate_caches()  # the file may be newer than the interpreter's listing of its folder
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -47,134 +47,111 @@ def import_reward_function(path: str) -> RewardFunction:
             f"run from the folder that holds {module_name.split('.')[0]}.py, or set PYTHONPATH"
         ) from error
     except SystemExit as error:
-        wrong = f"importing {module_name} ends the process: {describe(error)}"
         raise ValueError(
-            f"reward function {path!r}: {wrong}; put a script's part under `if __name__ == '__main__':`"
+            f"reward function {path!r}: importing {module_name} ends the process: {describe(error)}; "
+            "put a script's part under `if __name__ == '__main__':`"
         ) from error
-    except Exception as error:  # the user's module may raise anything while it is imported
+    except Exception as error:  # the import of a user's module may raise anything
         raise ValueError(
             f"reward function {path!r}: importing {module_name} raised {describe(error)}; correct the module"
         ) from error
-    return _checked(path, module, function_name)
+    return _checked_function(path, module, function_name)
 
 
-def _checked(path: str, module: ModuleType, name: str) -> RewardFunction:
+def _checked_function(path: str, module: ModuleType, name: str) -> RewardFunction:
     function = getattr(module, name, None)
     if function is None:
-        close = difflib.get_close_matches(
-            name, [n for n, value in vars(module).items() if inspect.isfunction(value)], n=1
-        )
+        functions = [n for n, value in vars(module).items() if inspect.isfunction(value)]
+        close = difflib.get_close_matches(name, functions, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "define it, or correct the name"
         raise ValueError(f"reward function {path!r}: {module.__name__} has no {name!r}; {hint}")
     if not callable(function):
         raise ValueError(
-            f"reward function {path!r} is a {type(function).__name__}, not a function; name one that can be called"
+            f"reward function {path!r} is a {type(function).__name__}, not a function; name something callable"
         )
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        where = place_of(function)
         raise ValueError(
-            f"reward function {path!r} is `async def` ({where}), and nothing awaits it; write `def`, and asyncio.run inside"
+            f"reward function {path!r} is `async def` ({place_of(function)}), and nothing awaits it; "
+            "write `def`, and asyncio.run inside"
         )
     try:
-        more = {"row": {}} if takes_row(function) else {}
-        inspect.signature(function).bind("prompt", "response", "reference", **more)
+        row = {"row": {}} if takes_row(function) else {}
+        inspect.signature(function).bind("prompt", "response", "reference", **row)
     except TypeError as error:
         must = "must take (prompt_text, response_text, reference), and beside them at most row"
         raise ValueError(f"reward function {path!r} {must}: {error}") from error
-    except ValueError:  # some functions written in C have no signature; the first call will tell
+    except ValueError:  # some C functions have no signature; the first call checks them
         pass
     return cast(RewardFunction, function)
 
 
 def takes_row(function: Callable) -> bool:
-    """Whether a reward function names a parameter ``row``, for the whole record of the data file."""
+    """Whether a reward function has a parameter ``row``, for the whole record of the data file."""
     try:
         return "row" in inspect.signature(function).parameters
-    except ValueError:  # some functions written in C have no signature
+    except ValueError:  # some C functions have no signature
         return False
 
 
 def to_score(returned: object) -> Score:
-    """What a reward function returned, as a score.
+    """The score that a reward function returned.
 
     Raises:
-        TypeError: neither a real number nor a pair of one and a dict of such.
+        TypeError: the value is neither a real number nor a pair of a real number and a dict of them.
         ValueError: a value is infinite or NaN.
     """
     if inspect.iscoroutine(returned):
         returned.close()  # else Python warns that nothing awaited it
     value, parts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts):
-        raise TypeError(f"the parts of a reward must be a dict from names to numbers, not {_short(parts)}")
+        raise TypeError(
+            f"the parts of a reward must be a dict from names to numbers, not {_short_text(parts)}"
+        )
     return Score(
-        value=_finite(value, "the reward"),
-        parts={name: _finite(part, f"part {name!r}") for name, part in parts.items()},
+        value=_finite_number(value, "the reward"),
+        parts={name: _finite_number(part, f"part {name!r}") for name, part in parts.items()},
     )
 
 
-def _finite(value: object, what: str) -> float:
+def _finite_number(value: object, name: str) -> float:
     if not isinstance(value, Real):
-        raise TypeError(f"{what} must be a number, not {_short(value)}")
+        raise TypeError(f"{name} must be a number, not {_short_text(value)}")
     if not math.isfinite(value):
-        raise ValueError(f"{what} is {float(value)}, which is not finite")
+        raise ValueError(f"{name} is {float(value)}, which is not finite")
     return float(value)
 
 
-def _short(value: object) -> str:
-    return (
-        f"{type(value).__name__} {value!r:.60}"
-        if isinstance(value, str | dict | tuple | list)
-        else f"{type(value)}"
-    )
+def _short_text(value: object) -> str:
+    has_content = isinstance(value, str | dict | tuple | list)
+    return f"{type(value).__name__} {value!r:.60}" if has_content else f"{type(value)}"
 
 
 def describe(error: BaseException) -> str:
-    """``KeyError: 'x' (rewards.py:12 in score)``: the exception, and the line of the user's code that raised
-    it or called what did."""
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    said = _one_line(said)
-    if isinstance(error, SyntaxError):  # names its own line
-        return said
-    lines = list(_lines_of(error.__traceback__))
-    outside = [line for line in lines if not is_library(line[0])]
-    if not lines:
-        return said
-    file, number, function = (outside or lines)[-1]
-    return f"{said} ({os.path.basename(file)}:{number} in {function})"
+    """``KeyError: 'x' (rewards.py:12 in score)``: the exception, and the innermost line of the user's code."""
+    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    message = " ".join(message.split())
+    message = message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}…"
+    lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) or not lines:  # a syntax error names its own line
+        return message
+    code, number = ([line for line in lines if not is_library(line[0].co_filename)] or lines)[-1]
+    return f"{message} ({os.path.basename(code.co_filename)}:{number} in {code.co_name})"
 
 
-def _lines_of(traceback: TracebackType | None):
-    """(file, line, function), outermost first."""
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        yield code.co_filename, traceback.tb_lineno, code.co_name
-        traceback = traceback.tb_next
-
-
+_LONGEST_MESSAGE = 300
 _LIBRARIES = tuple(
-    {
-        os.path.realpath(sysconfig.get_path(name)) + os.sep
-        for name in ("stdlib", "platstdlib", "purelib", "platlib")
-    }
+    os.path.realpath(sysconfig.get_path(name)) + os.sep
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 
 
 def is_library(file: str) -> bool:
-    """Whether a file is Python's own or an installed package's, so not the place where a user looks first."""
+    """Whether a file belongs to Python or an installed package, and so is not the user's own."""
     return file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES)
 
 
-_LONGEST_MESSAGE = 300
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}…"
-
-
 def place_of(function: Callable) -> str:
-    """``rewards.py:12 in score``, where a function is defined; its module's name where it was not written in
-    Python."""
+    """``rewards.py:12 in score``, the definition of a function; the module's name of one not written in Python."""
     plain = inspect.unwrap(function)
     code = getattr(plain, "__code__", None) or getattr(type(plain).__call__, "__code__", None)
     if code is None:

@@ -8,18 +8,18 @@ from rollout.records import Score
 
 ANSWER_MARK = "####"
 """GSM8K's solutions end with a line of this mark and the answer."""
-# A minus right after a digit, a letter or a closing parenthesis subtracts; anywhere else it is a sign. Commas
-# count only between thousands.
+# A minus right after a digit, a letter or a closing parenthesis subtracts; elsewhere it is a sign. Commas count
+# only between thousands.
 NUMBER = re.compile(
     r"(?P<minus>(?<![\w)])-)?\$?(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
 )
 
 
 def gsm8k_reference(answer: str) -> str:
-    """The final answer of a GSM8K solution: what follows ``####``, without commas.
+    """The final answer of a GSM8K solution: the text after ``####``, without commas.
 
     Raises:
-        ValueError: no mark, or no number after it.
+        ValueError: there is no mark, or no number after it.
     """
     _, mark, tail = answer.rpartition(ANSWER_MARK)
     if not mark:
@@ -35,8 +35,8 @@ def gsm8k_reward(reference: str, response_text: str) -> Score:
     """1 if the response's final number equals the reference exactly, as a decimal number, else 0.
 
     The final number is the first one after the last ``####``; without that mark, the last number of the
-    response. Thousands' commas, ``$`` and a closing dot do not matter, nor do zeros after the decimal point.
-    The part ``found`` tells whether there was a number.
+    response. Thousands' commas, ``$``, a closing dot and zeros at the end of a fraction do not matter. The
+    part ``found`` is 1 if there is a number.
 
     Raises:
         ValueError: ``reference`` holds no number.
@@ -45,45 +45,41 @@ def gsm8k_reward(reference: str, response_text: str) -> Score:
     if expected is None:
         raise ValueError(f"the reference {reference!r} holds no number")
     _, mark, tail = response_text.rpartition(ANSWER_MARK)
-    given = _first_number(tail) if mark else _last_number(response_text)
-    return Score(value=float(given == expected), parts={"found": float(given is not None)})
+    answer = _first_number(tail) if mark else _last_number(response_text)
+    return Score(value=float(answer == expected), parts={"found": float(answer is not None)})
 
 
 def _first_number(text: str) -> Decimal | None:
-    match = NUMBER.search(text)
-    return None if match is None else _to_decimal(match)
+    return _to_decimal(NUMBER.search(text))
 
 
 def _last_number(text: str) -> Decimal | None:
-    match = None
-    for match in NUMBER.finditer(text):  # noqa: B007  the last one is what is wanted
-        pass
-    return None if match is None else _to_decimal(match)
+    matches = list(NUMBER.finditer(text))
+    return _to_decimal(matches[-1] if matches else None)
 
 
-def _to_decimal(match: re.Match[str]) -> Decimal:
-    return Decimal((match["minus"] or "") + match["digits"].replace(",", ""))
+def _to_decimal(match: re.Match[str] | None) -> Decimal | None:
+    return match and Decimal((match["minus"] or "") + match["digits"].replace(",", ""))
 
 
 def math_verify_reward(reference: str, response_text: str) -> Score:
     """1 if math-verify finds the response's final expression equal to the reference, else 0.
 
-    The reference may be bare (``3/4``, ``\\frac{3}{4}``) or marked up (``$...$``, ``\\boxed{...}``). Has no
-    time limit of its own: a few expressions keep sympy busy for ever, so a process that can be ended must run
-    this (see ``Scorer``).
+    The reference may be bare (``3/4``, ``\\frac{3}{4}``) or marked up (``$...$``, ``\\boxed{...}``). There is
+    no time limit here, and a few expressions keep sympy busy for ever: run it in a process that can be ended
+    (see ``Scorer``).
 
     Raises:
         ValueError: math-verify cannot read the reference.
     """
     from math_verify import parse, verify  # loads sympy, which only the worker process needs
 
-    logging.getLogger("math_verify").setLevel(
-        logging.ERROR
-    )  # it warns, per process, that its own time limit is off
+    # In each process math-verify warns that its own time limit is off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     marked_up = any(mark in reference for mark in ("$", "\\boxed", "\\(", "\\["))
     expected = parse(reference if marked_up else f"\\boxed{{{reference}}}", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
     if not expected:
         raise ValueError(f"math-verify cannot read the reference {reference!r}; write a number or LaTeX")
-    given = parse(response_text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
-    correct = bool(given) and verify(expected, given, timeout_seconds=None)
-    return Score(value=float(correct), parts={"found": float(bool(given))})
+    answer = parse(response_text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+    correct = bool(answer) and verify(expected, answer, timeout_seconds=None)
+    return Score(value=float(correct), parts={"found": float(bool(answer))})

@@ -1,9 +1,8 @@
-"""``Scorer``: scores responses, by one reward or the weighted sum of several, without a run ever hanging on
-reward code.
+"""``Scorer``: scores responses by one reward or a weighted sum of several. Reward code cannot hang a run.
 
-score ─┬─ countdown, gsm8k, overlong     computed at once
-       ├─ math_verify, function          a process of their own (worker.py)
-       └─ model                          an HTTP server (model.py)
+score ─┬─ countdown, gsm8k, overlong     in this process
+       ├─ math_verify, function          in a process of their own (worker.py)
+       └─ model                          on an HTTP server (model.py)
 """
 
 import asyncio
@@ -14,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from configs.schema.task import AnyReward, FunctionReward, MathVerifyReward, RewardPart
@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_ERRORS = 20
-"""Failures that are logged one by one; the metrics count them all."""
+"""Failures that are logged one by one; the metrics count all of them."""
 MOST_DEFAULT_WORKERS = 32
-"""Of a reward that does not say how many: each holds a Python of its own with all that the user's module
-imports."""
+"""Limit of the default: every worker is a Python of its own with all imports of the user's module."""
 
 
 def check_reward(
@@ -42,15 +41,16 @@ def check_reward(
     sample: Callable[[], "Problem | None"] = lambda: None,
     tell: Callable[[str], None] = logger.info,
 ) -> None:
-    """Whether this reward can be used here, before anything is started; servers of reward models are asked
-    later, by ``Scorer``.
+    """Refuse a reward that cannot be used here, before anything is started. ``Scorer`` checks the servers of
+    reward models later.
 
-    sample: gives a problem to try the user's function on; without one it is only imported. tell: takes what
-    is worth knowing of a reward that can be used.
+    Args:
+        sample: gives a problem on which the user's function is tried; without one it is only imported.
+        tell: takes remarks on a usable reward.
 
     Raises:
         ValueError: the user's function cannot be used, math-verify is not installed, or a tokenizer's folder
-        is missing.
+            is missing.
     """
     for name, part in _parts(config).items():
         if part.type == "function":
@@ -80,23 +80,20 @@ def _check_function(
 
 
 def _parts(config: AnyReward) -> dict[str, RewardPart]:
-    """By where the config holds them."""
-    return (
-        {f"reward.parts.{name}": part for name, part in config.parts.items()}
-        if config.type == "weighted"
-        else {"reward": config}
-    )
+    """The parts of the reward by their config fields."""
+    if config.type != "weighted":
+        return {"reward": config}
+    return {f"reward.parts.{name}": part for name, part in config.parts.items()}
 
 
 def may_read_rows(config: AnyReward) -> bool:
-    """Whether a part of the reward is the user's function, which may ask for the record that a prompt was
-    made of."""
+    """Whether a part of the reward is the user's function, which may read the record of a prompt."""
     return any(part.type == "function" for part in _parts(config).values())
 
 
 def default_num_workers(cores: int) -> int:
-    """Of those that this process may use; the other half is for servers, the sample role itself and, on one
-    node, the learner."""
+    """Half of the ``cores`` of this process; the others are for servers, sample role and, on one node, the
+    learner."""
     return max(1, min(MOST_DEFAULT_WORKERS, cores // 2))
 
 
@@ -107,27 +104,23 @@ _Reward = Callable[[Prompt, str, int], Awaitable[Score]]
 class Scorer:
     """Scores responses inside ``async with``; entering it checks that every reward model answers.
 
-    ``max_new_tokens`` is the length from which the overlong penalty counts. ``num_workers`` is of each
-    math-verify and each function of the user's that does not say it: a process scores one sample at a time,
-    within ``timeout_s``; a late or dead one is killed and replaced. Start-up and the wait for a free process
-    do not count.
+    ``max_new_tokens`` is the length from which the overlong penalty counts. ``num_workers`` is the default of
+    every math-verify and user's function: a process scores one sample at a time, within ``timeout_s``; a late
+    or dead process is killed and replaced. Start-up and the wait for a free process do not count.
 
     Entering raises:
-        RewardModelError: a reward model cannot be asked.
+        RewardModelError: a reward model does not answer as it should.
         ValueError: the overlong penalty's buffer is longer than a response can be, or a reward model's
-        tokenizer is unusable.
+            tokenizer is unusable.
     """
 
     def __init__(self, config: AnyReward, *, max_new_tokens: int, num_workers: int | None = None):
         self._config, self._max_new_tokens = config, max_new_tokens
         self._num_workers = num_workers or default_num_workers(len(os.sched_getaffinity(0)))
         self._parts = _parts(config)
-        checks = [where for where, part in self._parts.items() if part.type not in ("model", "overlong")]
-        self._deciding = (
-            checks[0]
-            if checks
-            else next(where for where, part in self._parts.items() if part.type != "overlong")
-        )
+        # The first part that checks the answer decides whether a response is correct, else the first model.
+        candidates = [field for field, part in self._parts.items() if part.type != "overlong"]
+        self._deciding = min(candidates, key=lambda field: self._parts[field].type == "model")
         self._rewards: dict[str, _Reward] = {}
         self._models: list[RewardModel] = []
         self._exits = AsyncExitStack()
@@ -140,7 +133,9 @@ class Scorer:
 
     async def __aenter__(self) -> "Scorer":
         try:
-            self._rewards = {where: await self._make(where, part) for where, part in self._parts.items()}
+            self._rewards = {
+                field: await self._make_reward(field, part) for field, part in self._parts.items()
+            }
         except BaseException:
             await self.close()
             raise
@@ -150,29 +145,27 @@ class Scorer:
         await self.close()
 
     async def close(self) -> None:
-        """End all processes and requests; samples that are being scored raise ``CancelledError``. Safe to
-        call twice."""
+        """End all processes and requests. Calls under way raise ``CancelledError``. Safe to call twice."""
         await self._exits.aclose()
 
-    async def _make(self, where: str, part: RewardPart) -> _Reward:
+    async def _make_reward(self, field: str, part: RewardPart) -> _Reward:
         match part.type:
             case "countdown":
-                return _inline(lambda prompt, text, num_tokens: countdown_reward(prompt.reference, text))
+                return _inline_reward(
+                    lambda prompt, text, num_tokens: countdown_reward(prompt.reference, text)
+                )
             case "gsm8k":
-                return _inline(lambda prompt, text, num_tokens: gsm8k_reward(prompt.reference, text))
+                return _inline_reward(lambda prompt, text, num_tokens: gsm8k_reward(prompt.reference, text))
             case "overlong":
                 longest, buffer = self._max_new_tokens, part.buffer_tokens
                 if buffer > longest:
                     raise ValueError(
-                        f"{where}.buffer_tokens={buffer} is more than rollout.max_new_tokens={longest}; lower it"
+                        f"{field}.buffer_tokens={buffer} is more than rollout.max_new_tokens={longest}; lower it"
                     )
-                return _inline(
-                    lambda prompt, text, n: Score(
-                        value=overlong_penalty(n, max_tokens=longest, buffer_tokens=buffer)
-                    )
-                )
+                penalty = partial(overlong_penalty, max_tokens=longest, buffer_tokens=buffer)
+                return _inline_reward(lambda prompt, text, num_tokens: Score(value=penalty(num_tokens)))
             case "model":
-                model = RewardModel(part, name=where)
+                model = RewardModel(part, name=field)
                 self._models.append(model)
                 self._exits.push_async_callback(model.close)
                 await model.start()
@@ -185,40 +178,37 @@ class Scorer:
     async def score(
         self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason
     ) -> Score:
-        """The sum of the parts, each times its weight. ``num_tokens`` is of the response, with its end token
-        where it has one.
+        """The sum of the parts, each times its weight. ``num_tokens`` of the response include its end token.
 
-        ``parts`` of a single reward are its own; of a weighted one, each part's unweighted value by the
-        part's name, and the part's own as ``name/own``. What reward code could not score counts 0, and
-        ``error`` says why and for which prompt. ``correct``: the deciding part (see ``WeightedReward``) was
-        scored, with at least 1.
+        ``parts`` of a single reward are its own. A weighted reward has each part's unweighted value under the
+        part's name, and the part's own parts as ``name/own``. A failed part counts 0, and ``error`` names
+        the reason and the prompt. ``correct`` is True if the deciding part (see ``WeightedReward``) was
+        scored with at least 1.
 
         Raises:
-            WorkerStartError: a reward cannot be run at all in a process of its own.
-            RewardModelError: a reward model does not answer, or not as it should.
+            WorkerStartError: the process of a reward cannot be started.
+            RewardModelError: a reward model does not answer, or its answer has the wrong form.
             CancelledError: the scorer was closed meanwhile.
         """
         if finish_reason is FinishReason.LENGTH:
-            num_tokens = (
-                self._max_new_tokens
-            )  # cut off earlier, by the model's positions, it was too long all the same
-        found = await asyncio.gather(
+            num_tokens = self._max_new_tokens  # the model's positions may have cut it off earlier
+        results = await asyncio.gather(
             *(reward(prompt, response_text, num_tokens) for reward in self._rewards.values())
         )
-        scores = dict(zip(self._rewards, found, strict=True))
-        for where, score in scores.items():
+        scores = dict(zip(self._rewards, results, strict=True))
+        for field, score in scores.items():
             if score.error is not None:
-                scores[where] = self._report(score, where, prompt)
+                scores[field] = self._report_failure(score, field, prompt)
         errors = [score.error for score in scores.values() if score.error is not None]
         deciding = scores[self._deciding]
         return Score(
-            value=sum(self._parts[where].weight * score.value for where, score in scores.items()),
-            parts=self._named(scores),
+            value=sum(self._parts[field].weight * score.value for field, score in scores.items()),
+            parts=self._named_parts(scores),
             correct=deciding.error is None and deciding.value >= 1.0,
             error="; ".join(errors) or None,
         )
 
-    def _named(self, scores: dict[str, Score]) -> dict[str, float]:
+    def _named_parts(self, scores: dict[str, Score]) -> dict[str, float]:
         if self._config.type != "weighted":
             return scores["reward"].parts
         named: dict[str, float] = {}
@@ -227,8 +217,8 @@ class Scorer:
             named |= {f"{name}/{own}": value for own, value in score.parts.items()}
         return named
 
-    def _report(self, score: Score, where: str, prompt: Prompt) -> Score:
-        part = self._parts[where]
+    def _report_failure(self, score: Score, field: str, prompt: Prompt) -> Score:
+        part = self._parts[field]
         name = part.function if part.type == "function" else part.type
         score = replace(score, error=f"reward {name} failed for prompt {prompt.prompt_id}: {score.error}")
         self._num_errors += 1
@@ -238,20 +228,20 @@ class Scorer:
         return score
 
 
-def _inline(function: Callable[[Prompt, str, int], Score]) -> _Reward:
-    """Of a reward that is pure and quick, so it runs in the event loop's own thread."""
+def _inline_reward(function: Callable[[Prompt, str, int], Score]) -> _Reward:
+    """A pure and quick reward, which runs in the event loop's own thread."""
 
     async def score(prompt: Prompt, response_text: str, num_tokens: int) -> Score:
         try:
             return function(prompt, response_text, num_tokens)
-        except ValueError as error:  # a reference that this reward cannot use
+        except ValueError as error:  # an unusable reference
             return Score(value=0.0, error=f"{type(error).__name__}: {error}")
 
     return score
 
 
 class _Processes:
-    """math-verify or the user's function; a thread waits for each process that is at work."""
+    """math-verify or the user's function in processes; a thread waits for each busy process."""
 
     def __init__(self, config: MathVerifyReward | FunctionReward, *, num_workers: int):
         reward = config.function if config.type == "function" else MATH_VERIFY

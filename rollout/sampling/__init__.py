@@ -1,3 +1,1 @@
-"""Prompts to groups of scored responses: the sampler, the sample role around it, and the learner's side of
-both.
-"""
+"""Prompts to groups of scored responses: sampler, sample role, and the learner's side of both."""

@@ -1,5 +1,4 @@
-"""The server's side of ``tandem mismatch``: a fixed set of prompts sampled without rewards, and given tokens
-scored by prefill."""
+"""The server's side of ``tandem mismatch``: samples of a fixed set of prompts, and log-probs by prefill."""
 
 import asyncio
 import random
@@ -18,20 +17,17 @@ from rollout.servers.client import neutral_sampling_params, server_message
 from rollout.tasks import Task
 
 PREFILL_TOKENS = 16_384
-"""Tokens of one scoring request, if they are not of one sequence."""
+"""Limit of tokens in one scoring request of several sequences."""
 TELL_EVERY_S = 5.0
 
 Report = Callable[[str], None]
 
 
 def fixed_prompts(task: Task, count: int, *, seed: int) -> list[Prompt]:
-    """The first ``count`` training prompts of the seed's order.
-
-    Raises ValueError where the task has fewer.
-    """
+    """The first ``count`` training prompts of the seed's order. Raises ValueError if the task has fewer."""
     if count > len(task.train):
         raise ValueError(
-            f"--prompts {count}: the task {task.name} has {len(task.train)} training prompts; ask for at most so many"
+            f"--prompts {count}: the task {task.name} has {len(task.train)} training prompts; use at most that number"
         )
     return [task.train[i] for i in epoch_order(len(task.train), seed=seed, epoch=0)[:count]]
 
@@ -48,7 +44,7 @@ async def sample_fixed(
     name: str,
     report: Report,
 ) -> list[list[Completion]]:
-    """``per_prompt`` responses to each prompt, in order. Raises GenerationError where one could not be had."""
+    """``per_prompt`` responses to each prompt, in order. Raises GenerationError if one cannot be obtained."""
     began, told, done, tokens = time.perf_counter(), time.perf_counter(), 0, 0
 
     async def one(prompt: Prompt) -> list[Completion]:
@@ -57,20 +53,21 @@ async def sample_fixed(
             random.Random(f"tandem mismatch {seed} {prompt.prompt_id} {name} {i}").getrandbits(31)
             for i in range(per_prompt)
         ]
-        found = await client.generate_group(
+        completions = await client.generate_group(
             prompt.token_ids,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             stop_token_ids=stop_token_ids,
             seeds=seeds,
         )
-        done, tokens, now = done + 1, tokens + sum(len(c.token_ids) for c in found), time.perf_counter()
+        done, now = done + 1, time.perf_counter()
+        tokens += sum(len(completion.token_ids) for completion in completions)
         if now - told > TELL_EVERY_S or done == len(prompts):
             told = now
             report(
                 f"sampled {name}: {done} of {len(prompts)} prompts, {tokens} tokens, {tokens / (now - began):,.0f} tokens/s"
             )
-        return found
+        return completions
 
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -94,30 +91,32 @@ async def prefill_logprobs(
     """Log-probs of each sequence's last ``response_lengths`` tokens, by one prefill of the whole sequence at
     temperature 1.
 
-    SGLang gives log-probs of prompt tokens from unscaled logits, whatever the temperature of the request.
-    From the first token on, so that no key or value of an earlier decode is taken from its cache.
+    SGLang gives log-probs of prompt tokens from unscaled logits, whatever the temperature of the request. The
+    prefill starts at the first token, so that no key or value of an earlier decode comes from the cache.
 
     Raises GenerationError where the server refuses, or answers for other tokens.
     """
-    found: list[list[float]] = []
+    logprobs: list[list[float]] = []
     began, tokens = time.perf_counter(), 0
     headers = key.http_headers if key is not None else None
     async with aiohttp.ClientSession(
         timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers
     ) as session:
-        for rows in _requests(sequences):
+        for rows in _split_into_requests(sequences):
             part = [list(sequences[row]) for row in rows]
-            replies = await _score(session, url, part)
+            replies = await _request_prefill(session, url, part)
             counts = [response_lengths[row] for row in rows]
-            found += [_last_logprobs(*each, vocab_size) for each in zip(replies, part, counts, strict=True)]
+            scored = zip(replies, part, counts, strict=True)
+            logprobs += [_last_logprobs(reply, ids, count, vocab_size) for reply, ids, count in scored]
             tokens += sum(map(len, part))
             report(
-                f"prefilled {name}: {len(found)} of {len(sequences)}, {tokens / (time.perf_counter() - began):,.0f} tokens/s"
+                f"prefilled {name}: {len(logprobs)} of {len(sequences)}, {tokens / (time.perf_counter() - began):,.0f} tokens/s"
             )
-    return found
+    return logprobs
 
 
-def _requests(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+def _split_into_requests(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Rows of ``sequences`` for each request."""
     requests: list[list[int]] = []
     room = 0
     for row, ids in enumerate(sequences):
@@ -129,7 +128,7 @@ def _requests(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
     return requests
 
 
-async def _score(session: aiohttp.ClientSession, url: str, part: list[list[int]]) -> list[dict]:
+async def _request_prefill(session: aiohttp.ClientSession, url: str, part: list[list[int]]) -> list[dict]:
     sampling = neutral_sampling_params(max_new_tokens=1, temperature=1.0)
     body = {"input_ids": part, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
     async with session.post(
@@ -144,8 +143,7 @@ async def _score(session: aiohttp.ClientSession, url: str, part: list[list[int]]
 
 
 def _last_logprobs(reply: dict, ids: list[int], count: int, vocab_size: int) -> list[float]:
-    """SGLang names the vocabulary's last token 0 here (it takes it for a part of an image); its log-prob is
-    the token's own."""
+    """SGLang takes the vocabulary's last token for a part of an image and names it 0; the log-prob is right."""
     triples = reply["meta_info"]["input_token_logprobs"]
     if [token for _, token, *_ in triples] != [token if token < vocab_size - 1 else 0 for token in ids]:
         raise GenerationError(

@@ -1,4 +1,4 @@
-"""What the learner asks of the sample role and what it is told: msgpack over ZeroMQ."""
+"""Messages between learner and sample role: msgpack over ZeroMQ."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class SamplingError(RolloutError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingStats:
-    """What producing one reply took."""
+    """Cost of one reply."""
 
     seconds: float
     requests: int
@@ -25,18 +25,18 @@ class SamplingStats:
     reward_retries: int = 0
     """Requests to reward models that were repeated."""
     resampled_groups: int = 0
-    """Sampled beyond those asked for, in place of groups without signal (dynamic sampling)."""
+    """Groups sampled in place of groups without signal (dynamic sampling)."""
     filled_groups: int = 0
-    """Without signal and handed out all the same, since dynamic sampling had used up its rounds."""
+    """Groups without signal that were handed out after the last round of dynamic sampling."""
     scored: int = 0
-    """Samples that a reward was asked for."""
+    """Samples with a reward, failed ones included."""
     first_failure: str | None = None
-    """Of a reward: which prompt, and what went wrong."""
+    """Prompt and error of the first failed reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """Of held-out problems. What makes a sample right: ``Score.correct``."""
+    """Evaluation on held-out problems. ``Score.correct`` tells which samples are right."""
 
     accuracy: float
     reward_mean: float
@@ -45,21 +45,21 @@ class EvaluationResult:
     length_mean: float
     """Response tokens, the end token included."""
     truncated_fraction: float
-    """Of the samples, those that ``max_new_tokens`` cut off."""
+    """Share of the samples that ``max_new_tokens`` cut off."""
     accuracy_error: float | None = None
-    """Standard error of the accuracy, from problem to problem: samples of one problem are not independent.
-    None of a single problem."""
+    """Standard error of the accuracy over problems, since samples of one problem are not independent. None for
+    a single problem."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerState:
-    """Where in the data sampling stands: everything that a resumed run needs."""
+    """The sampler's position in the data, which is all that a resumed run needs."""
 
     position: int
     """Training prompts handed out since the start, over all epochs."""
     next_group_id: int
     num_prompts: int
-    """Of the training set, to notice another one."""
+    """Size of the training set, by which a resumed run notices another one."""
 
 
 class NextGroups(msgspec.Struct, frozen=True, tag=True):
@@ -108,4 +108,3 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 Request = NextGroups | Evaluate | GetState | LoadState | Stop
 Reply = Groups | Evaluated | State | Done | Failure
-"""The messages between learner and sample role, msgpack on the wire."""

@@ -1,5 +1,4 @@
-"""How many tokens are left to a prompt beside ``rollout.max_new_tokens``. Known without a tokenizer, so
-before anything is started."""
+"""Room for a prompt beside ``rollout.max_new_tokens``, computed without a tokenizer before a start."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,41 +12,41 @@ PromptsOf = Literal["training", "held-out"]
 class PromptRoom:
     tokens: int
     within: str
-    """The limits, by name and value."""
+    """Names and values of the limits."""
     fixes: str
-    """What gives more room."""
+    """Changes that give more room."""
     max_new_tokens: int
 
-    def too_long(self, prompt: str, num_tokens: int) -> str:
-        """What is said of a prompt of more tokens; ``prompt`` says which it is."""
+    def too_long(self, prompt_name: str, num_tokens: int) -> str:
+        """The error for a prompt of ``num_tokens`` tokens."""
         return (
-            f"{prompt} has {num_tokens} tokens, but only {self.tokens} leave room for rollout.max_new_tokens={self.max_new_tokens} within "
-            f"{self.within}; remove prompts of more than {self.tokens} tokens, {self.fixes}"
+            f"{prompt_name} has {num_tokens} tokens, but only {self.tokens} leave room for rollout.max_new_tokens={self.max_new_tokens} "
+            f"within {self.within}; remove prompts of more than {self.tokens} tokens, {self.fixes}"
         )
 
 
 def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int | None) -> PromptRoom | None:
-    """What the limits of a sequence leave to a prompt; None where there is no limit.
+    """The room that the limits of a sequence leave to a prompt; None without a limit.
 
     A sequence must fit into the model's positions and the servers' KV pool, and a training sequence also into
-    one micro-batch of the learner. ``max_positions`` is the model's max_position_embeddings, None where its
-    config.json does not say.
+    one micro-batch of the learner. ``max_positions`` is max_position_embeddings of the model's config.json, if
+    it is there.
 
     Raises:
-        ValueError: no room at all, naming the limits and the fix.
+        ValueError: there is no room; the message names the limits and the fix.
     """
     limits = {"learner.token_budget": config.learner.token_budget} if which == "training" else {}
     limits |= {
         "max_position_embeddings": max_positions,
         "rollout.max_total_tokens": config.rollout.max_total_tokens,
     }
-    known = {name: limit for name, limit in limits.items() if limit is not None}
-    if not known:
+    limits = {name: limit for name, limit in limits.items() if limit is not None}
+    if not limits:
         return None
-    max_new, smallest = config.rollout.max_new_tokens, min(known.values())
-    within = ", ".join(f"{name}={limit}" for name, limit in known.items())
-    raised = [f"raise {name}" for name, limit in known.items() if limit == smallest and "." in name]
-    fixes = " or ".join(["lower rollout.max_new_tokens", *raised])
+    max_new, smallest = config.rollout.max_new_tokens, min(limits.values())
+    within = ", ".join(f"{name}={limit}" for name, limit in limits.items())
+    raises = [f"raise {name}" for name, limit in limits.items() if limit == smallest and "." in name]
+    fixes = " or ".join(["lower rollout.max_new_tokens", *raises])
     if smallest - max_new < 1:
         raise ValueError(
             f"rollout.max_new_tokens={max_new} leaves no room for a {which} prompt within {within}; {fixes}"
@@ -56,11 +55,11 @@ def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int | Non
 
 
 def check_example_length(where: str, length: int, *, token_budget: int, max_positions: int) -> None:
-    """Of an example of a supervised warm start: one that is too long would end the training whenever it is
-    drawn, maybe hours later.
+    """Refuse a too long example of a supervised warm start, which would end the training when it is drawn,
+    perhaps hours later.
 
     Raises:
-        ValueError: naming where it stands, its length, the limit and the fix.
+        ValueError: with the place ``where``, the length, the limit and the fix.
     """
     takes = f"{where}: takes {length} tokens, more than"
     if length > max_positions:

@@ -31,21 +31,20 @@ from rollout.sampling.messages import (
 
 A = TypeVar("A", Groups, Evaluated, State, Done)
 LOOK_UP_EVERY_S = 0.2
-"""From waiting for an answer."""
+"""Interval of ``meanwhile`` during a wait for an answer."""
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     return None
 
 
 class RemoteSampler:
-    """Asks the sample role at ``address`` (``tcp://host:port``); used by one thread.
+    """Client of the sample role at ``address`` (``tcp://host:port``); used by one thread.
 
-    Every method raises SamplingError when the sample role answers that it failed (with its reason), or does
-    not answer in ``timeout_s``, or is gone: its process has ended, or its host has said nothing for
-    ``peer_timeout_s``.
-    ``meanwhile`` is called again and again while an answer that can take minutes is waited for; what it
-    raises ends the waiting, and nobody takes that answer any more.
+    Every method raises SamplingError when the sample role reports a failure, or does not answer in
+    ``timeout_s``, or is gone: its process has ended, or its host has been silent for ``peer_timeout_s``.
+    ``meanwhile`` is called repeatedly during a wait that can take minutes. An exception from it ends the wait,
+    and the answer is dropped.
     """
 
     def __init__(
@@ -56,12 +55,8 @@ class RemoteSampler:
         peer_timeout_s: float = PEER_TIMEOUT_S,
         key: RunKey | None = None,
     ) -> None:
-        self._address, self._timeout_s, self._peer_timeout_s, self._key = (
-            address,
-            timeout_s,
-            peer_timeout_s,
-            key,
-        )
+        self._address, self._key = address, key
+        self._timeout_s, self._peer_timeout_s = timeout_s, peer_timeout_s
         self._context = zmq.Context()
         self._channel: Requester | None = None
 
@@ -76,41 +71,41 @@ class RemoteSampler:
         self._context.term()
 
     def next_groups(
-        self, count: int, *, newest: int, max_staleness: int, meanwhile: Callable[[], None] = _nothing
+        self, count: int, *, newest: int, max_staleness: int, meanwhile: Callable[[], None] = _do_nothing
     ) -> tuple[list[Group], SamplingStats]:
-        """The next ``count`` prompts with their scored siblings, no token older than ``newest -
-        max_staleness``."""
-        reply = self._ask(NextGroups(count, newest, max_staleness), Groups, meanwhile)
+        """The groups of the next ``count`` prompts, without a token older than ``newest - max_staleness``."""
+        reply = self._request_reply(NextGroups(count, newest, max_staleness), Groups, meanwhile)
         return reply.groups, reply.stats
 
-    def evaluate(self, meanwhile: Callable[[], None] = _nothing) -> EvaluationResult | None:
-        """Of held-out problems; None where the task has none."""
-        return self._ask(Evaluate(), Evaluated, meanwhile).result
+    def evaluate(self, meanwhile: Callable[[], None] = _do_nothing) -> EvaluationResult | None:
+        """Evaluate on held-out problems; None if the task has none."""
+        return self._request_reply(Evaluate(), Evaluated, meanwhile).result
 
     def state(self) -> dict[str, int]:
-        """For a checkpoint: plain JSON values."""
-        return msgspec.to_builtins(self._ask(GetState(), State).state)
+        """The sampler's state for a checkpoint, as plain JSON values."""
+        return msgspec.to_builtins(self._request_reply(GetState(), State).state)
 
     def load_state(self, state: dict[str, int] | None) -> None:
-        """Go on from a ``state()`` of the same seed and data; None: begin anew, wherever an earlier learner
-        has left off."""
+        """Continue from a ``state()`` of the same seed and data; None: from the start of the data."""
         try:
-            known = msgspec.convert(state, SamplerState | None)
+            sampler_state = msgspec.convert(state, SamplerState | None)
         except msgspec.ValidationError as error:
             raise ValueError(f"{state} is not a state of the sampler: {error}") from error
-        self._ask(LoadState(known), Done)
+        self._request_reply(LoadState(sampler_state), Done)
 
     def stop(self) -> None:
         """Have the sample role end."""
-        self._ask(Stop(), Done)
+        self._request_reply(Stop(), Done)
 
-    def _ask(self, request: Request, expected: type[A], meanwhile: Callable[[], None] = _nothing) -> A:
+    def _request_reply(
+        self, request: Request, expected: type[A], meanwhile: Callable[[], None] = _do_nothing
+    ) -> A:
         channel = self._open_channel()
         channel.send(msgspec.msgpack.encode(request))
         try:
             self._wait_for_answer(channel, request, meanwhile)
         except BaseException:
-            self._drop_channel()  # a REQ socket with an answer outstanding can ask nothing else
+            self._drop_channel()  # a REQ socket with an outstanding answer can send nothing else
             raise
         reply = msgspec.msgpack.decode(channel.recv(), type=Reply)
         if isinstance(reply, Failure):

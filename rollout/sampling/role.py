@@ -2,10 +2,8 @@
 
 learner (rank 0)                         this process, one event loop
 RemoteSampler --- request, ZeroMQ ---> serve: one request at a time
-                                         └─ GroupSampler: one task per group
-                                              generate (HTTP, bounded by the client) -> decode -> score, a
-                                              task per sample
-              <-- reply or Failure ---
+              <-- reply or Failure ---   └─ GroupSampler: one task per group generates (HTTP, bounded by the
+                                            client), one task per sample decodes and scores
 """
 
 import gc
@@ -16,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 import zmq
@@ -44,7 +42,7 @@ from rollout.sampling.messages import (
     State,
     Stop,
 )
-from rollout.sampling.prompt_room import prompt_room
+from rollout.sampling.prompt_room import PromptsOf, prompt_room
 from rollout.sampling.sampler import GroupSampler
 from rollout.servers.router import generation_client
 from rollout.tasks import Task, load_task, longest_above
@@ -58,8 +56,8 @@ logger = logging.getLogger(__name__)
 LAST_REPLY_LINGER_MS = 1000
 
 
-def _unheard(what: str) -> None:
-    """Nobody wants to know what this role is doing."""
+def _ignore_activity(activity: str) -> None:
+    """The default listener of this role's activity."""
 
 
 async def run_sample_role(
@@ -69,21 +67,22 @@ async def run_sample_role(
     announce: Callable[[str], None],
     log_dir: Path,
     host: str = "127.0.0.1",
-    doing: Callable[[str], None] = _unheard,
+    doing: Callable[[str], None] = _ignore_activity,
     key: RunKey | None = None,
 ) -> None:
-    """Serve the learner until it says stop. ``announce`` is called once with the address to ask, of ``host``,
-    when requests can come.
+    """Serve the learner until it sends Stop.
 
-    log_dir: of a router, where the config asks for one. key: what the learner has to prove, and what the
-    servers want proved.
-
-    ``server_urls`` may be a function that waits for the servers: it is called once the data is loaded and
-    checked and every reward model answers, so that this takes place while the servers start.
+    Args:
+        server_urls: addresses, or a function that waits for the servers. It is called after the data is loaded
+            and checked and every reward model has answered, all of which happens while the servers start.
+        announce: called once with this role's address on ``host``, as soon as it takes requests.
+        log_dir: folder for the log of a router, if the config has one.
+        doing: called with each activity, for status reports.
+        key: the learner proves it to this role, and this role to the servers.
 
     Raises:
         ValueError: the task, one of its prompts, the reward or the tokenizer cannot be used.
-        RewardModelError: a reward model does not answer, or not as it should.
+        RewardModelError: a reward model does not answer, or its answer has the wrong form.
     """
     tokenizer, task = load_checked_task(config)
     async with Scorer(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer:
@@ -99,65 +98,40 @@ async def run_sample_role(
                 evaluation=config.evaluation,
                 seed=config.seed,
             )
-            gc.freeze()  # tokenizer, prompts and libraries live as long as the run; no collection needs to walk through them
-            await serve(
-                sampler,
-                announce=announce,
-                host=host,
-                peer_timeout_s=config.launch.peer_timeout_s,
-                key=key,
-                doing=doing,
-            )
+            gc.freeze()  # spares collections the tokenizer, the prompts and the libraries, which stay
+            timeout_s = config.launch.peer_timeout_s
+            await serve(sampler, announce=announce, host=host, peer_timeout_s=timeout_s, key=key, doing=doing)
 
 
 def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Task]:
-    """The task, with the model's tokenizer. Raises ValueError where either, or one of the prompts, cannot be
-    used."""
+    """The model's tokenizer and the task. Raises ValueError where one of them, or a prompt, cannot be used."""
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(tokenizer, config.model.path)
     task = load_task(config.task, tokenizer=tokenizer, keep_rows=may_read_rows(config.reward_type))
-    check_prompt_lengths(
-        task,
-        config,
-        max_positions=_read_json(config.model.path / "config.json").get("max_position_embeddings"),
-    )
+    max_positions = _read_json(config.model.path / "config.json").get("max_position_embeddings")
+    check_prompt_lengths(task, config, max_positions=max_positions)
     return tokenizer, task
 
 
 def check_prompt_lengths(task: Task, config: RunConfig, *, max_positions: int | None) -> None:
-    """Refuse prompts that leave no room for ``max_new_tokens``: they would end the run when their turn comes,
-    maybe hours later.
-
-    ``max_positions``, and what limits a sequence: see ``prompt_room``.
+    """Refuse prompts that leave no room for ``max_new_tokens`` (see ``prompt_room``): they would end the run
+    when they are drawn, perhaps hours later.
 
     Raises:
-        ValueError: naming the longest prompt that does not fit, its length, the limits and the fix.
+        ValueError: with the longest prompt that does not fit, its length, the limits and the fix.
     """
-    _check_longest(task.train, "training", config, max_positions)
-    _check_longest(task.heldout, "held-out", config, max_positions)
-
-
-def _check_longest(
-    prompts: Sequence[Prompt],
-    which: Literal["training", "held-out"],
-    config: RunConfig,
-    max_positions: int | None,
-) -> None:
-    room = prompt_room(config, which, max_positions=max_positions) if prompts else None
-    if room is None:
-        return
-    prompt = longest_above(prompts, room.tokens)
-    if prompt is not None:
-        raise ValueError(
-            room.too_long(f"{which} prompt {prompt.place or prompt.prompt_id}", len(prompt.token_ids))
-        )
+    all_prompts: dict[PromptsOf, Sequence[Prompt]] = {"training": task.train, "held-out": task.heldout}
+    for kind, prompts in all_prompts.items():
+        room = prompt_room(config, kind, max_positions=max_positions) if prompts else None
+        if room is not None and (prompt := longest_above(prompts, room.tokens)) is not None:
+            name = f"{kind} prompt {prompt.place or prompt.prompt_id}"
+            raise ValueError(room.too_long(name, len(prompt.token_ids)))
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> None:
     """See ``tokenization.check_vocabulary_size``."""
-    check_vocabulary_size(
-        len(tokenizer), _read_json(Path(model_dir) / "config.json").get("vocab_size"), model_dir
-    )
+    vocab_size = _read_json(Path(model_dir) / "config.json").get("vocab_size")
+    check_vocabulary_size(len(tokenizer), vocab_size, model_dir)
 
 
 def _read_json(path: Path) -> dict:
@@ -170,14 +144,13 @@ async def serve(
     announce: Callable[[str], None],
     host: str = "127.0.0.1",
     peer_timeout_s: float = PEER_TIMEOUT_S,
-    doing: Callable[[str], None] = _unheard,
+    doing: Callable[[str], None] = _ignore_activity,
     key: RunKey | None = None,
 ) -> None:
-    """Answer requests on a free port, one at a time, until Stop. A request that fails is answered with a
-    Failure.
+    """Answer requests on a free port, one at a time, until Stop. The answer to a failed request is a Failure.
 
-    Only a learner that proves ``key`` is heard; None, for tests alone: anyone. doing: told of each request,
-    and when there is none.
+    Only a learner that proves ``key`` gets an answer; None, for tests alone: any client does. ``doing`` is
+    called with each request, and with the wait for the next one.
     """
     context = zmq.asyncio.Context()
     try:
@@ -194,19 +167,16 @@ async def serve(
                 doing("waiting for the learner")
                 try:
                     request = msgspec.msgpack.decode(await channel.recv(), type=Request)
-                except (
-                    msgspec.DecodeError,
-                    UnicodeDecodeError,
-                ) as error:  # of another version of Tandem: it has proved the key
+                # The client has proved the key: such a message comes from another version of Tandem.
+                except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     logger.error("a message that is no request was refused: %s", error)
-                    await channel.send(
-                        msgspec.msgpack.encode(Failure(f"this is no request of the sample role: {error}"))
-                    )
+                    failure = Failure(f"this is no request of the sample role: {error}")
+                    await channel.send(msgspec.msgpack.encode(failure))
                     continue
                 doing(type(request).__name__)
                 try:
-                    reply = await _answer(sampler, request)
-                except Exception as error:  # a defect: the learner hears of it before this process dies of it
+                    reply = await _answer_request(sampler, request)
+                except Exception as error:  # a defect: report it to the learner, then end
                     await channel.send(msgspec.msgpack.encode(Failure(f"{type(error).__name__}: {error}")))
                     raise
                 await channel.send(msgspec.msgpack.encode(reply))
@@ -218,24 +188,23 @@ async def serve(
 
 @contextmanager
 def only_learner(context: zmq.asyncio.Context, key: RunKey | None) -> Iterator[None]:
-    """Inside, connections to the CURVE sockets of ``context`` are refused that do not prove to be the learner
-    of this run."""
+    """Inside, the CURVE sockets of ``context`` refuse all connections but the learner's, which proves ``key``."""
     if key is None:
         yield
         return
     learner, _ = key.curve_pair("learner")
-    door = AsyncioAuthenticator(context)
-    door.start()
-    door.configure_curve_callback(credentials_provider=_OnlyOne(learner))
+    authenticator = AsyncioAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(credentials_provider=_SinglePublicKey(learner))
     try:
         yield
     finally:
-        door.stop()
+        authenticator.stop()
 
 
 @dataclass(frozen=True, slots=True)
-class _OnlyOne:
-    """What pyzmq asks about a client's public key, in Z85 like ours."""
+class _SinglePublicKey:
+    """pyzmq's check of a client's public key, in Z85."""
 
     public: bytes
 
@@ -243,7 +212,7 @@ class _OnlyOne:
         return hmac.compare_digest(key, self.public)
 
 
-async def _answer(sampler: GroupSampler, request: Request) -> Reply:
+async def _answer_request(sampler: GroupSampler, request: Request) -> Reply:
     try:
         match request:
             case NextGroups(count, newest, max_staleness):

@@ -1,9 +1,8 @@
-"""Prompts -> groups of scored responses: one task per group, generate -> decode -> score, a task per sample.
+"""Prompts to groups of scored responses: one task per group generates, one task per sample decodes and scores.
 
-Only ``next_groups`` moves the position in the data, and only when all its groups are complete; so a state
-taken between two requests resumes exactly. With dynamic sampling it samples in rounds, and the position
-counts every prompt that was sampled. Not its concern: weights, versions (the learner says what is newest),
-and which replica answers.
+Only ``next_groups`` moves the position in the data, and only when all its groups are complete: a state taken
+between two requests resumes exactly. Dynamic sampling works in rounds, and the position counts every sampled
+prompt. Weights, versions (the learner names the newest) and the choice of a replica are not its concern.
 """
 
 import asyncio
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_FAILURES = 8
-"""Failed rewards of one request that are logged one by one."""
+"""Limit of the failed rewards of one request that are logged one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +41,8 @@ class _Sample:
 
 
 class GroupSampler:
-    """Samples groups of siblings in a seeded order of the prompts, and evaluates on held-out ones; used by
-    one task at a time."""
+    """Samples groups in a seeded order of the prompts, and evaluates on held-out prompts. For one task at a
+    time."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class GroupSampler:
         self._rollout, self._evaluation, self._seed = rollout, evaluation, seed
         self._dynamic = rollout.dynamic_sampling
         self._position, self._next_group_id = 0, 0
-        self._order, self._order_epoch = range(0), -1
+        self._order, self._order_epoch = list[int](), -1
 
     @property
     def state(self) -> SamplerState:
@@ -77,10 +76,10 @@ class GroupSampler:
         )
 
     def load_state(self, state: SamplerState | None) -> None:
-        """Go on from where another sampler of the same seed and data stood; None: begin anew.
+        """Continue from another sampler's state of the same seed and data; None: from the start of the data.
 
         Raises:
-            ValueError: the training set has another size than the state's.
+            ValueError: the size of the training set differs from the state's.
         """
         if state is None:
             self._position = self._next_group_id = 0
@@ -97,78 +96,75 @@ class GroupSampler:
     ) -> tuple[list[Group], SamplingStats]:
         """The next ``count`` prompts in order, each with ``group_size`` scored siblings.
 
-        With dynamic sampling: the next ``count`` whose siblings differ, in the order of their prompts. Where
-        the rounds do not bring enough of them, the first groups without signal are kept in their places.
+        With dynamic sampling: the next ``count`` groups whose siblings differ, in the order of their prompts.
+        If the rounds give too few of them, the first groups without signal are kept in their places.
 
         Raises:
             SamplingError: a token was sampled by weights older than ``newest - max_staleness``, or newer than
-            ``newest``; or every reward
-                of a round failed.
+                ``newest``; or every reward of a round failed.
             GenerationError: a completion could not be obtained. The position stays where it was.
         """
         groups: list[Group] = []
         has_signal: list[bool] = []
-        spent: list[SamplingStats] = []
+        rounds: list[SamplingStats] = []
         max_rounds = self._dynamic.max_rounds if self._dynamic.type == "resample" else 1
-        while (missing := count - sum(has_signal)) and len(spent) < max_rounds:
+        while (missing := count - sum(has_signal)) and len(rounds) < max_rounds:
             prompts = [self._prompt_at(self._position + len(groups) + i) for i in range(missing)]
             first_id, size = self._next_group_id + len(groups), self._rollout.group_size
-            wanted = [
-                (prompt, self._seeds(prompt, size, attempt=first_id + i)) for i, prompt in enumerate(prompts)
+            seeds = [
+                self._sample_seeds(prompt, size, attempt=first_id + i) for i, prompt in enumerate(prompts)
             ]
-            sampled, stats = await self._sample_all(wanted, temperature=self._rollout.temperature)
-            fresh = [_make_group(first_id + i, prompt, sampled[i]) for i, prompt in enumerate(prompts)]
-            _check_versions(fresh, newest=newest, max_staleness=max_staleness)
-            groups += fresh
-            has_signal += [
-                _has_signal([sample.score for sample in samples], self._dynamic) for samples in sampled
-            ]
-            spent.append(stats)
-        stats = replace(
-            _total(spent), resampled_groups=len(groups) - count, filled_groups=count - sum(has_signal)
-        )
-        if stats.filled_groups:
+            sampled, stats = await self._sample_all(prompts, seeds, temperature=self._rollout.temperature)
+            new_groups = [_make_group(first_id + i, prompt, sampled[i]) for i, prompt in enumerate(prompts)]
+            _check_versions(new_groups, newest=newest, max_staleness=max_staleness)
+            groups += new_groups
+            has_signal += [_has_signal([s.score for s in samples], self._dynamic) for samples in sampled]
+            rounds.append(stats)
+        num_filled = count - sum(has_signal)
+        stats = replace(_total_stats(rounds), resampled_groups=len(groups) - count, filled_groups=num_filled)
+        if num_filled:
             logger.warning(
                 "only %d of %d groups have differing rewards after %d rounds and %d prompts; %d without signal are trained on too",
-                sum(has_signal), count, len(spent), len(groups), stats.filled_groups,
+                sum(has_signal), count, len(rounds), len(groups), num_filled,
             )  # fmt: skip
         self._position += len(groups)
         self._next_group_id += len(groups)
         return [groups[i] for i in choose_groups(has_signal, count)], stats
 
     async def evaluate(self) -> EvaluationResult | None:
-        """Accuracy on held-out problems, the same ones each time; None where the task holds none out.
+        """Accuracy on held-out problems, the same ones each time; None if the task holds none out.
 
         Raises:
-            GenerationError: a completion could not be obtained. SamplingError: every reward failed.
+            GenerationError: a completion could not be obtained.
+            SamplingError: every reward failed.
         """
         prompts = choose_heldout(self._task.heldout, self._evaluation.max_prompts)
         if not prompts:
             return None
-        wanted = [
-            (prompt, self._seeds(prompt, self._evaluation.samples_per_prompt, attempt=-1))
-            for prompt in prompts
-        ]
-        sampled, _ = await self._sample_all(wanted, temperature=self._evaluation.temperature)
-        return _summarise(sampled)
+        per_prompt = self._evaluation.samples_per_prompt
+        seeds = [self._sample_seeds(prompt, per_prompt, attempt=-1) for prompt in prompts]
+        sampled, _ = await self._sample_all(prompts, seeds, temperature=self._evaluation.temperature)
+        return _summarise_samples(sampled)
 
-    def _seeds(self, prompt: Prompt, count: int, *, attempt: int) -> list[int]:
+    def _sample_seeds(self, prompt: Prompt, count: int, *, attempt: int) -> list[int]:
         return [
             _sample_seed(self._seed, prompt.prompt_id, sibling, attempt=attempt) for sibling in range(count)
         ]
 
     async def _sample_all(
-        self, wanted: Sequence[tuple[Prompt, list[int]]], *, temperature: float
+        self, prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]], *, temperature: float
     ) -> tuple[list[list[_Sample]], SamplingStats]:
-        """For each prompt one sample per seed, all in the order asked for; every prompt is asked at once, and
-        the client bounds how many samples reach the servers. The first failure cancels the rest. Raises
-        SamplingError where not one reward could be computed."""
+        """For each prompt one sample per seed of its own, in order.
+
+        All prompts are requested at once; the client limits the samples that reach the servers. The first
+        failure cancels the rest. Raises SamplingError if every reward failed.
+        """
         started, before, retries_before = time.perf_counter(), self._client.stats, self._scorer.retries
         try:
             async with asyncio.TaskGroup() as tasks:
                 groups = [
-                    tasks.create_task(self._sample_group(prompt, seeds, temperature, tasks))
-                    for prompt, seeds in wanted
+                    tasks.create_task(self._sample_group(prompt, prompt_seeds, temperature, tasks))
+                    for prompt, prompt_seeds in zip(prompts, seeds, strict=True)
                 ]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
@@ -176,7 +172,7 @@ class GroupSampler:
             [_Sample(completion=completion, score=score.result()) for completion, score in group.result()]
             for group in groups
         ]
-        failures = _failed_rewards([prompt for prompt, _ in wanted], sampled)
+        failures = _failed_rewards(prompts, sampled)
         num_scored = sum(map(len, sampled))
         if failures and len(failures) == num_scored:
             raise SamplingError(
@@ -196,8 +192,7 @@ class GroupSampler:
     async def _sample_group(
         self, prompt: Prompt, seeds: Sequence[int], temperature: float, tasks: asyncio.TaskGroup
     ) -> list[tuple[Completion, asyncio.Task[Score]]]:
-        """The completions, each with the task that scores it: scoring starts here, while other groups are
-        still being sampled."""
+        """The completions, each with the task that scores it while other groups are still being sampled."""
         completions = await self._client.generate_group(
             prompt.token_ids,
             max_new_tokens=self._rollout.max_new_tokens,
@@ -206,18 +201,18 @@ class GroupSampler:
             seeds=seeds,
         )
         return [
-            (completion, tasks.create_task(self._score(prompt, completion))) for completion in completions
+            (completion, tasks.create_task(self._score_completion(prompt, completion)))
+            for completion in completions
         ]
 
-    async def _score(self, prompt: Prompt, completion: Completion) -> Score:
+    async def _score_completion(self, prompt: Prompt, completion: Completion) -> Score:
         text, num_tokens = self._response_text(completion), len(completion.token_ids)
         return await self._scorer.score(
             prompt, text, num_tokens=num_tokens, finish_reason=completion.finish_reason
         )
 
     def _response_text(self, completion: Completion) -> str:
-        # Only the end itself is dropped: a special token in the middle must stay visible, or `1<pad>+2` would
-        # score as `1+2`.
+        # Only the end token is dropped. Special tokens in the middle stay, or `1<pad>+2` would score as `1+2`.
         ended = bool(completion.token_ids) and completion.token_ids[-1] in self._stop_token_ids
         token_ids = completion.token_ids[:-1] if ended else completion.token_ids
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
@@ -225,40 +220,35 @@ class GroupSampler:
     def _prompt_at(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self._task.train))
         if epoch != self._order_epoch:
-            self._order, self._order_epoch = (
-                epoch_order(len(self._task.train), seed=self._seed, epoch=epoch),
-                epoch,
-            )
+            self._order = epoch_order(len(self._task.train), seed=self._seed, epoch=epoch)
+            self._order_epoch = epoch
         return self._task.train[self._order[index]]
 
 
 def epoch_order(num_prompts: int, *, seed: int, epoch: int) -> list[int]:
-    """The permutation in which an epoch goes through the training prompts; a function of seed and epoch
-    alone."""
+    """The order of the training prompts in an epoch, a function of seed and epoch alone."""
     order = list(range(num_prompts))
     random.Random(f"tandem prompt order {seed} {epoch}").shuffle(order)
     return order
 
 
 def choose_heldout(heldout: Sequence[Prompt], max_prompts: int | None) -> list[Prompt]:
-    """Every held-out prompt, or the ``max_prompts`` whose ids hash lowest: the same ones whatever the order
-    of the file."""
+    """All held-out prompts, or the ``max_prompts`` with the lowest hashes, which do not depend on the file's
+    order."""
     if max_prompts is None or max_prompts >= len(heldout):
         return list(heldout)
-    return sorted(heldout, key=lambda prompt: hashlib.sha256(prompt.prompt_id.encode()).digest())[
-        :max_prompts
-    ]
+    by_hash = sorted(heldout, key=lambda prompt: hashlib.sha256(prompt.prompt_id.encode()).digest())
+    return by_hash[:max_prompts]
 
 
 def choose_groups(has_signal: Sequence[bool], count: int) -> list[int]:
-    """Indices of the ``count`` groups to train on, ascending: all with signal, filled up with the first ones
-    without."""
+    """Ascending indices of the ``count`` groups to train on: all with signal, then the first ones without."""
     without = [i for i, signal in enumerate(has_signal) if not signal]
     return sorted([i for i, signal in enumerate(has_signal) if signal] + without[: count - sum(has_signal)])
 
 
 def _has_signal(scores: Sequence[Score], dynamic: DynamicSampling) -> bool:
-    """Whether the siblings differ, exactly, in what dynamic sampling compares; always True without it."""
+    """Whether the siblings differ in the value that dynamic sampling compares; always True without it."""
     match dynamic:
         case ResampleGroups(compare="reward"):
             return len({score.value for score in scores}) > 1
@@ -269,12 +259,12 @@ def _has_signal(scores: Sequence[Score], dynamic: DynamicSampling) -> bool:
 
 
 def _sample_seed(run_seed: int, prompt_id: str, sibling: int, *, attempt: int) -> int:
-    """31 bits from the run's seed, the prompt, the sibling, and which time (group id) the prompt is asked."""
+    """31 bits from the run's seed, the prompt, the sibling, and the group id (``attempt``)."""
     digest = hashlib.sha256(json.dumps([run_seed, prompt_id, sibling, attempt]).encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def _total(rounds: Sequence[SamplingStats]) -> SamplingStats:
+def _total_stats(rounds: Sequence[SamplingStats]) -> SamplingStats:
     numbers = [field.name for field in fields(SamplingStats) if field.name != "first_failure"]
     failures = [stats.first_failure for stats in rounds if stats.first_failure is not None]
     return SamplingStats(
@@ -284,15 +274,12 @@ def _total(rounds: Sequence[SamplingStats]) -> SamplingStats:
 
 
 def _make_group(group_id: int, prompt: Prompt, samples: Sequence[_Sample]) -> Group:
-    trajectories = [
-        _make_trajectory(group_id, sibling, prompt, sample) for sibling, sample in enumerate(samples)
-    ]
+    trajectories = [_make_trajectory(group_id, i, prompt, sample) for i, sample in enumerate(samples)]
     return Group(group_id=group_id, prompt_id=prompt.prompt_id, trajectories=trajectories)
 
 
 def _make_trajectory(group_id: int, sibling_id: int, prompt: Prompt, sample: _Sample) -> Trajectory:
-    """Lists aligned with prompt + response, zeros on the prompt. This is the only place where the two are
-    joined."""
+    """Join prompt and response, with zeros on the prompt; nothing else joins the two."""
     completion, score = sample.completion, sample.score
     num_prompt, num_response = len(prompt.token_ids), len(completion.token_ids)
     return Trajectory(
@@ -311,7 +298,7 @@ def _make_trajectory(group_id: int, sibling_id: int, prompt: Prompt, sample: _Sa
 
 
 def _failed_rewards(prompts: Sequence[Prompt], sampled: Sequence[Sequence[_Sample]]) -> list[str]:
-    """Each in words, which go to the log."""
+    """The failures as texts, which are also logged."""
     failed = [
         f"prompt {prompt.prompt_id}, sibling {sibling_id}, scored 0: {sample.score.error}"
         for prompt, samples in zip(prompts, sampled, strict=True)
@@ -330,12 +317,8 @@ def _failed_rewards(prompts: Sequence[Prompt], sampled: Sequence[Sequence[_Sampl
 def _check_versions(groups: Sequence[Group], *, newest: int, max_staleness: int) -> None:
     for group in groups:
         for trajectory in group.trajectories:
-            versions = [
-                v
-                for v, response in zip(trajectory.token_versions, trajectory.response_mask, strict=True)
-                if response
-            ]
-            wrong = [v for v in versions if not newest - max_staleness <= v <= newest]
+            tokens = zip(trajectory.token_versions, trajectory.response_mask, strict=True)
+            wrong = [v for v, sampled in tokens if sampled and not newest - max_staleness <= v <= newest]
             if wrong:
                 raise SamplingError(
                     f"prompt {group.prompt_id}, sibling {trajectory.sibling_id} has tokens sampled by weight version {wrong[0]}, but "
@@ -344,21 +327,19 @@ def _check_versions(groups: Sequence[Group], *, newest: int, max_staleness: int)
 
 
 def accuracy_error(right: Sequence[Sequence[bool]]) -> float | None:
-    """Standard error of the share of right samples, by problem: of a mean over clusters of one size, as which
-    the problems were drawn."""
+    """Standard error of the share of right samples, as that of a mean over clusters (problems) of equal size."""
     shares = [sum(samples) / len(samples) for samples in right]
     return statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
 
 
-def _summarise(sampled: Sequence[Sequence[_Sample]]) -> EvaluationResult:
+def _summarise_samples(sampled: Sequence[Sequence[_Sample]]) -> EvaluationResult:
     samples = [sample for samples in sampled for sample in samples]
-    lengths = [len(sample.completion.token_ids) for sample in samples]
+    truncated = sum(sample.completion.finish_reason is FinishReason.LENGTH for sample in samples)
     return EvaluationResult(
         accuracy=sum(sample.score.correct for sample in samples) / len(samples),
         reward_mean=sum(sample.score.value for sample in samples) / len(samples),
         count=len(samples),
         accuracy_error=accuracy_error([[sample.score.correct for sample in samples] for samples in sampled]),
-        length_mean=sum(lengths) / len(lengths),
-        truncated_fraction=sum(sample.completion.finish_reason is FinishReason.LENGTH for sample in samples)
-        / len(samples),
+        length_mean=sum(len(sample.completion.token_ids) for sample in samples) / len(samples),
+        truncated_fraction=truncated / len(samples),
     )

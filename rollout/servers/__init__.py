@@ -1,1 +1,1 @@
-"""SGLang from outside: how servers are started, watched, asked for tokens, sent weights, and ended."""
+"""SGLang servers from outside: start, watch, generation requests, weight updates, and end."""

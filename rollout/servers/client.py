@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,51 +13,39 @@ import aiohttp
 import orjson
 
 from rollout.client import ClientStats, GenerationError
-from rollout.connections import CONNECT_TIMEOUT_S, PEER_TIMEOUT_S, is_unreachable, watched_socket
+from rollout.connections import PEER_TIMEOUT_S, is_unreachable
+from rollout.http_replicas import AttemptFailed, Replica, open_session, request_with_retries
 from rollout.records import Completion, FinishReason
 from rollout.run_key import RunKey
 
 T = TypeVar("T")
 
 REUSE_S = 4.0
-"""Idle connections are dropped before SGLang does so, which would be found out only by a failed attempt."""
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.1, 2.0
+"""Idle connections are dropped after this time. SGLang would drop them later, and the next attempt would fail."""
+BACKOFF_S = (0.1, 2.0)
+UNREACHED_CODES = frozenset({"call_upstream_request_error", "no_available_workers"})
+"""Error codes of sglang-router for a server that it has not reached, or has lost."""
 
 
-FROM_UNREACHED = frozenset({"call_upstream_request_error", "no_available_workers"})
-"""What sglang-router calls its answer where it has not reached a server, or has lost it."""
-
-
-class _AttemptFailed(Exception):
-    """One attempt failed in a way that another one may not."""
-
-
-class _NotReached(_AttemptFailed):
-    """By a router."""
-
-
-@dataclass(slots=True)
-class _Replica:
-    url: str
-    in_flight: int = 0
-    """Samples."""
+class _ServerUnreached(AttemptFailed):
+    """The router answered, but it did not reach a server."""
 
 
 class SGLangClient:
     """A ``GenerationClient`` over HTTP; made and used inside one event loop.
 
-    The samples of a group are one request, which saves the server most of its work per request. It goes to
-    the replica with the fewest samples in flight. At most ``max_concurrency`` samples are in flight over all
-    replicas: the others wait here in order of arrival, and a larger group is several requests, one after
-    another. An attempt that fails in transport (connection refused or reset, 5xx, any sample aborted by the
-    server) is repeated as a whole up to ``max_retries`` times, on a replica that has not failed this request
-    if there is one. Attempts that did not reach a host are repeated for ``peer_timeout_s`` before they count:
-    the network may come back. After that time a host that answers nothing at all, not even its kernel's
-    probes, is given up in the middle of a request. ``timeout_s`` bounds all attempts of a request together,
-    without its wait for places.
+    The samples of a group are one request, which saves the server most of its work per request. The request
+    goes to the replica with the fewest samples in flight. At most ``max_concurrency`` samples are in flight
+    over all replicas: further ones wait here in order of arrival, and a larger group becomes several
+    requests, one after another. An attempt that fails in transport (connection refused or reset, 5xx, any
+    sample aborted by the server) is repeated as a whole up to ``max_retries`` times, on a replica that has
+    not failed this request if there is one. Attempts that did not reach a host do not count for
+    ``peer_timeout_s``: the network may come back. A host whose kernel answers no probe for that time is given
+    up in the middle of a request. ``timeout_s`` bounds all attempts of a request together, without its wait
+    for places.
 
     Args:
-        whole_groups: False: each sample is a request of its own. ``urls`` is then a router's.
+        whole_groups: whether a group is one request. False for a router's ``urls``: one request per sample.
     """
 
     def __init__(
@@ -73,24 +61,15 @@ class SGLangClient:
     ) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
-        self._replicas = [_Replica(url.rstrip("/")) for url in urls]
+        self._replicas = [Replica(url.rstrip("/")) for url in urls]
         self._max_concurrency, self._whole_groups = max_concurrency, whole_groups
         self._places = asyncio.Semaphore(max_concurrency)
         self._turn = asyncio.Lock()
-        self._timeout_s = timeout_s
-        self._max_retries = max_retries
-        self._peer_timeout_s = peer_timeout_s
+        self._timeout_s, self._peer_timeout_s, self._max_retries = timeout_s, peer_timeout_s, max_retries
         self._stats = ClientStats()
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0,
-                keepalive_timeout=REUSE_S,
-                socket_factory=partial(watched_socket, peer_timeout_s=peer_timeout_s),
-            ),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=CONNECT_TIMEOUT_S
-            ),  # the deadline is our own
-            headers=key.http_headers if key is not None else None,
+        headers = key.http_headers if key is not None else None
+        self._session = open_session(
+            peer_timeout_s=peer_timeout_s, headers=headers, keepalive_timeout=REUSE_S
         )
 
     async def __aenter__(self) -> "SGLangClient":
@@ -115,29 +94,27 @@ class SGLangClient:
         stop_token_ids: Sequence[int],
         seeds: Sequence[int],
     ) -> list[Completion]:
-        """See ``GenerationClient``. Seeds have an effect only on servers with
-        ``enable-deterministic-inference``."""
+        """See ``GenerationClient``. Only servers with ``enable-deterministic-inference`` heed the seeds."""
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
         sampling["stop_token_ids"] = list(stop_token_ids)
         samplings = [sampling | {"sampling_seed": seed} for seed in seeds]
         if not self._whole_groups:
-            return [
-                only
-                for (only,) in await _all_or_none(self._request(list(prompt_ids), [one]) for one in samplings)
-            ]
+            requests = (self._request_completions(list(prompt_ids), [sampling]) for sampling in samplings)
+            return [completion for (completion,) in await _gather_or_cancel(requests)]
         completions: list[Completion] = []
         for start in range(0, len(samplings), self._max_concurrency):
-            completions += await self._request(
-                list(prompt_ids), samplings[start : start + self._max_concurrency]
-            )
+            part = samplings[start : start + self._max_concurrency]
+            completions += await self._request_completions(list(prompt_ids), part)
         return completions
 
-    async def _request(self, prompt_ids: list[int], samplings: list[dict[str, object]]) -> list[Completion]:
-        """One completion per item of ``samplings``, at most ``max_concurrency`` of them, by one HTTP request
-        (and its repetitions)."""
+    async def _request_completions(
+        self, prompt_ids: list[int], samplings: list[dict[str, object]]
+    ) -> list[Completion]:
+        """One completion per item of ``samplings`` (at most ``max_concurrency``) by one HTTP request, repeated
+        where it fails."""
         count = len(samplings)
-        # Ids in a list even for one sample: SGLang then answers with a list. A router takes no list of
-        # parameters.
+        # SGLang answers with a list where the ids come in a list, even for one sample. A router takes no
+        # list of parameters.
         sampling = samplings if self._whole_groups else samplings[0]
         body = orjson.dumps(
             {"input_ids": [prompt_ids] * count, "sampling_params": sampling, "return_logprob": True}
@@ -146,21 +123,19 @@ class SGLangClient:
             self._stats = replace(self._stats, requests=self._stats.requests + count)
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    completions = await self._attempts(body, count)
+                    return await self._request_with_retries(body, count)
             except TimeoutError as error:
                 raise GenerationError(
                     f"no answer within request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of {len(prompt_ids)} tokens "
                     f"(max_new_tokens={samplings[0]['max_new_tokens']}); raise rollout.request_timeout_s, or lower max_concurrency"
                 ) from error
-        return completions
 
     @asynccontextmanager
     async def _take_places(self, count: int) -> AsyncIterator[None]:
         taken = 0
         try:
-            async with (
-                self._turn
-            ):  # one at a time: two that each hold a part of what they need would wait for one another
+            # One request at a time: two that each hold a part of their places would wait for one another.
+            async with self._turn:
                 while taken < count:
                     await self._places.acquire()
                     taken += 1
@@ -169,35 +144,23 @@ class SGLangClient:
             for _ in range(taken):
                 self._places.release()
 
-    async def _attempts(self, body: bytes, count: int) -> list[Completion]:
-        failures: list[str] = []
-        failed: set[int] = set()
-        num_counted, patience = 0, _Patience(self._peer_timeout_s)
-        while True:
-            index = self._least_loaded(avoiding=failed)
-            replica = self._replicas[index]
-            replica.in_flight += count
-            try:
-                return await self._attempt(replica.url, body, count)
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _AttemptFailed) as error:
-                failures.append(f"{replica.url}: {type(error).__name__ if not str(error) else error}")
-                failed.add(index)
-                num_counted += not patience.covers(error)
-            finally:
-                replica.in_flight -= count
+    async def _request_with_retries(self, body: bytes, count: int) -> list[Completion]:
+        num_counted, patience = 0, _NetworkPatience(self._peer_timeout_s)
+
+        def count_failure(error: Exception, failures: list[str]) -> None:
+            nonlocal num_counted
+            num_counted += not patience.covers(error)
             if num_counted > self._max_retries:
                 last = failures[-1 - self._max_retries :]
                 raise GenerationError(
                     f"{len(failures)} attempts at {count} samples failed (max_retries={self._max_retries}): {last}"
                 )
             self._stats = replace(self._stats, retries=self._stats.retries + 1)
-            if len(failed) == len(self._replicas):  # nobody left to ask at once
-                failed.clear()
-                await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (len(failures) - 1), LAST_BACKOFF_S))
 
-    def _least_loaded(self, *, avoiding: set[int]) -> int:
-        candidates = [index for index in range(len(self._replicas)) if index not in avoiding]
-        return min(candidates, key=lambda index: self._replicas[index].in_flight)
+        attempt = partial(self._attempt, body=body, count=count)
+        return await request_with_retries(
+            self._replicas, attempt, count_failure, num_samples=count, backoff_s=BACKOFF_S
+        )
 
     async def _attempt(self, url: str, body: bytes, count: int) -> list[Completion]:
         async with self._session.post(
@@ -205,34 +168,32 @@ class SGLangClient:
         ) as response:
             content = await response.read()
             if response.status >= 500:
-                failed = _NotReached if _error_code(content) in FROM_UNREACHED else _AttemptFailed
-                raise failed(f"HTTP {response.status}: {server_message(content)}")
+                failure = _ServerUnreached if _error_code(content) in UNREACHED_CODES else AttemptFailed
+                raise failure(f"HTTP {response.status}: {server_message(content)}")
             if response.status != 200:
                 raise GenerationError(
                     f"{url} refused a request with HTTP {response.status}: {server_message(content)}"
                 )
         replies = orjson.loads(content)
         if not isinstance(replies, list) or len(replies) != count:
-            found = (
-                f"a list of {len(replies)}"
-                if isinstance(replies, list)
-                else f"a single {type(replies).__name__}"
+            kind = (
+                f"list of {len(replies)}" if isinstance(replies, list) else f"single {type(replies).__name__}"
             )
             raise GenerationError(
-                f"{url} answered a request for {count} samples with {found}, not a list of one reply each"
+                f"{url} answered a request for {count} samples with a {kind}, not a list of one reply each"
             )
         for reply in replies:
             finish = reply["meta_info"]["finish_reason"]
             if finish["type"] == "abort":
-                raise _AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
+                raise AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
         try:
             return [parse_completion(reply) for reply in replies]
         except GenerationError as error:
             raise GenerationError(f"{url}: {error}") from error
 
 
-async def _all_or_none(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All at once. Where one fails, the others are cancelled and its error is raised, bare."""
+async def _gather_or_cancel(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all. The first failure cancels the others and is raised by itself, in no group."""
     tasks = [asyncio.ensure_future(request) for request in requests]
     try:
         return await asyncio.gather(*tasks)
@@ -241,28 +202,26 @@ async def _all_or_none(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             task.cancel()
 
 
-class _Patience:
-    """With a network that is cut: ``seconds`` from the first attempt that did not reach a host, or lost it,
-    on."""
+class _NetworkPatience:
+    """Time that a request gives a cut network: ``seconds`` from its first failed attempt on."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._until: float | None = None
 
     def covers(self, error: Exception) -> bool:
-        """Whether a failure is one that the network's return will mend, and there is time left for it."""
-        of_connecting = isinstance(error, (aiohttp.ConnectionTimeoutError, _NotReached))
+        """Whether the return of the network would mend this failure, and time is left to wait for it."""
+        is_unreached = isinstance(error, (aiohttp.ConnectionTimeoutError, _ServerUnreached))
         if isinstance(error, aiohttp.ClientConnectorError):
-            of_connecting = is_unreachable(error.os_error)
+            is_unreached = is_unreachable(error.os_error)
         if self._until is None:
             # A connection that the kernel gave up has used that time already.
-            self._until = time.monotonic() + (self._seconds if of_connecting else 0.0)
-        return of_connecting and time.monotonic() < self._until
+            self._until = time.monotonic() + (self._seconds if is_unreached else 0.0)
+        return is_unreached and time.monotonic() < self._until
 
 
 def neutral_sampling_params(*, max_new_tokens: int, temperature: float) -> dict[str, object]:
-    """Sampling from the full distribution at ``temperature``, with nothing left to a server's or a model's
-    defaults."""
+    """Sampling from the full distribution at ``temperature``, whatever a server's or a model's defaults are."""
     return {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -276,7 +235,7 @@ def neutral_sampling_params(*, max_new_tokens: int, temperature: float) -> dict[
 
 
 def parse_completion(reply: Mapping) -> Completion:
-    """The record of one sample in a ``/generate`` reply that was asked with ``return_logprob``.
+    """The record of one sample of a ``/generate`` reply with log-probs.
 
     Raises:
         GenerationError: ids, log-probs and versions do not fit together, a log-prob is not finite, or a
@@ -298,11 +257,10 @@ def parse_completion(reply: Mapping) -> Completion:
 
 
 def finite_logprobs(triples: Sequence[Sequence]) -> list[float]:
-    """Of SGLang's (log-prob, id, text) of each token. What is not finite comes as null, as JSON has no word
-    for it.
+    """The log-probs of SGLang's triples (log-prob, id, text). JSON writes a log-prob that is not finite as null.
 
     Raises:
-        GenerationError: a log-prob is not finite, naming the token's place.
+        GenerationError: a log-prob is not finite; the message names the token's place.
     """
     for place, (logprob, token, *_) in enumerate(triples, start=1):
         if logprob is None or not math.isfinite(logprob):
@@ -313,8 +271,10 @@ def finite_logprobs(triples: Sequence[Sequence]) -> list[float]:
 
 
 def _versions_per_token(meta: Mapping, num_tokens: int) -> list[int]:
-    """Spans ``{version, start, end}`` cover the output in order: a pause for new weights may fall inside a
-    response."""
+    """A version per token from spans ``{version, start, end}``, which cover the output in order.
+
+    A response has several spans where a pause for new weights fell into it.
+    """
     versions: list[int] = []
     for span in meta["weight_versions"]:
         if span["start"] != len(versions):
@@ -332,7 +292,7 @@ def _version_number(version: str) -> int:
         return int(version)
     except ValueError:
         raise GenerationError(
-            f"the server calls its weights {version!r}, not a decimal number; start it with --weight-version 0"
+            f"the server's weight version is {version!r}, not a decimal number; start it with --weight-version 0"
         ) from None
 
 
@@ -344,7 +304,7 @@ def _error_code(content: bytes) -> object:
 
 
 def server_message(content: bytes) -> str:
-    """What the server says went wrong, out of any of its error shapes."""
+    """The server's own description of an error, whatever form its answer has."""
     try:
         reply = orjson.loads(content)
     except orjson.JSONDecodeError:

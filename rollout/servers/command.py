@@ -1,11 +1,11 @@
-"""How one SGLang server is started: its command line, its environment, its ports.
+"""Command line, environment and ports of one SGLang server.
 
-Not its concern: which GPUs this machine may use: CUDA_VISIBLE_DEVICES is inherited, and a share names some of
-those.
+CUDA_VISIBLE_DEVICES is inherited, and a share names some of its GPUs.
 """
 
 import difflib
 import importlib.util
+import itertools
 import os
 import random
 import re
@@ -23,13 +23,13 @@ from rollout.servers.share import ServerShare
 
 LOOPBACK = "127.0.0.1"
 INITIAL_WEIGHT_VERSION = 0
-"""What the servers call the weights that they loaded from disk."""
+"""Version of the weights that servers load from disk."""
 REUSED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20)}
-"""For glibc on CPU: blocks of up to 32 MiB (its maximum), such as received weights, get the memory of the
-last ones again. By default each is new pages, which takes half as long as receiving into them."""
+"""For glibc on CPU: blocks of up to 32 MiB (its maximum), such as received weights, reuse freed memory. By
+default each block is new pages, which cost half the time of receiving into them."""
 KEEP_IDLE_S = 120
-"""Servers keep idle connections much longer than clients use them again (``REUSE_S``): one that a server
-closed during a cut of the network would take the next request with it."""
+"""Servers keep idle connections much longer than clients reuse them (``REUSE_S``): a connection that a server
+closed during a cut of the network would lose the next request."""
 STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
 PLUGIN = Path(__file__).parents[1] / "sglang_plugin"
 
@@ -68,8 +68,8 @@ OWNED_FLAGS = frozenset(
         "admin-api-key",
     }
 )
-"""Flags that the schema's own fields or the design decide, by all their names; ``server_args`` may not
-override them."""
+"""Flags, with all their names, that the schema's fields or the design decide; ``server_args`` may not set
+them."""
 FP8_MODELS = ("qwen2", "qwen3")
 """Model types whose loader SGLang 0.5.23 lets load new weights into FP8 ones (its
 ``supports_quantized_rl_reload``)."""
@@ -77,7 +77,7 @@ FP8_MODELS = ("qwen2", "qwen3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """Of one replica on one node. ``nccl`` is where its TP ranks meet; the other channels are unix sockets."""
+    """Ports of one replica on one node. Its TP ranks meet at ``nccl``; its other channels are unix sockets."""
 
     http: int
     nccl: int
@@ -85,15 +85,14 @@ class Ports:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSpec:
-    """What the servers of one node have in common."""
+    """Settings that the servers of one node share."""
 
     config: RunConfig
     cuda: bool
     host: str = LOOPBACK
-    """This node's address, where they listen."""
+    """Address of this node, at which the servers listen."""
     key: RunKey | None = None
-    """What requests have to prove; SGLang reads it from its file. None: nothing, for tests and benchmarks
-    alone."""
+    """Key that requests have to prove; SGLang reads it from its file. None, for tests alone: no proof."""
 
 
 def server_command(
@@ -102,7 +101,7 @@ def server_command(
     """The command line of one replica, or of one node's share of it.
 
     Args:
-        meeting_point: HOST:PORT of the replica's first node, for one that takes several nodes.
+        meeting_point: HOST:PORT on the first node of a replica that takes several nodes.
     """
     config = spec.config.rollout
     flags: dict[str, str | int | float | bool] = {
@@ -112,7 +111,7 @@ def server_command(
         "nccl-port": ports.nccl,
         "dtype": config.dtype,
         "tp-size": config.tp,
-        "random-seed": (spec.config.seed + share.replica) % 2**31,  # replicas must not draw the same samples
+        "random-seed": (spec.config.seed + share.replica) % 2**31,  # replicas must draw different samples
         "weight-version": str(INITIAL_WEIGHT_VERSION),
         "skip-tokenizer-init": True,  # ids in, ids out
         "sleep-on-idle": True,  # otherwise an idle server keeps a core busy
@@ -123,53 +122,43 @@ def server_command(
     if spec.config.model.fp32_lm_head:
         flags["enable-fp32-lm-head"] = True
     if config.quantization == "fp8":
-        # Without this loader SGLang quantises once, at start, and refuses what the learner sends.
+        # Without this loader SGLang quantises at start alone, and refuses the learner's weights.
         flags |= {"quantization": "fp8", "load-format": "flash_rl"}
     if config.max_total_tokens is not None:
         flags["max-total-tokens"] = config.max_total_tokens
     if spec.cuda:
         flags["base-gpu-id"] = share.first_gpu
-        if spec.config.launch.placement == "colocated":  # it can be asked to give its GPUs' memory back
+        if spec.config.launch.placement == "colocated":  # the server then lends its GPUs' memory on request
             flags["enable-memory-saver"] = True
     else:
-        flags |= {
-            "device": "cpu",
-            "skip-server-warmup": True,
-        }  # nothing is compiled on first use, and wait_healthy generates a token
+        # Nothing is compiled on first use, and wait_healthy generates a token anyway.
+        flags |= {"device": "cpu", "skip-server-warmup": True}
     flags |= {name.replace("_", "-"): value for name, value in config.server_args.items()}
     if spec.key is not None:
         flags["config"] = str(spec.key.file)
-    return [sys.executable, "-m", "sglang.launch_server", *_as_arguments(flags)]
-
-
-def _as_arguments(flags: dict[str, str | int | float | bool]) -> list[str]:
-    arguments: list[str] = []
+    command = [sys.executable, "-m", "sglang.launch_server"]
     for name, value in flags.items():
-        if value is True:
-            arguments.append(f"--{name}")
-        elif value is not False:
-            arguments += [f"--{name}", str(value)]
-    return arguments
+        if value is not False:
+            command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+    return command
 
 
 def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict[str, str]:
-    """The environment of one replica: this process's, nothing looked up on the network, and the CPU engine
-    where there is no CUDA.
+    """The environment of one replica: this process's, offline, and with the CPU engine without CUDA.
 
     Args:
-        place: of the share among those on this node, which are all of one size.
+        place: index of the share among the equally large ones on this node.
     """
-    environment = dict(os.environ)
-    environment |= {
+    environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONWARNINGS": "ignore",
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_IDLE_S),
+        # A router asks /health before it takes a server. By default that samples a token, which a paused
+        # server never gives.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
-    environment["SGLANG_TIMEOUT_KEEP_ALIVE"] = str(KEEP_IDLE_S)
-    # For a router, which asks /health before it takes a server: as it is, that asks for a token, and a paused
-    # server would never give one.
-    environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     if spec.cuda:
         return environment
     threads = spec.config.launch.threads_per_process
@@ -179,8 +168,8 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": str(threads),
         "PYTHONPATH": os.pathsep.join(paths),
+        **REUSED_MEMORY,
     }
-    environment |= REUSED_MEMORY
     if share.num_ranks * share.num_nodes > 1:
         cpus = sorted(os.sched_getaffinity(0))
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(
@@ -190,8 +179,8 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
 
 
 def cpu_binding(cpus: list[int], *, place: int, num_ranks: int, threads: int) -> str:
-    """Cores of each TP rank of a replica as SGLang reads them, ``0,1|2,3``; ranks share cores where there are
-    too few."""
+    """Cores of each TP rank of a replica as SGLang reads them, ``0,1|2,3``. Ranks share cores if there are too
+    few."""
     ranks = range(place * num_ranks, (place + 1) * num_ranks)
     return "|".join(
         ",".join(str(cpus[(rank * threads + i) % len(cpus)]) for i in range(min(threads, len(cpus))))
@@ -200,8 +189,8 @@ def cpu_binding(cpus: list[int], *, place: int, num_ranks: int, threads: int) ->
 
 
 def choose_ports(replicas: Sequence[int], first_port: int | None, host: str = LOOPBACK) -> list[Ports]:
-    """Ports first_port + 2 i (HTTP) and the next (rank meeting point) of each replica i of this node, or free
-    ones, all of ``host``.
+    """Ports of ``host`` for each replica i of this node: first_port + 2 i (HTTP) and the next one (ranks meet
+    there), or free ones where ``first_port`` is None.
 
     Raises:
         ValueError: one of the given ports is taken or out of range, or too few are free.
@@ -224,8 +213,8 @@ def choose_ports(replicas: Sequence[int], first_port: int | None, host: str = LO
 
 
 def _free_ports(replicas: int, host: str) -> list[Ports]:
-    """Below the kernel's range for outgoing connections, one of which could otherwise take a port while its
-    server still loads."""
+    """Free ports below the kernel's range for outgoing connections: those could take a port while its server
+    still loads."""
     try:
         lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:
@@ -233,12 +222,8 @@ def _free_ports(replicas: int, host: str) -> list[Ports]:
     top = lowest_outgoing if lowest_outgoing > 4096 else 65536
     candidates = list(range(max(2048, top - 16384), top - 1, 2))
     random.SystemRandom().shuffle(candidates)
-    free = (
-        Ports(http=port, nccl=port + 1)
-        for port in candidates
-        if _is_free(host, port) and _is_free(host, port + 1)
-    )
-    chosen = [ports for ports, _ in zip(free, range(replicas), strict=False)]
+    free = (port for port in candidates if _is_free(host, port) and _is_free(host, port + 1))
+    chosen = [Ports(http=port, nccl=port + 1) for port in itertools.islice(free, replicas)]
     if len(chosen) < replicas:
         raise ValueError(
             f"fewer than {2 * replicas} free ports between {candidates[0]} and {top} on {host}; set rollout.first_port"
@@ -248,7 +233,7 @@ def _free_ports(replicas: int, host: str) -> list[Ports]:
 
 def _is_free(host: str, port: int) -> bool:
     with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one in TIME_WAIT is free for a server
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server can take a port in TIME_WAIT
         try:
             probe.bind((host, port))
         except OSError:
@@ -257,14 +242,14 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def check_server_args(config: RolloutConfig) -> None:
-    """Whether ``server_args`` holds further flags only.
+    """Refuse flags in ``server_args`` that other fields or the design decide.
 
     Raises:
-        ValueError: one has dashes in front, or another field or the design decides what it is or abbreviates.
+        ValueError: a name has dashes in front, or is or abbreviates one of ``OWNED_FLAGS``.
     """
     for name in config.server_args:
         flag = name.replace("_", "-")
-        # SGLang completes what is short for a flag.
+        # SGLang accepts the beginning of a flag for the flag.
         owned = next((owned for owned in sorted(OWNED_FLAGS) if owned.startswith(flag)), None)
         if flag.startswith("-") or owned:
             short = f": it is short for {owned}" if owned and owned != flag else ""
@@ -275,36 +260,31 @@ def check_server_args(config: RolloutConfig) -> None:
 
 
 def check_flags_exist(config: RolloutConfig) -> None:
-    """Whether SGLang has the flags of ``server_args``, by their full names, as far as its sources tell.
+    """Refuse flags in ``server_args`` that SGLang's sources do not declare by their full names.
 
     Raises:
-        ValueError: it has not.
+        ValueError: SGLang has no such flag.
     """
-    known = flags_of_sglang() if config.server_args else ()
+    sglang_flags = flags_of_sglang() if config.server_args else ()
     for name in config.server_args:
         flag = name.replace("_", "-")
-        if known and flag.removeprefix("no-") not in known:  # some can be turned off so
-            close = difflib.get_close_matches(flag, known, n=1)
-            fix = (
-                f"did you mean {close[0]!r}?"
-                if close
-                else "`python -m sglang.launch_server --help` lists them"
-            )
+        if sglang_flags and flag.removeprefix("no-") not in sglang_flags:
+            close = difflib.get_close_matches(flag, sglang_flags, n=1)
+            listing = "`python -m sglang.launch_server --help` lists them"
+            fix = f"did you mean {close[0]!r}?" if close else listing
             raise ValueError(f"rollout.server_args: SGLang has no flag {name!r}; {fix}")
 
 
 def flags_of_sglang() -> list[str]:
-    """What SGLang's sources declare as flags, and a few settings without one; importing SGLang would take
-    seconds.
+    """The flags that SGLang's sources declare, and a few settings without a flag; an import would take seconds.
 
-    Each is a field, ``model_path: A[...]``, or text, ``"--model"``: an alias, or an argument by itself. Empty
-    where SGLang is not installed, or arranged otherwise.
+    A flag is a field, ``model_path: A[...]``, or a text, ``"--model"``: an alias, or an argument by itself.
+    Empty where SGLang is not installed, or its sources have another form.
     """
-    found = importlib.util.find_spec("sglang")
-    home = Path(found.origin).parent / "srt" if found and found.origin else Path()
-    fields = "".join(
-        file.read_text(encoding="utf-8") for file in (home / "arg_groups" / "fields").glob("*.py")
-    )
+    spec = importlib.util.find_spec("sglang")
+    home = Path(spec.origin).parent / "srt" if spec and spec.origin else Path()
+    sources = (home / "arg_groups" / "fields").glob("*.py")
+    fields = "".join(file.read_text(encoding="utf-8") for file in sources)
     if not fields:
         return []
     text = fields + (home / "server_args.py").read_text(encoding="utf-8")
@@ -313,11 +293,7 @@ def flags_of_sglang() -> list[str]:
 
 
 def check_quantization(config: RolloutConfig, model_type: str) -> None:
-    """Whether SGLang can serve this kind of model so and take new weights for it.
-
-    Raises:
-        ValueError: FP8 of a model whose loader cannot.
-    """
+    """Refuse FP8 for a model whose loader in SGLang cannot take new weights. Raises ValueError."""
     if config.quantization == "fp8" and model_type not in FP8_MODELS:
         raise ValueError(
             f"rollout.quantization=fp8: SGLang cannot update a {model_type} model while it serves it in FP8, only models of type "
@@ -326,11 +302,7 @@ def check_quantization(config: RolloutConfig, model_type: str) -> None:
 
 
 def check_has_kernels(config: RolloutConfig, *, cuda: bool) -> None:
-    """Whether this machine's servers have the kernels that the config asks for.
-
-    Raises:
-        ValueError: they are on CPU, where SGLang has none for FP8.
-    """
+    """Refuse FP8 on CPU, where SGLang has no kernels for it. Raises ValueError."""
     if config.quantization == "fp8" and not cuda:
         raise ValueError(
             "rollout.quantization=fp8 needs NVIDIA GPUs, which SGLang has its FP8 kernels for; set rollout.quantization=none, or fake_int8 "

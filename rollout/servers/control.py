@@ -1,10 +1,10 @@
 """Synchronous control of the SGLang servers by the learner: pause, receive weights, verify, resume.
 
-The learner's rank 0 does all of it, but for ``join_group``, ``receive_bucket`` and ``leave_group``: each of
-the learner's senders has a ``SGLangControl`` of its own for these, since whoever waits in a broadcast must
-see at once that a server has refused it.
+Rank 0 of the learner calls everything but ``join_group``, ``receive_bucket`` and ``leave_group``. For these
+every sender of the learner has its own ``SGLangControl``: a rank that waits in a broadcast must see at once
+that a server has refused it.
 
-One update, in order; what is indented runs in the servers and in the caller at the same time:
+One update, in order; indented calls run in the servers and in the caller at the same time:
 
     open_update()     pause                   no token is sampled any more; running requests go back to the queue
                       begin
@@ -15,15 +15,15 @@ One update, in order; what is indented runs in the servers and in the caller at 
     resume()
     probe(...)                                after resume: a paused server does not generate
 
-Servers may outlive the learner that opened an update. The next one calls ``take_over`` first: the interrupted
-update stays open, and paused servers stay paused, until a whole update has been loaded in its place.
+Servers may outlive the learner that opened an update. The next learner calls ``take_over`` first: the
+interrupted update stays open, and paused servers stay paused, until a whole update has replaced it.
 
-Paused servers also lend their device's memory (``release_memory``), and take it back before they are resumed.
+Paused servers also lend their device's memory (``release_memory``) until they are resumed.
 
-Every server serves its requests in the order of the calls, and one after the other (``ControlLine``): what is
-not waited for is done first.
+Every server handles its requests one by one in the order of the calls (``ControlLine``), whether the caller
+waits for an answer or not.
 
-Not its concern: the caller's end of the broadcast, and what the weights are.
+The caller's end of the broadcast and the content of the weights are not its concern.
 """
 
 import hashlib
@@ -46,39 +46,38 @@ from rollout.servers.client import finite_logprobs, neutral_sampling_params, par
 from rollout.servers.control_line import ControlError, ControlLine
 
 NO_UPDATE = "must run between begin_weight_update() and end_weight_update()"
-"""SGLang 0.5.23's words for a server without an open update."""
+"""SGLang 0.5.23's message where no update is open."""
 NO_GROUP = "tandem-no-group"
-"""A group that no server is in."""
+"""Name of a group that does not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """A greedy one. Log-probs are in nats."""
+    """A greedy continuation of a prompt. Log-probs are in nats."""
 
     token_ids: list[int]
     prompt_logprobs: list[float]
-    """Of the prompt's tokens from the second on."""
+    """Log-probs of the prompt's tokens from the second on."""
     logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What the replicas hold after an update, in their order."""
+    """Weight versions and checksums after an update, one entry per replica."""
 
     versions: list[int]
     checksums: list[dict[str, str]] | None
-    """None where they were not asked for."""
+    """None where they were not requested."""
 
 
 class Pending:
     """Requests under way on every replica, while the caller does its own part of the same collective."""
 
-    def __init__(self, what: str, futures: Sequence[Future], timeout_s: float) -> None:
-        self._what, self._futures, self._timeout_s = what, list(futures), timeout_s
+    def __init__(self, action: str, futures: Sequence[Future], timeout_s: float) -> None:
+        self._action, self._futures, self._timeout_s = action, list(futures), timeout_s
 
     def raise_if_failed(self) -> None:
-        """Look once, without waiting: a server that refused will never join the collective that the caller
-        waits in.
+        """Look once, without waiting: a server that refused will never join the caller's collective.
 
         Raises:
             ControlError: a replica has failed already.
@@ -91,7 +90,7 @@ class Pending:
         """The replies in order of the requests and of the replicas.
 
         Raises:
-            ControlError: the first failure, with the server's message, or the deadline passed.
+            ControlError: the first failure, with the server's message, or that of a missed deadline.
         """
         done, missing = wait_futures(self._futures, timeout=self._timeout_s, return_when="FIRST_EXCEPTION")
         for future in self._futures:
@@ -99,14 +98,13 @@ class Pending:
                 future.result()
         if missing:
             raise ControlError(
-                f"{self._what}: {len(missing)} of {len(self._futures)} answers did not come in {self._timeout_s:g} s"
+                f"{self._action}: {len(missing)} of {len(self._futures)} answers did not come in {self._timeout_s:g} s"
             )
         return [future.result() for future in self._futures]
 
 
 class SGLangControl:
-    """Control of every replica at once; used by one thread. Each call waits at most ``timeout_s`` and then
-    raises ControlError."""
+    """Control of all replicas at once, for one thread. A call raises ControlError after ``timeout_s``."""
 
     def __init__(
         self,
@@ -123,7 +121,7 @@ class SGLangControl:
         self.key = key
         self.group_name: str | None = None
         self._is_open = [False] * len(self.urls)
-        """Of each replica: an update that another learner opened and never closed."""
+        """Per replica: whether another learner opened an update and never closed it."""
         self._tensor_parallel = tensor_parallel
         self._timeout_s = timeout_s
         self._lines = [
@@ -142,28 +140,28 @@ class SGLangControl:
 
     @property
     def num_receivers(self) -> int:
-        """Ranks of the servers in a broadcast group, whose size is 1 + this (the sender is rank 0)."""
+        """Server ranks in a broadcast group; with the sender, rank 0, its size is one more."""
         return len(self.urls) * self._tensor_parallel
 
     def join_group(
         self, *, master_address: str, master_port: int, world_size: int, group_name: str, backend: str
     ) -> Pending:
-        """Have every server's ranks join a process group; replica i's are 1 + i * tp onwards. Rank 0 joins
-        while this is pending.
+        """Have all server ranks join a process group; those of replica i are 1 + i * tp and on. The caller
+        joins as rank 0 while this is pending.
 
         Args:
-            backend: ``gloo`` or ``nccl``. world_size: of senders and receivers together. group_name: a group
-            of this name that an earlier
-                learner has left behind is destroyed first; SGLang would refuse the name.
+            backend: ``gloo`` or ``nccl``.
+            world_size: of sender and receivers together.
+            group_name: a group of this name that an earlier learner left behind is destroyed first, since
+                SGLang would refuse the name.
         """
         if world_size != 1 + self.num_receivers:
             raise ValueError(
                 f"world_size={world_size} of group {group_name!r}, but one sender and {self.num_receivers} server ranks join"
             )
         self.group_name = group_name
-        self._ask(
-            "POST", "/destroy_weights_update_group", {"group_name": group_name}
-        )  # refused where there is none, which is well
+        # A server without such a group refuses this request; the refusal is ignored.
+        self._send_all("POST", "/destroy_weights_update_group", {"group_name": group_name})
         common = {
             "master_address": master_address,
             "master_port": master_port,
@@ -171,42 +169,41 @@ class SGLangControl:
             "group_name": group_name,
             "backend": backend,
         }
-        offsets = [1 + replica * self._tensor_parallel for replica in range(len(self._lines))]
-        return self._pending(
-            f"join group {group_name}",
-            [
-                line.ask("POST", "/init_weights_update_group", common | {"rank_offset": offset})
-                for line, offset in zip(self._lines, offsets, strict=True)
-            ],
-        )
+        futures = [
+            line.ask(
+                "POST", "/init_weights_update_group", common | {"rank_offset": 1 + i * self._tensor_parallel}
+            )
+            for i, line in enumerate(self._lines)
+        ]
+        return self._as_pending(f"join group {group_name}", futures)
 
     def leave_group(self) -> None:
-        """Have every server leave the group of ``join_group``; nothing to do where none was joined."""
+        """Have every server leave the group of ``join_group``, if it was called."""
         if self.group_name is not None:
             self._post_all("leave group", "/destroy_weights_update_group", {"group_name": self.group_name})
             self.group_name = None
 
     def pause(self) -> None:
-        """Stop sampling and hold new requests, mode ``retract``.
+        """Stop sampling and hold new requests.
 
-        Of SGLang's modes, ``abort`` would throw running responses away, and ``in_place`` would go on with
-        keys and values of the old weights and refuses to flush them. ``retract`` puts running requests back
-        into the queue: they keep their tokens (and those tokens' versions) and their cache is computed anew,
-        with the new weights, after ``resume``.
+        SGLang's mode ``retract`` puts running requests back into the queue: they keep their tokens (and the
+        tokens' versions), and their cache is computed anew with the new weights after ``resume``. Mode
+        ``abort`` would throw running responses away; ``in_place`` would go on with keys and values of the old
+        weights and refuses to flush them.
         """
         self._post_all("pause", "/pause_generation", {"mode": "retract"})
 
     def take_over(self) -> bool:
-        """Pause servers that an earlier learner may have left in any state; whether one of them is in the
-        middle of an update.
+        """Pause servers that an earlier learner left in an unknown state. Returns whether one of them is in
+        the middle of an update.
 
-        Such a server holds parts of two versions. It must not be resumed before the next update, which goes
-        on in the open session: ending the session first would leave a moment in which nothing tells that the
-        weights are no version at all.
+        Such a server holds parts of two versions. It must not be resumed before the next update, which
+        continues the open one: if that were closed first, the server would for a moment report a version
+        that its weights are not.
         """
         self.pause()
-        # SGLang has no question for it. A request to receive that cannot succeed changes nothing, and is
-        # refused for one of two reasons.
+        # SGLang does not tell whether an update is open. This request to receive always fails and changes
+        # nothing; the reason of the refusal tells it.
         body = {
             "names": [],
             "dtypes": [],
@@ -219,9 +216,8 @@ class SGLangControl:
             for line in self._lines
         ]
         for refusal in refusals:
-            if not isinstance(refusal, ControlError) or not (
-                NO_UPDATE in str(refusal) or NO_GROUP in str(refusal)
-            ):
+            is_known = NO_UPDATE in str(refusal) or NO_GROUP in str(refusal)
+            if not isinstance(refusal, ControlError) or not is_known:
                 raise ControlError(f"take over: a server's answer cannot be read ({refusal})")
         self._is_open = [NO_UPDATE not in str(refusal) for refusal in refusals]
         return any(self._is_open)
@@ -230,29 +226,27 @@ class SGLangControl:
         self._post_all("begin weight update", "/begin_weight_update", {})
 
     def open_update(self) -> Pending:
-        """``pause`` and ``begin_update``, under way; an update that ``take_over`` has found open is gone on
-        with."""
-        pausing = self._ask("POST", "/pause_generation", {"mode": "retract"})
+        """Start ``pause`` and ``begin_update``. An update that ``take_over`` has found open is continued."""
+        pausing = self._send_all("POST", "/pause_generation", {"mode": "retract"})
         closed = [line for line, is_open in zip(self._lines, self._is_open, strict=True) if not is_open]
         beginning = [line.ask("POST", "/begin_weight_update", {}) for line in closed]
-        return self._pending("pause and begin weight update", [*pausing, *beginning])
+        return self._as_pending("pause and begin weight update", [*pausing, *beginning])
 
     def receive_bucket(
         self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None
     ) -> Pending:
-        """Have every server receive one uint8 broadcast from rank 0 of the joined group and load the tensors
-        in it.
+        """Have every server receive one uint8 broadcast from rank 0 of the joined group and load its tensors.
 
         The bucket is the concatenation of the tensors' bytes in the given order, all of one dtype. The caller
-        broadcasts while this is pending; it should look at ``raise_if_failed`` if its broadcast does not get
-        through, since a server that refused never joins in.
+        broadcasts while this is pending and polls ``raise_if_failed``, since a server that refused never
+        joins the broadcast.
 
         Args:
-            names: Hugging Face names. dtype: ``float32``, ``bfloat16`` or ``float16``. shapes: of the whole
-            (unsharded) tensors. version: what the weights are called from here on: None for every bucket but
-            the last of an update, so that an update
-                that breaks off is never reported under its new version. The bucket that names it also flushes
-                the cache.
+            names: Hugging Face names.
+            dtype: ``float32``, ``bfloat16`` or ``float16``.
+            shapes: of the whole (unsharded) tensors.
+            version: the new version, for the last bucket of an update, which also flushes the cache. None for
+                all others, so that an update that breaks off is never reported under its new version.
 
         Raises:
             ValueError: no group was joined, or names and shapes do not fit together.
@@ -269,66 +263,62 @@ class SGLangControl:
             "shapes": [list(shape) for shape in shapes],
             "group_name": self.group_name,
             "load_format": "flattened_bucket",
-            # Once, with the last bucket, and without the garbage collection of /flush_cache, which takes 0.4
-            # s on CPU.
+            # A request to /flush_cache would also collect garbage, which takes 0.4 s on CPU.
             "flush_cache": version is not None,
             "torch_empty_cache": False,
         }
         if version is not None:
             body["weight_version"] = str(version)
-        return self._post(
-            f"receive a bucket of {len(names)} tensors", "/update_weights_from_distributed", body
-        )
+        action = f"receive a bucket of {len(names)} tensors"
+        return self._post(action, "/update_weights_from_distributed", body)
 
     def end_update(self) -> None:
         self._post_all("end weight update", "/end_weight_update", {})
 
     def close_update(self, *, with_checksums: bool) -> Served:
-        """End the update and say what is served now; ``with_checksums``: every parameter too.
+        """End the update and return the served versions; ``with_checksums``: with the checksums of ``checksums``.
 
         Raises:
-            ControlError: also where an answer cannot be read.
+            ControlError: also for an unreadable answer.
         """
         ending = self._post("end weight update", "/end_weight_update", {})
-        versions = self._asked_versions()
-        checksums = self._asked_checksums() if with_checksums else None
+        versions = self._request_versions()
+        checksums = self._request_checksums() if with_checksums else None
         ending.wait()
         self._is_open = [False] * len(self._lines)
         return Served(
-            versions=_versions(versions.wait()),
-            checksums=None if checksums is None else _checksums(checksums.wait()),
+            versions=_parse_versions(versions.wait()),
+            checksums=None if checksums is None else _parse_checksums(checksums.wait()),
         )
 
     def resume(self) -> None:
         self._post_all("resume", "/continue_generation", {})
 
     def release_memory(self, tags: Sequence[str]) -> None:
-        """Give the device's memory of ``tags`` back, ``kv_cache`` or ``weights``, and what is in it up. The
-        servers must be paused.
+        """Free the device memory of ``tags`` (``kv_cache``, ``weights``) and drop its content. The servers
+        must be paused.
 
-        On CPU, where SGLang has no such memory, it only empties the cache.
+        On CPU, where SGLang has no such memory, this only empties the cache.
         """
-        self._post_all(
-            f"release the memory of {' and '.join(tags)}", "/release_memory_occupation", {"tags": list(tags)}
-        )
+        action = f"release the memory of {' and '.join(tags)}"
+        self._post_all(action, "/release_memory_occupation", {"tags": list(tags)})
 
     def resume_memory(self, tags: Sequence[str]) -> None:
-        """Take it again, at the same addresses; it holds anything: weights are to be sent before, and the
-        cache is empty."""
-        self._post_all(
-            f"take the memory of {' and '.join(tags)}", "/resume_memory_occupation", {"tags": list(tags)}
-        )
+        """Allocate the memory of ``tags`` again, at the same addresses. The cache is then empty; weights are
+        undefined until the learner has sent them."""
+        action = f"take the memory of {' and '.join(tags)}"
+        self._post_all(action, "/resume_memory_occupation", {"tags": list(tags)})
 
     def versions(self) -> list[int]:
-        """What each replica calls its weights.
+        """The weight version of each replica.
 
         Raises:
-            ControlError: one of them is not a decimal number.
+            ControlError: a version is not a decimal number.
         """
-        return _versions(self._asked_versions().wait())
+        return _parse_versions(self._request_versions().wait())
 
-    def _asked_versions(self) -> Pending:
-        return self._pending("read versions", self._ask("GET", "/model_info", None))
+    def _request_versions(self) -> Pending:
+        return self._as_pending("read versions", self._send_all("GET", "/model_info", None))
 
     def probe(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float
@@ -336,32 +326,30 @@ class SGLangControl:
         """One sampled response of each replica, of exactly ``max_new_tokens`` tokens (no token ends it).
 
         Raises:
-            ControlError: also where an answer cannot be read.
+            ControlError: also for an unreadable answer.
         """
-        sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature) | {
-            "ignore_eos": True
-        }
+        sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
+        sampling["ignore_eos"] = True
         body = {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
         replies = self._post_all("probe", "/generate", body)
-        with _as_expected("probe"):
+        with _parsing_answers("probe"):
             return [parse_completion(reply) for reply in replies]
 
     def checksums(self) -> list[dict[str, str]]:
         """Per replica, SGLang's checksum of every parameter: 16 hex digits by SGLang's own (fused) names.
 
         On CPU a checksum is the first 8 bytes of SHA-256 over the tensor's bytes in row-major order, and
-        ``ExpectedChecksums`` computes the same. With TP > 1 each rank hashes its shard and the names carry
-        ``rank<r>/``; on CUDA SGLang hashes with a kernel of its own, which still compares replicas with one
+        ``ExpectedChecksums`` computes the same. With TP > 1 each rank hashes its shard and the names begin
+        with ``rank<r>/``. On CUDA SGLang hashes with its own kernel; these checksums compare replicas with one
         another and one update with the next.
         """
-        return _checksums(self._asked_checksums().wait())
+        return _parse_checksums(self._request_checksums().wait())
 
-    def _asked_checksums(self) -> Pending:
+    def _request_checksums(self) -> Pending:
         return self._post("checksums", "/weights_checker", {"action": "checksum"})
 
     def load_from_disk(self, folder: Path, *, version: int) -> None:
-        """Replace the weights by those of a Hugging Face folder of the same model; nothing of the old ones
-        stays cached."""
+        """Replace the weights by those of a Hugging Face folder of the same model, and flush the cache."""
         body = {
             "model_path": str(Path(folder).resolve()),
             "weight_version": str(version),
@@ -370,17 +358,17 @@ class SGLangControl:
         self._post_all("load weights from disk", "/update_weights_from_disk", body)
 
     def greedy(self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[list[Continuation]]:
-        """Per replica, the likeliest continuation of each prompt. One at a time and from an empty cache:
-        nothing but the weights, not even the batch, makes a difference to the numbers.
+        """Per replica, the likeliest continuation of each prompt. Prompts run one at a time and from an empty
+        cache, so that the numbers depend on the weights alone, and not on the batch.
 
         Raises:
-            ControlError: also where an answer cannot be read, such as log-probs that are not finite, which
-            would equal one another.
+            ControlError: also for an unreadable answer, such as log-probs that are not finite, which would
+            equal one another.
         """
-        # It waits for requests that are just ending, such as the one by which a server was found healthy.
+        # The timeout lets requests end that are just ending, such as that of the health check.
         self._post_all("flush the cache", f"/flush_cache?timeout={self._timeout_s:g}", {})
         sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-        of_prompts = []
+        continuations = []
         for prompt in prompts:
             body = {
                 "input_ids": list(prompt),
@@ -389,71 +377,69 @@ class SGLangControl:
                 "logprob_start_len": 0,
             }
             replies = self._post_all("greedy continuation", "/generate", body)
-            with _as_expected("greedy continuation"):
-                of_prompts.append([_continuation(reply) for reply in replies])
-        return [list(of_replica) for of_replica in zip(*of_prompts, strict=True)]
+            with _parsing_answers("greedy continuation"):
+                continuations.append([_parse_continuation(reply) for reply in replies])
+        return [list(by_prompt) for by_prompt in zip(*continuations, strict=True)]
 
-    def _post_all(self, what: str, path: str, body: dict) -> list[dict]:
-        return self._post(what, path, body).wait()
+    def _post_all(self, action: str, path: str, body: dict) -> list[dict]:
+        return self._post(action, path, body).wait()
 
-    def _post(self, what: str, path: str, body: dict) -> Pending:
-        return self._pending(what, self._ask("POST", path, body))
+    def _post(self, action: str, path: str, body: dict) -> Pending:
+        return self._as_pending(action, self._send_all("POST", path, body))
 
-    def _ask(self, method: str, path: str, body: dict | None) -> list[Future]:
+    def _send_all(self, method: str, path: str, body: dict | None) -> list[Future]:
         return [line.ask(method, path, body) for line in self._lines]
 
-    def _pending(self, what: str, futures: Sequence[Future]) -> Pending:
-        # The socket's own deadline comes first; the margin lets its message through.
-        return Pending(what, futures, self._timeout_s + 5.0)
+    def _as_pending(self, action: str, futures: Sequence[Future]) -> Pending:
+        # The margin lets the message of the socket's own deadline, which comes first, through.
+        return Pending(action, futures, self._timeout_s + 5.0)
 
 
-def _versions(replies: Sequence[dict]) -> list[int]:
-    with _as_expected("read versions"):
+def _parse_versions(replies: Sequence[dict]) -> list[int]:
+    with _parsing_answers("read versions"):
         reported = [reply["weight_version"] for reply in replies]
         are_numbers = all(re.fullmatch(r"\d+", version) for version in reported)
     if not are_numbers:
         raise ControlError(
-            f"servers call their weights {reported}, not decimal numbers; start them with --weight-version 0"
+            f"the servers' weight versions are {reported}, not decimal numbers; start them with --weight-version 0"
         )
     return [int(version) for version in reported]
 
 
-def _checksums(replies: Sequence[dict]) -> list[dict[str, str]]:
-    with _as_expected("checksums"):
-        return [_by_name(reply["ranks"]) for reply in replies]
+def _parse_checksums(replies: Sequence[dict]) -> list[dict[str, str]]:
+    with _parsing_answers("checksums"):
+        return [
+            {
+                _rank_name(rank, len(reply["ranks"]), name): digest
+                for rank, report in enumerate(reply["ranks"])
+                for name, digest in report["checksums"].items()
+            }
+            for reply in replies
+        ]
 
 
 @contextmanager
-def _as_expected(what: str) -> Iterator[None]:
-    """An answer that cannot be read is the server's failure, which every rank hears of, and not the reader's
-    own."""
+def _parsing_answers(action: str) -> Iterator[None]:
+    """Inside, an error of reading an answer becomes a ControlError, the server's failure, of which every rank
+    hears."""
     try:
         yield
     except (GenerationError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise ControlError(
-            f"{what}: a server's answer cannot be read ({type(error).__name__}: {error})"
+            f"{action}: a server's answer cannot be read ({type(error).__name__}: {error})"
         ) from error
 
 
-def _continuation(reply: dict) -> Continuation:
-    found = reply["meta_info"]
+def _parse_continuation(reply: dict) -> Continuation:
+    meta = reply["meta_info"]
     return Continuation(
         token_ids=list(reply["output_ids"]),
-        prompt_logprobs=finite_logprobs(found["input_token_logprobs"][1:]),  # the first token has none
-        logprobs=finite_logprobs(found["output_token_logprobs"]),
+        prompt_logprobs=finite_logprobs(meta["input_token_logprobs"][1:]),  # the first token has none
+        logprobs=finite_logprobs(meta["output_token_logprobs"]),
     )
 
 
-def _by_name(ranks: Sequence[dict]) -> dict[str, str]:
-    """``ranks`` come in order of the tensor-parallel rank."""
-    return {
-        _of_rank(rank, len(ranks), name): digest
-        for rank, report in enumerate(ranks)
-        for name, digest in report["checksums"].items()
-    }
-
-
-def _of_rank(rank: int, size: int, name: str) -> str:
+def _rank_name(rank: int, size: int, name: str) -> str:
     return name if size == 1 else f"rank{rank}/{name}"
 
 
@@ -461,28 +447,28 @@ FUSED = (
     (re.compile(r"\.(q_proj|k_proj|v_proj)\."), ".qkv_proj.", ("q_proj", "k_proj", "v_proj")),
     (re.compile(r"\.(gate_proj|up_proj)\."), ".gate_up_proj.", ("gate_proj", "up_proj")),
 )
-"""Hugging Face projections that SGLang keeps as one matrix, and their order from the first row down."""
+"""Hugging Face projections that SGLang stacks into one matrix, in this order of rows."""
 SPLIT_BY_COLUMNS = (".o_proj.weight", ".down_proj.weight")
 VOCABULARIES = ("embed_tokens.weight", "lm_head.weight")
 
 
 def vocabulary_padding(rows: int, size: int) -> int:
-    """Rows of zeros that SGLang adds to embedding and output head on ``size`` ranks: up to a multiple of 64,
-    or of 64 * size where the former does not divide by size (its VocabParallelEmbedding)."""
+    """Rows of zeros that SGLang's VocabParallelEmbedding adds on ``size`` ranks: up to a multiple of 64, or of
+    64 * size where the former does not divide by size."""
     padding = -rows % 64
     return padding if (rows + padding) % size == 0 else -rows % (64 * size)
 
 
 class ExpectedChecksums:
-    """What ``checksums`` says of a server on CPU that holds the weights that were ``add``ed, for dense Qwen2,
-    Qwen3 and Llama.
+    """The ``checksums`` of a CPU server that holds the weights given to ``add``, for dense Qwen2, Qwen3 and
+    Llama.
 
-    Nothing is kept of a tensor but what has been hashed: parts of a fused matrix must come in their order, as
-    an export has them.
+    Tensors are hashed and not kept: the parts of a fused matrix must come in their order, as an export has
+    them.
 
     Args:
-        tensor_parallel: SGLang's. kv_heads: of the model; where there are fewer of them than ranks, several
-        ranks hold the same one.
+        tensor_parallel: SGLang's.
+        kv_heads: of the model; if there are fewer than ranks, several ranks hold the same head.
     """
 
     def __init__(self, *, tensor_parallel: int, kv_heads: int) -> None:
@@ -491,8 +477,8 @@ class ExpectedChecksums:
         self._parts: dict[str, int] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """A Hugging Face tensor, whole, in the served dtype. No ``lm_head.weight`` where it is tied: SGLang
-        lists a shared one once.
+        """Hash a whole Hugging Face tensor in the served dtype. Leave out a tied ``lm_head.weight``: SGLang
+        lists the shared tensor once.
 
         Raises:
             ValueError: a part of a fused matrix comes out of its order.
@@ -504,16 +490,14 @@ class ExpectedChecksums:
             )
         self._parts[fused] = place + 1
         hashers = self._hashers.setdefault(fused, [hashlib.sha256() for _ in range(self._size)])
-        for hasher, shard in zip(hashers, self._shards(name, tensor), strict=True):
+        for hasher, shard in zip(hashers, self._rank_shards(name, tensor), strict=True):
             hasher.update(shard.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
-    def _shards(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """Of each of SGLang's ranks."""
+    def _rank_shards(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
+        """The part of each of SGLang's ranks."""
         if name.endswith(VOCABULARIES):
             padding = tensor.new_zeros(vocabulary_padding(tensor.shape[0], self._size), tensor.shape[1])
-            return (
-                torch.cat([tensor, padding]).chunk(self._size) if len(padding) else tensor.chunk(self._size)
-            )
+            return (torch.cat([tensor, padding]) if len(padding) else tensor).chunk(self._size)
         if ".k_proj." in name or ".v_proj." in name:
             heads = min(self._kv_heads, self._size)
             return [tensor.chunk(heads)[rank * heads // self._size] for rank in range(self._size)]
@@ -522,16 +506,16 @@ class ExpectedChecksums:
         return tensor.chunk(self._size) if _fused_name(name)[0] != name else [tensor] * self._size
 
     def by_name(self) -> dict[str, str]:
-        """By the names of ``SGLangControl.checksums``: the first 8 bytes of each SHA-256."""
+        """The checksums by the names of ``SGLangControl.checksums``."""
         return {
-            _of_rank(rank, self._size, name): hasher.digest()[:8].hex()
+            _rank_name(rank, self._size, name): hasher.digest()[:8].hex()
             for name, hashers in self._hashers.items()
             for rank, hasher in enumerate(hashers)
         }
 
 
 def _fused_name(name: str) -> tuple[str, int]:
-    """SGLang's name, and which part of that matrix this is."""
+    """SGLang's name of the matrix, and the place of this tensor among its parts."""
     for pattern, replacement, order in FUSED:
         match = pattern.search(name)
         if match:

@@ -1,9 +1,7 @@
 """The SGLang servers of one node: start, health, watch, and an end that leaves no process behind.
 
-Each replica, or this node's share of one that takes several nodes, is a watched process (see there).
-ServerFleet is used by one thread. Not its concern: requests (``client``), weights
-(``control``), command lines (``command``), and which share is on which node and GPUs: it is
-given them.
+Each replica, or this node's share of a replica on several nodes, is a watched process (``watched_process``).
+Requests (``client``), weights (``control``) and the choice of nodes and GPUs are not its concern.
 """
 
 import http.client
@@ -44,7 +42,7 @@ class ServerDied(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Replica:
-    """This node's share of one."""
+    """This node's share of a replica."""
 
     number: int
     process: subprocess.Popen
@@ -52,11 +50,12 @@ class _Replica:
     log_file: Path
     meeting: RankMeeting
     answers: bool
-    """HTTP; where a replica takes several nodes, only its first one does."""
+    """Whether it answers HTTP; of a replica on several nodes, only the first does."""
 
 
 class ServerFleet:
-    """The replicas of one node. ``start``, ``wait_healthy``, then ``poll`` now and then, and always ``stop``."""
+    """The replicas of one node, for one thread: ``start``, ``wait_healthy``, ``poll`` now and then, and always
+    ``stop``."""
 
     def __init__(
         self,
@@ -67,12 +66,12 @@ class ServerFleet:
     ) -> None:
         """
         Args:
-            shares: what runs on this node; None: every replica, from the first GPU on. meeting_points: of
-            each replica that takes several nodes, where its ranks meet, HOST:PORT on its first node.
+            shares: the shares of this node. None: every replica, from the first GPU on.
+            meeting_points: by replica on several nodes, HOST:PORT on its first node, where its ranks meet.
 
         Raises:
-            ValueError: ``server_args`` holds a flag that another field decides, or the config needs kernels
-            that CPU lacks.
+            ValueError: ``server_args`` holds a flag of another field, or the config needs kernels that CPU
+            lacks.
         """
         rollout = spec.config.rollout
         check_server_args(rollout)
@@ -82,22 +81,21 @@ class ServerFleet:
         self._meeting_points = dict(meeting_points or {})
         self._replicas: list[_Replica] = []
         self._pids: dict[int, int] = {}
-        """Of the servers themselves, by replica; once they have been seen."""
+        """Process ids of the servers (not of their watchdogs) by replica, once seen."""
 
     @property
     def urls(self) -> list[str]:
-        """One per replica that answers from this node, in order; empty before ``start``."""
-        return [self._url(replica) for replica in self._replicas if replica.answers]
+        """The address of each replica that answers from this node, in order; empty before ``start``."""
+        return [self._replica_url(replica) for replica in self._replicas if replica.answers]
 
-    def _url(self, replica: _Replica) -> str:
+    def _replica_url(self, replica: _Replica) -> str:
         return f"http://{self._spec.host}:{replica.ports.http}"
 
     def start(self) -> None:
         """Start every share and return at once.
 
         Raises:
-            ValueError: there are too few GPUs, a port is taken, or the model folder is missing; then nothing
-            was started.
+            ValueError: too few GPUs, a taken port, or a missing model folder; nothing was started.
         """
         if self._replicas:
             raise RuntimeError("the servers were started already")
@@ -133,31 +131,34 @@ class ServerFleet:
         *,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Return when every replica that answers from here has generated a token, or as soon as
-        ``should_stop`` says so.
+        """Return when every replica that answers from here has generated a token, or when ``should_stop``
+        returns True.
 
         Raises:
-            ServerDied: one ended meanwhile.
-            TimeoutError: ``timeout_s`` passed; it names who is late and the end of the log.
+            ServerDied: a replica ended.
+            TimeoutError: ``timeout_s`` passed; the message names the late replicas and the end of a log.
         """
         started = time.monotonic()
         waiting = [replica for replica in self._replicas if replica.answers]
         while waiting and not should_stop():
             self.poll()
             left_s = started + timeout_s - time.monotonic()
+            request_timeout_s = min(HEALTH_REQUEST_TIMEOUT_S, max(left_s, 0.1))
             for replica in list(waiting):
-                if _is_healthy(
-                    self._spec, replica.ports.http, min(HEALTH_REQUEST_TIMEOUT_S, max(left_s, 0.1))
-                ):
+                if _is_healthy(self._spec, replica.ports.http, request_timeout_s):
                     waiting.remove(replica)
                     took_s = time.monotonic() - started
                     on_progress(
-                        f"SGLang replica {replica.number} is ready at {self._url(replica)} after {took_s:.0f} s"
+                        f"SGLang replica {replica.number} is ready at {self._replica_url(replica)} after {took_s:.0f} s"
                     )
             if waiting and left_s <= 0:
-                raise TimeoutError(_late(waiting, timeout_s))
+                log_file = waiting[0].log_file
+                raise TimeoutError(
+                    f"SGLang replicas {[replica.number for replica in waiting]} were not ready after {timeout_s:g} s; raise "
+                    f"rollout.server_start_timeout_s if they only need longer. Last lines of {log_file}:\n{log_tail(log_file)}"
+                )
             if waiting:
-                time.sleep(HEALTH_POLL_S)  # between looks at the condition above
+                time.sleep(HEALTH_POLL_S)
 
     def poll(self) -> None:
         """Look at every process once.
@@ -170,15 +171,11 @@ class ServerFleet:
                 self._pids[replica.number] = pid
             code = replica.process.poll()
             if code is not None:
-                raise ServerDied(
-                    replica.number,
-                    self._pids.get(replica.number, replica.process.pid),
-                    code,
-                    replica.log_file,
-                )
+                pid = self._pids.get(replica.number, replica.process.pid)
+                raise ServerDied(replica.number, pid, code, replica.log_file)
 
     def stop(self) -> None:
-        """End every replica, see ``end_watched``. May be called twice.
+        """End every replica by ``end_watched``. May be called twice.
 
         Raises:
             RuntimeError: a process survived SIGKILL.
@@ -191,19 +188,11 @@ class ServerFleet:
                 replica.meeting.close()
 
 
-def _late(waiting: Sequence[_Replica], timeout_s: float) -> str:
-    log_file = waiting[0].log_file
-    return (
-        f"SGLang replicas {[replica.number for replica in waiting]} were not ready after {timeout_s:g} s; raise "
-        f"rollout.server_start_timeout_s if they only need longer. Last lines of {log_file}:\n{log_tail(log_file)}"
-    )
-
-
 def check_gpus(config: RolloutConfig, *, first_gpu: int, available: int) -> None:
-    """Whether this machine has a GPU for every learner rank and every rank of every replica.
+    """Refuse a config that needs more GPUs than ``available``: one per learner rank and rank of a replica.
 
     Raises:
-        ValueError: fewer are ``available`` than needed; it names both numbers and the fix.
+        ValueError: with both numbers and the fix.
     """
     needed = first_gpu + config.replicas * config.tp
     if available < needed:
@@ -215,7 +204,7 @@ def check_gpus(config: RolloutConfig, *, first_gpu: int, available: int) -> None
 
 
 def check_gpus_of(shares: Sequence[ServerShare], *, available: int) -> None:
-    """Whether this node has the GPUs that its shares take. Raises ValueError."""
+    """Refuse shares that take more GPUs of this node than ``available``. Raises ValueError."""
     needed = max((share.first_gpu + share.num_ranks for share in shares), default=0)
     if available < needed:
         raise ValueError(
@@ -225,14 +214,14 @@ def check_gpus_of(shares: Sequence[ServerShare], *, available: int) -> None:
 
 
 def visible_gpus() -> int:
-    """GPUs that this process and its children may use; takes none of them."""
-    import torch  # seconds; whoever only checks a config never comes here
+    """Number of GPUs that this process and its children may use; none is initialised."""
+    import torch  # takes seconds; a check of a config never comes here
 
     return torch.cuda.device_count()
 
 
 def _is_healthy(spec: ServerSpec, port: int, timeout_s: float) -> bool:
-    """Whether the server generates; while it still loads, the connection is refused or the answer is 503."""
+    """Whether the server generates. A server that still loads refuses the connection or answers 503."""
     connection = http.client.HTTPConnection(spec.host, port, timeout=timeout_s)
     headers = {} if spec.key is None else spec.key.http_headers
     with closing(connection):

@@ -1,7 +1,7 @@
-"""Where the tensor-parallel ranks of one replica meet: on one node in a file in memory, on several at an
-address of the first one.
+"""The meeting point of one replica's tensor-parallel ranks: a file in memory on one node, an address of the
+first node on several.
 
-By itself SGLang has them meet in a store that listens on every interface, with no password.
+By default SGLang's ranks meet in a store that listens on every interface without a password.
 """
 
 import os
@@ -13,11 +13,10 @@ OVERRIDE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 
 
 class RankMeeting:
-    """Open from before the servers' start until their end. ``environment`` is what they are told.
+    """Open from before the servers' start until their end. The servers get ``environment``.
 
     Args:
-        address: HOST:PORT on the replica's first node, for one that takes several; None: it is on this node
-        alone.
+        address: HOST:PORT on the first node of a replica on several nodes; None for a replica on this node.
 
     Raises:
         OSError: the first node cannot listen there.
@@ -27,7 +26,7 @@ class RankMeeting:
         self._file, self._store = None, None
         if address is None:
             self._file = os.memfd_create("sglang-ranks")
-            # Other users cannot open it, and it goes with this process, which the servers never outlive.
+            # Other users cannot open it, and it ends with this process, which the servers never outlive.
             self.environment = {OVERRIDE: f"file:///proc/{os.getpid()}/fd/{self._file}"}
             return
         host, _, port = address.rpartition(":")
@@ -38,7 +37,7 @@ class RankMeeting:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
         if share.node_rank == 0:
-            from torch._C._distributed_c10d import TCPStore  # seconds; other fleets never come here
+            from torch._C._distributed_c10d import TCPStore  # takes seconds; other fleets never come here
 
             listening = socket.create_server((host, int(port)))
             self._store = TCPStore(

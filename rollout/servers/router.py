@@ -1,9 +1,9 @@
-"""An ``sglang-router`` between the sample role and the servers, where ``rollout.router`` asks for one.
+"""An ``sglang-router`` between the sample role and the servers, if ``rollout.router`` is set.
 
     sample role --/generate--> sglang-router (here, on the loopback interface) --/generate--> servers
 
-The learner's control of the servers does not come by here: the router knows nothing of pauses and weights.
-Tried with sglang-router 0.3.2.
+The learner controls the servers directly: the router does not forward pauses and weights. Tried with
+sglang-router 0.3.2.
 """
 
 import http.client
@@ -31,7 +31,7 @@ from rollout.servers.watched_process import end_watched, how_it_ended, log_tail,
 POLL_S = 0.25
 READY_REQUEST_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 120.0
-"""The servers are there already; it imports for some seconds, and asks each of them."""
+"""The servers run already; the router imports for some seconds and asks each server."""
 PACKAGE = "sglang_router"
 PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 
@@ -40,7 +40,7 @@ PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 async def generation_client(
     config: RunConfig, urls: Sequence[str], *, log_dir: Path, key: RunKey | None = None
 ) -> AsyncIterator[GenerationClient]:
-    """What the sample role asks: the servers at ``urls``, or a router before them. Raises as ``Router`` does."""
+    """The sample role's client of the servers at ``urls``, or of a router before them. Raises as ``Router``."""
     rollout = config.rollout
     with ExitStack() as stack:
         if rollout.router is not None:
@@ -56,11 +56,11 @@ async def generation_client(
             whole_groups=rollout.router is None,
             key=key,
         ) as client:
-            yield client if rollout.router is None else _Routed(client, router)
+            yield client if rollout.router is None else _RoutedClient(client, router)
 
 
-class _Routed:
-    """A ``GenerationClient`` whose failures say so where it is the router that has ended."""
+class _RoutedClient:
+    """A ``GenerationClient`` that reports a router that has ended as the cause of a failure."""
 
     def __init__(self, client: SGLangClient, router: "Router") -> None:
         self._client, self._router = client, router
@@ -84,14 +84,15 @@ class _Routed:
 
 
 class RouterEnded(RuntimeError):
-    """It ended while the run needed it; with the end of its log."""
+    """The router ended while the run needed it; the message has the end of its log."""
 
 
 class Router:
-    """``start``, ``wait_ready``, and always ``stop``; or a context, which does all three.
+    """A router process: ``start``, ``wait_ready``, and always ``stop``; or a context, which does all three.
 
     Args:
-        urls: of the servers, which are healthy. request_timeout_s: of our client, which gives up first.
+        urls: of the servers, which are healthy.
+        request_timeout_s: of our client, which gives up first.
     """
 
     def __init__(
@@ -104,13 +105,8 @@ class Router:
         key: RunKey | None = None,
     ) -> None:
         check_is_installed()
-        self._key = key
-        self._config, self._urls, self._log_file, self._request_timeout_s = (
-            config,
-            list(urls),
-            log_file,
-            request_timeout_s,
-        )
+        self._config, self._urls, self._key = config, list(urls), key
+        self._log_file, self._request_timeout_s = log_file, request_timeout_s
         (self._ports,) = choose_ports([0], None)
         self._process: subprocess.Popen | None = None
 
@@ -139,26 +135,26 @@ class Router:
             request_timeout_s=self._request_timeout_s,
             key=self._key,
         )
-        # Unlike our clients it would ask a proxy for the servers.
+        # Unlike our clients the router would reach the servers through a proxy.
         environment = {name: value for name, value in os.environ.items() if name.lower() not in PROXIES}
         environment |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         self._process = start_watched(command, log_file=self._log_file, environment=environment)
 
     def wait_ready(self) -> None:
-        """Return when every server is behind it.
+        """Return when the router has found every server healthy.
 
         Raises:
-            RouterEnded: it has. TimeoutError: it was not ready in time; with the end of its log.
+            RouterEnded: the router ended.
+            TimeoutError: it was not ready in time; the message has the end of its log.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self._is_ready():
             self.poll()
             if time.monotonic() > deadline:
-                waited = f"{START_TIMEOUT_S:g} s"
                 raise TimeoutError(
-                    f"sglang-router had not found all of {self._urls} after {waited}; {self._last_words()}"
+                    f"sglang-router had not found all of {self._urls} after {START_TIMEOUT_S:g} s; {self._log_end()}"
                 )
-            time.sleep(POLL_S)  # between looks at the conditions above
+            time.sleep(POLL_S)
 
     def poll(self) -> None:
         """Look at the process once. Raises RouterEnded."""
@@ -166,22 +162,21 @@ class Router:
         code = self._process.poll()
         if code is not None:
             raise RouterEnded(
-                f"sglang-router (pid {self._process.pid}) {how_it_ended(code)}; {self._last_words()}"
+                f"sglang-router (pid {self._process.pid}) {how_it_ended(code)}; {self._log_end()}"
             )
 
     def _is_ready(self) -> bool:
         connection = http.client.HTTPConnection(LOOPBACK, self._ports.http, timeout=READY_REQUEST_TIMEOUT_S)
+        headers = self._key.http_headers if self._key is not None else {}
         with closing(connection):
             try:
-                connection.request(
-                    "GET", "/workers", headers=self._key.http_headers if self._key is not None else {}
-                )
+                connection.request("GET", "/workers", headers=headers)
                 response = connection.getresponse()
                 return response.status == 200 and _healthy_workers(response.read()) == len(self._urls)
             except (OSError, http.client.HTTPException):
                 return False
 
-    def _last_words(self) -> str:
+    def _log_end(self) -> str:
         return f"last lines of {self._log_file}:\n{log_tail(self._log_file)}"
 
     def stop(self) -> None:
@@ -200,9 +195,9 @@ def router_command(
 ) -> list[str]:
     """The command line. Its settings, beside addresses and policy:
 
-    - health by /model_info, every 2 s: its default asks the server for a token, which a paused one never
-      gives: after half a minute every server would count as ill, and requests would be answered 503;
-    - no retries of its own: ``SGLangClient`` repeats what failed, and counts it;
+    - health by /model_info, every 2 s: the default asks the server for a token, which a paused server never
+      gives; after half a minute every server would count as ill, and requests would be answered 503;
+    - no retries by the router: ``SGLangClient`` repeats failed requests, and counts them;
     - a server that broke connections is tried again after 5 s, not 60.
     """
     flags = {
@@ -224,7 +219,7 @@ def router_command(
 
 
 def check_is_installed() -> None:
-    """Raises ValueError."""
+    """Raises ValueError where sglang-router is not installed."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise ValueError(
             "rollout.router needs the package sglang-router; pip install sglang-router==0.3.2, or leave rollout.router out"
@@ -232,7 +227,7 @@ def check_is_installed() -> None:
 
 
 def _healthy_workers(content: bytes) -> int:
-    """Raises OSError where that is no list of workers: something else listens at this port."""
+    """Raises OSError where ``content`` is no list of workers: something else listens at this port."""
     try:
         return sum(worker["is_healthy"] for worker in json.loads(content)["workers"])
     except (ValueError, KeyError, TypeError) as error:

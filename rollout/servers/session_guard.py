@@ -1,18 +1,15 @@
-"""Ends what a process leaves behind in its session, and that process where it stays stopped (SIGSTOP), which
-would hold the whole run.
+"""Ends all processes that a session's leader leaves behind, and the leader itself if it stays stopped.
 
-``python -I session_guard.py PID TIMEOUT_S NOTE``, started by that process, the session's leader. NOTE: a file
-to make when it was stopped.
+``python -I session_guard.py PID TIMEOUT_S NOTE``, started by the leader PID. The guard makes the file NOTE when
+it kills a leader that was stopped (SIGSTOP) and so held the whole run.
 
-    leader (a learner rank, a role) ── forks, spawns ──> checkpoint writers, resource trackers, reward
-    workers, ...
-        └─ starts ──> guard, in a session of its own: waits for the leader's end, then SIGKILL to all that is
-        left of its session
+    leader (a learner rank, a role) ── forks ──> checkpoint writers, resource trackers, reward workers, ...
+        └─ starts ──> guard, in a session of its own: waits for the leader's end, then SIGKILL to the session
 
-A leader that gets SIGKILL ends nothing by itself, and its supervisor may have been killed with it. Time alone
-never makes it a stopped one: it must be found in that state at every look of TIMEOUT_S, and a guard that is
-stopped itself, with all of a job, looks no more. Standard library only: it starts beside every role, under
-``-I``, whatever the working directory and PYTHONPATH are.
+A leader that gets SIGKILL ends none of its children, and its supervisor may have been killed with it. A leader
+counts as stopped only when every look of TIMEOUT_S finds it in that state; a guard that is stopped with the
+whole job does not look. Standard library only: the guard starts beside every role, under ``-I``, whatever the
+working directory and PYTHONPATH are.
 """
 
 import os
@@ -22,9 +19,7 @@ import sys
 from contextlib import suppress
 
 ROUNDS = 100
-"""A process may start another one between two looks."""
-
-
+"""Several, since a process may start another one between two looks."""
 LOOK_EVERY_S = 10.0
 
 
@@ -32,10 +27,10 @@ def main(leader: int, timeout_s: float, note: str) -> None:
     with suppress(ProcessLookupError, FileNotFoundError):
         wait_for_end(leader, timeout_s, note)
     for _ in range(ROUNDS):
-        left = members(leader)
-        if not left:
+        survivors = session_members(leader)
+        if not survivors:
             return
-        for pid in left:
+        for pid in survivors:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
@@ -45,28 +40,28 @@ def wait_for_end(leader: int, timeout_s: float, note: str) -> None:
     poll.register(os.pidfd_open(leader), select.POLLIN)
     looks = 0
     while os.getppid() == leader and not poll.poll(min(LOOK_EVERY_S, timeout_s) * 1000):
-        looks = looks + 1 if state(leader) == b"T" else 0
+        looks = looks + 1 if process_state(leader) == b"T" else 0
         if looks * LOOK_EVERY_S >= timeout_s:
             with suppress(OSError), open(note, "w") as file:
                 file.write(f"(pid {leader}) had been stopped (SIGSTOP) for {timeout_s:.0f} s, and was killed")
             os.kill(leader, signal.SIGKILL)
 
 
-def members(session: int) -> list[int]:
-    """The living processes of a session. Its number belongs to nobody else while one of them is there."""
-    found = []
+def session_members(session: int) -> list[int]:
+    """The living processes of a session. Its number is not reused while one of them lives."""
+    pids = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with suppress(ProcessLookupError, FileNotFoundError):
-                if os.getsid(int(entry)) == session and state(int(entry)) not in (b"Z", b"X"):
-                    found.append(int(entry))
-    return found
+                if os.getsid(int(entry)) == session and process_state(int(entry)) not in (b"Z", b"X"):
+                    pids.append(int(entry))
+    return pids
 
 
-def state(pid: int) -> bytes:
+def process_state(pid: int) -> bytes:
     """One letter: T is stopped, Z and X have ended. Raises FileNotFoundError or ProcessLookupError."""
     with open(f"/proc/{pid}/stat", "rb") as stat:
-        # The name of the program, in parentheses, may hold blanks; after it comes the state.
+        # The state follows the program's name in parentheses, which may hold blanks.
         return stat.read().rpartition(b")")[2].split()[0]
 
 

@@ -1,4 +1,4 @@
-"""What of one SGLang replica runs on one node."""
+"""A node's share of an SGLang replica."""
 
 from dataclasses import dataclass
 
@@ -8,21 +8,21 @@ class ServerShare:
     """The part of one replica that one node runs."""
 
     replica: int
-    """Among all of the run."""
+    """Number of the replica in the run."""
     node: int
-    """Of the servers' nodes."""
+    """Number of the node among the servers' nodes."""
     node_rank: int
-    """Among the nodes of this replica; 0 answers HTTP."""
+    """Rank of the node among the nodes of this replica; 0 answers HTTP."""
     num_nodes: int
-    """Of this replica."""
+    """Nodes of this replica."""
     first_gpu: int
-    """Of ``num_ranks`` consecutive ones on this node."""
+    """The first of ``num_ranks`` consecutive GPUs of this node."""
     num_ranks: int
-    """Tensor-parallel ranks here."""
+    """Tensor-parallel ranks on this node."""
 
 
 def on_one_machine(replicas: int, tp: int, *, first_gpu: int = 0) -> list[ServerShare]:
-    """Every replica whole, one after another on the GPUs of this machine."""
+    """Whole replicas, one after another on the GPUs of this machine."""
     return [
         ServerShare(replica=r, node=0, node_rank=0, num_nodes=1, first_gpu=first_gpu + r * tp, num_ranks=tp)
         for r in range(replicas)

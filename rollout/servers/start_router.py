@@ -1,8 +1,7 @@
-"""``python -m rollout.servers.start_router KEY_FILE ARGUMENT...``: sglang-router, which takes its key from
-its command line only.
+"""``python -m rollout.servers.start_router KEY_FILE ARGUMENT...``: sglang-router with the key of KEY_FILE.
 
-Every user of a host can read command lines. This one names the key's file; the key itself is added inside the
-process.
+sglang-router takes its key from its command line alone, which every user of a host can read. Here the key is
+added inside the process.
 """
 
 import sys

@@ -1,19 +1,20 @@
-"""Runs one server, SGLang's or the router, so that no process of it outlives its owner: ``python -I
-watchdog.py COMMAND...``.
+"""Runs one server, SGLang's or the router, so that none of its processes outlives its owner.
+
+``python -I watchdog.py COMMAND...``
 
     owner (a role) --stdin pipe--> watchdog --child--> server --> its own processes
                                    └─ one session and process group of its own ──┘
 
-Three ways to end, and each ends the whole group:
-  * the owner dies in whatever way, SIGKILL included: the kernel closes its end of the pipe, the watchdog
-    reads the end of file;
-  * the server exits by itself: the watchdog kills what it left behind and exits with the server's code;
-  * the watchdog itself is killed: the kernel sends the server SIGKILL (PR_SET_PDEATHSIG), whose workers ask
-    for the same.
-SIGTERM to the group reaches the server directly; the watchdog only waits for it. Where the owner ignores
-SIGTERM (in a Slurm job, where it comes to everything at once) the server must outlast it too, though it has a
-handler of its own: it never gets the signal then. Standard library only: it starts before anything heavy,
-under ``-I``, whatever the working directory and PYTHONPATH are.
+The whole group ends in each of three cases:
+  * The owner dies in whatever way, SIGKILL included: the kernel closes its end of the pipe, and the watchdog
+    reads the end of file.
+  * The server exits by itself: the watchdog kills the rest of the group and exits with the server's code.
+  * The watchdog is killed: the kernel sends the server SIGKILL (PR_SET_PDEATHSIG), and the server's workers
+    have asked the kernel for the same.
+SIGTERM to the group reaches the server directly; the watchdog only waits for it. An owner may ignore SIGTERM
+(in a Slurm job it comes to every process at once). The server must then outlast it too, though it has a handler
+of its own: the signal is blocked in it. Standard library only: the watchdog starts before anything heavy, under
+``-I``, whatever the working directory and PYTHONPATH are.
 """
 
 import ctypes
@@ -22,6 +23,7 @@ import select
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
 OWNER_GONE_EXIT_CODE = 75
@@ -39,7 +41,7 @@ def main(command: list[str]) -> int:
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != watchdog:  # it died between fork and prctl
+        if os.getppid() != watchdog:  # the watchdog died between fork and prctl
             os._exit(OWNER_GONE_EXIT_CODE)
 
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=in_child)
@@ -66,16 +68,14 @@ def _wait_for_server_or_owner(server: subprocess.Popen) -> int | None:
 
 
 def _kill_rest_of_group() -> None:
-    """SIGKILL to every other process of this group, so that the exit code can still be handed on."""
+    """SIGKILL to all other processes of this group; this one still has to exit with the server's code."""
     group = os.getpgrp()
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
-        try:
+        with suppress(ProcessLookupError):
             if os.getpgid(int(entry)) == group:
                 os.kill(int(entry), signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 if __name__ == "__main__":

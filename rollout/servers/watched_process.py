@@ -1,5 +1,4 @@
-"""Processes that do not outlive their owner: each a session and process group of its own under
-``watchdog.py``."""
+"""Processes that do not outlive their owner, each in its own session and group under ``watchdog.py``."""
 
 import os
 import signal
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 
 KILL_TIMEOUT_S = 30.0
-"""For the kernel to take a killed server with all its memory apart."""
+"""Deadline for the kernel to tear down a killed server with all its memory."""
 POLL_S = 0.05
 LOG_TAIL_LINES = 40
 WATCHDOG = Path(__file__).parent / "watchdog.py"
@@ -23,11 +22,10 @@ SESSION_GUARD = Path(__file__).parent / "session_guard.py"
 def start_watched(
     command: Sequence[str], *, log_file: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen:
-    """The watchdog of ``command``, all of whose output goes to ``log_file``. Raises OSError."""
-    with open(log_file, "wb", opener=_for_owner) as log:
+    """Start the watchdog of ``command``, with all output in ``log_file``. Raises OSError."""
+    with open(log_file, "wb", opener=_private_opener) as log:
         return subprocess.Popen(
-            # The pipe is the lifeline: nobody writes to it, and its end of file tells the watchdog that this
-            # process is gone.
+            # The pipe carries no data: its end of file tells the watchdog that this process is gone.
             [sys.executable, "-I", str(WATCHDOG), *command],
             stdin=subprocess.PIPE,
             stdout=log,
@@ -38,35 +36,29 @@ def start_watched(
 
 
 def guard_session(*, timeout_s: float, note: Path) -> None:
-    """Have all that this process leaves behind in its session end with it, however it ends; and this process
-    where it stays stopped for ``timeout_s``, of which ``note`` is made.
+    """Start a guard that ends this process's session when this process ends, however it ends. The guard kills
+    this process, and makes ``note``, if it stays stopped for ``timeout_s``.
 
-    Nothing to do where it does not lead the session: that is the shell's of whoever started it by hand.
+    Does nothing for a process that does not lead its session: the session is then a user's shell.
     """
     if os.getsid(0) != os.getpid():
         return
     nothing = subprocess.DEVNULL
-    command = [
-        sys.executable,
-        "-I",
-        str(SESSION_GUARD),
-        str(os.getpid()),
-        str(timeout_s),
-        str(note.resolve()),
-    ]
+    arguments = [str(os.getpid()), str(timeout_s), str(note.resolve())]
+    command = [sys.executable, "-I", str(SESSION_GUARD), *arguments]
     subprocess.Popen(command, cwd="/", start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
 
 
-def _for_owner(path: str, flags: int) -> int:
-    """An opener. A server prints its settings, the run's key among them."""
+def _private_opener(path: str, flags: int) -> int:
+    """Only the owner may read a log: a server prints its settings, the run's key among them."""
     return os.open(path, flags, 0o600)
 
 
 def end_watched(processes: Sequence[subprocess.Popen]) -> None:
-    """SIGKILL to the groups of all.
+    """End the groups of all processes by SIGKILL.
 
-    A server has nothing to save. SGLang looks at SIGTERM every 5 s only, and its main process takes the end
-    of the others for a crash: it would end the log of a healthy run with a crash report.
+    A server has nothing to save. After SIGTERM, at which SGLang looks every 5 s only, its main process would
+    take the end of its other processes for a crash, and write a crash report into the log of a healthy run.
 
     Raises:
         RuntimeError: a process survived SIGKILL.
@@ -74,32 +66,31 @@ def end_watched(processes: Sequence[subprocess.Popen]) -> None:
     members = [_group_members(process.pid) for process in processes]
     for process in processes:
         _signal_group(process.pid, signal.SIGKILL)
-    for process, known in zip(processes, members, strict=True):
-        _end_for_good(process, known)
+    for process, group in zip(processes, members, strict=True):
+        _kill_all(process, group)
 
 
-def _end_for_good(process: subprocess.Popen, known: set[psutil.Process]) -> None:
-    known |= _group_members(process.pid)
+def _kill_all(process: subprocess.Popen, members: set[psutil.Process]) -> None:
+    members |= _group_members(process.pid)
     _signal_group(process.pid, signal.SIGKILL)
-    for member in known:  # also one that moved to a group of its own
+    for member in members:  # also one that moved to a group of its own
         with suppress(psutil.NoSuchProcess):
             member.kill()
     process.wait(KILL_TIMEOUT_S)
     if process.stdin is not None:
         process.stdin.close()
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    # Not psutil's wait_procs: it also waits for zombies, which stay until a parent that has adopted them
-    # looks.
-    while (alive := [member for member in known if _lives(member)]) and time.monotonic() < deadline:
+    # Not psutil's wait_procs, which also waits for zombies: these stay until their adopted parent looks.
+    while (alive := [member for member in members if _is_alive(member)]) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     if alive:
         raise RuntimeError(f"processes of {process.args} survived SIGKILL: {alive}")
 
 
-def _lives(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:  # it has ended in between
+    except psutil.NoSuchProcess:
         return False
 
 
@@ -122,8 +113,7 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 def how_it_ended(code: int) -> str:
-    """In words, of a watched process or any other: its exit code, negative or above 128 where a signal ended
-    it."""
+    """The end of a process in words. The exit ``code`` is negative or above 128 after a signal."""
     number = -code if code < 0 else code - 128
     try:
         return f"was killed by {signal.Signals(number).name}"
@@ -132,15 +122,15 @@ def how_it_ended(code: int) -> str:
 
 
 def server_pid(process: subprocess.Popen) -> int | None:
-    """Of what runs under the watchdog ``process``; None before it has started, and after its end."""
+    """Process id of the server under the watchdog ``process``; None before its start and after its end."""
     with suppress(psutil.NoSuchProcess):
         return next((child.pid for child in psutil.Process(process.pid).children()), None)
     return None
 
 
 def log_tail(log_file: Path, lines: int = LOG_TAIL_LINES, *, start: int = 0) -> str:
-    """The last lines of a log, without its progress bars. start: bytes that are another process's, such as
-    those of an earlier life."""
+    """The last lines of a log, without progress bars. The first ``start`` bytes, an earlier process's, are
+    left out."""
     try:
         with log_file.open("rb") as log:
             log.seek(max(log.seek(0, os.SEEK_END) - 65536, start))

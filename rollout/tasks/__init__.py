@@ -1,4 +1,4 @@
-"""Tasks: where problems come from. ``load_task`` is the one entrance."""
+"""Tasks, the sources of problems. ``load_task`` is the one entrance."""
 
 from typing import TYPE_CHECKING
 
@@ -35,12 +35,11 @@ FILE_LOADERS = {Gsm8kTask: load_gsm8k, JsonlTask: load_jsonl}
 
 
 def load_task(config: TaskConfig, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
-    """The prompts of a task, for training and held out. ``keep_rows``: each with the whole record of its
-    file, for the user's reward.
+    """The prompts of a task, for training and held out. ``keep_rows``: with their whole records, for the user's
+    reward.
 
     Raises:
-        ValueError: what the task's own loader cannot use: a file, a line, a tokenizer; it names the thing and
-        the fix.
+        ValueError: a file, a line or the tokenizer cannot be used; the message names it and the fix.
     """
     if isinstance(config, CountdownTask):
         return load_countdown(config, tokenizer=tokenizer)
@@ -48,9 +47,5 @@ def load_task(config: TaskConfig, *, tokenizer: "PreTrainedTokenizerBase", keep_
 
 
 def first_problem(config: TaskConfig) -> Problem:
-    """The first problem to train on, with its record; no tokenizer is needed.
-
-    Raises:
-        ValueError: as ``load_task``.
-    """
+    """The first problem to train on, with its record, without a tokenizer. Raises ValueError as ``load_task``."""
     return first_countdown_problem(config) if isinstance(config, CountdownTask) else first_in_file(config)

@@ -1,9 +1,9 @@
-"""Countdown: reach the target with all the given numbers and ``+ - *``. Problems and their solutions are
+"""Countdown: reach the target with all numbers of the problem and ``+ - *``. Problems and solutions are
 enumerated, not guessed.
 
-Expressions are counted and drawn in a normal form that gives each text exactly one derivation: parentheses
-only where precedence needs them, so the right side of ``+`` is never a sum (``a+(b+c)`` is written ``a+b+c``)
-and the right side of ``*`` never a product.
+Expressions are counted and drawn in a normal form that gives each text exactly one derivation. It has
+parentheses only where precedence needs them: the right side of ``+`` is never a sum (``a+(b+c)`` is written
+``a+b+c``), and the right side of ``*`` never a product.
 """
 
 import ast
@@ -29,9 +29,10 @@ Numbers = tuple[int, ...]
 """Sorted, with repetition."""
 
 MAX_CHOICES = {1: 100_000, 2: 100_000, 3: 20_000, 4: 10_000, 5: 400}
-"""Most choices of that many numbers that are enumerated: a few seconds of work. Beyond it a fixed random
-subset is taken."""
+"""Limit of enumerated choices of that many numbers, a few seconds of work. Beyond it a fixed random subset
+is taken."""
 CHARACTERS = "0123456789+-*()=: "
+"""Every character of Countdown's prompts and answers."""
 
 
 class Kind(IntEnum):
@@ -44,11 +45,11 @@ class Kind(IntEnum):
 ANY_KIND = tuple(Kind)
 RESULT_KIND = {"+": Kind.SUM, "-": Kind.SUM, "*": Kind.PRODUCT}
 RIGHT_KINDS = {"+": (Kind.NUMBER, Kind.PRODUCT), "-": ANY_KIND, "*": (Kind.NUMBER, Kind.SUM)}
-"""What the normal form allows on the right side of an operator; the left side may be anything."""
+"""Kinds that the normal form allows on the right side of an operator; the left side may be of any kind."""
 
 
 def load_countdown(config: CountdownTask, *, tokenizer: "PreTrainedTokenizerBase") -> Task:
-    """All solvable problems of ``config``, split by the hash of each.
+    """All solvable problems of ``config``, split into training and held-out ones by their hashes.
 
     Raises:
         ValueError: the tokenizer lacks a character of the task, or no problem is left to train on.
@@ -58,7 +59,7 @@ def load_countdown(config: CountdownTask, *, tokenizer: "PreTrainedTokenizerBase
     for problem in solvable_problems(config):
         (heldout if is_heldout(problem, config.heldout_fraction) else train).append(problem)
     if not train:
-        raise _nothing_left(config)
+        raise _no_problem_error(config)
 
     def encode(text: str) -> list[int]:
         return encode_prompt(tokenizer, text, system_prompt=None, apply_chat_template=False)
@@ -71,10 +72,10 @@ def load_countdown(config: CountdownTask, *, tokenizer: "PreTrainedTokenizerBase
 
 def first_countdown_problem(config: CountdownTask) -> Problem:
     """The first solvable problem, held out or not. Raises ValueError where there is none."""
-    found = next(solvable_problems(config), None)
-    if found is None:
+    problem = next(solvable_problems(config), None)
+    if problem is None:
         raise ValueError(f"no Countdown problem can be made with {config!r}; raise max_number or max_target")
-    return _to_problem(found)
+    return _to_problem(problem)
 
 
 def _to_problem(problem: tuple[Numbers, int]) -> Problem:
@@ -87,27 +88,28 @@ def prompt_text(problem: tuple[Numbers, int]) -> str:
 
 
 def long_prompt(config: CountdownTask) -> str:
-    """One of the longest prompts: of the highest numbers, with the highest target that they reach. "" where
-    they reach none."""
-    numbers = _choices(config)[-1]
-    return prompt_text((numbers, max(found))) if (found := reachable(numbers, config.max_target)) else ""
+    """One of the longest prompts: the highest numbers with the highest target that they reach; "" if they
+    reach none."""
+    numbers = _number_choices(config)[-1]
+    targets = reachable(numbers, config.max_target)
+    return prompt_text((numbers, max(targets))) if targets else ""
 
 
 def check_problems(config: CountdownTask) -> None:
     """Raises ValueError where no problem is left to train on."""
     if all(is_heldout(problem, config.heldout_fraction) for problem in solvable_problems(config)):
-        raise _nothing_left(config)
+        raise _no_problem_error(config)
 
 
-def _nothing_left(config: CountdownTask) -> ValueError:
+def _no_problem_error(config: CountdownTask) -> ValueError:
     return ValueError(
         f"no Countdown problem is left to train on with {config!r}; raise max_number or max_target"
     )
 
 
 def check_characters(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Each character must survive encoding and decoding next to digits, where it stands in a prompt or an
-    answer. Raises ValueError."""
+    """Refuse a tokenizer that loses a character next to digits, as in a prompt or an answer. Raises
+    ValueError."""
     missing = []
     for character in CHARACTERS:
         text = f"1{character}1"
@@ -122,27 +124,24 @@ def check_characters(tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def is_heldout(problem: tuple[Numbers, int], fraction: float) -> bool:
-    """Whether the problem's md5, read as a number in [0, 1), lies below ``fraction``: the same for ever and
-    for every seed."""
+    """Whether the problem's md5, read as a number in [0, 1), lies below ``fraction``, whatever the seed."""
     digest = hashlib.md5(format_problem(*problem).encode(), usedforsecurity=False).digest()
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
 def solvable_problems(config: CountdownTask) -> Iterator[tuple[Numbers, int]]:
     """Every ``(numbers, target)`` within the limits of ``config`` that has a solution, in ascending order."""
-    for numbers in _choices(config):
+    for numbers in _number_choices(config):
         for target in sorted(reachable(numbers, config.max_target)):
             yield numbers, target
 
 
-def _choices(config: CountdownTask) -> list[Numbers]:
+def _number_choices(config: CountdownTask) -> list[Numbers]:
     """All multisets of ``num_numbers`` from 1..max_number, or a fixed subset of MAX_CHOICES of them."""
     size, highest = config.num_numbers, config.max_number
     if math.comb(highest + size - 1, size) <= MAX_CHOICES[size]:
         return list(combinations_with_replacement(range(1, highest + 1), size))
-    rng = random.Random(
-        f"countdown {size} {highest}"
-    )  # of the task, not of the run: every run sees the same problems
+    rng = random.Random(f"countdown {size} {highest}")  # every run sees the same problems
     chosen: set[Numbers] = set()
     while len(chosen) < MAX_CHOICES[size]:
         # Multisets of 1..highest are the strictly ascending tuples of 1..highest+size-1, each element lowered
@@ -154,32 +153,32 @@ def _choices(config: CountdownTask) -> list[Numbers]:
 
 @lru_cache(maxsize=8192)
 def splits(numbers: Numbers) -> tuple[tuple[Numbers, Numbers], ...]:
-    """Every way to deal ``numbers`` to a left and a right side, neither empty; equal numbers are not told
-    apart."""
-    found = set()
+    """Every way to deal ``numbers`` to a left and a right side, neither empty; equal numbers count as one."""
     indices = range(len(numbers))
-    for size in range(1, len(numbers)):
-        for left in combinations(indices, size):
-            found.add((tuple(numbers[i] for i in left), tuple(numbers[i] for i in indices if i not in left)))
-    return tuple(sorted(found))
+    lefts = (left for size in indices[1:] for left in combinations(indices, size))
+    sides = {
+        (tuple(numbers[i] for i in left), tuple(numbers[i] for i in indices if i not in left))
+        for left in lefts
+    }
+    return tuple(sorted(sides))
 
 
 def reachable(numbers: Numbers, max_target: int) -> set[int]:
-    """Values in 1..max_target that some expression of all the numbers has."""
+    """Values in 1..max_target of the expressions of all the numbers."""
     if len(numbers) == 1:
         return {n for n in numbers if n <= max_target}
-    found = set()
+    values = set()
     for left, right in splits(numbers):
         for a in value_counts(left):
             # The normal form loses no value, so the right side may be of any kind here.
             for b in value_counts(right):
-                found.update((a + b, a - b, a * b))
-    return {value for value in found if 1 <= value <= max_target}
+                values.update((a + b, a - b, a * b))
+    return {value for value in values if 1 <= value <= max_target}
 
 
 @lru_cache(maxsize=6144)
 def value_counts(numbers: Numbers, kinds: tuple[Kind, ...] = ANY_KIND) -> dict[int, int]:
-    """{value: number of distinct expressions of all the numbers, of these kinds, that have it}."""
+    """{value: number of distinct expressions with it, of all the numbers and of these kinds}."""
     if len(numbers) == 1:
         return {numbers[0]: 1} if Kind.NUMBER in kinds else {}
     counts: Counter[int] = Counter()
@@ -201,20 +200,20 @@ def _apply(operator: str, a: int, b: int) -> int:
 
 @lru_cache(maxsize=16384)
 def _ways_to_reach(numbers: Numbers, value: int, kinds: tuple[Kind, ...]) -> tuple[list[tuple], list[int]]:
-    """Outermost steps (left, a, operator, right, b) of the expressions with this value, and cumulated counts
-    of their expressions."""
+    """Outermost steps (left, a, operator, right, b) of the expressions with this value, and the cumulated
+    counts of these expressions."""
     ways, counts = [], []
     for left, right in splits(numbers):
         for operator in _operators(kinds):
             right_counts = value_counts(right, RIGHT_KINDS[operator])
             for a, count_a in value_counts(left).items():
-                for b in _partners(operator, a, value, right_counts):
+                for b in _right_values(operator, a, value, right_counts):
                     ways.append((left, a, operator, right, b))
                     counts.append(count_a * right_counts[b])
     return ways, list(accumulate(counts))
 
 
-def _partners(operator: str, a: int, value: int, candidates: dict[int, int]) -> list[int]:
+def _right_values(operator: str, a: int, value: int, candidates: dict[int, int]) -> list[int]:
     """The candidates b with ``a operator b == value``."""
     if operator == "*":
         if a == 0:
@@ -246,14 +245,14 @@ def random_solution(
 
 @lru_cache(maxsize=8192)
 def num_expressions(numbers: Numbers, kinds: tuple[Kind, ...] = ANY_KIND) -> int:
-    """How many distinct expressions of all the numbers there are."""
+    """Number of distinct expressions of all the numbers."""
     return int(Kind.NUMBER in kinds) if len(numbers) == 1 else _outermost_steps(numbers, kinds)[1][-1]
 
 
 @lru_cache(maxsize=8192)
 def _outermost_steps(numbers: Numbers, kinds: tuple[Kind, ...]) -> tuple[list[tuple], list[int]]:
-    """Steps (left, operator, right) of all the expressions of these kinds, and cumulated counts of their
-    expressions."""
+    """Outermost steps (left, operator, right) of the expressions of these kinds, and the cumulated counts of
+    these expressions."""
     steps = [(left, operator, right) for left, right in splits(numbers) for operator in _operators(kinds)]
     counts = [
         num_expressions(left) * num_expressions(right, RIGHT_KINDS[operator])
@@ -276,8 +275,7 @@ def random_expression(
 
 
 def _join(left: str, operator: str, right: str) -> str:
-    """Put parentheses where precedence needs them: around sums in a product, and around a sum that is
-    subtracted."""
+    """The joined expression, with parentheses around a sum in a product and around a subtracted sum."""
     if operator == "*" and _is_sum(left):
         left = f"({left})"
     if operator != "+" and _is_sum(right):
@@ -296,22 +294,20 @@ def _is_sum(text: str) -> bool:
 
 
 def random_wrong_expression(numbers: Numbers, target: int, rng: random.Random) -> str:
-    """An expression of all the numbers that does not equal the target, uniformly among those. Needs two
-    numbers or more."""
-    while True:  # a sum and a difference of the same positive numbers are never both right, so this ends
+    """An expression of all the (two or more) numbers with another value than the target, uniformly drawn."""
+    while True:  # this ends: the sum and the difference of positive numbers are not both equal to the target
         text, value = random_expression(numbers, rng)
         if value != target:
             return text
 
 
 def is_tidy(text: str) -> bool:
-    """Whether the terms of every sum and the factors of every product stand in descending order: one way of
-    writing out of many."""
+    """Whether the terms of every sum and the factors of every product stand in descending order."""
     return _tidy_value(ast.parse(text, mode="eval").body) is not None
 
 
 def _tidy_value(node: ast.expr) -> int | None:
-    """The value of an expression, None where it is not tidy."""
+    """The value of a tidy expression, else None."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     assert isinstance(node, ast.BinOp)
@@ -332,27 +328,25 @@ def _tidy_value(node: ast.expr) -> int | None:
 def generate_sft_examples(
     config: CountdownTask, *, count: int, noise: float, seed: int
 ) -> list[tuple[str, str]]:
-    """``count`` pairs (prompt text, answer text) of random training problems, never held-out ones.
+    """``count`` pairs (prompt text, answer text) of random training problems.
 
     With probability ``noise`` an answer is a wrong expression of the same numbers, which leaves RL something
     to improve; otherwise it is a solution. Either is drawn uniformly among the distinct tidy ones: a small
-    model that need not learn all orders of the same sum learns more arithmetic from as many examples. The
-    seed decides everything.
-
-    ``noise`` above 0 needs two numbers or more: a single one has no wrong expression.
+    model that need not learn all orders of a sum learns more arithmetic from as many examples. The seed
+    decides everything. ``noise`` above 0 needs two numbers or more: one number has no wrong expression.
 
     Raises:
         ValueError: there is no training problem.
     """
     problems = [p for p in solvable_problems(config) if not is_heldout(p, config.heldout_fraction)]
     if not problems:
-        raise _nothing_left(config)
+        raise _no_problem_error(config)
     rng = random.Random(seed)
     examples = []
     for _ in range(count):
         numbers, target = problem = rng.choice(problems)
         draw = random_wrong_expression if rng.random() < noise else random_solution
         while not is_tidy(answer := draw(numbers, target, rng)):
-            pass  # every expression has a tidy form of the same value, so one comes up
+            pass  # this ends: every expression has a tidy form of the same value
         examples.append((prompt_text(problem), answer))
     return examples

@@ -25,55 +25,52 @@ LONGEST_KEPT = 256
 
 
 def load_gsm8k(config: Gsm8kTask, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
-    """GSM8K from the user's disk: ``question`` is the prompt, what follows ``####`` in ``answer`` the
+    """GSM8K from the user's disk: ``question`` is the prompt, the text after ``####`` in ``answer`` the
     reference.
 
     Raises:
-        ValueError: see ``read_records``; also an answer without ``#### <number>``, naming its line.
+        ValueError: see ``read_records``; also for an answer without ``#### <number>``, naming its line.
     """
-    return _load(
-        config,
-        tokenizer,
-        name="gsm8k",
-        fields=("question", "answer"),
-        to_reference=gsm8k_reference,
-        keep_rows=keep_rows,
-    )
+    return _load_file_task(config, tokenizer, name="gsm8k", keep_rows=keep_rows)
 
 
 def load_jsonl(config: JsonlTask, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
-    """Any file of prompts and answers; the answer is the reference as it stands.
+    """Any file of prompts and answers; the answer is the reference, unchanged.
 
-    A field inside others is named with dots (``reward_model.ground_truth``). A prompt is text, or a
-    conversation of a single user's message, ``[{"role": "user", "content": ...}]``, as data sets in verl's
-    format have it.
+    Dots name a field inside others (``reward_model.ground_truth``). A prompt is text, or a conversation of a
+    single user's message, ``[{"role": "user", "content": ...}]``, as in data sets of verl's format.
 
     Raises:
-        ValueError: see ``read_records``; also a conversation of anything else.
+        ValueError: see ``read_records``; also for any other conversation.
     """
-    fields = (config.prompt_field, config.answer_field)
-    return _load(config, tokenizer, name="jsonl", fields=fields, to_reference=str, keep_rows=keep_rows)
+    return _load_file_task(config, tokenizer, name="jsonl", keep_rows=keep_rows)
 
 
-def _load(
-    config: Gsm8kTask | JsonlTask,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    name: str,
-    fields: tuple[str, str],
-    to_reference: Callable[[str], str],
-    keep_rows: bool,
+def _fields_of(config: Gsm8kTask | JsonlTask) -> tuple[str, str]:
+    """The names of prompt and answer."""
+    is_gsm8k = isinstance(config, Gsm8kTask)
+    return ("question", "answer") if is_gsm8k else (config.prompt_field, config.answer_field)
+
+
+def _reference_reader(config: Gsm8kTask | JsonlTask) -> Callable[[str], str]:
+    return gsm8k_reference if isinstance(config, Gsm8kTask) else str
+
+
+def _load_file_task(
+    config: Gsm8kTask | JsonlTask, tokenizer: "PreTrainedTokenizerBase", *, name: str, keep_rows: bool
 ) -> Task:
-    def encode(text: str) -> list[int]:
-        return encode_prompt(
-            tokenizer,
-            text,
-            system_prompt=config.system_prompt,
-            apply_chat_template=config.apply_chat_template,
-        )
+    fields, to_reference = _fields_of(config), _reference_reader(config)
+    encode = partial(
+        encode_prompt,
+        tokenizer,
+        system_prompt=config.system_prompt,
+        apply_chat_template=config.apply_chat_template,
+    )
 
     def prompts(path: Path | None) -> LazyPrompts:
-        problems = [] if path is None else _problems(path, name, fields, to_reference, keep_rows=keep_rows)
+        problems = (
+            [] if path is None else _build_problems(path, name, fields, to_reference, keep_rows=keep_rows)
+        )
         where = None if path is None else partial(place, path)
         return LazyPrompts(
             problems, task=name, to_problem=lambda problem: problem, encode=encode, where=where
@@ -84,7 +81,7 @@ def _load(
     return task
 
 
-def _problems(
+def _build_problems(
     path: Path,
     task: str,
     fields: tuple[str, str],
@@ -92,28 +89,22 @@ def _problems(
     *,
     keep_rows: bool = False,
 ) -> list[Problem]:
-    problems, seen = [], Counter()
-    digests: dict[
-        tuple[str, str], str
-    ] = {}  # public files hold the same problem a hundred times: it is hashed, and kept, once
+    problems, counts = [], Counter()
+    # Public files hold the same problem a hundred times: its hash is computed, and its text kept, once.
+    digests: dict[tuple[str, str], str] = {}
     for number, text, reference, record in _read_problems(path, fields, to_reference, keep_rows=keep_rows):
-        content = digests.get((text, reference)) or digests.setdefault(
-            (text, reference), _digest(text, reference)
-        )
-        seen[content] += 1
-        repeat = (
-            f"#{seen[content]}" if seen[content] > 1 else ""
-        )  # the same problem twice in a file is two prompts
+        if (digest := digests.get((text, reference))) is None:
+            content = json.dumps([text, reference]).encode()
+            digest = hashlib.md5(content, usedforsecurity=False).hexdigest()[:16]
+            digests[text, reference] = digest
+        counts[digest] += 1
+        # Repeated problems are prompts of their own.
+        prompt_id = f"{task}:{digest}" + (f"#{counts[digest]}" if counts[digest] > 1 else "")
         row = record if keep_rows else None
-        prompt_id = f"{task}:{content}{repeat}"
         problems.append(
             Problem(prompt_id=prompt_id, text=sys.intern(text), reference=reference, row=row, number=number)
         )
     return problems or _refuse_empty(path, fields)
-
-
-def _digest(text: str, reference: str) -> str:
-    return hashlib.md5(json.dumps([text, reference]).encode(), usedforsecurity=False).hexdigest()[:16]
 
 
 def _read_problems(
@@ -124,8 +115,7 @@ def _read_problems(
     *,
     keep_rows: bool = False,
 ) -> Iterator[tuple[int, str, str, dict]]:
-    """Of each record its number, the prompt's text, the reference, and the record itself: whole, or what of
-    it is needed."""
+    """(number, prompt text, reference, record) of each record, which has the needed fields at least."""
     for number, text, answer, record in _read_fields(path, *fields, progress, keep_rows=keep_rows):
         try:
             reference = to_reference(answer)
@@ -136,18 +126,16 @@ def _read_problems(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """What there is to know of a file's pairs of texts (prompt and reference, or prompt and response) without
-    keeping them."""
+    """Statistics of a file's pairs of texts (prompt and reference, or prompt and response)."""
 
     path: Path
     count: int
     longest_bytes: int
-    """Of a prompt, in UTF-8."""
+    """UTF-8 bytes of the longest prompt."""
     longest: tuple[tuple[str, str, str], ...]
-    """(where it stands, first text, second text) of the longest pairs, the longest first; at most
-    ``LONGEST_KEPT``."""
+    """(place, first text, second text) of the ``LONGEST_KEPT`` longest pairs, the longest first."""
     prompts: frozenset[int]
-    """A number for each distinct prompt; equal ones have equal numbers, in all surveys of a process."""
+    """Hashes of the distinct prompts, comparable between all surveys of a process."""
 
     @property
     def distinct(self) -> int:
@@ -157,37 +145,34 @@ class Survey:
 def survey_task_file(
     config: Gsm8kTask | JsonlTask, path: Path, *, progress: ProgressOf | None = None
 ) -> Survey:
-    """Read one of the task's files as training will, without a tokenizer: a broken line shows before anything
-    is started.
+    """Read one of the task's files as training will, without a tokenizer, to find broken lines before a start.
 
-    A file that has not changed since is not read again. ``progress``: what makes a ``Progress`` for a file.
+    An unchanged file is not read again. ``progress`` makes a ``Progress`` for a file.
 
     Raises:
         ValueError: see ``load_gsm8k`` and ``load_jsonl``.
     """
-    is_gsm8k = isinstance(config, Gsm8kTask)
-    fields = ("question", "answer") if is_gsm8k else (config.prompt_field, config.answer_field)
-    return _survey(path, _version(path), fields, gsm8k_reference if is_gsm8k else str, progress)
+    return _cached_survey(path, _file_version(path), _fields_of(config), _reference_reader(config), progress)
 
 
 def survey_pairs(
     path: Path, first_field: str, second_field: str, *, progress: ProgressOf | None = None
 ) -> Survey:
-    """The same of a file for supervised training. Raises ValueError, see ``read_pairs``."""
-    return _survey(path, _version(path), (first_field, second_field), None, progress)
+    """The survey of a file for supervised training. Raises ValueError, see ``read_pairs``."""
+    return _cached_survey(path, _file_version(path), (first_field, second_field), None, progress)
 
 
-def _version(path: Path) -> tuple[int, ...]:
-    """Another one as soon as the file is another one; nothing where there is none, which reading it will say."""
+def _file_version(path: Path) -> tuple[int, ...]:
+    """Inode, size and time of a file; () for a missing one, which reading reports."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return ()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @lru_cache(maxsize=8)
-def _survey(
+def _cached_survey(
     path: Path,
     _: tuple[int, ...],
     fields: tuple[str, str],
@@ -201,8 +186,7 @@ def _survey(
 def _read_survey(
     path: Path, fields: tuple[str, str], to_reference: Callable[[str], str] | None, report: Progress | None
 ) -> Survey:
-    """Of prompts alone the first text counts for the length, of supervised pairs (no ``to_reference``) both
-    do."""
+    """The length of a supervised pair (no ``to_reference``) counts both texts, that of a problem the prompt."""
     count = longest_bytes = 0
     kept: list[tuple[int, int, str, str]] = []  # a heap: (bytes, -number, texts), the shortest first
     prompts: set[int] = set()
@@ -238,21 +222,19 @@ def first_in_file(config: Gsm8kTask | JsonlTask) -> Problem:
     Raises:
         ValueError: see ``load_gsm8k`` and ``load_jsonl``.
     """
-    is_gsm8k = isinstance(config, Gsm8kTask)
-    fields = ("question", "answer") if is_gsm8k else (config.prompt_field, config.answer_field)
-    problems = _read_problems(config.train_path, fields, gsm8k_reference if is_gsm8k else str, keep_rows=True)
+    fields = _fields_of(config)
+    problems = _read_problems(config.train_path, fields, _reference_reader(config), keep_rows=True)
     _, text, reference, record = next(problems, None) or _refuse_empty(config.train_path, fields)
     return Problem(prompt_id="first", text=text, reference=reference, row=record)
 
 
 def read_pairs(path: Path, first_field: str, second_field: str) -> list[tuple[str, str, str]]:
-    """Where each record of a JSONL or parquet file stands (``file:line 3``), and two of its text fields; see
-    ``load_jsonl`` for their names and the first one's form.
+    """(place, such as ``file:line 3``, first text, second text) of each record of a JSONL or parquet file.
+    ``load_jsonl`` describes the names of fields and the form of the first.
 
     Raises:
-        ValueError: see ``read_records``; also a field that is missing, empty or neither text nor a number,
-        naming the line, and a file
-            without records.
+        ValueError: see ``read_records``; also for a field that is missing, empty or neither text nor a number,
+            naming the line, and for a file without records.
     """
     pairs = [
         (place(path, number), first, second)
@@ -275,51 +257,48 @@ def _read_fields(
     *,
     keep_rows: bool = False,
 ) -> Iterator[tuple[int, str, str, dict]]:
-    """Of each record its number, its two texts, and the record itself: whole, or what of it is needed."""
+    """(number, first text, second text, record) of each record, which has the needed fields at least."""
     roots = () if keep_rows else {field.split(".")[0] for field in (first_field, second_field)}
     for number, record in read_records(path, progress, roots=roots):
         first, second = record.get(first_field), record.get(second_field)
-        # Nearly all records are plain text under plain names; asking no more of them makes reading a million
-        # of them twice as fast.
+        # Nearly all records are plain text under plain names. Skipping further checks for these makes a
+        # million records twice as fast to read.
         if not (type(first) is str and first.isascii() and first and not first.isspace()):
-            first = _text(
-                _only_message(_value(record, first_field, path, number), first_field, path, number),
-                first_field,
-                path,
-                number,
-            )
+            value = _field_value(record, first_field, path, number)
+            first = _as_text(_only_message(value, first_field, path, number), first_field, path, number)
         if not (type(second) is str and second.isascii() and second and not second.isspace()):
-            second = _text(_value(record, second_field, path, number), second_field, path, number)
+            value = _field_value(record, second_field, path, number)
+            second = _as_text(value, second_field, path, number)
         yield number, first, second, record
 
 
-def _value(record: dict, field: str, path: Path, number: int) -> Any:
-    """What stands under the field's whole name or, where there is none, at the end of its dotted path."""
-    found: Any = record
+def _field_value(record: dict, field: str, path: Path, number: int) -> Any:
+    """The value under the field's whole name or, if there is none, at the end of its dotted path."""
+    value: Any = record
     for name in [field] if field in record else field.split("."):
-        if not isinstance(found, dict) or name not in found:
+        if not isinstance(value, dict) or name not in value:
             has = ", ".join(f"`{name}`" for name in record) or "none"
             raise ValueError(
                 f"{place(path, number)}: field `{field}` is missing; this record has {has}. Rename the field, or name it in the config"
             )
-        found = found[name]
-    return found
+        value = value[name]
+    return value
 
 
 def _only_message(value: Any, field: str, path: Path, number: int) -> Any:
-    """The user's text of a conversation that is nothing else; any other value as it is."""
+    """The text of a conversation that is a single user's message; any other value unchanged."""
     if not (isinstance(value, list) and value and all(isinstance(message, dict) for message in value)):
         return value
     roles = [message.get("role") for message in value]
     if roles != ["user"]:
         raise ValueError(
             f"{place(path, number)}: field `{field}` is a conversation of {', '.join(map(str, roles))}; only a single message of the user "
-            "is read: write what a system message says as task.system_prompt, and other turns into the text"
+            "is read: write a system message as task.system_prompt, and other turns into the text"
         )
     return value[0].get("content")
 
 
-def _text(value: Any, field: str, path: Path, number: int) -> str:
+def _as_text(value: Any, field: str, path: Path, number: int) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str):

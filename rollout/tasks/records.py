@@ -1,4 +1,4 @@
-"""The records of the user's files, JSONL or parquet: one at a time, each with the number of its line or row."""
+"""The records of the user's JSONL or parquet files, one at a time, with the numbers of their lines or rows."""
 
 import json
 from collections.abc import Callable, Collection, Iterator
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 LINE_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
 Record = tuple[int, dict]
-"""The number of its line or row, from 1, and its fields."""
+"""(number of the line or row, from 1; fields)."""
 Progress = Callable[[float], None]
-"""Told now and then what share of a file has been read."""
+"""Takes, now and then, the share of a file that has been read."""
 ProgressOf = Callable[[Path], AbstractContextManager[Progress]]
-"""Of a file, while it is read."""
+"""Gives the progress of a file, while it is read."""
 
 _LINES_BETWEEN_REPORTS = 16384
 _ROWS_AT_ONCE = 4096
@@ -31,17 +31,14 @@ _FOREIGN = {
     b"PK\x03\x04": ("a zip archive or a spreadsheet", "unpack it, or export it as JSONL"),
     b"\xff\xfe": ("UTF-16 text", "save it as UTF-8"),
     b"\xfe\xff": ("UTF-16 text", "save it as UTF-8"),
-    b"version https://git-lfs": (
-        "a pointer of Git LFS, not the data themselves",
-        "fetch them with `git lfs pull`",
-    ),
+    b"version https://git-lfs": ("a pointer of Git LFS, not the data", "fetch the data with `git lfs pull`"),
 }
-"""What files of other kinds begin with: what they are, and what to do."""
+"""First bytes of other kinds of files: (kind, fix)."""
 _PARQUET = b"PAR1"
 
 
 def place(path: Path, number: int) -> str:
-    """Where a record stands, for messages."""
+    """The place of a record, for messages."""
     return f"{path}:{'row' if path.suffix in PARQUET_SUFFIXES else 'line'} {number}"
 
 
@@ -50,11 +47,10 @@ def read_records(
 ) -> Iterator[Record]:
     """The records of a ``.jsonl`` or ``.parquet`` file, in order; blank lines are skipped.
 
-    roots: the only fields that are needed, where a file stores fields apart and has them all.
+    roots: the needed fields. Others are not read if the file stores fields apart and has all of ``roots``.
 
     Raises:
-        ValueError: the file is missing, unreadable or of another kind, or a line is no JSON object; the line
-        is named.
+        ValueError: the file is missing, unreadable or of another kind, or a named line is no JSON object.
     """
     path = Path(path)
     if not path.is_file():
@@ -62,9 +58,9 @@ def read_records(
             f"data file {path} does not exist (the current folder is {Path.cwd()}); correct the path in the config"
         )
     _refuse_other_kinds(path)
-    return (
-        _read_lines(path, progress) if path.suffix in LINE_SUFFIXES else _read_parquet(path, progress, roots)
-    )
+    if path.suffix in LINE_SUFFIXES:
+        return _read_lines(path, progress)
+    return _read_parquet(path, progress, roots)
 
 
 def _refuse_other_kinds(path: Path) -> None:
@@ -76,13 +72,11 @@ def _refuse_other_kinds(path: Path) -> None:
     if path.suffix in LINE_SUFFIXES and start.startswith(_PARQUET):
         raise ValueError(f"data file {path} is parquet; give it a name that ends in .parquet")
     if path.suffix not in LINE_SUFFIXES + PARQUET_SUFFIXES:
-        hint = (
-            "write each record of its array as a line (`jq -c '.[]'`)"
-            if path.suffix == ".json"
-            else "write it as JSONL or parquet"
-        )
-        known = ", ".join(LINE_SUFFIXES + PARQUET_SUFFIXES)
-        raise ValueError(f"data file {path} is of no known kind; its name must end in {known}: {hint}")
+        hint = "write it as JSONL or parquet"
+        if path.suffix == ".json":
+            hint = "write each record of its array as a line (`jq -c '.[]'`)"
+        suffixes = ", ".join(LINE_SUFFIXES + PARQUET_SUFFIXES)
+        raise ValueError(f"data file {path} is of no known kind; its name must end in {suffixes}: {hint}")
 
 
 def _read_lines(path: Path, progress: Progress | None) -> Iterator[Record]:
@@ -94,7 +88,7 @@ def _read_lines(path: Path, progress: Progress | None) -> Iterator[Record]:
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 if not line.strip():
                     continue
-                record = _decode_at_leisure(line, path, number)
+                record = _decode_leniently(line, path, number)
             if type(record) is not dict:
                 raise ValueError(
                     f'{place(path, number)}: a {type(record).__name__}, not an object; write each line like {{"field": "text", ...}}'
@@ -104,8 +98,8 @@ def _read_lines(path: Path, progress: Progress | None) -> Iterator[Record]:
                 progress(file.tell() / size)
 
 
-def _decode_at_leisure(line: bytes, path: Path, number: int) -> object:
-    """What Python's own reader takes too: a byte order mark, NaN, lone surrogates. Raises ValueError naming
+def _decode_leniently(line: bytes, path: Path, number: int) -> object:
+    """Python's own reader also accepts a byte order mark, NaN and lone surrogates. Raises ValueError naming
     the line."""
     try:
         return json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
@@ -125,7 +119,7 @@ def _decode_at_leisure(line: bytes, path: Path, number: int) -> object:
 
 
 def _read_parquet(path: Path, progress: Progress | None, roots: Collection[str]) -> Iterator[Record]:
-    import pyarrow  # takes a second to import, which JSONL users need not wait for
+    import pyarrow  # the import takes a second, which users of JSONL are spared
     import pyarrow.parquet
 
     try:
@@ -134,7 +128,7 @@ def _read_parquet(path: Path, progress: Progress | None, roots: Collection[str])
         columns = sorted(roots) if roots and set(roots) <= set(names) else None
         first = 1
         for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
-            yield from enumerate(_values(batch.to_struct_array()), start=first)
+            yield from enumerate(_column_values(batch.to_struct_array()), start=first)
             first += len(batch)
             if progress is not None:
                 progress((first - 1) / rows)
@@ -142,21 +136,17 @@ def _read_parquet(path: Path, progress: Progress | None, roots: Collection[str])
         raise ValueError(f"{path} cannot be read as parquet: {error}; write the file again") from error
 
 
-def _values(array: "pyarrow.Array") -> list:
-    """``array.to_pylist()``, several times faster for objects and lists of them: column by column, not value
-    by value."""
+def _column_values(array: "pyarrow.Array") -> list:
+    """``array.to_pylist()`` column by column: several times faster for objects and lists of objects."""
     from pyarrow import types
 
     if types.is_struct(array.type):
-        columns = [_values(column) for column in array.flatten()]
+        columns = [_column_values(column) for column in array.flatten()]
         names = [field.name for field in array.type]
-        rows = (
-            [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-            if columns
-            else [{} for _ in array]
-        )
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+        rows = rows if columns else [{} for _ in array]
     elif types.is_list(array.type) and types.is_struct(array.type.value_type):
-        inner, lengths = iter(_values(array.flatten())), array.value_lengths().to_pylist()
+        inner, lengths = iter(_column_values(array.flatten())), array.value_lengths().to_pylist()
         rows = [list(islice(inner, length or 0)) for length in lengths]
     else:
         return array.to_pylist()

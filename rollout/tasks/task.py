@@ -1,5 +1,4 @@
-"""What a task is: prompts to train on and prompts to measure on, turned into token ids only when they are
-asked for."""
+"""A task: prompts to train on and prompts to measure on, tokenised on access."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,19 +12,21 @@ class Problem:
     """A prompt before tokenisation."""
 
     prompt_id: str
-    """Stable over runs and machines: it comes from the content alone."""
+    """Follows from the content alone, so that it is stable over runs and machines."""
     text: str
     reference: str
     row: Mapping[str, Any] | None = None
-    """The record it was made of, where it is kept."""
+    """The record of the data file, if it is kept."""
     number: int | None = None
-    """Of its line or row, where it is from a file."""
+    """Number of the line or row in the file, if there is one."""
 
 
 class LazyPrompts(Sequence[Prompt]):
-    """Prompts over any sequence of items: an item becomes a problem, and is tokenised, on each access.
+    """Prompts over any sequence of items. Each access makes an item a problem and tokenises it, so that half a
+    million problems cost neither time nor memory before they are used.
 
-    Half a million problems cost neither time nor memory before they are used.
+    Args:
+        where: gives the place of a problem by its number, for messages.
     """
 
     def __init__(
@@ -37,12 +38,8 @@ class LazyPrompts(Sequence[Prompt]):
         encode: Callable[[str], list[int]],
         where: Callable[[int], str] | None = None,
     ):
-        """where: the place of the problem of such a number, for messages."""
-        self._items = items
-        self._task = task
-        self._to_problem = to_problem
-        self._encode = encode
-        self._where = where
+        self._items, self._where = items, where
+        self._task, self._to_problem, self._encode = task, to_problem, encode
 
     def __len__(self) -> int:
         return len(self._items)
@@ -57,7 +54,9 @@ class LazyPrompts(Sequence[Prompt]):
             return LazyPrompts(
                 items, task=self._task, to_problem=self._to_problem, encode=self._encode, where=self._where
             )
-        problem = self._to_problem(self._items[index])
+        problem, place = self._to_problem(self._items[index]), None
+        if self._where is not None and problem.number is not None:
+            place = self._where(problem.number)
         return Prompt(
             prompt_id=problem.prompt_id,
             token_ids=self._encode(problem.text),
@@ -65,17 +64,14 @@ class LazyPrompts(Sequence[Prompt]):
             task=self._task,
             reference=problem.reference,
             row=problem.row,
-            place=self._where(problem.number)
-            if self._where is not None and problem.number is not None
-            else None,
+            place=place,
         )
 
     def may_exceed(self, num_tokens: int) -> Iterator[Prompt]:
-        """Every prompt of more than ``num_tokens`` tokens, and maybe others; texts that are too short for
-        that are not tokenised.
+        """Every prompt of more than ``num_tokens`` tokens, and maybe others. Short texts are not tokenised.
 
-        What stands around a text (chat template, system prompt, special tokens) is at most what the first
-        prompt has in all.
+        The tokens around a text (chat template, system prompt, special tokens) are at most as many as those
+        of the whole first prompt.
         """
         around = len(self[0].token_ids) if self._items else 0
         for index, item in enumerate(self._items):
@@ -84,16 +80,16 @@ class LazyPrompts(Sequence[Prompt]):
 
 
 def most_tokens(text: str) -> int:
-    """No tokenizer makes more tokens than there are bytes once it has normalised the text.
+    """Upper bound of a text's tokens: the bytes of the normalised text.
 
-    ASCII stays as it is; UTF-8 of other characters grows at most elevenfold (Unicode FAQ, normalization, NFKC
-    and NFKD).
+    Normalisation does not change ASCII. UTF-8 of other characters grows at most elevenfold (Unicode FAQ,
+    normalization, NFKC and NFKD).
     """
     return len(text) if text.isascii() else len(text) + 11 * len(text.encode())
 
 
 def longest_above(prompts: Sequence[Prompt], num_tokens: int) -> Prompt | None:
-    """The longest of the prompts with more than ``num_tokens`` tokens; None where there is none."""
+    """The longest of the prompts with more than ``num_tokens`` tokens; None if there is none."""
     candidates = prompts.may_exceed(num_tokens) if isinstance(prompts, LazyPrompts) else prompts
     too_long = (prompt for prompt in candidates if len(prompt.token_ids) > num_tokens)
     return max(too_long, key=lambda prompt: len(prompt.token_ids), default=None)
@@ -101,8 +97,7 @@ def longest_above(prompts: Sequence[Prompt], num_tokens: int) -> Prompt | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """``train`` and ``heldout`` are in a fixed order of their own (nothing is shuffled here); ``heldout`` may
-    be empty."""
+    """``train`` and ``heldout``, which may be empty, are in a fixed order that is not shuffled here."""
 
     name: str
     train: Sequence[Prompt]

@@ -148,7 +148,7 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def quick_backoff(monkeypatch):
-    monkeypatch.setattr(model_module, "FIRST_BACKOFF_S", 0.001)
+    monkeypatch.setattr(model_module, "BACKOFF_S", (0.001, 5.0))
 
 
 def config_of(*servers: Server, **fields) -> ModelReward:

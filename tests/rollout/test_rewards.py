@@ -637,7 +637,7 @@ def tried(name: str, **changes) -> list[str]:
 
 @pytest.fixture
 def trial(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr("rollout.rewards.trial._KNOWN", {})
+    monkeypatch.setattr("rollout.rewards.trial._REMARKS", {})
     (tmp_path / "tried.py").write_text(TRIED)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

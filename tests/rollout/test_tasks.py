@@ -148,8 +148,8 @@ def test_a_larger_share_holds_out_more_of_the_same():
 
 def test_large_settings_are_a_fixed_subset():
     config = CountdownTask(num_numbers=5, max_number=30)
-    choices = cd._choices(config)
-    assert choices == cd._choices(config) and len(set(choices)) == cd.MAX_CHOICES[5]
+    choices = cd._number_choices(config)
+    assert choices == cd._number_choices(config) and len(set(choices)) == cd.MAX_CHOICES[5]
     assert all(list(c) == sorted(c) and len(c) == 5 and c[0] >= 1 and c[-1] <= 30 for c in choices)
     assert max(c[-1] for c in choices) == 30 and min(c[0] for c in choices) == 1
 
@@ -438,8 +438,8 @@ def test_parquet_values_are_those_of_pyarrow(rows, start):
         array = pyarrow.array(rows, type=None if rows else pyarrow.struct([("a", pyarrow.string())]))
     except (pyarrow.ArrowException, TypeError):
         assume(False)  # rows of several types, which no parquet file holds
-    assert records._values(array[start:]) == array[start:].to_pylist()
-    assert records._values(array) == array.to_pylist()
+    assert records._column_values(array[start:]) == array[start:].to_pylist()
+    assert records._column_values(array) == array.to_pylist()
 
 
 def test_a_kept_row_is_whole_in_either_kind_of_file(tmp_path, tokenizer):

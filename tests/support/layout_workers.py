@@ -20,8 +20,8 @@ from parallel.engine import (
     MegatronEngine,
     NonFiniteError,
     ValueEngine,
-    _logprobs,
-    _values,
+    _logprob_forward,
+    _value_forward,
     finalize_model_grads,
 )
 from parallel.megatron import platform
@@ -90,7 +90,7 @@ def full_gradients(
     kept = [chunk.config.finalize_model_grads_func for chunk in engine.chunks]
     for chunk in engine.chunks:
         chunk.config.finalize_model_grads_func = _finalize_everything
-    engine._backward(microbatches, forward, loss_fn)
+    engine._accumulate_gradient(microbatches, forward, loss_fn)
     for chunk, function in zip(engine.chunks, kept, strict=True):
         chunk.config.finalize_model_grads_func = function
     return by_hf_names(engine, lambda p: p.main_grad)
@@ -132,11 +132,11 @@ def step_of(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch
     """Scores, then gradients, then one optimizer step of ``engine`` on this rank's micro-batches."""
     if isinstance(engine, ValueEngine):
         scored = engine.values(microbatches)
-        gradients = full_gradients(engine, microbatches, _values, critic_loss)
+        gradients = full_gradients(engine, microbatches, _value_forward, critic_loss)
         result = engine.update(microbatches, critic_loss)
     else:
         scored = [logprobs_T for logprobs_T, _ in engine.logprobs(microbatches, temperature=TEMPERATURE)]
-        gradients = full_gradients(engine, microbatches, _logprobs(TEMPERATURE, True), policy_loss)
+        gradients = full_gradients(engine, microbatches, _logprob_forward(TEMPERATURE, True), policy_loss)
         result = engine.update(microbatches, policy_loss, temperature=TEMPERATURE)
     return {
         "scores": scored,

@@ -19,7 +19,7 @@ from launch.studies.mismatch_plan import Plan, Request, make_plan
 from launch.studies.mismatch_result import evaluate, write
 from rollout.client import GenerationError
 from rollout.records import Prompt
-from rollout.sampling.fixed_samples import _last_logprobs, _requests, fixed_prompts, shortened
+from rollout.sampling.fixed_samples import _last_logprobs, _split_into_requests, fixed_prompts, shortened
 from rollout.tasks import Task
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.launch.test_cli import config_file
@@ -210,7 +210,7 @@ def test_prefill_answers_are_checked_against_the_tokens():
 
 def test_scoring_requests_hold_a_bounded_number_of_tokens_and_every_row():
     sequences = [[0] * n for n in (10_000, 7_000, 10, 50_000, 5)]
-    assert _requests(sequences) == [[0], [1, 2], [3], [4]]
+    assert _split_into_requests(sequences) == [[0], [1, 2], [3], [4]]
 
 
 def test_the_short_limit_is_a_part_of_the_long_one(tmp_path, model):

@@ -14,7 +14,6 @@ from launch.studies.verify_sync import (
     Answers,
     Finding,
     _check_that_it_can_fail,
-    _get_answers,
     differences,
     fixed_prompts,
     layouts,

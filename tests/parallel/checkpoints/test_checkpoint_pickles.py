@@ -37,7 +37,9 @@ from trainer.batch.files import batch_file
 from trainer.checkpointing import Checkpointer
 from trainer.recording import write_batch
 
-REFUSED = r"holds (the object posix\.mkdir|a pickle that cannot be read), which no checkpoint of Tandem holds"
+REFUSED = (
+    r"holds (the object posix\.mkdir|a pickle that cannot be read), which is no part of a Tandem checkpoint"
+)
 
 
 class Code:

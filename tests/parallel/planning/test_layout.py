@@ -119,7 +119,7 @@ def test_static_rope_types_are_accepted_in_either_spelling(rope):
 
 @pytest.mark.parametrize(
     "text, message",
-    [(None, r"cannot read config\.json"), ("{", "is no JSON"), ("[1]", "holds list, not an object")],
+    [(None, r"cannot read config\.json"), ("{", "is not valid JSON"), ("[1]", "holds list, not an object")],
 )
 def test_a_config_that_cannot_be_read_is_named(tmp_path, text, message):
     if text is not None:

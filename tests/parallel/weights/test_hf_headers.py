@@ -105,8 +105,8 @@ def header(entry: dict, size: int) -> bytes:
 OF_NORM = {"dtype": "BF16", "shape": [16], "data_offsets": [0, 32]}
 BROKEN = {
     "empty": (cut(SINGLE, 0), "model.safetensors is no readable safetensors file: it is empty; download"),
-    "cut short": (cut(SINGLE, 5000), "its 5,000 bytes are not as many as its header speaks of, so it was cut short"),
-    "too long": (cut(SINGLE, 10**6), "its 1,000,000 bytes are not as many as its header speaks of"),
+    "cut short": (cut(SINGLE, 5000), "its 5,000 bytes do not fit its header, so it was cut short"),
+    "too long": (cut(SINGLE, 10**6), "its 1,000,000 bytes do not fit its header"),
     "cut in its header": (cut(SINGLE, 100), "(100 bytes); download or copy it again"),
     "not even a length": (write(SINGLE, b"abc"), "header too small (3 bytes)"),
     "no JSON": (write(SINGLE, b"\x04" + bytes(7) + b"{no}"), "invalid JSON in header"),

@@ -56,11 +56,7 @@ def test_a_tensor_that_fills_a_bucket_is_sent_from_where_it_is():
     assert [
         bucket.bytes.data_ptr() == tensor.data_ptr()
         for bucket, (_, tensor) in zip(buckets, tensors, strict=True)
-    ] == [
-        False,
-        True,
-        False,
-    ]
+    ] == [False, True, False]
     (converted,) = make_buckets(tensors[1:2], dtype=torch.bfloat16, max_bytes=64)
     assert torch.equal(dict(converted.tensors())["t1"], tensors[1][1].to(torch.bfloat16))
 

@@ -98,7 +98,7 @@ def test_an_answer_that_is_no_json_is_empty(server, make_line):
 BROKEN = {
     b"": "closed the connection without an answer",
     OK + b'{"x"': "in the middle of an answer",
-    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n": "does not tell its length",
+    b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n": "has no Content-Length",
 }
 
 
@@ -209,7 +209,7 @@ GREEDY = '{"output_ids": [5], "meta_info": {"input_token_logprobs": [[%s], [%s]]
         (probe, [SAMPLE % "-0.5, 6"], "probe: .*GenerationError: the server's log-probs are of other tokens"),
         (probe, ["{}"], "probe: .*KeyError: 'meta_info'"),
         (probe, ["[]"], "probe: .*TypeError"),
-        (probe, ["{"], "/generate answered what is no JSON"),
+        (probe, ["{"], "/generate: the answer is not valid JSON"),
         (close_update, ["{}", VERSION, CHECKSUMS], None),
         (close_update, ["{}", "{}", CHECKSUMS], "read versions: .*KeyError: 'weight_version'"),
         (close_update, ["{}", '{"weight_version": 3}', CHECKSUMS], "read versions: .*TypeError"),

@@ -23,12 +23,7 @@ from parallel.weights.transfer import make_buckets
 from rollout.client import GenerationError
 from rollout.records import FinishReason
 from rollout.servers.client import SGLangClient
-from rollout.servers.command import (
-    OWNED_FLAGS,
-    check_flags_exist,
-    choose_ports,
-    flags_of_sglang,
-)
+from rollout.servers.command import OWNED_FLAGS, check_flags_exist, choose_ports, flags_of_sglang
 from rollout.servers.control import ControlError, SGLangControl
 from rollout.servers.fleet import ServerDied, ServerFleet
 from rollout.servers.share import ServerShare

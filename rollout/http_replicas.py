@@ -1,0 +1,71 @@
+"""HTTP requests to several equal servers: the least loaded one first, another one after a failure, then backoff."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import aiohttp
+
+from rollout.connections import CONNECT_TIMEOUT_S, PEER_TIMEOUT_S, watched_socket
+
+T = TypeVar("T")
+
+
+class AttemptFailed(Exception):
+    """One attempt failed in a way that another one may not."""
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    url: str
+    in_flight: int = 0
+    """Samples that its unanswered requests hold."""
+
+
+def open_session(
+    *, peer_timeout_s: float = PEER_TIMEOUT_S, headers: Mapping[str, str] | None = None, **connector: Any
+) -> aiohttp.ClientSession:
+    """A session without a limit of connections and without a deadline for a whole request, which callers set."""
+    watched = partial(watched_socket, peer_timeout_s=peer_timeout_s)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, socket_factory=watched, **connector),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+        headers=headers,
+    )
+
+
+async def request_with_retries(
+    replicas: Sequence[Replica],
+    attempt: Callable[[str], Awaitable[T]],
+    on_failure: Callable[[Exception, list[str]], None],
+    *,
+    num_samples: int,
+    backoff_s: tuple[float, float],
+) -> T:
+    """The result of the first ``attempt(url)`` that succeeds.
+
+    An attempt that raises AttemptFailed or an error of aiohttp is repeated on a replica that has not failed
+    this request. After all have failed, it waits, and all may be asked again.
+
+    Args:
+        on_failure: takes the error and the texts of all failures so far; it raises to give up.
+        backoff_s: (the first wait, which doubles with every attempt, and the longest).
+    """
+    failures: list[str] = []
+    failed: list[Replica] = []
+    while True:
+        replica = min((r for r in replicas if r not in failed), key=lambda r: r.in_flight)
+        replica.in_flight += num_samples
+        try:
+            return await attempt(replica.url)
+        except (aiohttp.ClientError, AttemptFailed) as error:
+            failures.append(f"{replica.url}: {str(error) or type(error).__name__}")
+            on_failure(error, failures)
+        finally:
+            replica.in_flight -= num_samples
+        failed.append(replica)
+        if len(failed) == len(replicas):
+            failed.clear()
+            await asyncio.sleep(min(backoff_s[0] * 2 ** (len(failures) - 1), backoff_s[1]))
