@@ -1,7 +1,7 @@
 """The learner of one rank: which policy computes which log-probs, and one optimizer step. All ranks run it in
 step (SPMD)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,13 +18,18 @@ from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group
 from trainer.algorithm.aggregation import Counted, kept_factor
 from trainer.algorithm.kl_reward import KLInReward
-from trainer.algorithm.policy_loss import policy_loss, scale_losses
+from trainer.algorithm.policy_loss import policy_loss
 from trainer.batch.step_batch import StepBatch, split_groups, step_batch
 from trainer.critic import Critic, CriticUpdate
-from trainer.ranks.metrics import Metric, Reduction, merge_metrics, merge_over_ranks
+from trainer.ranks.metrics import (
+    Metric,
+    Reduction,
+    merge_metrics,
+    merge_over_ranks,
+    per_minibatch,
+    scale_losses,
+)
 from trainer.ranks.totals import total_over
-
-LOSSES = ("loss/", "critic/loss")
 
 
 class Scored(NamedTuple):
@@ -229,14 +234,6 @@ class Learner:
 
     def save_hf(self, folder: Path) -> None:
         self.engine.save_hf(folder)
-
-
-def per_minibatch(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Losses, sums over a whole minibatch, as what becomes their mean when the updates of a step are merged.
-    Counts stay sums."""
-    return {
-        name: Metric.quotient(m.parts[0], 1) if name.startswith(LOSSES) else m for name, m in metrics.items()
-    }
 
 
 def _optimizer_metrics(part: str, step: UpdateResult | CriticUpdate) -> dict[str, Metric]:

@@ -130,8 +130,8 @@ def train(run: Run) -> None:
             group=learner.groups.dp_group,
         )
         if run.tracker is not None:
-            run.tracker.log(step, metrics, check_alarms(metrics, config.alarms))
-        run.weight_sync.check_samples(metrics)
+            run.tracker.log(step, metrics.recorded, check_alarms(metrics.recorded, config.alarms))
+        run.weight_sync.check_samples(metrics.sampled_gap)
         run.doing("checkpoint")
         evaluation_owed = rest.interruption is not None and is_evaluation_step(step, config)
         run.checkpointer.after_step(step, learner, sampler, evaluation_owed=evaluation_owed)

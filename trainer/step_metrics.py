@@ -1,7 +1,7 @@
-"""Everything that is tracked of a step, by name. Names are ``part/quantity``; the report and the console line
-read them."""
+"""The metrics of a whole step, from every part of it. ``metric_names.py`` has their meanings."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rollout.records import FinishReason, Group
 from rollout.sampling.messages import EvaluationResult, SamplingStats
-from trainer.algorithm.mismatch import negative_fraction, reward_metrics
+from trainer.algorithm.mismatch import SampledGap, negative_fraction, reward_metrics
 from trainer.algorithm.segments import count_per_sequence, sum_per_sequence
 from trainer.algorithm.value_loss import explained_variance
 from trainer.batch.step_batch import StepBatch
@@ -17,6 +17,14 @@ from trainer.learner import Update
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks, values
 from trainer.sampling import Sampled
 from trainer.weight_sync import SyncResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    recorded: dict[str, float]
+    """By name; complete on rank 0 alone."""
+    sampled_gap: SampledGap | None
+    """On every rank: ``WeightSync.check_samples`` may end the run by it. None where no token was compared."""
 
 
 def step_metrics(
@@ -30,27 +38,26 @@ def step_metrics(
     seconds: Mapping[str, float],
     mode: Literal["decoupled", "bypass"],
     group: dist.ProcessGroup | None,
-) -> dict[str, float]:
-    """Plain numbers of a whole step; every rank of ``group`` takes part, the result is complete on rank 0.
+) -> StepMetrics:
+    """The metrics of a whole step; every rank of ``group`` takes part.
 
     measured: of this rank's share, before the update. sync: None where it failed.
     """
-    found = values(
-        merge_over_ranks(merge_metrics([*measured, reward_metrics_of(batch, updates, mode)]), group)
-    )
-    found |= values(merge_metrics(u.metrics for u in updates)) | first_and_sign(updates, mode)
-    explained = explained_variance(found)
-    found |= {} if explained is None else {"critic/explained_variance": explained}
+    before = merge_over_ranks(merge_metrics([*measured, reward_metrics_of(batch, updates, mode)]), group)
+    merged = merge_metrics([before, *(u.metrics for u in updates)])
+    numbers = values(merged) | first_and_sign(updates, mode)
+    explained = explained_variance(numbers)
+    numbers |= {} if explained is None else {"critic/explained_variance": explained}
     if sync is not None:
-        found |= {"sync/version": sync.version, "sync/bytes": sync.bytes}
-        found |= {} if sync.max_logprob_gap is None else {"sync/max_logprob_gap": sync.max_logprob_gap}
-    found |= {f"time/{part}": value for part, value in seconds.items()}
+        numbers |= {"sync/version": sync.version, "sync/bytes": sync.bytes}
+        numbers |= {} if sync.max_logprob_gap is None else {"sync/max_logprob_gap": sync.max_logprob_gap}
+    numbers |= {f"time/{part}": value for part, value in seconds.items()}
     if sampled.groups is not None and sampled.stats is not None:
-        found |= sample_metrics(sampled.groups) | sampling_metrics(sampled.stats)
-        found["throughput/tokens_per_s"] = found["response/tokens"] / seconds["step"]
+        numbers |= sample_metrics(sampled.groups) | sampling_metrics(sampled.stats)
+        numbers["throughput/tokens_per_s"] = numbers["response/tokens"] / seconds["step"]
     if evaluation is not None:
-        found |= evaluation_metrics(evaluation)
-    return found
+        numbers |= evaluation_metrics(evaluation)
+    return StepMetrics(recorded=numbers, sampled_gap=SampledGap.of(merged))
 
 
 def reward_metrics_of(batch: StepBatch, updates: Sequence[Update], mode: str) -> dict[str, Metric]:

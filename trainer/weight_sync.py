@@ -52,6 +52,7 @@ from rollout.client import RolloutError
 from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.control import ExpectedChecksums, Pending, Served, SGLangControl
+from trainer.algorithm.mismatch import SampledGap
 from trainer.learner import Learner
 from trainer.ranks.totals import on_first_rank
 from trainer.turns import OwnDevices
@@ -288,19 +289,18 @@ class WeightSync:
             )
         return gap
 
-    def check_samples(self, metrics: Mapping[str, float]) -> None:
+    def check_samples(self, gap: SampledGap | None) -> None:
         """Raise ForeignSamplesError where a sampled token shows that the servers' policy was not the
         learner's (float32 on both sides)."""
-        if not (self._exact and self._samples_are_probes):
+        if gap is None or not (self._exact and self._samples_are_probes):
             return
-        for name, tolerance, unit in (
-            ("abs_prob_max", EXACT_TOLERANCE, ""),
-            ("logprob_gap_max", UNLIKELY_TOLERANCE, " nats"),
+        for name, value, tolerance, unit in (
+            ("abs_prob_max", gap.probability, EXACT_TOLERANCE, ""),
+            ("logprob_gap_max", gap.nats, UNLIKELY_TOLERANCE, " nats"),
         ):
-            gap = metrics.get(f"mismatch/{name}", 0.0)
-            if not gap <= tolerance:
+            if not value <= tolerance:
                 raise ForeignSamplesError(
-                    f"learner and server differ by {gap:.2e}{unit} on a token sampled with version {self._learner.version - 1} "
+                    f"learner and server differ by {value:.2e}{unit} on a token sampled with version {self._learner.version - 1} "
                     f"(mismatch/{name}; float32 on both sides allows {tolerance:g}): the server did not serve these weights or this softmax"
                 )
 

@@ -23,6 +23,7 @@ from launch.checks.config import BadInput
 from launch.processes.heartbeat import read_beats
 from launch.processes.run_folder import RunFolder
 from parallel.checkpoints.files import MANIFEST, step_of
+from trainer.metric_names import known
 from trainer.tracking.tracker import duration, read_metrics
 
 PACE_STEPS = 20
@@ -34,11 +35,12 @@ ERROR_LINES = 3
 """Of an error that the overview shows."""
 QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
 RESULTS = (
-    ("reward", "reward/mean", ".3f"),
-    ("|Δp| max", "mismatch/abs_prob_max", ".1e"),
-    ("ESS", "mismatch/ess", ".3f"),
+    ("reward", known("reward/mean"), ".3f"),
+    ("|Δp| max", known("mismatch/abs_prob_max"), ".1e"),
+    ("ESS", known("mismatch/ess"), ".3f"),
 )
 """(title, metric, format); Δp is p_rollout - p_old."""
+ACCURACY, SECONDS = known("eval/accuracy"), known("time/step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +124,13 @@ def _progress(metrics_file: Path, steps: int | None, now: float | None) -> list[
     if not trained:
         return [("step", "none yet" if steps is None else f"none of {steps} yet")]
     step = trained[-1]["step"]
-    pace = statistics.median(row.get("time/step") or 0.0 for row in trained[-PACE_STEPS:])
+    pace = statistics.median(row.get(SECONDS) or 0.0 for row in trained[-PACE_STEPS:])
     of_all = "" if steps is None else f" of {steps} ({step / max(steps, 1):.0%})"
     text = f"{step}{of_all}, {pace:.1f} s a step"
     if now is not None and steps is not None and step < steps:
         left = (steps - step) * _whole_pace(trained, pace)
         text += f", about {duration(left)} left; the last one {duration(max(now - metrics_file.stat().st_mtime, 0))} ago"
-    heldout = {row["step"]: row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None}
+    heldout = {row["step"]: row[ACCURACY] for row in rows if row.get(ACCURACY) is not None}
     accuracies = ", ".join(f"{accuracy:.1%} at step {at}" for at, accuracy in heldout.items())
     means = [
         (title, _means([row[metric] for row in trained if row.get(metric) is not None], show))

@@ -18,6 +18,7 @@ the learner's policy.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,35 +41,28 @@ NEAR_ONE = (0.9, 1.1)
 """A ratio within these is taken for numerical noise."""
 
 
+class SampledGap(NamedTuple):
+    """How far the two engines are apart on the sampled token on which they differ most."""
+
+    probability: float
+    """Greatest Δp."""
+    nats: float
+    """Greatest |d|, unbounded."""
+
+    @classmethod
+    def of(cls, metrics: Metrics) -> "SampledGap | None":
+        """From merged ``mismatch_metrics``; None where no token was compared."""
+        if "mismatch/k1" not in metrics:
+            return None
+        names = ("mismatch/abs_prob_max", "mismatch/logprob_gap_max")
+        return cls(*(metrics[name].parts[0] for name in names))
+
+
 def mismatch_metrics(
     train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, bounds_S: Tensor
 ) -> dict[str, Metric]:
-    """How far ``train`` is from ``rollout``, before anything is corrected. All names begin with
-    ``mismatch/``.
-
-    Over tokens:
-        abs_prob_mean, abs_prob_max        of dp
-        prob_pearson                       correlation of p_rollout and p_train
-        k1                                 mean of -d, estimates KL(rollout || train); may be negative
-        k3                                 mean of rho - 1 - d (d bounded), the same KL, never negative
-        logprob_gap_max                    max |d|, unbounded
-        ratio_mean, ratio_max, ratio_min   of rho; the mean estimates 1 where rollout gives every token that train allows a chance
-        ratio_outside_fraction             tokens with rho outside [0.9, 1.1]
-        chi2_token                         mean of rho^2, less 1
-    Over responses, each counting once (log_ppl = minus the mean log-prob of its tokens):
-        log_ppl_train, log_ppl_rollout     means of log_ppl
-        ppl_train, ppl_rollout, ppl_ratio  means of exp(log_ppl) and of exp(log_ppl_train - log_ppl_rollout); exponents bounded
-        log_ppl_diff_mean, _abs, _max, _min    of log_ppl_train - log_ppl_rollout; ``abs`` is the mean of its absolute value
-        chi2_sequence                      mean of (product of rho)^2, less 1; the product's logarithm is bounded
-        response_abs_prob_max_mean         mean of the greatest dp of a response (the greatest over responses is abs_prob_max)
-        response_abs_prob_mean_mean, _max  mean and max of the mean Δp of a response
-        response_abs_prob_over             share of responses whose greatest dp is over 0.5
-        response_abs_prob_max_share/BIN, response_abs_prob_mean_share/BIN      shares of responses per bin: le_0.001, ..., over_0.5
-    By length of the response and by position in it (valid tokens counted from 1; BIN: le_64, le_256, le_1024,
-    le_4096, over_4096):
-        by_length/BIN/abs_prob_mean, abs_prob_max, k3, k3_max     over the tokens of all responses of that length
-        by_position/BIN/...                                       the same over the tokens at those positions of all responses
-    """
+    """How far ``train`` is from ``rollout`` before anything is corrected, over tokens and over responses, by
+    length of the response and by position in it."""
     bounds_R = _of_responses(bounds_S)
     _require_lengths(bounds_R, train_logprobs_N=train_logprobs_N, rollout_logprobs_N=rollout_logprobs_N)
     lengths_R = bounds_R.diff()
@@ -112,20 +106,10 @@ def weight_metrics(
     lower: float | None = None,
     upper: float | None = None,
 ) -> dict[str, Metric]:
-    """Importance weights before (``raw_N``: what the bound acts on) and after the bound (``weights_N``,
-    before any normalisation).
+    """Importance weights before the bound (``raw_N``) and after it (``weights_N``, before any normalisation).
 
     A weight of a sequence is the same on each of its tokens. Without weights pass rho as ``raw_N`` and ones
-    as ``weights_N``.
-        mismatch/raw_weight_mean, _std, _min, _max         over tokens, before the bound
-        mismatch/weight_mean, _std, _min, _max             over tokens, after it
-        mismatch/raw_sequence_weight_..., sequence_weight_...   the same four of each response's mean weight
-        mismatch/ess                   (sum w)^2 / (N sum w^2) *before* the bound: after it, a collapse would look healthy.
-                                       1: all alike; 1 / N: one outweighs the rest
-        mismatch/ess_bounded           the same after the bound
-        mismatch/truncated_fraction    tokens whose raw weight is above ``upper`` (None: there is no such bound, and no metric)
-        mismatch/below_lower_fraction  tokens whose raw weight is below ``lower``
-    Standard deviations divide by the count and are of the weights themselves, not of clamped ones.
+    as ``weights_N``. Without ``lower`` or ``upper`` there is no such bound, and no metric of it.
     """
     bounds_R = _of_responses(bounds_S)
     _require_lengths(bounds_R, raw_N=raw_N, weights_N=weights_N)
@@ -141,13 +125,10 @@ def weight_metrics(
 
 
 def rejection_metrics(passed_S: Mapping[str, Tensor], kept_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
-    """What each rule rejected, and all of them together (``total``), from each sequence's numbers of response
-    tokens: those that passed the rule of that name, those that are kept, and all.
+    """Shares that each rule rejected, and all of them together (``total``).
 
-    mismatch/rejected/NAME/tokens              share of the response tokens that did not pass
-    mismatch/rejected/NAME/sequences           share of the responses of which no token passed
-    mismatch/rejected/NAME/touched_sequences   share of the responses of which some token did not pass
-    mismatch/kept_fraction                     share of the response tokens that are kept
+    From each sequence's numbers of response tokens: those that passed the rule of that name, those that are
+    kept, and all.
     """
     passed_XS = torch.stack([*passed_S.values(), kept_S])
     touched_XS = passed_XS < valid_S
@@ -167,14 +148,9 @@ def rejection_metrics(passed_S: Mapping[str, Tensor], kept_S: Tensor, valid_S: T
 def rule_metrics(
     name: str, statistic: Tensor, *, lower: float, upper: float, is_log_ratio: bool
 ) -> dict[str, Metric]:
-    """What a rejection rule compares with its bounds: a number of each token, response or segment, whatever
-    the rule NAME is of.
+    """The statistic that a rejection rule compares with its bounds, one number per token, response or segment.
 
-    is_log_ratio: statistic and bounds are logarithms of a ratio; the metrics are of the ratio, except for the
-    last two, which are the same.
-
-    mismatch/rejected/NAME/statistic_mean, _std, _min, _max   rho at the rule's level, the divergence, or the difference of probabilities
-    mismatch/rejected/NAME/above_upper, below_lower           shares outside the bounds; the latter where there is a lower bound
+    is_log_ratio: statistic and bounds are logarithms of a ratio; the metrics are of the ratio itself.
     """
     prefix, shift = f"mismatch/rejected/{name}", 1.0 if is_log_ratio else 0.0
     metrics = {f"{prefix}/above_upper": Metric.mean(statistic > upper)}
@@ -197,10 +173,7 @@ def rule_metrics(
 
 def veto_metrics(below_S: Tensor) -> dict[str, Metric]:
     """Counts behind the veto, from each sequence's number of tokens whose unbounded ratio is below its
-    threshold.
-
-    mismatch/veto/tokens, mismatch/veto/sequences   such tokens, and the responses that hold one (sums, not shares)
-    """
+    threshold."""
     return {
         "mismatch/veto/tokens": Metric.sum(below_S.sum().item()),
         "mismatch/veto/sequences": Metric.sum(torch.count_nonzero(below_S).item()),
@@ -212,10 +185,7 @@ def reward_metrics(
 ) -> dict[str, Metric]:
     """The mean reward as sampled, and as the learner's own policy would have it.
 
-        reward/as_sampled            mean R, an estimate of E_rollout[R]
-        reward/importance_weighted   sum w R / sum w with w = prod rho, an estimate of E_train[R]; self-normalised, so biased by O(1 / S)
-                                     and within the range of the rewards
-        reward/importance_ess        effective share of these weights; near 1 / S a single response makes the estimate
+    The second estimate is self-normalised: biased by O(1 / S), and within the range of the rewards.
 
     sequence_log_ratio_S: sum of d over a response, bounded to +-20 here. The bound replaces the usual shift
     by the greatest log-ratio, which would differ from one part of the batch to the next. counted_S: bool,
@@ -232,8 +202,7 @@ def reward_metrics(
 
 
 def negative_fraction(estimates: Iterable[float]) -> Metric:
-    """How often an estimate of a KL divergence (policy/ppo_kl of each minibatch) is negative, which a
-    divergence never is.
+    """How often an estimate of a KL divergence (policy/ppo_kl of each minibatch) is negative.
 
     k1 of KL(old || current) is unbiased for samples of old. They are samples of rollout, so negative values
     in most minibatches are a sign of bias; a few are noise.

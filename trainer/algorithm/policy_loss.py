@@ -7,7 +7,6 @@ An objective is a pure function in ``objectives`` and a case of ``_objective_los
 
 import logging
 import math
-from collections.abc import Mapping
 from typing import NamedTuple, assert_never
 
 import torch
@@ -86,11 +85,7 @@ def policy_loss(
     loss then still lacks one factor for the whole minibatch: ``kept_factor`` of all ``counted``.
     ``aggregation`` is the mode that aggregation_T was made with.
 
-    Metrics: ``loss/total, loss/policy, loss/kl, loss/entropy`` are this minibatch's terms as they stand in
-    the loss (SUM: they add up to the whole minibatch's). ``policy/entropy, ppo_kl`` (mean log pi_old - log
-    pi_current), ``ref_kl`` are means over response tokens; ``policy/ratio_mean, ratio_min, ratio_max,
-    clip_fraction, dual_clip_fraction`` are of the tokens that were not rejected, where the objective has
-    them.
+    Metrics: ``loss/*``, ``policy/*`` and, where the correction follows from current, ``mismatch/*``.
 
     Raises ValueError naming the fields of ``batch`` that are not set, tensors that are not one float32 per
     token, and the sequence of a response token whose advantage, weight or log-prob in ``batch`` is not
@@ -155,7 +150,7 @@ def policy_loss(
         name: term.item() for name, term in terms.items()
     }
     metrics |= {
-        f"loss/{name}": Metric.sum(value) for name, value in (values | {"total": loss.item()}).items()
+        f"loss/{name}": Metric.loss(value) for name, value in (values | {"total": loss.item()}).items()
     }
     return PolicyLoss(loss, metrics, counted)
 
@@ -182,14 +177,6 @@ def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Te
     logger.error("current_logprobs_T is %s, %s, on response tokens of sequences %s; check the learner's weights and dtype",
                  first, wrong, ids[:10])  # fmt: skip
     return loss * torch.nan
-
-
-def scale_losses(metrics: Mapping[str, Metric], factor: float) -> dict[str, Metric]:
-    """The metrics, with the terms of the loss times ``factor``."""
-    return {
-        name: Metric.sum(metric.parts[0] * factor) if name.startswith("loss/") else metric
-        for name, metric in metrics.items()
-    }
 
 
 def _objective_loss(

@@ -57,10 +57,7 @@ def value_loss(
     matters, not even NaN; without response tokens loss and gradient are exact zeros, still connected to the graph. A value of a response
     token that is not finite makes the loss so.
 
-    Metrics: ``critic/loss`` is this minibatch's loss (SUM: it adds up to the whole minibatch's);
-    ``critic/value_mean, return_mean, clip_fraction`` are means over response tokens, ``critic/return_std``
-    and ``critic/error_std`` the standard deviations of R and of R - V_old over them, of which
-    ``explained_variance`` makes one number.
+    Metrics: ``critic/*``; ``explained_variance`` makes one number of two of them.
 
     Raises ValueError naming the fields of ``batch`` that are not set, values that are not one float32 per
     token, and the sequence of a response token whose value, return or weight in ``batch`` is not finite.
@@ -82,7 +79,7 @@ def value_loss(
     result = clipped_value_loss(values_T, old_values_T, returns_T, clip=value_clip)
     loss = (result.loss_T * weights_T).sum()
     metrics = {
-        "critic/loss": Metric.sum(loss.item()),
+        "critic/loss": Metric.loss(loss.item()),
         "critic/value_mean": Metric.mean(values_T, mask_T),
         "critic/return_mean": Metric.mean(returns_T, mask_T),
         "critic/clip_fraction": Metric.mean(result.clipped_T, mask_T),

@@ -7,7 +7,7 @@ it, so that it comes out as plain numbers under names.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,6 +21,8 @@ class Reduction(StrEnum):
     """parts (sum, count); value sum / count. Weighted: (sum of w x, sum of w)."""
     SUM = "sum"
     """parts (sum,)."""
+    LOSS = "loss"
+    """parts (sum,) of one minibatch; a step has the mean of its minibatches' sums (``per_minibatch``)."""
     MAX = "max"
     MIN = "min"
     ESS = "ess"
@@ -68,6 +70,10 @@ class Metric:
     @classmethod
     def sum(cls, value: float) -> "Metric":
         return cls(reduction=Reduction.SUM, parts=(float(value),))
+
+    @classmethod
+    def loss(cls, value: float) -> "Metric":
+        return cls(reduction=Reduction.LOSS, parts=(float(value),))
 
     @classmethod
     def max(cls, values_T: Tensor, mask_T: Tensor | None = None) -> "Metric":
@@ -169,6 +175,20 @@ def merge_metrics(many: Iterable[Metrics]) -> dict[str, Metric]:
         for name, metric in metrics.items():
             merged[name] = merged[name].merge(metric) if name in merged else metric
     return merged
+
+
+def scale_losses(metrics: Metrics, factor: float) -> dict[str, Metric]:
+    """The metrics, with the terms of the loss times ``factor``."""
+    return _with_losses(metrics, lambda loss: Metric.loss(loss * factor))
+
+
+def per_minibatch(metrics: Metrics) -> dict[str, Metric]:
+    """The metrics of a minibatch, with losses that merge to their mean over the minibatches of a step."""
+    return _with_losses(metrics, lambda loss: Metric.quotient(loss, 1))
+
+
+def _with_losses(metrics: Metrics, change: Callable[[float], Metric]) -> dict[str, Metric]:
+    return {n: change(m.parts[0]) if m.reduction is Reduction.LOSS else m for n, m in metrics.items()}
 
 
 def merge_over_ranks(metrics: Metrics, group: dist.ProcessGroup | None) -> dict[str, Metric]:

@@ -20,6 +20,7 @@ from configs.loader import ConfigError, load_config
 from configs.presets import DESCRIPTIONS, preset_name
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
+from trainer.metric_names import TIME_PARTS, known
 from trainer.report.drawing import (
     ALONE,
     COLORS,
@@ -38,7 +39,6 @@ from trainer.tracking.tracker import duration, flatten, read_metrics
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_TIME_PARTS = ("sampling", "logprobs", "update", "sync", "evaluation")
 _FEWEST_FLAT = 5
 _HEALTHY_AT_ONE = ("kept_min", "first_ratio_tolerance", "weight_mean_min", "weight_mean_max", "ess_min")
 """Alarms of quantities that are 1 where all is well; the others are 0 there."""
@@ -75,6 +75,7 @@ class _Run:
         return [step for step in self.steps if step > 0]
 
     def get(self, metric: str) -> Series:
+        known(metric.removeprefix("1 - "))
         return self.recorded.get(metric)
 
 
@@ -277,14 +278,14 @@ def _step_times(run: _Run) -> tuple[list[int], dict[str, list[float]]]:
     evaluation in it."""
     known = {
         part: dict(zip(s.steps, s.values, strict=True))
-        for part in (*_TIME_PARTS, "step")
+        for part in (*TIME_PARTS, "step")
         if (s := run.get(f"time/{part}"))
     }
     steps = sorted({step for values in known.values() for step in values})
-    parts = {part: [known.get(part, {}).get(step, 0.0) for step in steps] for part in _TIME_PARTS}
+    parts = {part: [known.get(part, {}).get(step, 0.0) for step in steps] for part in TIME_PARTS}
     sums = [
         sum(seconds)
-        for seconds in zip(*(parts[part] for part in _TIME_PARTS if part != "evaluation"), strict=True)
+        for seconds in zip(*(parts[part] for part in TIME_PARTS if part != "evaluation"), strict=True)
     ]
     whole = [known.get("step", {}).get(step, 0.0) for step in steps]
     return steps, {**parts, "other": [max(w - s, 0.0) for w, s in zip(whole, sums, strict=True)]}

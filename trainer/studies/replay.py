@@ -20,10 +20,10 @@ from configs.schema.objective import EntropyConfig
 from parallel.packing import PackedBatch
 from trainer.algorithm.aggregation import Counted, kept_factor
 from trainer.algorithm.correction import correct
-from trainer.algorithm.policy_loss import policy_loss, scale_losses
+from trainer.algorithm.policy_loss import policy_loss
 from trainer.batch.plan import plan_batches
 from trainer.batch.step_batch import StepBatch
-from trainer.ranks.metrics import Metric, merge_metrics, values
+from trainer.ranks.metrics import Metric, merge_metrics, scale_losses, values
 from trainer.ranks.totals import alone
 from trainer.recording import RecordedBatch
 

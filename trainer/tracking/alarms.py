@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from configs.schema.alarms import AlarmsConfig
+from trainer.metric_names import known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,10 @@ class _Rule:
     wrong: str
     cause: str
     advice: str
+
+    def __post_init__(self) -> None:
+        for metric in self.metrics:
+            known(metric)
 
 
 def _near_one(ratio: float, tolerance: float) -> bool:

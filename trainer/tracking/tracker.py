@@ -11,6 +11,7 @@ import math
 import os
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from configs.schema import RunConfig
+from trainer.metric_names import find_entry, known
 from trainer.ranks.interruption import StopRequested
 from trainer.tracking.alarms import Alarm
 from trainer.tracking.mlflow_thread import Artifact, Item, MlflowThread, Params, Row, Status
@@ -93,6 +95,9 @@ class Column:
     metric: str
     show: Callable[[float], str]
     shown: Callable[[RunConfig], bool] = lambda config: True
+
+    def __post_init__(self) -> None:
+        known(self.metric)
 
 
 _COLUMNS = (
@@ -225,6 +230,7 @@ class Tracker:
         self._ends_with_evaluation, self._evaluation_s = config.evaluation.at_ends, 0.0
         self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
         self._warned: set[str] = set()
+        self._named: set[str] = set()
         self._alarming: set[str] = set()
         self._closed = False
         self._path, self._file = path, path.open("a", encoding="utf-8")
@@ -242,7 +248,7 @@ class Tracker:
         An alarm is told in full on the console when it begins, and again only after it had stopped.
 
         A value that is not finite is null in metrics.jsonl, a dash on the console and left out of MLflow,
-        with one warning per name.
+        with one warning per name. So is a name that trainer/metric_names.py does not have: a test fails by it.
         """
         if self._closed:
             raise ValueError(f"step {step} is logged after the tracker was closed")
@@ -252,6 +258,12 @@ class Tracker:
             raise ValueError(
                 f"a metric cannot be called {reserved[0]!r}, which every line has by itself; rename it"
             )
+        for name in metrics.keys() - self._named:
+            self._named.add(name)
+            if find_entry(name) is None:
+                warnings.warn(
+                    f"metric {name!r} is not in trainer/metric_names.py; add it there", stacklevel=2
+                )
         now = time.monotonic()
         values = {name: self._finite(name, float(value)) for name, value in metrics.items()}
         line = {"step": step, "elapsed_s": round(self._elapsed_before + now - self._started, 3), **values}
