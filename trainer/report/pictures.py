@@ -175,10 +175,7 @@ PICTURES = (
         about="Responses by their greatest Δp, and Δp by length of the response and by position in it (mean over the last 10 steps of the "
         "means, and their maximum). High bars at late positions only: a gap that builds up.",
         panels=(
-            Shares(
-                title="Greatest Δp of a response",
-                prefix="mismatch/response_abs_prob_max_share",
-            ),
+            Shares(title="Greatest Δp of a response", prefix="mismatch/response_abs_prob_max_share"),
             Buckets(
                 title="Δp by response length",
                 prefix="mismatch/by_length",
@@ -201,13 +198,7 @@ PICTURES = (
         about="k3 estimate of KL(rollout || learner); second moments of the ratios learner / rollout of tokens and of whole responses, "
         "less 1; differences of the responses' log-perplexities (above 0: the learner finds the samples less likely).",
         panels=(
-            Lines(
-                title="KL, k3",
-                metrics={"mismatch/k3": "k3"},
-                log=True,
-                alarm="kl_max",
-                noise=ROUNDING,
-            ),
+            Lines(title="KL, k3", metrics={"mismatch/k3": "k3"}, log=True, alarm="kl_max", noise=ROUNDING),
             Lines(
                 title="Chi-squared",
                 metrics={"mismatch/chi2_sequence": "sequence", "mismatch/chi2_token": "token"},
@@ -267,12 +258,7 @@ PICTURES = (
         about="Response tokens that are left to learn from, and shares of tokens and of whole responses that each rule rejects; total: all "
         "rules and the veto together.",
         panels=(
-            Lines(
-                title="Kept",
-                metrics={"mismatch/kept_fraction": "kept"},
-                bounds=(0, 1.0),
-                idle=1,
-            ),
+            Lines(title="Kept", metrics={"mismatch/kept_fraction": "kept"}, bounds=(0, 1.0), idle=1),
             Lines(
                 title="Rejected tokens",
                 metrics={"mismatch/rejected/*/tokens": "*"},
@@ -307,12 +293,7 @@ PICTURES = (
                 metrics={"policy/clip_fraction": "clipped", "policy/dual_clip_fraction": "dual clip"},
                 bounds=(0, None),
             ),
-            Lines(
-                title="KL(old || current), k1",
-                metrics={"policy/ppo_kl": "k1"},
-                idle=0,
-                noise=ROUNDING,
-            ),
+            Lines(title="KL(old || current), k1", metrics={"policy/ppo_kl": "k1"}, idle=0, noise=ROUNDING),
             Lines(
                 title="Minibatches with a negative k1",
                 metrics={"policy/ppo_kl_negative_fraction": "negative"},
@@ -333,10 +314,7 @@ PICTURES = (
                     "policy/kl_in_reward": "old to ref, in the reward",
                 },
             ),
-            Lines(
-                title="Coefficient in the reward",
-                metrics={"policy/kl_coefficient": "coefficient"},
-            ),
+            Lines(title="Coefficient in the reward", metrics={"policy/kl_coefficient": "coefficient"}),
         ),
         optional=True,
     ),
@@ -365,11 +343,7 @@ PICTURES = (
         about="Entropy (a fall towards 0: sampling has become deterministic), mean perplexity of the responses, their length, and the "
         "share that ended at the length limit, not by an end-of-sequence token.",
         panels=(
-            Lines(
-                title="Entropy of the policy",
-                metrics={"policy/entropy": "entropy"},
-                bounds=(0, None),
-            ),
+            Lines(title="Entropy of the policy", metrics={"policy/entropy": "entropy"}, bounds=(0, None)),
             Lines(
                 title="Perplexity of the responses",
                 metrics={"mismatch/ppl_rollout": "rollout", "mismatch/ppl_train": "learner"},
