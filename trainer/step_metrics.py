@@ -1,7 +1,9 @@
 """The metrics of a whole step, from every part of it. ``metric_names.py`` has their meanings."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 import torch
@@ -61,17 +63,14 @@ def step_metrics(
 
 
 def reward_metrics_of(batch: StepBatch, updates: Sequence[Update], mode: str) -> dict[str, Metric]:
-    """The mean reward as sampled, and as the learner's policy would have it: ``old``, or in bypass mode each
-    minibatch's ``current``.
-
-    Nothing of the kind in a critic's warm-up, where the policy may not have seen the batch at all.
-    """
+    """The mean reward as sampled, and under the learner's policy: ``old``, or in bypass mode each minibatch's
+    ``current``. Empty in a critic's warm-up, where the policy may not have scored the batch."""
     packed, train_T = batch.packed, batch.packed.old_logprobs_T if mode == "decoupled" else None
     if train_T is None:
-        seen = [logprobs_T for update in updates for logprobs_T in update.logprobs]
-        if not seen:
+        current = [logprobs_T for update in updates for logprobs_T in update.logprobs]
+        if not current:
             return {}
-        train_T = batch.scattered(seen)
+        train_T = batch.scattered(current)
     log_ratio_T = torch.where(packed.response_mask_T, train_T - packed.rollout_logprobs_T, 0.0)
     return reward_metrics(
         batch.rewards_S[packed.sequence_ids_S],
@@ -81,38 +80,32 @@ def reward_metrics_of(batch: StepBatch, updates: Sequence[Update], mode: str) ->
 
 
 def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
-    """Of the policy's updates: how often k1 of KL(old || current) was negative and, in decoupled mode, the
+    """How often k1 of KL(old || current) was negative over the policy's updates. In decoupled mode also the
     ratio's extremes on the first minibatch, where current is old and every ratio 1."""
     policy = [values(u.metrics) for u in updates if "policy/ppo_kl" in u.metrics]
     if not policy:
         return {}
-    names = ("ratio_max", "ratio_min") if mode == "decoupled" else ()
-    first = {
-        f"policy/first_{name}": policy[0][f"policy/{name}"] for name in names if f"policy/{name}" in policy[0]
-    }
-    estimates = [found["policy/ppo_kl"] for found in policy if "policy/ppo_kl" in found]
+    names = {"policy/ratio_max", "policy/ratio_min"} & policy[0].keys() if mode == "decoupled" else ()
+    first = {name.replace("/", "/first_"): policy[0][name] for name in names}
+    estimates = [metrics["policy/ppo_kl"] for metrics in policy if "policy/ppo_kl" in metrics]
     return first | values({"policy/ppo_kl_negative_fraction": negative_fraction(estimates)})
 
 
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards and responses, as sampled. A part of the reward is averaged over the samples that have it: one
-    whose reward failed has not (``reward/failed`` counts them)."""
+    """Rewards and responses, as sampled. A part of the reward is averaged over the samples that have it."""
     samples = [t for g in groups for t in g.trajectories]
-    rewards = [t.reward for t in samples]
-    lengths = [sum(t.response_mask) for t in samples]
-    mean = sum(rewards) / len(rewards)
-    no_signal = sum(len({t.reward for t in g.trajectories}) == 1 for g in groups)
-    names = dict.fromkeys(name for t in samples for name in t.reward_parts)
-    parts = {name: [t.reward_parts[name] for t in samples if name in t.reward_parts] for name in names}
-    return {f"reward/part/{name}": sum(found) / len(found) for name, found in parts.items()} | {
-        "reward/mean": mean,
-        "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
-        "response/length_mean": sum(lengths) / len(lengths),
+    rewards, lengths = [t.reward for t in samples], [sum(t.response_mask) for t in samples]
+    parts: dict[str, list[float]] = defaultdict(list)
+    for name, value in (part for t in samples for part in t.reward_parts.items()):
+        parts[name].append(value)
+    return {f"reward/part/{name}": fmean(scores) for name, scores in parts.items()} | {
+        "reward/mean": fmean(rewards),
+        "reward/std": torch.tensor(rewards, dtype=torch.float64).std(correction=0).item(),
+        "response/length_mean": fmean(lengths),
         "response/length_max": max(lengths),
         "response/tokens": sum(lengths),
-        "response/truncated_fraction": sum(t.finish_reason == FinishReason.LENGTH for t in samples)
-        / len(samples),
-        "groups/no_signal_fraction": no_signal / len(groups),
+        "response/truncated_fraction": fmean(t.finish_reason == FinishReason.LENGTH for t in samples),
+        "groups/no_signal_fraction": fmean(len({t.reward for t in g.trajectories}) == 1 for g in groups),
     }
 
 
