@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -224,6 +225,9 @@ class Learner:
         logprobs_T, _ = self.engine.logprobs([batch], temperature=temperature)[0]
         per_sequence = torch.split(logprobs_T.cpu(), batch.lengths)
         return [row[-len(c.token_ids) :].tolist() for row, c in zip(per_sequence, completions, strict=True)]
+
+    def save_hf(self, folder: Path) -> None:
+        self.engine.save_hf(folder)
 
 
 def _optimizer_metrics(part: str, step: UpdateResult | CriticUpdate) -> dict[str, Metric]:
