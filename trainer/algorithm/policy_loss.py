@@ -1,7 +1,6 @@
 """The loss of one micro-batch: objective, KL and entropy terms, each a plain sum over tokens of loss times
 weight.
 
-Legend: T packed tokens. Log-probs and entropy are nats.
 An objective is a pure function in ``objectives`` and a case of ``_objective_loss`` here.
 """
 
@@ -48,12 +47,12 @@ DECOUPLED = CorrectionConfig()
 
 
 class PolicyLoss(NamedTuple):
-    """The loss of a micro-batch and what it tells beside."""
+    """The loss of a micro-batch, with its metrics and counts."""
 
     loss: Tensor
     metrics: dict[str, Metric]
     counted: Counted | None
-    """What the mean over kept tokens needs of every micro-batch; None where the weights were known."""
+    """Counts for ``kept_factor``; None where the weights were known."""
 
 
 def policy_loss(
@@ -94,8 +93,7 @@ def policy_loss(
     kl_in_loss = kl.place == "loss" and kl.coefficient > 0
     _require(batch, current_logprobs_T, entropy_T, mode=correction.mode, with_ref=kl_in_loss)
     mask_T = batch.response_mask_T
-    # Replaced before any arithmetic: a NaN that is multiplied by a zero weight afterwards would still be NaN,
-    # in the gradient too.
+    # Replaced before any arithmetic: NaN times a zero weight would still be NaN, in the gradient too.
     current_T, entropy_T = (torch.where(mask_T, x_T, 0.0) for x_T in (current_logprobs_T, entropy_T))
     current_is_old = batch.old_logprobs_T is None
     assert batch.advantages_T is not None and batch.aggregation_T is not None
@@ -110,30 +108,27 @@ def policy_loss(
     importance_T, aggregation_T = batch.importance_weights_T, batch.aggregation_T.detach()
     metrics, counted = {}, None
     if importance_T is None:
-        found = correct_current(batch, current_T, correction)
-        importance_T, metrics = found.weights_T, dict(found.metrics)
+        corrected = correct_current(batch, current_T, correction)
+        importance_T, metrics = corrected.weights_T, dict(corrected.metrics)
         if correction.denominator == "kept":
             aggregation_T, counted = over_kept(
-                aggregation_T, found.keep_T, mask_T, batch.cu_seqlens, mode=aggregation
+                aggregation_T, corrected.keep_T, mask_T, batch.cu_seqlens, mode=aggregation
             )
         else:
-            aggregation_T = aggregation_T * found.keep_T
+            aggregation_T = aggregation_T * corrected.keep_T
     assert importance_T is not None
     importance_T = importance_T.detach()
     kept_T = mask_T & aggregation_T.bool()
-    found = _objective_loss(objective, current_T, old_T, advantages_T, kept_T, batch.cu_seqlens)
+    result = _objective_loss(objective, current_T, old_T, advantages_T, kept_T, batch.cu_seqlens)
     if isinstance(objective, GmpoObjective):
         importance_T = geometric_mean_weights(importance_T, kept_T, batch.cu_seqlens)
-    terms = {"policy": _weighted_sum(found.loss_T, importance_T * aggregation_T, kept_T)}
-    metrics |= _objective_metrics(found, kept_T)
-    del found, importance_T
-    sums = {
-        name: x_T.detach().sum(dtype=torch.float64).item()
-        for name, x_T in (("old", old_T), ("current", current_T))
-    }
+    terms = {"policy": _weighted_sum(result.loss_T, importance_T * aggregation_T, kept_T)}
+    metrics |= _objective_metrics(result, kept_T)
+    del result, importance_T
+    old_sum, current_sum = (x_T.detach().sum(dtype=torch.float64).item() for x_T in (old_T, current_T))
     metrics |= {
         "policy/entropy": _mean(entropy_T, num_tokens),
-        "policy/ppo_kl": Metric.quotient(sums["old"] - sums["current"], num_tokens),
+        "policy/ppo_kl": Metric.quotient(old_sum - current_sum, num_tokens),
     }
     if batch.ref_logprobs_T is not None:
         ref_T = torch.where(mask_T, batch.ref_logprobs_T.detach(), 0.0)
@@ -146,21 +141,18 @@ def policy_loss(
     if entropy.coefficient > 0:
         terms["entropy"] = -entropy.coefficient * _weighted_sum(entropy_T, aggregation_T, kept_T)
     loss = _nan_where_broken(sum(terms.values()), batch, current_T)
-    values = dict.fromkeys(("policy", "kl", "entropy"), 0.0) | {
-        name: term.item() for name, term in terms.items()
-    }
-    metrics |= {
-        f"loss/{name}": Metric.loss(value) for name, value in (values | {"total": loss.item()}).items()
-    }
+    values = {"policy": 0.0, "kl": 0.0, "entropy": 0.0} | {name: term.item() for name, term in terms.items()}
+    values["total"] = loss.item()
+    metrics |= {f"loss/{name}": Metric.loss(value) for name, value in values.items()}
     return PolicyLoss(loss, metrics, counted)
 
 
 def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Tensor:
-    """The loss, NaN where a current log-prob is not one; the optimizer's step refuses it. ValueError where
-    weights made it NaN.
+    """The loss, or NaN if a current log-prob is broken; the optimizer's step refuses NaN. Raises ValueError if
+    weights made the loss NaN.
 
-    Not an error at once: the forward and backward passes of other ranks wait for this one. Bounds would hide
-    an infinity, and rejection a broken forward pass.
+    A broken log-prob raises nothing here, as forward and backward passes of other ranks wait for this one. It
+    is looked for, because bounds hide an infinity and rejection hides a broken forward pass.
     """
     current_T = current_T.detach()
     if not may_be_broken(current_T, logprobs=True):
@@ -216,25 +208,26 @@ def _objective_loss(
 
 
 def _weighted_sum(x_T: Tensor, weights_T: Tensor, kept_T: Tensor) -> Tensor:
-    """Whatever the weights hold on tokens that are not kept, even NaN."""
+    """The sum over kept tokens, whatever the weights are on the others, even NaN."""
     return (x_T * torch.where(kept_T, weights_T, 0.0)).sum()
 
 
-def _objective_metrics(found: ObjectiveLoss, kept_T: Tensor) -> dict[str, Metric]:
+def _objective_metrics(result: ObjectiveLoss, kept_T: Tensor) -> dict[str, Metric]:
     num_kept = int(torch.count_nonzero(kept_T).item())
-    metrics = {}
-    if found.ratio_T is not None:
-        metrics |= _ratio_metrics(found.ratio_T, kept_T, num_kept)
-    if found.clipped_T is not None:
-        metrics["policy/clip_fraction"] = _share(found.clipped_T & kept_T, num_kept)
-    if found.dual_clipped_T is not None:
-        metrics["policy/dual_clip_fraction"] = _share(found.dual_clipped_T & kept_T, num_kept)
+    metrics = {} if result.ratio_T is None else _ratio_metrics(result.ratio_T, kept_T, num_kept)
+    shares = {
+        "policy/clip_fraction": result.clipped_T,
+        "policy/dual_clip_fraction": result.dual_clipped_T,
+    }
+    for name, hits_T in shares.items():
+        if hits_T is not None:
+            metrics[name] = Metric.quotient(torch.count_nonzero(hits_T & kept_T).item(), num_kept)
     return metrics
 
 
 def _ratio_metrics(ratio_T: Tensor, kept_T: Tensor, num_kept: int) -> dict[str, Metric]:
     kept_ratio_T = torch.where(kept_T, ratio_T, 0.0)
-    # Ratios are positive, so zeros in place of the rest hide no greatest one.
+    # Ratios are positive, so zeros in place of the rest do not change the greatest.
     high = (kept_ratio_T.max().item(),) if num_kept else ()
     low = (torch.where(kept_T, ratio_T, torch.inf).min().item(),) if num_kept else ()
     return {
@@ -244,12 +237,8 @@ def _ratio_metrics(ratio_T: Tensor, kept_T: Tensor, num_kept: int) -> dict[str, 
     }
 
 
-def _share(hits_T: Tensor, count: int) -> Metric:
-    return Metric.quotient(torch.count_nonzero(hits_T).item(), count)
-
-
 def _mean(zero_off_mask_T: Tensor, count: float) -> Metric:
-    """Without another pass to mask or to count, and without a float64 copy."""
+    """The mean of values that are zero off the mask: no pass to mask or to count, and no float64 copy."""
     return Metric.quotient(zero_off_mask_T.detach().sum(dtype=torch.float64).item(), count)
 
 
