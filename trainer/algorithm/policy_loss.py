@@ -72,17 +72,16 @@ def policy_loss(
     loss = sum_t objective_t * importance_weights_t * aggregation_t
          + kl.coefficient * sum_t KL_t * aggregation_t   (where kl.place is loss)
          - entropy.coefficient * sum_t H_t * aggregation_t     over response tokens t.
-    aggregation_t holds the global normalisers, so losses and gradients of micro-batches and ranks simply add
-    up; it is zero on rejected tokens, which leave every term and the sequence statistics of ``gspo`` and
-    ``gmpo`` (there, importance weights enter as their geometric mean over the sequence). Off the response
-    mask nothing matters, not even NaN; without response tokens loss and gradient are exact zeros, still
-    connected to the graph. A current log-prob of a response token that is not finite, or above 0, makes the
-    loss NaN.
+    aggregation_t holds the global normalisers, so losses and gradients of micro-batches and ranks add up. It is
+    zero on rejected tokens, which leave every term and the sequence statistics of ``gspo`` and ``gmpo``. In
+    ``gmpo`` importance weights enter as their geometric mean over the sequence. Values off the response mask do
+    not matter, not even NaN. Without response tokens loss and gradient are exact zeros, still connected to the
+    graph. A current log-prob of a response token that is not finite, or above 0, makes the loss NaN.
 
-    Without ``old_logprobs_T`` current is old. Without ``importance_weights_T`` weights and rejection
-    (``correction``) follow from current and rollout, here, without gradient. With ``denominator: kept`` the
-    loss then still lacks one factor for the whole minibatch: ``kept_factor`` of all ``counted``.
-    ``aggregation`` is the mode that aggregation_T was made with.
+    Without ``old_logprobs_T`` current is old. Without ``importance_weights_T`` weights and rejection follow here
+    from current and rollout (``correction``), without gradient. With ``denominator: kept`` the loss then still
+    lacks one factor for the whole minibatch: ``kept_factor`` of all ``counted``. ``aggregation`` is the mode of
+    aggregation_T.
 
     Metrics: ``loss/*``, ``policy/*`` and, where the correction follows from current, ``mismatch/*``.
 
@@ -179,28 +178,21 @@ def _objective_loss(
     kept_T: Tensor,
     cu_seqlens: Tensor,
 ) -> ObjectiveLoss:
+    policies = (current_T, old_T, advantages_T)
+    parameters = objective.model_dump(exclude={"type"})
     match objective:
-        case ClippedObjective(clip_low=low, clip_high=high, dual_clip=dual):
-            return clipped(current_T, old_T, advantages_T, clip_low=low, clip_high=high, dual_clip=dual)
-        case GspoObjective(clip_low=low, clip_high=high):
-            return gspo(current_T, old_T, advantages_T, kept_T, cu_seqlens, clip_low=low, clip_high=high)
-        case GmpoObjective(clip_low=low, clip_high=high):
-            return gmpo(current_T, old_T, advantages_T, kept_T, cu_seqlens, clip_low=low, clip_high=high)
-        case CispoObjective(clip_low=low, clip_high=high):
-            return cispo(current_T, old_T, advantages_T, clip_low=low, clip_high=high)
-        case SapoObjective(temperature_positive=positive, temperature_negative=negative):
-            return sapo(
-                current_T, old_T, advantages_T, temperature_positive=positive, temperature_negative=negative
-            )
-        case DppoObjective(max_decrease=decrease, max_increase=increase, ratio_max=ratio_max):
-            return dppo(
-                current_T,
-                old_T,
-                advantages_T,
-                max_decrease=decrease,
-                max_increase=increase,
-                ratio_max=ratio_max,
-            )
+        case ClippedObjective():
+            return clipped(*policies, **parameters)
+        case GspoObjective():
+            return gspo(*policies, kept_T, cu_seqlens, **parameters)
+        case GmpoObjective():
+            return gmpo(*policies, kept_T, cu_seqlens, **parameters)
+        case CispoObjective():
+            return cispo(*policies, **parameters)
+        case SapoObjective():
+            return sapo(*policies, **parameters)
+        case DppoObjective():
+            return dppo(*policies, **parameters)
         case PolicyGradientObjective():
             return policy_gradient(current_T, advantages_T)
         case _:

@@ -1,4 +1,4 @@
-"""Which steps of a run are recorded, and where. Without torch: a step that is not there is told of at once."""
+"""Recorded steps of a run and their files. Without torch, so that a missing step is reported at once."""
 
 from pathlib import Path
 
