@@ -67,9 +67,7 @@ def plan_batches(
     that do not divide into minibatches, and sequences of a minibatch that do not divide by ``dp_size`` times
     the multiple.
     """
-    _check_inputs(
-        lengths_S, num_minibatches, sequences_per_group, dp_size, token_budget, microbatch_multiple
-    )
+    _check_inputs(lengths_S, num_minibatches, sequences_per_group, dp_size, token_budget, microbatch_multiple)
     size = len(lengths_S) // num_minibatches
     parts = [range(start, start + size) for start in range(0, len(lengths_S), size)]
     split = (_split_minibatch(part, lengths_S, dp_size, token_budget, microbatch_multiple) for part in parts)

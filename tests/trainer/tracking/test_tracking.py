@@ -279,7 +279,7 @@ def test_values_that_are_not_finite(tmp_path, caplog):
         (None, None)
     ] * 2
     assert [m for m in caplog.messages if "mismatch/k3" in m] == [
-        "metric mismatch/k3 is nan; recorded as null (said once)"
+        "metric mismatch/k3 is nan; recorded as null (this is logged once)"
     ]
     assert len([m for m in caplog.messages if "optim/grad_norm" in m]) == 1
     assert only_run(tmp_path)[1].data.metrics == {"reward/mean": 0.5}
