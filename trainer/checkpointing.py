@@ -36,7 +36,7 @@ class Progress:
     version: int
     sampler: dict
     kl_coefficient: float | None = None
-    """Of the KL in the reward; None where no adaptive controller moves it."""
+    """The coefficient of the KL in the reward; None where no adaptive controller moves it."""
     evaluation_owed: bool = False
     """Whether an interruption came before this step's evaluation."""
 

@@ -47,8 +47,8 @@ class Update:
 
     metrics: dict[str, Metric] = field(default_factory=dict)
     logprobs: list[Tensor] = field(default_factory=list)
-    """Of the policy before its step, [T] per micro-batch of this rank, on the CPU; empty if only the critic was
-    trained."""
+    """The policy's log-probs before its step, [T] per micro-batch of this rank, on the CPU; empty if only the critic
+    was trained."""
 
 
 class Learner:
@@ -89,7 +89,7 @@ class Learner:
         self.total = total_over(self.groups.dp_group)
         """Sums over data-parallel ranks."""
         self.version = 0
-        """Of the weights; each published update adds 1."""
+        """The version of the weights; each published update adds 1."""
 
     @classmethod
     def of_policy_alone(cls, config: RunConfig) -> "Learner":

@@ -1,11 +1,11 @@
-"""Every metric that a run may record: name, reduction, unit, meaning. There is no other list of them.
+"""The table of metrics: name, reduction, unit and meaning of everything that a run may record.
 
-The tracker warns of a recorded name that is not here. Console, alarms, report and status ask ``known`` for the names that they use,
-so a typo fails when they are imported. The site's page of metrics is made from this table; no other text repeats a meaning.
+The tracker warns of a recorded name that the table lacks. Console, alarms, report and status check their names
+against it when they are imported. The site's page of metrics is made from it.
 
-Symbols are those of docs/notation.md: ρ = π_train / π_rollout of a token, d = log ρ, Δp = |p_rollout − p_train|. d (or its sum over a
-response) is bounded to ±20 before exp. A perplexity's logarithm, log_ppl, is minus the mean log-prob of a response's tokens. Means over
-responses leave out responses without valid tokens.
+Symbols are those of docs/notation.md: ρ = π_train / π_rollout of a token, d = log ρ, Δp = |p_rollout − p_train|.
+d, or its sum over a response, is bounded to ±20 before exp. log_ppl is minus the mean log-prob of a response's
+tokens. Responses without valid tokens are left out.
 """
 
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ class Entry:
     name: str
     """``part/quantity``. A star stands for any text: a rule, a bucket, a part of the reward."""
     reduction: str | None
-    """How micro-batches, ranks and minibatches are merged: a ``Reduction`` of trainer/ranks/metrics.py. None: one
-    number of the whole step from the start."""
+    """The ``Reduction`` (trainer/ranks/metrics.py) that merges micro-batches, ranks and minibatches. None: the metric
+    is computed once, from the whole step."""
     unit: str
     meaning: str
 

@@ -7,7 +7,6 @@ weight version that sampled it, and a SHA-256 of everything.
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor
 from configs.schema.correction import CorrectionConfig
 from configs.schema.launch import RecordBatches, RecordEvery
 from parallel.packing import PackedBatch
-from trainer.batch.files import batch_file, recorded_steps
+from trainer.batch.files import batch_file, recorded_steps, write_whole
 from trainer.batch.step_batch import StepBatch
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ class RecordedBatch:
     rewards_S: Tensor
     group_ids_S: Tensor
     correction: CorrectionConfig
-    """Of the run that recorded the step."""
+    """The correction of the run that recorded the step."""
 
 
 class Recorder:
@@ -114,13 +113,9 @@ def write_batch(path: Path, batch: RecordedBatch) -> None:
     numbers = {name: json.dumps(getattr(batch, name)) for name in ("step", "version")}
     about = {"format": FORMAT, **numbers, "correction": batch.correction.model_dump_json()}
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
     try:
-        partial.write_bytes(save(tensors, metadata={**about, "sha256": _digest(about, tensors)}))
-        os.replace(partial, path)
+        write_whole(path, save(tensors, metadata={**about, "sha256": _digest(about, tensors)}))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         message = f"the batch of step {batch.step} cannot be recorded ({error.strerror}); free space, or set record_batches=none"
         raise OSError(error.errno, message, str(path)) from error
 

@@ -24,7 +24,7 @@ from trainer.weight_sync import SyncResult
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     recorded: dict[str, float]
-    """By name; complete on rank 0 alone."""
+    """Plain numbers by name; complete on rank 0 alone."""
     sampled_gap: SampledGap | None
     """On every rank: ``WeightSync.check_samples`` may end the run by it. None where no token was compared."""
 
@@ -80,8 +80,8 @@ def reward_metrics_of(batch: StepBatch, updates: Sequence[Update], mode: str) ->
 
 
 def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
-    """How often k1 of KL(old || current) was negative over the policy's updates. In decoupled mode also the
-    ratio's extremes on the first minibatch, where current is old and every ratio 1."""
+    """Share of the policy's updates with a negative k1 of KL(old || current). In decoupled mode also the ratio's
+    extremes on the first minibatch, where current is old and every ratio 1."""
     policy = [values(u.metrics) for u in updates if "policy/ppo_kl" in u.metrics]
     if not policy:
         return {}

@@ -1,4 +1,4 @@
-"""Who has the devices: the learner or the servers, where they share them (``launch.placement: colocated``).
+"""Turns of learner and servers on devices that they share (``launch.placement: colocated``).
 
     turn                        servers' weights   their cache   learner
     SERVERS   sampling                there           there      in host memory

@@ -24,7 +24,7 @@ Mode = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalCounts:
-    """Counts of one minibatch over all ranks; those of its parts add up."""
+    """Counts of one minibatch over all ranks; counts of its parts add up."""
 
     tokens: int
     """Valid (response) tokens."""

@@ -59,7 +59,7 @@ class KLInReward:
 
     @property
     def state(self) -> float | None:
-        """For a checkpoint: the coefficient, None where no controller moves it."""
+        """The coefficient for a checkpoint; None where no controller moves it."""
         return self.coefficient if self._is_adaptive else None
 
     def restore(self, state: float | None) -> None:

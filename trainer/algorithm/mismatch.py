@@ -38,7 +38,7 @@ NEAR_ONE = (0.9, 1.1)
 
 
 class SampledGap(NamedTuple):
-    """How far the two engines are apart on the sampled token on which they differ most."""
+    """The greatest distances of the two engines on a sampled token."""
 
     probability: float
     """Greatest Δp."""
@@ -57,8 +57,8 @@ class SampledGap(NamedTuple):
 def mismatch_metrics(
     train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, bounds_S: Tensor
 ) -> dict[str, Metric]:
-    """How far ``train`` is from ``rollout`` before anything is corrected, over tokens and over responses, by
-    length of the response and by position in it."""
+    """Distance of ``train`` from ``rollout`` before any correction, over tokens, over responses, by length of the
+    response and by position in it."""
     bounds_R = _response_bounds(bounds_S)
     _require_lengths(bounds_R, train_logprobs_N=train_logprobs_N, rollout_logprobs_N=rollout_logprobs_N)
     lengths_R = bounds_R.diff()
@@ -201,7 +201,7 @@ def reward_metrics(
 
 
 def negative_fraction(estimates: Iterable[float]) -> Metric:
-    """How often an estimate of a KL divergence (policy/ppo_kl of each minibatch) is negative.
+    """Share of minibatches whose estimate of a KL divergence (policy/ppo_kl) is negative.
 
     k1 of KL(old || current) is unbiased for samples of old. These are samples of rollout, so negative values in
     most minibatches are a sign of bias; a few are noise.

@@ -200,7 +200,7 @@ def _objective_loss(
 
 
 def _weighted_sum(x_T: Tensor, weights_T: Tensor, kept_T: Tensor) -> Tensor:
-    """The sum over kept tokens, whatever the weights are on the others, even NaN."""
+    """The sum over kept tokens. Weights of other tokens may be anything, even NaN."""
     return (x_T * torch.where(kept_T, weights_T, 0.0)).sum()
 
 

@@ -48,7 +48,7 @@ class Metric:
 
     @classmethod
     def mean(cls, values_T: Tensor, mask_T: Tensor | None = None) -> "Metric":
-        """Mean of the values on the mask, whatever is off it, even NaN. Of bools: the share that is True."""
+        """Mean of the values on the mask, or share that is True. Values off the mask may be anything, even NaN."""
         if values_T.dtype == torch.bool:
             hits_T = values_T if mask_T is None else values_T & mask_T
             return cls.quotient(torch.count_nonzero(hits_T).item(), _count(values_T, mask_T))

@@ -1,8 +1,8 @@
-"""What a report draws: its pictures and their panels, as data. ``drawing.py`` draws them.
+"""The report's pictures and their panels, as data. ``drawing.py`` draws them.
 
-A name with a star stands for all recorded metrics that match it (the star is one part of a name, and the
-line's label where the label is a star too). ``1 - NAME`` is one less the metric. What was not recorded is
-left out, line by line, panel by panel, picture by picture.
+A name with a star stands for all recorded metrics that match it. The star is one part of a name; a star in the
+label becomes that part. ``1 - NAME`` is one less the metric. Lines, panels and pictures without a recorded
+metric are left out.
 """
 
 from collections.abc import Mapping
@@ -19,19 +19,18 @@ class Lines:
     metrics: Mapping[str, str]
     """Name to label; all of one unit."""
     log: bool = False
-    """Where the values are positive and span a decade; where some are not positive, linear around zero."""
+    """Log scale if the values are positive and span a decade; linear around zero if some are not positive."""
     bounds: tuple[float | None, float | None] = (None, None)
     sparse: bool = False
-    """Shares, measured at few steps: marked points, no smoothing."""
+    """Shares measured at few steps: marked points, no smoothing."""
     line: tuple[str, str] | None = None
     """A horizontal line: (field of the config, label)."""
     alarm: str | None = None
-    """The level of this alarm, where it is in view."""
+    """Draw the level of this alarm if it is in view."""
     idle: float | None = None
-    """The panel is left out where all values are this: nothing happened, which a note says in fewer words."""
+    """The panel is left out if all values are this: nothing happened, and a note says so."""
     noise: float = 0.0
-    """The panel is left out too where all values are nearer than this to ``idle`` (or to 0): rounding, whose
-    trend says nothing."""
+    """The panel is also left out if all values are nearer than this to ``idle`` (or to 0), which is rounding."""
 
     @property
     def unit(self) -> str:
@@ -81,7 +80,7 @@ class Picture:
     about: str
     panels: tuple[Panel, ...]
     optional: bool = False
-    """Not every run has it: its absence is not worth a note."""
+    """Not every run has it, so its absence gets no note."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a name that is no metric, and for a panel of two units."""
@@ -92,14 +91,14 @@ class Picture:
 
 
 ROUNDING = 1e-5
-"""Divergences below this are float32's rounding of log-probs; no level or bound is near them."""
+"""Divergences below this are float32's rounding of log-probs, far below any level or bound."""
 
 PICTURES = (
     Picture(
         name="reward",
         title="Reward and held-out accuracy",
-        about="Mean reward of the sampled responses of each step, and the importance-weighted estimate of what the learner's policy would "
-        "get: where they part, the first one misleads. Accuracy is on problems that are never trained on.",
+        about="Mean reward of the sampled responses of each step, and the importance-weighted estimate of the learner's own reward. "
+        "Where they part, the first one misleads. Accuracy is on problems that are never trained on.",
         panels=(
             Lines(
                 title="Reward",
@@ -116,8 +115,8 @@ PICTURES = (
     Picture(
         name="reward_parts",
         title="Parts of the reward, and groups",
-        about="Means of what the reward is made of, over the responses that were scored for it; groups whose siblings all score the same, "
-        "which carry no signal; and what dynamic sampling did about them.",
+        about="Means of the parts of the reward, over the responses that have them; groups whose siblings all score the same, which carry "
+        "no signal; and the groups that dynamic sampling sampled anew.",
         panels=(
             Lines(title="Parts of the reward", metrics={"reward/part/*": "*"}),
             Lines(
@@ -340,8 +339,8 @@ PICTURES = (
     Picture(
         name="responses",
         title="Responses",
-        about="Entropy (a fall towards 0: sampling has become deterministic), mean perplexity of the responses, their length, and the "
-        "share that ended at the length limit, not by an end-of-sequence token.",
+        about="Entropy (near 0 sampling is deterministic), mean perplexity of the responses, their length, and the share that ended at the "
+        "length limit and not by an end-of-sequence token.",
         panels=(
             Lines(title="Entropy of the policy", metrics={"policy/entropy": "entropy"}, bounds=(0, None)),
             Lines(
@@ -381,4 +380,4 @@ FLAT_MEANS = {
     ): "siblings always score the same: there is nothing to learn from",
     (known("reward/mean"), 0.0): "no response was ever right: there is nothing to learn from",
 }
-"""What it means that a metric has this value at all steps."""
+"""The meaning of a metric that has this value at all steps."""

@@ -281,7 +281,7 @@ class MlflowThread(threading.Thread):
 
     @contextlib.contextmanager
     def _others_kept_out(self) -> Iterator[None]:
-        """Of runs that start at the same time, only one makes the tables of a shared sqlite store."""
+        """Only one of several runs that start together makes the tables of a shared sqlite store."""
         if self._uri != f"sqlite:///{store_file(self._run_dir)}":
             yield
             return

@@ -8,7 +8,6 @@ log(step, metrics) ──> metrics.jsonl   the record: written and flushed befor
 import json
 import logging
 import math
-import os
 import sys
 import time
 import warnings
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from configs.schema import RunConfig
+from trainer.batch.files import write_whole
 from trainer.metric_names import find_entry, known
 from trainer.ranks.interruption import StopRequested
 from trainer.tracking.alarms import Alarm
@@ -60,9 +60,7 @@ def _keep_until(path: Path, step: int, then: Sequence[Mapping[str, Any]] = ()) -
     """Replace the file, in one move, by its whole lines up to ``step`` and then ``then``; returns these lines."""
     rows = read_metrics(path) if path.exists() else []
     kept = [*(row for row in rows if row["step"] <= step), *then]
-    fresh = path.with_suffix(".jsonl.new")
-    fresh.write_text("".join(f"{json.dumps(row)}\n" for row in kept), encoding="utf-8")
-    os.replace(fresh, path)
+    write_whole(path, "".join(f"{json.dumps(row)}\n" for row in kept).encode())
     return kept
 
 
