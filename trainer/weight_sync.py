@@ -142,6 +142,12 @@ class WeightSync:
                     stage_control, rollout.tp, backend, timeout_s, address, stage=learner.groups.pp_rank
                 )
 
+    @property
+    def _servers(self) -> SGLangControl:
+        """The control, which only rank 0 has."""
+        assert self._control is not None
+        return self._control
+
     def publish(self) -> SyncResult:
         """Send the current weights as the next version, and prove that the servers serve them.
 
@@ -165,11 +171,11 @@ class WeightSync:
         if sends or needed[0]:
             self.restore()
         else:
-            on_first_rank(lambda: self._control.resume())
+            on_first_rank(lambda: self._servers.resume())
 
     def _finds_other_weights(self) -> bool:
-        is_broken_off = self._control.take_over()
-        return is_broken_off or set(self._control.versions()) != {self._learner.version}
+        is_broken_off = self._servers.take_over()
+        return is_broken_off or set(self._servers.versions()) != {self._learner.version}
 
     def _send(self, version: int) -> SyncResult:
         started = time.perf_counter()
@@ -223,9 +229,9 @@ class WeightSync:
             if sent.failure is not None:
                 raise sent.failure
         expected = {name: digest for sent in by_stage for name, digest in sent.checksums.items()}
-        self._check_served(version, expected, self._control.close_update(with_checksums=self._checks_bytes))
+        self._check_served(version, expected, self._servers.close_update(with_checksums=self._checks_bytes))
         if not self._turns.are_shared:  # else it is not the servers' turn yet
-            self._control.resume()
+            self._servers.resume()
 
     def _new_checksums(self) -> ExpectedChecksums:
         return ExpectedChecksums(
@@ -237,7 +243,7 @@ class WeightSync:
             raise WeightSyncError(f"sent weight version {version}, but the servers report {served.versions}")
         if not self._checks_bytes:
             return
-        for url, checksums in zip(self._control.urls, served.checksums, strict=True):
+        for url, checksums in zip(self._servers.urls, served.checksums, strict=True):
             names = expected.keys() | checksums.keys()
             wrong = sorted(name for name in names if checksums.get(name) != expected.get(name))
             if wrong or not expected:
@@ -253,7 +259,7 @@ class WeightSync:
         """
 
         def ask() -> list[Completion]:
-            return self._control.probe(PROBE_PROMPT, max_new_tokens=PROBE_TOKENS, temperature=temperature)
+            return self._servers.probe(PROBE_PROMPT, max_new_tokens=PROBE_TOKENS, temperature=temperature)
 
         answers = [on_first_rank(ask)]
         dist.broadcast_object_list(answers, src=0)

@@ -6,6 +6,8 @@ An objective is a pure function in ``objectives`` and a case of ``_objective_los
 
 import logging
 import math
+from functools import reduce
+from operator import add
 from typing import NamedTuple, assert_never
 
 import torch
@@ -139,7 +141,7 @@ def policy_loss(
             terms["kl"] = kl.coefficient * _weighted_sum(kl_T, aggregation_T, kept_T)
     if entropy.coefficient > 0:
         terms["entropy"] = -entropy.coefficient * _weighted_sum(entropy_T, aggregation_T, kept_T)
-    loss = _nan_where_broken(sum(terms.values()), batch, current_T)
+    loss = _nan_where_broken(reduce(add, terms.values()), batch, current_T)
     values = {"policy": 0.0, "kl": 0.0, "entropy": 0.0} | {name: term.item() for name, term in terms.items()}
     values["total"] = loss.item()
     metrics |= {f"loss/{name}": Metric.loss(value) for name, value in values.items()}

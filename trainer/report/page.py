@@ -246,8 +246,8 @@ def _as_svg(figure: "Figure") -> str:
     """The figure for the page, in base64: sharp at every width, and a few kilobytes."""
     from matplotlib import rc_context
 
-    svg, fonts = io.StringIO(), {"svg.fonttype": "none", "font.family": ["DejaVu Sans", "sans-serif"]}
-    with rc_context(fonts | {"svg.hashsalt": "tandem"}):
+    svg, fonts = io.StringIO(), ["DejaVu Sans", "sans-serif"]
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "tandem", "font.family": fonts}):
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
     return base64.b64encode(svg.getvalue().encode()).decode("ascii")
 
@@ -404,7 +404,7 @@ def _redacted(value: str) -> str:
     return f"{scheme}{slashes}{tail}" if slashes and at and "/" not in host else value
 
 
-def _metric_table(run: _Run) -> list[tuple[str, str, str, str, str, int]]:
+def _metric_table(run: _Run) -> list[tuple[str | int, ...]]:
     """(name, first, last, least, most, number of values)"""
     return [
         (name, *map(_number, (s.values[0], s.values[-1], min(s.values), max(s.values))), len(s))
