@@ -1,7 +1,8 @@
 """mkdocs hook: pages of the site that are not files of docs/.
 
     included    README.md, trainer/README.md, launch/README.md, ...; links lead to pages of the site
-    generated   the configuration reference, from `tandem schema`; other systems' names; the list of commands
+    generated   the configuration reference, from `tandem schema`; the table of metrics, from
+                trainer/metric_names.py; other systems' names; the list of commands
 
 These pages are never written into docs/, so they cannot be stale. A link to a missing file fails the build. A
 link to a file of the repository that is no page becomes plain text.
@@ -108,6 +109,7 @@ def generated_pages() -> dict[str, str]:
             "sft", "Configuration of a warm start", "Fields of a supervised warm start (`kind: sft`)."
         ),
         "commands.md": commands(),
+        "metrics.md": metrics(),
         "measured/index.md": measured(),
     }
 
@@ -212,6 +214,26 @@ def commands() -> str:
         ]
         options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
         lines += [""] + [f"- `{', '.join(p.opts)}`: {' '.join((p.help or '').split())}" for p in options]
+    return "\n".join(lines) + "\n"
+
+
+def metrics() -> str:
+    """Every metric of a run, by the first part of its name."""
+    from trainer.metric_names import METRICS
+
+    lines = [
+        "# Every metric",
+        "",
+        "Names of `metrics.jsonl`, MLflow and the report. A star stands for any text. *Reduction* is how micro-batches, ranks and "
+        "minibatches are merged; a dash: one number of the whole step. [Notation](notation.md) explains the symbols.",
+    ]
+    part = ""
+    for entry in METRICS.values():
+        if entry.name.partition("/")[0] != part:
+            part = entry.name.partition("/")[0]
+            lines += ["", f"## {part}", "", "| metric | reduction | unit | meaning |", "|---|---|---|---|"]
+        cells = (f"`{entry.name}`", entry.reduction or "–", *map(_safe, (entry.unit, entry.meaning)))
+        lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
 

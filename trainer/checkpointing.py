@@ -24,29 +24,29 @@ from trainer.sampling import SharedSampler
 from trainer.turns import OwnDevices
 
 SEEN_TIMEOUT_S = 60.0
-"""For a checkpoint of another node to be seen: clients of NFS remember for as long what was not there."""
+"""Wait for another node's checkpoint to appear: NFS clients cache a missing file for up to this long."""
 POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """What a run needs beside the engine's own state to go on as if it had never stopped."""
+    """State beside the engine's own that a resumed run needs to go on as if it had never stopped."""
 
     step: int
     version: int
     sampler: dict
     kl_coefficient: float | None = None
-    """Of the KL in the reward, where an adaptive controller moves it."""
+    """The coefficient of the KL in the reward; None where no adaptive controller moves it."""
     evaluation_owed: bool = False
-    """Of this step; an interruption came before it."""
+    """Whether an interruption came before this step's evaluation."""
 
 
 class Checkpointer:
-    """Writes ``folder/step_000010`` every so many steps; an unfinished one is never picked up (see
+    """Writes ``folder/step_000010`` every so many steps. ``restore`` never takes an unfinished one (see
     parallel/checkpoints/files.py).
 
-    A critic's checkpoints lie in ``folder/critic``, each written before the policy's of the same step: a
-    policy's that is complete has one.
+    A critic's checkpoints lie in ``folder/critic``. Each is written before the policy's of the same step, so
+    every complete policy checkpoint has one.
     """
 
     def __init__(self, folder: Path, config: CheckpointConfig, turns: OwnDevices | None = None):
@@ -54,30 +54,26 @@ class Checkpointer:
         self._folder, self._critic_folder, self._config = folder, folder / "critic", config
         self.complete, self._saved = 0, 0
         self.notices: list[str] = []
-        """Which checkpoints ``restore`` could not use, for the run's console.log; the console has them
-        already."""
+        """Checkpoints that ``restore`` could not use, for console.log. They are on the console already."""
         self._evaluation_owed = False
 
     def after_step(
         self, step: int, learner: Learner, sampler: SharedSampler, *, evaluation_owed: bool = False
     ) -> None:
-        """``step`` is complete: weights, metrics and position in the data are of its end."""
+        """Note that ``step`` is complete (weights, metrics and data position), and save it if it is due."""
         self.complete, self._evaluation_owed = step, evaluation_owed
         if self._config.every and step % self._config.every == 0:
             self.save(step, learner, sampler)
 
     def save_last(self, learner: Learner, sampler: SharedSampler) -> None:
-        """A checkpoint of the last complete step, unless there is one or no step is complete. While nothing
-        has moved since that step."""
+        """Save the last complete step, unless it is saved already. Nothing may have moved since that step."""
         if self._saved < self.complete:
             self.save(self.complete, learner, sampler)
 
     def save_before_export(self, learner: Learner, sampler: SharedSampler) -> None:
-        """Before the trained model is written: whoever ends the run in the middle of a long export must not
-        cost it its last steps.
+        """Save the last steps before a long export, which may be killed.
 
-        A run that writes no checkpoints gets none, unless it was asked to stop: then its time to finish may
-        run out.
+        A run without checkpoints gets one only if it was asked to stop, as its time to finish may run out.
         """
         if self._config.every or sampler.stop_requested():
             self.save_last(learner, sampler)
@@ -110,12 +106,11 @@ class Checkpointer:
                 remove(folder)
 
     def restore(self, learner: Learner, sampler: SharedSampler) -> Progress | None:
-        """Load the newest checkpoint whose every bit is as it was written. None where there is none: then the
-        data begins anew, whoever has taken of it before.
+        """Load the newest checkpoint that is undamaged. None without checkpoints: the data then starts anew.
 
         Newer ones that are damaged, or whose critic's is, are named on the console and set aside. Raises
-        CheckpointError where all are damaged, or where what is there was written by another version, without
-        a critic, or for another model.
+        CheckpointError where all are damaged, and for checkpoints of another version, without a critic, or of
+        another model.
         """
         steps = self._folders_of_steps(has_critic=learner.critic is not None)
         if not steps:
@@ -134,8 +129,7 @@ class Checkpointer:
         return progress
 
     def _folders_of_steps(self, *, has_critic: bool) -> list[tuple[list[Path], list[Path]]]:
-        """Of all checkpoints, the newest first: the policy's folder and a critic's, and those of them that
-        rank 0 sees in full."""
+        """(folders of policy and critic, those that rank 0 sees complete) of each checkpoint, newest first."""
         seen: list = [[]]
         if dist.get_rank() == 0:
             roots = (self._folder, self._critic_folder) if has_critic else (self._folder,)
@@ -146,19 +140,19 @@ class Checkpointer:
         return seen[0]
 
     def _set_aside(self, damaged: Mapping[Path, str], *, instead: Path) -> None:
-        """Say which checkpoints are not used, and let nobody take them for the newest. For rank 0."""
-        for policy, wrong in damaged.items():
+        """Rename damaged checkpoints, so that they are not taken for the newest, and say so. On rank 0."""
+        for policy, damage in damaged.items():
             folders = (policy, self._critic_folder / policy.name)
             kept = [str(set_aside(folder)) for folder in folders if folder.is_dir()]
             self.notices.append(
-                f"checkpoint {wrong}; going on from {instead.name} instead (the damaged one is now {' and '.join(kept)})"
+                f"checkpoint {damage}; going on from {instead.name} instead (the damaged one is now {' and '.join(kept)})"
             )
             print(self.notices[-1], flush=True)
 
 
 def _seen_by_this_node(folders: Sequence[Path], in_full: Sequence[Path]) -> Sequence[Path]:
-    """``folders``, once this node sees in full what rank 0 does, or past a deadline: what it last read of a
-    shared folder may be older."""
+    """``folders``, as soon as this node sees complete what rank 0 does, or after a deadline: its view of a
+    shared folder may lag."""
     deadline = time.monotonic() + SEEN_TIMEOUT_S
     while not all(map(is_valid, in_full)) and time.monotonic() < deadline:
         time.sleep(POLL_S)

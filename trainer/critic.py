@@ -1,4 +1,4 @@
-"""The critic of one rank: values of states, and one optimizer step on them. All ranks run it in step (SPMD)."""
+"""The critic of one rank: values of states, and one optimizer step on them. All ranks call it together (SPMD)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticUpdate:
-    """What one optimizer step of the critic did; the same on every rank."""
+    """Result of one optimizer step of the critic; the same on every rank."""
 
     metrics: dict[str, Metric]
     """``critic/*``; see ``value_loss``."""
@@ -28,10 +28,9 @@ class CriticUpdate:
 
 
 class Critic:
-    """A value model beside the policy, in the policy's layout.
+    """A value model beside the policy, in the policy's layout. ``engine`` saves and loads its checkpoints.
 
-    ``engine`` saves and loads its checkpoints. Raises ValueError where the critic's model does not know every
-    token of the policy's.
+    Raises ValueError where the critic's vocabulary lacks tokens of the policy's.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
-"""The learner of one rank: which policy computes which log-probs, and one optimizer step. All ranks run it in
-step (SPMD)."""
+"""The learner of one rank: log-probs of every policy, and one optimizer step. All ranks call it together (SPMD)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,17 +17,22 @@ from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group
 from trainer.algorithm.aggregation import Counted, kept_factor
 from trainer.algorithm.kl_reward import KLInReward
-from trainer.algorithm.policy_loss import policy_loss, scale_losses
+from trainer.algorithm.policy_loss import policy_loss
 from trainer.batch.step_batch import StepBatch, split_groups, step_batch
 from trainer.critic import Critic, CriticUpdate
-from trainer.ranks.metrics import Metric, Reduction, merge_metrics, merge_over_ranks
+from trainer.ranks.metrics import (
+    Metric,
+    Reduction,
+    merge_metrics,
+    merge_over_ranks,
+    per_minibatch,
+    scale_losses,
+)
 from trainer.ranks.totals import total_over
-
-LOSSES = ("loss/", "critic/loss")
 
 
 class Scored(NamedTuple):
-    """What a micro-batch's loss hands back beside its gradient."""
+    """Output of a micro-batch's loss, beside its gradient."""
 
     metrics: dict[str, Metric]
     counted: Counted | None
@@ -38,18 +42,18 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What the optimizer steps on one minibatch did, the policy's and the critic's. Metrics are the same on
+    """Result of the optimizer steps on one minibatch, the policy's and the critic's. Metrics are the same on
     every rank."""
 
     metrics: dict[str, Metric] = field(default_factory=dict)
     logprobs: list[Tensor] = field(default_factory=list)
-    """Of the policy before its step, [T] of each micro-batch of this rank, on the CPU; empty where only the
-    critic was trained."""
+    """The policy's log-probs before its step, [T] per micro-batch of this rank, on the CPU; empty if only the critic
+    was trained."""
 
 
 class Learner:
-    """Holds ``current`` (trained, and ``old`` before the first update of a step) and, where asked for, a
-    frozen ``ref`` and a critic."""
+    """Holds ``current`` (which is ``old`` before the first update of a step) and, if the config asks for them,
+    a frozen ``ref`` and a critic."""
 
     def __init__(self, config: RunConfig):
         self._config = config
@@ -85,11 +89,11 @@ class Learner:
         self.total = total_over(self.groups.dp_group)
         """Sums over data-parallel ranks."""
         self.version = 0
-        """Of the weights: +1 with each published update."""
+        """The version of the weights; each published update adds 1."""
 
     @classmethod
     def of_policy_alone(cls, config: RunConfig) -> "Learner":
-        """Without ``ref`` and critic: for what only looks at ``current``, or sends it."""
+        """A learner without ``ref`` and critic, to score with ``current`` or to send it."""
         return cls(config.model_copy(update={"kl": KLConfig(), "critic": None}))
 
     @property
@@ -101,8 +105,7 @@ class Learner:
         return self.groups.rank == 0
 
     def offload(self) -> None:
-        """All models to host memory; until ``restore`` nothing else may be asked. All ranks are done at
-        return."""
+        """Move all models to host memory, on all ranks together. ``restore`` must be the next call."""
         for engine in self._engines:
             engine.offload()
         dist.barrier()
@@ -113,15 +116,12 @@ class Learner:
 
     @property
     def _engines(self) -> list[MegatronEngine | ValueEngine]:
-        return [
-            engine
-            for engine in (self.engine, self._reference, self.critic and self.critic.engine)
-            if engine is not None
-        ]
+        engines = (self.engine, self._reference, self.critic and self.critic.engine)
+        return [engine for engine in engines if engine is not None]
 
     def receive(self, groups: Sequence[Group] | None) -> StepBatch:
-        """Rank 0 has the groups, the others pass None; each gets its balanced share and the scalars of the
-        whole step."""
+        """This rank's balanced share of the groups, with the scalars of the whole step. Rank 0 passes the groups,
+        the others None."""
         shares = [None] * self.groups.world_size
         if groups is not None:
             by_dp_rank = split_groups(
@@ -138,11 +138,11 @@ class Learner:
         return step_batch(mine[0])
 
     def score(self, batch: StepBatch, *, before_update: bool) -> StepBatch:
-        """``old``, ``ref`` and values of the sampled tokens, without gradient, by the update's own
-        micro-batches.
+        """Add ``old``, ``ref`` and values of the sampled tokens, without gradient, using the same micro-batches
+        as the update.
 
-        ``old`` is the rollout in bypass mode, and stays unset where the policy's update, which comes next
-        (``before_update``), gives it by its own forward pass (``RunConfig.scores_old``).
+        ``old`` is the rollout in bypass mode. It stays unset if the policy's update comes next
+        (``before_update``) and computes it in its own forward pass (``RunConfig.scores_old``).
         """
         if self._config.correction.mode == "bypass":
             batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
@@ -155,25 +155,25 @@ class Learner:
         return batch
 
     def logprobs(self, batch: StepBatch) -> Tensor:
-        """Of the learner's policy as it is now. [T], float32"""
+        """Log-probs of the learner's policy as it is now. [T], float32"""
         return self._logprobs_by(self.engine, batch)
 
     def _logprobs_by(self, engine: MegatronEngine, batch: StepBatch) -> Tensor:
-        found = engine.logprobs(batch.microbatches(), temperature=self._config.rollout.temperature)
-        return batch.scattered([logprobs_T for logprobs_T, _ in found])
+        scored = engine.logprobs(batch.microbatches(), temperature=self._config.rollout.temperature)
+        return batch.scattered([logprobs_T for logprobs_T, _ in scored])
 
     def update(self, minibatch: Sequence[PackedBatch], *, policy: bool) -> Update:
-        """Forward, loss, backward, clip, step; the critic's first, and the policy's where ``policy`` says so
-        (not in the critic's warm-up).
+        """Forward, loss, backward, clip, step: first the critic's, then the policy's if ``policy`` (not in the
+        critic's warm-up).
 
         Raises NonFiniteError before any weight of that model has changed.
         """
-        of_critic: dict[str, Metric] = {}
+        critic_metrics: dict[str, Metric] = {}
         if self.critic is not None:
-            found = self.critic.update(minibatch)
-            of_critic = per_minibatch(found.metrics) | _optimizer_metrics("critic", found)
+            result = self.critic.update(minibatch)
+            critic_metrics = per_minibatch(result.metrics) | _optimizer_metrics("critic", result)
         update = self._update_policy(minibatch) if policy else Update()
-        return replace(update, metrics=update.metrics | of_critic)
+        return replace(update, metrics=update.metrics | critic_metrics)
 
     def _update_policy(self, minibatch: Sequence[PackedBatch]) -> Update:
         config = self._config
@@ -193,7 +193,7 @@ class Learner:
         def scale_of(outputs: list[Scored]) -> float:
             return kept_factor((scored.counted for scored in outputs), self.total)
 
-        # Rejection that follows from the forward pass: the mean's normaliser is known after it.
+        # If rejection follows from the forward pass, so does the normaliser of the mean over kept tokens.
         counts_kept = minibatch[0].importance_weights_T is None and config.rejects_from_mean
         result = self.engine.update(
             minibatch,
@@ -213,8 +213,7 @@ class Learner:
     def logprobs_of(
         self, prompt: Sequence[int], completions: Sequence[Completion], *, temperature: float
     ) -> list[list[float]]:
-        """The learner's own log-probs of each completion's tokens; every rank calls it with the same
-        arguments."""
+        """The learner's log-probs of each completion's tokens. Every rank passes the same arguments."""
         token_ids = [[*prompt, *c.token_ids] for c in completions]
         masks = [[False] * len(prompt) + [True] * len(c.token_ids) for c in completions]
         batch = pack_sequences(
@@ -231,17 +230,8 @@ class Learner:
         self.engine.save_hf(folder)
 
 
-def per_minibatch(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Losses, sums over a whole minibatch, as what becomes their mean when the updates of a step are merged.
-    Counts stay sums."""
-    return {
-        name: Metric.quotient(m.parts[0], 1) if name.startswith(LOSSES) else m for name, m in metrics.items()
-    }
-
-
 def _optimizer_metrics(part: str, step: UpdateResult | CriticUpdate) -> dict[str, Metric]:
-    """Of a step with several minibatches: the greatest norm and the mean learning rate of the updates done,
-    and how many were skipped."""
+    """Gradient norm and learning rate of an update that was done, and whether it was skipped."""
     done = 0 if step.skipped else 1
     metrics = {
         f"{part}/grad_norm": Metric(reduction=Reduction.MAX, parts=(step.grad_norm,) * done),

@@ -1,23 +1,22 @@
 """One RL step on one page.
 
-    sampler.next_groups   scored groups, from the sample role        (all ranks wait; rank 0 asks)
+    sampler.next_groups   scored groups, from the sample role        (rank 0 asks; all ranks wait)
     learner.score         old and ref log-probs, values of a critic; no gradient
     correct               importance weights and rejection, from old against rollout
     compute_advantages    from rewards of the whole step, less the KL to ref where it is in the reward
     learner.update        forward, loss, backward, clip, step; once per minibatch
-                          (with a single minibatch current is old: then score leaves old out, and the loss
-                          does what correct would have done, from its own forward pass; in bypass mode it does
-                          so against current)
+                          (with a single minibatch current is old: score then leaves old out, and the loss
+                          corrects by its own forward pass; in bypass mode it does so against current)
     weight_sync.publish   pause, broadcast, verify, resume
 
 Synchronous: every token of a step is sampled by the weights that the step starts from. All ranks run this
-page; what is only for one of them (asking, tracking, writing) does nothing on the others. Where learner and
-servers share devices they take turns (``trainer/turns.py``).
+page; asking, tracking and writing do nothing but on rank 0. Where learner and servers share devices they take
+turns (``trainer/turns.py``).
 
-A run is interrupted (a request to stop, a failure of the rollout side) on all ranks together, and between two
-steps. While groups are waited for, nothing has moved: the step is dropped. Once its weights have moved, the
-step is done, whether or not the servers took them: it is recorded, without its evaluation where that did not
-come about (a resumed run makes up for it), and only then the run ends.
+An interruption (a request to stop, a failure of the rollout side) reaches all ranks together. While a step
+waits for groups, nothing has moved, and the step is dropped. Once its weights have moved, the step is
+complete, even if the servers did not take them: it is recorded, and then the run ends. A resumed run makes up
+for an evaluation that was missed.
 """
 
 import time
@@ -45,7 +44,7 @@ class Clock:
     """Seconds per part of a step."""
 
     doing: Callable[[str], None] = lambda part: None
-    """Told of each part as it begins."""
+    """Called with each part as it begins."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -58,7 +57,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a training run is made of; ``launch/roles/learn.py`` builds it."""
+    """The parts of a training run; ``launch/roles/learn.py`` builds them."""
 
     config: RunConfig
     learner: Learner
@@ -71,9 +70,9 @@ class Run:
     turns: OwnDevices = field(default_factory=OwnDevices)
     first_step: int = 1
     evaluation_owed: bool = False
-    """Of the step before the first."""
+    """Whether the step before the first lacks its evaluation."""
     doing: Callable[[str], None] = lambda part: None
-    """Told what this rank is doing."""
+    """Called with the part of the step that this rank is in."""
 
 
 def train(run: Run) -> None:
@@ -130,8 +129,8 @@ def train(run: Run) -> None:
             group=learner.groups.dp_group,
         )
         if run.tracker is not None:
-            run.tracker.log(step, metrics, check_alarms(metrics, config.alarms))
-        run.weight_sync.check_samples(metrics)
+            run.tracker.log(step, metrics.recorded, check_alarms(metrics.recorded, config.alarms))
+        run.weight_sync.check_samples(metrics.sampled_gap)
         run.doing("checkpoint")
         evaluation_owed = rest.interruption is not None and is_evaluation_step(step, config)
         run.checkpointer.after_step(step, learner, sampler, evaluation_owed=evaluation_owed)
@@ -139,7 +138,7 @@ def train(run: Run) -> None:
 
 
 def tell_of_failed_rewards(run: Run, step: int, sampled: Sampled) -> None:
-    """On the console, the first time; from then on metrics and alarms tell how many there are."""
+    """Say on the console, once a run, why rewards failed. Metrics and alarms count them from then on."""
     stats = sampled.stats
     if run.tracker is not None and stats is not None and stats.first_failure is not None:
         failed = f"{stats.failed_rewards} of {stats.scored} rewards failed"
@@ -147,8 +146,8 @@ def tell_of_failed_rewards(run: Run, step: int, sampled: Sampled) -> None:
 
 
 def evaluate_before(run: Run) -> None:
-    """Held-out accuracy of what the run starts from: a fresh one's model (step 0), or a step that was
-    interrupted before its evaluation."""
+    """Record the held-out accuracy before the first step: of a fresh run's model (step 0), or of a resumed
+    run's last step if an interruption came before its evaluation."""
     is_due = run.evaluation_owed or (run.first_step == 1 and run.config.evaluation.at_ends)
     if not is_due:
         return
@@ -164,11 +163,11 @@ def evaluate_before(run: Run) -> None:
 
 @contextmanager
 def saved_where_interrupted(run: Run) -> Iterator[None]:
-    """An interruption inside leaves a checkpoint of the last complete step behind, before it goes on its way."""
+    """On interruption, save a checkpoint of the last complete step, then re-raise."""
     try:
         yield
     except INTERRUPTIONS:
-        with suppress(*INTERRUPTIONS):  # of servers which were to make room for it and are gone
+        with suppress(*INTERRUPTIONS):  # the servers that should make room may be gone
             run.checkpointer.save_last(run.learner, run.sampler)
         raise
 

@@ -1,15 +1,12 @@
-"""A step's batch on disk: what ``tandem replay`` needs to say, without any engine, what another correction
-would have made of it.
+"""A step's batch on disk. ``tandem replay`` applies other corrections to it without an engine.
 
 One safetensors file per recorded step, ``RUN/batches/step_000010.safetensors``: the packed fields of all
-ranks in the order of sequence ids, the rewards and groups of the step, and as metadata the step, the weight
-version it was sampled with, and a SHA-256 of it all. Legend: S sequences of the whole step, T their packed
-tokens.
+ranks in the order of sequence ids, and the rewards and groups of the step. Its metadata has the step, the
+weight version that sampled it, and a SHA-256 of everything.
 """
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -24,7 +21,7 @@ from torch import Tensor
 from configs.schema.correction import CorrectionConfig
 from configs.schema.launch import RecordBatches, RecordEvery
 from parallel.packing import PackedBatch
-from trainer.batch.files import batch_file, recorded_steps
+from trainer.batch.files import batch_file, recorded_steps, write_whole
 from trainer.batch.step_batch import StepBatch
 
 if TYPE_CHECKING:
@@ -33,7 +30,7 @@ if TYPE_CHECKING:
 FORMAT = "tandem batch 3"
 PER_STEP = ("rewards_S", "group_ids_S")
 NOT_RECORDED = ("importance_weights_T", "aggregation_T", "value_aggregation_T")
-"""They follow from the correction, which is what a replay changes."""
+"""They follow from the correction, which a replay changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +43,7 @@ class RecordedBatch:
     rewards_S: Tensor
     group_ids_S: Tensor
     correction: CorrectionConfig
-    """What the step was trained with."""
+    """The correction of the run that recorded the step."""
 
 
 class Recorder:
@@ -69,10 +66,10 @@ class Recorder:
                 return self._which == "all"
 
     def record(self, step: int, batch: StepBatch, learner: "Learner") -> None:
-        """Before the update, where this step is wanted.
+        """Write the batch before its update, if the config asks for this step.
 
-        That takes a forward pass where the step itself has none of ``old``: in bypass mode, and where current
-        is old.
+        Takes a forward pass where the step itself makes none of ``old``: in bypass mode, and where current is
+        old.
         """
         if not self._wants(step):
             return
@@ -107,22 +104,18 @@ def in_order(parts: Sequence[PackedBatch]) -> PackedBatch:
 
 
 def write_batch(path: Path, batch: RecordedBatch) -> None:
-    """Whole or not at all."""
+    """Write the file whole or not at all. Raises OSError."""
     tensors = {name: getattr(batch, name) for name in PER_STEP}
-    for f in fields(PackedBatch):
-        value = getattr(batch.packed, f.name)
-        if value is not None and f.name not in NOT_RECORDED:
-            tensors[f.name] = value
+    packed = {
+        f.name: getattr(batch.packed, f.name) for f in fields(PackedBatch) if f.name not in NOT_RECORDED
+    }
+    tensors |= {name: value for name, value in packed.items() if value is not None}
     numbers = {name: json.dumps(getattr(batch, name)) for name in ("step", "version")}
     about = {"format": FORMAT, **numbers, "correction": batch.correction.model_dump_json()}
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
     try:
-        partial.write_bytes(save(tensors, metadata={**about, "sha256": _digest(about, tensors)}))
-        os.replace(partial, path)
+        write_whole(path, save(tensors, metadata={**about, "sha256": _digest(about, tensors)}))
     except OSError as error:
-        partial.unlink(missing_ok=True)
         message = f"the batch of step {batch.step} cannot be recorded ({error.strerror}); free space, or set record_batches=none"
         raise OSError(error.errno, message, str(path)) from error
 
@@ -136,7 +129,7 @@ def _digest(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_batch(path: Path) -> RecordedBatch:
-    """Raises ValueError for a file that is none, is of another version, or is not as it was written."""
+    """Raises ValueError for a file that is no batch, of another version, or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}

@@ -1,5 +1,5 @@
-"""The sample role as the learner's ranks see it: rank 0 asks and looks out for a request to stop; the others
-wait for how that went."""
+"""The sample role as the learner's ranks see it. Rank 0 talks to it and polls for stop requests; the other ranks
+wait for the outcome."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from trainer.ranks.totals import on_first_rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """The groups of one step and what sampling them took; both None on all ranks but the first."""
+    """The groups of one step and the statistics of sampling them; both None on all ranks but the first."""
 
     groups: list[Group] | None
     stats: SamplingStats | None
@@ -24,9 +24,9 @@ class Sampled:
 class SharedSampler:
     """``next_groups`` and ``evaluate`` are collectives. They raise an interruption on all ranks together (see
     trainer/ranks/interruption.py) when the sample role fails, or when a stop is requested before it answers.
-    Its result is discarded then, and the data position does not advance.
+    Its result is then discarded, and the data position does not advance.
 
-    remote: None on all ranks but the first. stop_requested: why the run is to stop; None where it is not.
+    remote: None on all ranks but the first. stop_requested: the reason to stop, or None.
     """
 
     def __init__(self, remote: RemoteSampler | None, stop_requested: Callable[[], str | None] = lambda: None):
@@ -40,9 +40,7 @@ class SharedSampler:
             groups, stats = remote.next_groups(
                 count, newest=newest, max_staleness=max_staleness, meanwhile=self._heed_stop
             )
-            self._state = (
-                remote.state()
-            )  # now: a sample role that is gone, or busy with what nobody waits for, cannot be asked
+            self._state = remote.state()  # now: a sample role that is gone or busy later gives no answer
             return Sampled(groups=groups, stats=stats)
 
         return on_first_rank(ask) or Sampled(groups=None, stats=None)
@@ -57,7 +55,7 @@ class SharedSampler:
         return on_first_rank(ask)
 
     def stop_requested(self) -> bool:
-        """Whether a stop was asked for, on all ranks as rank 0 sees it."""
+        """Whether a stop was requested, as rank 0 sees it; the same on all ranks."""
         requested = [self._remote is not None and self._stop_reason() is not None]
         dist.broadcast_object_list(requested, src=0)
         return requested[0]
@@ -72,12 +70,12 @@ class SharedSampler:
             raise StopRequested(reason)
 
     def state(self) -> dict | None:
-        """Where in the data the groups handed out last end, or what was loaded; None before that, and on all
+        """The data position after the last groups, or the one that was loaded. None before either, and on all
         ranks but the first."""
         return self._state
 
     def load_state(self, state: dict | None) -> None:
-        """None: begin anew."""
+        """Go on from this data position; None: from the start."""
         if self._remote is not None:
             self._remote.load_state(state)
             self._state = state

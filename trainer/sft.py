@@ -1,6 +1,6 @@
 """The supervised warm start: next-token loss on the answer alone, by the same engine as the RL update.
 
-loss = -(1 / N) sum over answer tokens of log pi(token | what precedes it),   N counted over the whole batch, all ranks
+loss = -(1 / N) sum over answer tokens of log pi(token | preceding tokens),   N answer tokens in the batch of all ranks
 """
 
 import time
@@ -37,8 +37,8 @@ def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
 
     Raises ValueError for data that cannot be trained on (see ``load_examples``), before the model is loaded.
     """
-    say = report if dist.get_rank() == 0 else lambda line: None
-    say(f"warm start: reading examples for {config.steps} steps of {config.batch_size}")
+    print_line = report if dist.get_rank() == 0 else lambda line: None
+    print_line(f"warm start: reading examples for {config.steps} steps of {config.batch_size}")
     examples = load_examples(config)
     engine = MegatronEngine(
         config.model,
@@ -50,7 +50,7 @@ def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
         seed=config.seed,
         timeout_s=config.launch.collective_timeout_s,
     )
-    started = said = time.perf_counter()
+    started = last_report = time.perf_counter()
     tokens = 0
     for step, rows in enumerate(batches(len(examples), config), start=1):
         microbatches, counted = local_batch(
@@ -59,16 +59,16 @@ def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
         result = engine.update(microbatches, _loss(1.0 / counted), temperature=1.0)
         tokens += counted
         now = time.perf_counter()
-        # Rank 0's clock decides for all, because the merge below is a collective.
-        due = [now - said >= REPORT_EVERY_S or step in (1, config.steps)]
+        # Rank 0's clock decides for all ranks, because the merge below is a collective.
+        due = [now - last_report >= REPORT_EVERY_S or step in (1, config.steps)]
         dist.broadcast_object_list(due, src=0)
         if due[0]:
-            said = now
+            last_report = now
             loss = merge_over_ranks(merge_metrics(result.outputs), engine.groups.dp_group)["loss"].value
             left = (now - started) / step * (config.steps - step)
             rate = tokens / (now - started)
             progress = f"warm start {step:>5}/{config.steps}  loss {loss:.4f}  lr {result.lr:.1e}"
-            say(f"{progress}  {rate:,.0f} answer tokens/s  {left:4.0f} s left")
+            print_line(f"{progress}  {rate:,.0f} answer tokens/s  {left:4.0f} s left")
     engine.save_hf(config.output)
 
 
@@ -84,19 +84,15 @@ def _loss(scale: float) -> Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor,
 def load_examples(config: SftConfig) -> list[Example]:
     """Tokenised prompt + answer + end of sequence, in the order of the file or the generator.
 
-    Raises:
-        ValueError: see ``read_pairs``; also an example that is too long for a micro-batch or for the model,
-        naming its line.
+    Raises ValueError as ``read_pairs`` does, and for an example that is too long for a micro-batch or for the
+    model, naming its line.
     """
     tokenizer = load_tokenizer(config.model.path)
     end = end_token_ids(tokenizer, config.model.path)[0]
     data = config.data
     if isinstance(data, CountdownSftData):
-        made = generate_sft_examples(data.task, count=data.examples, noise=data.noise, seed=config.seed)
-        pairs = [
-            (f"generated example {number}", prompt, answer)
-            for number, (prompt, answer) in enumerate(made, start=1)
-        ]
+        examples = generate_sft_examples(data.task, count=data.examples, noise=data.noise, seed=config.seed)
+        pairs = [(f"generated example {number}", *pair) for number, pair in enumerate(examples, start=1)]
         template = False
     else:
         pairs = read_pairs(data.path, data.prompt_field, data.response_field)

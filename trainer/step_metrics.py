@@ -1,7 +1,9 @@
-"""Everything that is tracked of a step, by name. Names are ``part/quantity``; the report and the console line
-read them."""
+"""The metrics of a whole step, from every part of it. ``metric_names.py`` has their meanings."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
 import torch
@@ -9,7 +11,7 @@ import torch.distributed as dist
 
 from rollout.records import FinishReason, Group
 from rollout.sampling.messages import EvaluationResult, SamplingStats
-from trainer.algorithm.mismatch import negative_fraction, reward_metrics
+from trainer.algorithm.mismatch import SampledGap, negative_fraction, reward_metrics
 from trainer.algorithm.segments import count_per_sequence, sum_per_sequence
 from trainer.algorithm.value_loss import explained_variance
 from trainer.batch.step_batch import StepBatch
@@ -17,6 +19,14 @@ from trainer.learner import Update
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks, values
 from trainer.sampling import Sampled
 from trainer.weight_sync import SyncResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    recorded: dict[str, float]
+    """Plain numbers by name; complete on rank 0 alone."""
+    sampled_gap: SampledGap | None
+    """On every rank: ``WeightSync.check_samples`` may end the run by it. None where no token was compared."""
 
 
 def step_metrics(
@@ -30,41 +40,37 @@ def step_metrics(
     seconds: Mapping[str, float],
     mode: Literal["decoupled", "bypass"],
     group: dist.ProcessGroup | None,
-) -> dict[str, float]:
-    """Plain numbers of a whole step; every rank of ``group`` takes part, the result is complete on rank 0.
+) -> StepMetrics:
+    """The metrics of a whole step; every rank of ``group`` takes part.
 
     measured: of this rank's share, before the update. sync: None where it failed.
     """
-    found = values(
-        merge_over_ranks(merge_metrics([*measured, reward_metrics_of(batch, updates, mode)]), group)
-    )
-    found |= values(merge_metrics(u.metrics for u in updates)) | first_and_sign(updates, mode)
-    explained = explained_variance(found)
-    found |= {} if explained is None else {"critic/explained_variance": explained}
+    before = merge_over_ranks(merge_metrics([*measured, reward_metrics_of(batch, updates, mode)]), group)
+    merged = merge_metrics([before, *(u.metrics for u in updates)])
+    numbers = values(merged) | first_and_sign(updates, mode)
+    explained = explained_variance(numbers)
+    numbers |= {} if explained is None else {"critic/explained_variance": explained}
     if sync is not None:
-        found |= {"sync/version": sync.version, "sync/bytes": sync.bytes}
-        found |= {} if sync.max_logprob_gap is None else {"sync/max_logprob_gap": sync.max_logprob_gap}
-    found |= {f"time/{part}": value for part, value in seconds.items()}
+        numbers |= {"sync/version": sync.version, "sync/bytes": sync.bytes}
+        numbers |= {} if sync.max_logprob_gap is None else {"sync/max_logprob_gap": sync.max_logprob_gap}
+    numbers |= {f"time/{part}": value for part, value in seconds.items()}
     if sampled.groups is not None and sampled.stats is not None:
-        found |= sample_metrics(sampled.groups) | sampling_metrics(sampled.stats)
-        found["throughput/tokens_per_s"] = found["response/tokens"] / seconds["step"]
+        numbers |= sample_metrics(sampled.groups) | sampling_metrics(sampled.stats)
+        numbers["throughput/tokens_per_s"] = numbers["response/tokens"] / seconds["step"]
     if evaluation is not None:
-        found |= evaluation_metrics(evaluation)
-    return found
+        numbers |= evaluation_metrics(evaluation)
+    return StepMetrics(recorded=numbers, sampled_gap=SampledGap.of(merged))
 
 
 def reward_metrics_of(batch: StepBatch, updates: Sequence[Update], mode: str) -> dict[str, Metric]:
-    """The mean reward as sampled, and as the learner's policy would have it: ``old``, or in bypass mode each
-    minibatch's ``current``.
-
-    Nothing of the kind in a critic's warm-up, where the policy may not have seen the batch at all.
-    """
+    """The mean reward as sampled, and under the learner's policy: ``old``, or in bypass mode each minibatch's
+    ``current``. Empty in a critic's warm-up, where the policy may not have scored the batch."""
     packed, train_T = batch.packed, batch.packed.old_logprobs_T if mode == "decoupled" else None
     if train_T is None:
-        seen = [logprobs_T for update in updates for logprobs_T in update.logprobs]
-        if not seen:
+        current = [logprobs_T for update in updates for logprobs_T in update.logprobs]
+        if not current:
             return {}
-        train_T = batch.scattered(seen)
+        train_T = batch.scattered(current)
     log_ratio_T = torch.where(packed.response_mask_T, train_T - packed.rollout_logprobs_T, 0.0)
     return reward_metrics(
         batch.rewards_S[packed.sequence_ids_S],
@@ -74,38 +80,32 @@ def reward_metrics_of(batch: StepBatch, updates: Sequence[Update], mode: str) ->
 
 
 def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
-    """Of the policy's updates: how often k1 of KL(old || current) was negative and, in decoupled mode, the
-    ratio's extremes on the first minibatch, where current is old and every ratio 1."""
+    """Share of the policy's updates with a negative k1 of KL(old || current). In decoupled mode also the ratio's
+    extremes on the first minibatch, where current is old and every ratio 1."""
     policy = [values(u.metrics) for u in updates if "policy/ppo_kl" in u.metrics]
     if not policy:
         return {}
-    names = ("ratio_max", "ratio_min") if mode == "decoupled" else ()
-    first = {
-        f"policy/first_{name}": policy[0][f"policy/{name}"] for name in names if f"policy/{name}" in policy[0]
-    }
-    estimates = [found["policy/ppo_kl"] for found in policy if "policy/ppo_kl" in found]
+    names = {"policy/ratio_max", "policy/ratio_min"} & policy[0].keys() if mode == "decoupled" else ()
+    first = {name.replace("/", "/first_"): policy[0][name] for name in names}
+    estimates = [metrics["policy/ppo_kl"] for metrics in policy if "policy/ppo_kl" in metrics]
     return first | values({"policy/ppo_kl_negative_fraction": negative_fraction(estimates)})
 
 
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards and responses, as sampled. A part of the reward is averaged over the samples that have it: one
-    whose reward failed has not (``reward/failed`` counts them)."""
+    """Rewards and responses, as sampled. A part of the reward is averaged over the samples that have it."""
     samples = [t for g in groups for t in g.trajectories]
-    rewards = [t.reward for t in samples]
-    lengths = [sum(t.response_mask) for t in samples]
-    mean = sum(rewards) / len(rewards)
-    no_signal = sum(len({t.reward for t in g.trajectories}) == 1 for g in groups)
-    names = dict.fromkeys(name for t in samples for name in t.reward_parts)
-    parts = {name: [t.reward_parts[name] for t in samples if name in t.reward_parts] for name in names}
-    return {f"reward/part/{name}": sum(found) / len(found) for name, found in parts.items()} | {
-        "reward/mean": mean,
-        "reward/std": (sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5,
-        "response/length_mean": sum(lengths) / len(lengths),
+    rewards, lengths = [t.reward for t in samples], [sum(t.response_mask) for t in samples]
+    parts: dict[str, list[float]] = defaultdict(list)
+    for name, value in (part for t in samples for part in t.reward_parts.items()):
+        parts[name].append(value)
+    return {f"reward/part/{name}": fmean(scores) for name, scores in parts.items()} | {
+        "reward/mean": fmean(rewards),
+        "reward/std": torch.tensor(rewards, dtype=torch.float64).std(correction=0).item(),
+        "response/length_mean": fmean(lengths),
         "response/length_max": max(lengths),
         "response/tokens": sum(lengths),
-        "response/truncated_fraction": sum(t.finish_reason == FinishReason.LENGTH for t in samples)
-        / len(samples),
-        "groups/no_signal_fraction": no_signal / len(groups),
+        "response/truncated_fraction": fmean(t.finish_reason == FinishReason.LENGTH for t in samples),
+        "groups/no_signal_fraction": fmean(len({t.reward for t in g.trajectories}) == 1 for g in groups),
     }
 
 

@@ -1,15 +1,13 @@
-"""Who has the devices: the learner or the servers, where they share them (``launch.placement: colocated``).
+"""Turns of learner and servers on devices that they share (``launch.placement: colocated``).
 
     turn                        servers' weights   their cache   learner
     SERVERS   sampling                there           there      in host memory
     BOTH      transfer, probe         there             -        there
     LEARNERS  score, update             -               -        there
 
-From the learner's turn to that of both the servers' weights come back as memory that holds anything: they are
-sent anew (each step does).
-
-CUDA graphs of the servers stay where they are: they are small beside weights and cache, and refer to these by
-addresses, which SGLang's memory saver keeps.
+Going from LEARNERS to BOTH, the servers' weight memory comes back with arbitrary content; each step sends the
+weights anew. The servers' CUDA graphs stay: they are small, and SGLang's memory saver keeps the addresses that
+they refer to.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,24 +26,23 @@ CACHE, WEIGHTS = "kv_cache", "weights"
 
 
 class OwnDevices:
-    """Learner and servers have devices of their own: nobody waits for a turn."""
+    """Learner and servers have devices of their own, and no turns."""
 
     are_shared = False
 
     def learners(self) -> None:
-        """The learner's turn: it is there, and has all memory."""
+        """The learner's turn: it is on the devices and has all memory."""
 
     def both(self) -> None:
-        """The turn of both: learner and servers' weights are there, and nothing is sampled."""
+        """The turn of both: learner and servers' weights are on the devices, and nothing is sampled."""
 
     def servers(self) -> None:
-        """The servers' turn: they sample. Not right after the learner's: their weights have to be sent in
+        """The servers' turn: they sample. It cannot follow the learner's turn, as the weights must be sent
         between."""
 
     @contextmanager
     def learner_there(self) -> Iterator[None]:
-        """For what needs the learner between two requests of the servers, such as a checkpoint; then whose
-        turn it was goes on."""
+        """The learner is on the devices inside, for example for a checkpoint. The turn is restored after."""
         yield
 
 
@@ -58,12 +55,10 @@ class _Turn(Enum):
 class SharedDevices(OwnDevices):
     """Every method is a collective, and does nothing where it is that turn already.
 
-    A server that fails raises RolloutError on all ranks together; where it was to make room for the learner,
-    the learner is there then, and the turn is its own: what is gone needs no memory.
+    A server that fails raises RolloutError on all ranks together. If it should have made room, the learner
+    comes back and has the turn: a server that is gone needs no memory.
 
-    Args:
-        control: None on all ranks but the first. Its servers have been asked to ``make_room`` before the
-        learner was built.
+    control: None on all ranks but the first. Its servers must ``make_room`` before the learner is built.
     """
 
     are_shared = True
@@ -76,16 +71,16 @@ class SharedDevices(OwnDevices):
         if self._turn is _Turn.SERVERS:
             self._bring_learner(CACHE, WEIGHTS)
         elif self._turn is _Turn.BOTH:
-            self._ask(lambda control: control.release_memory([WEIGHTS]))
+            self._ask_servers(lambda control: control.release_memory([WEIGHTS]))
         self._turn = _Turn.LEARNERS
 
     def both(self) -> None:
         if self._turn is _Turn.SERVERS:
             self._bring_learner(CACHE)
         elif self._turn is _Turn.LEARNERS:
-            platform.return_free_memory()  # the update's activations are gone, but torch keeps their place
+            platform.return_free_memory()  # torch caches the memory of the update's activations
             dist.barrier()
-            self._ask(lambda control: control.resume_memory([WEIGHTS]))
+            self._ask_servers(lambda control: control.resume_memory([WEIGHTS]))
         self._turn = _Turn.BOTH
 
     def servers(self) -> None:
@@ -94,14 +89,14 @@ class SharedDevices(OwnDevices):
         if self._turn is _Turn.BOTH:
             self._learner.offload()
             self._turn = _Turn.SERVERS
-            self._ask(_sample_again)
+            self._ask_servers(_sample_again)
 
     @contextmanager
     def learner_there(self) -> Iterator[None]:
         if self._turn is not _Turn.SERVERS:
             yield
             return
-        made_room = Postponed()  # a checkpoint is written all the same where the servers are gone
+        made_room = Postponed()  # the checkpoint is written even if the servers are gone
         made_room.attempt(self.both)
         yield
         made_room.release()
@@ -110,16 +105,16 @@ class SharedDevices(OwnDevices):
     def _bring_learner(self, *tags: str) -> None:
         self._turn = _Turn.LEARNERS
         try:
-            self._ask(lambda control: make_room(control, *tags))
+            self._ask_servers(lambda control: make_room(control, *tags))
         finally:
             self._learner.restore()
 
-    def _ask(self, work: Callable[[SGLangControl], None]) -> None:
+    def _ask_servers(self, work: Callable[[SGLangControl], None]) -> None:
         on_first_rank(lambda: work(self._control))
 
 
 def make_room(control: SGLangControl, *tags: str) -> None:
-    """Nothing may run in what is given back: paused servers hold their requests."""
+    """Pause the servers first: nothing may run in memory that is given back."""
     control.pause()
     control.release_memory(tags)
 

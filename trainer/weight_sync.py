@@ -1,34 +1,31 @@
 """Publishing: learner weights -> servers, verified before sampling goes on.
 
-One publish, all ranks together. Each pipeline stage sends its own weights: its ranks gather one tensor after
+All ranks publish together. Each pipeline stage sends its own weights: its ranks gather one tensor after
 another (over tensor- and expert-parallel ranks), and the first rank of the stage, its sender, broadcasts them
-in a process group of its own with the servers.
+in a process group that it shares with the servers.
 
     rank 0             pause -> begin -> [ stage 0 ]------------------------------------> end -> versions and checksums -> resume -> probe
     sender of stage 1                      first bucket filled, waits for its turn -> [ stage 1 ] --^
     all other ranks                        gather with their sender, then wait for rank 0
 
-    [ stage ]  for each bucket: tell the servers, line its broadcast up behind the one in flight; then the stage gathers the next one
+    [ stage ]  for each bucket: tell the servers, queue its broadcast behind the one in flight; then the stage gathers the next one
 
-A sender does not wait for a bucket before it asks the servers to receive the next one: they find that
-request, and its bytes, waiting when they have loaded the one before. Only the request that names the version
-waits for the answers to all buckets before it. A server that fails before it has received a bucket takes that
-one's bytes for the next one's: no harm, since its answer ends the update, and the run.
+Buckets overlap. While the servers load one bucket, the request and the bytes of the next wait for them. Only
+the request that names the version waits for the answers to all earlier buckets. A server that fails before it
+receives a bucket reads the wrong bytes for the next one; this does no harm, as its answer ends the run.
 
-Stages take turns: servers load one bucket at a time anyway, and only so is the very last bucket of all, which
-names the version and flushes the cache, known to be the last. A sender waits for the servers' answers to its
-own buckets, and at its turn for the stage before it; rank 0 waits for all stages (they tell it what they
-sent) before it ends the update. Rank 0 alone opens and closes an update. Each sender asks the servers itself
-to receive its buckets: a server that refuses never joins the broadcast, and only its answer says so.
+Stages take turns. Servers load one bucket at a time anyway, and the turns make known which bucket is the very
+last: it names the version and flushes the cache. Rank 0 alone opens and closes an update, and closes it after
+all stages have told it what they sent. Each sender asks the servers itself to receive its buckets, because a
+server that refuses never joins the broadcast, and only its answer says so.
 
 Nothing samples between pause and the end of the probe: the learner asks for groups only after ``publish`` has
-returned. Any failure of the rollout side raises on all ranks together, which ends the run: a partial update
-never serves a training sample. A sender whose servers failed therefore goes on with the gathering, which its
-stage needs, and passes its turn on, marked.
+returned. Any failure of the rollout side raises on all ranks together and ends the run, so a partial update
+never serves a training sample. A sender whose servers failed still finishes the gathering, which its stage
+needs, and passes its turn on, marked as failed.
 
-Where checksums have shown every byte to be served, and the learner scores each step's samples by the very
-weights that sampled them, the samples themselves are the probe (``check_samples``), and ``publish`` asks for
-none of its own.
+The samples themselves are the probe (``check_samples``) if checksums cover every byte and the learner scores
+each step's samples by the weights that sampled them. ``publish`` then sends no probe prompt.
 """
 
 import math
@@ -52,19 +49,20 @@ from rollout.client import RolloutError
 from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.control import ExpectedChecksums, Pending, Served, SGLangControl
+from trainer.algorithm.mismatch import SampledGap
 from trainer.learner import Learner
 from trainer.ranks.totals import on_first_rank
 from trainer.turns import OwnDevices
 
 GROUP = "tandem-weights"
 PROBE_PROMPT = [2 + i % 8 for i in range(12)]
-"""Any tokens will do for comparing two engines; ids this small exist in every vocabulary."""
+"""Any tokens serve to compare two engines; ids this small exist in every vocabulary."""
 PROBE_TOKENS = 4
 EXACT_TOLERANCE = 1e-4
-"""What a float32 learner and a float32 server may differ by: nats on a probe token, probability on any
+"""Allowed difference of a float32 learner and a float32 server: nats on a probe token, probability on any
 sampled token."""
 UNLIKELY_TOLERANCE = 1e-3
-"""Nats on any sampled token, of which some are so unlikely that the rounding of their logits shows."""
+"""Allowed difference in nats on any sampled token. Unlikely tokens show the rounding of their logits."""
 
 
 class WeightSyncError(RolloutError):
@@ -72,13 +70,13 @@ class WeightSyncError(RolloutError):
 
 
 class ForeignSamplesError(RuntimeError):
-    """A step was trained on what other weights, or another softmax, have sampled. No interruption: its
-    weights are not worth keeping."""
+    """A step was trained on samples of other weights, or of another softmax. This is no interruption, as the
+    step's weights are not worth a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentByRank:
-    """One rank's part of a transfer; of a sender, what its whole stage sent."""
+    """One rank's part of a transfer; a sender's covers its whole stage."""
 
     checksums: Mapping[str, str] = field(default_factory=dict)
     """To expect of the servers."""
@@ -96,7 +94,7 @@ class SyncResult:
 
 
 class WeightSync:
-    """Of all ranks together; each has one."""
+    """Sends weights to the servers. Every rank has one, and all call it together."""
 
     def __init__(
         self,
@@ -110,17 +108,16 @@ class WeightSync:
         turns: OwnDevices | None = None,
         key: RunKey | None = None,
     ):
-        """control: None on all ranks but the first. samples_are_probes: ``mismatch/logprob_gap_max`` of a
-        step is of the weights that sampled it. address: of this rank's host, where the servers reach it if it
-        is a sender. turns: None where the servers have devices of their own. key: what the servers want
-        proved."""
+        """control: None on all ranks but the first. samples_are_probes: a step's samples are scored by the
+        weights that sampled them. address: where the servers reach this rank's host, if it is a sender.
+        turns: None where the servers have devices of their own. key: the run's, which the servers check."""
         self._learner, self._control, self._rollout = learner, control, rollout
         self._turns = turns or OwnDevices()
         self._dtype = getattr(torch, rollout.dtype)
         both_are_float32 = self._dtype == learner.engine.dtype == torch.float32
         self._exact = both_are_float32 and rollout.quantization == "none"
-        # SGLang's checksum is SHA-256 of its tensors only on CPU, and experts it arranges in its own way;
-        # there the probe stands alone.
+        # SGLang's checksum is SHA-256 of its tensors only on CPU, and it rearranges experts; elsewhere only the
+        # probe checks the weights.
         self._checks_bytes = not has_cuda() and learner.engine.architecture.experts is None
         self._samples_are_probes = samples_are_probes and self._checks_bytes
         self._sender: StageSender | None = None
@@ -129,8 +126,8 @@ class WeightSync:
         dist.broadcast_object_list(urls, src=0)
         if learner.groups.is_stage_first:
             timeout_s = launch.patience_s
-            # The control of rank 0 serves its own stage too.
-            of_stage = control or SGLangControl(
+            # Rank 0's control serves its own stage too.
+            stage_control = control or SGLangControl(
                 urls[0],
                 tensor_parallel=rollout.tp,
                 timeout_s=timeout_s,
@@ -142,12 +139,17 @@ class WeightSync:
             backend = "gloo" if self._turns.are_shared else collective_backend()
             with in_turn(learner.groups):
                 self._sender = StageSender(
-                    of_stage, rollout.tp, backend, timeout_s, address, stage=learner.groups.pp_rank
+                    stage_control, rollout.tp, backend, timeout_s, address, stage=learner.groups.pp_rank
                 )
 
+    @property
+    def _servers(self) -> SGLangControl:
+        """The control, which only rank 0 has."""
+        assert self._control is not None
+        return self._control
+
     def publish(self) -> SyncResult:
-        """Send the current weights under the next version, which is theirs from now on, and prove that they
-        are what the servers serve.
+        """Send the current weights as the next version, and prove that the servers serve them.
 
         Raises RolloutError on all ranks together where a server or the transfer fails.
         """
@@ -155,41 +157,38 @@ class WeightSync:
         return self._send(self._learner.version)
 
     def restore(self) -> SyncResult:
-        """Send the current weights under their own version: after a resume, when the servers hold the model
-        of the start."""
+        """Send the current weights under their present version: a resumed run's servers hold the start model."""
         return self._send(self._learner.version)
 
     def take_over(self, *, sends: bool) -> None:
-        """Make servers ready that may have outlived an earlier learner; all ranks together, before anything
-        is sampled.
+        """Prepare servers that may have outlived an earlier learner; all ranks together, before any sampling.
 
-        They get the current weights where an update was broken off or they hold another version, and in any
-        case where ``sends``. Until these are verified they stay paused: half an update never serves.
+        Sends the current weights if ``sends``, if an update broke off, or if the servers hold another version.
+        Until the weights are verified the servers stay paused: half an update never serves.
         """
         needed = [on_first_rank(self._finds_other_weights)]
         dist.broadcast_object_list(needed, src=0)
         if sends or needed[0]:
             self.restore()
         else:
-            on_first_rank(lambda: self._control.resume())
+            on_first_rank(lambda: self._servers.resume())
 
     def _finds_other_weights(self) -> bool:
-        is_broken_off = self._control.take_over()
-        return is_broken_off or set(self._control.versions()) != {self._learner.version}
+        is_broken_off = self._servers.take_over()
+        return is_broken_off or set(self._servers.versions()) != {self._learner.version}
 
     def _send(self, version: int) -> SyncResult:
         started = time.perf_counter()
         groups = self._learner.groups
         self._turns.both()
         opening = self._control.open_update() if self._control is not None else None
-        of_stages: list[SentByRank] = [SentByRank()] * groups.pp_size
-        dist.all_gather_object(
-            of_stages, self._send_stage(version, opening), group=groups.pp_group
-        )  # rank 0's pipeline: all senders
-        on_first_rank(lambda: self._finish(version, of_stages))
+        by_stage: list[SentByRank] = [SentByRank()] * groups.pp_size
+        # Rank 0's pipeline group has all senders.
+        dist.all_gather_object(by_stage, self._send_stage(version, opening), group=groups.pp_group)
+        on_first_rank(lambda: self._close_update(version, by_stage))
         self._turns.servers()
         gap = None if self._samples_are_probes else self.probe(self._rollout.temperature)
-        total = sum(sent.bytes for sent in of_stages)
+        total = sum(sent.bytes for sent in by_stage)
         return SyncResult(
             version=version, bytes=total, seconds=time.perf_counter() - started, max_logprob_gap=gap
         )
@@ -216,8 +215,8 @@ class WeightSync:
         buckets = make_buckets(exported, dtype=self._dtype, buffers=self._buffers)
         first = next(buckets)
         with in_turn(groups):
-            # Only the very last bucket names the version (and flushes): an update that breaks off is never
-            # reported under its new one.
+            # Only the very last bucket names the version (and flushes), so servers never report the new version
+            # of an update that broke off.
             last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
             checksums, size = self._sender.send(
                 first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None, opening
@@ -225,14 +224,14 @@ class WeightSync:
         self._buffers.release()
         return SentByRank(checksums=checksums, bytes=size)
 
-    def _finish(self, version: int, of_stages: Sequence[SentByRank]) -> None:
-        for sent in of_stages:
+    def _close_update(self, version: int, by_stage: Sequence[SentByRank]) -> None:
+        for sent in by_stage:
             if sent.failure is not None:
                 raise sent.failure
-        expected = {name: digest for sent in of_stages for name, digest in sent.checksums.items()}
-        self._check_served(version, expected, self._control.close_update(with_checksums=self._checks_bytes))
+        expected = {name: digest for sent in by_stage for name, digest in sent.checksums.items()}
+        self._check_served(version, expected, self._servers.close_update(with_checksums=self._checks_bytes))
         if not self._turns.are_shared:  # else it is not the servers' turn yet
-            self._control.resume()
+            self._servers.resume()
 
     def _new_checksums(self) -> ExpectedChecksums:
         return ExpectedChecksums(
@@ -244,10 +243,9 @@ class WeightSync:
             raise WeightSyncError(f"sent weight version {version}, but the servers report {served.versions}")
         if not self._checks_bytes:
             return
-        for url, found in zip(self._control.urls, served.checksums, strict=True):
-            wrong = sorted(
-                name for name in expected.keys() | found.keys() if found.get(name) != expected.get(name)
-            )
+        for url, checksums in zip(self._servers.urls, served.checksums, strict=True):
+            names = expected.keys() | checksums.keys()
+            wrong = sorted(name for name in names if checksums.get(name) != expected.get(name))
             if wrong or not expected:
                 raise WeightSyncError(
                     f"{url} holds other bytes than were sent as version {version}, in {len(wrong)} tensors: {wrong[:5]}"
@@ -257,11 +255,11 @@ class WeightSync:
         """Largest |log p_server - log p_learner| over tokens that each replica samples for the probe prompt,
         in nats.
 
-        Raises WeightSyncError above 1e-4 when both engines hold float32: then only rounding order may differ.
+        Raises WeightSyncError above 1e-4 if both engines hold float32, where only the order of rounding differs.
         """
 
         def ask() -> list[Completion]:
-            return self._control.probe(PROBE_PROMPT, max_new_tokens=PROBE_TOKENS, temperature=temperature)
+            return self._servers.probe(PROBE_PROMPT, max_new_tokens=PROBE_TOKENS, temperature=temperature)
 
         answers = [on_first_rank(ask)]
         dist.broadcast_object_list(answers, src=0)
@@ -271,12 +269,8 @@ class WeightSync:
         theirs = [x for completion in completions for x in completion.rollout_logprobs]
         ours = [x for row in mine for x in row]
         # torch's maximum, unlike Python's, does not lose a NaN.
-        gap = (
-            (torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64))
-            .abs()
-            .max()
-            .item()
-        )
+        differences = torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64)
+        gap = differences.abs().max().item()
         if not math.isfinite(gap):
             raise WeightSyncError(
                 f"a probe log-prob is not finite after version {self._learner.version}: server {theirs}, learner {ours}"
@@ -288,19 +282,18 @@ class WeightSync:
             )
         return gap
 
-    def check_samples(self, metrics: Mapping[str, float]) -> None:
-        """Raise ForeignSamplesError where a sampled token shows that the servers' policy was not the
-        learner's (float32 on both sides)."""
-        if not (self._exact and self._samples_are_probes):
+    def check_samples(self, gap: SampledGap | None) -> None:
+        """Raise ForeignSamplesError if a sampled token shows that the servers' policy was not the learner's
+        (float32 on both sides)."""
+        if gap is None or not (self._exact and self._samples_are_probes):
             return
-        for name, tolerance, unit in (
-            ("abs_prob_max", EXACT_TOLERANCE, ""),
-            ("logprob_gap_max", UNLIKELY_TOLERANCE, " nats"),
+        for name, value, tolerance, unit in (
+            ("abs_prob_max", gap.probability, EXACT_TOLERANCE, ""),
+            ("logprob_gap_max", gap.nats, UNLIKELY_TOLERANCE, " nats"),
         ):
-            gap = metrics.get(f"mismatch/{name}", 0.0)
-            if not gap <= tolerance:
+            if not value <= tolerance:
                 raise ForeignSamplesError(
-                    f"learner and server differ by {gap:.2e}{unit} on a token sampled with version {self._learner.version - 1} "
+                    f"learner and server differ by {value:.2e}{unit} on a token sampled with version {self._learner.version - 1} "
                     f"(mismatch/{name}; float32 on both sides allows {tolerance:g}): the server did not serve these weights or this softmax"
                 )
 
@@ -322,11 +315,10 @@ class StageSender:
         *,
         stage: int = 0,
     ):
-        """Make the transfer group: the servers join (told over HTTP) while this process does."""
+        """Make the transfer group. The servers are told over HTTP to join it, and join while this process does."""
         self._control = control
         world_size = 1 + len(control.urls) * tensor_parallel
-        # The same name in every life of the run: so servers that outlive a learner can be told to leave its
-        # group.
+        # The same name in every life of the run, so that servers that outlive a learner can leave its group.
         name = f"{GROUP}-{stage}"
         self._broadcaster = WeightBroadcaster(
             world_size=world_size, backend=backend, timeout_s=timeout_s, address=address, group_name=name
@@ -349,11 +341,11 @@ class StageSender:
         expected: ExpectedChecksums | None,
         opening: Pending | None = None,
     ) -> tuple[dict[str, str], int]:
-        """All buckets; the last names ``version``. While one is in flight the next is filled (by
-        ``further``), asked for and lined up.
+        """Send all buckets; the last names ``version``. While one is in flight, the next is filled (by
+        ``further``), announced to the servers and queued.
 
-        opening: of the update, where that is still under way. The first failure of any answer that is due
-        ends the transfer.
+        opening: the pending answer to the opening of the update. The first answer that fails ends the transfer.
+        Returns the checksums of what was sent, and its bytes.
         """
         answers = Answers([] if opening is None else [opening])
         in_flight: UnderWay[None] | None = None
@@ -364,9 +356,8 @@ class StageSender:
             names_version = version is not None and bucket.is_last
             if names_version and in_flight is not None:
                 _wait_for(in_flight, answers)
-                answers.wait_for_all_but(
-                    0
-                )  # or servers that failed to load one bucket would call the rest the new version
+                # Else servers that failed to load one bucket would call the rest the new version.
+                answers.wait_for_all_but(0)
             receiving = self._control.receive_bucket(
                 names=bucket.names,
                 dtype=str(bucket.dtype).removeprefix("torch."),
@@ -380,7 +371,7 @@ class StageSender:
                     expected.add(name, tensor)
             sent += bucket.bytes.numel()
             if in_flight is not None:
-                _wait_for(in_flight, answers)  # its buffer is the next one's
+                _wait_for(in_flight, answers)  # the next bucket takes its buffer
                 answers.wait_for_all_but(2)
             in_flight, bucket = lined_up, next(further, None)
         _wait_for(in_flight, answers)
@@ -394,7 +385,7 @@ class StageSender:
 
 
 class Answers:
-    """What is still due, oldest first."""
+    """Answers that are still due, oldest first."""
 
     def __init__(self, pending: Iterable[Pending]):
         self._pending = deque(pending)
@@ -417,15 +408,15 @@ def _wait_for(broadcast: UnderWay[None], answers: Answers) -> None:
         broadcast.wait(check=answers.raise_if_failed)
     except RolloutError:
         raise
-    except RuntimeError as error:  # of torch: all the others in this group are servers
+    except RuntimeError as error:  # from torch; all other members of this group are servers
         raise WeightSyncError(f"the broadcast of a bucket to the servers failed: {error}") from error
 
 
 @contextmanager
 def in_turn(groups: Groups) -> Iterator[None]:
-    """The senders of the pipeline stages, one after another: inside after the stage before has left.
+    """The senders of the pipeline stages enter one after another, each after the stage before has left.
 
-    Raises RolloutError where an earlier stage failed inside: nobody waits for a turn that never comes.
+    Raises RolloutError if an earlier stage failed inside, so that no stage waits for ever.
     """
     failed = torch.zeros(1)
     if groups.pp_rank > 0:

@@ -11,8 +11,10 @@ from launch.checks.config import BadInput
 from launch.commands.status import brief_state
 from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
+from trainer.metric_names import known
 from trainer.tracking.tracker import duration
 
+ACCURACY, REWARD = known("eval/accuracy"), known("reward/mean")
 TITLES = ("run", "state", "step", "held out", "reward", "last written")
 
 
@@ -52,7 +54,7 @@ def _row(path: Path) -> tuple[str, str, str, str, str]:
     if "accuracy" in summary:
         return path.name, "(evaluation)", "-", f"{summary['accuracy']:.1%}", "-"
     accuracy, last = _last_metrics(path / "metrics.jsonl")
-    reward = last.get("reward/mean")
+    reward = last.get(REWARD)
     step = f"{last.get('step', 0)}/{steps}"
     held_out = "-" if accuracy is None else f"{accuracy:.1%}"
     return path.name, brief_state(RunFolder(path)), step, held_out, "-" if reward is None else f"{reward:.3f}"
@@ -71,7 +73,7 @@ def _last_metrics(file: Path) -> tuple[float | None, dict]:
     accuracy, last = None, {}
     for row in _rows_from_the_end(file):
         last = last or row
-        accuracy = row.get("eval/accuracy")
+        accuracy = row.get(ACCURACY)
         if accuracy is not None:
             break
     return accuracy, last
@@ -83,7 +85,7 @@ def _rows_from_the_end(file: Path) -> Iterator[dict]:
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
     newest = True
     for line in reversed(lines):
-        if newest or '"eval/accuracy"' in line:
+        if newest or f'"{ACCURACY}"' in line:
             try:
                 row = json.loads(line)
             except ValueError:  # torn by a crash

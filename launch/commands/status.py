@@ -23,6 +23,7 @@ from launch.processes.heartbeat import read_beats
 from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
 from parallel.checkpoints.files import MANIFEST, step_of
+from trainer.metric_names import known
 from trainer.tracking.tracker import duration, read_metrics
 
 PACE_STEPS = 20
@@ -36,11 +37,12 @@ JOB = {"job_id": (str, int), "restart": int}
 """Fields of job.json."""
 QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
 RESULTS = (
-    ("reward", "reward/mean", ".3f"),
-    ("|Δp| max", "mismatch/abs_prob_max", ".1e"),
-    ("ESS", "mismatch/ess", ".3f"),
+    ("reward", known("reward/mean"), ".3f"),
+    ("|Δp| max", known("mismatch/abs_prob_max"), ".1e"),
+    ("ESS", known("mismatch/ess"), ".3f"),
 )
-"""Rows (title, metric, format); Δp is p_rollout - p_old."""
+"""(title, metric, format); Δp is p_rollout - p_old."""
+ACCURACY, SECONDS = known("eval/accuracy"), known("time/step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,20 +124,19 @@ def _progress_lines(metrics_file: Path, steps: int | None, now: float | None) ->
     if not trained:
         return [("step", "none yet" if steps is None else f"none of {steps} yet")]
     step = trained[-1]["step"]
-    pace = statistics.median(row.get("time/step") or 0.0 for row in trained[-PACE_STEPS:])
+    pace = statistics.median(row.get(SECONDS) or 0.0 for row in trained[-PACE_STEPS:])
     share = "" if steps is None else f" of {steps} ({step / max(steps, 1):.0%})"
     text = f"{step}{share}, {pace:.1f} s a step"
     if now is not None and steps is not None and step < steps:
-        left, age = (steps - step) * _full_pace(trained, pace), max(now - metrics_file.stat().st_mtime, 0)
-        text += f", about {duration(left)} left; the last one {duration(age)} ago"
-    lines = [("step", text)]
-    for title, metric, form in RESULTS:
-        lines.append(
-            (title, _means_text([row[metric] for row in trained if row.get(metric) is not None], form))
-        )
-    heldout = {row["step"]: row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None}
-    lines.append(("held out", ", ".join(f"{accuracy:.1%} at step {at}" for at, accuracy in heldout.items())))
-    return [line for line in lines if line[1]]
+        left = (steps - step) * _full_pace(trained, pace)
+        text += f", about {duration(left)} left; the last one {duration(max(now - metrics_file.stat().st_mtime, 0))} ago"
+    heldout = {row["step"]: row[ACCURACY] for row in rows if row.get(ACCURACY) is not None}
+    accuracies = ", ".join(f"{accuracy:.1%} at step {at}" for at, accuracy in heldout.items())
+    means = [
+        (title, _means_text([row[metric] for row in trained if row.get(metric) is not None], show))
+        for title, metric, show in RESULTS
+    ]
+    return [("step", text), *((title, text) for title, text in [*means, ("held out", accuracies)] if text)]
 
 
 def _full_pace(trained: Sequence[dict], pace: float) -> float:

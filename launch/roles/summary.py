@@ -4,18 +4,19 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from launch.processes.run_folder import RunFolder, write_json
+from trainer.metric_names import TIME_PARTS, known
 from trainer.tracking.tracker import read_metrics
 
-PARTS = ("sampling", "logprobs", "update", "sync", "evaluation")
+ACCURACY = known("eval/accuracy")
 
 
 def write_summary(folder: RunFolder, *, seconds: Mapping[str, float]) -> dict:
     """Write accuracy at step 0 and at the last evaluation (None without one), steps, and seconds per part."""
     steps = read_metrics(folder.path / "metrics.jsonl")
-    measured = {s["step"]: s["eval/accuracy"] for s in steps if s.get("eval/accuracy") is not None}
+    measured = {s["step"]: s[ACCURACY] for s in steps if s.get(ACCURACY) is not None}
     spent: dict[str, float] = defaultdict(float)
     for step in steps:
-        for part in PARTS:
+        for part in TIME_PARTS:
             spent[part] += step.get(f"time/{part}") or 0.0
     summary = {
         "accuracy_before": measured.get(0),

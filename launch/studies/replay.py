@@ -14,6 +14,7 @@ from configs.schema.layout import ONE_PROCESS
 from launch.processes.run_folder import RunFolder, write_json
 from parallel.checkpoints.files import valid_checkpoints
 from trainer.batch.files import batch_file, recorded_steps
+from trainer.metric_names import known
 
 if TYPE_CHECKING:
     from trainer.studies.replay import Replayed
@@ -99,12 +100,12 @@ def write_results(
 def _row(one: "Replayed", base: "Replayed") -> dict[str, Any]:
     return {
         "correction": one.name,
-        "weight_mean": one.metrics.get("mismatch/weight_mean"),
-        "weight_max": one.metrics.get("mismatch/weight_max"),
-        "ess": one.metrics.get("mismatch/ess"),
-        "ess_bounded": one.metrics.get("mismatch/ess_bounded"),
-        "tokens_kept": one.metrics.get("mismatch/kept_fraction"),
-        "sequences_kept": 1 - one.metrics.get("mismatch/rejected/total/sequences", 0.0),
+        "weight_mean": one.metrics.get(known("mismatch/weight_mean")),
+        "weight_max": one.metrics.get(known("mismatch/weight_max")),
+        "ess": one.metrics.get(known("mismatch/ess")),
+        "ess_bounded": one.metrics.get(known("mismatch/ess_bounded")),
+        "tokens_kept": one.metrics.get(known("mismatch/kept_fraction")),
+        "sequences_kept": 1 - one.metrics.get(known("mismatch/rejected/total/sequences"), 0.0),
         "loss": one.loss,
         "gradient_norm": one.gradient_norm,
         "cosine": one.cosine(base),

@@ -13,8 +13,8 @@ LOOK_EVERY_S = 1.0
 
 @contextlib.contextmanager
 def sigterm_blocked() -> Iterator[None]:
-    """Inside, Megatron starts processes that block SIGTERM for good: its writers. Slurm sends SIGTERM to every process of a job, whose last checkpoint is still to be written. These
-    processes end with this one, or by SIGKILL."""
+    """Inside, Megatron forks writers, which block SIGTERM for good. Slurm sends SIGTERM to every process of a job,
+    whose last checkpoint is still to be written. The writers end with this process, or by SIGKILL."""
     resource_tracker.ensure_running()  # starts it now: its start unblocks the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:

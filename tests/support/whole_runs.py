@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from trainer.metric_names import find_entry
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 900
 
@@ -89,7 +91,10 @@ def wait_for_steps(folder: Path, count: int, process: subprocess.Popen) -> None:
 def steps_of(folder: Path) -> list[dict]:
     text = (folder / "runs" / "latest" / "metrics.jsonl").read_text()
     lines = text[: text.rfind("\n") + 1].splitlines()  # the last one may still be being written
-    return [step for step in map(json.loads, lines) if step["step"] > 0]
+    steps = [step for step in map(json.loads, lines) if step["step"] > 0]
+    names = {name for step in steps for name in step} - {"step", "elapsed_s"}
+    assert {name for name in names if find_entry(name) is None} == set(), "not in trainer/metric_names.py"
+    return steps
 
 
 RECIPE = str(ROOT / "configs/recipes/countdown_tiny.yaml")

@@ -36,6 +36,7 @@ from tests.support.megatron_workers import (
 )
 from tests.support.weight_checksums import expected_checksums
 from trainer import weight_sync
+from trainer.algorithm.mismatch import SampledGap
 from trainer.learner import Learner
 from trainer.weight_sync import PROBE_TOKENS, WeightSync, WeightSyncError
 
@@ -332,7 +333,7 @@ def test_rounded_weights_are_checked_by_their_bytes_and_not_by_exact_logprobs(ma
     assert 1e-4 < result.max_logprob_gap < 1.0, (
         "in float32 this would end the run, were it not for the rounding"
     )
-    sync.check_samples({"mismatch/abs_prob_max": 0.5, "mismatch/logprob_gap_max": 0.5})
+    sync.check_samples(SampledGap(probability=0.5, nats=0.5))
 
 
 def keep_old_version(replica: Replica) -> None:

@@ -1,11 +1,10 @@
 """Advantages from rewards. An estimator is a pure function here and a member of ``AdvantageConfig``.
 
-Legend: S sequences of the whole step, over all ranks: a group must never be seen in part. T packed tokens of
-one rank, N its response tokens alone, in the same order. Rewards, values, returns and advantages have one
-unit.
+``_S`` is over the sequences of the whole step, on all ranks, as a group must never be seen in part. ``_T`` and
+``_N`` are of one rank. Rewards, values, returns and advantages have one unit.
 
     by sequence (S)    grpo, rloo, opo                every response token gets its sequence's advantage
-    by token (T)       discounted_returns, gae        recurrences over response tokens; what lies between them (tool tokens) is skipped
+    by token (T)       discounted_returns, gae        recurrences over response tokens, which skip tool tokens between them
     whiten             over the tokens of all ranks
 """
 
@@ -40,7 +39,7 @@ class Advantages:
     advantages_T: Tensor
     """Zero off the response mask, in the rewards' dtype, without gradient."""
     returns_T: Tensor | None
-    """What a critic is to predict, likewise; None for estimators that have none."""
+    """The critic's target, likewise; None for estimators without one."""
     metrics: dict[str, Metric]
 
 
@@ -53,12 +52,12 @@ def compute_advantages(
     penalty_T: Tensor | None = None,
     total: Total = alone,
 ) -> Advantages:
-    """The advantage of each token at hand, by the estimator that ``config`` names.
+    """The advantage of each token of this rank's ``batch``, by the estimator that ``config`` names.
 
-    ``batch`` is this rank's share; ``rewards_S`` and ``group_ids_S`` are of the whole step, indexed by
-    ``batch.sequence_ids_S``, and the same on every rank. ``penalty_T`` [T] is taken off the rewards of
-    response tokens (the KL of ``kl_reward``): estimators by sequence then use the sum of a sequence's
-    token rewards. Computed in float64, so that the split over ranks shows in no digit of float32.
+    ``rewards_S`` and ``group_ids_S`` are of the whole step, indexed by ``batch.sequence_ids_S``, and the same
+    on every rank. ``penalty_T`` [T] is subtracted from the rewards of response tokens (the KL of
+    ``kl_reward``); estimators by sequence then use the sum of a sequence's token rewards. The arithmetic is
+    float64, so that no digit of float32 depends on the split over ranks.
 
     Every rank of ``total`` must call. Raises ValueError where shapes do not match, for a reward, value or
     penalty that is not finite (naming the sequence), and for gae without values.
@@ -111,7 +110,9 @@ def compute_advantages(
         case _:
             assert_never(config)
     advantages_T = torch.where(mask_T, advantages_T, 0.0).to(dtype)
-    return Advantages(advantages_T=advantages_T, returns_T=returns_T, metrics=_metrics(advantages_T, mask_T))
+    return Advantages(
+        advantages_T=advantages_T, returns_T=returns_T, metrics=_advantage_metrics(advantages_T, mask_T)
+    )
 
 
 def grpo(rewards_S: Tensor, group_ids_S: Tensor, *, normalize_by_std: bool) -> Tensor:
@@ -119,12 +120,10 @@ def grpo(rewards_S: Tensor, group_ids_S: Tensor, *, normalize_by_std: bool) -> T
     [S] -> [S]
 
     The standard deviation is the unbiased one (n - 1). A group of one has no baseline and keeps its raw
-    reward. Where all rewards of a group are equal its advantages are exactly zero. Groups are told apart by
-    id alone; their members may stand anywhere.
+    reward. A group of equal rewards has advantages of exactly zero. The members of a group may lie anywhere.
 
     Sources: Shao et al. 2024 (DeepSeekMath, arXiv 2402.03300); without the division: Liu et al. 2025 (Dr.
-    GRPO, arXiv 2503.20783). Differs from the paper: unbiased std and the epsilon, as common implementations
-    have it.
+    GRPO, arXiv 2503.20783). Differs from the paper: unbiased std and the epsilon, as in common implementations.
     """
     group_of_S = _group_of(group_ids_S)
     sizes_S = _group_sizes(group_of_S)
@@ -152,11 +151,11 @@ def opo(rewards_S: Tensor, group_ids_S: Tensor, lengths_S: Tensor) -> Tensor:
     """A_s = r_s - sum_i(l_i r_i) / sum_i l_i over its group, l the number of response tokens. [S], [S], [S]
     -> [S]
 
-    The baseline of least gradient variance where a sequence's squared gradient norm grows with its length. A
-    group of one keeps its raw reward, a group of equal rewards has exact zeros. A group without response
+    This baseline has the least gradient variance if a sequence's squared gradient norm grows with its length.
+    A group of one keeps its raw reward, a group of equal rewards has exact zeros. A group without response
     tokens has no weights; its finite result is meaningless.
 
-    Source: Hao et al. 2025 (arXiv 2505.23585). The paper says nothing of groups of one.
+    Source: Hao et al. 2025 (arXiv 2505.23585), which leaves groups of one open.
     """
     group_of_S = _group_of(group_ids_S)
     advantages_S = _less_baseline(rewards_S, lengths_S.to(rewards_S.dtype), group_of_S)
@@ -167,7 +166,7 @@ def discounted_returns(rewards_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor, *,
     """G_t = r_t + gamma G_t', t' the next response token of the sequence, 0 after the last; 0 off the mask.
     [T] -> [T]
 
-    Whitened they are REINFORCE++'s advantages. Source: Hu 2025 (arXiv 2501.03262).
+    Whitened, they are REINFORCE++'s advantages. Source: Hu 2025 (arXiv 2501.03262).
     """
     returns_N = _discounted_sums(rewards_T[mask_T], _tokens_left(mask_T, cu_seqlens), gamma)
     return torch.zeros_like(rewards_T).masked_scatter(mask_T, returns_N)
@@ -179,11 +178,11 @@ def gae(
     """A_t = d_t + gamma lam A_t' with d_t = r_t + gamma V_t' - V_t, t' the next response token; 0 off the
     mask. [T] -> [T]
 
-    After a sequence's last response token V and A are 0: a response that was cut off at its length limit is
+    V and A are 0 after a sequence's last response token: a response that was cut off at its length limit is
     not bootstrapped. Advantages plus values are the returns that the critic learns from.
 
-    Source: Schulman et al. 2016 (arXiv 1506.02438). Differs from it: time counts response tokens, so neither
-    gamma nor lam acts on what stands between them.
+    Source: Schulman et al. 2016 (arXiv 1506.02438). Differs from it: time counts response tokens alone, so
+    gamma and lam skip the tokens between them.
     """
     left_N = _tokens_left(mask_T, cu_seqlens)
     rewards_N, values_N = rewards_T[mask_T], values_T[mask_T]
@@ -196,10 +195,9 @@ def whiten(x_T: Tensor, mask_T: Tensor, total: Total) -> Tensor:
     """(x - mean) / sqrt(variance + 1e-8) over the valid tokens of all ranks, unbiased variance (n - 1); 0 off
     the mask. [T] -> [T]
 
-    Where all are equal, or there is but one, they become zeros (up to the rounding of the mean).
+    Equal values, or a single one, become zeros (up to the rounding of the mean).
     """
-    # Mean first: a sum of squares less the squared sum would lose the digits of a small spread around a large
-    # mean.
+    # Mean first: a sum of squares less the squared sum loses the digits of a small spread around a large mean.
     kept_T = torch.where(mask_T, x_T.to(torch.float64), 0.0)
     count, total_x = total(torch.stack([mask_T.sum().to(torch.float64), kept_T.sum()]))
     centred_T = torch.where(mask_T, kept_T - total_x / count.clamp(min=1), 0.0)
@@ -222,30 +220,26 @@ def _group_sizes(group_of_S: Tensor) -> Tensor:
 
 def _less_baseline(rewards_S: Tensor, weights_S: Tensor, group_of_S: Tensor) -> Tensor:
     """Reward minus the weighted mean of its group; exactly zero where a group's rewards are equal."""
-    least_S = torch.zeros_like(rewards_S).scatter_reduce(
-        0, group_of_S, rewards_S, "amin", include_self=False
-    )[group_of_S]
-    # Measured from the group's least reward, equal rewards are exact zeros, whose mean is an exact zero too.
+    zeros_S = torch.zeros_like(rewards_S)
+    least_S = zeros_S.scatter_reduce(0, group_of_S, rewards_S, "amin", include_self=False)[group_of_S]
+    # Measured from the group's least reward, equal rewards are exact zeros, and so is their mean.
     shifted_S = rewards_S - least_S
-    baseline_S = _group_sum(weights_S * shifted_S, group_of_S) / _group_sum(weights_S, group_of_S).clamp(
-        min=1
-    )
-    return shifted_S - baseline_S
+    weight_S = _group_sum(weights_S, group_of_S).clamp(min=1)
+    return shifted_S - _group_sum(weights_S * shifted_S, group_of_S) / weight_S
 
 
 def _tokens_left(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """How many response tokens of its sequence follow each response token, int64 [N]."""
+    """Number of response tokens that follow each response token in its sequence, int64 [N]."""
     counts_S = count_per_sequence(mask_T, cu_seqlens)
     ends_N = counts_S.cumsum(0).repeat_interleave(counts_S)
     return ends_N - 1 - torch.arange(ends_N.numel(), device=ends_N.device)
 
 
 def _discounted_sums(x_N: Tensor, left_N: Tensor, decay: float) -> Tensor:
-    """y_n = x_n + decay y_(n+1) within each sequence, by doubling: log2(longest) passes over all tokens
-    instead of a loop over them.
+    """y_n = x_n + decay y_(n+1) within each sequence, by doubling: log2(longest) passes over all tokens.
 
-    After k passes y_n is the sum of its first 2^k terms. Each sequence is summed in the same order in
-    whatever batch it is packed.
+    After k passes y_n is the sum of its first 2^k terms. The order of a sequence's sum does not depend on its
+    batch.
     """
     y_N, span = x_N.clone(), 1
     longest = int(left_N.max()) if left_N.numel() else 0
@@ -256,7 +250,7 @@ def _discounted_sums(x_N: Tensor, left_N: Tensor, decay: float) -> Tensor:
     return y_N
 
 
-def _metrics(advantages_T: Tensor, mask_T: Tensor) -> dict[str, Metric]:
+def _advantage_metrics(advantages_T: Tensor, mask_T: Tensor) -> dict[str, Metric]:
     return {
         "advantage/mean": Metric.mean(advantages_T, mask_T),
         "advantage/std": Metric.std(advantages_T, mask_T),
@@ -287,7 +281,7 @@ def _require_rewards(rewards_S: Tensor, group_ids_S: Tensor, sequence_ids_S: Ten
 
 
 def _response_values(name: str, x_T: Tensor, batch: PackedBatch) -> Tensor:
-    """float64 [T], detached, 0 off the response mask; ValueError where a response token's is not finite."""
+    """float64 [T], detached, 0 off the response mask. Raises ValueError for one that is not finite there."""
     require_per_token(name, x_T, batch.num_tokens)
     require_numbers(batch, name, x_T)
     return torch.where(batch.response_mask_T, x_T.detach().to(torch.float64), 0.0)

@@ -1,9 +1,7 @@
-"""How per-token losses become one number: every mode as a weight per token, from counts of the whole
-minibatch.
+"""Averages of per-token losses: every mode is a weight per token, from counts of the whole minibatch.
 
-Legend: S sequences, T packed tokens.
-Since the counts are global, the plain sum ``(loss_T * aggregation_T).sum()``, added up over micro-batches and
-ranks, is the mode's mean over the minibatch, however it was split.
+The counts are global. The plain sum ``(loss_T * aggregation_T).sum()``, added up over micro-batches and ranks,
+is therefore the mode's mean over the minibatch under every split.
 """
 
 from collections.abc import Iterable
@@ -26,7 +24,7 @@ Mode = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalCounts:
-    """Of one minibatch over all ranks. Counts of parts add up to the counts of the whole."""
+    """Counts of one minibatch over all ranks; counts of its parts add up."""
 
     tokens: int
     """Valid (response) tokens."""
@@ -35,11 +33,11 @@ class GlobalCounts:
 
     @classmethod
     def of(cls, tokens_S: Tensor) -> "GlobalCounts":
-        """From each sequence's number of valid tokens."""
+        """Counts from each sequence's number of valid tokens."""
         return cls(tokens=int(tokens_S.sum()), sequences=int(torch.count_nonzero(tokens_S)))
 
     def summed(self, total: Total) -> "GlobalCounts":
-        """Over all ranks. float64 holds integers up to 2^53 exactly."""
+        """The counts over all ranks. float64 holds integers up to 2^53 exactly."""
         tokens, sequences = total(torch.tensor([self.tokens, self.sequences], dtype=torch.float64)).tolist()
         return GlobalCounts(tokens=int(tokens), sequences=int(sequences))
 
@@ -55,29 +53,28 @@ def aggregation_weights(
         sequence_mean_token_sum                1 / M
         sequence_mean_token_sum_over_constant  1 / (M constant)   (Dr. GRPO, arXiv 2503.20783)
     Without any valid token all weights are zero. Differs from common code: a sequence without valid tokens is
-    not in M. Weights are rounded once, from float64, so that they are bitwise the same under every split.
+    not in M. Weights are rounded once, from float64, so they are bitwise the same under every split.
 
-    Raises ValueError for an unknown mode, a constant that is missing or below 1, and an N or M smaller than
-    what is at hand.
+    Raises ValueError for an unknown mode, a constant that is missing or below 1, and an N or M below the count
+    of this part.
     """
     if mode == "token_mean":
-        here, everywhere = torch.count_nonzero(response_mask_T).item(), counts.tokens
+        in_part, in_all = torch.count_nonzero(response_mask_T).item(), counts.tokens
         weights = response_mask_T.new_ones((), dtype=torch.float64) / max(counts.tokens, 1)
     else:
         tokens_S = count_per_sequence(response_mask_T, cu_seqlens)
-        here, everywhere = torch.count_nonzero(tokens_S).item(), counts.sequences
+        in_part, in_all = torch.count_nonzero(tokens_S).item(), counts.sequences
         weights = _sequence_weights(tokens_S, mode=mode, constant=constant, counts=counts)
-    if here > everywhere:
+    if in_part > in_all:
         raise ValueError(
-            f"{counts} is not global: {mode} finds {here} in this part alone; sum GlobalCounts over all ranks and parts"
+            f"{counts} is not global: {mode} finds {in_part} in this part alone; sum GlobalCounts over all ranks and parts"
         )
     weights = weights.to(torch.float32)
     return torch.where(response_mask_T, spread(weights, cu_seqlens) if weights.dim() else weights, 0.0)
 
 
 def _sequence_weights(tokens_S: Tensor, *, mode: Mode, constant: int | None, counts: GlobalCounts) -> Tensor:
-    """Weight of one valid token, float64 [S]. Divisors of 1 stand in for counts of 0, which no valid token
-    sees."""
+    """Weight of one valid token, float64 [S]. A count of 0, which no valid token sees, becomes a divisor of 1."""
     ones_S = torch.ones_like(tokens_S, dtype=torch.float64)
     sequences = max(counts.sequences, 1)
     match mode:
@@ -95,7 +92,7 @@ def _sequence_weights(tokens_S: Tensor, *, mode: Mode, constant: int | None, cou
 
 
 class Counted(NamedTuple):
-    """Tokens or sequences of a micro-batch, as the aggregation counts them."""
+    """Number of tokens or sequences of a micro-batch, whichever the aggregation counts."""
 
     all: int
     kept: int
@@ -104,11 +101,10 @@ class Counted(NamedTuple):
 def over_kept(
     aggregation_T: Tensor, keep_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, *, mode: Mode
 ) -> tuple[Tensor, Counted]:
-    """``aggregation_weights`` of the kept tokens, from those of all response tokens: where rejection is known
-    only in the forward pass.
+    """``aggregation_weights`` of the kept tokens, for rejection that is known only in the forward pass.
 
-    Returns the weights [T], still without ``kept_factor``, which is one number for the whole minibatch, and
-    the counts that it is made of.
+    ``aggregation_T`` has the weights of all response tokens. Returns the weights [T], still without
+    ``kept_factor``, which is one number for the whole minibatch, and the counts for that factor.
     """
     all_S, kept_S = count_per_sequence(response_mask_T, cu_seqlens), count_per_sequence(keep_T, cu_seqlens)
     weights_T = aggregation_T * keep_T
@@ -122,8 +118,8 @@ def over_kept(
 def kept_factor(parts: Iterable[Counted | None], total: Total = alone) -> float:
     """all / kept, which rescales a minibatch's mean over all tokens (or sequences) to its mean over kept ones.
 
-    ``parts`` are the counts of this rank's micro-batches, None where a micro-batch's weights were known; every
-    rank of ``total`` calls it. 1 where nothing was kept: there the loss is zero.
+    ``parts`` are the counts of this rank's micro-batches, None where a micro-batch's weights were known. Every
+    rank of ``total`` must call. 1 if nothing was kept, where the loss is zero.
     """
     counts = [counted for counted in parts if counted is not None]
     sums = torch.tensor([sum(c.all for c in counts), sum(c.kept for c in counts)], dtype=torch.float64)

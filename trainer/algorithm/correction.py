@@ -1,11 +1,10 @@
 """Correction of the gap between rollout and learner: importance weights and a keep mask, between recompute
 and loss.
 
-Legend: S sequences, T packed tokens, N the response tokens alone (``ValidTokens``). rho = pi_train /
-pi_rollout of a token, where train is old (decoupled mode, before the update) or current (inside the loss: in
-bypass mode, and where current is old); log-probs are nats. Order: log-ratio -> aggregated to its level ->
-bounded to +-20 -> exp -> weight bound -> normalised. Rejection and veto act on the mask only. Weights carry
-no gradient, and advantages never change because of them.
+rho = pi_train / pi_rollout of a token. train is old in decoupled mode before the update, current inside the
+loss (in bypass mode, and where current is old). Order: log-ratio -> aggregated to its level -> bounded to +-20
+-> exp -> weight bound -> normalised. Rejection and veto act on the mask only. Weights carry no gradient and
+never change advantages.
 
     correct           a whole step's batch, before the update     trainer/loop.py
     correct_current   a micro-batch, in the update's forward      trainer/algorithm/policy_loss.py
@@ -55,20 +54,20 @@ from trainer.ranks.totals import Total, alone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Correction:
-    """What the loss multiplies its tokens with, and what was found on the way."""
+    """Weights and mask of the loss, and the metrics of the gap."""
 
     weights_T: Tensor | None
     """float, detached; zero off the response mask. None: the loss computes weights and mask in its forward
-    pass (``correct_current``); ``keep_T`` is the response mask then."""
+    pass (``correct_current``), and ``keep_T`` is the response mask."""
     keep_T: Tensor
-    """bool; the response mask less what was rejected."""
+    """bool; the response mask without rejected tokens."""
     kept_S: Tensor
-    """int64; how many tokens of a sequence ``keep_T`` holds."""
+    """int64; tokens of each sequence in ``keep_T``."""
     metrics: dict[str, Metric]
 
 
 class _Tokens(NamedTuple):
-    """What the response tokens of a batch were given, and where they stand. Without gradient."""
+    """The response tokens of a batch: their log-probs and places, without gradient."""
 
     valid: ValidTokens
     train_logprobs_N: Tensor
@@ -85,10 +84,9 @@ def _tokens(batch: PackedBatch, train_logprobs_T: Tensor) -> _Tokens:
 def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) -> Correction:
     """Weights and keep mask of a step's sequences (this rank's share), before its first update.
 
-    This is the one place that decides when a correction is computed: in bypass mode, and without
-    ``old_logprobs_T``, it follows from the forward pass of the loss (``weights_T`` is None, no metrics).
-    Raises ValueError for a response token whose log-prob is not finite, or above 0 (naming the
-    sequence).
+    This function alone decides when a correction is computed: in bypass mode, and without ``old_logprobs_T``,
+    it follows from the forward pass of the loss (``weights_T`` is None, no metrics). Raises ValueError for a
+    response token whose log-prob is not finite, or above 0 (naming the sequence).
     """
     old_logprobs_T = None if config.mode == "bypass" else batch.old_logprobs_T
     tokens = None if old_logprobs_T is None else _tokens(batch, old_logprobs_T)
@@ -106,11 +104,11 @@ def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) 
 
 
 def correct_current(batch: PackedBatch, current_logprobs_T: Tensor, config: CorrectionConfig) -> Correction:
-    """The same of a micro-batch against the policy that is being trained, inside the loss.
+    """Weights and keep mask of a micro-batch against the policy that is being trained, inside the loss.
 
-    Raises ValueError for weights that are normalised: their mean over the step is known to ``correct`` alone;
-    and for rollout log-probs of response tokens that are not finite, or above 0. Of current ones
-    ``policy_loss`` makes a loss of NaN.
+    Raises ValueError for normalised weights, whose mean over the step only ``correct`` knows, and for rollout
+    log-probs of response tokens that are not finite, or above 0. ``policy_loss`` turns such current log-probs
+    into a NaN loss.
     """
     if isinstance(config.weight, ImportanceWeight) and config.weight.normalise:
         raise ValueError(
@@ -129,7 +127,7 @@ def _corrected(tokens: _Tokens, cu_seqlens: Tensor, config: CorrectionConfig, to
     weights_N, weighed = _weigh(log_ratio_N, valid, config.weight, total)
     metrics |= weighed
     valid_S = bounds_S.diff()
-    # What takes or leaves whole sequences is decided and counted by sequence, and brought to the tokens once.
+    # Rules on whole sequences are decided and counted by sequence, and brought to the tokens once.
     keep_N, keep_S, passed_S = None, torch.ones_like(valid_S, dtype=torch.bool), {}
     for name, rule in zip(rule_names(config.reject), config.reject, strict=True):
         judged = _judged(tokens, rule)
@@ -188,7 +186,7 @@ def _bounds(valid: ValidTokens, level: Level) -> Tensor:
 def _group_log_ratio(log_ratio_N: Tensor, valid: ValidTokens, level: Level) -> tuple[Tensor, Tensor]:
     """The log-ratio of each sequence or segment, float64, and the boundaries of these."""
     bounds = _bounds(valid, level)
-    # float64: a sum over thousands of tokens, whose exp is compared with bounds like 1.001.
+    # float64: the exp of a sum over thousands of tokens is compared with bounds like 1.001.
     sums_S = sum_per_sequence(log_ratio_N.to(torch.float64), bounds)
     if level in ("geometric", "segment_geometric"):
         sums_S = sums_S / bounds.diff().clamp(min=1)
@@ -207,8 +205,8 @@ def bounded_weights(ratio_N: Tensor, bound: str, *, lower: float | None, upper: 
     """truncate: min(rho, upper). clip: into [lower, upper]. mask: rho within [lower, upper], else 0. none:
     rho. [N] -> [N]
 
-    Truncation is one-sided: what the learner finds less likely than the rollout did keeps its ratio. mask is
-    IcePop's.
+    Truncation is one-sided: tokens that the learner finds less likely than the rollout keep their ratio. mask
+    is IcePop's.
     """
     match bound:
         case "truncate":
@@ -224,8 +222,8 @@ def bounded_weights(ratio_N: Tensor, bound: str, *, lower: float | None, upper: 
 
 
 def weight_sums(weights_N: Tensor, valid: ValidTokens, level: Level) -> Tensor:
-    """(sum of weights, their number), float64 [2], over tokens, sequences or segments with valid tokens, as
-    the level has it."""
+    """(sum of weights, their number), float64 [2], over the level's tokens, sequences or segments with valid
+    tokens."""
     weights_N = weights_N.to(torch.float64)
     if level == "token":
         return torch.stack([weights_N.sum(), weights_N.new_tensor(weights_N.numel())])
@@ -236,13 +234,13 @@ def weight_sums(weights_N: Tensor, valid: ValidTokens, level: Level) -> Tensor:
 
 
 class _Judged(NamedTuple):
-    """What a rule bounds: a number of each token, sequence or segment."""
+    """The statistic that a rule bounds: a number of each token, sequence or segment."""
 
     statistic: Tensor
     lower: float
     upper: float
     bounds: Tensor | None
-    """Of what the numbers are: None for tokens, ``valid.bounds_S`` itself for sequences, else of segments."""
+    """None for tokens, ``valid.bounds_S`` itself for sequences, else the boundaries of segments."""
 
     @property
     def passed(self) -> Tensor:
@@ -250,7 +248,7 @@ class _Judged(NamedTuple):
 
     @property
     def of_any(self) -> Tensor:
-        """Without those of sequences that have no valid token."""
+        """The statistic without sequences that have no valid token."""
         return self.statistic if self.bounds is None else self.statistic[self.bounds.diff() > 0]
 
 
@@ -261,7 +259,7 @@ def _judged(tokens: _Tokens, rule: RejectionRule) -> _Judged:
             at_level, bounds = log_ratio_N, None
             if level != "token":
                 at_level, bounds = _group_log_ratio(log_ratio_N, valid, level)
-            # Compared as logs: exp would round away what bounds like 1.0001 tell apart.
+            # Compared as logs: exp would round away differences that bounds like 1.0001 distinguish.
             return _Judged(
                 bounded(at_level), math.log(lower) if lower else -math.inf, math.log(upper), bounds
             )
@@ -271,10 +269,7 @@ def _judged(tokens: _Tokens, rule: RejectionRule) -> _Judged:
             return _Judged(_reduced(d_N, valid.bounds_S, reduce), -math.inf, upper, bounds)
         case DifferenceRule(reduce=reduce, lower=lower, upper=upper):
             # float64: probabilities near 1 differ in digits that float32 does not have.
-            dp_N = (
-                tokens.train_logprobs_N.to(torch.float64).exp()
-                - tokens.rollout_logprobs_N.to(torch.float64).exp()
-            )
+            dp_N = tokens.train_logprobs_N.double().exp() - tokens.rollout_logprobs_N.double().exp()
             bounds = {"token": None, "segment_mean": valid.run_bounds()}.get(reduce, valid.bounds_S)
             reduced = dp_N if bounds is None else _reduced(dp_N, bounds, reduce.removeprefix("segment_"))
             return _Judged(reduced, lower, upper, bounds)
@@ -293,8 +288,8 @@ def _reduced(divergence_N: Tensor, bounds_S: Tensor, reduce: str) -> Tensor:
 
 
 def rule_names(rules: Sequence[RejectionRule]) -> list[str]:
-    """As metrics call them: ratio_geometric, k3_mean, difference_token; of several of one name the later ones
-    are numbered: k3_mean_2."""
+    """Names of the rules in metrics: ratio_geometric, k3_mean, difference_token. Repeated names are numbered:
+    k3_mean_2."""
     names: list[str] = []
     for rule in rules:
         name = f"{rule.rule}_{rule.level if isinstance(rule, RatioRule) else rule.reduce}"

@@ -1,13 +1,13 @@
 """Per-token estimators of KL(current || ref) from the log-probs of sampled tokens, and the bound that every
 log-ratio shares.
 
-Legend: T packed tokens. All log-probs are nats. Source: J. Schulman, "Approximating KL divergence" (2020).
-The expectation of k1 and k3 over samples of ``current`` is the KL; k2 is biased, with a bias that vanishes as
-the two meet; abs is no estimate of it, but of how far the log-probs are apart.
-As a term of the loss only their gradients matter: that of k2 is an unbiased estimate of the KL's gradient,
-that of k1 has expectation zero, that of k3 estimates the gradient of the reverse divergence KL(ref ||
-current). The straight-through forms have the value of one and the gradient of k2, so what is logged is the
-estimate wanted, and what is followed is the KL's gradient.
+Source: J. Schulman, "Approximating KL divergence" (2020). The expectation of k1 and k3 over samples of
+``current`` is the KL. k2 is biased; its bias vanishes as the two policies meet. abs estimates the distance of
+the log-probs instead.
+
+In the loss only gradients matter. The gradient of k2 is an unbiased estimate of the KL's gradient. The gradient
+of k1 has expectation zero. That of k3 estimates the gradient of the reverse divergence KL(ref || current). A
+straight-through form has the value of its estimator, which is logged, and the gradient of k2.
 """
 
 import math
@@ -19,14 +19,13 @@ from torch import Tensor
 from configs.schema.objective import Estimator
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are bounded to +-20 before exp, so no ratio leaves [2e-9, 5e8] and float32 never overflows, not
-even squared."""
+"""Log-ratios are bounded to +-20 before exp. Ratios stay in [2e-9, 5e8], so their squares fit float32."""
 
 K3_BOUND = 10.0
 """k3 of a token is at most this in the loss, where a single exp(20) would be the whole gradient."""
 
 ERROR_BOUND = 0.2
-"""How much of the proportional error the adaptive coefficient heeds."""
+"""Bound of the proportional error of the adaptive coefficient."""
 
 
 def bounded(log_ratio_T: Tensor) -> Tensor:
@@ -48,8 +47,8 @@ def k3(current_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """exp(d) - d - 1 with d = log pi_ref - log pi_current, at most K3_BOUND (zero gradient beyond). [T] ->
     [T]
 
-    The bound is the reference implementation's; it is reached where ref gives a token 14 times current's
-    probability, or e^-11 of it.
+    The bound is the reference implementation's. It is met if ref gives a token 14 times current's probability,
+    or e^-11 of it.
     """
     return excess(ref_logprobs_T - current_logprobs_T).clamp(max=K3_BOUND)
 
@@ -60,15 +59,13 @@ def absolute(current_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
 
 
 def excess(log_ratio_T: Tensor) -> Tensor:
-    """rho - 1 - log rho >= 0 of a log-ratio, bounded. expm1 keeps the digits that exp(d) - 1 loses near d =
-    0."""
+    """rho - 1 - log rho >= 0 of a bounded log-ratio d. expm1 keeps the digits that exp(d) - 1 loses near 0."""
     d_T = bounded(log_ratio_T)
     return torch.expm1(d_T) - d_T
 
 
 def straight_through(estimator: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """The estimator with its value, bit by bit, and the gradient of k2 (log pi_current - log pi_ref) in place
-    of its own."""
+    """The estimator with its own value, bit by bit, and the gradient of k2 (log pi_current - log pi_ref)."""
 
     def with_gradient_of_k2(current_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
         gradient_T = k2(current_logprobs_T, ref_logprobs_T)
@@ -95,12 +92,11 @@ def adaptive_coefficient(
     while it is below.
 
         e = clip(measured / target - 1, -0.2, 0.2);  next = coefficient (1 + e num_samples / horizon)
-    measured and target are KL in nats (per token, or per sequence: both alike), horizon and num_samples are
-    sampled responses.
+    measured and target are KL in nats, both per token or both per sequence; horizon and num_samples count
+    responses.
 
-    Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2. Raises ValueError where measured is not
-    finite, and where the step is so long against the horizon that the coefficient could reach zero or change
-    its sign.
+    Source: Ziegler et al. 2019 (arXiv 1909.08593), section 2.2. Raises ValueError if measured is not finite,
+    and if num_samples is so large against the horizon that the coefficient could reach zero or below.
     """
     if not math.isfinite(measured):
         raise ValueError(f"the measured KL is {measured}: look for a non-finite log-prob of old or ref")

@@ -1,7 +1,6 @@
-"""Rewards per token: the score at a response's end, less a penalty on every response token (KL in the
-reward).
+"""Rewards per token: the score at a response's end, less a penalty on every response token (KL in the reward).
 
-Legend: S sequences at hand, T packed tokens. Rewards and penalties have one unit; log-probs are nats.
+Rewards and penalties have one unit.
 """
 
 import torch
@@ -19,9 +18,9 @@ from trainer.ranks.totals import Total
 def kl_to_reference(batch: PackedBatch, estimator: Estimator) -> Tensor:
     """The estimate of KL(old || ref) of each response token, 0 on all others. [T], nats, without gradient
 
-    Times the coefficient it is the penalty; its mean over response tokens is what an adaptive controller
-    measures. Raises ValueError where old or ref log-probs are missing, and for a response token where one is
-    not finite, or above 0.
+    The penalty is this times the coefficient; an adaptive controller measures its mean over response tokens.
+    Raises ValueError if old or ref log-probs are missing, and for a response token where one is not finite, or
+    above 0.
     """
     if batch.old_logprobs_T is None or batch.ref_logprobs_T is None:
         raise ValueError(
@@ -37,11 +36,10 @@ def token_rewards(rewards_S: Tensor, penalty_T: Tensor, mask_T: Tensor, cu_seqle
     """r_t = [t is its sequence's last response token] * score - penalty_t on response tokens, 0 elsewhere.
     [S], [T] -> [T]
 
-    Off the mask the penalty does not matter, not even NaN. The score of a sequence without response tokens
-    lands nowhere.
+    Off the mask the penalty does not matter, not even NaN. The score of a sequence without response tokens is
+    lost.
 
-    Source: Ziegler et al. 2019 (arXiv 1909.08593) eq. 2, with the penalty spread over the tokens that it is a
-    sum of.
+    Source: Ziegler et al. 2019 (arXiv 1909.08593) eq. 2, with the penalty spread over its tokens.
     """
     rewards_T = torch.where(mask_T, -penalty_T, 0.0)
     counts_S = count_per_sequence(mask_T, cu_seqlens)
@@ -57,16 +55,15 @@ class KLInReward:
     def __init__(self, config: KLConfig):
         self._config = config
         self.coefficient = config.coefficient if config.place == "reward" else 0.0
-        """Of the next step."""
+        """Applied to the next step."""
 
     @property
     def state(self) -> float | None:
-        """What a checkpoint holds: the coefficient, where a controller has moved it from the config's."""
+        """The coefficient for a checkpoint; None where no controller moves it."""
         return self.coefficient if self._is_adaptive else None
 
     def restore(self, state: float | None) -> None:
-        """Go on from another run's ``state``. A coefficient that nothing moves is the config's, whatever it
-        was before."""
+        """Go on from a checkpoint's ``state``. Without a controller the coefficient stays the config's."""
         if self._is_adaptive and state is not None:
             self.coefficient = state
 
@@ -77,23 +74,20 @@ class KLInReward:
     def penalty(
         self, batch: PackedBatch, *, num_samples: int, total: Total
     ) -> tuple[Tensor | None, dict[str, Metric]]:
-        """coefficient * KL_t of each token, None where there is no such term; the controller then moves the
-        coefficient.
+        """coefficient * KL_t of each token, None without such a term. The controller then moves the coefficient.
 
         num_samples: responses of the whole step. Every rank of ``total`` must call.
         """
         if self.coefficient == 0:
             return None, {}
         kl_T = kl_to_reference(batch, self._config.estimator)
-        penalty_T, metrics = (
-            self.coefficient * kl_T,
-            {"policy/kl_coefficient": Metric.quotient(self.coefficient, 1)},
-        )
-        kl_sum, tokens = total(
-            torch.stack([kl_T.sum(dtype=torch.float64), batch.response_mask_T.sum().to(torch.float64)])
-        ).tolist()
-        measured = kl_sum / max(tokens, 1)
-        metrics["policy/kl_in_reward"] = Metric.quotient(measured, 1)
+        sums = torch.stack([kl_T.sum(dtype=torch.float64), batch.response_mask_T.sum().to(torch.float64)])
+        kl_sum, tokens = total(sums).tolist()
+        measured, penalty_T = kl_sum / max(tokens, 1), self.coefficient * kl_T
+        metrics = {
+            "policy/kl_coefficient": Metric.quotient(self.coefficient, 1),
+            "policy/kl_in_reward": Metric.quotient(measured, 1),
+        }
         match self._config.controller:
             case AdaptiveController(target=target, horizon=horizon):
                 self.coefficient = adaptive_coefficient(

@@ -1,23 +1,20 @@
-"""Diagnostics of the gap between the two engines: what the rollout says of its tokens against what the
-learner says of them, and what a correction makes of it.
+"""Diagnostics of the gap between the two engines, and of its correction. ``trainer/metric_names.py`` defines the
+metrics; its symbols are used here too.
 
-Legend: S sequences, N the valid tokens alone (end to end), R responses (sequences with a valid token), B
-buckets, P pieces of responses, X several kinds of sums or maxima.
-``train`` is old in decoupled mode and current in bypass; d = log pi_train - log pi_rollout of a token and rho
-= exp(d), with d (or its sum over a response) bounded to +-20 before exp; log-probs are nats. Δp = |p_rollout
-- p_train| of the sampled token. Every function takes tensors of any part of a batch, detaches them, computes
-in float64 and returns metrics that merge exactly over micro-batches and ranks. A sequence without valid
-tokens is not counted anywhere.
-A metric that counted nothing is left out, or has no value.
+Axes: R responses (sequences with a valid token), B buckets, P pieces of responses, X several kinds of sums or
+maxima. Every function takes tensors of any part of a batch, detaches them, computes in float64 and returns
+metrics that merge exactly over micro-batches and ranks. A metric that counted nothing is left out, or has no
+value.
 
 Sources: formulas of rollout correction (Y. Li, 2025), section 4; F. Yao et al., "Your efficient RL framework
-secretly brings you off-policy RL training" (2025) for dp per response, the sign of k1 and the reward under
+secretly brings you off-policy RL training" (2025) for Δp per response, the sign of k1 and the reward under
 the learner's policy.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,42 +31,35 @@ RESPONSE_MAX_EDGES = (0.001, 0.01, 0.1, 0.25, 0.5)
 RESPONSE_MEAN_EDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Upper edges of the bins of a response's max and mean Δp; a value on an edge belongs to the bin below it."""
 HIGH_GAP = 0.5
-"""A response whose greatest dp is over this counts as one in which the engines contradict each other."""
+"""The engines contradict each other in a response whose greatest Δp is over this."""
 
 NEAR_ONE = (0.9, 1.1)
-"""A ratio within these is taken for numerical noise."""
+"""A ratio within these counts as numerical noise."""
+
+
+class SampledGap(NamedTuple):
+    """The greatest distances of the two engines on a sampled token."""
+
+    probability: float
+    """Greatest Δp."""
+    nats: float
+    """Greatest |d|, unbounded."""
+
+    @classmethod
+    def of(cls, metrics: Metrics) -> "SampledGap | None":
+        """From merged ``mismatch_metrics``; None where no token was compared."""
+        if "mismatch/k1" not in metrics:
+            return None
+        names = ("mismatch/abs_prob_max", "mismatch/logprob_gap_max")
+        return cls(*(metrics[name].parts[0] for name in names))
 
 
 def mismatch_metrics(
     train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, bounds_S: Tensor
 ) -> dict[str, Metric]:
-    """How far ``train`` is from ``rollout``, before anything is corrected. All names begin with
-    ``mismatch/``.
-
-    Over tokens:
-        abs_prob_mean, abs_prob_max        of dp
-        prob_pearson                       correlation of p_rollout and p_train
-        k1                                 mean of -d, estimates KL(rollout || train); may be negative
-        k3                                 mean of rho - 1 - d (d bounded), the same KL, never negative
-        logprob_gap_max                    max |d|, unbounded
-        ratio_mean, ratio_max, ratio_min   of rho; the mean estimates 1 where rollout gives every token that train allows a chance
-        ratio_outside_fraction             tokens with rho outside [0.9, 1.1]
-        chi2_token                         mean of rho^2, less 1
-    Over responses, each counting once (log_ppl = minus the mean log-prob of its tokens):
-        log_ppl_train, log_ppl_rollout     means of log_ppl
-        ppl_train, ppl_rollout, ppl_ratio  means of exp(log_ppl) and of exp(log_ppl_train - log_ppl_rollout); exponents bounded
-        log_ppl_diff_mean, _abs, _max, _min    of log_ppl_train - log_ppl_rollout; ``abs`` is the mean of its absolute value
-        chi2_sequence                      mean of (product of rho)^2, less 1; the product's logarithm is bounded
-        response_abs_prob_max_mean         mean of the greatest dp of a response (the greatest over responses is abs_prob_max)
-        response_abs_prob_mean_mean, _max  mean and max of the mean Δp of a response
-        response_abs_prob_over             share of responses whose greatest dp is over 0.5
-        response_abs_prob_max_share/BIN, response_abs_prob_mean_share/BIN      shares of responses per bin: le_0.001, ..., over_0.5
-    By length of the response and by position in it (valid tokens counted from 1; BIN: le_64, le_256, le_1024,
-    le_4096, over_4096):
-        by_length/BIN/abs_prob_mean, abs_prob_max, k3, k3_max     over the tokens of all responses of that length
-        by_position/BIN/...                                       the same over the tokens at those positions of all responses
-    """
-    bounds_R = _of_responses(bounds_S)
+    """Distance of ``train`` from ``rollout`` before any correction, over tokens, over responses, by length of the
+    response and by position in it."""
+    bounds_R = _response_bounds(bounds_S)
     _require_lengths(bounds_R, train_logprobs_N=train_logprobs_N, rollout_logprobs_N=rollout_logprobs_N)
     lengths_R = bounds_R.diff()
     if not lengths_R.numel():
@@ -77,13 +67,17 @@ def mismatch_metrics(
     train_N, rollout_N = _float64_copy(train_logprobs_N), _float64_copy(rollout_logprobs_N)
     log_ratio_N = train_N - rollout_N
     metrics = _perplexities(train_N, rollout_N, bounds_R, lengths_R.to(train_N.device))
-    gap_N, of_probabilities = _probability_gaps(train_N, rollout_N)
-    k3_N, of_ratio = _ratios(log_ratio_N)
+    # Probabilities less 1: neither difference nor correlation sees the shift, and near 1 expm1 keeps the digits
+    # that exp loses. From here on both tensors are overwritten.
+    train_N, rollout_N = train_N.expm1_(), rollout_N.expm1_()
+    metrics["prob_pearson"] = Metric.pearson(rollout_N, train_N)
+    gap_N = rollout_N.sub_(train_N).abs_()
+    k3_N, ratio_metrics = _ratios(log_ratio_N)
     del train_N, rollout_N, log_ratio_N
-    metrics |= of_probabilities | of_ratio
+    metrics |= ratio_metrics
 
-    # Each response is cut at the edges of the position buckets: these pieces make up all sums and maxima by
-    # response, length and position.
+    # Each response is cut at the edges of the position buckets. All sums and maxima by response, length and
+    # position are made of these pieces.
     counts_RB = _lengths_by_position(lengths_R)
     bounds_P = _boundaries(counts_RB.flatten())
     gap_RB, k3_RB = (sum_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N))
@@ -112,22 +106,12 @@ def weight_metrics(
     lower: float | None = None,
     upper: float | None = None,
 ) -> dict[str, Metric]:
-    """Importance weights before (``raw_N``: what the bound acts on) and after the bound (``weights_N``,
-    before any normalisation).
+    """Importance weights before the bound (``raw_N``) and after it (``weights_N``, before any normalisation).
 
     A weight of a sequence is the same on each of its tokens. Without weights pass rho as ``raw_N`` and ones
-    as ``weights_N``.
-        mismatch/raw_weight_mean, _std, _min, _max         over tokens, before the bound
-        mismatch/weight_mean, _std, _min, _max             over tokens, after it
-        mismatch/raw_sequence_weight_..., sequence_weight_...   the same four of each response's mean weight
-        mismatch/ess                   (sum w)^2 / (N sum w^2) *before* the bound: after it, a collapse would look healthy.
-                                       1: all alike; 1 / N: one outweighs the rest
-        mismatch/ess_bounded           the same after the bound
-        mismatch/truncated_fraction    tokens whose raw weight is above ``upper`` (None: there is no such bound, and no metric)
-        mismatch/below_lower_fraction  tokens whose raw weight is below ``lower``
-    Standard deviations divide by the count and are of the weights themselves, not of clamped ones.
+    as ``weights_N``. Without ``lower`` or ``upper`` there is no such bound, and no metric of it.
     """
-    bounds_R = _of_responses(bounds_S)
+    bounds_R = _response_bounds(bounds_S)
     _require_lengths(bounds_R, raw_N=raw_N, weights_N=weights_N)
     if bounds_R.numel() == 1:
         return {}
@@ -141,13 +125,10 @@ def weight_metrics(
 
 
 def rejection_metrics(passed_S: Mapping[str, Tensor], kept_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
-    """What each rule rejected, and all of them together (``total``), from each sequence's numbers of response
-    tokens: those that passed the rule of that name, those that are kept, and all.
+    """Shares that each rule rejected, and all of them together (``total``).
 
-    mismatch/rejected/NAME/tokens              share of the response tokens that did not pass
-    mismatch/rejected/NAME/sequences           share of the responses of which no token passed
-    mismatch/rejected/NAME/touched_sequences   share of the responses of which some token did not pass
-    mismatch/kept_fraction                     share of the response tokens that are kept
+    From each sequence's numbers of response tokens: those that passed the rule of that name, those that are
+    kept, and all.
     """
     passed_XS = torch.stack([*passed_S.values(), kept_S])
     touched_XS = passed_XS < valid_S
@@ -167,14 +148,9 @@ def rejection_metrics(passed_S: Mapping[str, Tensor], kept_S: Tensor, valid_S: T
 def rule_metrics(
     name: str, statistic: Tensor, *, lower: float, upper: float, is_log_ratio: bool
 ) -> dict[str, Metric]:
-    """What a rejection rule compares with its bounds: a number of each token, response or segment, whatever
-    the rule NAME is of.
+    """The statistic that a rejection rule compares with its bounds, one number per token, response or segment.
 
-    is_log_ratio: statistic and bounds are logarithms of a ratio; the metrics are of the ratio, except for the
-    last two, which are the same.
-
-    mismatch/rejected/NAME/statistic_mean, _std, _min, _max   rho at the rule's level, the divergence, or the difference of probabilities
-    mismatch/rejected/NAME/above_upper, below_lower           shares outside the bounds; the latter where there is a lower bound
+    is_log_ratio: statistic and bounds are logarithms of a ratio; the metrics are of the ratio itself.
     """
     prefix, shift = f"mismatch/rejected/{name}", 1.0 if is_log_ratio else 0.0
     metrics = {f"{prefix}/above_upper": Metric.mean(statistic > upper)}
@@ -196,11 +172,7 @@ def rule_metrics(
 
 
 def veto_metrics(below_S: Tensor) -> dict[str, Metric]:
-    """Counts behind the veto, from each sequence's number of tokens whose unbounded ratio is below its
-    threshold.
-
-    mismatch/veto/tokens, mismatch/veto/sequences   such tokens, and the responses that hold one (sums, not shares)
-    """
+    """Counts of the veto, from each sequence's number of tokens whose unbounded ratio is below its threshold."""
     return {
         "mismatch/veto/tokens": Metric.sum(below_S.sum().item()),
         "mismatch/veto/sequences": Metric.sum(torch.count_nonzero(below_S).item()),
@@ -212,10 +184,7 @@ def reward_metrics(
 ) -> dict[str, Metric]:
     """The mean reward as sampled, and as the learner's own policy would have it.
 
-        reward/as_sampled            mean R, an estimate of E_rollout[R]
-        reward/importance_weighted   sum w R / sum w with w = prod rho, an estimate of E_train[R]; self-normalised, so biased by O(1 / S)
-                                     and within the range of the rewards
-        reward/importance_ess        effective share of these weights; near 1 / S a single response makes the estimate
+    The second estimate is self-normalised: biased by O(1 / S), and within the range of the rewards.
 
     sequence_log_ratio_S: sum of d over a response, bounded to +-20 here. The bound replaces the usual shift
     by the greatest log-ratio, which would differ from one part of the batch to the next. counted_S: bool,
@@ -232,11 +201,10 @@ def reward_metrics(
 
 
 def negative_fraction(estimates: Iterable[float]) -> Metric:
-    """How often an estimate of a KL divergence (policy/ppo_kl of each minibatch) is negative, which a
-    divergence never is.
+    """Share of minibatches whose estimate of a KL divergence (policy/ppo_kl) is negative.
 
-    k1 of KL(old || current) is unbiased for samples of old. They are samples of rollout, so negative values
-    in most minibatches are a sign of bias; a few are noise.
+    k1 of KL(old || current) is unbiased for samples of old. These are samples of rollout, so negative values in
+    most minibatches are a sign of bias; a few are noise.
     """
     estimates = list(estimates)
     return Metric.quotient(sum(e < 0 for e in estimates), len(estimates))
@@ -247,27 +215,15 @@ def _boundaries(lengths: Tensor) -> Tensor:
 
 
 def _lengths_by_position(lengths_R: Tensor) -> Tensor:
-    """How many tokens of each response lie in each bucket of positions. [R] -> [R, B], rows add up to the
-    lengths."""
+    """Tokens of each response in each bucket of positions. [R] -> [R, B]; rows add up to the lengths."""
     edges = _edges((0, *LENGTH_EDGES, torch.iinfo(torch.int64).max), torch.int64)
     return torch.minimum(lengths_R[:, None], edges).diff(dim=1)
 
 
-def _probability_gaps(train_N: Tensor, rollout_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
-    """dp of each token, and its metrics. Overwrites the log-probs."""
-    # Probabilities less 1: neither difference nor correlation sees the shift, and near 1 expm1 keeps the
-    # digits that exp loses.
-    train_N, rollout_N = train_N.expm1_(), rollout_N.expm1_()
-    of_probabilities = {"prob_pearson": Metric.pearson(rollout_N, train_N)}
-    gap_N = rollout_N.sub_(train_N).abs_()
-    return gap_N, of_probabilities
-
-
 def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
-    """k3 of each token, and the metrics of rho and its logarithm, from few sums and few tensors of N numbers:
-    they are what all this costs.
+    """k3 of each token, and the metrics of rho and its logarithm. Overwrites ``log_ratio_N``.
 
-    Overwrites ``log_ratio_N``.
+    Passes over N numbers are the cost of all diagnostics, so there are few.
     """
     log_extremes, total = torch.stack(torch.aminmax(log_ratio_N)), log_ratio_N.sum().item()
     (low_log, high_log), (low, high) = log_extremes.tolist(), torch.expm1(bounded(log_extremes)).tolist()
@@ -318,7 +274,7 @@ def _response_gaps(mean_R: Tensor, max_R: Tensor) -> Metrics:
 
 
 def _means(names: Sequence[str], rows: Tensor) -> dict[str, Metric]:
-    """Of each row the mean over responses, under its name."""
+    """The mean over responses of each row, under its name."""
     return {
         name: Metric.quotient(total, rows.shape[1])
         for name, total in zip(names, rows.sum(1).tolist(), strict=True)
@@ -335,7 +291,7 @@ def _shares(name: str, values_R: Tensor, edges: tuple[float, ...]) -> Metrics:
 
 
 def _by_length(sums_XR: Tensor, maxima_XR: Tensor, lengths_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums and maxima of responses to those of the buckets of their lengths. [X, R] -> [X, B], each"""
+    """Sums and maxima by response to sums and maxima by bucket of its length. [X, R] -> [X, B], each"""
     bucket_R, buckets = torch.bucketize(lengths_R, _edges(LENGTH_EDGES, torch.int64)), len(LENGTH_EDGES) + 1
     sums_XB = sums_XR.new_zeros(len(sums_XR), buckets).index_add(1, bucket_R, sums_XR)
     lowest_XB = maxima_XR.new_full((len(maxima_XR), buckets), -torch.inf)
@@ -343,8 +299,8 @@ def _by_length(sums_XR: Tensor, maxima_XR: Tensor, lengths_R: Tensor) -> tuple[T
 
 
 def _by_bucket(name: str, sums_XB: Tensor, maxima_XB: Tensor) -> dict[str, Metric]:
-    """From each bucket's number of tokens and sums of dp and k3, and their maxima; buckets without tokens are
-    left out."""
+    """Metrics of the buckets that have tokens, from the number of tokens, the sums of Δp and k3, and their
+    maxima."""
     metrics = {}
     columns = zip(_labels(LENGTH_EDGES), *sums_XB.tolist(), *maxima_XB.tolist(), strict=True)
     for label, count, gap_sum, k3_sum, gap_max, k3_max in columns:
@@ -360,7 +316,7 @@ def _by_bucket(name: str, sums_XB: Tensor, maxima_XB: Tensor) -> dict[str, Metri
 
 @cache
 def _edges(edges: tuple[float, ...], dtype: torch.dtype) -> Tensor:
-    """On the CPU; not to be written to."""
+    """The edges on the CPU, read-only."""
     return torch.tensor(edges, dtype=dtype)
 
 
@@ -373,34 +329,34 @@ def _weight_spreads(prefix: str, ess: str, weights_N: Tensor, bounds_R: Tensor) 
     """Overwrites ``weights_N``."""
     sums_R = sum_per_sequence(weights_N, bounds_R)
     squares = (weights_N @ weights_N).item()
-    of_tokens = _spread_of(f"mismatch/{prefix}weight", weights_N, sums_R.sum().item())
-    total, count = of_tokens[f"mismatch/{prefix}weight_mean"].parts
+    metrics = _spread_of(f"mismatch/{prefix}weight", weights_N, sums_R.sum().item())
+    total, count = metrics[f"mismatch/{prefix}weight_mean"].parts
     means_R = sums_R / bounds_R.diff().to(weights_N.device)
-    return of_tokens | {
+    return metrics | {
         f"mismatch/{ess}": Metric(reduction=Reduction.ESS, parts=(total, squares, count)),
         **_spread_of(f"mismatch/{prefix}sequence_weight", means_R, means_R.sum().item()),
     }
 
 
 def _spread_of(name: str, weights: Tensor, total: float) -> dict[str, Metric]:
-    """Of weights and their sum. Overwrites ``weights``."""
+    """Mean, extremes and standard deviation of weights with a known sum. Overwrites ``weights``."""
     low, high = (x.item() for x in torch.aminmax(weights))
     return {
         f"{name}_mean": Metric.quotient(total, weights.numel()),
         f"{name}_min": Metric(reduction=Reduction.MIN, parts=(low,)),
         f"{name}_max": Metric(reduction=Reduction.MAX, parts=(high,)),
-        # Its own sum: the total less the count would keep the rounding of a sum of numbers near 1.
+        # A sum of its own: the total less the count would keep the rounding of a sum of numbers near 1.
         f"{name}_std": Metric.std(weights.sub_(1)),
     }
 
 
-def _of_responses(bounds_S: Tensor) -> Tensor:
+def _response_bounds(bounds_S: Tensor) -> Tensor:
     """The boundaries of the sequences that have a valid token, int64 [R + 1] on the CPU."""
     return bounds_S.to(device="cpu", dtype=torch.int64).unique_consecutive()
 
 
 def _require_lengths(bounds_R: Tensor, **values_N: Tensor) -> None:
-    """One number would be spread over all tokens, and further ones would be left out."""
+    """Raises ValueError unless there is one value per valid token: broadcasting would hide a single one."""
     for name, x_N in values_N.items():
         if x_N.shape != (int(bounds_R[-1]),):
             num_valid = int(bounds_R[-1])
@@ -410,7 +366,7 @@ def _require_lengths(bounds_R: Tensor, **values_N: Tensor) -> None:
 
 
 def _float64_copy(values: Tensor) -> Tensor:
-    """Which its taker may overwrite."""
+    """A copy that the caller may overwrite."""
     return values.detach().to(torch.float64, copy=True)
 
 

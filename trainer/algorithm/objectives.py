@@ -1,10 +1,8 @@
-"""Policy objectives: per-token losses of log-probs and advantages. How tokens are averaged is aggregation's
-business.
+"""Policy objectives: per-token losses of log-probs and advantages. ``aggregation`` averages them.
 
-Legend: S sequences, T packed tokens. Log-probs are nats, losses have the unit of advantages. r = pi_current /
-pi_old of a token, A its advantage, sg[.] without gradient. Every function expects finite input; what lies off
-the response mask is replaced before it comes here (``policy_loss``). All of them bound log r to +-20, which
-is theirs and not the papers'; old and A carry no gradient.
+Losses have the unit of advantages. r = pi_current / pi_old of a token, A its advantage, sg[.] without gradient;
+old and A carry no gradient. Every function expects finite input: ``policy_loss`` replaces values off the
+response mask first. All of them bound log r to +-20, which the papers do not.
 
     clipped          PPO, with DAPO's clip-higher and dual clip     gradient of a token at current = old: -A (per nat of log pi_current)
     gspo             the sequence's ratio in place of the token's   -A
@@ -29,7 +27,7 @@ GSPO_LOG_BOUND = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveLoss:
-    """What an objective returns, all [T]; None where it has no such thing."""
+    """Result of an objective, all [T]; None where it has no such quantity."""
 
     loss_T: Tensor
     """With gradient."""
@@ -56,7 +54,7 @@ def clipped(
     With r = pi_current / pi_old of a token and A its advantage,
         l = max(-r A, -clip(r, 1 - clip_low, 1 + clip_high) A)
         loss = min(l, -dual_clip A)  where A < 0 and dual_clip is set, else l.
-    r is exactly 1 where the log-probs are equal. A token that is clipped has no gradient.
+    r is exactly 1 where the log-probs are equal. A clipped token has no gradient.
 
     Sources: Schulman et al. 2017 (arXiv 1707.06347) eq. 7; Ye et al. 2019 (arXiv 1912.09729) for dual clip;
     Yu et al. 2025 (DAPO). Differs from the papers: the bound of the log-ratio.
@@ -89,8 +87,8 @@ def gspo(
         s_i = exp((1/n) sum_t log r_t)                                log s_i bounded from above by GSPO_LOG_BOUND
         s_t = sg[s_i] pi_current,t / sg[pi_current,t]                 the value of s_i, a gradient to each token alone
         loss = max(-s_t A_t, -clip(s_t, 1 - clip_low, 1 + clip_high) A_t).
-    Where A is the same all along a sequence, the mean over its tokens has the value and gradient of the
-    sequence form in s_i. Meant for ``sequence_mean_token_mean``.
+    If A is the same all along a sequence, the mean over its tokens has the value and gradient of the sequence
+    form in s_i. Meant for ``sequence_mean_token_mean``.
 
     Source: Zheng et al. 2025 (arXiv 2507.18071), sections 4.1 and 4.3. Differs from it: the bound of log s_i.
     """
@@ -120,9 +118,9 @@ def gmpo(
     With n the tokens of sequence i that are on the mask [T], summed over them, and A_i their mean advantage,
         x_t = min(log r_t, clip_high) where A_t > 0,  max(log r_t, -clip_low) where A_t < 0,  0 where A_t = 0
         loss of every token of i = -A_i exp((1/n) sum_t x_t),
-    so that ``sequence_mean_token_mean``, for which it is meant, averages one term per sequence. The bounds
-    are of the log-ratio. Correction weights enter per sequence, by ``geometric_mean_weights``. Gradient flows
-    to all tokens of a sequence that are not clipped.
+    so that ``sequence_mean_token_mean``, for which it is meant, averages one term per sequence. The bounds act
+    on the log-ratio. Correction weights enter per sequence, by ``geometric_mean_weights``. All tokens of a
+    sequence that are not clipped have a gradient.
 
     Source: Zhao et al. 2025 (arXiv 2507.20673). Differs from it: the bound of the token's log-ratio.
     """
@@ -141,8 +139,8 @@ def geometric_mean_weights(weights_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor
     """Every token's weight replaced by the geometric mean over its sequence's tokens on the mask. [T] >= 0 ->
     [T]
 
-    How correction weights enter a product of ratios: (prod r_t)^(1/n) (prod w_t)^(1/n). One weight of zero
-    makes the whole sequence's zero; a sequence without tokens on the mask gets 1.
+    Correction weights enter a product of ratios so: (prod r_t)^(1/n) (prod w_t)^(1/n). One weight of zero makes
+    its whole sequence's zero; a sequence without tokens on the mask gets 1.
     """
     log_weights_T = torch.where(mask_T, weights_T, 1.0).log()
     return spread(_mean_per_sequence(log_weights_T, mask_T, cu_seqlens).exp(), cu_seqlens)
@@ -180,14 +178,14 @@ def sapo(
     """SAPO: a smooth gate of the ratio, whose gradient fades on both sides of r = 1 and never vanishes.
 
         loss = -(4 / tau) sigmoid(tau (r - 1)) A,  tau = temperature_positive where A > 0, else temperature_negative
-    The gradient is that of -r A times 4 p (1 - p) with p the sigmoid: 1 at r = 1. The value there is -2 A /
-    tau, not -A.
+    The gradient is that of -r A times 4 p (1 - p), with p the sigmoid; this factor is 1 at r = 1. The value there
+    is -2 A / tau, not -A.
 
     Source: Gao et al. 2025 (arXiv 2511.20347) eqs. 5-6. The paper averages by ``sequence_mean_token_mean``.
     Differs from it: the bound of the log-ratio.
     """
     ratio_T = bounded(current_logprobs_T - old_logprobs_T).exp()
-    # 0-dim tensors of the ratio's own type: plain floats would make the temperatures float32.
+    # 0-dim tensors of the ratio's dtype: plain floats would make the temperatures float32.
     temperature_T = torch.where(
         advantages_T > 0, ratio_T.new_tensor(temperature_positive), ratio_T.new_tensor(temperature_negative)
     )
@@ -204,13 +202,13 @@ def dppo(
     max_increase: float,
     ratio_max: float,
 ) -> ObjectiveLoss:
-    """DPPO with binary total variation: a token whose probability has moved too far, the way its advantage
-    pushes it, has no gradient.
+    """DPPO with binary total variation: no gradient for a token whose probability has already moved too far in
+    the direction of its advantage.
 
         loss = -sg[min(r, ratio_max)] A log pi_current  where the token is within, else 0
         within: pi_current - pi_old <= max_increase where A > 0,  pi_current - pi_old >= -max_decrease elsewhere
-    |pi_current - pi_old| of the sampled token is the total variation of "this token or another": unlike the ratio, it lets rare tokens
-    move by large factors and holds likely tokens to small ones.
+    |pi_current - pi_old| of the sampled token is the total variation of "this token or another". Unlike the
+    ratio, it lets rare tokens move by large factors and holds likely tokens to small ones.
 
     Source: arXiv 2602.04879 (Divergence PPO), its binary TV form and, for ratio_max, its section 5.4. Differs
     from it: the bound of the log-ratio.
@@ -232,18 +230,14 @@ def policy_gradient(current_logprobs_T: Tensor, advantages_T: Tensor) -> Objecti
 def _clip(
     ratio_T: Tensor, advantages_T: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Where -clip(r) A is greater than -r A, bool, and clip(r). Of detached ratios. [T], [T] -> [T], [T]
-
-    It is above the upper bound where A > 0 and below the lower bound where A < 0: one selection, no maximum.
-    """
-    clipped_T = ((advantages_T > 0) & (ratio_T > 1 + clip_high)) | (
-        (advantages_T < 0) & (ratio_T < 1 - clip_low)
-    )
-    return clipped_T, ratio_T.clamp(1 - clip_low, 1 + clip_high)
+    """Where -clip(r) A is greater than -r A, bool, and clip(r), from detached ratios. [T], [T] -> [T], [T]"""
+    above_T = (advantages_T > 0) & (ratio_T > 1 + clip_high)
+    below_T = (advantages_T < 0) & (ratio_T < 1 - clip_low)
+    return above_T | below_T, ratio_T.clamp(1 - clip_low, 1 + clip_high)
 
 
 def _mean_per_sequence(x_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Mean over each sequence's tokens on the mask, off which x must be 0; 0 without any. Summed in float64.
+    """Mean over each sequence's tokens on the mask, 0 without any; x must be 0 off the mask. Sums are float64.
     [T] -> [S]"""
     sums_S = sum_per_sequence(x_T.to(torch.float64), cu_seqlens)
     return (sums_S / count_per_sequence(mask_T, cu_seqlens).clamp(min=1)).to(x_T.dtype)

@@ -1,13 +1,13 @@
 """The loss of one micro-batch: objective, KL and entropy terms, each a plain sum over tokens of loss times
 weight.
 
-Legend: T packed tokens. Log-probs and entropy are nats.
 An objective is a pure function in ``objectives`` and a case of ``_objective_loss`` here.
 """
 
 import logging
 import math
-from collections.abc import Mapping
+from functools import reduce
+from operator import add
 from typing import NamedTuple, assert_never
 
 import torch
@@ -49,12 +49,12 @@ DECOUPLED = CorrectionConfig()
 
 
 class PolicyLoss(NamedTuple):
-    """The loss of a micro-batch and what it tells beside."""
+    """The loss of a micro-batch, with its metrics and counts."""
 
     loss: Tensor
     metrics: dict[str, Metric]
     counted: Counted | None
-    """What the mean over kept tokens needs of every micro-batch; None where the weights were known."""
+    """Counts for ``kept_factor``; None where the weights were known."""
 
 
 def policy_loss(
@@ -74,23 +74,18 @@ def policy_loss(
     loss = sum_t objective_t * importance_weights_t * aggregation_t
          + kl.coefficient * sum_t KL_t * aggregation_t   (where kl.place is loss)
          - entropy.coefficient * sum_t H_t * aggregation_t     over response tokens t.
-    aggregation_t holds the global normalisers, so losses and gradients of micro-batches and ranks simply add
-    up; it is zero on rejected tokens, which leave every term and the sequence statistics of ``gspo`` and
-    ``gmpo`` (there, importance weights enter as their geometric mean over the sequence). Off the response
-    mask nothing matters, not even NaN; without response tokens loss and gradient are exact zeros, still
-    connected to the graph. A current log-prob of a response token that is not finite, or above 0, makes the
-    loss NaN.
+    aggregation_t holds the global normalisers, so losses and gradients of micro-batches and ranks add up. It is
+    zero on rejected tokens, which leave every term and the sequence statistics of ``gspo`` and ``gmpo``. In
+    ``gmpo`` importance weights enter as their geometric mean over the sequence. Values off the response mask do
+    not matter, not even NaN. Without response tokens loss and gradient are exact zeros, still connected to the
+    graph. A current log-prob of a response token that is not finite, or above 0, makes the loss NaN.
 
-    Without ``old_logprobs_T`` current is old. Without ``importance_weights_T`` weights and rejection
-    (``correction``) follow from current and rollout, here, without gradient. With ``denominator: kept`` the
-    loss then still lacks one factor for the whole minibatch: ``kept_factor`` of all ``counted``.
-    ``aggregation`` is the mode that aggregation_T was made with.
+    Without ``old_logprobs_T`` current is old. Without ``importance_weights_T`` weights and rejection follow here
+    from current and rollout (``correction``), without gradient. With ``denominator: kept`` the loss then still
+    lacks one factor for the whole minibatch: ``kept_factor`` of all ``counted``. ``aggregation`` is the mode of
+    aggregation_T.
 
-    Metrics: ``loss/total, loss/policy, loss/kl, loss/entropy`` are this minibatch's terms as they stand in
-    the loss (SUM: they add up to the whole minibatch's). ``policy/entropy, ppo_kl`` (mean log pi_old - log
-    pi_current), ``ref_kl`` are means over response tokens; ``policy/ratio_mean, ratio_min, ratio_max,
-    clip_fraction, dual_clip_fraction`` are of the tokens that were not rejected, where the objective has
-    them.
+    Metrics: ``loss/*``, ``policy/*`` and, where the correction follows from current, ``mismatch/*``.
 
     Raises ValueError naming the fields of ``batch`` that are not set, tensors that are not one float32 per
     token, and the sequence of a response token whose advantage, weight or log-prob in ``batch`` is not
@@ -99,8 +94,7 @@ def policy_loss(
     kl_in_loss = kl.place == "loss" and kl.coefficient > 0
     _require(batch, current_logprobs_T, entropy_T, mode=correction.mode, with_ref=kl_in_loss)
     mask_T = batch.response_mask_T
-    # Replaced before any arithmetic: a NaN that is multiplied by a zero weight afterwards would still be NaN,
-    # in the gradient too.
+    # Replaced before any arithmetic: NaN times a zero weight would still be NaN, in the gradient too.
     current_T, entropy_T = (torch.where(mask_T, x_T, 0.0) for x_T in (current_logprobs_T, entropy_T))
     current_is_old = batch.old_logprobs_T is None
     assert batch.advantages_T is not None and batch.aggregation_T is not None
@@ -115,30 +109,27 @@ def policy_loss(
     importance_T, aggregation_T = batch.importance_weights_T, batch.aggregation_T.detach()
     metrics, counted = {}, None
     if importance_T is None:
-        found = correct_current(batch, current_T, correction)
-        importance_T, metrics = found.weights_T, dict(found.metrics)
+        corrected = correct_current(batch, current_T, correction)
+        importance_T, metrics = corrected.weights_T, dict(corrected.metrics)
         if correction.denominator == "kept":
             aggregation_T, counted = over_kept(
-                aggregation_T, found.keep_T, mask_T, batch.cu_seqlens, mode=aggregation
+                aggregation_T, corrected.keep_T, mask_T, batch.cu_seqlens, mode=aggregation
             )
         else:
-            aggregation_T = aggregation_T * found.keep_T
+            aggregation_T = aggregation_T * corrected.keep_T
     assert importance_T is not None
     importance_T = importance_T.detach()
     kept_T = mask_T & aggregation_T.bool()
-    found = _objective_loss(objective, current_T, old_T, advantages_T, kept_T, batch.cu_seqlens)
+    result = _objective_loss(objective, current_T, old_T, advantages_T, kept_T, batch.cu_seqlens)
     if isinstance(objective, GmpoObjective):
         importance_T = geometric_mean_weights(importance_T, kept_T, batch.cu_seqlens)
-    terms = {"policy": _weighted_sum(found.loss_T, importance_T * aggregation_T, kept_T)}
-    metrics |= _objective_metrics(found, kept_T)
-    del found, importance_T
-    sums = {
-        name: x_T.detach().sum(dtype=torch.float64).item()
-        for name, x_T in (("old", old_T), ("current", current_T))
-    }
+    terms = {"policy": _weighted_sum(result.loss_T, importance_T * aggregation_T, kept_T)}
+    metrics |= _objective_metrics(result, kept_T)
+    del result, importance_T
+    old_sum, current_sum = (x_T.detach().sum(dtype=torch.float64).item() for x_T in (old_T, current_T))
     metrics |= {
         "policy/entropy": _mean(entropy_T, num_tokens),
-        "policy/ppo_kl": Metric.quotient(sums["old"] - sums["current"], num_tokens),
+        "policy/ppo_kl": Metric.quotient(old_sum - current_sum, num_tokens),
     }
     if batch.ref_logprobs_T is not None:
         ref_T = torch.where(mask_T, batch.ref_logprobs_T.detach(), 0.0)
@@ -150,22 +141,19 @@ def policy_loss(
             terms["kl"] = kl.coefficient * _weighted_sum(kl_T, aggregation_T, kept_T)
     if entropy.coefficient > 0:
         terms["entropy"] = -entropy.coefficient * _weighted_sum(entropy_T, aggregation_T, kept_T)
-    loss = _nan_where_broken(sum(terms.values()), batch, current_T)
-    values = dict.fromkeys(("policy", "kl", "entropy"), 0.0) | {
-        name: term.item() for name, term in terms.items()
-    }
-    metrics |= {
-        f"loss/{name}": Metric.sum(value) for name, value in (values | {"total": loss.item()}).items()
-    }
+    loss = _nan_where_broken(reduce(add, terms.values()), batch, current_T)
+    values = {"policy": 0.0, "kl": 0.0, "entropy": 0.0} | {name: term.item() for name, term in terms.items()}
+    values["total"] = loss.item()
+    metrics |= {f"loss/{name}": Metric.loss(value) for name, value in values.items()}
     return PolicyLoss(loss, metrics, counted)
 
 
 def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Tensor:
-    """The loss, NaN where a current log-prob is not one; the optimizer's step refuses it. ValueError where
-    weights made it NaN.
+    """The loss, or NaN if a current log-prob is broken; the optimizer's step refuses NaN. Raises ValueError if
+    weights made the loss NaN.
 
-    Not an error at once: the forward and backward passes of other ranks wait for this one. Bounds would hide
-    an infinity, and rejection a broken forward pass.
+    A broken log-prob raises nothing here, as forward and backward passes of other ranks wait for this one. It
+    is looked for, because bounds hide an infinity and rejection hides a broken forward pass.
     """
     current_T = current_T.detach()
     if not may_be_broken(current_T, logprobs=True):
@@ -184,14 +172,6 @@ def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Te
     return loss * torch.nan
 
 
-def scale_losses(metrics: Mapping[str, Metric], factor: float) -> dict[str, Metric]:
-    """The metrics, with the terms of the loss times ``factor``."""
-    return {
-        name: Metric.sum(metric.parts[0] * factor) if name.startswith("loss/") else metric
-        for name, metric in metrics.items()
-    }
-
-
 def _objective_loss(
     objective: ObjectiveConfig,
     current_T: Tensor,
@@ -200,28 +180,21 @@ def _objective_loss(
     kept_T: Tensor,
     cu_seqlens: Tensor,
 ) -> ObjectiveLoss:
+    policies = (current_T, old_T, advantages_T)
+    parameters = objective.model_dump(exclude={"type"})
     match objective:
-        case ClippedObjective(clip_low=low, clip_high=high, dual_clip=dual):
-            return clipped(current_T, old_T, advantages_T, clip_low=low, clip_high=high, dual_clip=dual)
-        case GspoObjective(clip_low=low, clip_high=high):
-            return gspo(current_T, old_T, advantages_T, kept_T, cu_seqlens, clip_low=low, clip_high=high)
-        case GmpoObjective(clip_low=low, clip_high=high):
-            return gmpo(current_T, old_T, advantages_T, kept_T, cu_seqlens, clip_low=low, clip_high=high)
-        case CispoObjective(clip_low=low, clip_high=high):
-            return cispo(current_T, old_T, advantages_T, clip_low=low, clip_high=high)
-        case SapoObjective(temperature_positive=positive, temperature_negative=negative):
-            return sapo(
-                current_T, old_T, advantages_T, temperature_positive=positive, temperature_negative=negative
-            )
-        case DppoObjective(max_decrease=decrease, max_increase=increase, ratio_max=ratio_max):
-            return dppo(
-                current_T,
-                old_T,
-                advantages_T,
-                max_decrease=decrease,
-                max_increase=increase,
-                ratio_max=ratio_max,
-            )
+        case ClippedObjective():
+            return clipped(*policies, **parameters)
+        case GspoObjective():
+            return gspo(*policies, kept_T, cu_seqlens, **parameters)
+        case GmpoObjective():
+            return gmpo(*policies, kept_T, cu_seqlens, **parameters)
+        case CispoObjective():
+            return cispo(*policies, **parameters)
+        case SapoObjective():
+            return sapo(*policies, **parameters)
+        case DppoObjective():
+            return dppo(*policies, **parameters)
         case PolicyGradientObjective():
             return policy_gradient(current_T, advantages_T)
         case _:
@@ -229,25 +202,26 @@ def _objective_loss(
 
 
 def _weighted_sum(x_T: Tensor, weights_T: Tensor, kept_T: Tensor) -> Tensor:
-    """Whatever the weights hold on tokens that are not kept, even NaN."""
+    """The sum over kept tokens. Weights of other tokens may be anything, even NaN."""
     return (x_T * torch.where(kept_T, weights_T, 0.0)).sum()
 
 
-def _objective_metrics(found: ObjectiveLoss, kept_T: Tensor) -> dict[str, Metric]:
+def _objective_metrics(result: ObjectiveLoss, kept_T: Tensor) -> dict[str, Metric]:
     num_kept = int(torch.count_nonzero(kept_T).item())
-    metrics = {}
-    if found.ratio_T is not None:
-        metrics |= _ratio_metrics(found.ratio_T, kept_T, num_kept)
-    if found.clipped_T is not None:
-        metrics["policy/clip_fraction"] = _share(found.clipped_T & kept_T, num_kept)
-    if found.dual_clipped_T is not None:
-        metrics["policy/dual_clip_fraction"] = _share(found.dual_clipped_T & kept_T, num_kept)
+    metrics = {} if result.ratio_T is None else _ratio_metrics(result.ratio_T, kept_T, num_kept)
+    shares = {
+        "policy/clip_fraction": result.clipped_T,
+        "policy/dual_clip_fraction": result.dual_clipped_T,
+    }
+    for name, hits_T in shares.items():
+        if hits_T is not None:
+            metrics[name] = Metric.quotient(torch.count_nonzero(hits_T & kept_T).item(), num_kept)
     return metrics
 
 
 def _ratio_metrics(ratio_T: Tensor, kept_T: Tensor, num_kept: int) -> dict[str, Metric]:
     kept_ratio_T = torch.where(kept_T, ratio_T, 0.0)
-    # Ratios are positive, so zeros in place of the rest hide no greatest one.
+    # Ratios are positive, so zeros in place of the rest do not change the greatest.
     high = (kept_ratio_T.max().item(),) if num_kept else ()
     low = (torch.where(kept_T, ratio_T, torch.inf).min().item(),) if num_kept else ()
     return {
@@ -257,12 +231,8 @@ def _ratio_metrics(ratio_T: Tensor, kept_T: Tensor, num_kept: int) -> dict[str, 
     }
 
 
-def _share(hits_T: Tensor, count: int) -> Metric:
-    return Metric.quotient(torch.count_nonzero(hits_T).item(), count)
-
-
 def _mean(zero_off_mask_T: Tensor, count: float) -> Metric:
-    """Without another pass to mask or to count, and without a float64 copy."""
+    """The mean of values that are zero off the mask: no pass to mask or to count, and no float64 copy."""
     return Metric.quotient(zero_off_mask_T.detach().sum(dtype=torch.float64).item(), count)
 
 

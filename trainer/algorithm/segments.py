@@ -1,11 +1,10 @@
 """Sums and extremes per sequence of packed tokens, and back to tokens.
 
-Legend: S sequences, T packed tokens, N the valid ones alone, end to end: packed tokens too, which need no
-mask. All functions are differentiable in ``x_T`` or ``x_S`` and never mix two sequences, so a sequence has
-the same result in whatever batch it is packed.
+``_N`` are the valid tokens alone, end to end: packed tokens without a mask. All functions are differentiable
+in ``x_T`` or ``x_S`` and never mix sequences, so a sequence's result does not depend on its batch.
 
-In host memory, and where no gradient is asked for, numpy does the work on the same memory: torch's reductions
-by segment are scalar loops there, 4 to 7 times slower, and its search for a mask's places is 10 times slower.
+On the CPU, without gradient, numpy works on the same memory: torch's reductions by segment are scalar loops
+there, 4 to 7 times slower, and its search for a mask's places is 10 times slower.
 """
 
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from torch import Tensor
 
 
 class ValidTokens(NamedTuple):
-    """Where a batch has its valid tokens. ``bounds_S`` is to [N] what ``cu_seqlens`` is to [T]."""
+    """The places of a batch's valid tokens. ``bounds_S`` is to [N] what ``cu_seqlens`` is to [T]."""
 
     mask_T: Tensor
     places_N: Tensor
@@ -33,8 +32,7 @@ class ValidTokens(NamedTuple):
         return x_N.new_zeros(self.mask_T.shape).scatter_(0, self.places_N, x_N)
 
     def run_bounds(self) -> Tensor:
-        """``bounds_S`` and, between them, a boundary wherever tokens off the mask lie between two valid ones:
-        int64, in [N]."""
+        """``bounds_S`` with further boundaries wherever tokens off the mask part two valid ones; int64, in [N]."""
         cuts = (self.places_N.diff() != 1).nonzero().flatten() + 1
         return torch.cat([cuts, self.bounds_S]).unique()
 
@@ -47,12 +45,11 @@ def valid_tokens(mask_T: Tensor, cu_seqlens: Tensor) -> ValidTokens:
 
 
 def sum_per_sequence(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] -> [S], in x_T's dtype. Mask x_T first: what lies off the mask counts, and NaN spreads over its
-    sequence."""
+    """[T] -> [S], in x_T's dtype. x_T must be masked: values off the mask count, and NaN spreads to its sequence."""
     if _suits_numpy(x_T):
         return _by_numpy(np.add, x_T, cu_seqlens, of_none=0.0)
     offsets = cu_seqlens.to(device=x_T.device, dtype=torch.int64)
-    # unsafe: torch's check of offsets reads them back from the device each time; packing made them.
+    # unsafe: torch's check would read the offsets back from the device each time; packing made them.
     return torch.segment_reduce(x_T, "sum", offsets=offsets, initial=0.0, unsafe=True)
 
 
@@ -76,15 +73,14 @@ def _by_numpy(reduction: np.ufunc, x_T: Tensor, cu_seqlens: Tensor, *, of_none: 
     bounds = cu_seqlens.cpu().numpy()
     has_tokens_S = bounds[1:] > bounds[:-1]
     x = x_T.detach().numpy()
-    found_S = np.full(len(has_tokens_S), of_none, dtype=x.dtype)
+    result_S = np.full(len(has_tokens_S), of_none, dtype=x.dtype)
     if has_tokens_S.any():  # reduceat would give a sequence without tokens the next one's first
-        found_S[has_tokens_S] = reduction.reduceat(x[: bounds[-1]], bounds[:-1][has_tokens_S])
-    return torch.from_numpy(found_S)
+        result_S[has_tokens_S] = reduction.reduceat(x[: bounds[-1]], bounds[:-1][has_tokens_S])
+    return torch.from_numpy(result_S)
 
 
 def count_per_sequence(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Valid tokens of each sequence, int64 [S]: a difference of running totals, exact since they are
-    integers."""
+    """Valid tokens of each sequence, int64 [S], as a difference of running totals."""
     totals = mask_T.new_zeros(mask_T.numel() + 1, dtype=torch.int64)
     torch.cumsum(mask_T, 0, out=totals[1:])
     return totals[cu_seqlens.to(device=mask_T.device, dtype=torch.int64)].diff()
@@ -92,8 +88,5 @@ def count_per_sequence(mask_T: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def spread(x_S: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Every token gets its sequence's value. [S] -> [T]"""
-    return x_S.repeat_interleave(_lengths(cu_seqlens, x_S.device), output_size=int(cu_seqlens[-1]))
-
-
-def _lengths(cu_seqlens: Tensor, device: torch.device) -> Tensor:
-    return torch.diff(cu_seqlens).to(device=device, dtype=torch.int64)
+    lengths_S = torch.diff(cu_seqlens).to(device=x_S.device, dtype=torch.int64)
+    return x_S.repeat_interleave(lengths_S, output_size=int(cu_seqlens[-1]))

@@ -1,8 +1,7 @@
 """The critic's loss: squared error of values against returns, with PPO's clipping, as a plain sum over tokens
 of loss times weight.
 
-Legend: T packed tokens. Values and returns have the unit of rewards; index t is the state in which
-``targets_T[t]`` is chosen.
+Values and returns have the unit of rewards. Index t is the state in which ``targets_T[t]`` is chosen.
 """
 
 from collections.abc import Mapping
@@ -18,12 +17,12 @@ from trainer.ranks.metrics import Metric
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueLoss:
-    """What ``clipped_value_loss`` returns, both [T]."""
+    """Result of ``clipped_value_loss``, both [T]."""
 
     loss_T: Tensor
     """With gradient."""
     clipped_T: Tensor
-    """bool: the clipped branch is the greater loss, so the token has no gradient."""
+    """bool: the clipped branch has the greater loss, so the token has no gradient."""
 
 
 def clipped_value_loss(
@@ -33,12 +32,11 @@ def clipped_value_loss(
 
     With V the critic's value now, V_old the one that the advantages came from and R the return,
         l = 0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2);    clip None: l = 0.5 (V - R)^2.
-    Where the held value is the worse one the gradient is zero, elsewhere it is V - R. Gradient flows to
-    ``values_T`` alone where the others carry none. Expects finite input.
+    The gradient with respect to V is zero where the held value is the worse one, V - R elsewhere. Expects finite
+    input.
 
-    Source: Schulman et al. 2016 (arXiv 1506.02438) for the squared error; the clipping is that of OpenAI
-    Baselines' PPO2, which the PPO paper does not describe. Differs from both: nothing but the mean, which is
-    aggregation's business.
+    Source: Schulman et al. 2016 (arXiv 1506.02438) for the squared error; OpenAI Baselines' PPO2 for the
+    clipping, which the PPO paper does not describe. Differs from both: the mean is left to aggregation.
     """
     error_T = (values_T - returns_T).square()
     if clip is None:
@@ -53,22 +51,18 @@ def value_loss(
     """The scalar loss of a micro-batch, with gradient to ``values_T`` [T], and its metrics.
 
     loss = sum_t l_t * value_aggregation_t     over response tokens t, l_t of ``clipped_value_loss`` against ``batch.values_T``.
-    Weights hold the global normalisers, so losses and gradients of micro-batches and ranks simply add up. Off the response mask nothing
-    matters, not even NaN; without response tokens loss and gradient are exact zeros, still connected to the graph. A value of a response
-    token that is not finite makes the loss so.
+    Weights hold the global normalisers, so losses and gradients of micro-batches and ranks add up. Values off the
+    response mask do not matter, not even NaN. Without response tokens loss and gradient are exact zeros, still
+    connected to the graph. A response token's value that is not finite makes the loss so.
 
-    Metrics: ``critic/loss`` is this minibatch's loss (SUM: it adds up to the whole minibatch's);
-    ``critic/value_mean, return_mean, clip_fraction`` are means over response tokens, ``critic/return_std``
-    and ``critic/error_std`` the standard deviations of R and of R - V_old over them, of which
-    ``explained_variance`` makes one number.
+    Metrics: ``critic/*``; ``explained_variance`` makes one number of two of them.
 
     Raises ValueError naming the fields of ``batch`` that are not set, values that are not one float32 per
     token, and the sequence of a response token whose value, return or weight in ``batch`` is not finite.
     """
     _require(batch, values_T)
     mask_T = batch.response_mask_T
-    # Replaced before any arithmetic: a NaN that is multiplied by a zero weight afterwards would still be NaN,
-    # in the gradient too.
+    # Replaced before any arithmetic: NaN times a zero weight would still be NaN, in the gradient too.
     assert (
         batch.values_T is not None and batch.returns_T is not None and batch.value_aggregation_T is not None
     )
@@ -82,7 +76,7 @@ def value_loss(
     result = clipped_value_loss(values_T, old_values_T, returns_T, clip=value_clip)
     loss = (result.loss_T * weights_T).sum()
     metrics = {
-        "critic/loss": Metric.sum(loss.item()),
+        "critic/loss": Metric.loss(loss.item()),
         "critic/value_mean": Metric.mean(values_T, mask_T),
         "critic/return_mean": Metric.mean(returns_T, mask_T),
         "critic/clip_fraction": Metric.mean(result.clipped_T, mask_T),
@@ -93,17 +87,16 @@ def value_loss(
 
 
 def explained_variance(numbers: Mapping[str, float]) -> float | None:
-    """1 - Var(R - V_old) / Var(R) over response tokens, from the merged metrics of ``value_loss``, and so
-    exact under any split.
+    """1 - Var(R - V_old) / Var(R) over response tokens, exact under any split: from the merged ``value_loss``
+    metrics.
 
-    1: the values that the advantages were computed with predict every return; 0: as well as one constant
-    does; below 0: worse. None where the returns are all alike, which leaves nothing to explain, and where
-    there is none.
+    1: the values behind the advantages predict every return; 0: as well as one constant; below 0: worse. None
+    without returns, and where they are all alike, which leaves nothing to explain.
     """
     if "critic/return_std" not in numbers:
         return None
     spread, error_spread = numbers["critic/return_std"], numbers["critic/error_std"]
-    # Equal returns leave a rounding error of the difference of two squares.
+    # Equal returns leave the rounding error of a difference of squares.
     if spread <= 1e-6 * abs(numbers["critic/return_mean"]):
         return None
     return 1 - (error_spread / spread) ** 2

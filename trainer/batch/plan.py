@@ -1,9 +1,7 @@
-"""Which sequences make up each optimizer step, which rank takes which of them, and in which micro-batches.
-Pure arithmetic.
+"""The plan that splits a step's sequences into minibatches, ranks and micro-batches. Pure arithmetic.
 
-Legend: S sequences of the whole step, numbered 0..S-1 in the order of their groups; lengths are places in a
-packed batch (``packed_length``: one less than the tokens). Every rank computes the same plan from the same
-lengths.
+Sequences of the whole step are numbered 0..S-1 in the order of their groups. Lengths are places in a packed
+batch (``packed_length``: one less than the tokens). Every rank computes the same plan from the same lengths.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +14,12 @@ Bin = tuple[int, ...]
 """Sequences that are packed together, ascending."""
 
 Pick = Callable[[Sequence[int], int, int], int | None]
-"""(loads of the bins, length, token budget) -> the bin that takes the sequence, None where none can."""
+"""(loads of the bins, length, token budget) -> the bin for the sequence, None if none can take it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """The split of a step's batch. Every sequence is in exactly one micro-batch of one rank of one minibatch."""
+    """The split of a step's batch. Every sequence is in exactly one micro-batch."""
 
     microbatches: tuple[tuple[tuple[Bin, ...], ...], ...]
     """[minibatch][rank][micro-batch]. In a minibatch every rank has the same number of micro-batches, largest
@@ -52,15 +50,15 @@ def plan_batches(
     """Split S sequences, which come group after group, into minibatches, ranks and micro-batches of at most
     ``token_budget`` tokens.
 
-    Minibatch i is the i-th run of whole groups, so what an optimizer step sees depends on neither ``dp_size``
-    nor the budget. Its sequences are laid into ``dp_size * k`` micro-batches with the least k, a multiple of
-    ``microbatch_multiple``, for which the packing below succeeds, then dealt to ranks, k each:
+    Minibatch i is the i-th run of whole groups, so an optimizer step's data depends on neither ``dp_size`` nor
+    the budget. Its sequences fill ``dp_size * k`` micro-batches, which are dealt to ranks, k each. k is the
+    least multiple of ``microbatch_multiple`` for which one of two packings succeeds:
 
-    - longest first, each to the emptiest micro-batch: ranks, like micro-batches, then differ by at most the
+    - longest first, each to the emptiest micro-batch: ranks and micro-batches then differ by at most the
       longest sequence;
-    - where that overflows the budget, each to the first micro-batch that still holds it, which packs tighter
-      but less evenly. This needs at most 11/9 of the fewest micro-batches possible, plus 6/9 (Dosa 2007,
-      first fit decreasing); finding the fewest is NP-hard.
+    - longest first, each to the first micro-batch that has room, which packs tighter but less evenly. This
+      needs at most 11/9 of the fewest micro-batches possible, plus 6/9 (Dosa 2007, first fit decreasing);
+      finding the fewest is NP-hard.
 
     No micro-batch is empty: a minibatch's sequences divide by ``dp_size``, and each rank's by the multiple
     (the stages of an interleaved pipeline), so k is at most its sequences per rank.
@@ -69,24 +67,20 @@ def plan_batches(
     that do not divide into minibatches, and sequences of a minibatch that do not divide by ``dp_size`` times
     the multiple.
     """
-    _check(lengths_S, num_minibatches, sequences_per_group, dp_size, token_budget, microbatch_multiple)
+    _check_inputs(lengths_S, num_minibatches, sequences_per_group, dp_size, token_budget, microbatch_multiple)
     size = len(lengths_S) // num_minibatches
     parts = [range(start, start + size) for start in range(0, len(lengths_S), size)]
-    return BatchPlan(
-        microbatches=tuple(
-            _split(part, lengths_S, dp_size, token_budget, microbatch_multiple) for part in parts
-        )
-    )
+    split = (_split_minibatch(part, lengths_S, dp_size, token_budget, microbatch_multiple) for part in parts)
+    return BatchPlan(microbatches=tuple(split))
 
 
 def packed_length(token_ids: Sequence[int]) -> int:
-    """Places that a sequence takes in a packed batch."""
+    """Places of a sequence in a packed batch."""
     return len(token_ids) - 1
 
 
 def pack_trajectories(trajectories: Sequence[Trajectory], sequence_ids: Sequence[int]) -> PackedBatch:
-    """One rank's trajectories end to end, in the order given; ``sequence_ids`` number them within the whole
-    step.
+    """One rank's trajectories end to end, in their order; ``sequence_ids`` number them within the whole step.
 
     Raises ValueError for a trajectory whose lists are not aligned with its tokens, or that predicts nothing.
     """
@@ -104,7 +98,7 @@ def pack_trajectories(trajectories: Sequence[Trajectory], sequence_ids: Sequence
     )
 
 
-def _check(
+def _check_inputs(
     lengths_S: Sequence[int],
     num_minibatches: int,
     sequences_per_group: int,
@@ -155,20 +149,19 @@ def _check(
         )
 
 
-def _split(
+def _split_minibatch(
     part: Sequence[int], lengths_S: Sequence[int], dp_size: int, token_budget: int, microbatch_multiple: int
 ) -> tuple[tuple[Bin, ...], ...]:
     """Micro-batches of one minibatch, by rank."""
     longest_first = sorted(part, key=lambda s: (-lengths_S[s], s))
     total = sum(lengths_S[s] for s in part)
-    # ceil(total / budget) micro-batches at least, and one per sequence at most, where `_emptiest` always
-    # succeeds.
+    # At least ceil(total / budget) micro-batches, and at most one per sequence, for which `_emptiest` succeeds.
     num_each = _round_up(-(-total // (token_budget * dp_size)), microbatch_multiple)
     while True:
         for pick in (_emptiest, _first_that_fits):
-            bins = _pack(longest_first, lengths_S, num_each * dp_size, token_budget, pick)
+            bins = _fill_bins(longest_first, lengths_S, num_each * dp_size, token_budget, pick)
             if bins is not None:
-                return _deal(bins, lengths_S, dp_size)
+                return _deal_to_ranks(bins, lengths_S, dp_size)
         num_each += microbatch_multiple
 
 
@@ -176,10 +169,10 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _pack(
+def _fill_bins(
     order: Sequence[int], lengths_S: Sequence[int], num_bins: int, token_budget: int, pick: Pick
 ) -> list[Bin] | None:
-    """Lay sequences, longest first, into the bin that ``pick`` chooses; None where one does not fit."""
+    """Put sequences, longest first, into the bin that ``pick`` chooses; None if one does not fit."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = [0] * num_bins
     for s in order:
@@ -193,8 +186,8 @@ def _pack(
 
 
 def _fill_empty(bins: list[list[int]], loads: Sequence[int]) -> None:
-    """Give each empty bin the shortest sequence of the fullest bin that can spare one. There are no more bins
-    than sequences."""
+    """Give each empty bin the shortest sequence of the fullest bin with two or more. There are no more bins than
+    sequences."""
     by_load = sorted(range(len(bins)), key=loads.__getitem__, reverse=True)
     for empty in (b for b in bins if not b):
         empty.append(next(bins[b] for b in by_load if len(bins[b]) > 1).pop())
@@ -209,12 +202,13 @@ def _first_that_fits(loads: Sequence[int], length: int, token_budget: int) -> in
     return next((b for b, load in enumerate(loads) if load + length <= token_budget), None)
 
 
-def _deal(bins: Sequence[Bin], lengths_S: Sequence[int], dp_size: int) -> tuple[tuple[Bin, ...], ...]:
-    """Deal micro-batches to ranks in rounds, largest first, each round's largest to the rank that has least
-    so far.
+def _deal_to_ranks(
+    bins: Sequence[Bin], lengths_S: Sequence[int], dp_size: int
+) -> tuple[tuple[Bin, ...], ...]:
+    """Deal micro-batches to ranks in rounds, largest first, each round's largest to the rank with least so far.
 
-    After a round ranks differ by no more than before it, or than the round's micro-batches do, so never by
-    more than micro-batches do.
+    A round leaves ranks no further apart than they were, or than its micro-batches are. Ranks therefore never
+    differ by more than micro-batches do.
     """
     ordered = sorted(bins, key=lambda b: (-_load(b, lengths_S), b))
     hands: list[list[Bin]] = [[] for _ in range(dp_size)]

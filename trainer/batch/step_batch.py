@@ -1,8 +1,8 @@
-"""One step's samples on one rank: the packed sequences, the plan that splits them, and what is known of the
-whole batch.
+"""One step's samples on one rank: the packed sequences, their split into micro-batches, and scalars of the whole
+step.
 
-Legend: S sequences, T packed tokens. ``*_S`` here are of the *whole* step, on every rank, indexed by sequence
-id; ``packed`` holds this rank's sequences alone.
+``*_S`` here are of the *whole* step, on every rank, indexed by sequence id. ``packed`` holds this rank's
+sequences alone.
 """
 
 from collections.abc import Sequence
@@ -33,19 +33,19 @@ class StepBatch:
     group_ids_S: Tensor
 
     def minibatches(self) -> list[list[PackedBatch]]:
-        """Per optimizer step, this rank's micro-batches."""
+        """This rank's micro-batches of each optimizer step."""
         return [[self.packed.select(rows) for rows in microbatches] for microbatches in self.rows]
 
     def microbatches(self) -> list[PackedBatch]:
         return [microbatch for minibatch in self.minibatches() for microbatch in minibatch]
 
     def with_fields(self, **tensors: Tensor) -> "StepBatch":
-        """Set ``_T`` fields of this rank's share."""
+        """The batch with these ``_T`` fields of this rank's share set."""
         return replace(self, packed=self.packed.with_fields(**tensors))
 
     def scattered(self, parts: Sequence[Tensor]) -> Tensor:
-        """One tensor per micro-batch, in the order of ``microbatches()``, as one [T] of this rank's share,
-        float32 on the CPU."""
+        """Join one tensor per micro-batch, in the order of ``microbatches()``, to [T] of this rank's share, float32 on
+        the CPU."""
         bounds = self.packed.cu_seqlens.tolist()
         out_T = torch.zeros(self.packed.num_tokens, dtype=torch.float32)
         flat = (rows for minibatch in self.rows for rows in minibatch)
@@ -58,10 +58,8 @@ class StepBatch:
         return out_T
 
     def with_advantages(self, advantages: Advantages) -> "StepBatch":
-        fields = {"advantages_T": advantages.advantages_T} | (
-            {} if advantages.returns_T is None else {"returns_T": advantages.returns_T}
-        )
-        return self.with_fields(**fields)
+        returns = {} if advantages.returns_T is None else {"returns_T": advantages.returns_T}
+        return self.with_fields(advantages_T=advantages.advantages_T, **returns)
 
     def with_loss_weights(
         self,
@@ -70,11 +68,11 @@ class StepBatch:
         denominator: Literal["kept", "all"],
         total: Total,
     ) -> "StepBatch":
-        """Set ``importance_weights_T``, and what every term of the loss is averaged by, from counts of each
-        minibatch over all ranks; what a critic's loss is averaged by where there are values of one.
+        """Set ``importance_weights_T`` and ``aggregation_T``, with a critic's values also ``value_aggregation_T``,
+        from counts of each minibatch over all ranks.
 
-        aggregation_T is zero on rejected tokens; what the rest weighs follows from the count of kept tokens,
-        or of all of them. A correction that follows from the forward pass leaves ``importance_weights_T`` unset.
+        aggregation_T is zero on rejected tokens; ``denominator`` says which tokens the mean is over. A
+        correction that follows from the forward pass leaves ``importance_weights_T`` unset.
         """
         mask_T, keep_T = self.packed.response_mask_T, correction.keep_T
         valid_S = count_per_sequence(mask_T, self.packed.cu_seqlens)
@@ -83,7 +81,7 @@ class StepBatch:
             "importance_weights_T": None if correction.weights_T is None else correction.weights_T.float(),
             "aggregation_T": self._aggregation(counted_T, counted_S, aggregation, total) * keep_T,
         }
-        if self.packed.values_T is not None:  # of a critic, which all ranks have or none
+        if self.packed.values_T is not None:  # all ranks have a critic, or none
             fields["value_aggregation_T"] = self._aggregation(mask_T, valid_S, aggregation, total)
         return self.with_fields(**fields)
 
@@ -95,9 +93,8 @@ class StepBatch:
         for microbatches in self.rows:
             rows = [row for microbatch in microbatches for row in microbatch]
             places = torch.cat([torch.arange(bounds[r], bounds[r + 1]) for r in rows])
-            cu_seqlens = (
-                torch.tensor([0, *(bounds[r + 1] - bounds[r] for r in rows)]).cumsum(0).to(torch.int32)
-            )
+            lengths = [0, *(bounds[r + 1] - bounds[r] for r in rows)]
+            cu_seqlens = torch.tensor(lengths).cumsum(0).to(torch.int32)
             part_T, counts = counted_T[places], GlobalCounts.of(counted_S[rows]).summed(total)
             weights_T[places] = aggregation_weights(
                 part_T, cu_seqlens, mode=config.type, constant=config.constant, counts=counts
@@ -107,7 +104,7 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one rank is sent of a step: its own trajectories, and the scalars of all of them."""
+    """One rank's part of a step: its own trajectories, and the scalars of all trajectories."""
 
     trajectories: list[Trajectory]
     sequence_ids: list[int]

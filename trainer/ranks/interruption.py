@@ -1,8 +1,8 @@
-"""What may end a run between two steps, and how all ranks come to end it together.
+"""Interruptions end a run between two steps, on all ranks together.
 
-An interruption is raised on every rank at the same place, with weights, optimizer and position in the data as
-the last complete step left them; so a checkpoint of that step may be written then. Any other error is one
-rank's own, ends the run at once, and nothing is written.
+Every rank raises one at the same place, with weights, optimizer and data position as the last complete step
+left them, so a checkpoint of that step may follow. Any other error is one rank's own: it ends the run at once,
+and nothing is written.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class StopRequested(Exception):
-    """Somebody asked the run to stop; the message says who or why."""
+    """The run was asked to stop; the message says by whom or why."""
 
 
 INTERRUPTIONS = (StopRequested, RolloutError)
@@ -23,13 +23,12 @@ INTERRUPTIONS = (StopRequested, RolloutError)
 
 @dataclass(slots=True)
 class Postponed:
-    """Once the weights of a step have moved, that step is done: what interrupts the rest of it is held back
-    until the step is recorded."""
+    """Holds an interruption back until the step is recorded. A step is complete once its weights have moved."""
 
     interruption: Exception | None = None
 
     def attempt(self, part: Callable[[], T]) -> T | None:
-        """What ``part`` gives; None where it is interrupted, or something before it was."""
+        """The result of ``part``; None if it is interrupted, or an earlier part was."""
         if self.interruption is not None:
             return None
         try:
@@ -39,6 +38,6 @@ class Postponed:
             return None
 
     def release(self) -> None:
-        """Raise what was held back, if anything."""
+        """Raise the interruption that was held back, if there is one."""
         if self.interruption is not None:
             raise self.interruption

@@ -1,13 +1,12 @@
 """Metrics that carry their reduction, so that merging micro-batches and ranks is exact under any split.
 
-Parts are sums in float64 (or extremes), so merging is adding. A constant shift never depends on the batch:
-STD and PEARSON do not see it, and keep their digits where the caller subtracts a constant near the values (1
-from weights and from probabilities). A distribution is one MEAN per fixed bin, the share of the samples in
-it, so that it comes out as plain numbers under names.
+Parts are sums in float64 (or extremes), so merging is adding. STD and PEARSON do not change with a constant
+shift. They keep more digits if the caller subtracts a constant near the values (1 from weights and from
+probabilities); it must not depend on the batch. A distribution is one MEAN per fixed bin: the share of samples.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,6 +20,8 @@ class Reduction(StrEnum):
     """parts (sum, count); value sum / count. Weighted: (sum of w x, sum of w)."""
     SUM = "sum"
     """parts (sum,)."""
+    LOSS = "loss"
+    """parts (sum,) of one minibatch; a step has the mean of its minibatches' sums (``per_minibatch``)."""
     MAX = "max"
     MIN = "min"
     ESS = "ess"
@@ -35,7 +36,7 @@ class Reduction(StrEnum):
 
 
 _ROUNDING = 1e-13
-"""A variance that is this small a share of the mean square is what float64 sums leave of a constant."""
+"""A variance below this share of the mean square is rounding of float64 sums of a constant."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +48,7 @@ class Metric:
 
     @classmethod
     def mean(cls, values_T: Tensor, mask_T: Tensor | None = None) -> "Metric":
-        """Mean of the values on the mask; off-mask values (even NaN) never enter. Of a bool: the share that
-        is True."""
+        """Mean of the values on the mask, or share that is True. Values off the mask may be anything, even NaN."""
         if values_T.dtype == torch.bool:
             hits_T = values_T if mask_T is None else values_T & mask_T
             return cls.quotient(torch.count_nonzero(hits_T).item(), _count(values_T, mask_T))
@@ -56,7 +56,7 @@ class Metric:
 
     @classmethod
     def quotient(cls, total: float, count: float) -> "Metric":
-        """The mean whose sum and count (or weighted sum and sum of weights) are known already."""
+        """The mean of a known sum and count, or weighted sum and sum of weights."""
         return cls(reduction=Reduction.MEAN, parts=(float(total), float(count)))
 
     @classmethod
@@ -68,6 +68,10 @@ class Metric:
     @classmethod
     def sum(cls, value: float) -> "Metric":
         return cls(reduction=Reduction.SUM, parts=(float(value),))
+
+    @classmethod
+    def loss(cls, value: float) -> "Metric":
+        return cls(reduction=Reduction.LOSS, parts=(float(value),))
 
     @classmethod
     def max(cls, values_T: Tensor, mask_T: Tensor | None = None) -> "Metric":
@@ -89,7 +93,7 @@ class Metric:
 
     @classmethod
     def std(cls, values_T: Tensor, mask_T: Tensor | None = None) -> "Metric":
-        """Of values near 0 (see the top of the file)."""
+        """Standard deviation of values near 0 (see the top of the file)."""
         kept_T = _filled(values_T, mask_T, 0.0)
         return cls(
             reduction=Reduction.STD,
@@ -128,8 +132,7 @@ class Metric:
 
 
 def _extreme(reduction: Reduction, parts: tuple[float, ...]) -> tuple[float, ...]:
-    """The greatest or least part; a NaN among them wins, wherever it stands (Python's max would depend on the
-    order)."""
+    """The greatest or least part, NaN if one of them is (Python's max would depend on the order)."""
     if any(math.isnan(part) for part in parts):
         return (math.nan,)
     pick = max if reduction is Reduction.MAX else min
@@ -145,7 +148,7 @@ def _correlation(count: float, x: float, y: float, xx: float, yy: float, xy: flo
 
 
 def _at_least_zero(variance: float) -> float:
-    """Rounding may leave -1e-17 of a variance of 0; a NaN stays one."""
+    """Rounding may leave -1e-17 of a variance of 0; NaN stays NaN."""
     return 0.0 if variance < 0 else variance
 
 
@@ -163,7 +166,7 @@ Metrics = Mapping[str, Metric]
 
 
 def merge_metrics(many: Iterable[Metrics]) -> dict[str, Metric]:
-    """Merge by name; a name that only some of them have is kept."""
+    """Merge by name; names that only some of them have are kept."""
     merged: dict[str, Metric] = {}
     for metrics in many:
         for name, metric in metrics.items():
@@ -171,8 +174,22 @@ def merge_metrics(many: Iterable[Metrics]) -> dict[str, Metric]:
     return merged
 
 
+def scale_losses(metrics: Metrics, factor: float) -> dict[str, Metric]:
+    """The metrics, with the terms of the loss times ``factor``."""
+    return _with_losses(metrics, lambda loss: Metric.loss(loss * factor))
+
+
+def per_minibatch(metrics: Metrics) -> dict[str, Metric]:
+    """The metrics of a minibatch, with losses that merge to their mean over the minibatches of a step."""
+    return _with_losses(metrics, lambda loss: Metric.quotient(loss, 1))
+
+
+def _with_losses(metrics: Metrics, change: Callable[[float], Metric]) -> dict[str, Metric]:
+    return {n: change(m.parts[0]) if m.reduction is Reduction.LOSS else m for n, m in metrics.items()}
+
+
 def merge_over_ranks(metrics: Metrics, group: dist.ProcessGroup | None) -> dict[str, Metric]:
-    """The exact merge over all ranks of ``group`` (None: this process alone), the same on each of them."""
+    """The exact merge over all ranks of ``group`` (None: this process alone), the same on every rank."""
     if group is None or dist.get_world_size(group) == 1:
         return dict(metrics)
     everyone: list[Metrics] = [{}] * dist.get_world_size(group)
@@ -181,5 +198,5 @@ def merge_over_ranks(metrics: Metrics, group: dist.ProcessGroup | None) -> dict[
 
 
 def values(metrics: Metrics) -> dict[str, float]:
-    """Plain numbers, without the metrics that counted nothing."""
+    """Plain numbers; metrics that counted nothing are left out."""
     return {name: m.value for name, m in metrics.items() if m.value is not None}

@@ -1,5 +1,5 @@
-"""What ranks tell each other: small sums over data-parallel ranks, as functions that the mathematics is
-handed, and rank 0's answers."""
+"""Small sums over data-parallel ranks, as functions to pass to the mathematics, and calls that rank 0 makes for
+all ranks."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -14,8 +14,7 @@ from trainer.ranks.interruption import INTERRUPTIONS
 T = TypeVar("T")
 
 Total = Callable[[Tensor], Tensor]
-"""Sums a small float64 tensor over all ranks, the same on each of them. ``alone`` where one rank holds
-everything."""
+"""Sums a small float64 tensor over all ranks; every rank gets the same bits. ``alone`` if one rank holds all."""
 
 
 def alone(sums: Tensor) -> Tensor:
@@ -23,13 +22,12 @@ def alone(sums: Tensor) -> Tensor:
 
 
 def total_over(group: dist.ProcessGroup | None) -> Total:
-    """The Total of a process group; None means that this rank holds everything."""
+    """The Total of a process group; ``alone`` for None."""
     if group is None or dist.get_world_size(group) == 1:
         return alone
 
     def total(sums: Tensor) -> Tensor:
-        # Gathered and added in rank order: every rank gets the same bits whatever algorithm an all-reduce
-        # would pick.
+        # Gathered and added in rank order: the bits must not depend on the algorithm of an all-reduce.
         mine = sums.detach().to(device=platform.device(), dtype=torch.float64).contiguous()
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         dist.all_gather(everyone, mine, group=group)
@@ -39,8 +37,8 @@ def total_over(group: dist.ProcessGroup | None) -> Total:
 
 
 def on_first_rank(ask: Callable[[], T]) -> T | None:
-    """Rank 0 calls ``ask`` and gets its answer; the others call nothing and get None. A collective: all ranks
-    raise what interrupted rank 0."""
+    """Call ``ask`` on rank 0 and return its answer there, None elsewhere. A collective: an interruption of rank 0
+    is raised on all ranks."""
     answer, interruption = None, None
     if dist.get_rank() == 0:
         try:

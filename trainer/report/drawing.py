@@ -1,13 +1,14 @@
-"""Draws the pictures of ``pictures.py`` from what a run has recorded.
+"""Draws the pictures of ``pictures.py`` from a run's recorded metrics.
 
-Colours are told apart with every kind of colour vision (M. Okabe and K. Ito, 2008), and lines by their dashes
-too. Legends stand above the axes, so that they cover nothing.
+The colours differ under every kind of colour vision (M. Okabe and K. Ito, 2008); lines also differ in their
+dashes. Legends stand above the axes and cover nothing.
 """
 
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, assert_never
 
 from configs.schema import RunConfig
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 ALONE = (4.8, 3.5)
-"""Inches of a panel alone: on the 360 pixels of a phone its smallest letters are about 8 pixels high."""
+"""Inches of a single panel: on a phone of 360 pixels its smallest letters are about 8 pixels high."""
 FEWEST_SMOOTHED = 12
 _LAST_STEPS = 10
 _LINEAR_BELOW = 1e-3
-"""On a log scale with values that are not positive: the gap's metrics are noise below it."""
+"""Bound of the linear part of a log scale with values that are not positive: metrics of the gap are noise below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,33 +45,27 @@ class Recorded:
     series: dict[str, Series]
 
     def get(self, metric: str) -> Series:
-        """Empty where it was not recorded."""
+        """The metric's series, empty if it was not recorded."""
         base = metric.removeprefix("1 - ")
-        found = self.series.get(base, Series([], []))
-        return found if base == metric else Series(found.steps, [1 - value for value in found.values])
+        series = self.series.get(base, Series([], []))
+        return series if base == metric else Series(series.steps, [1 - value for value in series.values])
 
     def labelled(self, metrics: Mapping[str, str]) -> dict[str, str]:
         """The recorded ones of these metrics, name to label, with stars resolved."""
-        found = {}
+        labels = {}
         for name, label in metrics.items():
             if "*" not in name:
-                found |= {name: label} if len(self.get(name)) else {}
+                labels |= {name: label} if len(self.get(name)) else {}
                 continue
-            matches = (
-                (other, re.fullmatch(re.escape(name).replace(r"\*", "([^/]+)"), other))
-                for other in sorted(self.series)
-            )
-            found |= {other: label.replace("*", match[1]) for other, match in matches if match}
-        return found
+            pattern = re.compile(re.escape(name).replace(r"\*", "([^/]+)"))
+            matches = filter(None, map(pattern.fullmatch, sorted(self.series)))
+            labels |= {match[0]: label.replace("*", match[1]) for match in matches}
+        return labels
 
     def edges(self, prefix: str) -> dict[str, str]:
-        """The bins or buckets that are recorded under a prefix, in order: ``le_64`` to a label such as ``≤
-        64``."""
-        parts = {
-            name.removeprefix(f"{prefix}/").split("/")[0]
-            for name in self.series
-            if name.startswith(f"{prefix}/")
-        }
+        """The recorded bins or buckets of a prefix, in order: ``le_64`` to its label ``≤ 64``."""
+        names = (name for name in self.series if name.startswith(f"{prefix}/"))
+        parts = {name.removeprefix(f"{prefix}/").split("/")[0] for name in names}
         edges = sorted(
             (float(edge), kind == "over", part) for part in parts for kind, _, edge in [part.partition("_")]
         )
@@ -89,24 +84,24 @@ def is_drawn(panel: Panel, recorded: Recorded) -> bool:
 
 
 def draw(picture: Picture, recorded: Recorded, config: RunConfig) -> "Figure | None":
-    """None where nothing of the picture was recorded."""
+    """The whole picture, None if nothing of it was recorded."""
     panels = [panel for panel in picture.panels if is_drawn(panel, recorded)]
     if not panels:
         return None
     figure, all_axes = new_figure(len(panels), picture.title)
     for panel, axes in zip(panels, all_axes, strict=True):
         _draw_panel(axes, panel, recorded, config)
-    _say_what_is_smoothed(figure, panels, recorded)
+    _note_smoothing(figure, panels, recorded)
     return figure
 
 
 def draw_alone(picture: Picture, recorded: Recorded, config: RunConfig) -> "Iterator[Figure]":
-    """Each panel as a figure of its own, which a page can lay out for the width of its screen."""
+    """Each panel as a figure of its own, for a page to lay out by the width of its screen."""
     for panel in picture.panels:
         if is_drawn(panel, recorded):
             figure, (axes,) = new_figure(1, "", size=ALONE)
             _draw_panel(axes, panel, recorded, config)
-            _say_what_is_smoothed(figure, [panel], recorded)
+            _note_smoothing(figure, [panel], recorded)
             yield figure
 
 
@@ -122,31 +117,25 @@ def _draw_panel(axes: "Axes", panel: Panel, recorded: Recorded, config: RunConfi
             assert_never(panel)
 
 
-def _say_what_is_smoothed(figure: "Figure", panels: Sequence[Panel], recorded: Recorded) -> None:
+def _note_smoothing(figure: "Figure", panels: Sequence[Panel], recorded: Recorded) -> None:
     smoothed = [
-        _width(series)
+        _smoothing_width(series)
         for panel in panels
         if isinstance(panel, Lines) and not panel.sparse
         for series in map(recorded.get, recorded.labelled(panel.metrics))
         if len(series) >= FEWEST_SMOOTHED
     ]
     if smoothed:
-        figure.supxlabel(
-            f"lines: mean of {max(smoothed)} steps; pale: each step",
-            fontsize=8,
-            color="#555555",
-            x=0.99,
-            ha="right",
-        )
+        note = f"lines: mean of {max(smoothed)} steps; pale: each step"
+        figure.supxlabel(note, fontsize=8, color="#555555", x=0.99, ha="right")
 
 
 def new_figure(
     num_panels: int, title: str, *, size: tuple[float, float] | None = None
 ) -> "tuple[Figure, Sequence[Axes]]":
-    """``size``: inches; None: for all panels in rows. A page shows the title itself, so "" leaves it out."""
-    from matplotlib.figure import (
-        Figure,
-    )  # slow to import; Figure itself draws with Agg, without a display or global state
+    """``size``: inches; None: for all panels in rows. An empty ``title`` is for a page that shows it itself."""
+    # Slow to import. Figure itself draws with Agg, without a display or global state.
+    from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     rows, columns = (1, num_panels) if num_panels <= 3 else (math.ceil(num_panels / 2), 2)
@@ -174,8 +163,7 @@ def draw_stack(
     *,
     title: str,
 ) -> None:
-    """Parts of each step, one on the other, one step wide; a gap stays where there is no step. ``parts`` hold
-    a value per step."""
+    """Stack the parts of each step, one step wide, with gaps for missing steps. ``parts`` have a value per step."""
     edges: list[float] = []
     places: list[int | None] = []
     for place, step in enumerate(steps):
@@ -201,8 +189,7 @@ def draw_stack(
 
 
 def smooth(values: Sequence[float], width: int) -> list[float]:
-    """Mean over the ``width`` (odd) steps around each, of those that exist; NaN stays NaN and does not count
-    in its neighbours' means."""
+    """Mean over the ``width`` (odd) steps around each. NaN stays NaN and is left out of its neighbours' means."""
     half, smoothed = width // 2, []
     for index, value in enumerate(values):
         near = [v for v in values[max(index - half, 0) : index + half + 1] if not math.isnan(v)]
@@ -243,56 +230,44 @@ def _draw_lines(axes: "Axes", panel: Lines, recorded: Recorded, config: RunConfi
 
 def _draw_points(axes: "Axes", series: Series, label: str, color: str) -> None:
     axes.plot(series.steps, series.values, color=color, marker="o", markersize=5, linewidth=1.4, label=label)
-    ends = {0, len(series) - 1}
-    for index in ends:
-        axes.annotate(
-            f"{series.values[index]:.1%}",
-            (series.steps[index], series.values[index]),
-            textcoords="offset points",
-            xytext=(0, 8),
-            ha="center",
-            fontsize=9,
-        )
+    style = {"textcoords": "offset points", "xytext": (0, 8), "ha": "center", "fontsize": 9}
+    for index in {0, len(series) - 1}:
+        place = (series.steps[index], series.values[index])
+        axes.annotate(f"{series.values[index]:.1%}", place, **style)
     axes.margins(x=0.09, y=0.15)
 
 
 def _draw_series(axes: "Axes", series: Series, label: str, color: str, dashes: Any) -> None:
     steps, values = _with_gaps(series)
+    line = {"color": color, "linestyle": dashes, "label": label}
     if len(series) < FEWEST_SMOOTHED:
-        axes.plot(
-            steps, values, color=color, marker="o", markersize=4, linewidth=1.4, linestyle=dashes, label=label
-        )
+        axes.plot(steps, values, marker="o", markersize=4, linewidth=1.4, **line)
         return
     axes.plot(steps, values, color=color, alpha=0.25, linewidth=1.0)
-    axes.plot(
-        steps, smooth(values, _width(series)), color=color, linewidth=1.9, linestyle=dashes, label=label
-    )
+    axes.plot(steps, smooth(values, _smoothing_width(series)), linewidth=1.9, **line)
 
 
-def _width(series: Series) -> int:
+def _smoothing_width(series: Series) -> int:
     return max(len(series) // 15, 3) | 1
 
 
 def _with_gaps(series: Series) -> tuple[list[int], list[float]]:
-    """Every step from first to last, NaN where there is no value, so that a line breaks there instead of
-    bridging it."""
-    known = dict(zip(series.steps, series.values, strict=True))
+    """Every step from first to last. Missing values are NaN, so that lines break there."""
+    by_step = dict(zip(series.steps, series.values, strict=True))
     steps = list(range(series.steps[0], series.steps[-1] + 1))
-    return steps, [known.get(step, math.nan) for step in steps]
+    return steps, [by_step.get(step, math.nan) for step in steps]
 
 
 def _set_bounds(axes: "Axes", bounds: tuple[float | None, float | None], values: Sequence[float]) -> None:
     low, high = bounds
-    axes.yaxis.set_major_formatter(
-        "{x:.10g}"
-    )  # in full: matplotlib would put a common power above the axes, into the legend
+    # In full: matplotlib would put a common power above the axes, into the legend.
+    axes.yaxis.set_major_formatter("{x:.10g}")
     spread = max(values) - min(values)
     is_flat = spread <= 1e-9 * max(abs(max(values)), 1e-300)
     if is_flat:  # without this the scale shows rounding noise
         around = abs(values[0]) * 0.1 or 0.1
-        axes.set_ylim(
-            values[0] - around if low is None else low - 0.03 * (values[0] + around - low), values[0] + around
-        )
+        top = values[0] + around
+        axes.set_ylim(values[0] - around if low is None else low - 0.03 * (top - low), top)
     elif low is not None and min(values) >= low:
         axes.set_ylim(low - 0.03 * (max(values) - low), max(values) + 0.06 * (max(values) - low))
     if high is not None and max(values) <= high and not is_flat:
@@ -308,7 +283,7 @@ def _draw_line(axes: "Axes", line: tuple[str, str], config: RunConfig) -> float:
 
 
 def _draw_alarm_level(axes: "Axes", level: float | None) -> bool:
-    """Only where the data come near it: it must not press them flat."""
+    """Draw the level if it lies within the data's range, which it must not widen."""
     low, high = axes.get_ylim()
     if level is None or not low <= level <= high:
         return False
@@ -321,21 +296,13 @@ def _titled(
     axes: "Axes", title: str, *, columns: int, beside: bool = False, without_legend: bool = False
 ) -> None:
     """The panel's title and, under it or beside the axes, its legend."""
-    if without_legend:
+    if without_legend or beside:
         axes.set_title(title, fontsize=10, fontweight="bold", loc="left")
+        if beside:
+            place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+            axes.legend(fontsize=8, reverse=True, frameon=False, handlelength=1.2, **place)
         return
     labels = axes.get_legend_handles_labels()[1]
-    if beside:
-        axes.set_title(title, fontsize=10, fontweight="bold", loc="left")
-        axes.legend(
-            fontsize=8,
-            loc="center left",
-            bbox_to_anchor=(1.0, 0.5),
-            reverse=True,
-            frameon=False,
-            handlelength=1.2,
-        )
-        return
     axes.legend(
         title=title,
         title_fontproperties={"size": 10, "weight": "bold"},
@@ -359,10 +326,10 @@ def _draw_shares(axes: "Axes", panel: Shares, recorded: Recorded) -> None:
     from matplotlib import colormaps
 
     labels = recorded.edges(panel.prefix)
-    known = {label: recorded.get(f"{panel.prefix}/{part}") for part, label in labels.items()}
-    steps = sorted({step for series in known.values() for step in series.steps})
+    by_label = {label: recorded.get(f"{panel.prefix}/{part}") for part, label in labels.items()}
+    steps = sorted({step for series in by_label.values() for step in series.steps})
     parts = {}
-    for label, series in known.items():
+    for label, series in by_label.items():
         by_step = dict(zip(series.steps, series.values, strict=True))
         parts[label] = [by_step.get(step, 0.0) for step in steps]
     shades = [colormaps["cividis_r"](place / max(len(parts) - 1, 1)) for place in range(len(parts))]
@@ -377,25 +344,15 @@ def _draw_buckets(axes: "Axes", panel: Buckets, recorded: Recorded) -> None:
         return [value for step, value in zip(series.steps, series.values, strict=True) if step in since]
 
     edges = recorded.edges(panel.prefix)
-    since = set(
-        sorted(
-            {step for part in edges for step in recorded.get(f"{panel.prefix}/{part}/{panel.mean}").steps}
-        )[-_LAST_STEPS:]
-    )
+    steps = {step for part in edges for step in recorded.get(f"{panel.prefix}/{part}/{panel.mean}").steps}
+    since = set(sorted(steps)[-_LAST_STEPS:])
     labels = {part: label for part, label in edges.items() if last(part, panel.mean)}
-    means = [sum(found) / len(found) for part in labels if (found := last(part, panel.mean))]
+    means = [fmean(last(part, panel.mean)) for part in labels]
     maxima = [max(last(part, panel.max)) for part in labels]
     places = range(len(labels))
     axes.bar([place - 0.2 for place in places], means, width=0.38, color=COLORS[0], label="mean")
-    axes.bar(
-        [place + 0.2 for place in places],
-        maxima,
-        width=0.38,
-        color=COLORS[1],
-        label="max",
-        hatch="//",
-        edgecolor="white",
-    )
+    right = [place + 0.2 for place in places]
+    axes.bar(right, maxima, width=0.38, color=COLORS[1], label="max", hatch="//", edgecolor="white")
     if positive := [value for value in (*means, *maxima) if value > 0]:
         axes.set_yscale("log")
         axes.set_ylim(bottom=min(positive) / 2)

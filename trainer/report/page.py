@@ -1,14 +1,14 @@
-"""``report.html`` and its figures, from what a run has written so far: metrics.jsonl, config.yaml, and
-summary.json where it is there.
+"""``report.html`` and its figures, from metrics.jsonl, config.yaml and, if there is one, summary.json of a run.
 
-The page needs neither network nor scripts. What was not recorded, or never happened, is said in its notes
-instead of drawn. The pictures: ``pictures.py``, drawn by ``drawing.py``.
+The page needs neither network nor scripts. Its notes name metrics that were not recorded, or never changed;
+they are not drawn. ``drawing.py`` draws the pictures of ``pictures.py``.
 """
 
 import base64
 import io
 import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ from configs.loader import ConfigError, load_config
 from configs.presets import DESCRIPTIONS, preset_name
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
+from trainer.metric_names import TIME_PARTS, known
 from trainer.report.drawing import (
     ALONE,
     COLORS,
@@ -38,10 +39,9 @@ from trainer.tracking.tracker import duration, flatten, read_metrics
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_TIME_PARTS = ("sampling", "logprobs", "update", "sync", "evaluation")
 _FEWEST_FLAT = 5
 _HEALTHY_AT_ONE = ("kept_min", "first_ratio_tolerance", "weight_mean_min", "weight_mean_max", "ess_min")
-"""Alarms of quantities that are 1 where all is well; the others are 0 there."""
+"""Alarms of quantities whose healthy value is 1; that of the others is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class AlarmHistory:
 
     name: str
     steps: list[int]
-    """At which it was raised."""
+    """The steps that raised it."""
     worst_step: int
     worst: Alarm
 
@@ -75,14 +75,15 @@ class _Run:
         return [step for step in self.steps if step > 0]
 
     def get(self, metric: str) -> Series:
+        known(metric.removeprefix("1 - "))
         return self.recorded.get(metric)
 
 
 def write_report(run_dir: Path, config: RunConfig | None = None) -> Path:
     """Write ``figures/*.png`` and ``report.html`` of a run, finished or not; returns the path of the page.
 
-    config: of the run; None: as its folder holds it.
-    Raises ValueError where the folder is not that of a training run.
+    config: the run's; None: read from its folder.
+    Raises ValueError if the folder is not that of a training run.
     """
     run = _read_run(run_dir, config)
     figures = run_dir / "figures"
@@ -146,7 +147,7 @@ def _read_summary(run: _Run) -> dict[str, Any]:
 
 
 def _by_metric(rows: Sequence[Mapping[str, Any]]) -> Recorded:
-    """Of two values of one step the later counts."""
+    """The series of each metric; of two values of one step the later counts."""
     by_metric: dict[str, dict[int, float]] = {}
     for row in rows:
         for name, value in row.items():
@@ -162,29 +163,24 @@ def _by_metric(rows: Sequence[Mapping[str, Any]]) -> Recorded:
 def alarm_histories(rows: Sequence[Mapping[str, Any]], config: AlarmsConfig) -> list[AlarmHistory]:
     """The alarms of a run's lines of metrics.jsonl, by the levels of its config, the most frequent first.
 
-    A null stands for a value that was not finite, which is an alarm, and the worst there is. Step 0 only
-    evaluates.
+    A null stands for a value that was not finite: an alarm, and the worst value. Step 0 only evaluates.
     """
-    merged: dict[int, dict[str, float]] = {}
+    merged: dict[int, dict[str, float]] = defaultdict(dict)
     for row in rows:
-        merged.setdefault(row["step"], {}).update(
-            {name: math.nan if value is None else value for name, value in row.items()}
-        )
+        merged[row["step"]] |= {name: math.nan if value is None else value for name, value in row.items()}
     raised: dict[str, dict[int, Alarm]] = {}
     for step in sorted(merged.keys() - {0}):
         for alarm in check_alarms(merged[step], config):
             raised.setdefault(alarm.name, {})[step] = alarm
-    found = []
+    histories = []
     for name, by_step in raised.items():
-        worst_step = max(by_step, key=lambda step: _distance(by_step[step]))
-        found.append(
-            AlarmHistory(name=name, steps=sorted(by_step), worst_step=worst_step, worst=by_step[worst_step])
-        )
-    return sorted(found, key=lambda history: -len(history.steps))
+        worst_step = max(by_step, key=lambda step: _distance_from_healthy(by_step[step]))
+        worst = by_step[worst_step]
+        histories.append(AlarmHistory(name=name, steps=sorted(by_step), worst_step=worst_step, worst=worst))
+    return sorted(histories, key=lambda history: -len(history.steps))
 
 
-def _distance(alarm: Alarm) -> float:
-    """From where the quantity is healthy."""
+def _distance_from_healthy(alarm: Alarm) -> float:
     away = abs(alarm.value - (alarm.name in _HEALTHY_AT_ONE))
     return math.inf if math.isnan(away) else away
 
@@ -198,25 +194,21 @@ def _note_the_data(run: _Run) -> None:
         run.notes.append(
             f"Steps without a record: {listed}{' and more' if len(gaps) > 10 else ''}. Lines are interrupted there."
         )
-    panels = [
-        (panel, picture.optional)
-        for picture in PICTURES
-        for panel in picture.panels
-        if isinstance(panel, Lines)
+    pictures = [(p.optional, [panel for panel in p.panels if isinstance(panel, Lines)]) for p in PICTURES]
+    expected = [
+        name for optional, panels in pictures if not optional for panel in panels for name in panel.metrics
     ]
-    absent = [
-        m.removeprefix("1 - ")
-        for panel, optional in panels
-        if not optional
-        for m in panel.metrics
-        if not run.get(m)
-    ]
+    absent = [name.removeprefix("1 - ") for name in expected if not run.get(name)]
     if absent:
         run.notes.append(f"Not recorded, so not drawn: {', '.join(dict.fromkeys(absent))}.")
     left_out, rounding = [], []
-    for metric, is_shown in {
-        m: is_drawn(panel, run.recorded) for panel, _ in panels for m in run.recorded.labelled(panel.metrics)
-    }.items():
+    shown = {
+        name: is_drawn(panel, run.recorded)
+        for _, panels in pictures
+        for panel in panels
+        for name in run.recorded.labelled(panel.metrics)
+    }
+    for metric, is_shown in shown.items():
         series = run.get(metric)
         if len(set(series.values)) > 1:
             if not is_shown:
@@ -251,15 +243,13 @@ def _draw_all(run: _Run) -> "Iterator[tuple[str, str, str, Figure | None, Iterab
 
 
 def _as_svg(figure: "Figure") -> str:
-    """In base64, for the page: sharp at every width, and of a few kilobytes."""
+    """The figure for the page, in base64: sharp at every width, and a few kilobytes."""
     from matplotlib import rc_context
 
-    drawn = io.StringIO()
-    with rc_context(
-        {"svg.fonttype": "none", "svg.hashsalt": "tandem", "font.family": ["DejaVu Sans", "sans-serif"]}
-    ):
-        figure.savefig(drawn, format="svg", metadata={"Date": None, "Creator": None})
-    return base64.b64encode(drawn.getvalue().encode()).decode("ascii")
+    svg, fonts = io.StringIO(), ["DejaVu Sans", "sans-serif"]
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "tandem", "font.family": fonts}):
+        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+    return base64.b64encode(svg.getvalue().encode()).decode("ascii")
 
 
 def _draw_step_time(run: _Run, title: str, size: tuple[float, float] | None) -> "Figure | None":
@@ -273,21 +263,16 @@ def _draw_step_time(run: _Run, title: str, size: tuple[float, float] | None) -> 
 
 
 def _step_times(run: _Run) -> tuple[list[int], dict[str, list[float]]]:
-    """Seconds by part over the steps that have any; ``other`` is the rest of time/step, which has no
-    evaluation in it."""
-    known = {
-        part: dict(zip(s.steps, s.values, strict=True))
-        for part in (*_TIME_PARTS, "step")
-        if (s := run.get(f"time/{part}"))
-    }
-    steps = sorted({step for values in known.values() for step in values})
-    parts = {part: [known.get(part, {}).get(step, 0.0) for step in steps] for part in _TIME_PARTS}
-    sums = [
-        sum(seconds)
-        for seconds in zip(*(parts[part] for part in _TIME_PARTS if part != "evaluation"), strict=True)
-    ]
-    whole = [known.get("step", {}).get(step, 0.0) for step in steps]
-    return steps, {**parts, "other": [max(w - s, 0.0) for w, s in zip(whole, sums, strict=True)]}
+    """Seconds by part over the steps that have any; ``other`` is the rest of time/step, which excludes the
+    evaluation."""
+    series = {part: run.get(f"time/{part}") for part in (*TIME_PARTS, "step")}
+    seconds = {part: dict(zip(s.steps, s.values, strict=True)) for part, s in series.items()}
+    steps = sorted({step for by_step in seconds.values() for step in by_step})
+    parts = {part: [by_step.get(step, 0.0) for step in steps] for part, by_step in seconds.items()}
+    whole = parts.pop("step")
+    in_step = zip(*(parts[part] for part in TIME_PARTS if part != "evaluation"), strict=True)
+    rest = [max(all_s - sum(part_s), 0.0) for all_s, part_s in zip(whole, in_step, strict=True)]
+    return steps, {**parts, "other": rest}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -359,13 +344,10 @@ def _alarm_text(history: AlarmHistory, num_steps: int) -> tuple[str, str, str]:
 
 
 def _standard_errors(run: _Run) -> tuple[float | None, float | None]:
-    """Of the first and of the last accuracy, as recorded. Of an earlier version's run: as if all answers to a
-    problem were alike."""
-    recorded, accuracy, counts = (
-        run.get("eval/accuracy_error"),
-        run.get("eval/accuracy"),
-        run.get("eval/count"),
-    )
+    """Standard errors of the first and of the last accuracy, as recorded. For a run of an earlier version they are
+    computed as if all answers to a problem were alike."""
+    recorded, accuracy = run.get("eval/accuracy_error"), run.get("eval/accuracy")
+    counts = run.get("eval/count")
     if not (accuracy and counts):
         return None, None
     problems = [count / run.config.evaluation.samples_per_prompt for count in counts.values]
@@ -384,9 +366,8 @@ def _percent(share: Any, error: float | None) -> str:
 
 
 def _total_seconds(run: _Run) -> float:
-    """Of the learner: its start and its steps, or what the steps so far have taken. The summary's other
-    seconds are parts of these, or of what came before the run (the quickstart's installation and warm start).
-    """
+    """Seconds of the learner's start and steps; before the summary is written, of the steps so far. The summary's
+    other seconds are parts of these, or precede the run (the quickstart's installation and warm start)."""
     seconds = run.summary.get("seconds")
     if isinstance(seconds, dict) and isinstance(seconds.get("training"), int | float):
         return seconds["training"] + (seconds.get("start_up") or 0.0)
@@ -401,19 +382,13 @@ def _seconds_by_part(run: _Run) -> list[tuple[str, str, str]]:
 
 
 def changed_settings(config: RunConfig) -> list[tuple[str, str, str]]:
-    """(field, value, default) of every setting that is not at its default; required ones have the default
-    "-"."""
+    """(field, value, default) of every setting that differs from its default; "-" is a required one's default."""
     plain = RunConfig(model=config.model, task=config.task)
     defaults = flatten(plain.model_dump(mode="json"))
     for block in ("model", "task"):
-        required = {
-            name
-            for name, info in type(getattr(config, block)).model_fields.items()
-            if info.is_required() or name == "type"
-        }
         for name, info in type(getattr(config, block)).model_fields.items():
-            default = flatten({f"{block}.{name}": "-" if name in required else info.default})
-            defaults |= default
+            is_required = info.is_required() or name == "type"
+            defaults |= flatten({f"{block}.{name}": "-" if is_required else info.default})
     values = flatten(config.model_dump(mode="json"))
     return [
         (name, _redacted(value), defaults.get(name, "-"))
@@ -423,13 +398,13 @@ def changed_settings(config: RunConfig) -> list[tuple[str, str, str]]:
 
 
 def _redacted(value: str) -> str:
-    """A report is passed on: no user and password of a tracking server in it."""
+    """A setting without user and password of a tracking server, as reports are passed on."""
     scheme, slashes, rest = value.partition("://")
     host, at, tail = rest.rpartition("@")
     return f"{scheme}{slashes}{tail}" if slashes and at and "/" not in host else value
 
 
-def _metric_table(run: _Run) -> list[tuple[str, str, str, str, str, int]]:
+def _metric_table(run: _Run) -> list[tuple[str | int, ...]]:
     """(name, first, last, least, most, number of values)"""
     return [
         (name, *map(_number, (s.values[0], s.values[-1], min(s.values), max(s.values))), len(s))

@@ -1,12 +1,14 @@
-"""What a report draws: its pictures and their panels, as data. ``drawing.py`` draws them.
+"""The report's pictures and their panels, as data. ``drawing.py`` draws them.
 
-A name with a star stands for all recorded metrics that match it (the star is one part of a name, and the
-line's label where the label is a star too). ``1 - NAME`` is one less the metric. What was not recorded is
-left out, line by line, panel by panel, picture by picture.
+A name with a star stands for all recorded metrics that match it. The star is one part of a name; a star in the
+label becomes that part. ``1 - NAME`` is one less the metric. Lines, panels and pictures without a recorded
+metric are left out.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from trainer.metric_names import entry_of, known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,23 +16,29 @@ class Lines:
     """Metrics in one unit over the steps."""
 
     title: str
-    unit: str
     metrics: Mapping[str, str]
-    """Name to label."""
+    """Name to label; all of one unit."""
     log: bool = False
-    """Where the values are positive and span a decade; where some are not positive, linear around zero."""
+    """Log scale if the values are positive and span a decade; linear around zero if some are not positive."""
     bounds: tuple[float | None, float | None] = (None, None)
     sparse: bool = False
-    """Shares, measured at few steps: marked points, no smoothing."""
+    """Shares measured at few steps: marked points, no smoothing."""
     line: tuple[str, str] | None = None
     """A horizontal line: (field of the config, label)."""
     alarm: str | None = None
-    """The level of this alarm, where it is in view."""
+    """Draw the level of this alarm if it is in view."""
     idle: float | None = None
-    """The panel is left out where all values are this: nothing happened, which a note says in fewer words."""
+    """The panel is left out if all values are this: nothing happened, and a note says so."""
     noise: float = 0.0
-    """The panel is left out too where all values are nearer than this to ``idle`` (or to 0): rounding, whose
-    trend says nothing."""
+    """The panel is also left out if all values are nearer than this to ``idle`` (or to 0), which is rounding."""
+
+    @property
+    def unit(self) -> str:
+        (unit,) = {
+            f"1 - {entry_of(name[4:]).unit}" if name.startswith("1 - ") else entry_of(name).unit
+            for name in self.metrics
+        }
+        return unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +46,11 @@ class Shares:
     """The bins of a distribution (``PREFIX/le_EDGE``, ``PREFIX/over_EDGE``), stacked over the steps."""
 
     title: str
-    unit: str
     prefix: str
+
+    @property
+    def unit(self) -> str:
+        return entry_of(f"{self.prefix}/*").unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +59,15 @@ class Buckets:
     a maximum."""
 
     title: str
-    unit: str
     prefix: str
     mean: str
     max: str
     axis: str
-    """What the buckets are of, and its unit."""
+    """The quantity of the buckets, and its unit."""
+
+    @property
+    def unit(self) -> str:
+        return entry_of(f"{self.prefix}/*/{self.mean}").unit
 
 
 Panel = Lines | Shares | Buckets
@@ -66,28 +80,32 @@ class Picture:
     about: str
     panels: tuple[Panel, ...]
     optional: bool = False
-    """Not every run has it: its absence is not worth a note."""
+    """Not every run has it, so its absence gets no note."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a name that is no metric, and for a panel of two units."""
+        for panel in self.panels:
+            assert panel.unit
+            if isinstance(panel, Buckets):
+                known(f"{panel.prefix}/*/{panel.max}")
 
 
 ROUNDING = 1e-5
-"""Divergences below this are float32's rounding of log-probs; no level or bound is near them."""
-_DP = "|p_rollout - p_learner|"
+"""Divergences below this are float32's rounding of log-probs, far below any level or bound."""
 
 PICTURES = (
     Picture(
         name="reward",
         title="Reward and held-out accuracy",
-        about="Mean reward of the sampled responses of each step, and the importance-weighted estimate of what the learner's policy would "
-        "get: where they part, the first one misleads. Accuracy is on problems that are never trained on.",
+        about="Mean reward of the sampled responses of each step, and the importance-weighted estimate of the learner's own reward. "
+        "Where they part, the first one misleads. Accuracy is on problems that are never trained on.",
         panels=(
             Lines(
                 title="Reward",
-                unit="mean reward",
                 metrics={"reward/mean": "as sampled", "reward/importance_weighted": "importance-weighted"},
             ),
             Lines(
                 title="Held-out accuracy",
-                unit="accuracy (share)",
                 metrics={"eval/accuracy": "accuracy"},
                 sparse=True,
                 bounds=(0, None),
@@ -97,20 +115,18 @@ PICTURES = (
     Picture(
         name="reward_parts",
         title="Parts of the reward, and groups",
-        about="Means of what the reward is made of, over the responses that were scored for it; groups whose siblings all score the same, "
-        "which carry no signal; and what dynamic sampling did about them.",
+        about="Means of the parts of the reward, over the responses that have them; groups whose siblings all score the same, which carry "
+        "no signal; and the groups that dynamic sampling sampled anew.",
         panels=(
-            Lines(title="Parts of the reward", unit="mean over responses", metrics={"reward/part/*": "*"}),
+            Lines(title="Parts of the reward", metrics={"reward/part/*": "*"}),
             Lines(
                 title="Groups without signal",
-                unit="share of groups",
                 metrics={"groups/no_signal_fraction": "no signal"},
                 bounds=(0, 1),
                 idle=0,
             ),
             Lines(
                 title="Dynamic sampling",
-                unit="groups per step",
                 metrics={
                     "sampling/resampled_groups": "sampled anew",
                     "sampling/filled_groups": "filled without signal",
@@ -124,12 +140,11 @@ PICTURES = (
     Picture(
         name="mismatch",
         title="Mismatch of the two engines",
-        about=f"Δp = {_DP} of a sampled token: what SGLang and the learner say of the same token. The mean hardly moves with layouts and "
-        "response length, the greatest one of a response does.",
+        about="Δp = |p_rollout - p_learner| of a sampled token: the distance of SGLang and learner on the same token. The mean hardly "
+        "moves with layouts and response length, the greatest one of a response does.",
         panels=(
             Lines(
                 title="Δp of responses",
-                unit=_DP,
                 metrics={
                     "mismatch/abs_prob_max": "max over all tokens",
                     "mismatch/response_abs_prob_max_mean": "max of a response, mean",
@@ -140,7 +155,6 @@ PICTURES = (
             ),
             Lines(
                 title="Responses with a Δp over 0.5",
-                unit="share of responses",
                 metrics={"mismatch/response_abs_prob_over": "share"},
                 bounds=(0, None),
                 alarm="response_abs_prob_over_max",
@@ -148,7 +162,6 @@ PICTURES = (
             ),
             Lines(
                 title="1 - Pearson's r of the probabilities",
-                unit="1 - r",
                 metrics={"1 - mismatch/prob_pearson": "1 - r"},
                 log=True,
                 noise=ROUNDING,
@@ -161,14 +174,9 @@ PICTURES = (
         about="Responses by their greatest Δp, and Δp by length of the response and by position in it (mean over the last 10 steps of the "
         "means, and their maximum). High bars at late positions only: a gap that builds up.",
         panels=(
-            Shares(
-                title="Greatest Δp of a response",
-                unit="share of responses",
-                prefix="mismatch/response_abs_prob_max_share",
-            ),
+            Shares(title="Greatest Δp of a response", prefix="mismatch/response_abs_prob_max_share"),
             Buckets(
                 title="Δp by response length",
-                unit=_DP,
                 prefix="mismatch/by_length",
                 mean="abs_prob_mean",
                 max="abs_prob_max",
@@ -176,7 +184,6 @@ PICTURES = (
             ),
             Buckets(
                 title="Δp by position",
-                unit=_DP,
                 prefix="mismatch/by_position",
                 mean="abs_prob_mean",
                 max="abs_prob_max",
@@ -190,17 +197,9 @@ PICTURES = (
         about="k3 estimate of KL(rollout || learner); second moments of the ratios learner / rollout of tokens and of whole responses, "
         "less 1; differences of the responses' log-perplexities (above 0: the learner finds the samples less likely).",
         panels=(
-            Lines(
-                title="KL, k3",
-                unit="nats per token",
-                metrics={"mismatch/k3": "k3"},
-                log=True,
-                alarm="kl_max",
-                noise=ROUNDING,
-            ),
+            Lines(title="KL, k3", metrics={"mismatch/k3": "k3"}, log=True, alarm="kl_max", noise=ROUNDING),
             Lines(
                 title="Chi-squared",
-                unit="E[ratio²] - 1",
                 metrics={"mismatch/chi2_sequence": "sequence", "mismatch/chi2_token": "token"},
                 log=True,
                 alarm="chi2_token_max",
@@ -208,7 +207,6 @@ PICTURES = (
             ),
             Lines(
                 title="Log-perplexity, learner - rollout",
-                unit="nats per token",
                 metrics={
                     "mismatch/log_ppl_diff_abs": "mean of |difference|",
                     "mismatch/log_ppl_diff_mean": "mean difference",
@@ -225,7 +223,6 @@ PICTURES = (
         panels=(
             Lines(
                 title="Before the bound",
-                unit="weight",
                 metrics={
                     "mismatch/raw_weight_max": "max",
                     "mismatch/raw_weight_mean": "mean",
@@ -235,7 +232,6 @@ PICTURES = (
             ),
             Lines(
                 title="After the bound",
-                unit="weight",
                 metrics={
                     "mismatch/weight_max": "max",
                     "mismatch/weight_mean": "mean",
@@ -245,7 +241,6 @@ PICTURES = (
             ),
             Lines(
                 title="Effective sample size",
-                unit="share",
                 metrics={
                     "mismatch/ess": "before the bound",
                     "mismatch/ess_bounded": "after the bound",
@@ -262,16 +257,9 @@ PICTURES = (
         about="Response tokens that are left to learn from, and shares of tokens and of whole responses that each rule rejects; total: all "
         "rules and the veto together.",
         panels=(
-            Lines(
-                title="Kept",
-                unit="share of tokens",
-                metrics={"mismatch/kept_fraction": "kept"},
-                bounds=(0, 1.0),
-                idle=1,
-            ),
+            Lines(title="Kept", metrics={"mismatch/kept_fraction": "kept"}, bounds=(0, 1.0), idle=1),
             Lines(
                 title="Rejected tokens",
-                unit="share of tokens",
                 metrics={"mismatch/rejected/*/tokens": "*"},
                 bounds=(0, 1.0),
                 alarm="rejected_max",
@@ -279,7 +267,6 @@ PICTURES = (
             ),
             Lines(
                 title="Rejected responses",
-                unit="share of responses",
                 metrics={"mismatch/rejected/*/sequences": "*"},
                 bounds=(0, 1.0),
                 alarm="rejected_max",
@@ -296,27 +283,18 @@ PICTURES = (
         panels=(
             Lines(
                 title="Gradient norm",
-                unit="L2 norm",
                 metrics={"optim/grad_norm": "gradient norm"},
                 bounds=(0, None),
                 line=("learner.optimizer.clip_grad", "clip_grad"),
             ),
             Lines(
                 title="Clipped tokens",
-                unit="share of tokens",
                 metrics={"policy/clip_fraction": "clipped", "policy/dual_clip_fraction": "dual clip"},
                 bounds=(0, None),
             ),
-            Lines(
-                title="KL(old || current), k1",
-                unit="nats per token",
-                metrics={"policy/ppo_kl": "k1"},
-                idle=0,
-                noise=ROUNDING,
-            ),
+            Lines(title="KL(old || current), k1", metrics={"policy/ppo_kl": "k1"}, idle=0, noise=ROUNDING),
             Lines(
                 title="Minibatches with a negative k1",
-                unit="share of minibatches",
                 metrics={"policy/ppo_kl_negative_fraction": "negative"},
                 bounds=(0, 1.0),
                 idle=0,
@@ -330,17 +308,12 @@ PICTURES = (
         panels=(
             Lines(
                 title="KL",
-                unit="nats per token",
                 metrics={
                     "policy/ref_kl": "current to ref",
                     "policy/kl_in_reward": "old to ref, in the reward",
                 },
             ),
-            Lines(
-                title="Coefficient in the reward",
-                unit="reward per nat",
-                metrics={"policy/kl_coefficient": "coefficient"},
-            ),
+            Lines(title="Coefficient in the reward", metrics={"policy/kl_coefficient": "coefficient"}),
         ),
         optional=True,
     ),
@@ -350,16 +323,14 @@ PICTURES = (
         about="Value loss; explained variance of the returns (1: every return is predicted, 0: as well as one constant does, below: "
         "worse); mean value against mean return.",
         panels=(
-            Lines(title="Value loss", unit="reward²", metrics={"critic/loss": "loss"}, bounds=(0, None)),
+            Lines(title="Value loss", metrics={"critic/loss": "loss"}, bounds=(0, None)),
             Lines(
                 title="Explained variance",
-                unit="share of the variance",
                 metrics={"critic/explained_variance": "explained"},
                 bounds=(None, 1.0),
             ),
             Lines(
                 title="Values and returns",
-                unit="mean over tokens",
                 metrics={"critic/return_mean": "return", "critic/value_mean": "value"},
             ),
         ),
@@ -368,30 +339,22 @@ PICTURES = (
     Picture(
         name="responses",
         title="Responses",
-        about="Entropy (a fall towards 0: sampling has become deterministic), mean perplexity of the responses, their length, and the "
-        "share that ended at the length limit, not by an end-of-sequence token.",
+        about="Entropy (near 0 sampling is deterministic), mean perplexity of the responses, their length, and the share that ended at the "
+        "length limit and not by an end-of-sequence token.",
         panels=(
-            Lines(
-                title="Entropy of the policy",
-                unit="nats per token",
-                metrics={"policy/entropy": "entropy"},
-                bounds=(0, None),
-            ),
+            Lines(title="Entropy of the policy", metrics={"policy/entropy": "entropy"}, bounds=(0, None)),
             Lines(
                 title="Perplexity of the responses",
-                unit="perplexity",
                 metrics={"mismatch/ppl_rollout": "rollout", "mismatch/ppl_train": "learner"},
                 log=True,
             ),
             Lines(
                 title="Response length",
-                unit="tokens",
                 metrics={"response/length_max": "longest", "response/length_mean": "mean"},
                 bounds=(0, None),
             ),
             Lines(
                 title="Truncated responses",
-                unit="share of responses",
                 metrics={"response/truncated_fraction": "truncated"},
                 bounds=(0, 1.0),
                 idle=0,
@@ -402,16 +365,19 @@ PICTURES = (
 
 FLAT_MEANS = {
     (
-        "policy/clip_fraction",
+        known("policy/clip_fraction"),
         0.0,
-    ): "expected with one minibatch per step: the policy that is updated is the one that was scored",
-    ("policy/ppo_kl", 0.0): "expected with one minibatch per step: current equals old exactly",
-    ("policy/dual_clip_fraction", 0.0): "dual clip acts on rare tokens only",
-    ("mismatch/kept_fraction", 1.0): "the correction rejects no token",
-    ("mismatch/kept_fraction", 0.0): "the correction rejects every token: nothing is learned",
-    ("mismatch/response_abs_prob_over", 0.0): "the engines contradict each other in no response",
-    ("response/truncated_fraction", 1.0): "no response ends by itself: max_new_tokens is too small",
-    ("groups/no_signal_fraction", 1.0): "siblings always score the same: there is nothing to learn from",
-    ("reward/mean", 0.0): "no response was ever right: there is nothing to learn from",
+    ): "expected with one minibatch per step: the scored policy is updated",
+    (known("policy/ppo_kl"), 0.0): "expected with one minibatch per step: current equals old exactly",
+    (known("policy/dual_clip_fraction"), 0.0): "dual clip acts on rare tokens only",
+    (known("mismatch/kept_fraction"), 1.0): "the correction rejects no token",
+    (known("mismatch/kept_fraction"), 0.0): "the correction rejects every token: nothing is learned",
+    (known("mismatch/response_abs_prob_over"), 0.0): "the engines contradict each other in no response",
+    (known("response/truncated_fraction"), 1.0): "no response ends by itself: max_new_tokens is too small",
+    (
+        known("groups/no_signal_fraction"),
+        1.0,
+    ): "siblings always score the same: there is nothing to learn from",
+    (known("reward/mean"), 0.0): "no response was ever right: there is nothing to learn from",
 }
-"""What it means that a metric has this value at all steps."""
+"""The meaning of a metric that has this value at all steps."""

@@ -12,7 +12,7 @@ Row = Mapping[str, Any]
 
 MARKERS = "osD^vP*X"
 SMALLEST = 1e-9
-"""Where a gap of zero is drawn on a logarithmic axis."""
+"""The place of a gap of zero on a logarithmic axis."""
 
 
 def draw_study(result: Row, folder: Path) -> list[Path]:
@@ -30,9 +30,8 @@ def draw_study(result: Row, folder: Path) -> list[Path]:
 
 
 def _figure(width: float, height: float) -> "Figure":
-    from matplotlib.figure import (
-        Figure,
-    )  # slow to import; Figure itself draws with Agg, without a display or global state
+    # Slow to import. Figure itself draws with Agg, without a display or global state.
+    from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -62,39 +61,42 @@ def _distribution(result: Row) -> "Figure":
 
 
 def _length(result: Row) -> "Figure":
-    """Max and mean against the response's length, dp against position, and one long response against several
+    """Max and mean against the response's length, Δp against position, and one long response against several
     short ones."""
     figure = _figure(13, 8)
-    (of_max, of_mean), (of_position, of_tokens) = figure.subplots(2, 2)
+    (max_axes, mean_axes), (position_axes, token_axes) = figure.subplots(2, 2)
     for index, pair in enumerate(result["pairs"]):
         marks = {"marker": MARKERS[index % len(MARKERS)], "markersize": 4, "linewidth": 1, "capsize": 2}
         style = marks | {"label": f"{pair['learner']} | {pair['rollout']}"}
-        for axes, long, short in ((of_max, "max_mean", "short_max"), (of_mean, "mean_mean", "short_mean")):
+        for axes, long, short in (
+            (max_axes, "max_mean", "short_max"),
+            (mean_axes, "mean_mean", "short_mean"),
+        ):
             axes.errorbar(*zip(*_by_length(pair, long, short), strict=True), **style)
         rows = pair["by_position"]
         ends = [row["up_to"] or 2 * row["above"] for row in rows]
-        of_position.errorbar(
+        position_axes.errorbar(
             ends, [row["mean"] for row in rows], [row["mean_se"] or 0 for row in rows], **style
         )
-    of_max.set(
+    max_axes.set(
         title="Max of a response",
         ylabel="mean over responses of max Δp",
         xlabel="response length (tokens, mean of the bucket)",
     )
-    of_mean.set(
+    mean_axes.set(
         title="Mean of a response",
         ylabel="mean over responses of mean Δp",
         xlabel="response length (tokens, mean of the bucket)",
     )
-    of_position.set(
+    position_axes.set(
         title="By position", ylabel="mean Δp of the tokens", xlabel="position in the response (up to)"
     )
-    for axes in (of_max, of_mean, of_position):
+    for axes in (max_axes, mean_axes, position_axes):
         axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-    of_max.legend(fontsize=7, title="learner | rollout", title_fontsize=7)
-    _equal_tokens(of_tokens, result["pairs"])
+    max_axes.legend(fontsize=7, title="learner | rollout", title_fontsize=7)
+    _equal_tokens(token_axes, result["pairs"])
     return figure
 
 
@@ -119,15 +121,9 @@ def _equal_tokens(axes: "Axes", pairs: Sequence[Row]) -> None:
     width = 0.8 / len(columns)
     for index, (name, label) in enumerate(columns.items()):
         places = [place + (index - 1.5) * width for place in range(len(pairs))]
-        found = [pair["equal_tokens"] for pair in pairs]
-        axes.bar(
-            places,
-            [row[name] for row in found],
-            width,
-            yerr=[row[f"{name}_se"] or 0 for row in found],
-            label=label,
-            capsize=2,
-        )
+        rows = [pair["equal_tokens"] for pair in pairs]
+        errors = [row[f"{name}_se"] or 0 for row in rows]
+        axes.bar(places, [row[name] for row in rows], width, yerr=errors, label=label, capsize=2)
     one = pairs[0]["equal_tokens"]
     axes.set_xticks(
         range(len(pairs)), [f"{pair['learner']} |\n{pair['rollout']}" for pair in pairs], fontsize=7
@@ -139,7 +135,7 @@ def _equal_tokens(axes: "Axes", pairs: Sequence[Row]) -> None:
 
 
 def _causes(result: Row) -> "Figure":
-    """How far each switch moves the probabilities."""
+    """Distance that each switch moves the probabilities."""
     rows = [row for row in result["causes"]["ranked"] if not row["bitwise"]][::-1]
     figure = _figure(9, 1.5 + 0.4 * len(rows))
     axes = figure.subplots()

@@ -1,11 +1,10 @@
-"""The learner's side of ``tandem mismatch``: the real engine, frozen, scores tokens that servers sampled; for
---why under switches.
+"""The learner's side of ``tandem mismatch``: the real engine, frozen, scores tokens that servers sampled, and with
+--why it scores them again under switches.
 
-Legend: R responses, N their tokens end to end, T packed tokens, V vocabulary. Every function is called by all
-ranks, in the same order.
+R responses, N their tokens end to end. All ranks call every function, in the same order.
 
-A switch changes one thing of how the same weights score the same tokens. Those that need another layout are
-not here: another layout is another start of the ranks.
+A switch changes one thing in how the same weights score the same tokens. Another layout is no switch: it needs
+another start of the ranks.
 """
 
 import time
@@ -25,13 +24,13 @@ from trainer.batch.plan import plan_batches
 from trainer.studies.layout_statistics import Sampled
 
 MICROBATCHES_PER_CALL = 8
-"""Times the pipeline's stages; progress is said in between."""
+"""Times the pipeline's stages; progress is reported after each call."""
 
 Report = Callable[[str], None]
 Bins = list[list[int]]
 LogprobsOf = Callable[[Sequence[PackedBatch]], list[Tensor]]
 Answer = tuple[Tensor | None, str | None]
-"""(log-probs of N tokens, None on all ranks but the first; why there are none)."""
+"""(log-probs of N tokens, None on all ranks but the first; the reason if there are none)."""
 
 
 def frozen_engine(config: RunConfig, model: ModelConfig) -> MegatronEngine:
@@ -79,17 +78,14 @@ class Scorer:
         """float32 log-probs of the N response tokens on rank 0, None elsewhere."""
 
         def logprobs(batches: Sequence[PackedBatch]) -> list[Tensor]:
-            found = self.engine.logprobs(batches, temperature=temperature or self.temperature)
-            return [logprobs_T for logprobs_T, _ in found]
+            scored = self.engine.logprobs(batches, temperature=temperature or self.temperature)
+            return [logprobs_T for logprobs_T, _ in scored]
 
         return self.scored_by(logprobs, name, sampled, bins or self.packed(sampled))
 
     def scored_by(self, logprobs: LogprobsOf, name: str, sampled: Sampled, bins: Bins) -> Tensor | None:
-        began, sequences, lengths = (
-            time.perf_counter(),
-            sampled.sequences(),
-            sampled.response_lengths_R.tolist(),
-        )
+        began = time.perf_counter()
+        sequences, lengths = sampled.sequences(), sampled.response_lengths_R.tolist()
         size, mine, tokens = MICROBATCHES_PER_CALL * self._config.layout.pp, {}, 0
         for start in range(0, len(bins), size):
             part = bins[start : start + size]
@@ -99,22 +95,22 @@ class Scorer:
                 mine |= dict(zip(rows, kept, strict=True))
             tokens += sum(batch.num_tokens for batch in batches)
             if start + size < len(bins):
-                self._tell(f"  {name}: {start + size} of {len(bins)} micro-batches", tokens, began)
+                self._report_rate(f"  {name}: {start + size} of {len(bins)} micro-batches", tokens, began)
         groups = self.engine.groups
         everyone: list[dict[int, Tensor]] = [{}] * groups.world_size
         # Every rank of a copy of the model has the same results.
         dist.all_gather_object(everyone, mine if groups.tp_rank == groups.pp_rank == 0 else {})
-        self._tell(f"scored {name}: {sampled.num_responses} responses", tokens, began)
+        self._report_rate(f"scored {name}: {sampled.num_responses} responses", tokens, began)
         if groups.rank:
             return None
         whole = {row: logprobs for part in everyone for row, logprobs in part.items()}
         return torch.cat([whole[row] for row in range(sampled.num_responses)])
 
-    def _tell(self, what: str, tokens: int, began: float) -> None:
+    def _report_rate(self, progress: str, tokens: int, began: float) -> None:
         if self.engine.groups.rank == 0:
             seconds = time.perf_counter() - began
             copies = self.engine.groups.dp_size
-            self._report(f"{what}, {tokens * copies / seconds:,.0f} tokens/s, {seconds:.1f} s")
+            self._report(f"{progress}, {tokens * copies / seconds:,.0f} tokens/s, {seconds:.1f} s")
 
 
 def _pack(
@@ -139,7 +135,7 @@ def _pack(
 def score_under_switches(
     config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report
 ) -> dict[str, Answer]:
-    """One answer per switch; ``repeat`` switches nothing: the noise level."""
+    """One answer per switch. ``repeat`` switches nothing and shows the noise level."""
     answers: dict[str, Answer] = {"repeat": (scorer.score("repeat", sampled), None)}
     for name, switch in SWITCHES.items():
         answers[name] = switch(config, scorer, sampled, report)
@@ -164,28 +160,24 @@ def _lm_head(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report
 
 
 def _attention(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
-    ours = [
-        module
-        for chunk in scorer.engine.chunks
-        for module in chunk.modules()
-        if isinstance(module, PackedCoreAttention)
-    ]
+    modules = (module for chunk in scorer.engine.chunks for module in chunk.modules())
+    attentions = [module for module in modules if isinstance(module, PackedCoreAttention)]
     other = scorer.engine.dtype
-    if not ours or ours[0].dtype == other:
+    if not attentions or attentions[0].dtype == other:
         return None, "the learner's attention runs in the model's dtype already"
-    before = ours[0].dtype
-    for module in ours:
+    before = attentions[0].dtype
+    for module in attentions:
         module.dtype = other
     try:
         return scorer.score("attention", sampled), None
     finally:
-        for module in ours:
+        for module in attentions:
             module.dtype = before
 
 
 def _temperature_ignored(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
     if scorer.temperature == 1:
-        return None, "rollout.temperature is 1, which is what ignoring it comes to"
+        return None, "rollout.temperature is 1, so ignoring it changes nothing"
     return scorer.score("temperature_ignored", sampled, temperature=1.0), None
 
 
@@ -208,13 +200,11 @@ def _temperature_in_model_dtype(
 
 @torch.no_grad()
 def _rounded_logprobs(engine: MegatronEngine, batch: PackedBatch, temperature: float, chunk: int) -> Tensor:
-    """log softmax(logits / T) with the quotient rounded to the model's dtype, as an engine that divides its
-    logits in place has it. [T]"""
+    """log softmax(logits / T) with the quotient rounded to the model's dtype, as in an engine that divides its
+    logits in place. [T]"""
     (model,), batch = engine.chunks, batch.to(platform.device())
-    logits_TV = (
-        model.logits(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T))
-        / temperature
-    )
+    packed = model.pack(batch.cu_seqlens, batch.positions_T)
+    logits_TV = model.logits(tokens_T=batch.tokens_T, packed=packed) / temperature
     parts = zip(logits_TV.split(chunk), batch.targets_T.split(chunk), strict=True)
     return torch.cat(
         [part.float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1) for part, targets in parts]
@@ -223,10 +213,7 @@ def _rounded_logprobs(engine: MegatronEngine, batch: PackedBatch, temperature: f
 
 def _deterministic_kernels(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
     if not platform.has_cuda():
-        return (
-            None,
-            "torch.use_deterministic_algorithms chooses CUDA kernels; on CPU there is nothing to choose",
-        )
+        return None, "torch.use_deterministic_algorithms chooses CUDA kernels; a CPU has no choice of them"
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         return scorer.score("deterministic_kernels", sampled), None

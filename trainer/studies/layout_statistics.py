@@ -1,22 +1,19 @@
-"""How far two engines disagree on the same tokens: sampled by one, scored by the other, as numbers with
-standard errors.
+"""The disagreement of two engines on the same tokens, sampled by one and scored by the other, with standard
+errors.
 
-Legend: R responses, N their tokens end to end, Q prompts. Log-probs are nats of the sampled tokens; p = exp
-of them. Δp = |p_rollout - p_learner| of a token; a response has a max and a mean of it. d = log p_learner -
-log p_rollout, rho = exp(d). Definitions are those of ``trainer/algorithm/mismatch.py``, in float64: k1 = mean
-of -d, k3 = mean of rho - 1 - d; d is bounded to +-20 in rho and in k3, not in k1 nor in the greatest |d|.
+Axes: R responses, N their tokens end to end, Q prompts. Δp, d, rho, k1 and k3 are those of
+``trainer/metric_names.py``, in float64, with the learner as train; a response has a max and a mean Δp. d is
+bounded to +-20 in rho and in k3, not in k1 nor in the greatest |d|.
 
-Standard errors are plain ones, not bootstrapped: s / sqrt(n) of the n responses (or prompts) that are
-averaged; for means over tokens the linearised error of a ratio, with responses as clusters, since the tokens
-of one response are not independent. What is compared on the same responses is compared response by response
-(paired). A standard error of one response alone is None.
+Standard errors are plain ones, not bootstrapped: s / sqrt(n) over the n averaged responses (or prompts). Means
+over tokens have the linearised error of a ratio, with responses as clusters, since the tokens of a response are
+not independent. Comparisons on the same responses are paired. The standard error of a single response is None.
 
 Source: F. Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), the
 section on the rollout-training mismatch: max and mean per response, parallel layouts, one long response
 against several short ones of as many tokens.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,11 +26,10 @@ from torch import Tensor
 
 from configs.schema.layout import LayoutConfig
 from trainer.algorithm.kl import bounded
-from trainer.algorithm.mismatch import NEAR_ONE
+from trainer.algorithm.mismatch import HIGH_GAP, NEAR_ONE
 from trainer.algorithm.segments import max_per_sequence, sum_per_sequence
+from trainer.batch.files import write_whole
 
-HIGH_GAP = 0.5
-"""A response whose max Δp is above this is what the source counts."""
 LENGTH_EDGES = tuple(2**power for power in range(2, 15))
 """Upper edges, in tokens, of the buckets of length and position (from 1); the last bucket is open."""
 
@@ -50,9 +46,9 @@ class Sampled:
     response_lengths_R: Tensor
     """int64, each at least 1."""
     prompts_R: Tensor
-    """int64, ascending: which prompt."""
+    """int64, ascending: the number of its prompt."""
     logprobs_N: Tensor
-    """float32, by the server while it sampled."""
+    """float32, from the server while it sampled."""
 
     @property
     def num_responses(self) -> int:
@@ -63,7 +59,7 @@ class Sampled:
         return self.logprobs_N.numel()
 
     def sequences(self) -> list[list[int]]:
-        """Prompt and response of each."""
+        """Tokens of each prompt with its response."""
         lengths = (self.prompt_lengths_R + self.response_lengths_R).tolist()
         return [part.tolist() for part in self.tokens_L.split(lengths)]
 
@@ -71,30 +67,25 @@ class Sampled:
 def join_samples(
     prompts: Sequence[Sequence[int]], samples: Sequence[tuple[int, Sequence[int], Sequence[float]]]
 ) -> Sampled:
-    """``samples``: (which prompt, token ids, log-probs) of each response, in order of the prompts.
+    """``samples``: (number of its prompt, token ids, log-probs) of each response, in order of the prompts.
 
     Raises ValueError for a response without tokens, or without a log-prob for each.
     """
-    wrong = next((which for which, ids, logprobs in samples if not ids or len(ids) != len(logprobs)), None)
-    if wrong is not None:
-        raise ValueError(f"a response to prompt {wrong} has no tokens, or not one log-prob for each")
+    broken = next((prompt for prompt, ids, logprobs in samples if not ids or len(ids) != len(logprobs)), None)
+    if broken is not None:
+        raise ValueError(f"a response to prompt {broken} has no tokens, or not one log-prob for each")
+    tokens = [t for prompt, ids, _ in samples for t in (*prompts[prompt], *ids)]
     return Sampled(
-        tokens_L=torch.tensor(
-            [t for which, ids, _ in samples for t in (*prompts[which], *ids)], dtype=torch.int64
-        ),
-        prompt_lengths_R=torch.tensor([len(prompts[which]) for which, _, _ in samples]),
+        tokens_L=torch.tensor(tokens, dtype=torch.int64),
+        prompt_lengths_R=torch.tensor([len(prompts[prompt]) for prompt, _, _ in samples]),
         response_lengths_R=torch.tensor([len(ids) for _, ids, _ in samples]),
-        prompts_R=torch.tensor([which for which, _, _ in samples]),
+        prompts_R=torch.tensor([prompt for prompt, _, _ in samples]),
         logprobs_N=torch.tensor([x for _, _, logprobs in samples for x in logprobs], dtype=torch.float32),
     )
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}))
-    os.replace(partial, path)
+    write_whole(path, save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}))
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -133,12 +124,12 @@ def ratio_and_error(sums_R: Tensor, counts_R: Tensor) -> tuple[float, float | No
     return ratio, (number / (number - 1) * spread) ** 0.5 / total
 
 
-def _estimate(name: str, found: tuple[float, float | None]) -> Row:
-    return {name: found[0], f"{name}_se": found[1]}
+def _estimate(name: str, estimate: tuple[float, float | None]) -> Row:
+    return {name: estimate[0], f"{name}_se": estimate[1]}
 
 
 def probability_gaps(rollout_N: Tensor, learner_N: Tensor) -> Tensor:
-    """dp of each token, float64: of probabilities less 1, since near 1 expm1 keeps the digits that exp loses."""
+    """Δp of each token, float64. Near 1 expm1 keeps the digits that exp loses."""
     return (torch.expm1(rollout_N.double()) - torch.expm1(learner_N.double())).abs()
 
 
@@ -147,7 +138,7 @@ def bounds_of(lengths_R: Tensor) -> Tensor:
 
 
 def response_gaps(gap_N: Tensor, lengths_R: Tensor) -> tuple[Tensor, Tensor]:
-    """(max, mean) of dp of each response, [R]."""
+    """(max, mean) of Δp of each response, [R]."""
     bounds = bounds_of(lengths_R)
     return max_per_sequence(gap_N, bounds), sum_per_sequence(gap_N, bounds) / lengths_R
 
@@ -218,7 +209,7 @@ def _short(values: Tensor) -> list[float]:
 
 
 def _buckets(values: Tensor) -> list[tuple[int, int | None, Tensor]]:
-    """(above, up to and with (None: open), mask) of each bucket that holds something."""
+    """(above, up to and with (None: open), mask) of each bucket that is not empty."""
     which = torch.bucketize(values, torch.tensor(LENGTH_EDGES))
     edges = [0, *LENGTH_EDGES, None]
     return [(edges[b], edges[b + 1], which == b) for b in which.unique().tolist()]
@@ -231,34 +222,27 @@ def by_length(max_R: Tensor, mean_R: Tensor, lengths_R: Tensor) -> list[Row]:
         {
             "above": above,
             "up_to": up_to,
-            "responses": int(here.sum()),
-            "tokens": int(lengths_R[here].sum()),
-            **_estimate("max_mean", mean_and_error(max_R[here])),
-            **_estimate("mean_mean", mean_and_error(mean_R[here])),
+            "responses": int(mask_R.sum()),
+            "tokens": int(lengths_R[mask_R].sum()),
+            **_estimate("max_mean", mean_and_error(max_R[mask_R])),
+            **_estimate("mean_mean", mean_and_error(mean_R[mask_R])),
         }
-        for above, up_to, here in _buckets(lengths_R)
+        for above, up_to, mask_R in _buckets(lengths_R)
     ]
 
 
 def by_position(gap_N: Tensor, lengths_R: Tensor) -> list[Row]:
-    """Per bucket of position in the response (from 1): count, mean (with its error) and greatest dp of the
-    tokens there."""
+    """Per bucket of position in the response (from 1): count, mean (with its error) and greatest Δp of its
+    tokens."""
     response_N = torch.arange(lengths_R.numel()).repeat_interleave(lengths_R)
     position_N = torch.arange(gap_N.numel()) - bounds_of(lengths_R)[:-1].repeat_interleave(lengths_R) + 1
     rows = []
-    for above, up_to, here in _buckets(position_N):
-        _, response, counts = response_N[here].unique_consecutive(return_inverse=True, return_counts=True)
-        sums = gap_N.new_zeros(counts.numel()).index_add(0, response, gap_N[here])
-        found = _estimate("mean", ratio_and_error(sums, counts))
-        rows.append(
-            {
-                "above": above,
-                "up_to": up_to,
-                "tokens": int(here.sum()),
-                **found,
-                "max": gap_N[here].max().item(),
-            }
-        )
+    for above, up_to, mask_N in _buckets(position_N):
+        _, response, counts = response_N[mask_N].unique_consecutive(return_inverse=True, return_counts=True)
+        sums = gap_N.new_zeros(counts.numel()).index_add(0, response, gap_N[mask_N])
+        row: Row = {"above": above, "up_to": up_to, "tokens": int(mask_N.sum())}
+        row |= _estimate("mean", ratio_and_error(sums, counts))
+        rows.append(row | {"max": gap_N[mask_N].max().item()})
     return rows
 
 
@@ -267,24 +251,24 @@ def equal_tokens(
 ) -> Row:
     """One long response to each prompt against several short ones to the same prompt, end to end.
 
-    A maximum grows with the count of tokens, and one side often has more. So both are cut, prompt by prompt,
-    to the ``tokens`` that the smaller side has. Means over the Q prompts, with standard errors:
+    A maximum grows with the count of tokens, and one side often has more. Both are therefore cut, prompt by
+    prompt, to the ``tokens`` of the smaller side. Means over the Q prompts, with standard errors:
     long_max            max Δp of the long response, cut                long_mean, short_mean   mean Δp of the same tokens
     short_together_max  over the short responses to the prompt, cut     tokens                  per prompt and side, cut
     long_over_short     long_max - short_together_max, prompt by prompt long_tokens, short_tokens   per prompt, whole
     long_first_max      of the first ``first`` tokens of the long one
     short_max           of a whole short response (mean over a prompt's)
 
-    Raises ValueError where the two are not of the same prompts, or there is not one long response to each.
+    Raises ValueError unless the two have the same prompts, with one long response to each.
     """
     prompts, counts_Q = short.prompts_R.unique_consecutive(return_counts=True)
     if not torch.equal(prompts, long.prompts_R):
         raise ValueError(
             "long and short responses are not of the same prompts, with one long response to each"
         )
-    of_prompts = bounds_of(counts_Q)
+    bounds_Q = bounds_of(counts_Q)
     long_tokens_Q = long.response_lengths_R
-    short_tokens_Q = sum_per_sequence(short.response_lengths_R.double(), of_prompts).long()
+    short_tokens_Q = sum_per_sequence(short.response_lengths_R.double(), bounds_Q).long()
     tokens_Q = torch.minimum(long_tokens_Q, short_tokens_Q)
     long_max_Q, long_mean_Q = response_gaps(_first_of_each(long_gap_N, long_tokens_Q, tokens_Q), tokens_Q)
     together_Q, short_mean_Q = response_gaps(_first_of_each(short_gap_N, short_tokens_Q, tokens_Q), tokens_Q)
@@ -294,7 +278,7 @@ def equal_tokens(
     columns = {
         "long_max": long_max_Q,
         "long_first_max": first_max_Q,
-        "short_max": sum_per_sequence(short_max_R, of_prompts) / counts_Q,
+        "short_max": sum_per_sequence(short_max_R, bounds_Q) / counts_Q,
         "short_together_max": together_Q,
         "long_over_short": long_max_Q - together_Q,
         "long_mean": long_mean_Q,
@@ -314,7 +298,7 @@ def equal_tokens(
 
 
 def _first_of_each(values_N: Tensor, lengths_Q: Tensor, kept_Q: Tensor) -> Tensor:
-    """Of sequences of ``lengths_Q``, end to end, the first ``kept_Q`` values of each."""
+    """The first ``kept_Q`` values of each of the sequences of ``lengths_Q``, end to end."""
     position_N = torch.arange(values_N.numel()) - bounds_of(lengths_Q)[:-1].repeat_interleave(lengths_Q)
     return values_N[position_N < kept_Q.repeat_interleave(lengths_Q)]
 
@@ -355,17 +339,13 @@ def verdict(change: float, error: float | None) -> str:
 
 
 def one_step_apart(first: LayoutConfig, second: LayoutConfig, rollout_tp: int) -> str | None:
-    """What a comparison of two learner layouts is about, where ``second`` departs from ``first`` in one thing
-    alone; else None.
+    """The one thing in which the learner layout ``second`` departs from ``first``; None for none or several.
 
     ``tp``: first has the rollout's TP, second another. ``sp``, ``pp``: second has it, first has not. dp does
     not count.
     """
-    changed = {
-        name
-        for name in LayoutConfig.model_fields
-        if name != "dp" and getattr(first, name) != getattr(second, name)
-    }
+    names = LayoutConfig.model_fields.keys() - {"dp"}
+    changed = {name for name in names if getattr(first, name) != getattr(second, name)}
     if changed == {"tp"} and first.tp == rollout_tp:
         return "tp"
     if changed == {"sp"} and second.sp:
@@ -385,11 +365,11 @@ def compare_layouts(
         for second, second_N in scores.items():
             about = one_step_apart(layouts[first], layouts[second], rollout_tp)
             if about is not None:
-                found = compare(sampled.logprobs_N, first_N, second_N, sampled.response_lengths_R)
-                rows.append({"about": about, "first": first, "second": second, **found})
+                result = compare(sampled.logprobs_N, first_N, second_N, sampled.response_lengths_R)
+                rows.append({"about": about, "first": first, "second": second, **result})
     return rows
 
 
 def rank_causes(rows: Sequence[Row]) -> list[Row]:
-    """Greatest first: by how far a switch moves the probabilities of the sampled tokens (``moved_mean``)."""
+    """Switches by the distance that they move the sampled tokens' probabilities (``moved_mean``), greatest first."""
     return sorted(rows, key=lambda row: -row["moved_mean"])

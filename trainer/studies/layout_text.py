@@ -1,5 +1,4 @@
-"""What a study of mismatch found, in sentences and as a Markdown page; from the content of mismatch.json
-alone."""
+"""Findings of a study of mismatch, in sentences and as a Markdown page, from mismatch.json alone."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,7 +34,7 @@ SWITCH_TITLES = {
     "temperature_ignored": "temperature: ignored, scored at T = 1",
     "deterministic_kernels": "deterministic kernels (torch)",
 }
-"""Of the learner; ``trainer/studies/layout_scoring.py`` has what they do."""
+"""Switches of the learner; ``trainer/studies/layout_scoring.py`` implements them."""
 NOTES = """\
 Δp = |p_rollout - p_learner| of a sampled token. *max Δp*, *mean Δp*: mean over responses of the greatest and of the mean Δp of each.
 k1, k3: estimates of KL(rollout || learner) in nats per token; d: the log-prob gap in nats; *outside*: share of tokens whose ratio of
@@ -78,21 +77,22 @@ def pair_titles(threshold: float) -> list[str]:
 
 def findings(result: Row) -> list[str]:
     """Sentences, the most important first: alignment, then length, then size."""
-    said = []
+    sentences = []
     for about in ABOUT:
         rows = [row for row in result["comparisons"] if row["about"] == about]
         if rows:
-            said += [_summary(about, rows), *(f"  - {_comparison(row)}" for row in rows)]
-    why = [_of_causes(result["causes"]["ranked"])] if result["causes"] else []
-    return [*said, _of_length(result["pairs"]), *why, _of_size(result["pairs"])]
+            sentences += [_alignment(about, rows), *(f"  - {_comparison(row)}" for row in rows)]
+    causes = [_cause_sentence(result["causes"]["ranked"])] if result["causes"] else []
+    return [*sentences, _length_sentence(result["pairs"]), *causes, _size_sentence(result["pairs"])]
 
 
-def _summary(about: str, rows: Sequence[Row]) -> str:
-    told = [verdict(row["max_change"], row["max_change_se"]) for row in rows]
+def _alignment(about: str, rows: Sequence[Row]) -> str:
+    verdicts = [verdict(row["max_change"], row["max_change_se"]) for row in rows]
     same = sum(row["bitwise"] for row in rows)
     text = (
         f"{ABOUT[about][0].upper()}{ABOUT[about][1:]}: of {len(rows)} comparison{'s' if len(rows) > 1 else ''}, the first had the smaller "
-        f"max gap in {told.count('higher')}, the larger in {told.count('lower')}, and {told.count('undecided')} cannot be told apart"
+        f"max gap in {verdicts.count('higher')}, the larger in {verdicts.count('lower')}, and "
+        f"{verdicts.count('undecided')} cannot be told apart"
     )
     return text + (f" ({same} of them the same to the last bit)." if same else ".")
 
@@ -110,32 +110,30 @@ def _comparison(row: Row) -> str:
     )
 
 
-def _of_length(pairs: Sequence[Row]) -> str:
-    told = [
-        verdict(p["equal_tokens"]["long_over_short"], p["equal_tokens"]["long_over_short_se"]) for p in pairs
-    ]
-    one = pairs[0]["equal_tokens"]
+def _length_sentence(pairs: Sequence[Row]) -> str:
+    rows = [pair["equal_tokens"] for pair in pairs]
+    verdicts = [verdict(row["long_over_short"], row["long_over_short_se"]) for row in rows]
+    one = rows[0]
     return (
         f"Length, at equal tokens ({one['tokens']:.1f} to a prompt, of {one['long_tokens']:.1f} in one long response and "
         f"{one['short_tokens']:.1f} in {one['short_per_prompt']:.0f} short ones): the long response had the larger max gap in "
-        f"{told.count('higher')} of {len(told)} pairs, the smaller in {told.count('lower')}, undecided in {told.count('undecided')}."
+        f"{verdicts.count('higher')} of {len(verdicts)} pairs, the smaller in {verdicts.count('lower')}, "
+        f"undecided in {verdicts.count('undecided')}."
     )
 
 
-def _of_causes(ranked: Sequence[Row]) -> str:
-    moving, still = (
-        [row for row in ranked if not row["bitwise"]],
-        [row["cause"] for row in ranked if row["bitwise"]],
-    )
-    text = "Why, by how far a switch moves p on average: "
-    text += (
-        "; ".join(f"{row['cause']} ({row['side']}) {number(row['moved_mean'], 2)}" for row in moving)
-        or "nothing moves it"
-    )
+def _cause_sentence(ranked: Sequence[Row]) -> str:
+    moving = [
+        f"{row['cause']} ({row['side']}) {number(row['moved_mean'], 2)}"
+        for row in ranked
+        if not row["bitwise"]
+    ]
+    still = [row["cause"] for row in ranked if row["bitwise"]]
+    text = f"Why, by how far a switch moves p on average: {'; '.join(moving) or 'nothing moves it'}"
     return f"{text}. Moves nothing, to the last bit: {'; '.join(still) or 'none'}."
 
 
-def _of_size(pairs: Sequence[Row]) -> str:
+def _size_sentence(pairs: Sequence[Row]) -> str:
     low, high = min(pairs, key=lambda p: p["max_mean"]), max(pairs, key=lambda p: p["max_mean"])
     over = sum(p["over_half_count"] for p in pairs)
     return (
@@ -162,15 +160,13 @@ def markdown(result: Row, figures: Sequence[str] = ()) -> str:
         "## Length",
         _length_table(pairs),
     ]
-    if result["server_modes"]:
-        parts += [
-            "## Modes of the server",
-            _table(pair_titles(result["threshold"]), [pair_cells(row) for row in result["server_modes"]]),
-        ]
+    if modes := result["server_modes"]:
+        table = _table(pair_titles(result["threshold"]), [pair_cells(row) for row in modes])
+        parts += ["## Modes of the server", table]
     if result["causes"]:
         parts += ["## Why", *_causes(result["causes"])]
     if result["skipped"]:
-        parts += ["## Left out", "\n".join(f"- {what}" for what in result["skipped"])]
+        parts += ["## Left out", "\n".join(f"- {line}" for line in result["skipped"])]
     parts += [f"![{name}]({name})" for name in figures]
     return "\n\n".join(parts) + "\n"
 

@@ -1,8 +1,8 @@
-"""What other corrections would have made of a recorded batch: weights, what is kept, loss and gradient.
+"""Other corrections of a recorded batch: their weights, kept tokens, loss and gradient.
 
-The batch is taken at the moment before its first update, where current is the learner's policy as it scored
-the batch, and as one minibatch however many the run had. Every term of the loss counts but the entropy bonus,
-which no correction touches. Legend: T packed tokens of the step, P parameters.
+The batch is taken before its first update, where current is the policy that scored it, and as one minibatch
+however many the run had. Every term of the loss counts but the entropy bonus, which no correction touches.
+``_P`` stands for parameters here.
 """
 
 import math
@@ -20,10 +20,10 @@ from configs.schema.objective import EntropyConfig
 from parallel.packing import PackedBatch
 from trainer.algorithm.aggregation import Counted, kept_factor
 from trainer.algorithm.correction import correct
-from trainer.algorithm.policy_loss import policy_loss, scale_losses
+from trainer.algorithm.policy_loss import policy_loss
 from trainer.batch.plan import plan_batches
 from trainer.batch.step_batch import StepBatch
-from trainer.ranks.metrics import Metric, merge_metrics, values
+from trainer.ranks.metrics import Metric, merge_metrics, scale_losses, values
 from trainer.ranks.totals import alone
 from trainer.recording import RecordedBatch
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from parallel.engine import MegatronEngine
 
 DOT_CHUNK = 1 << 24
-Told = tuple[dict[str, Metric], Counted | None]
+LossOutput = tuple[dict[str, Metric], Counted | None]
 """Metrics and counts of a micro-batch, as ``PolicyLoss`` has them."""
 
-Loss = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, Told]]
-"""(micro-batch, current log-probs, entropy) -> (loss, what it tells)."""
+Loss = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, LossOutput]]
+"""(micro-batch, current log-probs, entropy) -> (loss, its output)."""
 
-Gradient = Callable[[Sequence[PackedBatch], Sequence[Tensor], Loss], tuple[Tensor, list[Told]]]
-"""(micro-batches, recorded log-probs of current, loss) -> (the gradient of the summed losses as one vector,
-what each micro-batch's loss told)."""
+Gradient = Callable[[Sequence[PackedBatch], Sequence[Tensor], Loss], tuple[Tensor, list[LossOutput]]]
+"""(micro-batches, recorded log-probs of current, loss) -> (gradient of the summed losses as one vector, output of
+each micro-batch's loss)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class Replayed:
         return math.sqrt(_dot(self.gradient, self.gradient))
 
     def cosine(self, other: "Replayed") -> float | None:
-        """Of the angle between the two gradients; None where one of them is zero."""
+        """Cosine of the angle between the two gradients; None if one of them is zero."""
         norms = self.gradient_norm * other.gradient_norm
         return _dot(self.gradient, other.gradient) / norms if norms > 0 else None
 
@@ -64,7 +64,7 @@ class Replayed:
 def replay(
     recorded: RecordedBatch, config: RunConfig, name: str, correction: CorrectionConfig, gradient: Gradient
 ) -> Replayed:
-    """The correction on the batch, with the objective, aggregation and KL of the run whose ``config`` it is."""
+    """Apply the correction to the batch, with the objective, aggregation and KL of the run's ``config``."""
     config = config.model_copy(update={"correction": correction})
     batch = as_one_minibatch(recorded, config)
     current = [microbatch.old_logprobs_T for microbatch in batch.microbatches()]
@@ -81,19 +81,19 @@ def replay(
         entropy=EntropyConfig(),
     )
 
-    def loss(microbatch: PackedBatch, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, Told]:
+    def loss(microbatch: PackedBatch, current_T: Tensor, entropy_T: Tensor) -> tuple[Tensor, LossOutput]:
         value, metrics, counted = loss_of(microbatch, current_T, entropy_T)
         return value, (metrics, counted)
 
     flat, outputs = gradient(batch.microbatches(), current, loss)
     factor = kept_factor(counted for _, counted in outputs)
-    of_loss = scale_losses(merge_metrics([found for found, _ in outputs]), factor)
-    metrics = values(merge_metrics([before.metrics, of_loss]))
+    loss_metrics = scale_losses(merge_metrics([metrics for metrics, _ in outputs]), factor)
+    metrics = values(merge_metrics([before.metrics, loss_metrics]))
     return Replayed(name=name, loss=metrics["loss/total"], gradient=flat * factor, metrics=metrics)
 
 
 def _dot(a: Tensor, b: Tensor) -> float:
-    """In float64, without a float64 copy of either vector."""
+    """The dot product in float64, without a float64 copy of either vector."""
     return sum(
         (x.double() @ y.double()).item() for x, y in zip(a.split(DOT_CHUNK), b.split(DOT_CHUNK), strict=True)
     )
@@ -115,15 +115,15 @@ def as_one_minibatch(recorded: RecordedBatch, config: RunConfig) -> StepBatch:
 
 def of_logprobs(
     microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss
-) -> tuple[Tensor, list[Told]]:
-    """d loss / d log-prob of every token [T], which takes no engine."""
+) -> tuple[Tensor, list[LossOutput]]:
+    """d loss / d log-prob of every token [T], without an engine."""
     gradients, outputs = [], []
     for microbatch, current_T in zip(microbatches, current, strict=True):
         current_T = current_T.clone().requires_grad_()
-        value, told = loss(microbatch, current_T, torch.zeros_like(current_T))
+        value, output = loss(microbatch, current_T, torch.zeros_like(current_T))
         value.backward()
         gradients.append(current_T.grad)
-        outputs.append(told)
+        outputs.append(output)
     return torch.cat(gradients), outputs
 
 
@@ -132,7 +132,7 @@ def of_parameters(engine: "MegatronEngine", *, temperature: float) -> Gradient:
 
     def gradient(
         microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss
-    ) -> tuple[Tensor, list[Told]]:
+    ) -> tuple[Tensor, list[LossOutput]]:
         return engine.gradient(microbatches, loss, temperature=temperature)
 
     return gradient

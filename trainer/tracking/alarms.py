@@ -1,8 +1,6 @@
-"""Alarms: which of a step's metrics are outside their level, what that means, what usually causes it, and
-what to try.
+"""Alarms: metrics of a step outside their level, with meaning, usual cause and advice.
 
-The levels are ``AlarmsConfig``'s; an alarm bears the name of its level. The same advice at more length stands
-in trainer/README.md.
+An alarm has the name of its level in ``AlarmsConfig``. trainer/README.md gives the advice at more length.
 """
 
 import operator
@@ -10,12 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from configs.schema.alarms import AlarmsConfig
+from trainer.metric_names import known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
     name: str
-    """The field of ``AlarmsConfig``: its level, and None there turns the alarm off."""
+    """The field of ``AlarmsConfig`` that is its level; None there turns the alarm off."""
     value: float
     level: float
     message: str
@@ -27,10 +26,14 @@ class _Rule:
     name: str
     metrics: tuple[str, ...]
     healthy: Callable[[float, float], bool]
-    """(value, level); never true of NaN, which is an alarm too."""
+    """(value, level); never true for NaN, so NaN is an alarm too."""
     wrong: str
     cause: str
     advice: str
+
+    def __post_init__(self) -> None:
+        for metric in self.metrics:
+            known(metric)
 
 
 def _near_one(ratio: float, tolerance: float) -> bool:
@@ -59,7 +62,7 @@ _RULES = (
         wrong="current differs from old on the first minibatch, before any weight has changed",
         cause="the recompute and the update do not run the same computation: other micro-batches, dropout, nondeterministic or other "
         "kernels, or MoE routing that is not replayed",
-        advice="score by the very micro-batches of the update, with dropout off and deterministic kernels; or drop the recompute "
+        advice="score with the same micro-batches as the update, with dropout off and deterministic kernels; or drop the recompute "
         "(ppo_is_bypass), which compares current with rollout alone",
     ),
     _Rule(
@@ -133,7 +136,7 @@ _RULES = (
         name="reward_failed_max",
         metrics=("reward/failed_fraction",),
         healthy=operator.le,
-        wrong="rewards could not be computed, and their samples count as if they had earned 0: the run learns to avoid what nobody scored",
+        wrong="rewards could not be computed, and their samples count as if they had earned 0: the run learns to avoid unscored responses",
         cause="reward code that raises, runs out of time or returns no finite number for some responses, or an overloaded reward model",
         advice="read the first failures in the sample role's log (`tandem logs RUN --role sample`), which name the prompt and the line of "
         "code; raise reward.timeout_s where it is too short",
@@ -144,20 +147,18 @@ _RULES = (
 def check_alarms(metrics: Mapping[str, float], config: AlarmsConfig) -> list[Alarm]:
     """The alarms of a step, the gravest kind first; at most one for each level.
 
-    metrics: plain numbers by name. A metric that is not there raises nothing, one that is NaN does.
+    metrics: plain numbers by name. A missing metric raises no alarm, NaN does.
     """
     alarms = []
     for rule in _RULES:
         level = getattr(config, rule.name)
-        values = {name: metrics[name] for name in rule.metrics if name in metrics}
-        broken = [
-            name for name, value in values.items() if level is not None and not rule.healthy(value, level)
-        ]
-        if level is not None and broken:
-            name = broken[0]
+        if level is None:
+            continue
+        unhealthy = (n for n in rule.metrics if n in metrics and not rule.healthy(metrics[n], level))
+        if name := next(unhealthy, None):
             message = (
-                f"{name} is {values[name]:.4g} (alarms.{rule.name}: {level:g}): {rule.wrong}. "
+                f"{name} is {metrics[name]:.4g} (alarms.{rule.name}: {level:g}): {rule.wrong}. "
                 f"Usual cause: {rule.cause}. Try: {rule.advice}."
             )
-            alarms.append(Alarm(name=rule.name, value=values[name], level=level, message=message))
+            alarms.append(Alarm(name=rule.name, value=metrics[name], level=level, message=message))
     return alarms

@@ -1,9 +1,8 @@
-"""MLflow, in a thread of its own that nobody waits for, except at the end of a run, and then for seconds.
+"""MLflow, in a thread of its own. Training waits for it only at the end of a run, and then for seconds.
 
-The thread is the only one that imports or calls MLflow: importing it and creating the sqlite store take
-seconds, a `log_batch` 10 ms and more, and a remote server may not answer at all. When it does not, what is
-queued is tried again every RETRY_S seconds; past QUEUE_SIZE items it is dropped. Each kind of trouble is
-logged once, and training goes on.
+Only this thread imports or calls MLflow: the import and the creation of the sqlite store take seconds, a
+`log_batch` 10 ms and more, and a remote server may not answer at all. Queued items are then sent again every
+RETRY_S seconds; items past QUEUE_SIZE are dropped. Each kind of trouble is logged once, and training goes on.
 
     training loop ── put(item) ──> queue ──> `tracking` thread: open the run, send in order, retry ──> MLflow
                   ── finish(status, deadline) ──> the thread sends what is left and ends; joined for at most
@@ -30,11 +29,10 @@ Status = Literal["FINISHED", "FAILED", "KILLED"]
 log = logging.getLogger(__name__)
 
 COMPLETE_UNTIL = "tandem.complete_until"
-"""Tag of a run that was closed in order: the step up to which it has every metric, and none of a later one.
-"""
+"""Tag of a run that was closed in order: it has every metric up to this step, and none of a later one."""
 STORE = "mlflow.db"
 LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
-"""Those whose locks are the kernel's own; of any other nothing is assumed."""
+"""File systems with the kernel's own locks; no other is trusted."""
 QUEUE_SIZE = 2000
 RETRY_S = 30.0
 
@@ -46,7 +44,7 @@ _ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the thread retries by itself
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
 }
-"""Set where the user has not set them."""
+"""Set unless the user has set them."""
 
 
 def tracking_uri(config: RunConfig, run_dir: Path) -> str:
@@ -59,12 +57,11 @@ def without_password(uri: str) -> str:
 
 
 def store_file(run_dir: Path) -> Path:
-    """The store of all runs beside this one, so that they stand side by side: ``mlflow.db`` in the folder of
-    the run folders.
+    """The sqlite store: ``mlflow.db`` in the folder of the run folders, shared by all runs there.
 
-    Several runs write to it at a time, each under sqlite's lock, which waits 20 s. The run has a store of its
-    own where that is not safe: on file systems of a network, whose locks sqlite cannot trust, or where the
-    folder above cannot be written to; and where it has one already, from an earlier version.
+    Runs write to it at the same time under sqlite's lock, which waits 20 s. The run has a store of its own if
+    it has one already (from an earlier version), if the folder above is not writable, and on network file
+    systems, whose locks sqlite cannot trust.
     """
     run_dir = run_dir.resolve()
     own, shared = run_dir / STORE, run_dir.parent / STORE
@@ -73,7 +70,7 @@ def store_file(run_dir: Path) -> Path:
 
 
 def file_system_of(folder: Path) -> str:
-    """Its type as the kernel names it (ext4, nfs4); "" where that is not known."""
+    """Type of the folder's file system as the kernel names it (ext4, nfs4); "" if unknown."""
     try:
         handle = os.open(folder, os.O_PATH)
         try:
@@ -87,7 +84,7 @@ def file_system_of(folder: Path) -> str:
 
 
 def mlflow_name(name: str) -> str:
-    """MLflow takes word characters and ``_-. /`` in a name that is a clean relative path, up to 250 of them."""
+    """A name that MLflow accepts: a clean relative path of up to 250 word characters and ``_-. /``."""
     parts = [part for part in re.sub(r"[^\w\-. /]", "_", name).split("/") if part not in ("", ".", "..")]
     return "/".join(parts)[:250].rstrip("/") or "unnamed"
 
@@ -103,14 +100,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Params:
-    """The run's config, once: dotted names and text."""
+    """The run's config as dotted names and text."""
 
     params: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A file, or a folder with what is in it, put into ``folder`` of the store (None: its root)."""
+    """A file, or a folder with its content, for ``folder`` of the store (None: its root)."""
 
     path: Path
     folder: str | None = None
@@ -122,7 +119,7 @@ Item = Row | Params | Artifact
 class MlflowThread(threading.Thread):
     """Sends items to MLflow in order. ``put`` never waits; ``finish`` waits up to its deadline.
 
-    first: items that are sent before any other, whatever the queue's size: what the run folder holds already.
+    first: the content of the run folder, sent before anything else and not counted against the queue's size.
     tags: of the MLflow run.
     """
 
@@ -131,19 +128,14 @@ class MlflowThread(threading.Thread):
     PARAM_LENGTH = 6000
 
     def __init__(self, config: RunConfig, run_dir: Path, first: Sequence[Item], tags: Mapping[str, str]):
-        super().__init__(
-            name="tracking", daemon=True
-        )  # daemon: a server that hangs must not keep the process alive
+        # daemon: a server that hangs must not keep the process alive
+        super().__init__(name="tracking", daemon=True)
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        self._uri, self._config, self._run_dir, self._tags = (
-            tracking_uri(config, run_dir),
-            config,
-            run_dir,
-            dict(tags),
-        )
+        self._uri, self._tags = tracking_uri(config, run_dir), dict(tags)
+        self._config, self._run_dir = config, run_dir
         self._changed = threading.Condition()
-        self._items: deque[Item] = deque(first)  # guarded by _changed; only this thread takes from it
+        self._items: deque[Item] = deque(first)  # guarded by _changed; only this thread removes items
         self._first = list(first)
         self._most_items = len(first) + QUEUE_SIZE
         self._last_step: int | None = None
@@ -162,36 +154,30 @@ class MlflowThread(threading.Thread):
                 self._items.append(item)
                 self._changed.notify()
         if not room:
-            self._warn_once(
-                "full",
-                "MLflow is %d items behind; later ones are dropped (metrics.jsonl has every one)",
-                QUEUE_SIZE,
-            )
+            message = "MLflow is %d items behind; later ones are dropped (metrics.jsonl has every one)"
+            self._warn_once("full", message, QUEUE_SIZE)
 
     def finish(self, status: Status, deadline_s: float) -> None:
-        """Send what is left and set the status of the run, in at most ``deadline_s`` seconds."""
+        """Send the rest and set the status of the run, in at most ``deadline_s`` seconds."""
         with self._changed:
             self._status = status
             self._changed.notify()
         self.join(deadline_s)
         if self.is_alive():
-            log.warning(
-                "MLflow at %s did not take everything within %.0f s; metrics.jsonl has every metric",
-                self._shown_uri,
-                deadline_s,
-            )
+            message = "MLflow at %s did not take everything within %.0f s; metrics.jsonl has every metric"
+            log.warning(message, self._shown_uri, deadline_s)
 
     # ---- the thread
 
     def run(self) -> None:
         try:
-            self._serve()
+            self._send_until_finished()
         except (
             Exception
-        ):  # the boundary of the thread: whatever MLflow or a storage plugin raises must not end training
+        ):  # the thread's boundary: an error of MLflow or a storage plugin must not end training
             log.exception("MLflow tracking ended; training goes on, and metrics.jsonl has every metric")
 
-    def _serve(self) -> None:
+    def _send_until_finished(self) -> None:
         from mlflow.exceptions import MlflowException
         from sqlalchemy.exc import SQLAlchemyError
 
@@ -207,21 +193,14 @@ class MlflowThread(threading.Thread):
                 self._warned.discard("unreachable")
             except (MlflowException, SQLAlchemyError, OSError) as error:
                 self._next_attempt = time.monotonic() + RETRY_S
-                self._warn_once(
-                    "unreachable",
-                    "MLflow at %s: %s; training goes on, tried again later",
-                    self._shown_uri,
-                    _brief(error),
-                )
+                message = "MLflow at %s: %s; training goes on, tried again later"
+                self._warn_once("unreachable", message, self._shown_uri, _shortened(error))
                 if closing:
-                    log.warning(
-                        "MLflow at %s lacks the last %d items and the status of this run",
-                        self._shown_uri,
-                        len(self._items),
-                    )
+                    message = "MLflow at %s lacks the last %d items and the status of this run"
+                    log.warning(message, self._shown_uri, len(self._items))
 
     def _wait_for_work(self) -> bool:
-        """Until there is something to send and the time to (re)try has come, or the run ends: then True."""
+        """Wait until there are items and the time to (re)try has come. True if the run ends instead."""
         with self._changed:
             while self._status is None:
                 left_s = self._next_attempt - time.monotonic()
@@ -238,17 +217,16 @@ class MlflowThread(threading.Thread):
             try:
                 self._send(batch)
             except rejected as error:
-                if not _refused(error):
+                if not _is_refusal(error):
                     raise
-                self._warn_once(
-                    "rejected", "MLflow refused a record, which is left out there: %s", _brief(error)
-                )
+                message = "MLflow refused a record, which is left out there: %s"
+                self._warn_once("rejected", message, _shortened(error))
             with self._changed:
                 for _ in batch:
                     self._items.popleft()
 
     def _next_batch(self) -> list[Item]:
-        """The next item with the rows after it that fit into the same request; empty where nothing is left."""
+        """The next item, with the following rows that fit into the same request; empty if nothing is left."""
         batch: list[Item] = []
         num_metrics = 0
         with self._changed:
@@ -303,8 +281,7 @@ class MlflowThread(threading.Thread):
 
     @contextlib.contextmanager
     def _others_kept_out(self) -> Iterator[None]:
-        """Of runs that start at the same time only one makes the tables of a store that is a file beside
-        them."""
+        """Only one of several runs that start together makes the tables of a shared sqlite store."""
         if self._uri != f"sqlite:///{store_file(self._run_dir)}":
             yield
             return
@@ -316,28 +293,24 @@ class MlflowThread(threading.Thread):
         from mlflow.exceptions import MlflowException
 
         name = self._config.tracking.experiment
-        found = self._client.get_experiment_by_name(name)
-        if found is not None:
-            return found.experiment_id
+        if experiment := self._client.get_experiment_by_name(name):
+            return experiment.experiment_id
         location = None  # a server has its own
-        if self._uri.startswith(
-            "sqlite:///"
-        ):  # beside the database; MLflow's default would be the current folder
+        if self._uri.startswith("sqlite:///"):  # beside the database, not in the current folder
             location = (Path(self._uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts").as_uri()
         try:
             return self._client.create_experiment(name, artifact_location=location)
         except MlflowException:
-            found = self._client.get_experiment_by_name(name)  # another run was first
-            if found is None:
-                raise
-            return found.experiment_id
+            if experiment := self._client.get_experiment_by_name(name):  # another run was first
+                return experiment.experiment_id
+            raise
 
     def _continue_previous(self, id_file: Path) -> bool:
-        """Whether this goes on with the MLflow run of the run's last life: one that was stopped in order and
-        has just what was done.
+        """Whether to go on with the MLflow run of the run's last life. That run must have stopped in order, with
+        exactly the steps that are resumed.
 
-        Else a resumed run is a new one for MLflow, with the whole history, as MLflow cannot take back the
-        steps that are redone, nor change a param.
+        Otherwise a resumed run is a new one for MLflow, with the whole history: MLflow can neither take back
+        steps that are redone nor change a param.
         """
         from mlflow.exceptions import MlflowException
 
@@ -345,14 +318,14 @@ class MlflowThread(threading.Thread):
             return False
         self._tags["tandem.continues_run"] = previous = id_file.read_text(encoding="utf-8").strip()
         try:
-            found = self._client.get_run(previous)
+            run = self._client.get_run(previous)
         except MlflowException as error:
-            if not _refused(error):
+            if not _is_refusal(error):
                 raise  # unreachable: tried again with the rest
             return False
-        if found.info.status == "RUNNING":
+        if run.info.status == "RUNNING":
             self._client.set_terminated(previous, "KILLED")
-        if not self._has_just_the_first(found):
+        if not self._has_exactly_the_first_items(run):
             return False
         self._client.delete_tag(previous, COMPLETE_UNTIL)
         self._client.set_tag(previous, "tandem.resumed_from_step", self._tags["tandem.resumed_from_step"])
@@ -363,7 +336,7 @@ class MlflowThread(threading.Thread):
         self._run_id, self._last_step = previous, self._first[-1].step
         return True
 
-    def _has_just_the_first(self, run: Any) -> bool:
+    def _has_exactly_the_first_items(self, run: Any) -> bool:
         params = next((self._as_stored(item) for item in self._first if isinstance(item, Params)), None)
         last = self._first[-1] if self._first else None
         return (
@@ -382,13 +355,13 @@ class MlflowThread(threading.Thread):
             log.warning(message, *values)
 
 
-def _refused(error: Any) -> bool:
-    """The store understood and said no: asking again would not help."""
+def _is_refusal(error: Any) -> bool:
+    """Whether the store understood the request and refused it, so that a retry would not help."""
     code = error.get_http_status_code()
     return 400 <= code < 500 and code not in (408, 429)
 
 
-def _brief(error: Exception) -> str:
+def _shortened(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}"
 

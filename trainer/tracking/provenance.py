@@ -1,6 +1,6 @@
-"""What code a run was made with: the commit of Tandem's checkout, where it is one, and the versions of what
-computes."""
+"""The code behind a run: the commit of Tandem's checkout, if there is one, and versions of its main packages."""
 
+import contextlib
 import importlib.metadata
 import platform
 import subprocess
@@ -12,15 +12,14 @@ GIT_TIMEOUT_S = 20.0
 
 
 def provenance(root: Path = ROOT) -> dict[str, str]:
-    """Tags for MLflow, which shows the first of them as the run's version. Takes as long as git does."""
-    return {**_commit(root), **_versions()}
+    """Tags for MLflow, which shows the first of them as the run's version. Waits for git."""
+    return {**_commit_tags(root), **_version_tags()}
 
 
-def _commit(root: Path) -> dict[str, str]:
-    """Nothing where ``root`` is not the top of a checkout: an installed package may lie inside the checkout
-    of something else."""
-    top = _git(root, "rev-parse", "--show-toplevel")
-    commit = _git(root, "rev-parse", "HEAD")
+def _commit_tags(root: Path) -> dict[str, str]:
+    """Empty unless ``root`` is the top of a checkout: an installed package may lie in a checkout of something
+    else."""
+    top, commit = _git(root, "rev-parse", "--show-toplevel"), _git(root, "rev-parse", "HEAD")
     if top is None or commit is None or Path(top).resolve() != root.resolve():
         return {}
     changed = _git(root, "status", "--porcelain", "--untracked-files=no")
@@ -31,25 +30,18 @@ def _commit(root: Path) -> dict[str, str]:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """Its answer; None where there is no git, no checkout, or no answer in time."""
+    """Git's output; None without git, without a checkout, or after the timeout."""
+    command = ["git", "-C", str(root), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments],
-            capture_output=True,
-            text=True,
-            timeout=GIT_TIMEOUT_S,
-            check=True,
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
 
 
-def _versions() -> dict[str, str]:
-    found = {"tandem.version.python": platform.python_version()}
+def _version_tags() -> dict[str, str]:
+    tags = {"tandem.version.python": platform.python_version()}
     for package in PACKAGES:
-        try:
-            found[f"tandem.version.{package}"] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            tags[f"tandem.version.{package}"] = importlib.metadata.version(package)
+    return tags

@@ -1,4 +1,4 @@
-"""What is recorded of a run: metrics.jsonl, one console line per step, and MLflow.
+"""The records of a run: metrics.jsonl, one console line per step, and MLflow.
 
 log(step, metrics) ──> metrics.jsonl   the record: written and flushed before log returns
                    ──> console         one line (also console.log)
@@ -8,9 +8,9 @@ log(step, metrics) ──> metrics.jsonl   the record: written and flushed befor
 import json
 import logging
 import math
-import os
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from configs.schema import RunConfig
+from trainer.batch.files import write_whole
+from trainer.metric_names import find_entry, known
 from trainer.ranks.interruption import StopRequested
 from trainer.tracking.alarms import Alarm
 from trainer.tracking.mlflow_thread import Artifact, Item, MlflowThread, Params, Row, Status
@@ -37,8 +39,7 @@ _RESERVED = ("step", "elapsed_s")
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; None stands for a value that was not finite.
 
-    A line that is not a JSON object with a step (torn by a crash) is left out, with a warning. Raises
-    OSError.
+    Lines that are no JSON object with a step (torn by a crash) are left out, with a warning. Raises OSError.
     """
     rows, torn = [], []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
@@ -56,13 +57,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _keep_until(path: Path, step: int, then: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
-    """Drop the lines of later steps and torn ones, and add ``then``; the new file takes the old one's place
-    at once."""
-    kept = [row for row in read_metrics(path) if row["step"] <= step] if path.exists() else []
-    kept = [*kept, *then]
-    fresh = path.with_suffix(".jsonl.new")
-    fresh.write_text("".join(f"{json.dumps(row)}\n" for row in kept), encoding="utf-8")
-    os.replace(fresh, path)
+    """Replace the file, in one move, by its whole lines up to ``step`` and then ``then``; returns these lines."""
+    rows = read_metrics(path) if path.exists() else []
+    kept = [*(row for row in rows if row["step"] <= step), *then]
+    write_whole(path, "".join(f"{json.dumps(row)}\n" for row in kept).encode())
     return kept
 
 
@@ -86,13 +84,16 @@ def _count(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One cell of a step's line. ``shown``: whether the quantity can move at all with this config."""
+    """One cell of a step's line. ``shown``: whether the quantity can change with this config."""
 
     title: str
     width: int
     metric: str
     show: Callable[[float], str]
     shown: Callable[[RunConfig], bool] = lambda config: True
+
+    def __post_init__(self) -> None:
+        known(self.metric)
 
 
 _COLUMNS = (
@@ -116,7 +117,7 @@ _COLUMNS = (
     Column("update", 8, "time/update", _seconds),
     Column("sync", 7, "time/sync", _seconds),
 )
-"""Δp is p_rollout - p_old. Everything else that is measured stands in metrics.jsonl and in the report."""
+"""Δp is p_rollout - p_old. All other metrics are in metrics.jsonl and in the report."""
 
 
 def columns_of(config: RunConfig) -> tuple[Column, ...]:
@@ -124,11 +125,8 @@ def columns_of(config: RunConfig) -> tuple[Column, ...]:
 
 
 def header(num_steps: int, columns: Sequence[Column] = _COLUMNS) -> str:
-    return (
-        _step_cell("step", num_steps)
-        + "".join(f"{column.title:>{column.width}}" for column in columns)
-        + f"{'left':>8}"
-    )
+    titles = "".join(f"{column.title:>{column.width}}" for column in columns)
+    return f"{_step_cell('step', num_steps)}{titles}{'left':>8}"
 
 
 def row(
@@ -140,14 +138,11 @@ def row(
 ) -> str:
     """One step as a line under ``header``; a metric that was not measured, or is not finite, is a dash."""
     values = [(metrics.get(column.metric), column) for column in columns]
-    cells = [
+    cells = (
         f" {'-' if value is None else column.show(value):>{column.width - 1}}" for value, column in values
-    ]
-    return (
-        _step_cell(f"{step}/{num_steps}", num_steps)
-        + "".join(cells)
-        + f"{'-' if left_s is None else duration(left_s):>8}"
     )
+    left = "-" if left_s is None else duration(left_s)
+    return f"{_step_cell(f'{step}/{num_steps}', num_steps)}{''.join(cells)}{left:>8}"
 
 
 def _step_cell(text: str, num_steps: int) -> str:
@@ -199,15 +194,14 @@ class _Console:
 
 
 class Tracker:
-    """Records a run. As a context manager it closes with the status that the way out says."""
+    """Records a run. As a context manager it closes with the status that fits the exception, if any."""
 
     def __init__(self, config: RunConfig, run_dir: Path, *, resumed_from_step: int | None = None):
         """
-        run_dir: a folder with the run's config.yaml; metrics.jsonl and console.log go there; mlflow.db: see
-        ``store_file``. resumed_from_step: metrics of later steps, written before the interruption, are
-        dropped.
-        Raises ValueError where the folder already holds metrics and the run is not a resumed one; OSError
-        where it cannot be written.
+        run_dir: a folder with the run's config.yaml; metrics.jsonl and console.log go there (mlflow.db: see
+        ``store_file``). resumed_from_step: metrics of later steps are dropped.
+        Raises ValueError if the folder already holds metrics and the run is not resumed; OSError if it cannot
+        be written.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "metrics.jsonl"
@@ -225,6 +219,7 @@ class Tracker:
         self._ends_with_evaluation, self._evaluation_s = config.evaluation.at_ends, 0.0
         self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
         self._warned: set[str] = set()
+        self._named: set[str] = set()
         self._alarming: set[str] = set()
         self._closed = False
         self._path, self._file = path, path.open("a", encoding="utf-8")
@@ -236,13 +231,12 @@ class Tracker:
         self._mlflow.start()
 
     def log(self, step: int, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
-        """Record one step. Steps may repeat (a later evaluation of the same step, which joins its line) but
-        not go back: ValueError.
+        """Record one step. A later evaluation of the same step joins its line; ValueError for an earlier step.
 
-        An alarm is told in full on the console when it begins, and again only after it had stopped.
+        The console prints an alarm in full when it begins, and again only after it had stopped.
 
-        A value that is not finite is null in metrics.jsonl, a dash on the console and left out of MLflow,
-        with one warning per name.
+        A value that is not finite is null in metrics.jsonl, a dash on the console and left out of MLflow, with
+        one warning per name. A name that trainer/metric_names.py lacks gets one warning, which fails a test.
         """
         if self._closed:
             raise ValueError(f"step {step} is logged after the tracker was closed")
@@ -252,6 +246,12 @@ class Tracker:
             raise ValueError(
                 f"a metric cannot be called {reserved[0]!r}, which every line has by itself; rename it"
             )
+        for name in metrics.keys() - self._named:
+            self._named.add(name)
+            if find_entry(name) is None:
+                warnings.warn(
+                    f"metric {name!r} is not in trainer/metric_names.py; add it there", stacklevel=2
+                )
         now = time.monotonic()
         values = {name: self._finite(name, float(value)) for name, value in metrics.items()}
         line = {"step": step, "elapsed_s": round(self._elapsed_before + now - self._started, 3), **values}
@@ -275,17 +275,17 @@ class Tracker:
         self._last_step = step
 
     def say(self, text: str) -> None:
-        """A line on the console and in console.log that is no step."""
+        """Print a line that is no step on the console and to console.log."""
         self._console.say(text)
 
     def warn_once(self, about: str, text: str) -> None:
-        """As an alarm, but the first time alone that there is something to say ``about`` this."""
+        """Print a warning like an alarm, once for each ``about``."""
         if about not in self._warned:
             self._warned.add(about)
             self._console.alarm(f"  ! {text}")
 
     def note(self, text: str) -> None:
-        """A line in console.log alone: the console has it already."""
+        """Write a line to console.log alone; the console has it already."""
         self._console.note(text)
 
     def artifact(self, path: Path) -> None:
@@ -293,8 +293,8 @@ class Tracker:
         self._mlflow.put(Artifact(path, path.name if path.is_dir() else None))
 
     def close(self, status: Status) -> None:
-        """Send what is left and end the MLflow run: within 30 s, or half the grace period of a stop. A second
-        close does nothing."""
+        """Send the rest and end the MLflow run, within 30 s or half the grace period of a stop. A second close does
+        nothing."""
         if self._closed:
             return
         self._closed = True
@@ -318,12 +318,12 @@ class Tracker:
             return value
         if name not in self._warned:
             self._warned.add(name)
-            log.warning("metric %s is %s; recorded as null (said once)", name, value)
+            log.warning("metric %s is %s; recorded as null (this is logged once)", name, value)
         return None
 
     def _left_s(self, step: int, now: float, step_s: float | None) -> float | None:
-        """Until the run ends: steps left times the mean of the last steps' seconds (the first step goes by
-        its own ``time/step``), and the evaluation after the last one."""
+        """Seconds until the run ends: steps left times the mean seconds of the last steps (at first ``time/step``),
+        and the evaluation after the last one."""
         if self._last_change is not None and step > self._last_change[0]:
             self._pace.append((now - self._last_change[1]) / (step - self._last_change[0]))
         if self._last_change is None or step > self._last_change[0]:
@@ -347,7 +347,7 @@ def _first_items(config: RunConfig, run_dir: Path, history: Iterable[Mapping[str
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested config to dotted names and text, as MLflow's params are."""
+    """A nested config as MLflow params: dotted names and text."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:

@@ -91,6 +91,7 @@ def only_run(run_dir: Path):
 # ---- the sqlite store
 
 
+@pytest.mark.filterwarnings("ignore:metric .* is not in")
 def test_sqlite_store_holds_params_metrics_artifacts_and_status(tmp_path):
     config = make_config(
         rollout={"server_args": {f"flag-{i}": i for i in range(150)}}
@@ -156,11 +157,21 @@ def test_status_follows_the_way_out(tmp_path, error, status):
     assert only_run(tmp_path)[1].info.status == status
 
 
+@pytest.mark.filterwarnings("ignore:metric .* is not in")
 def test_names_that_mlflow_refuses_do_not_lose_the_others(tmp_path):
     with Tracker(make_config(), tmp_path) as tracker:
         tracker.log(1, {"reward/mean": 0.5, "/odd//name@x": 1.0, "..": 2.0})
     _, run = only_run(tmp_path)
     assert run.data.metrics == {"reward/mean": 0.5, "odd/name_x": 1.0, "unnamed": 2.0}
+
+
+def test_a_metric_without_a_line_in_the_table_is_told_once(tmp_path):
+    with Tracker(make_config(), tmp_path) as tracker, pytest.warns(UserWarning) as told:
+        tracker.log(1, {"reward/mean": 0.5, "reward/maen": 1.0})
+        tracker.log(2, {"reward/mean": 0.5, "reward/maen": 1.0})
+    assert [str(w.message) for w in told] == [
+        "metric 'reward/maen' is not in trainer/metric_names.py; add it there"
+    ]
 
 
 @settings(deadline=None)
@@ -268,7 +279,7 @@ def test_values_that_are_not_finite(tmp_path, caplog):
         (None, None)
     ] * 2
     assert [m for m in caplog.messages if "mismatch/k3" in m] == [
-        "metric mismatch/k3 is nan; recorded as null (said once)"
+        "metric mismatch/k3 is nan; recorded as null (this is logged once)"
     ]
     assert len([m for m in caplog.messages if "optim/grad_norm" in m]) == 1
     assert only_run(tmp_path)[1].data.metrics == {"reward/mean": 0.5}

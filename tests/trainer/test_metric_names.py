@@ -1,0 +1,152 @@
+"""The table of metrics against a step that records all of them: names, reductions, and that none is left over."""
+
+import pytest
+import torch
+
+from configs.schema.correction import CorrectionConfig, ImportanceWeight, RatioRule
+from configs.schema.objective import ClippedObjective, EntropyConfig, GaeAdvantage, KLConfig
+from parallel.engine import UpdateResult
+from rollout.records import FinishReason, Group, Trajectory
+from rollout.sampling.messages import EvaluationResult, SamplingStats
+from tests.support.packed_batches import random_batch
+from trainer.algorithm.advantages import compute_advantages
+from trainer.algorithm.correction import correct
+from trainer.algorithm.kl_reward import KLInReward
+from trainer.algorithm.policy_loss import policy_loss
+from trainer.algorithm.value_loss import value_loss
+from trainer.batch.step_batch import StepBatch
+from trainer.learner import Update, _optimizer_metrics
+from trainer.metric_names import METRICS, TIME_PARTS, entry_of, find_entry, known
+from trainer.ranks.metrics import Metric, Reduction, per_minibatch
+from trainer.ranks.totals import alone
+from trainer.report.pictures import Lines, Picture
+from trainer.sampling import Sampled
+from trainer.step_metrics import StepMetrics, step_metrics
+from trainer.tracking.alarms import _Rule
+from trainer.tracking.tracker import Column
+from trainer.weight_sync import SyncResult
+
+CORRECTION = CorrectionConfig(
+    weight=ImportanceWeight(level="token", bound="clip", normalise=True),
+    reject=(RatioRule(level="token", lower=0.1, upper=2.0),),
+    veto=1e-4,
+)
+
+
+def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str, Metric]]]:
+    """A batch of two minibatches, the metrics before its update and those of each of its updates."""
+    batch = random_batch([5, 7], seed=0, mask_T=torch.ones(12, dtype=torch.bool))
+    batch = batch.with_fields(values_T=torch.linspace(0, 1, 12), sequence_ids_S=torch.arange(2))
+    step = StepBatch(
+        packed=batch, rows=[[[0]], [[1]]], rewards_S=torch.tensor([0.0, 1.0]), group_ids_S=torch.zeros(2)
+    )
+    penalty_T, kl = KLInReward(KLConfig(coefficient=0.1, place="reward")).penalty(
+        batch, num_samples=2, total=alone
+    )
+    advantages = compute_advantages(
+        batch, step.rewards_S, step.group_ids_S, GaeAdvantage(type="gae"), penalty_T=penalty_T
+    )
+    correction = correct(batch, CORRECTION)
+    weights_T = torch.full((12,), 0.1)
+    step = step.with_advantages(advantages).with_fields(
+        importance_weights_T=weights_T, aggregation_T=weights_T, value_aggregation_T=weights_T
+    )
+    terms = {
+        "objective": ClippedObjective(dual_clip=3.0),
+        "kl": KLConfig(coefficient=0.1),
+        "entropy": EntropyConfig(),
+    }
+    result = UpdateResult(grad_norm=1.0, lr=1e-3, skipped=False, outputs=[])
+    updates = []
+    for (micro,) in step.minibatches():
+        policy = policy_loss(micro, micro.old_logprobs_T - 0.1, torch.ones(micro.num_tokens), **terms).metrics
+        critic = value_loss(micro, micro.values_T, value_clip=0.2)[1]
+        updates.append(
+            policy | critic | _optimizer_metrics("optim", result) | _optimizer_metrics("critic", result)
+        )
+    return step, [kl, advantages.metrics, correction.metrics], updates
+
+
+def whole_step() -> StepMetrics:
+    step, measured, updates = measured_parts()
+    trajectory = Trajectory(
+        group_id=0,
+        sibling_id=0,
+        prompt_id="p",
+        token_ids=[1, 2, 3],
+        response_mask=[False, True, True],
+        rollout_logprobs=[0.0, -1.0, -1.0],
+        token_versions=[0, 0, 0],
+        finish_reason=FinishReason.STOP,
+        reward=1.0,
+        reward_parts={"format": 1.0},
+    )
+    group = Group(group_id=0, prompt_id="p", trajectories=[trajectory])
+    return step_metrics(
+        sampled=Sampled(groups=[group], stats=SamplingStats(seconds=1.0, requests=1, retries=0, failed_rewards=0)),
+        batch=step,
+        measured=measured,
+        updates=[Update(metrics=per_minibatch(metrics)) for metrics in updates],
+        sync=SyncResult(version=1, bytes=8, seconds=0.1, max_logprob_gap=1e-6),
+        evaluation=EvaluationResult(
+            accuracy=0.5, reward_mean=0.5, count=4, length_mean=3.0, truncated_fraction=0.0, accuracy_error=0.1
+        ),
+        seconds=dict.fromkeys(("step", *TIME_PARTS), 1.0),
+        mode="decoupled",
+        group=None,
+    )  # fmt: skip
+
+
+def test_a_step_records_what_the_table_has_and_nothing_else():
+    recorded = whole_step().recorded
+    assert [name for name in recorded if find_entry(name) is None] == []
+    assert METRICS.keys() - {entry_of(name).name for name in recorded} == set()
+
+
+def test_reductions_are_those_of_the_table():
+    _, measured, updates = measured_parts()
+    merged = [(name, metric) for metrics in (*measured, *updates) for name, metric in metrics.items()]
+    assert {n: m.reduction for n, m in merged} == {n: entry_of(n).reduction for n, _ in merged}
+    assert {entry.reduction for entry in METRICS.values()} == {*Reduction, None}
+
+
+def test_losses_are_means_over_minibatches_and_counts_are_sums():
+    _, _, updates = measured_parts()
+    recorded = whole_step().recorded
+    totals = [metrics["loss/total"].value for metrics in updates]
+    assert recorded["loss/total"] == pytest.approx(sum(totals) / 2)
+    assert recorded["mismatch/veto/tokens"] == 0 and recorded["optim/skipped"] == 0
+
+
+def test_the_gap_that_may_end_a_run_is_the_steps_own():
+    step = whole_step()
+    assert step.sampled_gap == (
+        step.recorded["mismatch/abs_prob_max"],
+        step.recorded["mismatch/logprob_gap_max"],
+    )
+
+
+def test_stars_stand_for_rules_and_parts_and_a_typo_is_told_what_is_near():
+    assert known("mismatch/rejected/k3_mean_2/tokens") and known("reward/part/a/b")
+    with pytest.raises(ValueError, match=r"no metric is called 'reward/maen'.*or use reward/mean"):
+        known("reward/maen")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda name: Column("title", 7, name, str),
+        lambda name: _Rule(name="x", metrics=(name,), healthy=max, wrong="", cause="", advice=""),
+        lambda name: Picture(name="x", title="", about="", panels=(Lines(title="", metrics={name: ""}),)),
+    ],
+)
+def test_console_alarms_and_pictures_refuse_an_unknown_name(make):
+    make("mismatch/k3")
+    with pytest.raises(ValueError, match="no metric is called 'mismatch/k33'"):
+        make("mismatch/k33")
+
+
+def test_a_panel_has_one_unit():
+    panel = Lines(title="", metrics={"mismatch/k3": "", "mismatch/abs_prob_max": ""})
+    with pytest.raises(ValueError):
+        Picture(name="x", title="", about="", panels=(panel,))

@@ -1,0 +1,194 @@
+"""The table of metrics: name, reduction, unit and meaning of everything that a run may record.
+
+The tracker warns of a recorded name that the table lacks. Console, alarms, report and status check their names
+against it when they are imported. The site's page of metrics is made from it.
+
+Symbols are those of docs/notation.md: ρ = π_train / π_rollout of a token, d = log ρ, Δp = |p_rollout − p_train|.
+d, or its sum over a response, is bounded to ±20 before exp. log_ppl is minus the mean log-prob of a response's
+tokens. Responses without valid tokens are left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import cache
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    name: str
+    """``part/quantity``. A star stands for any text: a rule, a bucket, a part of the reward."""
+    reduction: str | None
+    """The ``Reduction`` (trainer/ranks/metrics.py) that merges micro-batches, ranks and minibatches. None: the metric
+    is computed once, from the whole step."""
+    unit: str
+    meaning: str
+
+
+@cache
+def find_entry(name: str) -> Entry | None:
+    """The entry of a recorded name, or of a name with the same star."""
+    return METRICS.get(name) or next((METRICS[star] for star in _STARRED if fnmatchcase(name, star)), None)
+
+
+def entry_of(name: str) -> Entry:
+    """Raises ValueError for a name that the table does not have."""
+    if entry := find_entry(name):
+        return entry
+    near = "".join(f", or use {other}" for other in get_close_matches(name, METRICS, n=1))
+    raise ValueError(f"no metric is called {name!r}; add it to trainer/metric_names.py{near}")
+
+
+def known(name: str) -> str:
+    """``name`` itself, which the table must have (see ``entry_of``)."""
+    entry_of(name)
+    return name
+
+
+def _spread(name: str, unit: str, about: str) -> Iterator[Entry]:
+    """Mean, standard deviation (divided by the count) and extremes of one quantity."""
+    words = {"mean": "mean", "std": "standard deviation", "min": "least", "max": "greatest"}
+    return (Entry(f"{name}{kind}", kind, unit, f"{word} of {about}") for kind, word in words.items())
+
+
+def _bucket(name: str, about: str) -> Iterator[Entry]:
+    for quantity, reduction, unit, words in (
+        ("abs_prob_mean", "mean", "probability", "mean Δp"),
+        ("abs_prob_max", "max", "probability", "greatest Δp"),
+        ("k3", "mean", "nats per token", "mean k3"),
+        ("k3_max", "max", "nats", "greatest k3"),
+    ):
+        yield Entry(f"{name}/*/{quantity}", reduction, unit, f"{words} of the tokens {about}")
+
+
+# fmt: off
+METRICS = {entry.name: entry for entry in (
+    Entry("reward/mean", None, "reward", "mean reward of the responses, as sampled"),
+    Entry("reward/std", None, "reward", "standard deviation of the rewards, divided by their count"),
+    Entry("reward/part/*", None, "reward", "mean of a part of the reward over the responses that have it; a failed reward has no parts"),
+    Entry("reward/failed", None, "responses", "responses whose reward raised or ran out of time, and which count as 0"),
+    Entry("reward/failed_fraction", None, "share of responses", "share of failed rewards"),
+    Entry("reward/as_sampled", "mean", "reward", "mean R over the responses: an estimate of E_rollout[R]"),
+    Entry("reward/importance_weighted", "mean", "reward",
+               "Σ w R / Σ w with w = Π ρ of a response: an estimate of E_train[R], biased by O(1 / responses)"),
+    Entry("reward/importance_ess", "ess", "share", "ESS of these weights; near 1 / responses one response makes the estimate"),
+    Entry("response/length_mean", None, "tokens", "mean length of the responses"),
+    Entry("response/length_max", None, "tokens", "greatest length of a response"),
+    Entry("response/tokens", None, "tokens", "response tokens of the step"),
+    Entry("response/truncated_fraction", None, "share of responses", "responses that ended at the length limit"),
+    Entry("groups/no_signal_fraction", None, "share of groups", "groups whose siblings all have the same reward"),
+    *_spread("advantage/", "reward", "the advantages of response tokens"),
+
+    Entry("loss/total", "loss", "reward", "the loss: the sum of its terms, as a mean over the minibatches"),
+    Entry("loss/policy", "loss", "reward", "the objective's term of the loss"),
+    Entry("loss/kl", "loss", "reward", "the KL term of the loss, times its coefficient"),
+    Entry("loss/entropy", "loss", "reward", "the entropy term of the loss, times minus its coefficient"),
+    Entry("policy/entropy", "mean", "nats per token", "entropy of current, over the whole vocabulary"),
+    Entry("policy/ppo_kl", "mean", "nats per token", "mean log π_old − log π_current: estimates KL(old ‖ current) from samples of rollout"),
+    Entry("policy/ppo_kl_negative_fraction", None, "share of minibatches", "minibatches whose ppo_kl is negative, as no divergence is"),
+    Entry("policy/ref_kl", "mean", "nats per token", "KL(current ‖ ref), by the configured estimator"),
+    Entry("policy/kl_in_reward", "mean", "nats per token", "estimate of KL(old ‖ ref), where the reward has the KL term"),
+    Entry("policy/kl_coefficient", "mean", "reward per nat", "coefficient of the KL in the reward"),
+    Entry("policy/ratio_mean", "mean", "ratio", "mean of the objective's ratio π_current / π_old over kept tokens"),
+    Entry("policy/ratio_min", "min", "ratio", "least such ratio"),
+    Entry("policy/ratio_max", "max", "ratio", "greatest such ratio"),
+    Entry("policy/first_ratio_min", None, "ratio", "ratio_min of the first minibatch, where current is old (decoupled mode)"),
+    Entry("policy/first_ratio_max", None, "ratio", "ratio_max of the first minibatch, likewise"),
+    Entry("policy/clip_fraction", "mean", "share of tokens", "kept tokens whose ratio met a bound of the objective"),
+    Entry("policy/dual_clip_fraction", "mean", "share of tokens", "kept tokens that the dual clip held"),
+    Entry("optim/grad_norm", "max", "L2 norm", "gradient norm before clipping, the greatest of the minibatches"),
+    Entry("optim/lr", "mean", "learning rate", "mean learning rate of the updates done"),
+    Entry("optim/skipped", "sum", "minibatches", "updates that the optimizer skipped"),
+
+    Entry("critic/loss", "loss", "reward²", "value loss, as a mean over the minibatches"),
+    Entry("critic/value_mean", "mean", "reward", "mean value V over response tokens"),
+    Entry("critic/return_mean", "mean", "reward", "mean return R over response tokens"),
+    Entry("critic/clip_fraction", "mean", "share of tokens", "tokens whose clipped value is the worse one: they have no gradient"),
+    Entry("critic/return_std", "std", "reward", "standard deviation of R"),
+    Entry("critic/error_std", "std", "reward", "standard deviation of R − V_old"),
+    Entry("critic/explained_variance", None, "share of the variance", "1 − Var(R − V_old) / Var(R); 1: every return is predicted"),
+    Entry("critic/grad_norm", "max", "L2 norm", "as optim/grad_norm, of the critic"),
+    Entry("critic/lr", "mean", "learning rate", "as optim/lr, of the critic"),
+    Entry("critic/skipped", "sum", "minibatches", "as optim/skipped, of the critic"),
+
+    Entry("mismatch/abs_prob_mean", "mean", "probability", "mean Δp over tokens"),
+    Entry("mismatch/abs_prob_max", "max", "probability", "greatest Δp of a token"),
+    Entry("mismatch/prob_pearson", "pearson", "r", "correlation of p_rollout and p_train over tokens"),
+    Entry("mismatch/k1", "mean", "nats per token", "mean of −d: estimates KL(rollout ‖ train); may be negative"),
+    Entry("mismatch/k3", "mean", "nats per token", "mean of ρ − 1 − d: estimates the same KL; never negative"),
+    Entry("mismatch/logprob_gap_max", "max", "nats", "greatest |d| of a token, unbounded"),
+    Entry("mismatch/ratio_mean", "mean", "ratio", "mean ρ: estimates 1 where rollout can sample every token that train can"),
+    Entry("mismatch/ratio_max", "max", "ratio", "greatest ρ"),
+    Entry("mismatch/ratio_min", "min", "ratio", "least ρ"),
+    Entry("mismatch/ratio_outside_fraction", "mean", "share of tokens", "tokens with ρ outside [0.9, 1.1]"),
+    Entry("mismatch/chi2_token", "mean", "E[ratio²] - 1", "mean of ρ² over tokens, less 1; 0 for equal policies"),
+    Entry("mismatch/chi2_sequence", "mean", "E[ratio²] - 1", "mean of (Π ρ)² over responses, less 1"),
+    Entry("mismatch/log_ppl_train", "mean", "nats per token", "mean log_ppl under train, over responses"),
+    Entry("mismatch/log_ppl_rollout", "mean", "nats per token", "mean log_ppl under rollout"),
+    Entry("mismatch/ppl_train", "mean", "perplexity", "mean of exp(log_ppl_train) over responses"),
+    Entry("mismatch/ppl_rollout", "mean", "perplexity", "mean of exp(log_ppl_rollout)"),
+    Entry("mismatch/ppl_ratio", "mean", "ratio",
+               "mean of exp(log_ppl_train − log_ppl_rollout); above 1: the learner finds the samples less likely"),
+    Entry("mismatch/log_ppl_diff_mean", "mean", "nats per token", "mean of log_ppl_train − log_ppl_rollout"),
+    Entry("mismatch/log_ppl_diff_abs", "mean", "nats per token", "mean of its absolute value"),
+    Entry("mismatch/log_ppl_diff_max", "max", "nats per token", "its greatest value"),
+    Entry("mismatch/log_ppl_diff_min", "min", "nats per token", "its least value"),
+    Entry("mismatch/response_abs_prob_max_mean", "mean", "probability", "mean over responses of a response's greatest Δp"),
+    Entry("mismatch/response_abs_prob_mean_mean", "mean", "probability", "mean over responses of a response's mean Δp"),
+    Entry("mismatch/response_abs_prob_mean_max", "max", "probability", "greatest mean Δp of a response"),
+    Entry("mismatch/response_abs_prob_over", "mean", "share of responses", "responses whose greatest Δp is over 0.5"),
+    Entry("mismatch/response_abs_prob_max_share/*", "mean", "share of responses",
+               "responses by their greatest Δp; a star is le_0.001, …, over_0.5"),
+    Entry("mismatch/response_abs_prob_mean_share/*", "mean", "share of responses",
+               "responses by their mean Δp; a star is le_1e-05, …, over_0.1"),
+    *_bucket("mismatch/by_length", "of all responses of a length; a star is le_64, …, over_4096"),
+    *_bucket("mismatch/by_position", "at the same positions of all responses, counted from 1; a star is le_64, …, over_4096"),
+
+    *_spread("mismatch/raw_weight_", "weight", "the weight of a token before its bound"),
+    *_spread("mismatch/weight_", "weight", "the weight of a token after its bound, before it is normalised"),
+    *_spread("mismatch/raw_sequence_weight_", "weight", "a response's mean weight before the bound"),
+    *_spread("mismatch/sequence_weight_", "weight", "a response's mean weight after the bound"),
+    Entry("mismatch/ess", "ess", "share",
+               "(Σ w)² / (n Σ w²) of the weights before the bound; 1: all alike, 1 / n: one token outweighs the rest"),
+    Entry("mismatch/ess_bounded", "ess", "share", "the same after the bound"),
+    Entry("mismatch/truncated_fraction", "mean", "share of tokens", "tokens whose raw weight is above the upper bound"),
+    Entry("mismatch/below_lower_fraction", "mean", "share of tokens", "tokens whose raw weight is below the lower bound"),
+    Entry("mismatch/weight_normaliser", "mean", "weight", "mean weight that normalised weights are divided by"),
+    Entry("mismatch/kept_fraction", "mean", "share of tokens", "response tokens that rejection and veto leave in the loss"),
+    Entry("mismatch/rejected/*/tokens", "mean", "share of tokens", "tokens that a rule rejects; a star is a rule, veto or total"),
+    Entry("mismatch/rejected/*/sequences", "mean", "share of responses", "responses of which it leaves no token"),
+    Entry("mismatch/rejected/*/touched_sequences", "mean", "share of responses", "responses of which it rejects some token"),
+    *_spread("mismatch/rejected/*/statistic_", "of the rule", "what the rule bounds: ρ at its level, a divergence, or p_train − p_rollout"),
+    Entry("mismatch/rejected/*/above_upper", "mean", "share", "tokens, responses or segments above the rule's upper bound"),
+    Entry("mismatch/rejected/*/below_lower", "mean", "share", "those below its lower bound"),
+    Entry("mismatch/veto/tokens", "sum", "tokens", "tokens whose ρ is below the veto's threshold"),
+    Entry("mismatch/veto/sequences", "sum", "responses", "responses that hold such a token"),
+
+    Entry("sampling/requests", None, "requests", "requests to the servers"),
+    Entry("sampling/retries", None, "requests", "requests that failed in transport and were repeated"),
+    Entry("sampling/reward_retries", None, "requests", "requests to reward models that were repeated"),
+    Entry("sampling/resampled_groups", None, "groups", "groups sampled in place of groups without signal (dynamic sampling)"),
+    Entry("sampling/filled_groups", None, "groups", "groups without signal that were taken after the last round of dynamic sampling"),
+    Entry("sampling/seconds", None, "s", "seconds of the sample role for the step"),
+    Entry("eval/accuracy", None, "share of answers", "right answers to held-out problems"),
+    Entry("eval/accuracy_error", None, "share of answers", "standard error of the accuracy, from problem to problem"),
+    Entry("eval/reward_mean", None, "reward", "mean reward on held-out problems"),
+    Entry("eval/count", None, "responses", "samples: held-out problems times samples_per_prompt"),
+    Entry("eval/length_mean", None, "tokens", "mean length of these samples, the end token included"),
+    Entry("eval/truncated_fraction", None, "share of responses", "samples that max_new_tokens cut off"),
+    Entry("sync/version", None, "version", "weight version that the step published"),
+    Entry("sync/bytes", None, "bytes", "bytes of weights that were sent"),
+    Entry("sync/max_logprob_gap", None, "nats", "greatest log-prob difference of learner and servers on the probe prompt"),
+    Entry("time/step", None, "s", "seconds of the step, without its evaluation"),
+    Entry("time/sampling", None, "s", "seconds until all groups of the step are there"),
+    Entry("time/logprobs", None, "s", "seconds of the forward passes before the update"),
+    Entry("time/update", None, "s", "seconds of the updates"),
+    Entry("time/sync", None, "s", "seconds of sending and verifying the weights"),
+    Entry("time/evaluation", None, "s", "seconds of the evaluation"),
+    Entry("throughput/tokens_per_s", None, "tokens/s", "response tokens per second of time/step"),
+)}
+# fmt: on
+_STARRED = [name for name in METRICS if "*" in name]
+TIME_PARTS = ("sampling", "logprobs", "update", "sync", "evaluation")
+"""Parts of a run's time, ``time/*``, that do not overlap."""
