@@ -549,7 +549,7 @@ BAD_VALUES = [
         "reward.parts",
         "{}",
         "must not be empty",
-        "give one or more: By name, e.g. `correct: {",
+        "give one or more: The rewards by name, e.g. `correct: {",
     ),
     ("layout.dp=Auto", "layout.dp", "Auto", "must be a whole number or `auto`", "default: auto"),
     ("layout.dp=0", "layout.dp", "0", "must be greater than or equal to 1", "default: auto"),
