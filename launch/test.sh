@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what tests need and runs them all, two files at a time (TANDEM_TEST_WORKERS). Arguments go to pytest:
-# `bash launch/test.sh -m "not engines"` is the quick part.
+# `bash launch/test.sh -m quick` is the quick part.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/install.sh

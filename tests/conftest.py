@@ -8,7 +8,14 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start engines come first: a long one that came last would be waited for by one worker alone."""
-    slow = {item.path for item in items if item.get_closest_marker("engines")}
-    items.sort(key=lambda item: item.path not in slow)
+    """Mark the quick tests. Files that start engines come first: a long one that came last would be waited for by
+    one worker alone."""
+    slow_files = set()
+    for item in items:
+        if item.get_closest_marker("engines"):
+            slow_files.add(item.path)
+        elif not item.get_closest_marker("cluster"):
+            item.add_marker("quick")
+    items.sort(key=lambda item: item.path not in slow_files)

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.slurm.cluster import ROOT, Cluster, processes_of
 
+pytestmark = pytest.mark.cluster
+
 HOLDER = """
 import sys, time
 from pathlib import Path
