@@ -34,7 +34,7 @@ from trainer.algorithm.kl_reward import KLInReward
 from trainer.batch.files import batch_file
 from trainer.ranks.totals import alone
 from trainer.recording import read_batch
-from trainer.studies.replay import Loss, Told, of_logprobs, replay
+from trainer.studies.replay import Loss, LossOutput, of_logprobs, replay
 from trainer.tracking.mlflow_thread import mlflow_name, store_file
 from trainer.weight_sync import EXACT_TOLERANCE
 
@@ -401,7 +401,7 @@ def of_hugging_face(model, *, temperature: float):
 
     def gradient(
         microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss
-    ) -> tuple[Tensor, list[Told]]:
+    ) -> tuple[Tensor, list[LossOutput]]:
         model.zero_grad()
         outputs = []
         for batch in microbatches:
