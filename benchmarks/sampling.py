@@ -99,12 +99,11 @@ def measure_workload(workload: str, fleets: dict, model: Path, rounds: int) -> d
         prompts = [train[rng.randrange(len(train))].token_ids for _ in range(shape["groups"])]
         for name in list(fleets)[:: 1 if round_number % 2 else -1]:
             scheduler = scheduler_of(fleets[name])
-            before = sum(scheduler.cpu_times()[:2])
-            wall, groups = asyncio.run(sample(fleets[name].urls, prompts, shape, stops))
+            wall, used, groups = asyncio.run(sample(fleets[name].urls, scheduler, prompts, shape, stops))
             last[name] = [(prompt, c) for prompt, group in zip(prompts, groups, strict=True) for c in group]
             if round_number:
                 seconds[name].append(wall)
-                cpu[name].append(sum(scheduler.cpu_times()[:2]) - before)
+                cpu[name].append(used)
                 tokens[name].append(sum(len(sampled) for _, sampled in last[name]))
     errors = {name: largest_error(model, pairs) for name, pairs in last.items()}
     samples = shape["groups"] * shape["group_size"]
@@ -125,8 +124,9 @@ def scheduler_of(fleet):
     return next(child for child in children if "scheduler" in " ".join(child.cmdline()))
 
 
-async def sample(urls, prompts, shape, stops) -> tuple[float, list[list[Sampled]]]:
-    """Seconds, and each group's samples; without ``stops`` each is as long as it may be."""
+async def sample(urls, scheduler, prompts, shape, stops) -> tuple[float, float, list[list[Sampled]]]:
+    """Seconds, the scheduler's CPU seconds, and each group's samples. Without ``stops`` each sample is as long as it
+    may be. Flushing the cache, which collects garbage, is not counted."""
     import aiohttp
 
     length = {"max_new_tokens": shape["max_new_tokens"], "stop_token_ids": stops, "ignore_eos": not stops}
@@ -143,9 +143,9 @@ async def sample(urls, prompts, shape, stops) -> tuple[float, list[list[Sampled]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
         async with session.post(f"{urls[0]}/flush_cache", params={"timeout": 30}) as answer:
             answer.raise_for_status()
-        began = time.perf_counter()
+        began, before = time.perf_counter(), sum(scheduler.cpu_times()[:2])
         groups = await asyncio.gather(*(group(session, prompt) for prompt in prompts))
-        return time.perf_counter() - began, groups
+        return time.perf_counter() - began, sum(scheduler.cpu_times()[:2]) - before, groups
 
 
 def largest_error(model: Path, pairs) -> float:
