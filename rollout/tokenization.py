@@ -45,9 +45,9 @@ def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
 def import_transformers_without_torch() -> None:
     """Import the tokenizers of transformers without its models, in a process that needs no others.
 
-    Where torch is installed, transformers imports it with its compiler and its distributed parts: about 5 CPU
-    seconds and 300 MB. A tokenizer needs none of it. Torch itself can still be imported afterwards; models of
-    transformers cannot.
+    Where torch is installed, transformers imports it with its compiler and its distributed parts: 3.6 of 6.3 CPU
+    seconds and 330 of 420 MiB of a sample role's imports. A tokenizer needs none of it. Torch itself can still be
+    imported afterwards; models of transformers cannot.
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         return

@@ -131,8 +131,8 @@ def save(
         _require_space(temporary, state)
 
     def write() -> dict[str, FileRecord]:
-        # Megatron's own queue is a process, for saves in the background: it would import torch again on every
-        # rank (3 CPU seconds, 200 MB) and live as long as the run. This save is over when it returns.
+        # Megatron's own queue is a process, for saves in the background, which lives as long as the run. This save
+        # is over when it returns.
         filesystem_async._results_queue = queue.Queue()
         # Each rank hashes its own writers' files while the writers wait for the disk.
         with hashed_while_written(temporary, f"__{dist.get_rank()}_*.distcp") as records:

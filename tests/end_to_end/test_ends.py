@@ -93,7 +93,7 @@ def test_any_process_that_dies_ends_the_run_with_an_error_and_no_process(folder,
     ]
     process = start("train", RECIPE, *settings, cwd=folder)
     wait_for_steps(folder, 2, process)
-    for name in ("sample", "serve"):  # the import takes five CPU seconds, and 300 MB
+    for name in ("sample", "serve"):  # the import takes more than three CPU seconds, and 330 MiB
         assert not any("libtorch" in part.path for part in victims(name, folder)[0].memory_maps()), (
             f"{name} needs no torch"
         )
