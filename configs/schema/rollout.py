@@ -112,8 +112,8 @@ class RolloutConfig(Schema):
     server_start_timeout_s: Seconds = 600.0
     """Deadline for one server to load the model and answer."""
     sglang_plugin: bool = True
-    """Of servers on CPU: attention over many sequences at once, processes that are forked, and a paused scheduler
-    that sleeps (``rollout/sglang_plugin``). ``false``: SGLang's own code alone."""
+    """CPU servers use Tandem's plugin (``rollout/sglang_plugin``): one attention call serves many sequences, processes
+    are forked, and a paused scheduler sleeps. ``false``: SGLang's own code alone."""
     server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further flags of ``sglang.launch_server``, without the dashes; ``true`` is a bare flag."""
 

@@ -34,8 +34,8 @@ class Bucket:
     size: tuple[int, int, int]
     """B, Q, K."""
     slots: Tensor
-    """int64 [B * K], the places of the keys in the cache. Padding repeats a sequence's last key: a slot that was
-    never written may hold NaN."""
+    """int64 [B * K], the places of the keys in the cache. Padding repeats a sequence's last key, since an unused slot
+    may hold NaN."""
     mask: Tensor
     """bool [B, 1, Q, K], True where a query sees a key. Every padded query sees what the sequence's last one
     sees."""

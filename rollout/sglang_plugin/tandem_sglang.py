@@ -8,8 +8,7 @@
   transformers again. Forked, they share the imports of the server process, in time and in memory. CUDA cannot be
   used in a forked process.
 - Batched attention: ``tandem_batched_attention.py``.
-- A paused scheduler sleeps: SGLang's looks for requests again and again, on a whole core, which the learner that
-  sends weights needs.
+- A paused scheduler sleeps. SGLang's polls for requests on a whole core, which the learner needs to send weights.
 """
 
 import logging

@@ -1,5 +1,5 @@
-"""The ``tandem`` command in this process: for bad input and for what prints and ends, without a second of start-up
-for each case. Whatever starts processes or catches signals is run by ``tests.support.whole_runs``."""
+"""The ``tandem`` command in this process: bad input and short answers cost no start-up for each case.
+``tests.support.whole_runs`` runs commands that start processes or catch signals."""
 
 import contextlib
 import io
