@@ -109,15 +109,9 @@ def policy_loss(
     importance_T, aggregation_T = batch.importance_weights_T, batch.aggregation_T.detach()
     metrics, counted = {}, None
     if importance_T is None:
-        corrected = correct_current(batch, current_T, correction)
-        importance_T, metrics = corrected.weights_T, dict(corrected.metrics)
-        if correction.denominator == "kept":
-            aggregation_T, counted = over_kept(
-                aggregation_T, corrected.keep_T, mask_T, batch.cu_seqlens, mode=aggregation
-            )
-        else:
-            aggregation_T = aggregation_T * corrected.keep_T
-    assert importance_T is not None
+        importance_T, aggregation_T, metrics, counted = _correct_here(
+            batch, current_T, aggregation_T, correction, aggregation
+        )
     importance_T = importance_T.detach()
     kept_T = mask_T & aggregation_T.bool()
     result = _objective_loss(objective, current_T, old_T, advantages_T, kept_T, batch.cu_seqlens)
@@ -146,6 +140,21 @@ def policy_loss(
     values["total"] = loss.item()
     metrics |= {f"loss/{name}": Metric.loss(value) for name, value in values.items()}
     return PolicyLoss(loss, metrics, counted)
+
+
+def _correct_here(
+    batch: PackedBatch, current_T: Tensor, aggregation_T: Tensor, correction: CorrectionConfig, mode: Mode
+) -> tuple[Tensor, Tensor, dict[str, Metric], Counted | None]:
+    """Importance weights from current, ``aggregation_T`` without what they reject, metrics, and counts where the
+    kept tokens alone are to be counted."""
+    corrected = correct_current(batch, current_T, correction)
+    metrics = dict(corrected.metrics)
+    if correction.denominator != "kept":
+        return corrected.weights_T, aggregation_T * corrected.keep_T, metrics, None
+    aggregation_T, counted = over_kept(
+        aggregation_T, corrected.keep_T, batch.response_mask_T, batch.cu_seqlens, mode=mode
+    )
+    return corrected.weights_T, aggregation_T, metrics, counted
 
 
 def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Tensor:
