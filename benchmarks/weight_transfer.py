@@ -1,30 +1,32 @@
-"""The transfer of weights from the learner against a bare broadcast of the same bytes, in one run. Target: at
-least 0.80 of its bandwidth.
+"""The transfer of weights from the learner into SGLang servers, integrity checked, against a bare broadcast of
+the same bytes, in one run. Targets:
 
-    ratio = median(bare) / median(transfer)
+    median(bare) / median(to SGLang)                at least 0.80
+    median(to a bare receiver) / median(to SGLang)  at least 0.95
 
-- bare: one ``dist.broadcast`` of a buffer with all the bytes, learner's process to one other, received into
-  memory that is there.
-- transfer: what a publish does between begin and end: export from Megatron's parameters, conversion and copy
-  into buckets, the request and the broadcast of each bucket, to a process with a server's environment that
-  allocates and receives as SGLang does and loads nothing.
-- transfer with checksums: the same, with the SHA-256 of every tensor that a publish of a dense model on CPU
-  takes meanwhile. Beside.
-- transfer to SGLang: the same to a real server, which also copies the tensors into its model. That work is
-  SGLang's; it is shown beside.
+- bare: one ``dist.broadcast`` of a buffer with all the bytes, received into memory that is there.
+- to a bare receiver: what a publish does between begin and end: export from Megatron's parameters, conversion,
+  buckets, hashes, broadcasts; to processes with a server's environment that receive each broadcast into memory
+  that is there, hash it, and load nothing.
+- to SGLang: the same to a real server with Tandem's plugin.
+- by requests (``--by-requests``): to the same server by SGLang's own path, one request per bucket, unchecked.
 
-All are between two processes, in groups of the same size, and alternate round by round, so that a slow spell
-of a shared machine hits them alike; the first round warms up and is not counted.
+All groups have the same size: the sender and ``--tp`` receivers. The ways alternate round by round, so that a
+slow spell of a shared machine hits them alike; the first round warms up and is not counted. ``--load`` adds a
+process that keeps a core busy.
 """
 
 import json
 import os
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,73 +39,79 @@ import torch.multiprocessing as mp  # noqa: E402
 
 from benchmarks.common import hardware, line, parser, spread, write  # noqa: E402
 
-TARGET = 0.80
 TIMEOUT_S = 300.0
+BARE, RECEIVER, SGLANG, BY_REQUESTS = (
+    "bare broadcast",
+    "to a bare receiver",
+    "to SGLang",
+    "to SGLang, by requests",
+)
+TARGETS = {BARE: 0.80, RECEIVER: 0.95}
 
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument(
-        "--model",
-        type=Path,
-        help="a Hugging Face folder; one of 276 MiB with random weights where none is given",
-    )
+    options.add_argument("--moe", action="store_true", help="a model with 8 experts in place of a dense one")
+    options.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the server")
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options.add_argument("--rounds", type=int, default=9)
-    options.add_argument(
-        "--bucket-mib", type=int, help="of the transfer; the product's size where none is given"
-    )
-    options.add_argument("--no-sglang", action="store_true", help="leave the real server out")
+    options.add_argument("--by-requests", action="store_true", help="also SGLang's own path")
+    options.add_argument("--load", action="store_true", help="beside a process that keeps a core busy")
     given = options.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        model = given.model or make_model(Path(scratch) / "model")
-        result = measure(
-            model,
-            3 if given.quick else given.rounds,
-            given.bucket_mib,
-            Path(scratch),
-            with_sglang=not given.no_sglang,
-        )
-    print(
-        json.dumps(
-            {"hardware": result["hardware"], "mib": result["mib"], "bucket_mib": result["bucket_mib"]},
-            indent=2,
-        )
-    )
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as ending:
+        if given.load:
+            busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            ending.callback(busy.kill)
+        result = measure(given, 3 if given.quick else given.rounds, Path(scratch))
+    about = {
+        key: result[key]
+        for key in ("hardware", "model", "tp", "dtype", "mib", "tensors", "broadcasts", "loaded_by_sglang")
+    }
+    print(json.dumps(about | {"beside": "a busy core" if given.load else "nothing of ours"}, indent=2))
     for name, seconds in result["seconds"].items():
         print(f"{line(name, seconds)}   {result['mib'] / statistics.median(seconds):7.0f} MiB/s")
     for name, ratio in result["ratios"].items():
-        print(f"ratio, {name}: {ratio:.3f}   target: at least {TARGET}")
+        print(f"ratio of {name} to SGLang: {ratio:.3f}   target: at least {TARGETS[name]:.2f}")
     write(result | {"spread": {name: spread(s) for name, s in result["seconds"].items()}}, given.json)
 
 
-def make_model(folder: Path) -> Path:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def make_model(folder: Path, *, moe: bool, dtype: str) -> Path:
+    """276 MiB in float32 when dense, 258 MiB with experts; random weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3Config(
+    shape = dict(
         vocab_size=6144, hidden_size=1024, num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
-        intermediate_size=6144, max_position_embeddings=256, tie_word_embeddings=True, dtype="float32",
+        intermediate_size=6144, max_position_embeddings=256, tie_word_embeddings=True, dtype=dtype,
     )  # fmt: skip
     torch.manual_seed(0)
-    Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    if moe:
+        experts = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=704, norm_topk_prob=True)
+        # SGLang's Qwen3-MoE has an output layer of its own in any case.
+        untied = shape | {"tie_word_embeddings": False, "vocab_size": 3072}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**untied, **experts))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
 
-def measure(model: Path, rounds: int, bucket_mib: int | None, scratch: Path, *, with_sglang: bool) -> dict:
+def measure(given, rounds: int, scratch: Path) -> dict:
     from configs.schema.layout import LayoutConfig
     from configs.schema.model import ModelConfig
     from parallel.engine import MegatronEngine
     from parallel.megatron import platform
-    from parallel.weights import transfer as weight_transfer
+    from parallel.weights.transfer import Buffers, plan_transfer
 
-    max_bytes = bucket_mib * 2**20 if bucket_mib else weight_transfer.BUCKET_BYTES["cpu"]
-    buffers = weight_transfer.Buffers()
+    model = make_model(scratch / "model", moe=given.moe, dtype=given.dtype)
+    dtype = getattr(torch, given.dtype)
     torch.set_num_threads(1)
     platform.init_distributed(TIMEOUT_S)
     engine = MegatronEngine(
-        ModelConfig(path=model, dtype="float32"), LayoutConfig(dp=1), None,
+        ModelConfig(path=model, dtype=given.dtype), LayoutConfig(dp=1), None,
         total_optimizer_steps=1, logprob_chunk_tokens=1024, recompute="none", seed=0,
     )  # fmt: skip
     flat = torch.cat([tensor.flatten() for _, tensor in engine.export_hf()]).view(torch.uint8)
+    plan, buffers = plan_transfer(engine.export_plan(), dtype=dtype, device="cpu"), Buffers()
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], None]) -> None:
@@ -111,129 +119,139 @@ def measure(model: Path, rounds: int, bucket_mib: int | None, scratch: Path, *, 
         work()
         seconds.setdefault(name, []).append(time.perf_counter() - began)
 
-    with Receiver() as receiver, servers(model, scratch, with_sglang) as control:
-        to_receiver, to_sglang = sender(receiver), sender(control) if control else None
-        ways = {
-            "transfer": (receiver, to_receiver, False),
-            "transfer with checksums": (receiver, to_receiver, True),
-        }
-        ways |= {"transfer to SGLang": (control, to_sglang, False)} if control else {}
+    with Receivers(given.tp) as receivers, Server(model, scratch, given) as control:
+        to_receivers, to_sglang = sender(receivers, given.tp), sender(control, given.tp, stage=1)
+        ways = {RECEIVER: to_receivers, SGLANG: to_sglang}
+        if given.by_requests:
+            by_requests = sender(control, given.tp, stage=2, in_one_request=False)
+            ways[BY_REQUESTS] = by_requests
+        control.require_plugin()
         for _ in range(rounds + 1):
-            timed("bare broadcast", lambda: bare(to_receiver, receiver, flat))
-            for name, (line_to, to, hashed) in ways.items():
-                line_to.pause()
-                line_to.begin_update()
-                timed(
-                    name, lambda to=to, hashed=hashed: transfer(to, engine, max_bytes, buffers, hashed=hashed)
-                )
-                line_to.end_update()
-                line_to.resume()  # at once: the scheduler of a paused server keeps a core busy, which the others would miss
-        for one in filter(None, (to_receiver, to_sglang)):
-            one.close()
+            timed(BARE, lambda: bare(to_receivers, receivers, flat))
+            for name, to in ways.items():
+                opening = to._control.open_update()
+                opening.wait()
+                # Two senders share the control, whose group is the one that joined last.
+                to._control.group_name = to._broadcaster.group_name
+                timed(name, lambda to=to: transfer(to, engine, plan, buffers))
+                to._control.end_update()
+                to._control.resume()
+        for to in ways.values():
+            to.leave()
     seconds = {name: s[1:] for name, s in seconds.items()}
     medians = {name: statistics.median(s) for name, s in seconds.items()}
-    ratios = {name: medians["bare broadcast"] / medians[name] for name in ways}
     return {
         "hardware": hardware(),
-        "mib": flat.numel() / 2**20,
-        "bucket_mib": max_bytes / 2**20,
+        "model": "8 experts" if given.moe else "dense",
+        "tp": given.tp,
+        "dtype": given.dtype,
+        "mib": round(flat.numel() / 2**20, 1),
+        "broadcasts": len(plan.counts),
+        "tensors": len(plan.names),
+        "loaded_by_sglang": loaded_by_sglang(scratch / "logs"),
         "seconds": seconds,
-        "ratios": ratios,
+        "ratios": {name: medians[name] / medians[SGLANG] for name in TARGETS},
     }
 
 
-def sender(control):
+def loaded_by_sglang(logs: Path) -> int:
+    """Tensors that a server's rank could not copy by itself, as its log says."""
+    text = "".join(file.read_text() for file in logs.rglob("*") if file.is_file())
+    return max(int(number) for number in re.findall(r"tensors of the learner (\d+) are loaded", text))
+
+
+def sender(control, tp: int, **options):
     from trainer.weight_sync import StageSender
 
-    return StageSender(control, 1, "gloo", TIMEOUT_S)
+    return StageSender(control, tp, "gloo", TIMEOUT_S, **options)
 
 
-def transfer(to, engine, max_bytes: int, buffers, *, hashed: bool) -> None:
+def transfer(to, engine, plan, buffers) -> None:
     from parallel.weights.transfer import make_buckets
-    from rollout.servers.control import ExpectedChecksums
 
-    buckets = make_buckets(engine.export_hf(), dtype=torch.float32, max_bytes=max_bytes, buffers=buffers)
-    expected = (
-        ExpectedChecksums(tensor_parallel=1, kv_heads=engine.architecture.num_kv_heads) if hashed else None
-    )
-    to.send(next(buckets), buckets, None, expected)
+    to.send(make_buckets(engine.export_hf(), plan, buffers), plan, 1)
 
 
-def bare(to, receiver: "Receiver", flat: torch.Tensor) -> None:
-    answer = receiver.ask(("bare", flat.numel()))
+def bare(to, receivers: "Receivers", flat: torch.Tensor) -> None:
+    answer = receivers.ask(("bare", flat.numel()))
     dist.broadcast(flat, src=0, group=to._broadcaster._group)
     answer.wait()
 
 
-class servers:
-    """A real SGLang server's control, or None."""
+class Server:
+    """A real SGLang server's control."""
 
-    def __init__(self, model: Path, scratch: Path, wanted: bool):
+    def __init__(self, model: Path, scratch: Path, given):
         from configs.schema import RunConfig
         from rollout.servers.command import ServerSpec
         from rollout.servers.fleet import ServerFleet
 
-        self._fleet = None
-        if wanted:
-            rollout = {"dtype": "float32", "max_total_tokens": 4096}
-            config = RunConfig(model={"path": model}, task={"type": "countdown"}, rollout=rollout)
-            self._fleet = ServerFleet(ServerSpec(config=config, cuda=False), scratch / "logs")
+        rollout = {"dtype": given.dtype, "max_total_tokens": 4096, "tp": given.tp}
+        config = RunConfig(model={"path": model}, task={"type": "countdown"}, rollout=rollout)
+        self._tp, self._fleet = given.tp, ServerFleet(ServerSpec(config=config, cuda=False), scratch / "logs")
 
     def __enter__(self):
         from rollout.servers.control import SGLangControl
 
-        if self._fleet is None:
-            return None
         self._fleet.start()
         self._fleet.wait_healthy(900)
-        return SGLangControl(self._fleet.urls, tensor_parallel=1, timeout_s=TIMEOUT_S)
+        return SGLangControl(self._fleet.urls, tensor_parallel=self._tp, timeout_s=TIMEOUT_S)
 
     def __exit__(self, *exception) -> None:
-        if self._fleet is not None:
-            self._fleet.stop()
+        self._fleet.stop()
 
 
-class Receiver:
-    """A process that receives as SGLang does and loads nothing, with as much of ``SGLangControl`` as a sender
-    asks for."""
+class Receivers:
+    """Processes that receive as a server's ranks do and load nothing, with as much of ``SGLangControl`` as a
+    sender asks for."""
 
-    urls = ("receiver",)
+    urls = ("receivers",)
+    group_name = ""
 
-    def __enter__(self) -> "Receiver":
+    def __init__(self, size: int):
+        self._size = size
+
+    def __enter__(self) -> "Receivers":
         from rollout.servers.command import REUSED_MEMORY
 
         context = mp.get_context("spawn")
-        self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=receive_forever, args=(theirs,), daemon=True)
-        os.environ.update(REUSED_MEMORY)  # read by glibc as the process starts
-        self._process.start()
-        self._pool = ThreadPoolExecutor(1)
+        os.environ.update(REUSED_MEMORY)  # read by glibc as a process starts
+        self._ours, self._processes = [], []
+        for _ in range(self._size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=receive_forever, args=(theirs,), daemon=True)
+            process.start()
+            self._ours.append(ours)
+            self._processes.append(process)
+        self._pool = ThreadPoolExecutor(self._size)
         return self
 
     def __exit__(self, *exception) -> None:
-        self._process.kill()
-        self._process.join()
+        for process in self._processes:
+            process.kill()
+            process.join()
         self._pool.shutdown(wait=False)
 
-    def ask(self, request: tuple):
+    def ask(self, *requests: tuple):
+        """One request for all, or one for each."""
         from rollout.servers.control import Pending
 
-        self._ours.send(request)
-        return Pending(str(request[0]), [self._pool.submit(self._ours.recv)], TIMEOUT_S)
+        for number, ours in enumerate(self._ours):
+            ours.send(requests[number % len(requests)])
+        return Pending(str(requests[0][0]), [self._pool.submit(ours.recv) for ours in self._ours], TIMEOUT_S)
 
     def join_group(self, **meeting):
-        return self.ask(("join", meeting))
+        return self.ask(*(("join", meeting | {"rank": 1 + number}) for number in range(self._size)))
 
-    def receive_bucket(
-        self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None
-    ):
-        return self.ask(
-            ("bucket", sum(torch.Size(shape).numel() for shape in shapes) * getattr(torch, dtype).itemsize)
-        )
+    def receive_transfer(self, *, names, dtype: str, shapes: Sequence, announcement, version: int | None):
+        itemsize = getattr(torch, dtype).itemsize
+        sizes, rest = [], iter([torch.Size(shape).numel() * itemsize for shape in shapes])
+        for count in announcement.counts:
+            sizes.append(sum(next(rest) for _ in range(count)))
+        return self.ask(("transfer", (sizes, announcement.hash_kind)))
 
-    def pause(self) -> None: ...
-
-    def begin_update(self) -> None: ...
+    def open_update(self):
+        return self.ask(("nothing", None))
 
     def end_update(self) -> None: ...
 
@@ -241,28 +259,60 @@ class Receiver:
 
     def leave_group(self) -> None: ...
 
-    def close(self) -> None: ...
-
 
 def receive_forever(requests) -> None:
     torch.set_num_threads(1)
-    group, kept = None, torch.empty(0, dtype=torch.uint8)
+    group = None
+    kept: dict[int, torch.Tensor] = {}
+    with suppress(EOFError):
+        while True:
+            what, value = requests.recv()
+            if what == "join":
+                group = join(**value)
+            elif what == "bare":
+                receive(group, memory(kept, -1, value)).wait()
+            elif what == "transfer":
+                receive_transfer(group, kept, *value)
+            requests.send({})
+
+
+def memory(kept: dict[int, torch.Tensor], number: int, size: int) -> torch.Tensor:
+    if number not in kept:
+        kept[number] = torch.zeros(size, dtype=torch.uint8)
+    return kept[number]
+
+
+def receive(group: dist.ProcessGroupGloo, flat: torch.Tensor) -> dist.Work:
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    while True:
-        what, value = requests.recv()
-        if what == "join":
-            group = join(**value)
-        else:
-            if what == "bare" and kept.numel() != value:
-                kept = torch.zeros(value, dtype=torch.uint8)
-            flat = kept if what == "bare" else torch.empty(value, dtype=torch.uint8)
-            group.broadcast([flat], options).wait()
-        requests.send({})
+    return group.broadcast([flat], options)
+
+
+def receive_transfer(
+    group: dist.ProcessGroupGloo, kept: dict[int, torch.Tensor], sizes: Sequence[int], kind: str
+) -> None:
+    """Two broadcasts are in flight, as in the server."""
+    from rollout.sglang_plugin.tandem_weight_transfer import weight_hash
+
+    works, hashes = [], []
+    for number, size in enumerate(sizes):
+        flat = memory(kept, number, size)
+        works.append((receive(group, flat), flat))
+        if len(works) == 2:
+            work, flat = works.pop(0)
+            work.wait()
+            hashes.append(weight_hash(flat, kind))
+    work, flat = works.pop()
+    work.wait()
+    hashes.append(weight_hash(flat, kind))
+    sent = torch.zeros(len(hashes), dtype=torch.int64)
+    receive(group, sent).wait()
+    if sent.tolist() != [int(one) for one in hashes]:
+        raise RuntimeError("other bytes were received than sent")
 
 
 def join(
-    *, master_address: str, master_port: int, world_size: int, group_name: str, backend: str
+    *, rank: int, master_address: str, master_port: int, world_size: int, group_name: str, backend: str
 ) -> dist.ProcessGroupGloo:
     timeout = timedelta(seconds=TIMEOUT_S)
     store: dist.Store = dist.TCPStore(
@@ -272,7 +322,7 @@ def join(
     # own here.
     for prefix in (group_name, f"{group_name}/", "cpu/"):
         store = dist.PrefixStore(prefix, store)
-    return dist.ProcessGroupGloo(store, 1, world_size, timeout)
+    return dist.ProcessGroupGloo(store, rank, world_size, timeout)
 
 
 if __name__ == "__main__":

@@ -451,6 +451,10 @@ class MegatronEngine(_Engine):
         """(Hugging Face name, full tensor) of this pipeline stage; see ``hf_conversion.export_hf``."""
         return hf_conversion.export_hf(self.chunks)
 
+    def export_plan(self) -> list[list[tuple[str, tuple[int, ...]]]]:
+        """(Hugging Face name, shape) of what ``export_hf`` yields, in its order; see ``hf_conversion.export_plan``."""
+        return hf_conversion.export_plan(self.chunks)
+
     def load_weights(self, weights: HuggingFaceWeights) -> None:
         """Replace the model's weights, but not the optimizer's copies: training cannot continue from these."""
         hf_conversion.load_weights(self.chunks, weights)

@@ -4,36 +4,38 @@ All ranks publish together. Each pipeline stage sends its own weights: its ranks
 another (over tensor- and expert-parallel ranks), and the first rank of the stage, its sender, broadcasts them
 in a process group that it shares with the servers.
 
-    rank 0             pause -> begin -> [ stage 0 ]------------------------------------> end -> versions and checksums -> resume -> probe
+    rank 0             pause -> begin -> [ stage 0 ]------------------------------------> end -> versions -> resume -> probe
     sender of stage 1                      first bucket filled, waits for its turn -> [ stage 1 ] --^
     all other ranks                        gather with their sender, then wait for rank 0
 
-    [ stage ]  for each bucket: tell the servers, queue its broadcast behind the one in flight; then the stage gathers the next one
+    [ stage ]  announce all of it to the servers; for each bucket: queue its broadcast behind the one in flight, hash it, while
+               the stage gathers the next one; then broadcast the hashes
 
-Buckets overlap. While the servers load one bucket, the request and the bytes of the next wait for them. Only
-the request that names the version waits for the answers to all earlier buckets. A server that fails before it
-receives a bucket reads the wrong bytes for the next one; this does no harm, as its answer ends the run.
+The servers hash what they have received, in the parameters where it went there, and fail the announced request
+where a hash differs from the sender's (``rollout/sglang_plugin``). Servers without the plugin get a request per
+bucket, and check nothing; only the request that names the version waits for the answers to all earlier ones.
 
-Stages take turns. Servers load one bucket at a time anyway, and the turns make known which bucket is the very
-last: it names the version and flushes the cache. Rank 0 alone opens and closes an update, and closes it after
-all stages have told it what they sent. Each sender asks the servers itself to receive its buckets, because a
-server that refuses never joins the broadcast, and only its answer says so.
+Stages take turns. Servers load one bucket at a time anyway, and the turns make known which stage is the last: its
+request names the version and flushes the cache. Rank 0 alone opens and closes an update, and closes it after
+all stages have told it what they sent. Each sender asks the servers itself to receive, because a server that
+refuses never joins the broadcast, and only its answer says so.
 
 Nothing samples between pause and the end of the probe: the learner asks for groups only after ``publish`` has
 returned. Any failure of the rollout side raises on all ranks together and ends the run, so a partial update
 never serves a training sample. A sender whose servers failed still finishes the gathering, which its stage
 needs, and passes its turn on, marked as failed.
 
-The samples themselves are the probe (``check_samples``) if checksums cover every byte and the learner scores
+The samples themselves are the probe (``check_samples``) if the servers check every byte and the learner scores
 each step's samples by the weights that sampled them. ``publish`` then sends no probe prompt.
 """
 
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -42,13 +44,22 @@ from torch import Tensor
 from configs.schema.launch import LaunchConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.megatron.groups import Groups
-from parallel.megatron.platform import collective_backend, has_cuda
+from parallel.megatron.platform import collective_backend, device
 from parallel.weights.fake_quantization import with_int8_matrices
-from parallel.weights.transfer import Bucket, Buffers, UnderWay, WeightBroadcaster, make_buckets
+from parallel.weights.transfer import (
+    Bucket,
+    Buffers,
+    TransferPlan,
+    UnderWay,
+    WeightBroadcaster,
+    make_buckets,
+    plan_transfer,
+)
 from rollout.client import RolloutError
 from rollout.records import Completion
 from rollout.run_key import RunKey
-from rollout.servers.control import ExpectedChecksums, Pending, Served, SGLangControl
+from rollout.servers.control import Pending, SGLangControl
+from rollout.sglang_plugin.tandem_weight_transfer import Announcement, hash_kind, weight_hash
 from trainer.algorithm.mismatch import SampledGap
 from trainer.learner import Learner
 from trainer.ranks.totals import on_first_rank
@@ -78,8 +89,6 @@ class ForeignSamplesError(RuntimeError):
 class SentByRank:
     """One rank's part of a transfer; a sender's covers its whole stage."""
 
-    checksums: Mapping[str, str] = field(default_factory=dict)
-    """To expect of the servers."""
     bytes: int = 0
     failure: RolloutError | None = None
 
@@ -116,10 +125,10 @@ class WeightSync:
         self._dtype = getattr(torch, rollout.dtype)
         both_are_float32 = self._dtype == learner.engine.dtype == torch.float32
         self._exact = both_are_float32 and rollout.quantization == "none"
-        # SGLang's checksum is SHA-256 of its tensors only on CPU, and it rearranges experts; elsewhere only the
-        # probe checks the weights.
-        self._checks_bytes = not has_cuda() and learner.engine.architecture.experts is None
-        self._samples_are_probes = samples_are_probes and self._checks_bytes
+        # Servers without the plugin check no bytes; there only the probe checks the weights.
+        self._samples_are_probes = samples_are_probes and rollout.sglang_plugin
+        self._has_met_servers = False
+        self._plan = plan_transfer(learner.engine.export_plan(), dtype=self._dtype, device=device().type)
         self._sender: StageSender | None = None
         self._buffers = Buffers()
         urls = [control.urls if control is not None else None]
@@ -139,7 +148,13 @@ class WeightSync:
             backend = "gloo" if self._turns.are_shared else collective_backend()
             with in_turn(learner.groups):
                 self._sender = StageSender(
-                    stage_control, rollout.tp, backend, timeout_s, address, stage=learner.groups.pp_rank
+                    stage_control,
+                    rollout.tp,
+                    backend,
+                    timeout_s,
+                    address,
+                    stage=learner.groups.pp_rank,
+                    in_one_request=rollout.sglang_plugin,
                 )
 
     @property
@@ -166,6 +181,7 @@ class WeightSync:
         Sends the current weights if ``sends``, if an update broke off, or if the servers hold another version.
         Until the weights are verified the servers stay paused: half an update never serves.
         """
+        self._meet_servers()
         needed = [on_first_rank(self._finds_other_weights)]
         dist.broadcast_object_list(needed, src=0)
         if sends or needed[0]:
@@ -177,10 +193,17 @@ class WeightSync:
         is_broken_off = self._servers.take_over()
         return is_broken_off or set(self._servers.versions()) != {self._learner.version}
 
+    def _meet_servers(self) -> None:
+        """Once: refuse servers without this version of the plugin, if they should have it."""
+        if self._rollout.sglang_plugin and not self._has_met_servers:
+            on_first_rank(lambda: self._servers.require_plugin())
+        self._has_met_servers = True
+
     def _send(self, version: int) -> SyncResult:
         started = time.perf_counter()
         groups = self._learner.groups
         self._turns.both()
+        self._meet_servers()
         opening = self._control.open_update() if self._control is not None else None
         by_stage: list[SentByRank] = [SentByRank()] * groups.pp_size
         # Rank 0's pipeline group has all senders.
@@ -212,44 +235,25 @@ class WeightSync:
         self, exported: Iterator[tuple[str, Tensor]], version: int, opening: Pending | None
     ) -> SentByRank:
         groups = self._learner.groups
-        buckets = make_buckets(exported, dtype=self._dtype, buffers=self._buffers)
+        buckets = make_buckets(exported, self._plan, self._buffers)
         first = next(buckets)
         with in_turn(groups):
-            # Only the very last bucket names the version (and flushes), so servers never report the new version
-            # of an update that broke off.
+            # Only the last stage's request names the version (and flushes), so servers never report the new
+            # version of an update that broke off.
             last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
-            checksums, size = self._sender.send(
-                first, buckets, last_of_all, self._new_checksums() if self._checks_bytes else None, opening
-            )
+            size = self._sender.send(chain([first], buckets), self._plan, last_of_all, opening)
         self._buffers.release()
-        return SentByRank(checksums=checksums, bytes=size)
+        return SentByRank(bytes=size)
 
     def _close_update(self, version: int, by_stage: Sequence[SentByRank]) -> None:
         for sent in by_stage:
             if sent.failure is not None:
                 raise sent.failure
-        expected = {name: digest for sent in by_stage for name, digest in sent.checksums.items()}
-        self._check_served(version, expected, self._servers.close_update(with_checksums=self._checks_bytes))
+        served = self._servers.close_update()
+        if set(served) != {version}:
+            raise WeightSyncError(f"sent weight version {version}, but the servers report {served}")
         if not self._turns.are_shared:  # else it is not the servers' turn yet
             self._servers.resume()
-
-    def _new_checksums(self) -> ExpectedChecksums:
-        return ExpectedChecksums(
-            tensor_parallel=self._rollout.tp, kv_heads=self._learner.engine.architecture.num_kv_heads
-        )
-
-    def _check_served(self, version: int, expected: Mapping[str, str], served: Served) -> None:
-        if set(served.versions) != {version}:
-            raise WeightSyncError(f"sent weight version {version}, but the servers report {served.versions}")
-        if not self._checks_bytes:
-            return
-        for url, checksums in zip(self._servers.urls, served.checksums, strict=True):
-            names = expected.keys() | checksums.keys()
-            wrong = sorted(name for name in names if checksums.get(name) != expected.get(name))
-            if wrong or not expected:
-                raise WeightSyncError(
-                    f"{url} holds other bytes than were sent as version {version}, in {len(wrong)} tensors: {wrong[:5]}"
-                )
 
     def probe(self, temperature: float) -> float:
         """Largest |log p_server - log p_learner| over tokens that each replica samples for the probe prompt,
@@ -314,9 +318,12 @@ class StageSender:
         address: str = "127.0.0.1",
         *,
         stage: int = 0,
+        in_one_request: bool = True,
     ):
-        """Make the transfer group. The servers are told over HTTP to join it, and join while this process does."""
-        self._control = control
+        """Make the transfer group. The servers are told over HTTP to join it, and join while this process does.
+
+        in_one_request: the servers have Tandem's plugin."""
+        self._control, self._in_one_request = control, in_one_request
         world_size = 1 + len(control.urls) * tensor_parallel
         # The same name in every life of the run, so that servers that outlive a learner can leave its group.
         name = f"{GROUP}-{stage}"
@@ -335,23 +342,54 @@ class StageSender:
 
     def send(
         self,
-        first: Bucket,
-        further: Iterator[Bucket],
+        buckets: Iterable[Bucket],
+        plan: TransferPlan,
         version: int | None,
-        expected: ExpectedChecksums | None,
         opening: Pending | None = None,
-    ) -> tuple[dict[str, str], int]:
-        """Send all buckets; the last names ``version``. While one is in flight, the next is filled (by
-        ``further``), announced to the servers and queued.
+    ) -> int:
+        """Send the buckets of ``plan``; the last request names ``version``, None if a later stage's does. While one
+        bucket is in flight, the next is filled (by ``buckets``) and queued.
 
         opening: the pending answer to the opening of the update. The first answer that fails ends the transfer.
-        Returns the checksums of what was sent, and its bytes.
+        Returns the bytes sent.
         """
         answers = Answers([] if opening is None else [opening])
+        answers.raise_if_failed()
+        if self._in_one_request:
+            return self._send_in_one_request(buckets, plan, version, answers)
+        return self._send_by_requests(buckets, version, answers)
+
+    def _send_in_one_request(
+        self, buckets: Iterable[Bucket], plan: TransferPlan, version: int | None, answers: "Answers"
+    ) -> int:
+        kind = hash_kind(device())
+        announcement = Announcement(kind, tuple(plan.counts), is_whole=version is not None)
+        answers.add(
+            self._control.receive_transfer(
+                names=plan.names,
+                dtype=_dtype_name(plan.dtype),
+                shapes=plan.shapes,
+                announcement=announcement,
+                version=version,
+            )
+        )
         in_flight: UnderWay[None] | None = None
-        bucket: Bucket | None = first
+        hashes, sent = [], 0
+        for bucket in buckets:
+            lined_up = self._broadcaster.start(bucket.bytes)
+            hashes.append(weight_hash(bucket.bytes, kind))
+            sent += bucket.bytes.numel()
+            if in_flight is not None:
+                _wait_for(in_flight, answers)  # the next bucket takes its buffer
+            in_flight = lined_up
+        _wait_for(self._broadcaster.start(torch.stack(hashes)), answers)
+        answers.wait_for_all_but(0)
+        return sent
+
+    def _send_by_requests(self, buckets: Iterable[Bucket], version: int | None, answers: "Answers") -> int:
+        in_flight: UnderWay[None] | None = None
         sent = 0
-        while bucket is not None:
+        for bucket in buckets:
             answers.raise_if_failed()
             names_version = version is not None and bucket.is_last
             if names_version and in_flight is not None:
@@ -360,28 +398,34 @@ class StageSender:
                 answers.wait_for_all_but(0)
             receiving = self._control.receive_bucket(
                 names=bucket.names,
-                dtype=str(bucket.dtype).removeprefix("torch."),
+                dtype=_dtype_name(bucket.dtype),
                 shapes=bucket.shapes,
                 version=version if names_version else None,
             )
             answers.add(receiving)
-            lined_up = self._broadcaster.start(bucket)
-            if expected is not None:
-                for name, tensor in bucket.tensors():
-                    expected.add(name, tensor)
+            lined_up = self._broadcaster.start(bucket.bytes)
             sent += bucket.bytes.numel()
             if in_flight is not None:
                 _wait_for(in_flight, answers)  # the next bucket takes its buffer
                 answers.wait_for_all_but(2)
-            in_flight, bucket = lined_up, next(further, None)
-        _wait_for(in_flight, answers)
+            in_flight = lined_up
+        if in_flight is not None:
+            _wait_for(in_flight, answers)
         answers.wait_for_all_but(0)
-        return expected.by_name() if expected is not None else {}, sent
+        return sent
+
+    def leave(self) -> None:
+        """Destroy the transfer group on both sides."""
+        self._control.leave_group()
+        self._broadcaster.close()
 
     def close(self) -> None:
-        self._control.leave_group()
+        self.leave()
         self._control.close()
-        self._broadcaster.close()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Answers:

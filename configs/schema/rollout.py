@@ -112,8 +112,9 @@ class RolloutConfig(Schema):
     server_start_timeout_s: Seconds = 600.0
     """Deadline for one server to load the model and answer."""
     sglang_plugin: bool = True
-    """CPU servers use Tandem's plugin (``rollout/sglang_plugin``): one attention call serves many sequences, processes
-    are forked, and a paused scheduler sleeps. ``false``: SGLang's own code alone."""
+    """Servers use Tandem's plugin (``rollout/sglang_plugin``): weights are received in the parameters, and their bytes
+    are checked. On CPU one attention call serves many sequences, processes are forked, and a paused scheduler sleeps.
+    ``false``: SGLang's own code alone; probe prompts are then the only check of the weights."""
     server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further flags of ``sglang.launch_server``, without the dashes; ``true`` is a bare flag."""
 

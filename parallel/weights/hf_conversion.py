@@ -7,7 +7,7 @@ Megatron tensor at a time, and each pipeline stage its own. ``hf_files`` reads a
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, cast
@@ -131,8 +131,13 @@ def _split_whole(name: str, whole: Tensor, model: PackedGPTModel) -> list[Tensor
     a = model.architecture
     if name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
         dim, heads = a.head_dim, a.num_heads // a.num_kv_heads
-        parts = whole.unflatten(0, (a.num_kv_heads, -1)).split([heads * dim, dim, dim], 1)
-        return [part.flatten(0, 1) for part in parts]
+        rows = [heads * dim, dim, dim]
+        parts = whole.unflatten(0, (a.num_kv_heads, -1)).split(rows, 1)
+        # One after another in one memory, to be sent together.
+        joined = torch.empty_like(whole).split([a.num_kv_heads * size for size in rows])
+        for part, place in zip(parts, joined, strict=True):
+            place.unflatten(0, (a.num_kv_heads, -1)).copy_(part)
+        return list(joined)
     if name in (EMBEDDING, OUTPUT):
         return [whole[: a.vocab_size]]
     return list(whole.chunk(2)) if name.endswith("linear_fc1.weight") else [whole]
@@ -166,24 +171,47 @@ def _gather_whole(name: str, parameter: Tensor) -> Tensor:
     return torch.cat(shards, parameter.partition_dim)
 
 
-def _gather_experts(
-    name: str, expert: int, parameter: Tensor, num_experts: int
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of this rank's expert and of its counterparts on the other expert-parallel ranks, on all."""
-    size = parallel_state.get_expert_model_parallel_world_size()
-    step = num_experts // size
-    first = expert - parallel_state.get_expert_model_parallel_rank() * step
-    tensors = [torch.empty_like(parameter) for _ in range(size)]
-    group = parallel_state.get_expert_model_parallel_group()
-    dist.all_gather(tensors, parameter.detach().contiguous(), group=group)
-    return ((with_expert(name, first + rank * step), tensor) for rank, tensor in enumerate(tensors))
+def _gather_experts(parameter: Tensor) -> list[Tensor]:
+    """This rank's expert and its counterparts on the other expert-parallel ranks, on all."""
+    local, size = parameter.detach(), parallel_state.get_expert_model_parallel_world_size()
+    if size == 1:
+        return [local]
+    tensors = [torch.empty_like(local) for _ in range(size)]
+    dist.all_gather(tensors, local.contiguous(), group=parallel_state.get_expert_model_parallel_group())
+    return tensors
 
 
-def _whole_tensors(name: str, parameter: Tensor, model: PackedGPTModel) -> Iterable[tuple[str, Tensor]]:
+def _whole_names(name: str, model: PackedGPTModel) -> list[str]:
+    """The name, or those of an expert and of its counterparts on the other expert-parallel ranks."""
     expert, experts = expert_of(name), model.architecture.experts
     if expert is None or experts is None:
-        return [(name, _gather_whole(name, parameter))]
-    return _gather_experts(name, expert, parameter, experts.num_experts)
+        return [name]
+    size = parallel_state.get_expert_model_parallel_world_size()
+    step = experts.num_experts // size
+    first = expert - parallel_state.get_expert_model_parallel_rank() * step
+    return [with_expert(name, first + rank * step) for rank in range(size)]
+
+
+def _exported_parameters(
+    models: Sequence[PackedGPTModel],
+) -> Iterator[tuple[PackedGPTModel, Tensor, list[str]]]:
+    """(model, parameter, names of the whole tensors that are gathered with it), in the order of the export."""
+    for model in models:
+        for name, parameter in parameter_names(model):
+            if name == OUTPUT and model.architecture.tied:  # the last stage's copy of the embedding
+                continue
+            yield model, parameter, _whole_names(name, model)
+
+
+def export_plan(models: Sequence[PackedGPTModel]) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """(name, shape) of what ``export_hf`` yields, in its order; without a collective. The tensors of one list are the
+    parts of one Megatron tensor, and lie in memory one after another."""
+    shapes = hf_shapes(models[0].architecture)
+    return [
+        [(part, shapes[part]) for part in hf_names(name, model.architecture)]
+        for model, _, names in _exported_parameters(models)
+        for name in names
+    ]
 
 
 @torch.no_grad()
@@ -195,13 +223,11 @@ def export_hf(models: Sequence[PackedGPTModel]) -> Iterator[tuple[str, Tensor]]:
     may change them. A tied model yields no lm_head; its embedding is the first stage's. At a time the shards of
     one tensor, or one expert of each expert-parallel rank, are gathered.
     """
-    for model in models:
-        for name, parameter in parameter_names(model):
-            if name == OUTPUT and model.architecture.tied:  # the last stage's copy of the embedding
-                continue
-            for whole_name, whole in _whole_tensors(name, parameter, model):
-                names = hf_names(whole_name, model.architecture)
-                yield from zip(names, _split_whole(whole_name, whole, model), strict=True)
+    for model, parameter, names in _exported_parameters(models):
+        is_expert = expert_of(names[0]) is not None
+        wholes = _gather_experts(parameter) if is_expert else [_gather_whole(names[0], parameter)]
+        for name, whole in zip(names, wholes, strict=True):
+            yield from zip(hf_names(name, model.architecture), _split_whole(name, whole, model), strict=True)
 
 
 def save_hf(

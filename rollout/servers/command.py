@@ -159,17 +159,15 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
         # server never gives.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
+    ours = [] if spec.cuda else [str(STAND_INS)]
+    if spec.config.rollout.sglang_plugin:
+        ours.append(str(PLUGIN))
+    paths = [*ours, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    environment["PYTHONPATH"] = os.pathsep.join(paths)
     if spec.cuda:
         return environment
     threads = spec.config.launch.threads_per_process
-    ours = [str(STAND_INS), *([str(PLUGIN)] if spec.config.rollout.sglang_plugin else [])]
-    paths = [*ours, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    environment |= {
-        "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": os.pathsep.join(paths),
-        **REUSED_MEMORY,
-    }
+    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), **REUSED_MEMORY}
     if share.num_ranks * share.num_nodes > 1:
         cpus = sorted(os.sched_getaffinity(0))
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(

@@ -1,19 +1,22 @@
 """Synchronous control of the SGLang servers by the learner: pause, receive weights, verify, resume.
 
-Rank 0 of the learner calls everything but ``join_group``, ``receive_bucket`` and ``leave_group``. For these
-every sender of the learner has its own ``SGLangControl``: a rank that waits in a broadcast must see at once
-that a server has refused it.
+Rank 0 of the learner calls everything but ``join_group``, ``receive_transfer``, ``receive_bucket`` and
+``leave_group``. For these every sender of the learner has its own ``SGLangControl``: a rank that waits in a
+broadcast must see at once that a server has refused it.
 
 One update, in order; indented calls run in the servers and in the caller at the same time:
 
     open_update()     pause                   no token is sampled any more; running requests go back to the queue
                       begin
-        receive_bucket(...)  ||  broadcast    once per bucket; the last one carries the version
-        (the last bucket flushes the cache)   no key or value of the old weights is reused
+        receive_transfer(...) || broadcasts   once per pipeline stage; the last one carries the version
+        (the last one flushes the cache)      no key or value of the old weights is reused
     close_update()    end
-                      versions, checksums     to be verified while nothing is sampled
+                      versions                to be verified while nothing is sampled
     resume()
     probe(...)                                after resume: a paused server does not generate
+
+Servers without Tandem's plugin get ``receive_bucket`` once per bucket in place of ``receive_transfer``, and check
+no bytes.
 
 Servers may outlive the learner that opened an update. The next learner calls ``take_over`` first: the
 interrupted update stays open, and paused servers stay paused, until a whole update has replaced it.
@@ -26,7 +29,6 @@ waits for an answer or not.
 The caller's end of the broadcast and the content of the weights are not its concern.
 """
 
-import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -35,20 +37,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S
 from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.client import finite_logprobs, neutral_sampling_params, parse_completion
 from rollout.servers.control_line import ControlError, ControlLine
+from rollout.sglang_plugin.tandem_weight_transfer import PROTOCOL, QUESTION, Announcement
 
 NO_UPDATE = "must run between begin_weight_update() and end_weight_update()"
 """SGLang 0.5.23's message where no update is open."""
 NO_GROUP = "tandem-no-group"
 """Name of a group that does not exist."""
+RECEIVE_PATH = "/update_weights_from_distributed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +60,6 @@ class Continuation:
     prompt_logprobs: list[float]
     """Log-probs of the prompt's tokens from the second on."""
     logprobs: list[float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """Weight versions and checksums after an update, one entry per replica."""
-
-    versions: list[int]
-    checksums: list[dict[str, str]] | None
-    """None where they were not requested."""
 
 
 class Pending:
@@ -204,16 +196,9 @@ class SGLangControl:
         self.pause()
         # SGLang does not tell whether an update is open. This request to receive always fails and changes
         # nothing; the reason of the refusal tells it.
-        body = {
-            "names": [],
-            "dtypes": [],
-            "shapes": [],
-            "group_name": NO_GROUP,
-            "load_format": "flattened_bucket",
-        }
+        body = _announced([], "float32", [], NO_GROUP, "flattened_bucket")
         refusals = [
-            line.ask("POST", "/update_weights_from_distributed", body).exception(self._timeout_s + 5.0)
-            for line in self._lines
+            line.ask("POST", RECEIVE_PATH, body).exception(self._timeout_s + 5.0) for line in self._lines
         ]
         for refusal in refusals:
             is_known = NO_UPDATE in str(refusal) or NO_GROUP in str(refusal)
@@ -232,64 +217,105 @@ class SGLangControl:
         beginning = [line.ask("POST", "/begin_weight_update", {}) for line in closed]
         return self._as_pending("pause and begin weight update", [*pausing, *beginning])
 
+    def require_plugin(self) -> None:
+        """Pause the servers, and check that each has this version of Tandem's plugin.
+
+        Raises:
+            ControlError: a server has another version, or none.
+        """
+        self.pause()  # else the question would wait for the running requests
+        futures = [
+            line.ask("POST", RECEIVE_PATH, _announced([], "float32", [], NO_GROUP, QUESTION))
+            for line in self._lines
+        ]
+        for url, future in zip(self.urls, futures, strict=True):
+            error = future.exception(self._timeout_s + 5.0)
+            answer = str(error) if error is not None else future.result().get("message")
+            if answer != PROTOCOL:
+                raise ControlError(
+                    f"{url} does not answer as Tandem's SGLang plugin with {PROTOCOL}, but: {answer}; start the servers with this version "
+                    "of Tandem, or set rollout.sglang_plugin=false"
+                )
+
+    def receive_transfer(
+        self,
+        *,
+        names: Sequence[str],
+        dtype: str,
+        shapes: Sequence[Sequence[int]],
+        announcement: Announcement,
+        version: int | None,
+    ) -> Pending:
+        """Have every server receive a pipeline stage's weights: a uint8 broadcast from rank 0 of the joined group
+        for each of the announcement's counts, then their hashes as int64. The servers compare these with what
+        they received, and fail the request where one differs.
+
+        The caller broadcasts while this is pending and polls ``raise_if_failed``, since a server that refused
+        never joins a broadcast. The arguments are those of ``receive_bucket``, for all the stage's tensors.
+
+        Raises:
+            ValueError: no group was joined, or names and shapes do not fit together.
+        """
+        action = f"receive {len(names)} tensors in {len(announcement.counts)} broadcasts"
+        return self._receive(action, names, dtype, shapes, announcement.load_format(), version)
+
     def receive_bucket(
         self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None
     ) -> Pending:
-        """Have every server receive one uint8 broadcast from rank 0 of the joined group and load its tensors.
+        """Have every server receive one uint8 broadcast from rank 0 of the joined group and load its tensors, by
+        SGLang's own code.
 
         The bucket is the concatenation of the tensors' bytes in the given order, all of one dtype. The caller
-        broadcasts while this is pending and polls ``raise_if_failed``, since a server that refused never
-        joins the broadcast.
+        broadcasts while this is pending and polls ``raise_if_failed``.
 
         Args:
             names: Hugging Face names.
             dtype: ``float32``, ``bfloat16`` or ``float16``.
             shapes: of the whole (unsharded) tensors.
-            version: the new version, for the last bucket of an update, which also flushes the cache. None for
+            version: the new version, for the last request of an update, which also flushes the cache. None for
                 all others, so that an update that breaks off is never reported under its new version.
 
         Raises:
             ValueError: no group was joined, or names and shapes do not fit together.
         """
+        action = f"receive a bucket of {len(names)} tensors"
+        return self._receive(action, names, dtype, shapes, "flattened_bucket", version)
+
+    def _receive(
+        self,
+        action: str,
+        names: Sequence[str],
+        dtype: str,
+        shapes: Sequence[Sequence[int]],
+        load_format: str,
+        version: int | None,
+    ) -> Pending:
         if self.group_name is None:
             raise ValueError("the servers have joined no group to receive weights in; call join_group first")
         if not names or len(names) != len(shapes):
             raise ValueError(
-                f"a bucket needs at least one name and a shape for each: {len(names)} names, {len(shapes)} shapes"
+                f"a transfer needs at least one name and a shape for each: {len(names)} names, {len(shapes)} shapes"
             )
-        body = {
-            "names": list(names),
-            "dtypes": [dtype] * len(names),
-            "shapes": [list(shape) for shape in shapes],
-            "group_name": self.group_name,
-            "load_format": "flattened_bucket",
-            # A request to /flush_cache would also collect garbage, which takes 0.4 s on CPU.
-            "flush_cache": version is not None,
-            "torch_empty_cache": False,
-        }
+        body = _announced(names, dtype, shapes, self.group_name, load_format)
         if version is not None:
-            body["weight_version"] = str(version)
-        action = f"receive a bucket of {len(names)} tensors"
-        return self._post(action, "/update_weights_from_distributed", body)
+            # A request to /flush_cache would also collect garbage, which takes 0.4 s on CPU.
+            body |= {"weight_version": str(version), "flush_cache": True}
+        return self._post(action, RECEIVE_PATH, body)
 
     def end_update(self) -> None:
         self._post_all("end weight update", "/end_weight_update", {})
 
-    def close_update(self, *, with_checksums: bool) -> Served:
-        """End the update and return the served versions; ``with_checksums``: with the checksums of ``checksums``.
+    def close_update(self) -> list[int]:
+        """End the update and return the served version of each replica.
 
         Raises:
             ControlError: also for an unreadable answer.
         """
         ending = self._post("end weight update", "/end_weight_update", {})
         versions = self._request_versions()
-        checksums = self._request_checksums() if with_checksums else None
         ending.wait()
         self._is_open = [False] * len(self._lines)
-        return Served(
-            versions=_parse_versions(versions.wait()),
-            checksums=None if checksums is None else _parse_checksums(checksums.wait()),
-        )
+        return _parse_versions(versions.wait())
 
     def resume(self) -> None:
         self._post_all("resume", "/continue_generation", {})
@@ -338,15 +364,11 @@ class SGLangControl:
     def checksums(self) -> list[dict[str, str]]:
         """Per replica, SGLang's checksum of every parameter: 16 hex digits by SGLang's own (fused) names.
 
-        On CPU a checksum is the first 8 bytes of SHA-256 over the tensor's bytes in row-major order, and
-        ``ExpectedChecksums`` computes the same. With TP > 1 each rank hashes its shard and the names begin
-        with ``rank<r>/``. On CUDA SGLang hashes with its own kernel; these checksums compare replicas with one
-        another and one update with the next.
+        On CPU a checksum is the first 8 bytes of SHA-256 over the tensor's bytes in row-major order. With TP > 1
+        each rank hashes its shard and the names begin with ``rank<r>/``. On CUDA SGLang hashes with its own
+        kernel. Checksums compare servers with one another and one update with the next.
         """
-        return _parse_checksums(self._request_checksums().wait())
-
-    def _request_checksums(self) -> Pending:
-        return self._post("checksums", "/weights_checker", {"action": "checksum"})
+        return _parse_checksums(self._post_all("checksums", "/weights_checker", {"action": "checksum"}))
 
     def load_from_disk(self, folder: Path, *, version: int) -> None:
         """Replace the weights by those of a Hugging Face folder of the same model, and flush the cache."""
@@ -395,6 +417,21 @@ class SGLangControl:
         return Pending(action, futures, self._timeout_s + 5.0)
 
 
+def _announced(
+    names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], group_name: str, load_format: str
+) -> dict:
+    """The body of a request to receive weights."""
+    return {
+        "names": list(names),
+        "dtypes": [dtype] * len(names),
+        "shapes": [list(shape) for shape in shapes],
+        "group_name": group_name,
+        "load_format": load_format,
+        "flush_cache": False,
+        "torch_empty_cache": False,
+    }
+
+
 def _parse_versions(replies: Sequence[dict]) -> list[int]:
     with _parsing_answers("read versions"):
         reported = [reply["weight_version"] for reply in replies]
@@ -441,83 +478,3 @@ def _parse_continuation(reply: dict) -> Continuation:
 
 def _rank_name(rank: int, size: int, name: str) -> str:
     return name if size == 1 else f"rank{rank}/{name}"
-
-
-FUSED = (
-    (re.compile(r"\.(q_proj|k_proj|v_proj)\."), ".qkv_proj.", ("q_proj", "k_proj", "v_proj")),
-    (re.compile(r"\.(gate_proj|up_proj)\."), ".gate_up_proj.", ("gate_proj", "up_proj")),
-)
-"""Hugging Face projections that SGLang stacks into one matrix, in this order of rows."""
-SPLIT_BY_COLUMNS = (".o_proj.weight", ".down_proj.weight")
-VOCABULARIES = ("embed_tokens.weight", "lm_head.weight")
-
-
-def vocabulary_padding(rows: int, size: int) -> int:
-    """Rows of zeros that SGLang's VocabParallelEmbedding adds on ``size`` ranks: up to a multiple of 64, or of
-    64 * size where the former does not divide by size."""
-    padding = -rows % 64
-    return padding if (rows + padding) % size == 0 else -rows % (64 * size)
-
-
-class ExpectedChecksums:
-    """The ``checksums`` of a CPU server that holds the weights given to ``add``, for dense Qwen2, Qwen3 and
-    Llama.
-
-    Tensors are hashed and not kept: the parts of a fused matrix must come in their order, as an export has
-    them.
-
-    Args:
-        tensor_parallel: SGLang's.
-        kv_heads: of the model; if there are fewer than ranks, several ranks hold the same head.
-    """
-
-    def __init__(self, *, tensor_parallel: int, kv_heads: int) -> None:
-        self._size, self._kv_heads = tensor_parallel, kv_heads
-        self._hashers: dict[str, list] = {}
-        self._parts: dict[str, int] = {}
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Hash a whole Hugging Face tensor in the served dtype. Leave out a tied ``lm_head.weight``: SGLang
-        lists the shared tensor once.
-
-        Raises:
-            ValueError: a part of a fused matrix comes out of its order.
-        """
-        fused, place = _fused_name(name)
-        if self._parts.get(fused, 0) != place:
-            raise ValueError(
-                f"{name} is part {place} of {fused}, of which {self._parts.get(fused, 0)} parts have been given"
-            )
-        self._parts[fused] = place + 1
-        hashers = self._hashers.setdefault(fused, [hashlib.sha256() for _ in range(self._size)])
-        for hasher, shard in zip(hashers, self._rank_shards(name, tensor), strict=True):
-            hasher.update(shard.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-    def _rank_shards(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
-        """The part of each of SGLang's ranks."""
-        if name.endswith(VOCABULARIES):
-            padding = tensor.new_zeros(vocabulary_padding(tensor.shape[0], self._size), tensor.shape[1])
-            return (torch.cat([tensor, padding]) if len(padding) else tensor).chunk(self._size)
-        if ".k_proj." in name or ".v_proj." in name:
-            heads = min(self._kv_heads, self._size)
-            return [tensor.chunk(heads)[rank * heads // self._size] for rank in range(self._size)]
-        if name.endswith(SPLIT_BY_COLUMNS):
-            return tensor.chunk(self._size, 1)
-        return tensor.chunk(self._size) if _fused_name(name)[0] != name else [tensor] * self._size
-
-    def by_name(self) -> dict[str, str]:
-        """The checksums by the names of ``SGLangControl.checksums``."""
-        return {
-            _rank_name(rank, self._size, name): hasher.digest()[:8].hex()
-            for name, hashers in self._hashers.items()
-            for rank, hasher in enumerate(hashers)
-        }
-
-
-def _fused_name(name: str) -> tuple[str, int]:
-    """SGLang's name of the matrix, and the place of this tensor among its parts."""
-    for pattern, replacement, order in FUSED:
-        match = pattern.search(name)
-        if match:
-            return pattern.sub(replacement, name), order.index(match.group(1))
-    return name, 0

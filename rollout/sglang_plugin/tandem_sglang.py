@@ -1,8 +1,12 @@
-"""A plugin of SGLang for its CPU servers (entry point group ``sglang.srt.plugins``).
+"""A plugin of SGLang (entry point group ``sglang.srt.plugins``).
 
-``rollout/servers/command.py`` puts this folder on a CPU server's path, where SGLang finds the entry point in
+``rollout/servers/command.py`` puts this folder on a server's path, where SGLang finds the entry point in
 ``tandem_sglang-1.dist-info``. SGLang loads it in each of its processes before it starts another one. Without it
 (``rollout.sglang_plugin: false``) a server is SGLang's own in everything.
+
+- The learner's weights are received in the parameters, and hashed: ``tandem_weight_receiver.py``.
+
+On CPU servers alone:
 
 - Forked processes: SGLang spawns its scheduler and its detokenizer, so each of them imports SGLang, torch and
   transformers again. Forked, they share the imports of the server process, in time and in memory. CUDA cannot be
@@ -13,6 +17,7 @@
 
 import logging
 import multiprocessing
+import os
 import threading
 
 logger = logging.getLogger(__name__)
@@ -21,6 +26,14 @@ BATCHED = "tandem: attention is batched over sequences"
 
 
 def register() -> None:
+    import tandem_weight_receiver
+
+    tandem_weight_receiver.register()
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        register_for_cpu()
+
+
+def register_for_cpu() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -5,10 +5,11 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from parallel.weights.transfer import WeightBroadcaster, make_buckets
-from rollout.servers.control import Served, SGLangControl
+from parallel.weights.transfer import make_buckets, plan_transfer
+from rollout.servers.control import SGLangControl
 from rollout.servers.fleet import ServerFleet
 from tests.support.server_specs import server_spec
+from trainer.weight_sync import StageSender
 
 EXACT = 1e-4
 """Nats that two float32 engines may differ by."""
@@ -30,41 +31,32 @@ def sharpen(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def send(
-    control: SGLangControl, model, *, version: int, tensor_parallel: int = 1, group_name: str | None = None
-) -> Served:
-    """The whole update as ``rollout.servers.control`` describes it up to ``resume``, with this process as rank 0 of a
-    gloo group of its own.
+def units_of(weights) -> list[list[tuple[str, torch.Size]]]:
+    return [[(name, tensor.shape)] for name, tensor in weights]
 
-    No answer is waited for before the last request is sent: the server takes them one after the other.
-    """
-    size = 1 + tensor_parallel * len(control.urls)
-    broadcaster = WeightBroadcaster(world_size=size, backend="gloo", timeout_s=60, group_name=group_name)
+
+def send(
+    control: SGLangControl,
+    model,
+    *,
+    version: int,
+    tensor_parallel: int = 1,
+    in_one_request: bool = True,
+) -> list[int]:
+    """The whole update as ``trainer.weight_sync`` makes it, up to ``resume``: the served versions.
+
+    The sender's side is the product's; several buckets, and tensors by themselves."""
+    sender = StageSender(control, tensor_parallel, "gloo", 60, in_one_request=in_one_request)
     try:
-        joining = control.join_group(
-            master_address=broadcaster.address,
-            master_port=broadcaster.port,
-            world_size=broadcaster.world_size,
-            group_name=broadcaster.group_name,
-            backend="gloo",
+        plan = plan_transfer(
+            units_of(model.named_parameters()),
+            dtype=torch.float32,
+            device="cpu",
+            max_bytes=2**20,
+            alone_bytes=2**17,
         )
-        broadcaster.join(check=joining.raise_if_failed)
-        joining.wait()
-        pending = [control.open_update()]
-        for bucket in make_buckets(model.named_parameters(), dtype=torch.float32, max_bytes=2**20):
-            receiving = control.receive_bucket(
-                names=bucket.names,
-                dtype="float32",
-                shapes=bucket.shapes,
-                version=version if bucket.is_last else None,
-            )
-            pending.append(receiving)
-            broadcaster.start(bucket).wait(check=lambda: [answer.raise_if_failed() for answer in pending])
-        assert len(pending) > 2
-        served = control.close_update(with_checksums=True)
-        for answer in pending:
-            answer.wait()
-        control.leave_group()
-        return served
+        assert len(plan.counts) > 2 and max(plan.counts) > 1
+        sender.send(make_buckets(model.named_parameters(), plan), plan, version, control.open_update())
+        return control.close_update()
     finally:
-        broadcaster.close()
+        sender.leave()

@@ -4,7 +4,6 @@ seed and weight version alone."""
 
 import asyncio
 import contextlib
-import itertools
 import threading
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,13 +20,13 @@ from configs.schema.launch import LaunchConfig
 from configs.schema.layout import parse_layout
 from configs.schema.rollout import RolloutConfig
 from launch.processes.run_folder import RunFolder
-from parallel.weights.transfer import make_buckets
+from parallel.weights.transfer import plan_transfer
 from rollout.client import GenerationError
 from rollout.records import FinishReason, Prompt, Score
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import serve
 from rollout.sampling.sampler import GroupSampler
-from rollout.servers.control import ControlError, Served
+from rollout.servers.control import ControlError
 from rollout.tasks import Task
 from rollout.tokenization import load_tokenizer
 from tests.support.fake_engine import FakeEngine
@@ -224,12 +223,15 @@ class FakeServers:
         if place == self.fails:
             raise ControlError(f"{place} failed")
 
+    def require_plugin(self) -> None:
+        """They have it."""
+
     def open_update(self) -> None:
         """What the sender of the first stage waits for comes by itself."""
 
-    def close_update(self, *, with_checksums: bool) -> Served:
+    def close_update(self) -> list[int]:
         self.at("close")
-        return Served(versions=[self.version], checksums=None)
+        return [self.version]
 
     def resume(self) -> None:
         self.at("resume")
@@ -241,24 +243,24 @@ class FakeSender:
     def __init__(self, servers: FakeServers, stage: int):
         self._servers, self._stage = servers, stage
 
-    def send(self, first, further, version, expected, opening):
+    def send(self, buckets, plan, version, opening):
         sent = 0
-        for number, bucket in enumerate(itertools.chain([first], further)):
+        for number, bucket in enumerate(buckets):
             self._servers.at(f"stage {self._stage}, bucket {number}")
             sent += bucket.bytes.numel()
-        return {}, sent
+        return sent
 
 
 def work_failing_publishes(folder: Path, failures: dict[str, list[str]]) -> dict[str, dict[str, tuple]]:
     """Publishes that fail, by layout and place, each followed by one that does not: what was raised, the
     versions, and the bytes sent."""
-    weight_sync.make_buckets = partial(make_buckets, max_bytes=8192)
+    weight_sync.plan_transfer = partial(plan_transfer, max_bytes=8192)
     found: dict[str, dict[str, tuple]] = {}
     for layout, places in failures.items():
         engine = make_engine(folder, layout=parse_layout(layout))
         learner = SimpleNamespace(engine=engine, groups=engine.groups, version=0)
         servers = FakeServers()
-        weight_sync.StageSender = lambda *unused, servers=servers, stage=engine.groups.pp_rank: FakeSender(
+        weight_sync.StageSender = lambda *unused, servers=servers, stage, in_one_request: FakeSender(
             servers, stage
         )
         sync = WeightSync(
@@ -267,7 +269,7 @@ def work_failing_publishes(folder: Path, failures: dict[str, list[str]]) -> dict
             RolloutConfig(dtype="float32"),
             LaunchConfig(collective_timeout_s=60.0),
         )
-        sync._checks_bytes, sync._samples_are_probes = False, True  # these servers hold nothing
+        sync._samples_are_probes = True  # these servers hold nothing
         for place in places:
             servers.fails, servers.version, error = place, learner.version + 1, None
             try:

@@ -1,6 +1,7 @@
 """Ranks that take weights out of the learner, in several layouts one after another in one set of processes."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,9 @@ def work_round_trips(folder: Path, layouts: Sequence[str], out: Path) -> dict[st
     What this rank exported."""
     exported = {}
     for text, (_, engine) in zip(layouts, engines(folder, layouts), strict=True):
-        exported[text] = [name for name, _ in engine.export_hf()]
+        shapes = [(name, tuple(tensor.shape)) for name, tensor in engine.export_hf()]
+        assert list(chain.from_iterable(engine.export_plan())) == shapes
+        exported[text] = [name for name, _ in shapes]
         hf_conversion.save_hf(engine.chunks, folder, out / text, max_shard_bytes=20_000)
         hf_conversion.load_weights(engine.chunks, PerturbedWeights(folder))
         engine.save_hf(out / f"{text}-other")

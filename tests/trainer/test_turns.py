@@ -177,7 +177,8 @@ def sync_of(learner: Learner, control: LendingControl, turns: SharedDevices, *, 
     )
 
 
-TRANSFER = ["take weights", "open_update", "receive_bucket", "close_update", "take kv_cache", "resume"]
+TRANSFER = ["take weights", "open_update", "receive_transfer", "close_update", "take kv_cache", "resume"]
+FIRST = [TRANSFER[0], "require_plugin", *TRANSFER[1:]]
 PROBE = ["probe", "pause", "release kv_cache", "take kv_cache", "resume"]
 
 
@@ -192,7 +193,7 @@ def test_the_order_of_a_step(learner, control):
     turns = SharedDevices(learner, control)
     sync = sync_of(learner, control, turns, probes=False)
     sync.restore()
-    assert said(control) == TRANSFER
+    assert said(control) == FIRST
     for version in (1, 2):
         assert learner_bytes(learner) == 0, "while the servers sample"
         turns.learners()
@@ -218,7 +219,7 @@ def test_a_probe_compares_what_was_sampled_without_the_learner(learner, control)
     turns = SharedDevices(learner, control)
     sync = sync_of(learner, control, turns, probes=True)
     assert sync.restore().max_logprob_gap < 1e-4
-    assert said(control) == [*TRANSFER, *PROBE]
+    assert said(control) == [*FIRST, *PROBE]
     turns.learners()
     train(learner)
     assert sync.publish().max_logprob_gap < 1e-4

@@ -24,9 +24,10 @@ from configs.schema.objective import AggregationConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.megatron import platform
 from parallel.weights.fake_quantization import rounded_to_int8
-from parallel.weights.transfer import make_buckets
+from parallel.weights.transfer import TransferPlan, plan_transfer
 from rollout.records import Completion, FinishReason
-from rollout.servers.control import ControlError, Pending, Served
+from rollout.servers.control import ControlError, Pending
+from rollout.sglang_plugin.tandem_weight_transfer import Announcement, differing, weight_hash
 from tests.support.megatron_workers import (
     learner_config,
     make_batch,
@@ -34,7 +35,6 @@ from tests.support.megatron_workers import (
     weighted_loss,
     weights_of,
 )
-from tests.support.weight_checksums import expected_checksums
 from trainer import weight_sync
 from trainer.algorithm.mismatch import SampledGap
 from trainer.learner import Learner
@@ -43,13 +43,14 @@ from trainer.weight_sync import PROBE_TOKENS, WeightSync, WeightSyncError
 TEMPERATURE = 0.7
 GROUPS = itertools.count()
 TIMEOUT_S = 40.0
+MAX_BYTES = 8192
 PROMPTLY_S = 15.0
 """Far below TIMEOUT_S, far above what a refusal takes on a busy machine."""
 
 
 class Replica:
-    """One server: joins the transfer group, receives buckets, and says what it holds. Its attributes can be
-    set to make it fail."""
+    """One server: joins the transfer group, receives a transfer or single buckets, and says what it holds. Its
+    attributes can be set to make it fail."""
 
     def __init__(self, folder) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -57,6 +58,8 @@ class Replica:
         self.is_interrupted = False
         self.refuses_to_join = False
         self.refuses_to_open = False
+        self.refuses_transfer = False
+        self.break_received: Callable[[int, Tensor], None] = lambda broadcast, flat: None
         self.refuses_bucket: int | None = None
         self.fails_to_load: int | None = None
         self.before_broadcast: Callable[[int], None] = lambda bucket: None
@@ -101,21 +104,65 @@ class Replica:
         self._received += 1
         if self._received - 1 == self.refuses_bucket:
             raise ControlError("answered HTTP 400: unknown tensor")
-        dtype = getattr(torch, dtype)
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape in shapes]
-        flat = torch.zeros(sum(sizes), dtype=torch.uint8)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self.before_broadcast(self._received - 1)
-        self._group.broadcast([flat], options).wait()
+        flat = self._receive_flat(names, dtype, shapes, self._received - 1)
         self.before_answer(self._received - 1)
         if self._received - 1 == self.fails_to_load:
             raise ControlError("answered HTTP 400: wrong shape")
-        for name, part, shape in zip(names, flat.split(sizes), shapes, strict=True):
-            self.tensors[name] = part.clone().view(dtype).view(shape)
-        if version is not None:
-            self.version = version
+        self._load(names, dtype, shapes, flat, version)
         return {}
+
+    def receive_all(
+        self,
+        *,
+        names: Sequence[str],
+        dtype: str,
+        shapes: Sequence[Sequence[int]],
+        announcement: Announcement,
+        version: int | None,
+    ) -> dict:
+        if self.refuses_transfer:
+            raise ControlError("answered HTTP 400: unknown tensor")
+        start, hashes = 0, []
+        for broadcast, count in enumerate(announcement.counts):
+            part = slice(start, start + count)
+            flat = self._receive_flat(names[part], dtype, shapes[part], broadcast)
+            self.break_received(broadcast, flat)
+            hashes.append(int(weight_hash(flat, announcement.hash_kind)))
+            self._load(names[part], dtype, shapes[part], flat, None)
+            start += count
+        sent = torch.zeros(len(hashes), dtype=torch.int64)
+        self._broadcast(sent)
+        if wrong := differing(sent.tolist(), hashes):
+            raise ControlError(f"answered HTTP 400: other bytes in {wrong}")
+        self.version = self.version if version is None else version
+        return {}
+
+    def _receive_flat(
+        self, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], number: int
+    ) -> Tensor:
+        size = sum(torch.Size(shape).numel() for shape in shapes) * getattr(torch, dtype).itemsize
+        flat = torch.zeros(size, dtype=torch.uint8)
+        self.before_broadcast(number)
+        self._broadcast(flat)
+        return flat
+
+    def _broadcast(self, flat: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([flat], options).wait()
+
+    def _load(
+        self,
+        names: Sequence[str],
+        dtype: str,
+        shapes: Sequence[Sequence[int]],
+        flat: Tensor,
+        version: int | None,
+    ) -> None:
+        values = flat.view(getattr(torch, dtype)).split([torch.Size(shape).numel() for shape in shapes])
+        for name, part, shape in zip(names, values, shapes, strict=True):
+            self.tensors[name] = part.clone().view(shape)
+        self.version = self.version if version is None else version
 
     def answer(self, prompt_ids: Sequence[int], num_tokens: int, temperature: float) -> Completion:
         """Likeliest tokens, each with log softmax(logits / temperature) of the received weights."""
@@ -138,8 +185,8 @@ class Replica:
 
 
 class FakeControl:
-    """``SGLangControl`` without HTTP. ``calls`` is what it was asked, in order; a bucket with the version
-    that it carried."""
+    """``SGLangControl`` without HTTP. ``calls`` is what it was asked, in order; a transfer or a bucket with the
+    version that it carried."""
 
     def __init__(self, folder, num_replicas: int) -> None:
         self.urls = [f"replica {i}" for i in range(num_replicas)]
@@ -159,14 +206,20 @@ class FakeControl:
         self.calls.append(f"receive_bucket version={version}")
         return self._everywhere("receive", lambda i: self.replicas[i].receive(version=version, **bucket))
 
-    def close_update(self, *, with_checksums: bool) -> Served:
+    def receive_transfer(self, *, version: int | None, **transfer) -> Pending:
+        self.calls.append(f"receive_transfer version={version}")
+        return self._everywhere(
+            "receive", lambda i: self.replicas[i].receive_all(version=version, **transfer)
+        )
+
+    def require_plugin(self) -> None:
+        self.calls.append("require_plugin")
+
+    def close_update(self) -> list[int]:
         self.calls.append("close_update")
         for replica in self.replicas:
             replica.break_after_update(replica)
-        checksums = [expected_checksums(replica.tensors.items()) for replica in self.replicas]
-        return Served(
-            versions=[r.version for r in self.replicas], checksums=checksums if with_checksums else None
-        )
+        return self.versions()
 
     def probe(
         self, prompt_ids: Sequence[int], *, max_new_tokens: int, temperature: float
@@ -213,7 +266,7 @@ def learner(folder) -> Learner:
 @pytest.fixture
 def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[WeightSync, FakeControl]]]:
     """A joined WeightSync whose buckets hold at most 8 KiB, so that an update takes several."""
-    monkeypatch.setattr(weight_sync, "make_buckets", partial(make_buckets, max_bytes=8192))
+    monkeypatch.setattr(weight_sync, "plan_transfer", partial(plan_transfer, max_bytes=MAX_BYTES))
     monkeypatch.setattr(
         weight_sync, "GROUP", f"test-{next(GROUPS)}"
     )  # those of the tests before may still be there
@@ -224,6 +277,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
         dtype: str = "float32",
         prepare: Callable[[Replica], None] = lambda replica: None,
         quantization: str = "none",
+        plugin: bool = True,
     ):
         control = FakeControl(folder, num_replicas)
         controls.append(control)
@@ -231,7 +285,9 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
         sync = WeightSync(
             learner,
             control,
-            RolloutConfig(dtype=dtype, temperature=TEMPERATURE, quantization=quantization),
+            RolloutConfig(
+                dtype=dtype, temperature=TEMPERATURE, quantization=quantization, sglang_plugin=plugin
+            ),
             LaunchConfig(collective_timeout_s=TIMEOUT_S),
         )
         return sync, control
@@ -256,9 +312,9 @@ def test_servers_that_have_outlived_a_learner_get_the_weights_of_the_next_before
     control.replicas[1].is_interrupted = found == "half an update"
     sync.take_over(sends=found == "whatever")
     if found == "fresh":
-        assert control.calls == ["take_over", "resume"]
+        assert control.calls == ["require_plugin", "take_over", "resume"]
         return
-    assert control.calls[:2] == ["take_over", "open_update"] and control.calls[-3:] == [
+    assert control.calls[:3] == ["require_plugin", "take_over", "open_update"] and control.calls[-3:] == [
         "close_update",
         "resume",
         "probe",
@@ -271,25 +327,34 @@ def test_servers_that_have_outlived_a_learner_get_the_weights_of_the_next_before
 
 def test_servers_that_hold_half_an_update_stay_paused_where_the_next_one_fails(make_sync, learner):
     sync, control = make_sync()
-    control.replicas[0].is_interrupted, control.replicas[0].break_after_update = True, flip_one_bit
-    with pytest.raises(WeightSyncError, match="other bytes"):
+    control.replicas[0].is_interrupted, control.replicas[0].break_received = True, flip_a_bit_of(1)
+    with pytest.raises(ControlError, match=r"other bytes in \[1\]"):
         sync.take_over(sends=False)
     assert "resume" not in control.calls and "probe" not in control.calls
 
 
+def plan_of(learner: Learner, dtype: torch.dtype = torch.float32) -> TransferPlan:
+    return plan_transfer(learner.engine.export_plan(), dtype=dtype, device="cpu", max_bytes=MAX_BYTES)
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_publish_serves_the_learners_bytes_under_the_next_version(make_sync, learner, num_replicas):
-    sync, control = make_sync(num_replicas)
+@pytest.mark.parametrize("plugin", [True, False])
+def test_publish_serves_the_learners_bytes_under_the_next_version(make_sync, learner, plugin, num_replicas):
+    sync, control = make_sync(num_replicas, plugin=plugin)
     sent = []
     for version in (1, 2):
         train(learner)
         control.calls.clear()
         result = sync.publish()
         weights = weights_of(learner.engine)
-        num_buckets = len(list(make_buckets(weights.items(), dtype=torch.float32, max_bytes=8192)))
+        num_buckets = len(plan_of(learner).counts)
         assert num_buckets > 2
+        by_requests = ["receive_bucket version=None"] * (num_buckets - 1) + [
+            f"receive_bucket version={version}"
+        ]
         assert control.calls == [
-            "open_update", *["receive_bucket version=None"] * (num_buckets - 1), f"receive_bucket version={version}",
+            *(["require_plugin"] if plugin and version == 1 else []),
+            "open_update", *([f"receive_transfer version={version}"] if plugin else by_requests),
             "close_update", "resume", "probe",
         ]  # fmt: skip
         for replica in control.replicas:
@@ -344,25 +409,9 @@ def run_ahead(replica: Replica) -> None:
     replica.version += 1
 
 
-def flip_one_bit(replica: Replica) -> None:
-    """The lowest bit of one weight: no probe of log-probs could see it."""
-    replica.tensors["model.layers.1.self_attn.k_proj.weight"].view(torch.uint8)[3, 8] ^= 1
-
-
-def lose_a_tensor(replica: Replica) -> None:
-    del replica.tensors["model.norm.weight"]
-
-
-def hold_a_further_tensor(replica: Replica) -> None:
-    replica.tensors["model.layers.1.further.weight"] = torch.zeros(3)
-
-
 FAULTS = {
     keep_old_version: r"sent weight version 1, but the servers report \[.*0\]",
     run_ahead: r"sent weight version 1, but the servers report \[.*2\]",
-    flip_one_bit: r"in 1 tensors: \['model.layers.1.self_attn.qkv_proj.weight'\]",
-    lose_a_tensor: r"in 1 tensors: \['model.norm.weight'\]",
-    hold_a_further_tensor: r"in 1 tensors: \['model.layers.1.further.weight'\]",
 }
 
 
@@ -378,19 +427,28 @@ def test_a_server_that_holds_something_else_is_never_resumed(make_sync, learner,
     assert learner.version == 1, "the weights have moved, whether or not the servers took them"
 
 
-def test_every_tensor_is_compared(make_sync, learner):
-    """One bit of each in turn, so that no tensor (fused, embedding, head, norm) escapes."""
-    sync, control = make_sync()
-    for name in weights_of(learner.engine):
+def flip_a_bit_of(broken: int) -> Callable[[int, Tensor], None]:
+    """The lowest bit of the last weight of one broadcast: no probe of log-probs could see it."""
 
-        def flip(replica: Replica, name: str = name) -> None:
-            replica.tensors[name].view(torch.uint8).flatten()[-4] ^= 1
+    def flip(broadcast: int, flat: Tensor) -> None:
+        if broadcast == broken:
+            flat[-4] ^= 1
 
+    return flip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_bit_that_changes_on_the_way_is_found_in_every_broadcast(make_sync, learner, num_replicas, dtype):
+    sync, control = make_sync(num_replicas, dtype=dtype)
+    counts = plan_of(learner, getattr(torch, dtype)).counts
+    for broken in range(len(counts)):
         control.calls.clear()
-        control.replicas[0].break_after_update = flip
-        with pytest.raises(WeightSyncError, match="other bytes"):
+        control.replicas[-1].break_received = flip_a_bit_of(broken)
+        with pytest.raises(ControlError, match=rf"other bytes in \[{broken}\]"):
             sync.publish()
-        assert "resume" not in control.calls, name
+        assert not {"close_update", "resume", "probe"} & set(control.calls)
+        assert control.replicas[-1].version == 0
 
 
 def off_by_a_little(logprobs: list[float]) -> list[float]:
@@ -435,7 +493,7 @@ def test_a_learner_that_moved_after_the_update_is_noticed(make_sync, learner):
 @pytest.mark.parametrize("bucket", [0, 2])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_refused_bucket_ends_the_wait_for_the_broadcast(make_sync, learner, bucket, num_replicas):
-    sync, control = make_sync(num_replicas)
+    sync, control = make_sync(num_replicas, plugin=False)
     control.replicas[-1].refuses_bucket = bucket
     started = time.monotonic()
     with pytest.raises(ControlError, match="unknown tensor"):
@@ -448,14 +506,41 @@ def test_a_refused_bucket_ends_the_wait_for_the_broadcast(make_sync, learner, bu
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_refused_transfer_ends_the_wait_for_its_broadcasts(make_sync, learner, num_replicas):
+    sync, control = make_sync(num_replicas)
+    control.replicas[-1].refuses_transfer = True
+    started = time.monotonic()
+    with pytest.raises(ControlError, match="unknown tensor"):
+        sync.publish()
+    assert time.monotonic() - started < PROMPTLY_S
+    assert control.calls == ["require_plugin", "open_update", "receive_transfer version=1"]
+    assert learner.version == 1
+
+
+def test_servers_without_the_plugin_are_refused_before_anything_is_sent(make_sync, learner):
+    sync, control = make_sync()
+
+    def refuse() -> None:
+        raise ControlError("does not answer as Tandem's SGLang plugin")
+
+    control.require_plugin = refuse
+    for _ in range(2):
+        with pytest.raises(ControlError, match="plugin"):
+            sync.restore()
+    with pytest.raises(ControlError, match="plugin"):
+        sync.take_over(sends=False)
+    assert control.calls == []
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("from_end", [1, 2, 3])
 def test_a_bucket_that_fails_to_load_ends_the_transfer_and_no_server_takes_the_version(
     make_sync, learner, from_end, num_replicas
 ):
     """Its broadcast succeeds, and its answer comes while the next bucket is under way; but not while the one
     that names the version is."""
-    sync, control = make_sync(num_replicas)
-    buckets = len(list(make_buckets(weights_of(learner.engine).items(), dtype=torch.float32, max_bytes=8192)))
+    sync, control = make_sync(num_replicas, plugin=False)
+    buckets = len(plan_of(learner).counts)
     control.replicas[-1].fails_to_load = buckets - from_end
     control.calls.clear()
     started = time.monotonic()
@@ -478,7 +563,7 @@ def test_an_update_that_a_server_refuses_to_open_is_never_resumed(make_sync, lea
 def test_the_next_bucket_is_asked_for_while_the_last_one_is_being_loaded(make_sync, learner):
     """The first answer comes only when the second request is there; the one that names the version waits for
     all answers."""
-    sync, control = make_sync()
+    sync, control = make_sync(plugin=False)
     second_is_asked, answered = threading.Event(), []
     receive_bucket = control.receive_bucket
 
@@ -505,9 +590,9 @@ def test_the_next_bucket_is_asked_for_while_the_last_one_is_being_loaded(make_sy
 def test_one_bucket_is_lined_up_behind_the_one_in_flight_and_no_more(make_sync, learner):
     """A broadcast begins only when the next bucket has been asked for; the one after that is not filled: its
     buffer is still being sent."""
-    sync, control = make_sync()
+    sync, control = make_sync(plugin=False)
     wanted = weights_of(learner.engine)
-    count = len(list(make_buckets(wanted.items(), dtype=torch.float32, max_bytes=8192)))
+    count = len(plan_of(learner).counts)
     asked, receive_bucket = [threading.Event() for _ in range(count + 2)], control.receive_bucket
     assert count > 4
 

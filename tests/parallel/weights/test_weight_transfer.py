@@ -1,6 +1,5 @@
-"""Buckets: what is in them, when their bytes may be overwritten, and what SGLang's checksums of them must be."""
+"""Buckets: what is in them, and when their bytes may be overwritten."""
 
-import hashlib
 import itertools
 import threading
 import time
@@ -11,9 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.weights.transfer import Line, make_buckets
-from rollout.servers.control import ExpectedChecksums, vocabulary_padding
-from tests.support.weight_checksums import expected_checksums
+from parallel.weights.transfer import Buffers, Line, TransferPlan, make_buckets, plan_transfer
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=2), min_size=1, max_size=12)
 
@@ -23,58 +20,131 @@ def tensors_of(shapes: list[list[int]]) -> list[tuple[str, torch.Tensor]]:
     return [(f"t{i}", torch.randn(shape, generator=generator)) for i, shape in enumerate(shapes)]
 
 
-@given(shapes=SHAPES, max_bytes=st.integers(1, 200), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_buckets_hold_every_tensor_once_in_order_and_stay_until_the_next_but_one(shapes, max_bytes, dtype):
+def plan_of(
+    tensors, dtype=torch.float32, *, max_bytes: int, alone_bytes: int = 2**20, sizes=None
+) -> TransferPlan:
+    """sizes: tensors of each unit."""
+    rest = iter([(name, tensor.shape) for name, tensor in tensors])
+    units = [list(itertools.islice(rest, size)) for size in sizes or [1] * len(tensors)]
+    return plan_transfer(units, dtype=dtype, device="cpu", max_bytes=max_bytes, alone_bytes=alone_bytes)
+
+
+def content(tensors) -> bytes:
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+@given(
+    shapes=SHAPES,
+    max_bytes=st.integers(1, 200),
+    alone_bytes=st.integers(1, 100),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    layout=st.sampled_from(["apart", "together", "strided"]),
+    data=st.data(),
+)
+def test_buckets_hold_every_tensor_once_and_stay_until_the_next_but_one(
+    shapes, max_bytes, alone_bytes, dtype, layout, data
+):
+    """Whatever the units, and wherever in memory the tensors lie."""
     tensors = tensors_of(shapes)
-    found: list[tuple[str, torch.Tensor]] = []
-    before = None
-    for bucket in make_buckets(iter(tensors), dtype=dtype, max_bytes=max_bytes):
-        assert bucket.bytes.numel() <= max_bytes or len(bucket.names) == 1
+    if layout == "together":
+        whole = torch.cat([tensor.flatten() for _, tensor in tensors])
+        parts = whole.split([tensor.numel() for _, tensor in tensors])
+        tensors = [
+            (name, part.view(tensor.shape)) for (name, tensor), part in zip(tensors, parts, strict=True)
+        ]
+    if layout == "strided":
+        tensors = [(name, tensor.repeat_interleave(2, -1)[..., ::2]) for name, tensor in tensors]
+    sizes, left = [], len(tensors)
+    while left:
+        sizes.append(data.draw(st.integers(1, min(left, 3))))
+        left -= sizes[-1]
+    plan = plan_of(tensors, dtype, max_bytes=max_bytes, alone_bytes=alone_bytes, sizes=sizes)
+    wanted = {name: tensor.to(dtype) for name, tensor in tensors}
+    before, names, counts = None, [], []
+    for bucket in make_buckets(iter(tensors), plan):
         if before is not None:  # still in flight while this one was filled
-            found += [(name, tensor.clone()) for name, tensor in before.tensors()]
+            assert before.bytes.numpy().tobytes() == content(wanted[name] for name in before.names)
             assert not before.is_last
         before = bucket
-    assert before.is_last
-    found += before.tensors()
-    assert [name for name, _ in found] == [name for name, _ in tensors]
-    for (_, got), (_, sent) in zip(found, tensors, strict=True):
-        assert got.dtype == dtype and torch.equal(got, sent.to(dtype))
+        names += bucket.names
+        counts.append(len(bucket.names))
+    assert before.bytes.numpy().tobytes() == content(wanted[name] for name in before.names)
+    assert before.is_last and (names, counts) == (plan.names, plan.counts)
+    assert sorted(names) == sorted(wanted)
+    assert plan.shapes == [list(wanted[name].shape) for name in names]
 
 
-def test_two_buffers_take_turns():
-    tensors = tensors_of([[4, 4]] * 10)
-    tensors = [(name, tensor.double()) for name, tensor in tensors]  # to be converted, hence copied
-    places = [bucket.bytes.data_ptr() for bucket in make_buckets(tensors, dtype=torch.float32, max_bytes=64)]
-    assert len(places) == 10 and len(set(places)) == 2
+@given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=20), max_bytes=st.integers(4, 200))
+def test_small_units_fill_buckets_past_the_large_ones(sizes, max_bytes):
+    tensors = [(f"t{i}", torch.zeros(size)) for i, size in enumerate(sizes)]
+    plan = plan_of(tensors, max_bytes=max_bytes, alone_bytes=100)
+    names, small = iter(plan.names), []
+    for count, is_alone in zip(plan.counts, plan.are_alone, strict=True):
+        numbers = [int(next(names)[1:]) for _ in range(count)]
+        bucket = [4 * sizes[number] for number in numbers]
+        assert numbers == sorted(numbers)
+        if is_alone:
+            assert count == 1 and bucket[0] >= min(100, max_bytes)
+        else:
+            assert sum(bucket) <= max_bytes and max(bucket) < 100
+            small.append(bucket)
+    for one, other in itertools.pairwise(small):
+        assert sum(one) + other[0] > max_bytes
+
+
+def test_two_buffers_take_turns_and_are_kept():
+    tensors = [
+        (name, tensor.double()) for name, tensor in tensors_of([[4, 2]] * 20)
+    ]  # converted, hence copied
+    plan, buffers = plan_of(tensors, max_bytes=65), Buffers()
+    places = [bucket.bytes.data_ptr() for _ in range(2) for bucket in make_buckets(tensors, plan, buffers)]
+    assert len(places) == 20 and len(set(places)) == 2
     assert all(a != b for a, b in itertools.pairwise(places))
 
 
-def test_a_tensor_that_fills_a_bucket_is_sent_from_where_it_is():
-    tensors = tensors_of([[2, 2], [4, 8], [2, 2]])
-    buckets = list(make_buckets(tensors, dtype=torch.float32, max_bytes=128))
-    assert [bucket.names for bucket in buckets] == [["t0"], ["t1"], ["t2"]]
-    assert [
-        bucket.bytes.data_ptr() == tensor.data_ptr()
-        for bucket, (_, tensor) in zip(buckets, tensors, strict=True)
-    ] == [False, True, False]
-    (converted,) = make_buckets(tensors[1:2], dtype=torch.bfloat16, max_bytes=64)
-    assert torch.equal(dict(converted.tensors())["t1"], tensors[1][1].to(torch.bfloat16))
+def test_what_lies_together_is_sent_from_where_it_is():
+    tensors = tensors_of([[2, 2], [4, 8], [4, 8], [2, 2], [2, 1]])
+    both = torch.cat([tensors[1][1], tensors[2][1]])
+    tensors[1:3] = [("t1", both[:4]), ("t2", both[4:])]
+    plan = plan_of(tensors, max_bytes=512, alone_bytes=128, sizes=[1, 2, 1, 1])
+    buckets = list(make_buckets(tensors, plan))
+    assert [bucket.names for bucket in buckets] == [["t1", "t2"], ["t0", "t3", "t4"]]
+    assert buckets[0].bytes.data_ptr() == both.data_ptr() and buckets[0].bytes.numel() == both.nbytes
+    assert buckets[1].bytes.data_ptr() not in {tensor.data_ptr() for _, tensor in tensors}
+    (converted,) = make_buckets(tensors[1:2], plan_of(tensors[1:2], torch.bfloat16, max_bytes=64))
+    assert torch.equal(converted.bytes.view(torch.bfloat16).view(4, 8), tensors[1][1].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_tensor_that_was_not_planned_or_is_missing_is_refused(place):
+    tensors = tensors_of([[2, 2], [3]])
+    plan = plan_of(tensors, max_bytes=64)
+    for name, tensor in (("other", tensors[place][1]), (f"t{place}", torch.zeros(4, 4))):
+        other = [*tensors]
+        other[place] = (name, tensor)
+        with pytest.raises(ValueError, match=f"{name} of shape .* was not planned"):
+            list(make_buckets(other, plan))
+    with pytest.raises(ValueError, match="1 planned tensors did not come, such as t1"):
+        list(make_buckets(tensors[:1], plan))
 
 
 def test_a_bucket_is_not_filled_before_it_is_asked_for():
     """What is gathered beside a bucket in flight is one more bucket, never all of them."""
-    taken = []
+    taken, all_tensors = [], tensors_of([[4, 4]] * 6)
 
     def tensors():
-        for name, tensor in tensors_of([[4, 4]] * 6):
+        for name, tensor in all_tensors:
             taken.append(name)
             yield name, tensor
 
-    buckets = make_buckets(tensors(), dtype=torch.float32, max_bytes=128)  # two tensors each
+    buckets = make_buckets(
+        tensors(), plan_of(all_tensors, max_bytes=129, alone_bytes=129)
+    )  # two tensors each
     next(buckets)
-    assert len(taken) == 3  # the third showed that the first bucket is full
+    assert len(taken) == 2
     next(buckets)
-    assert len(taken) == 5
+    assert len(taken) == 4
 
 
 def test_work_in_line_is_done_in_order_and_hands_over_its_result_and_its_error():
@@ -105,85 +175,3 @@ def test_a_line_keeps_nothing_of_what_it_has_done():
         assert time.monotonic() < deadline, "the thread holds what it has done"
         time.sleep(0.01)
     line.close()
-
-
-def digest(*tensors: torch.Tensor) -> str:
-    return hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in tensors)).hexdigest()[:16]
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("size", [2, 4])
-def test_expected_checksums_of_several_ranks_by_slices(size, kv_heads):
-    """4 heads of 2; a hidden size of 8, 12 wide; 10 words, which are filled up to 64."""
-    heads, dim = 4, 2
-    layer = "model.layers.0"
-    shapes = {
-        "model.embed_tokens.weight": (10, 8),
-        f"{layer}.self_attn.q_proj.weight": (heads * dim, 8),
-        f"{layer}.self_attn.k_proj.weight": (kv_heads * dim, 8),
-        f"{layer}.self_attn.v_proj.weight": (kv_heads * dim, 8),
-        f"{layer}.self_attn.o_proj.weight": (8, heads * dim),
-        f"{layer}.mlp.gate_proj.weight": (12, 8),
-        f"{layer}.mlp.up_proj.weight": (12, 8),
-        f"{layer}.mlp.down_proj.weight": (8, 12),
-        "model.norm.weight": (8,),
-    }
-    w = {name: torch.randn(shape) for name, shape in shapes.items()}
-    q, k, v, o, gate, up, down = (w[name] for name in list(shapes)[1:8])
-    found = expected_checksums(w.items(), tensor_parallel=size, kv_heads=kv_heads)
-    words = torch.cat([w["model.embed_tokens.weight"], torch.zeros(54, 8)])
-    wanted = {}
-    for rank in range(size):
-        wide, query = 12 // size, heads // size * dim
-        if kv_heads >= size:
-            rows = slice(rank * kv_heads // size * dim, (rank + 1) * kv_heads // size * dim)
-        else:  # ranks whose query heads share a key/value head hold that one
-            head = rank * (heads // size) // (heads // kv_heads)
-            rows = slice(head * dim, (head + 1) * dim)
-        mine, middle = slice(rank * query, (rank + 1) * query), slice(rank * wide, (rank + 1) * wide)
-        wanted |= {
-            f"rank{rank}/model.embed_tokens.weight": digest(
-                words[rank * 64 // size : (rank + 1) * 64 // size]
-            ),
-            f"rank{rank}/{layer}.self_attn.qkv_proj.weight": digest(q[mine], k[rows], v[rows]),
-            f"rank{rank}/{layer}.self_attn.o_proj.weight": digest(o[:, mine]),
-            f"rank{rank}/{layer}.mlp.gate_up_proj.weight": digest(gate[middle], up[middle]),
-            f"rank{rank}/{layer}.mlp.down_proj.weight": digest(down[:, middle]),
-            f"rank{rank}/model.norm.weight": digest(w["model.norm.weight"]),
-        }
-    assert found == wanted
-
-
-@pytest.mark.parametrize(
-    "rows, size, wanted",
-    [
-        (64, 1, 0),
-        (65, 2, 63),
-        (10, 3, 182),
-        (192, 3, 0),
-        (129, 3, 63),
-        (151_936, 8, 0),
-        (151_936, 6, 128),
-        (65, 3, 127),
-        (32_000, 7, 256),
-    ],
-)
-def test_vocabulary_padding(rows, size, wanted):
-    """By hand. 10 on 3 ranks: 64 does not divide by 3, so up to 192; 151936 = 64 * 2374 on 6 up to 384 * 396;
-    32000 on 7 up to 448 * 72."""
-    assert vocabulary_padding(rows, size) == wanted
-
-
-def test_a_vocabulary_on_three_ranks():
-    embedding = torch.randn(10, 8)
-    found = expected_checksums(
-        {"model.embed_tokens.weight": embedding}.items(), tensor_parallel=3, kv_heads=3
-    )
-    parts = [torch.cat([embedding, torch.zeros(54, 8)]), torch.zeros(64, 8), torch.zeros(64, 8)]
-    assert found == {f"rank{rank}/model.embed_tokens.weight": digest(part) for rank, part in enumerate(parts)}
-
-
-def test_parts_of_a_fused_matrix_out_of_their_order_are_refused():
-    expected = ExpectedChecksums(tensor_parallel=1, kv_heads=1)
-    with pytest.raises(ValueError, match=r"k_proj\.weight is part 1 of .*qkv_proj\.weight, of which 0 parts"):
-        expected.add("model.layers.0.self_attn.k_proj.weight", torch.zeros(2, 2))

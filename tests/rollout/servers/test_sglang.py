@@ -1,6 +1,7 @@
 """Real SGLang servers: log-probs, updates, refusals, and what is left of them when they end."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from configs.loader import load_config
 from configs.schema.rollout import RolloutConfig
 from launch.studies.verify_sync import Answers, _get_answers, differences
-from parallel.weights.transfer import make_buckets
+from parallel.weights.transfer import make_buckets, plan_transfer
 from rollout.client import GenerationError
 from rollout.records import FinishReason
 from rollout.servers.client import SGLangClient
@@ -29,7 +31,7 @@ from rollout.servers.fleet import ServerDied, ServerFleet
 from rollout.servers.share import ServerShare
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.process_groups import assert_all_end, group_of
-from tests.support.real_servers import EXACT, make_fleet, send, sharpen
+from tests.support.real_servers import EXACT, make_fleet, send, sharpen, units_of
 from tests.support.server_specs import server_spec
 from tests.support.weight_checksums import expected_checksums
 from tests.support.whole_runs import RECIPE
@@ -167,9 +169,8 @@ def test_an_update_in_the_middle_of_a_response_is_exact_token_by_token(fleet, co
             response = thread.submit(asking.probe, prompt, max_new_tokens=240, temperature=1.3)
             wait([response], timeout=0.05 * (attempt + 1))
             control.pause()  # before the group is made, which takes as long as the response
-            served = send(control, sent, version=old + 1)
-            assert served.versions == control.versions() == [old + 1]
-            assert served.checksums == control.checksums() == [expected_checksums(sent.named_parameters())]
+            assert send(control, sent, version=old + 1) == control.versions() == [old + 1]
+            assert control.checksums() == [expected_checksums(sent.named_parameters())]
             control.resume()
             (completion,) = response.result()
             if min(completion.token_versions.count(version) for version in (old, old + 1)) >= 10:
@@ -225,19 +226,69 @@ def test_one_wrong_bit_of_a_transfer_is_found_and_named(fleet, models, model_dir
     name = "model.layers.2.mlp.up_proj.weight"
     wrong = {n: t.detach().clone() for n, t in weights.items()}
     wrong[name].view(torch.int32)[5, 7] ^= 1
-    sender = StageSender(control, 1, "gloo", 120)
 
     def answers_after(sent: Mapping[str, torch.Tensor], version: int) -> Answers:
-        control.begin_update()
-        buckets = make_buckets(sent.items(), dtype=torch.float32, max_bytes=2**20)
-        sender.send(next(buckets), buckets, version, None)
-        control.end_update()
+        send(control, SimpleNamespace(named_parameters=sent.items), version=version)
+        control.resume()
         return _get_answers(control, config)[0]
 
     found = differences(answers_after(wrong, 1), reference)
     assert found[0] == name.replace("up_proj", "gate_up_proj") and all("prompt" in what for what in found[1:])
     assert differences(answers_after(weights, 2), reference) == []
-    sender.close()
+    control.close()
+
+
+@pytest.mark.engines
+def test_the_server_finds_and_names_a_bit_that_changes_on_the_way_and_what_is_not_sent(
+    fleet, control, models
+):
+    """In a tensor that goes into its parameter, in one of several, and in the hashes; in the first and in the last
+    of the model."""
+    control.require_plugin()
+    version = control.versions()[0]
+    weights = list(models[0].named_parameters())
+    names = [name for name, _ in weights]
+    sizes = {name: tensor.nbytes for name, tensor in weights}
+    ends = (names[0], names[-1], max(sizes, key=sizes.__getitem__), min(sizes, key=sizes.__getitem__))
+    for broken in (*ends, "hashes"):
+        with pytest.raises(ControlError, match="other bytes were received than sent") as refused:
+            send_broken(control, weights, broken)
+        assert broken == "hashes" or broken in str(refused.value) or " to " in str(refused.value)
+    missing = "model.layers.1.self_attn.k_proj.weight"
+    with pytest.raises(
+        ControlError, match=r"did not fill 1 parameters: model\.layers\.1\.self_attn\.qkv_proj"
+    ):
+        send_broken(control, [(name, tensor) for name, tensor in weights if name != missing], None)
+    assert control.versions() == [version], "no server calls it the new version"
+    assert send(control, models[version % 2], version=version) == [version]
+    assert control.checksums() == [expected_checksums(models[version % 2].named_parameters())]
+    control.resume()
+
+
+def send_broken(control: SGLangControl, weights, broken: str | None, tensor_parallel: int = 1) -> None:
+    """An update as version 99, with a bit changed after it was hashed: of the tensor ``broken``, or of the hashes."""
+    sender = StageSender(control, tensor_parallel, "gloo", 60)
+    plan = plan_transfer(units_of(weights), dtype=torch.float32, device="cpu", alone_bytes=2**17)
+    last = len(plan.counts)
+    wrong = last if broken == "hashes" else -1
+    for number, count in enumerate(plan.counts):
+        if broken in plan.names[sum(plan.counts[:number]) :][:count]:
+            wrong = number
+    assert (wrong < 0) == (broken is None)
+    start, calls = sender._broadcaster.start, itertools.count()
+
+    def start_broken(flat: torch.Tensor):
+        if next(calls) == wrong:
+            flat = flat.clone()
+            flat.view(torch.uint8)[-4] ^= 1
+        return start(flat)
+
+    sender._broadcaster.start = start_broken
+    try:
+        sender.send(make_buckets(weights, plan), plan, 99, control.open_update())
+    finally:
+        sender.leave()
+        control.take_over()
 
 
 DYING_LEARNER = """
@@ -245,23 +296,22 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
-from parallel.weights.transfer import WeightBroadcaster, make_buckets
+from parallel.weights.transfer import make_buckets, plan_transfer
 from rollout.servers.control import SGLangControl
+from trainer.weight_sync import StageSender
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 with SGLangControl([sys.argv[2]], tensor_parallel=1, timeout_s=60) as control:
-    broadcaster = WeightBroadcaster(world_size=2, backend="gloo", timeout_s=60, group_name=sys.argv[3])
-    joining = control.join_group(master_address=broadcaster.address, master_port=broadcaster.port, world_size=2,
-                                 group_name=broadcaster.group_name, backend="gloo")
-    broadcaster.join(check=joining.raise_if_failed)
-    joining.wait()
+    sender = StageSender(control, 1, "gloo", 60)
     control.take_over()
     control.open_update().wait()
-    for place, bucket in enumerate(make_buckets(model.named_parameters(), dtype=torch.float32, max_bytes=2**16)):
-        receiving = control.receive_bucket(names=bucket.names, dtype="float32", shapes=bucket.shapes, version=None)
-        if place == 2:  # asked for, and never sent
-            os.kill(os.getpid(), signal.SIGKILL)
-        broadcaster.start(bucket).wait(check=receiving.raise_if_failed)
-        receiving.wait()
+    units = [[(name, tensor.shape)] for name, tensor in model.named_parameters()]
+    plan = plan_transfer(units, dtype=torch.float32, device="cpu", max_bytes=2**16)
+    def buckets():
+        for place, bucket in enumerate(make_buckets(model.named_parameters(), plan)):
+            if place == 2:  # announced, and never sent
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield bucket
+    sender.send(buckets(), plan, None)
 """
 
 
@@ -274,14 +324,7 @@ def test_servers_that_outlive_a_learner_which_died_in_a_transfer_serve_nothing_u
     version, (url,) = control.versions()[0], control.urls
     other, mine = models[(version + 1) % 2], models[version % 2]
     for _ in range(2):  # the next learner may die in the same place
-        command = [
-            sys.executable,
-            "-c",
-            DYING_LEARNER,
-            str(model_dirs[(version + 1) % 2]),
-            url,
-            "tandem-test",
-        ]
+        command = [sys.executable, "-c", DYING_LEARNER, str(model_dirs[(version + 1) % 2]), url]
         assert subprocess.run(command, cwd=ROOT, timeout=300, check=False).returncode == -signal.SIGKILL
     with (
         SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as next_one,
@@ -296,10 +339,8 @@ def test_servers_that_outlive_a_learner_which_died_in_a_transfer_serve_nothing_u
         assert held not in whole, "parts of two versions"
         with SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as asking:
             response = thread.submit(asking.probe, [3, 4, 5], max_new_tokens=4, temperature=1.0)
-            served = send(next_one, mine, version=version, group_name="tandem-test")
-            assert served.checksums == [expected_checksums(mine.named_parameters())] and served.versions == [
-                version
-            ]
+            assert send(next_one, mine, version=version) == [version]
+            assert next_one.checksums() == [expected_checksums(mine.named_parameters())]
             assert not response.done()
             next_one.resume()
             (completion,) = response.result()
@@ -338,8 +379,15 @@ def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, 
         assert len(urls) == 1, "a replica answers on its first node alone"
         with SGLangControl(urls, tensor_parallel=2, timeout_s=60) as control:
             before = control.checksums()[0]
-            control.pause()
-            send(control, models[1], version=1, tensor_parallel=2)
+            has_plugin = num_nodes == 1
+            if has_plugin:
+                control.require_plugin()
+                with pytest.raises(ControlError, match=r"rank [01]: other bytes were received than sent"):
+                    send_broken(control, list(models[1].named_parameters()), "model.norm.weight", 2)
+            else:
+                with pytest.raises(ControlError, match="does not answer as Tandem's SGLang plugin"):
+                    control.require_plugin()
+            send(control, models[1], version=1, tensor_parallel=2, in_one_request=has_plugin)
             after = control.checksums()[0]
             control.resume()
             assert {name.split("/")[0] for name in after} == {"rank0", "rank1"}

@@ -197,7 +197,7 @@ def test_each_node_of_a_replica_starts_its_own_part():
     )  # one engine: its ranks must draw the same
 
 
-def test_stand_ins_and_plugin_are_on_the_path_of_cpu_servers_alone(monkeypatch):
+def test_the_plugin_is_on_every_servers_path_and_stand_ins_on_those_of_cpu_servers(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
     (share,) = on_one_machine(1, 2)
     spec = server_spec(ROOT)
@@ -208,7 +208,9 @@ def test_stand_ins_and_plugin_are_on_the_path_of_cpu_servers_alone(monkeypatch):
     assert on_cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     first_of_two = replace(share, num_nodes=2, num_ranks=1)
     assert "|" not in server_environment(spec, first_of_two, place=0)["SGLANG_CPU_OMP_THREADS_BIND"]
-    assert on_cuda["PYTHONPATH"] == "/mine"
+    assert on_cuda["PYTHONPATH"].split(":") == [ours[1], "/mine"]
+    without = server_environment(server_spec(ROOT, sglang_plugin=False), share, place=0)
+    assert without["PYTHONPATH"].split(":") == [ours[0], "/mine"]
     assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & on_cuda.keys() - os.environ.keys()
 
 

@@ -1,0 +1,322 @@
+"""Receives the learner's weights in SGLang's parameters.
+
+SGLang's own path takes a request per broadcast, receives into new memory and loads from there. Here one request
+announces a whole transfer (``tandem_weight_transfer``). A broadcast whose tensors are, one after another, the whole
+of a contiguous part of a parameter is received there. All others go through memory that is kept.
+
+Where a tensor belongs is asked of SGLang's own loader: it loads tensors without memory (on the meta device), and
+what it would copy is recorded. So fused, sharded and expert weights need no table here. Tensors whose loading is
+no plain copy are loaded by SGLang.
+
+Every broadcast is hashed where it was received, in the parameter if it went there. The learner sends its hashes
+last. A difference fails the request, and so does a parameter that no transfer of the update has filled.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from tandem_weight_transfer import PROTOCOL, QUESTION, Announcement, differing, weight_hash
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+logger = logging.getLogger(__name__)
+aten = torch.ops.aten
+MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+RECEIVER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(f"{MANAGER}.update_weights_from_distributed", answer_the_question, HookType.AROUND)
+    HookRegistry.register(f"{RECEIVER}.receive_weights_from_distributed", receive, HookType.AROUND)
+
+
+def answer_the_question(original, manager, request):
+    """Names the protocol to whoever asks for it; other requests are SGLang's."""
+    if request.load_format != QUESTION:
+        return original(manager, request)
+    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
+
+    return UpdateWeightsFromDistributedReqOutput(success=True, message=PROTOCOL)
+
+
+def receive(original, updater, *, names, dtypes, shapes, group_name, load_format=None):
+    """``WeightUpdater.receive_weights_from_distributed``. SGLang loads what it returns: nothing, after a transfer
+    of Tandem's."""
+    announced = Announcement.parse(load_format)
+    if announced is None:
+        return original(
+            updater, names=names, dtypes=dtypes, shapes=shapes, group_name=group_name, load_format=load_format
+        )
+    from sglang.srt.runtime_context import get_parallel
+
+    tensors = [
+        Sent(name, getattr(torch, dtype), torch.Size(shape))
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    ]
+    receiver = _receiver_of(updater)
+    failure = receiver.receive(tensors, announced, updater._model_update_group[group_name])
+    for reason in filter(None, everywhere(failure, get_parallel().tp_group.cpu_group)):
+        raise RuntimeError(reason)
+    return []
+
+
+def everywhere(failure: str | None, group: dist.ProcessGroup) -> list[str | None]:
+    """The failures of all tensor-parallel ranks, of which only the first answers requests."""
+    failures: list[str | None] = [failure] * dist.get_world_size(group)
+    if len(failures) > 1:
+        dist.all_gather_object(failures, failure and f"rank {dist.get_rank(group)}: {failure}", group=group)
+    return failures
+
+
+def _receiver_of(updater) -> "Receiver":
+    model = updater.get_model()
+    if model not in _RECEIVERS:
+        plain = updater.model_config.quantization is None
+        _RECEIVERS[model] = Receiver(model, torch.device(updater.device), records=plain)
+    return _RECEIVERS[model]
+
+
+_RECEIVERS: WeakKeyDictionary = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A whole tensor as the learner announces it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy of SGLang's loader."""
+
+    part: Tensor
+    """View of a parameter."""
+    source: Tensor
+    """View of the sent tensor, without memory: which part of it is copied."""
+
+    def is_whole(self, sent: Sent) -> bool:
+        """Whether the parameter's part is, byte for byte, the sent tensor."""
+        return (
+            self.part.dtype == sent.dtype
+            and self.part.is_contiguous()
+            and self.source.is_contiguous()
+            and self.part.numel() == self.source.numel() == sent.shape.numel()
+        )
+
+
+@dataclass(slots=True)
+class Places:
+    """What SGLang's loader would do with tensors."""
+
+    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    """By name of the sent tensor. Of other tensors SGLang's loader makes more than copies."""
+    filled: list[Tensor] = field(default_factory=list)
+    """Parts of parameters that get a constant, such as padding."""
+
+
+class Recorder(TorchDispatchMode):
+    """Records what would be copied from tensors on the meta device, and copies nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        self.filled: list[Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is aten.copy_.default and args[1].device.type == "meta" and args[0].device.type != "meta":
+            self.copies.append((args[0], args[1]))
+            return args[0]
+        if func in (aten.fill_.Scalar, aten.zero_.default) and args[0].device.type != "meta":
+            self.filled.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def record(load_weights: Callable, tensors: Sequence[Sent]) -> Places:
+    """What ``load_weights`` would copy where. Tensors at which it fails without their content are left out."""
+    empty = {sent.name: torch.empty(sent.shape, dtype=sent.dtype, device="meta") for sent in tensors}
+    try:
+        with Recorder() as recorder:
+            load_weights(list(empty.items()))
+    except Exception as error:
+        if len(tensors) == 1:
+            logger.info("tandem: SGLang loads %s itself (%s)", tensors[0].name, error)
+            return Places()
+        half = len(tensors) // 2
+        one, other = record(load_weights, tensors[:half]), record(load_weights, tensors[half:])
+        return Places(one.copies | other.copies, one.filled + other.filled)
+    name_of = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
+    places = Places({name: [] for name in empty}, recorder.filled)
+    for part, source in recorder.copies:
+        name = name_of.get(source.untyped_storage()._cdata)
+        if name is None:  # computed from sent tensors; from which is unknown
+            return Places()
+        places.copies[name].append(Copy(part.detach(), source))
+    return places
+
+
+class Receiver:
+    """Receives transfers for one model. ``records``: False lets SGLang load every tensor."""
+
+    def __init__(self, model, device: torch.device, *, records: bool) -> None:
+        self._model, self._device, self._records = model, device, records
+        self._places = Places()
+        self._layout: tuple = ()
+        self._asked: set[Sent] = set()
+        self._received: set[str] = set()
+        self._memory: list[Tensor | None] = [None, None]
+
+    @torch.no_grad()
+    def receive(
+        self, tensors: Sequence[Sent], announced: Announcement, group: dist.ProcessGroup
+    ) -> str | None:
+        """Take part in all broadcasts of a transfer. Returns what failed: a rank that left early would keep all
+        others waiting."""
+        failure = self._look_up(tensors)
+        hashes: list[Tensor] = []
+        under_way: deque[tuple[dist.Work, Tensor, Sequence[Sent], bool]] = deque()
+
+        def finish() -> str | None:
+            work, flat, piece, is_there = under_way.popleft()
+            work.wait()
+            hashes.append(weight_hash(flat, announced.hash_kind))
+            return None if is_there else self._load(flat, piece)
+
+        pieces = list(split(tensors, announced.counts))
+        for number, piece in enumerate(pieces):
+            there = self._place_of(piece)
+            flat = self._take(sum(sent.nbytes for sent in piece), number) if there is None else there
+            work = dist.broadcast(flat, src=0, group=group, async_op=True)
+            under_way.append((work, flat, piece, there is not None))
+            if len(under_way) == 2:
+                failure = finish() or failure
+        failure = finish() or failure
+        sent_hashes = torch.empty(len(pieces), dtype=torch.int64, device=self._device)
+        dist.broadcast(sent_hashes, src=0, group=group)
+        if self._device.type != "cpu":
+            self._memory = [None, None]
+        for i in differing(sent_hashes.tolist(), torch.stack(hashes).tolist()):
+            ends = dict.fromkeys((pieces[i][0].name, pieces[i][-1].name))
+            failure = (
+                f"other bytes were received than sent, in broadcast {i} of {len(pieces)}: {' to '.join(ends)}"
+            )
+        return failure or self._count(tensors, announced)
+
+    def _look_up(self, tensors: Sequence[Sent]) -> str | None:
+        """Record where tensors go that were not asked for before, or whose parameters have moved."""
+        layout = tuple((name, p.data_ptr(), p.shape) for name, p in self._model.named_parameters())
+        if layout != self._layout:
+            self._layout, self._places, self._asked = layout, Places(), set()
+        new = [sent for sent in tensors if sent not in self._asked]
+        if new and self._records:
+            found = record(self._model.load_weights, new)
+            self._places.copies |= found.copies
+            self._places.filled += found.filled
+            by_sglang = len(new) - len(found.copies)
+            logger.info(
+                "tandem: of %d tensors of the learner %d are loaded by SGLang's own loader",
+                len(new),
+                by_sglang,
+            )
+        self._asked.update(new)
+        lost = [sent.name for sent in tensors if self._places.copies.get(sent.name) == []]
+        return (
+            None
+            if len(lost) < len(tensors)
+            else f"no parameter takes any of the sent tensors, such as {lost[0]}"
+        )
+
+    def _place_of(self, piece: Sequence[Sent]) -> Tensor | None:
+        """The bytes of the parameter that a broadcast can be received in: its tensors' parts lie there whole, one
+        after another."""
+        parts: list[Tensor] = []
+        for sent in piece:
+            copies = self._places.copies.get(sent.name, ())
+            if len(copies) != 1 or not copies[0].is_whole(sent):
+                return None
+            part = copies[0].part
+            if parts and not _lies_behind(parts[-1], part):
+                return None
+            parts.append(part)
+        flat = parts[0].as_strided((sum(part.numel() for part in parts),), (1,))
+        return flat.view(torch.uint8)
+
+    def _take(self, size: int, number: int) -> Tensor:
+        """Memory of ``size`` bytes; its content stays until the second next call."""
+        i = number % 2
+        kept = self._memory[i]
+        if kept is None or kept.numel() < size:
+            kept = self._memory[i] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return kept[:size]
+
+    def _load(self, flat: Tensor, piece: Sequence[Sent]) -> str | None:
+        """Copy tensors from ``flat`` to where they belong. Returns what failed."""
+        others = []
+        for sent, part in zip(piece, flat.split([sent.nbytes for sent in piece]), strict=True):
+            whole = part.view(sent.dtype).view(sent.shape)
+            copies = self._places.copies.get(sent.name)
+            if copies is None:
+                others.append((sent.name, whole))
+            for copy in copies or ():
+                source = copy.source
+                offset = whole.storage_offset() + source.storage_offset()
+                copy.part.copy_(whole.as_strided(source.shape, source.stride(), offset))
+        try:
+            if others:
+                self._model.load_weights(others)
+        except Exception as error:
+            return f"SGLang could not load {others[0][0]} to {others[-1][0]}: {error}"
+        return None
+
+    def _count(self, tensors: Sequence[Sent], announced: Announcement) -> str | None:
+        """After the last transfer of an update: what it left out, if every tensor's place is known."""
+        self._received.update(sent.name for sent in tensors)
+        if not announced.is_whole:
+            return None
+        received, self._received = self._received, set()
+        if not all(name in self._places.copies for name in received):
+            return None
+        parts = [copy.part for name in received for copy in self._places.copies[name]]
+        return left_out(dict(self._model.named_parameters()), parts + self._places.filled)
+
+
+def _lies_behind(one: Tensor, other: Tensor) -> bool:
+    is_next = other.data_ptr() == one.data_ptr() + one.nbytes
+    return is_next and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def split(tensors: Sequence[Sent], counts: Sequence[int]) -> Iterator[Sequence[Sent]]:
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    if ends[-1] != len(tensors):
+        raise ValueError(f"{len(tensors)} tensors are announced, and {ends[-1]} in broadcasts")
+    return (tensors[start:end] for start, end in pairwise(ends))
+
+
+def left_out(parameters: Mapping[str, Tensor], parts: Sequence[Tensor]) -> str | None:
+    """Names the parameters that ``parts`` do not cover, counted in elements."""
+    covered: dict[int, int] = {}
+    for part in {(p.data_ptr(), p.shape, p.stride()): p for p in parts}.values():
+        storage = part.untyped_storage().data_ptr()
+        covered[storage] = covered.get(storage, 0) + part.numel()
+    wrong = [
+        name
+        for name, parameter in parameters.items()
+        if covered.get(parameter.untyped_storage().data_ptr(), 0) != parameter.numel()
+    ]
+    return f"the update did not fill {len(wrong)} parameters: {', '.join(wrong[:5])}" if wrong else None

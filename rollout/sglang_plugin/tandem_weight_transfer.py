@@ -1,0 +1,110 @@
+"""What the learner's sender and the receiver in the servers agree on. No SGLang here: both sides import it.
+
+A transfer is one request that announces all tensors of a pipeline stage, then broadcast after broadcast, then
+one broadcast of the 64-bit hashes of all broadcasts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+PROTOCOL = "tandem-transfer-1"
+"""Name and version; both sides must have the same."""
+QUESTION = "tandem-transfer?"
+"""The load format of a request that asks for ``PROTOCOL``. SGLang knows no such format and refuses it."""
+WORDS = 2**20
+"""8-byte words that ``multiply_sum`` takes at a time."""
+MULTIPLIER = 6364136223846793005
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """The part of a request that SGLang's own fields have no place for."""
+
+    hash_kind: str
+    counts: tuple[int, ...]
+    """Tensors in each broadcast."""
+    is_whole: bool
+    """With the transfers before it, this one completes the model."""
+
+    def load_format(self) -> str:
+        return ":".join(
+            [PROTOCOL, self.hash_kind, "whole" if self.is_whole else "part", ",".join(map(str, self.counts))]
+        )
+
+    @classmethod
+    def parse(cls, load_format: str | None) -> "Announcement | None":
+        """None for a load format of SGLang's own. Raises ValueError for another version, or a broken text."""
+        protocol, *fields = (load_format or "").split(":")
+        if not protocol.startswith("tandem"):
+            return None
+        if protocol != PROTOCOL or len(fields) != 3 or fields[0] not in HASHES:
+            raise ValueError(
+                f"the transfer is announced as {load_format!r:.60}, but this server takes {PROTOCOL}"
+            )
+        kind, extent, counts = fields
+        return cls(kind, tuple(int(count) for count in counts.split(",")), extent == "whole")
+
+
+def hash_kind(device: torch.device) -> str:
+    """The hash for bytes on a device: of the CPU's, XXH3 is the fastest; elsewhere torch computes in place."""
+    return "xxh3" if device.type == "cpu" else "multiply-sum"
+
+
+def weight_hash(flat: Tensor, kind: str) -> Tensor:
+    """The 64-bit hash of uint8 ``flat`` [n], contiguous, as int64 [] on its device; nothing waits for a GPU."""
+    return HASHES[kind](flat)
+
+
+def xxh3(flat: Tensor) -> Tensor:
+    """XXH3 with 64 bits (Collet). A change goes unseen with a chance of about 2^-64."""
+    digest = xxhash.xxh3_64_intdigest(flat.cpu().numpy().data)
+    return torch.tensor(digest - 2**64 if digest >= 2**63 else digest, device=flat.device)
+
+
+def multiply_sum(flat: Tensor) -> Tensor:
+    """sum_i k_(i mod W) m^(i div W) x_i mod 2^64 over the 8-byte words x_i of the bytes, zeros behind the last,
+    plus the number of bytes times m.
+
+    W is ``WORDS``. All k are odd and pseudo-random, and m is odd: a change within one word always changes the
+    sum. Other changes go unseen with a chance of about 2^-64.
+    """
+    size = flat.numel()
+    if size % 8 or flat.storage_offset() % 8 or flat.data_ptr() % 8:
+        flat = torch.cat([flat, flat.new_zeros(-size % 8)])
+    words = flat.view(torch.int64)
+    keys = _keys(flat.device)
+    total, power = torch.tensor(size, device=flat.device) * MULTIPLIER, 1
+    for part in words.split(WORDS):
+        total += (part * keys[: len(part)]).sum() * power
+        power = _as_int64(power * MULTIPLIER)
+    return total
+
+
+def _keys(device: torch.device) -> Tensor:
+    """k: the odd numbers that splitmix64 (Steele et al. 2014) makes of 0, 1, 2, ..."""
+    if device not in _KEYS:
+        x = torch.arange(1, WORDS + 1, device=device) * _as_int64(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * _as_int64(factor)
+        _KEYS[device] = x | 1
+    return _KEYS[device]
+
+
+_KEYS: dict[torch.device, Tensor] = {}
+
+
+def _as_int64(number: int) -> int:
+    """The signed number of the same 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+HASHES = {"xxh3": xxh3, "multiply-sum": multiply_sum}
+
+
+def differing(sent: Sequence[int], received: Sequence[int]) -> list[int]:
+    """The broadcasts whose hashes differ."""
+    return [i for i, pair in enumerate(zip(sent, received, strict=True)) if pair[0] != pair[1]]

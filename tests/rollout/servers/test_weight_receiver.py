@@ -1,0 +1,234 @@
+"""Reception in the parameters against loaders of SGLang's kind, and the hashes against plain arithmetic."""
+
+import itertools
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from rollout.servers.command import PLUGIN
+from rollout.sglang_plugin import tandem_weight_transfer as transfer
+
+sys.path.insert(0, str(PLUGIN))
+import tandem_weight_receiver as receiver
+
+sys.path.remove(str(PLUGIN))
+
+ROWS, COLUMNS, WORDS = 8, 6, 10
+
+
+class Model(nn.Module):
+    """One rank of a model whose loaders are like SGLang's: fused rows, split rows and columns, padded rows, a
+    tensor that is converted, one of which only a value is read, and one that is computed with."""
+
+    def __init__(self, rank: int, size: int, *, odd: bool = False):
+        super().__init__()
+        self.rank, self.size, self.odd = rank, size, odd
+        shapes = {
+            "words": (16 // size, COLUMNS),
+            "fused": (2 * ROWS // size, COLUMNS),
+            "out": (COLUMNS, ROWS // size),
+            "norm": (COLUMNS,),
+            "scale": (1,),
+        }
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.full(shape, torch.nan), requires_grad=False))
+        self.wide = nn.Parameter(torch.zeros(COLUMNS, dtype=torch.float64), requires_grad=False)
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            if name == "words":
+                per_rank = 16 // self.size
+                mine = tensor[self.rank * per_rank : (self.rank + 1) * per_rank]
+                self.words.data[: len(mine)].copy_(mine)
+                self.words.data[len(mine) :].fill_(0)
+            elif name in ("gate", "up"):
+                part = ROWS // self.size
+                self.fused.data.narrow(0, part * (name == "up"), part).copy_(
+                    tensor.chunk(self.size)[self.rank]
+                )
+            elif name == "out":
+                self.out.data.copy_(tensor.chunk(self.size, 1)[self.rank])
+            elif name == "scale" and self.odd:
+                self.scale.data.fill_(tensor.item())  # fails without the content
+            elif name in ("norm", "wide", "scale"):
+                getattr(self, name).data.copy_(tensor * 2 if self.odd and name == "norm" else tensor)
+
+
+def weights_of(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {
+        "words": (WORDS, COLUMNS), "gate": (ROWS, COLUMNS), "up": (ROWS, COLUMNS), "out": (COLUMNS, ROWS),
+        "norm": (COLUMNS,), "wide": (COLUMNS,), "scale": (1,),
+    }  # fmt: skip
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+class Sender:
+    """In the place of a process group: hands out what is broadcast."""
+
+    def __init__(self, weights: dict[str, Tensor], counts, kind: str, flip: int | None = None):
+        tensors, self._flats = iter(weights.values()), []
+        for count in counts:
+            flats = [tensor.flatten().view(torch.uint8) for tensor in itertools.islice(tensors, count)]
+            self._flats.append(torch.cat(flats))
+        self._flats.append(torch.stack([transfer.weight_hash(flat, kind) for flat in self._flats]))
+        if flip is not None:
+            self._flats[flip] = self._flats[flip].clone()
+            self._flats[flip].view(torch.uint8)[0] ^= 1
+
+    def broadcast(self, flat: Tensor, *, src: int, group: object, async_op: bool = False):
+        flat.copy_(self._flats.pop(0))
+        return SimpleNamespace(wait=lambda: None)
+
+
+def sent_of(weights: dict[str, Tensor]) -> list[receiver.Sent]:
+    return [receiver.Sent(name, tensor.dtype, tensor.shape) for name, tensor in weights.items()]
+
+
+def receive(
+    one: receiver.Receiver, weights, counts, monkeypatch, *, whole: bool = True, flip=None
+) -> str | None:
+    kind = transfer.hash_kind(torch.device("cpu"))
+    monkeypatch.setattr(receiver.dist, "broadcast", Sender(weights, counts, kind, flip).broadcast)
+    return one.receive(sent_of(weights), transfer.Announcement(kind, tuple(counts), whole), None)
+
+
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("counts", [[1] * 7, [7], [2, 1, 3, 1]])
+def test_every_parameter_is_as_its_loader_would_have_it(monkeypatch, rank, size, counts, odd):
+    mine, loaded = Model(rank, size, odd=odd), Model(rank, size, odd=odd)
+    one = receiver.Receiver(mine, torch.device("cpu"), records=True)
+    for seed in (0, 1):  # what was recorded serves the second time
+        weights = weights_of(seed)
+        loaded.load_weights(weights.items())
+        assert receive(one, weights, counts, monkeypatch) is None
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(getattr(mine, name), parameter), name
+
+
+def test_what_moves_is_asked_for_again_and_what_is_not_recorded_is_loaded(monkeypatch):
+    for records in (True, False):
+        mine = Model(0, 1)
+        one = receiver.Receiver(mine, torch.device("cpu"), records=records)
+        assert receive(one, weights_of(0), [1] * 7, monkeypatch) is None
+        mine.out.data = torch.full_like(mine.out, torch.nan)
+        assert receive(one, weights_of(1), [1] * 7, monkeypatch) is None
+        assert torch.equal(mine.out, weights_of(1)["out"])
+
+
+def test_tensors_of_one_broadcast_that_fill_a_part_are_received_there():
+    mine = Model(0, 1)
+    one = receiver.Receiver(mine, torch.device("cpu"), records=True)
+    sent = sent_of(weights_of(0))
+    one._look_up(sent)
+    there = {tensor.name: one._place_of([tensor]) for tensor in sent}
+    assert (
+        there["up"].data_ptr() == mine.fused[ROWS:].data_ptr()
+        and there["gate"].data_ptr() == mine.fused.data_ptr()
+    )
+    assert there["out"].data_ptr() == mine.out.data_ptr()
+    assert there["wide"] is None, "another dtype"
+    both = one._place_of(sent[1:3])
+    assert both.data_ptr() == mine.fused.data_ptr() and both.numel() == mine.fused.nbytes
+    assert one._place_of(sent[:2]) is None and one._place_of(sent[2:0:-1]) is None, (
+        "apart, or in another order"
+    )
+    split = receiver.Receiver(Model(0, 2), torch.device("cpu"), records=True)
+    split._look_up(sent)
+    assert [tensor.name for tensor in sent if split._place_of([tensor]) is not None] == ["norm", "scale"]
+
+
+@pytest.mark.parametrize("flip", range(5))
+def test_a_changed_bit_is_named(monkeypatch, flip):
+    """In each broadcast, and in the hashes themselves."""
+    one = receiver.Receiver(Model(0, 1), torch.device("cpu"), records=True)
+    names = ["words to gate", "up", "out to wide", "scale", "words to gate"]
+    failure = receive(one, weights_of(0), [2, 1, 3, 1], monkeypatch, flip=flip)
+    assert failure.endswith(f"in broadcast {flip % 4} of 4: {names[flip]}")
+
+
+@pytest.mark.parametrize(("missing", "parameter"), [("gate", "fused"), ("norm", "norm"), ("words", "words")])
+def test_a_parameter_that_is_left_out_is_named_by_the_last_transfer(monkeypatch, missing, parameter):
+    one = receiver.Receiver(Model(0, 1), torch.device("cpu"), records=True)
+    weights = weights_of(0)
+    half = {name: weights.pop(name) for name in ("out", "up")}
+    del weights[missing]
+    assert receive(one, half, [2], monkeypatch, whole=False) is None
+    failure = receive(one, weights, [4], monkeypatch)
+    assert failure == f"the update did not fill 1 parameters: {parameter}"
+    assert receive(one, weights_of(0), [7], monkeypatch) is None
+
+
+def test_tensors_that_no_parameter_takes_are_refused(monkeypatch):
+    one = receiver.Receiver(Model(0, 1), torch.device("cpu"), records=True)
+    failure = receive(one, {"other": torch.zeros(3)}, [1], monkeypatch, whole=False)
+    assert failure == "no parameter takes any of the sent tensors, such as other"
+
+
+@given(content=st.binary(max_size=100), words=st.integers(1, 5), start=st.integers(0, 3))
+def test_multiply_sum_by_plain_arithmetic(content, words, start):
+    """W = 1 to 5 words; bytes that begin anywhere in memory."""
+    flat = torch.frombuffer(bytearray(b"-" * start + content + b"-"), dtype=torch.uint8)[start:-1]
+    numbers = [
+        int.from_bytes(content[i : i + 8].ljust(8, b"\0"), "little") for i in range(0, len(content), 8)
+    ]
+    keys = [splitmix(i) | 1 for i in range(words)]
+    m = transfer.MULTIPLIER
+    total = len(content) * m + sum(
+        keys[i % words] * pow(m, i // words, 2**64) * number for i, number in enumerate(numbers)
+    )
+    before, transfer.WORDS = transfer.WORDS, words
+    transfer._KEYS.clear()
+    try:
+        assert int(transfer.multiply_sum(flat)) % 2**64 == total % 2**64
+    finally:
+        transfer.WORDS = before
+        transfer._KEYS.clear()
+
+
+def splitmix(number: int) -> int:
+    x = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return x ^ (x >> 31)
+
+
+@pytest.mark.parametrize("kind", transfer.HASHES)
+@given(content=st.binary(min_size=1, max_size=64), data=st.data())
+def test_a_hash_changes_with_every_bit_and_with_the_order_and_the_length(kind, content, data):
+    flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    digest = int(transfer.weight_hash(flat, kind))
+    assert digest == int(transfer.weight_hash(flat.clone(), kind))
+    wrong = flat.clone()
+    wrong[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert digest != int(transfer.weight_hash(wrong, kind))
+    assert digest != int(transfer.weight_hash(torch.cat([flat, flat.new_zeros(1)]), kind))
+    if len(content) >= 16 and content[:8] != content[8:16]:
+        swapped = torch.cat([flat[8:16], flat[:8], flat[16:]])
+        assert digest != int(transfer.weight_hash(swapped, kind))
+
+
+@given(
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=5).map(tuple),
+    is_whole=st.booleans(),
+    kind=st.sampled_from(sorted(transfer.HASHES)),
+)
+def test_announcements_are_read_as_they_were_written(counts, is_whole, kind):
+    announced = transfer.Announcement(kind, counts, is_whole)
+    assert transfer.Announcement.parse(announced.load_format()) == announced
+
+
+@pytest.mark.parametrize(
+    "text", ["tandem-transfer-2:xxh3:whole:1", "tandem-transfer-1:xxh3", "tandem-transfer-1:md5:part:1"]
+)
+def test_other_versions_and_broken_announcements_are_refused(text):
+    with pytest.raises(ValueError, match="this server takes tandem-transfer-1"):
+        transfer.Announcement.parse(text)
+    assert transfer.Announcement.parse(None) is None
+    assert transfer.Announcement.parse("flattened_bucket") is None
