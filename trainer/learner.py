@@ -122,7 +122,7 @@ class Learner:
     def receive(self, groups: Sequence[Group] | None) -> StepBatch:
         """This rank's balanced share of the groups, with the scalars of the whole step. Rank 0 passes the groups,
         the others None."""
-        shares = [None] * self.groups.world_size
+        batches: list[StepBatch] | None = None
         if groups is not None:
             by_dp_rank = split_groups(
                 groups,
@@ -131,11 +131,13 @@ class Learner:
                 token_budget=self._config.learner.token_budget,
                 microbatch_multiple=self._config.layout.microbatch_multiple,
             )
+            # Packed here: a rank's tensors travel many times faster than its lists.
+            packed = [step_batch(share) for share in by_dp_rank]
             # Tensor- and pipeline-parallel siblings need the same share.
-            shares = [by_dp_rank[self.groups.dp_rank_of(rank)] for rank in range(self.groups.world_size)]
+            batches = [packed[self.groups.dp_rank_of(rank)] for rank in range(self.groups.world_size)]
         mine: list = [None]
-        dist.scatter_object_list(mine, shares if self.is_first_rank else None, src=0)
-        return step_batch(mine[0])
+        dist.scatter_object_list(mine, batches, src=0)
+        return mine[0]
 
     def score(self, batch: StepBatch, *, before_update: bool) -> StepBatch:
         """Add ``old``, ``ref`` and values of the sampled tokens, without gradient, using the same micro-batches

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from configs.schema.launch import EvaluationConfig
@@ -317,8 +318,8 @@ def _failed_rewards(prompts: Sequence[Prompt], sampled: Sequence[Sequence[_Sampl
 def _check_versions(groups: Sequence[Group], *, newest: int, max_staleness: int) -> None:
     for group in groups:
         for trajectory in group.trajectories:
-            tokens = zip(trajectory.token_versions, trajectory.response_mask, strict=True)
-            wrong = [v for v, sampled in tokens if sampled and not newest - max_staleness <= v <= newest]
+            versions = set(compress(trajectory.token_versions, trajectory.response_mask))
+            wrong = sorted(v for v in versions if not newest - max_staleness <= v <= newest)
             if wrong:
                 raise SamplingError(
                     f"prompt {group.prompt_id}, sibling {trajectory.sibling_id} has tokens sampled by weight version {wrong[0]}, but "

@@ -146,8 +146,9 @@ STEP = [
     "pause_generation", "release_memory_occupation", "resume_memory_occupation", "pause_generation", "begin_weight_update",
     "update_weights_from_distributed", "end_weight_update", "resume_memory_occupation", "continue_generation",
 ]  # fmt: skip
-TAKEN_OVER = ["pause_generation", "update_weights_from_distributed"]
-"""Whether an earlier learner has left an update open; refused, as it should be."""
+TAKEN_OVER = ["pause_generation", "update_weights_from_distributed"] * 2
+"""Whether the servers have the plugin, and whether an earlier learner has left an update open: that request is
+refused, as it should be."""
 BESIDE = ["pause_generation", "release_memory_occupation", "resume_memory_occupation", "continue_generation"]
 """A probe's or a checkpoint's need of the learner."""
 
