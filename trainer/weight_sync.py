@@ -190,8 +190,7 @@ class WeightSync:
             on_first_rank(lambda: self._servers.resume())
 
     def _finds_other_weights(self) -> bool:
-        is_broken_off = self._servers.take_over()
-        return is_broken_off or set(self._servers.versions()) != {self._learner.version}
+        return self._servers.take_over() or set(self._servers.versions()) != {self._learner.version}
 
     def _meet_servers(self) -> None:
         """Once: refuse servers without this version of the plugin, if they should have it."""

@@ -28,8 +28,8 @@ T = TypeVar("T")
 BUCKET_BYTES = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
 """Size by device of a bucket of small tensors. On CPU it stays in the cache until it is sent."""
 ALONE_BYTES = {"cuda": 16 * 2**20, "cpu": 2**20}
-"""Size by device from which a unit is a bucket by itself, and is copied on neither side. Each broadcast costs a
-round trip: on two busy cores 0.7 ms, in which a copy of 4 MiB is made."""
+"""Size by device from which a unit is a bucket by itself, and is copied on neither side. Smaller ones share a
+bucket, since each broadcast costs a round trip."""
 CHECK_EVERY_S = 0.05
 
 

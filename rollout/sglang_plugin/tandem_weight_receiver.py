@@ -186,6 +186,7 @@ class Receiver:
     ) -> str | None:
         """Take part in all broadcasts of a transfer. Returns what failed: a rank that left early would keep all
         others waiting."""
+        received, self._received = self._received, set()  # a transfer that fails starts the count again
         failure = self._look_up(tensors)
         hashes: list[Tensor] = []
         under_way: deque[tuple[dist.Work, Tensor, Sequence[Sent], bool]] = deque()
@@ -214,7 +215,10 @@ class Receiver:
             failure = (
                 f"other bytes were received than sent, in broadcast {i} of {len(pieces)}: {' to '.join(ends)}"
             )
-        return failure or self._count(tensors, announced)
+        if failure is not None:
+            return failure
+        self._received = received | {sent.name for sent in tensors}
+        return self._left_out() if announced.is_whole else None
 
     def _look_up(self, tensors: Sequence[Sent]) -> str | None:
         """Record where tensors go that were not asked for before, or whose parameters have moved."""
@@ -223,7 +227,7 @@ class Receiver:
             self._layout, self._places, self._asked = layout, Places(), set()
         new = [sent for sent in tensors if sent not in self._asked]
         if new and self._records:
-            found = record(self._model.load_weights, new)
+            found = self._record(new)
             self._places.copies |= found.copies
             self._places.filled += found.filled
             by_sglang = len(new) - len(found.copies)
@@ -234,11 +238,20 @@ class Receiver:
             )
         self._asked.update(new)
         lost = [sent.name for sent in tensors if self._places.copies.get(sent.name) == []]
-        return (
-            None
-            if len(lost) < len(tensors)
-            else f"no parameter takes any of the sent tensors, such as {lost[0]}"
-        )
+        if len(lost) < len(tensors):
+            return None
+        return f"no parameter takes any of the sent tensors, such as {lost[0]}"
+
+    def _record(self, tensors: Sequence[Sent]) -> Places:
+        """``record``, or nothing where the loader does not copy into parameters but puts tensors in their place."""
+        before = [(parameter, parameter.data) for parameter in self._model.parameters()]
+        found = record(self._model.load_weights, tensors)
+        replaced = [p for p, data in before if (p.device, p.data_ptr()) != (data.device, data.data_ptr())]
+        if not replaced:
+            return found
+        for parameter, data in before:
+            parameter.data = data
+        return Places()
 
     def _place_of(self, piece: Sequence[Sent]) -> Tensor | None:
         """The bytes of the parameter that a broadcast can be received in: its tensors' parts lie there whole, one
@@ -282,11 +295,8 @@ class Receiver:
             return f"SGLang could not load {others[0][0]} to {others[-1][0]}: {error}"
         return None
 
-    def _count(self, tensors: Sequence[Sent], announced: Announcement) -> str | None:
+    def _left_out(self) -> str | None:
         """After the last transfer of an update: what it left out, if every tensor's place is known."""
-        self._received.update(sent.name for sent in tensors)
-        if not announced.is_whole:
-            return None
         received, self._received = self._received, set()
         if not all(name in self._places.copies for name in received):
             return None

@@ -165,6 +165,34 @@ def test_a_parameter_that_is_left_out_is_named_by_the_last_transfer(monkeypatch,
     assert receive(one, weights_of(0), [7], monkeypatch) is None
 
 
+def test_what_came_before_a_transfer_that_failed_does_not_count(monkeypatch):
+    one = receiver.Receiver(Model(0, 1), torch.device("cpu"), records=True)
+    weights = weights_of(0)
+    half = {name: weights.pop(name) for name in ("out", "up")}
+    assert receive(one, half, [2], monkeypatch, whole=False) is None
+    assert "other bytes" in receive(one, weights, [5], monkeypatch, flip=0)
+    assert receive(one, weights, [5], monkeypatch) == "the update did not fill 2 parameters: fused, out"
+
+
+def test_a_loader_that_puts_tensors_in_the_place_of_parameters_is_left_to_itself(monkeypatch):
+    class Replacing(Model):
+        def load_weights(self, weights) -> None:
+            for name, tensor in weights:
+                if name == "norm":
+                    self.norm.data = tensor.clone()
+                else:
+                    super().load_weights([(name, tensor)])
+
+    mine = Replacing(0, 1)
+    one = receiver.Receiver(mine, torch.device("cpu"), records=True)
+    for seed in (0, 1):
+        weights, loaded = weights_of(seed), Model(0, 1)
+        loaded.load_weights(weights.items())
+        assert receive(one, weights, [2, 1, 3, 1], monkeypatch) is None
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(getattr(mine, name), parameter), name
+
+
 def test_tensors_that_no_parameter_takes_are_refused(monkeypatch):
     one = receiver.Receiver(Model(0, 1), torch.device("cpu"), records=True)
     failure = receive(one, {"other": torch.zeros(3)}, [1], monkeypatch, whole=False)
