@@ -39,6 +39,9 @@ class PackedBatch:
     """float32 nats, of the target, by the server while sampling; arbitrary off the mask."""
     sequence_ids_S: Tensor
     """int64, number of the sequence in the whole step's batch, the same under every layout."""
+    lag_T: Tensor | None = None
+    """int16, on response tokens: updates of the weights between the sampling of the target and this step. None
+    where every lag is 0 by the config."""
     old_logprobs_T: Tensor | None = None
     """float32 nats. None where current is old: the update's forward pass gives both."""
     ref_logprobs_T: Tensor | None = None
@@ -103,7 +106,8 @@ class PackedBatch:
         return replace(self, **{k: v.to(device) for k, v in tensors.items() if v is not None})
 
 
-_DTYPES = dict.fromkeys(("tokens_T", "targets_T", "positions_T"), INTEGERS) | {"response_mask_T": FLAGS}
+_DTYPES = dict.fromkeys(("tokens_T", "targets_T", "positions_T"), INTEGERS)
+_DTYPES |= {"response_mask_T": FLAGS, "lag_T": (torch.int16,)}
 
 
 def require_per_token(
@@ -128,6 +132,7 @@ def pack_sequences(
     response_masks: Sequence[Sequence[bool]],
     rollout_logprobs: Sequence[Sequence[float]],
     sequence_ids: Sequence[int],
+    lags: Sequence[np.ndarray] | None = None,
 ) -> PackedBatch:
     """Lay sequences end to end and shift by one: input ``ids[:-1]``, target, mask and log-prob ``[1:]``.
 
@@ -160,6 +165,7 @@ def pack_sequences(
         response_mask_T=_join(response_masks, torch.bool)[is_target],
         rollout_logprobs_T=_join(rollout_logprobs, torch.float32)[is_target],
         sequence_ids_S=torch.tensor(list(sequence_ids), dtype=torch.int64),
+        lag_T=None if lags is None else _join(lags, torch.int16)[is_target],
     )
 
 
@@ -169,4 +175,4 @@ def _join(rows: Sequence[Sequence], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.concatenate(joined)) if rows else torch.empty(0, dtype=dtype)
 
 
-_NUMPY = {torch.int64: np.int64, torch.bool: np.bool_, torch.float32: np.float32}
+_NUMPY = {torch.int16: np.int16, torch.int64: np.int64, torch.bool: np.bool_, torch.float32: np.float32}

@@ -24,8 +24,15 @@ class ClientStats:
     retries: int = 0
     """Attempts that failed in transport and were repeated. One attempt covers all samples of a request."""
 
+    idle_s: float = 0.0
+    """Seconds in which no sample was at the servers."""
+
     def __sub__(self, earlier: "ClientStats") -> "ClientStats":
-        return ClientStats(requests=self.requests - earlier.requests, retries=self.retries - earlier.retries)
+        return ClientStats(
+            requests=self.requests - earlier.requests,
+            retries=self.retries - earlier.retries,
+            idle_s=self.idle_s - earlier.idle_s,
+        )
 
 
 class GenerationClient(Protocol):
@@ -56,5 +63,16 @@ class GenerationClient(Protocol):
             GenerationError: retries or time ran out before all completions came, or the request was refused.
         """
         ...
+
+    def with_own_places(self) -> "GenerationClient":
+        """A client of the same engine whose samples wait for none of this one's. It has stats of its own."""
+        ...
+
+    async def drain(self, within_s: float) -> None:
+        """Return when no sample is at the engine, or after ``within_s`` seconds. Until ``reopen``, further samples
+        wait here."""
+        ...
+
+    def reopen(self) -> None: ...
 
     async def close(self) -> None: ...

@@ -132,7 +132,8 @@ class Learner:
                 microbatch_multiple=self._config.layout.microbatch_multiple,
             )
             # Packed here: a rank's tensors travel many times faster than its lists.
-            packed = [step_batch(share) for share in by_dp_rank]
+            newest = self.version if self._config.rollout.max_staleness else None
+            packed = [step_batch(share, newest=newest) for share in by_dp_rank]
             # Tensor- and pipeline-parallel siblings need the same share.
             batches = [packed[self.groups.dp_rank_of(rank)] for rank in range(self.groups.world_size)]
         mine: list = [None]

@@ -9,9 +9,11 @@
                           corrects by its own forward pass; in bypass mode it does so against current)
     weight_sync.publish   pause, broadcast, verify, resume
 
-Synchronous: every token of a step is sampled by the weights that the step starts from. All ranks run this
-page; asking, tracking and writing do nothing but on rank 0. Where learner and servers share devices they take
-turns (``trainer/turns.py``).
+With ``rollout.max_staleness: 0`` every token of a step is sampled by the weights that the step starts from. With
+k >= 1 the sample role goes on with the groups of the next k steps while this page trains: a token is then at most
+k versions older, by the rule in ``rollout/sampling/pool.py``, and each keeps its version and its log-prob. All
+ranks run this page; asking, tracking and writing do nothing but on rank 0. Where learner and servers share
+devices they take turns (``trainer/turns.py``).
 
 An interruption (a request to stop, a failure of the rollout side) reaches all ranks together. While a step
 waits for groups, nothing has moved, and the step is dropped. Once its weights have moved, the step is
@@ -84,7 +86,10 @@ def train(run: Run) -> None:
         with clock.time("step"):
             with clock.time("sampling"):
                 sampled = sampler.next_groups(
-                    rollout.prompts_per_step, newest=learner.version, max_staleness=rollout.max_staleness
+                    rollout.prompts_per_step,
+                    newest=learner.version,
+                    max_staleness=rollout.max_staleness,
+                    ahead=min(rollout.max_staleness, config.steps - step),
                 )
                 batch = learner.receive(sampled.groups)
             tell_of_failed_rewards(run, step, sampled)
@@ -112,6 +117,8 @@ def train(run: Run) -> None:
                 updates = [
                     learner.update(minibatch, policy=trains_policy) for minibatch in batch.minibatches()
                 ]
+            with clock.time("sampling"):
+                rest.attempt(lambda: sampler.drain(rollout.drain_s))
             with clock.time("sync"):
                 sync = rest.attempt(run.weight_sync.publish)
 

@@ -33,17 +33,28 @@ class SharedSampler:
         self._remote, self._stop_reason = remote, stop_requested
         self._state: dict | None = None
 
-    def next_groups(self, count: int, *, newest: int, max_staleness: int) -> Sampled:
+    def next_groups(self, count: int, *, newest: int, max_staleness: int, ahead: int) -> Sampled:
         def ask() -> Sampled:
             self._heed_stop()
             remote = self._of_first_rank()
             groups, stats = remote.next_groups(
-                count, newest=newest, max_staleness=max_staleness, meanwhile=self._heed_stop
+                count, newest=newest, max_staleness=max_staleness, ahead=ahead, meanwhile=self._heed_stop
             )
             self._state = remote.state()  # now: a sample role that is gone or busy later gives no answer
             return Sampled(groups=groups, stats=stats)
 
         return on_first_rank(ask) or Sampled(groups=None, stats=None)
+
+    def drain(self, within_s: float) -> None:
+        """Before an update of the weights: wait for responses that are under way, for ``within_s`` at most. A
+        collective where it is above 0."""
+
+        def ask() -> None:
+            self._heed_stop()
+            self._of_first_rank().drain(within_s, meanwhile=self._heed_stop)
+
+        if within_s > 0:
+            on_first_rank(ask)
 
     def evaluate(self) -> EvaluationResult | None:
         """Held-out accuracy; None where the task has no held-out problems, and on all ranks but the first."""

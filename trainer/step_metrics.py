@@ -119,6 +119,9 @@ def sampling_metrics(stats: SamplingStats) -> dict[str, float]:
         "sampling/resampled_groups": stats.resampled_groups,
         "sampling/filled_groups": stats.filled_groups,
         "sampling/seconds": stats.seconds,
+        "sampling/idle_s": stats.idle_s,
+        "sampling/running_groups": stats.running_groups,
+        "sampling/ready_groups": stats.ready_groups,
     }
 
 

@@ -75,6 +75,8 @@ Tokens = Annotated[PositiveInt, at_most(2**31 - 1, "positions in a batch are num
 """At most 2**31 - 1."""
 Seconds = Annotated[PositiveFloat, at_most(2 * 10**6, "ZeroMQ waits for 24 days at most")]
 """At most two million, 23 days."""
+NonNegativeSeconds = Annotated[NonNegativeFloat, at_most(2 * 10**6, "ZeroMQ waits for 24 days at most")]
+"""The same, 0 included."""
 Temperature = Annotated[
     PositiveFloat,
     at_least(

@@ -8,6 +8,7 @@ from configs.errors import Contradiction
 from configs.schema.base import (
     Count,
     NonNegativeInt,
+    NonNegativeSeconds,
     PositiveInt,
     Schema,
     Seconds,
@@ -89,8 +90,15 @@ class RolloutConfig(Schema):
     """-1 is the only choice, since SGLang's log-probs ignore top_k."""
     min_p: float = 0.0
     """0 is the only choice, since SGLang's log-probs ignore min_p."""
-    max_staleness: Literal[0] = 0
-    """Versions a token may lag behind the learner. Only the synchronous loop exists: 0."""
+    max_staleness: Annotated[NonNegativeInt, at_most(1000, "no policy learns from samples so old")] = 0
+    """k: versions of the weights by which a token may lag behind the step that trains it. 0: sampling and training
+    take turns. 1 and more: the groups of the next k steps are sampled while the learner trains. A response goes on
+    under new weights where an update comes in between, and every token keeps the version and the log-prob that it was
+    sampled with. The bound is hard, no group is dropped, and the order of the data stays."""
+    drain_s: NonNegativeSeconds = 0.0
+    """Longest wait for responses that are being sampled, before an update of the weights interrupts them. An
+    interrupted response costs one more prefill, and has tokens of several versions. For max_staleness of 1 or more.
+    """
     replicas: Count = 1
     """Servers, each with a copy of the model."""
     router: RouterConfig | None = None
@@ -118,6 +126,11 @@ class RolloutConfig(Schema):
     server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further flags of ``sglang.launch_server``, without the dashes; ``true`` is a bare flag."""
 
+    @property
+    def most_samples(self) -> int:
+        """The samples that are in flight or wait for a place, at most."""
+        return (1 + self.max_staleness) * self.prompts_per_step * self.group_size
+
     @model_validator(mode="after")
     def _siblings_can_differ(self):
         if self.dynamic_sampling.type == "resample" and self.group_size == 1:
@@ -125,6 +138,16 @@ class RolloutConfig(Schema):
                 ("dynamic_sampling.type", "group_size"),
                 "dynamic_sampling.type=resample needs siblings that can differ, but group_size=1",
                 "raise it, or use type: none",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _drains_what_is_under_way(self):
+        if self.drain_s > 0 and not self.max_staleness:
+            raise Contradiction(
+                ("drain_s", "max_staleness"),
+                f"drain_s={self.drain_s:g} waits for responses under way, of which max_staleness=0 leaves none at an update",
+                "remove it, or set max_staleness to 1 or more",
             )
         return self
 

@@ -200,6 +200,13 @@ class RunConfig(Schema):
                 f"each rank has {sequences // ranks} sequences of a minibatch",
                 f"use a multiple of {stages}, or layout.vpp=1",
             )
+        if self.rollout.max_staleness and self.launch.placement == "colocated":
+            yield Contradiction(
+                ("rollout.max_staleness", "launch.placement"),
+                f"rollout.max_staleness={self.rollout.max_staleness} samples while the learner trains, but with launch.placement=colocated "
+                "they take turns on the same devices",
+                "set rollout.max_staleness=0, or launch.placement=separate",
+            )
         if self.rollout.max_new_tokens >= self.learner.token_budget:
             yield Contradiction(
                 ("rollout.max_new_tokens", "learner.token_budget"),

@@ -90,6 +90,7 @@ def load_checked(
         model_errors = [*size_errors, *_check_models(config)]
         yield from model_errors
         yield from input_findings(config, notes)
+        notes.extend(_staleness_notes(config))
         if isinstance(config, RunConfig):
             yield from _check_run(config, runs)
             yield from _check_ports(config, is_here=is_here)
@@ -111,6 +112,15 @@ def load_checked(
     for note in notes:
         print(f"# {note}", flush=True)
     return config
+
+
+def _staleness_notes(config: RunConfig | SftConfig) -> Iterator[str]:
+    """A warning where tokens lag and nothing in the loss heeds it. In bypass mode the clipped ratio does."""
+    if not isinstance(config, RunConfig) or config.correction.mode == "bypass" or config.rejects:
+        return
+    if config.rollout.max_staleness and config.correction.weight.level == "none":
+        text = f"rollout.max_staleness={config.rollout.max_staleness} without a correction trains on older tokens as if they were new"
+        yield f"{text}; set correction.weight, for example by a preset of trainer/README.md"
 
 
 # ----------------------------------------------------------------------------------------------------------

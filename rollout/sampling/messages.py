@@ -14,9 +14,10 @@ class SamplingError(RolloutError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingStats:
-    """Cost of one reply."""
+    """Cost of one reply. Requests and retries count since the reply before, as some are for later steps."""
 
     seconds: float
+    """From the question to the answer."""
     requests: int
     retries: int
     """Attempts that failed in transport and were repeated."""
@@ -32,6 +33,12 @@ class SamplingStats:
     """Samples with a reward, failed ones included."""
     first_failure: str | None = None
     """Prompt and error of the first failed reward."""
+    idle_s: float = 0.0
+    """Seconds since the reply before in which no training sample was at the servers."""
+    running_groups: int = 0
+    """Groups of later steps that are being sampled, when the step's groups are handed out."""
+    ready_groups: int = 0
+    """Groups of later steps that are finished by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +63,7 @@ class SamplerState:
     """The sampler's position in the data, which is all that a resumed run needs."""
 
     position: int
-    """Training prompts handed out since the start, over all epochs."""
-    next_group_id: int
+    """Groups handed out since the start, over all epochs, which is the number of the next one too."""
     num_prompts: int
     """Size of the training set, by which a resumed run notices another one."""
 
@@ -66,6 +72,13 @@ class NextGroups(msgspec.Struct, frozen=True, tag=True):
     count: int
     newest: int
     max_staleness: int
+    ahead: int
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Before an update of the weights. Samples that are not at the servers yet wait for the request after it."""
+
+    within_s: float
 
 
 class Evaluate(msgspec.Struct, frozen=True, tag=True):
@@ -106,5 +119,5 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Request = NextGroups | Evaluate | GetState | LoadState | Stop
+Request = NextGroups | Drain | Evaluate | GetState | LoadState | Stop
 Reply = Groups | Evaluated | State | Done | Failure

@@ -12,6 +12,7 @@ from rollout.records import Group
 from rollout.run_key import RunKey
 from rollout.sampling.messages import (
     Done,
+    Drain,
     Evaluate,
     Evaluated,
     EvaluationResult,
@@ -71,11 +72,23 @@ class RemoteSampler:
         self._context.term()
 
     def next_groups(
-        self, count: int, *, newest: int, max_staleness: int, meanwhile: Callable[[], None] = _do_nothing
+        self,
+        count: int,
+        *,
+        newest: int,
+        max_staleness: int,
+        ahead: int = 0,
+        meanwhile: Callable[[], None] = _do_nothing,
     ) -> tuple[list[Group], SamplingStats]:
-        """The groups of the next ``count`` prompts, without a token older than ``newest - max_staleness``."""
-        reply = self._request_reply(NextGroups(count, newest, max_staleness), Groups, meanwhile)
+        """The groups of the next ``count`` prompts, without a token older than ``newest - max_staleness``. From now on
+        the groups of ``ahead`` further steps are sampled too."""
+        reply = self._request_reply(NextGroups(count, newest, max_staleness, ahead), Groups, meanwhile)
         return reply.groups, reply.stats
+
+    def drain(self, within_s: float, meanwhile: Callable[[], None] = _do_nothing) -> None:
+        """Return when no training sample is at the servers, or after ``within_s``. Further ones wait for the next
+        request."""
+        self._request_reply(Drain(within_s), Done, meanwhile)
 
     def evaluate(self, meanwhile: Callable[[], None] = _do_nothing) -> EvaluationResult | None:
         """Evaluate on held-out problems; None if the task has none."""

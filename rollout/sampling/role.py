@@ -3,7 +3,8 @@
 learner (rank 0)                         this process, one event loop
 RemoteSampler --- request, ZeroMQ ---> serve: one request at a time
               <-- reply or Failure ---   └─ GroupSampler: one task per group generates (HTTP, bounded by the
-                                            client), one task per sample decodes and scores
+                                            client), one task per sample decodes and scores; groups of later
+                                            steps go on between two requests (``pool.py``)
 """
 
 import gc
@@ -29,6 +30,7 @@ from rollout.rewards import RewardModelError, Scorer, WorkerStartError, may_read
 from rollout.run_key import RunKey
 from rollout.sampling.messages import (
     Done,
+    Drain,
     Evaluate,
     Evaluated,
     Failure,
@@ -90,6 +92,7 @@ async def run_sample_role(
         async with generation_client(config, urls, log_dir=log_dir, key=key) as client:
             sampler = GroupSampler(
                 client=client,
+                evaluation_client=client.with_own_places(),
                 task=task,
                 scorer=scorer,
                 tokenizer=tokenizer,
@@ -183,6 +186,7 @@ async def serve(
                 if isinstance(request, Stop):
                     return
     finally:
+        await sampler.close()
         context.term()
 
 
@@ -213,17 +217,24 @@ class _SinglePublicKey:
 
 
 async def _answer_request(sampler: GroupSampler, request: Request) -> Reply:
+    if not isinstance(request, Drain):
+        sampler.reopen()
     try:
         match request:
-            case NextGroups(count, newest, max_staleness):
-                groups, stats = await sampler.next_groups(count, newest=newest, max_staleness=max_staleness)
+            case NextGroups(count, newest, max_staleness, ahead):
+                groups, stats = await sampler.next_groups(
+                    count, newest=newest, max_staleness=max_staleness, ahead=ahead
+                )
                 return Groups(groups, stats)
+            case Drain(within_s):
+                await sampler.drain(within_s)
+                return Done()
             case Evaluate():
                 return Evaluated(await sampler.evaluate())
             case GetState():
                 return State(sampler.state)
             case LoadState(state):
-                sampler.load_state(state)
+                await sampler.load_state(state)
                 return Done()
             case Stop():
                 return Done()

@@ -1,8 +1,10 @@
-"""Prompts to groups of scored responses: one task per group generates, one task per sample decodes and scores.
+"""Prompts to groups of scored responses: one task per group generates, and one per sample decodes and scores.
 
 Only ``next_groups`` moves the position in the data, and only when all its groups are complete: a state taken
-between two requests resumes exactly. Dynamic sampling works in rounds, and the position counts every sampled
-prompt. Weights, versions (the learner names the newest) and the choice of a replica are not its concern.
+between two requests resumes exactly. Groups that are sampled ahead of their step (``pool.py``) are not in the
+state; a resumed run samples them again under the same numbers and seeds. The position counts every prompt that
+a step has used, those without signal too. Weights, versions (the learner names the newest) and the choice of a
+replica are not its concern.
 """
 
 import asyncio
@@ -13,10 +15,10 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import compress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
@@ -24,12 +26,14 @@ from rollout.client import GenerationClient
 from rollout.records import Completion, FinishReason, Group, Prompt, Score, Trajectory, TrajectoryStatus
 from rollout.rewards import Scorer
 from rollout.sampling.messages import EvaluationResult, SamplerState, SamplingError, SamplingStats
+from rollout.sampling.pool import GroupPool, ScoredGroup
 from rollout.tasks import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_LOGGED_FAILURES = 8
 """Limit of the failed rewards of one request that are logged one by one."""
@@ -49,6 +53,7 @@ class GroupSampler:
         self,
         *,
         client: GenerationClient,
+        evaluation_client: GenerationClient | None = None,
         task: Task,
         scorer: Scorer,
         tokenizer: "PreTrainedTokenizerBase",
@@ -57,80 +62,101 @@ class GroupSampler:
         evaluation: EvaluationConfig,
         seed: int,
     ) -> None:
-        """
+        """evaluation_client: for held-out prompts, which then do not wait behind training prompts; None: ``client``.
+
         Raises:
             ValueError: the task has no training prompts.
         """
         if not len(task.train):
             raise ValueError(f"task {task.name} has no training prompts; check its train_path")
         self._client, self._task, self._scorer, self._tokenizer = client, task, scorer, tokenizer
+        self._evaluation_client = evaluation_client or client
         self._stop_token_ids = list(stop_token_ids)
         self._rollout, self._evaluation, self._seed = rollout, evaluation, seed
         self._dynamic = rollout.dynamic_sampling
-        self._position, self._next_group_id = 0, 0
+        max_rounds = self._dynamic.max_rounds if self._dynamic.type == "resample" else 1
+        self._pool = GroupPool(self._sample_group, max_rounds=max_rounds)
+        self._counted = (client.stats, scorer.retries)
         self._order, self._order_epoch = list[int](), -1
 
     @property
     def state(self) -> SamplerState:
-        return SamplerState(
-            position=self._position, next_group_id=self._next_group_id, num_prompts=len(self._task.train)
-        )
+        return SamplerState(position=self._pool.first, num_prompts=len(self._task.train))
 
-    def load_state(self, state: SamplerState | None) -> None:
+    async def load_state(self, state: SamplerState | None) -> None:
         """Continue from another sampler's state of the same seed and data; None: from the start of the data.
+        Groups that are being sampled are given up.
 
         Raises:
             ValueError: the size of the training set differs from the state's.
         """
-        if state is None:
-            self._position = self._next_group_id = 0
-            return
-        if state.num_prompts != len(self._task.train):
+        if state is not None and state.num_prompts != len(self._task.train):
             raise ValueError(
                 f"the state to resume was taken with {state.num_prompts} training prompts, but task {self._task.name} now has "
                 f"{len(self._task.train)}; resume with the same data"
             )
-        self._position, self._next_group_id = state.position, state.next_group_id
+        await self._pool.restart(0 if state is None else state.position)
+
+    async def close(self) -> None:
+        """Give up the groups that are being sampled."""
+        await self._pool.restart(self._pool.first)
 
     async def next_groups(
-        self, count: int, *, newest: int, max_staleness: int
+        self, count: int, *, newest: int, max_staleness: int, ahead: int = 0
     ) -> tuple[list[Group], SamplingStats]:
-        """The next ``count`` prompts in order, each with ``group_size`` scored siblings.
+        """The groups of the next ``count`` prompts in order, each with ``group_size`` scored siblings. From now on
+        the groups of ``ahead`` further steps are sampled too, also after the return.
 
         With dynamic sampling: the next ``count`` groups whose siblings differ, in the order of their prompts.
         If the rounds give too few of them, the first groups without signal are kept in their places.
 
         Raises:
             SamplingError: a token was sampled by weights older than ``newest - max_staleness``, or newer than
-                ``newest``; or every reward of a round failed.
-            GenerationError: a completion could not be obtained. The position stays where it was.
+                ``newest``; or every reward failed.
+            GenerationError: a completion could not be obtained. The position stays where it was, and all
+                groups are sampled anew.
         """
-        groups: list[Group] = []
-        has_signal: list[bool] = []
-        rounds: list[SamplingStats] = []
-        max_rounds = self._dynamic.max_rounds if self._dynamic.type == "resample" else 1
-        while (missing := count - sum(has_signal)) and len(rounds) < max_rounds:
-            prompts = [self._prompt_at(self._position + len(groups) + i) for i in range(missing)]
-            first_id, size = self._next_group_id + len(groups), self._rollout.group_size
-            seeds = [
-                self._sample_seeds(prompt, size, attempt=first_id + i) for i, prompt in enumerate(prompts)
-            ]
-            sampled, stats = await self._sample_all(prompts, seeds, temperature=self._rollout.temperature)
-            new_groups = [_make_group(first_id + i, prompt, sampled[i]) for i, prompt in enumerate(prompts)]
-            _check_versions(new_groups, newest=newest, max_staleness=max_staleness)
-            groups += new_groups
-            has_signal += [_has_signal([s.score for s in samples], self._dynamic) for samples in sampled]
-            rounds.append(stats)
-        num_filled = count - sum(has_signal)
-        stats = replace(_total_stats(rounds), resampled_groups=len(groups) - count, filled_groups=num_filled)
-        if num_filled:
+        began = time.perf_counter()
+        self._pool.admit(count, ahead=ahead)
+        try:
+            scored = await self._pool.next_step()
+            failures = [failure for group in scored for failure in group.failures]
+            _check_rewards(failures, len(scored) * self._rollout.group_size)
+            _check_versions([s.group for s in scored], newest=newest, max_staleness=max_staleness)
+        except BaseException:
+            await self._pool.restart(self._pool.first)
+            raise
+        self._pool.hand_out(len(scored))
+        has_signal = [s.has_signal for s in scored]
+        if num_filled := count - sum(has_signal):
             logger.warning(
-                "only %d of %d groups have differing rewards after %d rounds and %d prompts; %d without signal are trained on too",
-                sum(has_signal), count, len(rounds), len(groups), num_filled,
+                "only %d of %d groups have differing rewards after %d prompts; %d without signal are trained on too",
+                sum(has_signal), count, len(scored), num_filled,
             )  # fmt: skip
-        self._position += len(groups)
-        self._next_group_id += len(groups)
-        return [groups[i] for i in choose_groups(has_signal, count)], stats
+        before, self._counted = self._counted, (self._client.stats, self._scorer.retries)
+        requested = self._counted[0] - before[0]
+        stats = SamplingStats(
+            seconds=time.perf_counter() - began,
+            requests=requested.requests,
+            retries=requested.retries,
+            failed_rewards=len(failures),
+            reward_retries=self._counted[1] - before[1],
+            resampled_groups=len(scored) - count,
+            filled_groups=num_filled,
+            scored=len(scored) * self._rollout.group_size,
+            first_failure=next(iter(failures), None),
+            idle_s=requested.idle_s,
+            running_groups=self._pool.running,
+            ready_groups=self._pool.ready,
+        )
+        return [scored[i].group for i in choose_groups(has_signal, count)], stats
+
+    async def drain(self, within_s: float) -> None:
+        """See ``GenerationClient.drain``."""
+        await self._client.drain(within_s)
+
+    def reopen(self) -> None:
+        self._client.reopen()
 
     async def evaluate(self) -> EvaluationResult | None:
         """Accuracy on held-out problems, the same ones each time; None if the task holds none out.
@@ -142,68 +168,53 @@ class GroupSampler:
         prompts = choose_heldout(self._task.heldout, self._evaluation.max_prompts)
         if not prompts:
             return None
-        per_prompt = self._evaluation.samples_per_prompt
-        seeds = [self._sample_seeds(prompt, per_prompt, attempt=-1) for prompt in prompts]
-        sampled, _ = await self._sample_all(prompts, seeds, temperature=self._evaluation.temperature)
+        client, temperature = self._evaluation_client, self._evaluation.temperature
+        seeds = [
+            self._sample_seeds(prompt, self._evaluation.samples_per_prompt, attempt=-1) for prompt in prompts
+        ]
+        sampled = await _all_or_first_error(
+            self._sample(client, prompt, of_prompt, temperature)
+            for prompt, of_prompt in zip(prompts, seeds, strict=True)
+        )
+        failures = [
+            f for p, samples in zip(prompts, sampled, strict=True) for f in _failed_rewards(p, samples)
+        ]
+        _check_rewards(failures, sum(map(len, sampled)))
         return _summarise_samples(sampled)
+
+    async def _sample_group(self, number: int) -> ScoredGroup:
+        """The training group of this number, which is its place in the order of the data too."""
+        prompt, size = self._prompt_at(number), self._rollout.group_size
+        seeds = self._sample_seeds(prompt, size, attempt=number)
+        samples = await self._sample(self._client, prompt, seeds, self._rollout.temperature)
+        return ScoredGroup(
+            group=_make_group(number, prompt, samples),
+            has_signal=_has_signal([s.score for s in samples], self._dynamic),
+            failures=_failed_rewards(prompt, samples),
+        )
 
     def _sample_seeds(self, prompt: Prompt, count: int, *, attempt: int) -> list[int]:
         return [
             _sample_seed(self._seed, prompt.prompt_id, sibling, attempt=attempt) for sibling in range(count)
         ]
 
-    async def _sample_all(
-        self, prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]], *, temperature: float
-    ) -> tuple[list[list[_Sample]], SamplingStats]:
-        """For each prompt one sample per seed of its own, in order.
-
-        All prompts are requested at once; the client limits the samples that reach the servers. The first
-        failure cancels the rest. Raises SamplingError if every reward failed.
-        """
-        started, before, retries_before = time.perf_counter(), self._client.stats, self._scorer.retries
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                groups = [
-                    tasks.create_task(self._sample_group(prompt, prompt_seeds, temperature, tasks))
-                    for prompt, prompt_seeds in zip(prompts, seeds, strict=True)
-                ]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from failures
-        sampled = [
-            [_Sample(completion=completion, score=score.result()) for completion, score in group.result()]
-            for group in groups
-        ]
-        failures = _failed_rewards(prompts, sampled)
-        num_scored = sum(map(len, sampled))
-        if failures and len(failures) == num_scored:
-            raise SamplingError(
-                f"the rewards of all {num_scored} samples failed: nothing can be learned; the first: {failures[0]}"
-            )
-        client = self._client.stats - before
-        return sampled, SamplingStats(
-            seconds=time.perf_counter() - started,
-            requests=client.requests,
-            retries=client.retries,
-            failed_rewards=len(failures),
-            reward_retries=self._scorer.retries - retries_before,
-            scored=num_scored,
-            first_failure=next(iter(failures), None),
-        )
-
-    async def _sample_group(
-        self, prompt: Prompt, seeds: Sequence[int], temperature: float, tasks: asyncio.TaskGroup
-    ) -> list[tuple[Completion, asyncio.Task[Score]]]:
-        """The completions, each with the task that scores it while other groups are still being sampled."""
-        completions = await self._client.generate_group(
+    async def _sample(
+        self, client: GenerationClient, prompt: Prompt, seeds: Sequence[int], temperature: float
+    ) -> list[_Sample]:
+        """One scored sample per seed. The samples are scored while other groups are still being sampled."""
+        completions = await client.generate_group(
             prompt.token_ids,
             max_new_tokens=self._rollout.max_new_tokens,
             temperature=temperature,
             stop_token_ids=self._stop_token_ids,
             seeds=seeds,
         )
+        scores = await _all_or_first_error(
+            self._score_completion(prompt, completion) for completion in completions
+        )
         return [
-            (completion, tasks.create_task(self._score_completion(prompt, completion)))
-            for completion in completions
+            _Sample(completion=completion, score=score)
+            for completion, score in zip(completions, scores, strict=True)
         ]
 
     async def _score_completion(self, prompt: Prompt, completion: Completion) -> Score:
@@ -224,6 +235,16 @@ class GroupSampler:
             self._order = epoch_order(len(self._task.train), seed=self._seed, epoch=epoch)
             self._order_epoch = epoch
         return self._task.train[self._order[index]]
+
+
+async def _all_or_first_error(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, in order. The first error cancels the others, and is raised by itself."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(one) for one in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    return [task.result() for task in started]
 
 
 def epoch_order(num_prompts: int, *, seed: int, epoch: int) -> list[int]:
@@ -265,15 +286,6 @@ def _sample_seed(run_seed: int, prompt_id: str, sibling: int, *, attempt: int) -
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def _total_stats(rounds: Sequence[SamplingStats]) -> SamplingStats:
-    numbers = [field.name for field in fields(SamplingStats) if field.name != "first_failure"]
-    failures = [stats.first_failure for stats in rounds if stats.first_failure is not None]
-    return SamplingStats(
-        **{name: sum(getattr(stats, name) for stats in rounds) for name in numbers},
-        first_failure=next(iter(failures), None),
-    )
-
-
 def _make_group(group_id: int, prompt: Prompt, samples: Sequence[_Sample]) -> Group:
     trajectories = [_make_trajectory(group_id, i, prompt, sample) for i, sample in enumerate(samples)]
     return Group(group_id=group_id, prompt_id=prompt.prompt_id, trajectories=trajectories)
@@ -298,21 +310,26 @@ def _make_trajectory(group_id: int, sibling_id: int, prompt: Prompt, sample: _Sa
     )
 
 
-def _failed_rewards(prompts: Sequence[Prompt], sampled: Sequence[Sequence[_Sample]]) -> list[str]:
-    """The failures as texts, which are also logged."""
-    failed = [
+def _failed_rewards(prompt: Prompt, samples: Sequence[_Sample]) -> list[str]:
+    return [
         f"prompt {prompt.prompt_id}, sibling {sibling_id}, scored 0: {sample.score.error}"
-        for prompt, samples in zip(prompts, sampled, strict=True)
         for sibling_id, sample in enumerate(samples)
         if sample.score.error is not None
     ]
-    for failure in failed[:MAX_LOGGED_FAILURES]:
+
+
+def _check_rewards(failures: Sequence[str], num_scored: int) -> None:
+    """Log the failed rewards. Raises SamplingError where no other is left."""
+    for failure in failures[:MAX_LOGGED_FAILURES]:
         logger.warning("reward failed for %s", failure)
-    if len(failed) > MAX_LOGGED_FAILURES:
+    if len(failures) > MAX_LOGGED_FAILURES:
         logger.warning(
-            "the rewards of %d further samples failed, all scored 0", len(failed) - MAX_LOGGED_FAILURES
+            "the rewards of %d further samples failed, all scored 0", len(failures) - MAX_LOGGED_FAILURES
         )
-    return failed
+    if failures and len(failures) == num_scored:
+        raise SamplingError(
+            f"the rewards of all {num_scored} samples failed: nothing can be learned; the first: {failures[0]}"
+        )
 
 
 def _check_versions(groups: Sequence[Group], *, newest: int, max_staleness: int) -> None:

@@ -5,7 +5,8 @@ import gc
 import math
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -47,7 +48,8 @@ class SGLangClient:
     for places.
 
     Args:
-        whole_groups: whether a group is one request. False for a router's ``urls``: one request per sample.
+        whole_groups: whether a group is one request. False: each sample is a request of its own, so that a place
+            that falls free goes to the next sample at once, of whatever group. A router's ``urls`` need this.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class SGLangClient:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
         self._replicas = [Replica(url.rstrip("/")) for url in urls]
         self._max_concurrency, self._whole_groups = max_concurrency, whole_groups
-        self._places = asyncio.Semaphore(max_concurrency)
-        self._turn = asyncio.Lock()
+        self._places = _Places(max_concurrency)
+        self._in_flight = _InFlight()
+        self._is_open = asyncio.Event()
+        self._is_open.set()
         self._timeout_s, self._peer_timeout_s, self._max_retries = timeout_s, peer_timeout_s, max_retries
         self._stats = ClientStats()
         headers = key.http_headers if key is not None else None
@@ -85,7 +89,23 @@ class SGLangClient:
 
     @property
     def stats(self) -> ClientStats:
-        return self._stats
+        return replace(self._stats, idle_s=self._in_flight.idle_s)
+
+    def with_own_places(self) -> "SGLangClient":
+        """See ``GenerationClient``. Both share the connections and the count of samples at each replica."""
+        other = copy(self)
+        other._places, other._stats = _Places(self._max_concurrency), ClientStats()
+        return other
+
+    async def drain(self, within_s: float) -> None:
+        """See ``GenerationClient``."""
+        self._is_open.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._in_flight.none.wait()
+
+    def reopen(self) -> None:
+        self._is_open.set()
 
     async def generate_group(
         self,
@@ -121,30 +141,18 @@ class SGLangClient:
         body = orjson.dumps(
             {"input_ids": [prompt_ids] * count, "sampling_params": sampling, "return_logprob": True}
         )
-        async with self._take_places(count):
+        async with self._places.take(count):
+            await self._is_open.wait()
             self._stats = replace(self._stats, requests=self._stats.requests + count)
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    return await self._request_with_retries(body, count)
+                    with self._in_flight.counted(count):
+                        return await self._request_with_retries(body, count)
             except TimeoutError as error:
                 raise GenerationError(
                     f"no answer within request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of {len(prompt_ids)} tokens "
                     f"(max_new_tokens={samplings[0]['max_new_tokens']}); raise rollout.request_timeout_s, or lower max_concurrency"
                 ) from error
-
-    @asynccontextmanager
-    async def _take_places(self, count: int) -> AsyncIterator[None]:
-        taken = 0
-        try:
-            # One request at a time: two that each hold a part of their places would wait for one another.
-            async with self._turn:
-                while taken < count:
-                    await self._places.acquire()
-                    taken += 1
-            yield
-        finally:
-            for _ in range(taken):
-                self._places.release()
 
     async def _request_with_retries(self, body: bytes, count: int) -> list[Completion]:
         num_counted, patience = 0, _NetworkPatience(self._peer_timeout_s)
@@ -178,6 +186,54 @@ class SGLangClient:
                 )
         with _collection_paused():
             return read_answer(content, count, url)
+
+
+class _Places:
+    """Room for ``number`` samples at once."""
+
+    def __init__(self, number: int) -> None:
+        self._free = asyncio.Semaphore(number)
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def take(self, count: int) -> AsyncIterator[None]:
+        taken = 0
+        try:
+            # One request at a time: two that each hold a part of their places would wait for one another.
+            async with self._turn:
+                while taken < count:
+                    await self._free.acquire()
+                    taken += 1
+            yield
+        finally:
+            for _ in range(taken):
+                self._free.release()
+
+
+class _InFlight:
+    """The samples at the servers, and the time without any."""
+
+    def __init__(self) -> None:
+        self._count, self._idle_s, self._idle_since = 0, 0.0, time.monotonic()
+        self.none = asyncio.Event()
+        self.none.set()
+
+    @property
+    def idle_s(self) -> float:
+        return self._idle_s + (0.0 if self._count else time.monotonic() - self._idle_since)
+
+    @contextmanager
+    def counted(self, count: int) -> Iterator[None]:
+        self._idle_s = self.idle_s
+        self._count += count
+        self.none.clear()
+        try:
+            yield
+        finally:
+            self._count -= count
+            if not self._count:
+                self._idle_since = time.monotonic()
+                self.none.set()
 
 
 @contextmanager

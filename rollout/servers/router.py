@@ -53,7 +53,7 @@ async def generation_client(
             timeout_s=rollout.request_timeout_s,
             max_retries=rollout.max_retries,
             peer_timeout_s=config.launch.peer_timeout_s,
-            whole_groups=rollout.router is None,
+            whole_groups=rollout.router is None and rollout.most_samples <= rollout.max_concurrency,
             key=key,
         ) as client:
             yield client if rollout.router is None else _RoutedClient(client, router)
@@ -68,6 +68,15 @@ class _RoutedClient:
     @property
     def stats(self) -> ClientStats:
         return self._client.stats
+
+    def with_own_places(self) -> "_RoutedClient":
+        return _RoutedClient(self._client.with_own_places(), self._router)
+
+    async def drain(self, within_s: float) -> None:
+        await self._client.drain(within_s)
+
+    def reopen(self) -> None:
+        self._client.reopen()
 
     async def generate_group(self, prompt_ids: Sequence[int], **sampling: Any) -> list[Completion]:
         try:

@@ -65,5 +65,14 @@ class FakeEngine:
             for tokens in responses
         ]
 
+    def with_own_places(self) -> "FakeEngine":
+        return self
+
+    async def drain(self, within_s: float) -> None:
+        return None
+
+    def reopen(self) -> None:
+        return None
+
     async def close(self) -> None:
         return None

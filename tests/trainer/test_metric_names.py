@@ -36,7 +36,8 @@ CORRECTION = CorrectionConfig(
 def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str, Metric]]]:
     """A batch of two minibatches, the metrics before its update and those of each of its updates."""
     batch = random_batch([5, 7], seed=0, mask_T=torch.ones(12, dtype=torch.bool))
-    batch = batch.with_fields(values_T=torch.linspace(0, 1, 12), sequence_ids_S=torch.arange(2))
+    lag_T = torch.tensor([0, 1, 2, 0] * 3, dtype=torch.int16)
+    batch = batch.with_fields(values_T=torch.linspace(0, 1, 12), sequence_ids_S=torch.arange(2), lag_T=lag_T)
     step = StepBatch(
         packed=batch, rows=[[[0]], [[1]]], rewards_S=torch.tensor([0.0, 1.0]), group_ids_S=torch.zeros(2)
     )
@@ -121,8 +122,8 @@ def test_losses_are_means_over_minibatches_and_counts_are_sums():
 def test_the_gap_that_may_end_a_run_is_the_steps_own():
     step = whole_step()
     assert step.sampled_gap == (
-        step.recorded["mismatch/abs_prob_max"],
-        step.recorded["mismatch/logprob_gap_max"],
+        step.recorded["staleness/by_lag/le_0/abs_prob_max"],
+        step.recorded["staleness/by_lag/le_0/logprob_gap_max"],
     )
 
 

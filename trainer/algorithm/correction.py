@@ -48,6 +48,7 @@ from trainer.algorithm.segments import (
     sum_per_sequence,
     valid_tokens,
 )
+from trainer.algorithm.staleness import staleness_metrics
 from trainer.ranks.metrics import Metric
 from trainer.ranks.totals import Total, alone
 
@@ -73,12 +74,14 @@ class _Tokens(NamedTuple):
     train_logprobs_N: Tensor
     rollout_logprobs_N: Tensor
     log_ratio_N: Tensor
+    lag_N: Tensor | None
 
 
 def _tokens(batch: PackedBatch, train_logprobs_T: Tensor) -> _Tokens:
     valid = valid_tokens(batch.response_mask_T, batch.cu_seqlens)
     train_N, rollout_N = valid.pick(train_logprobs_T.detach()), valid.pick(batch.rollout_logprobs_T)
-    return _Tokens(valid, train_N, rollout_N, train_N - rollout_N)
+    lag_N = None if batch.lag_T is None else valid.pick(batch.lag_T)
+    return _Tokens(valid, train_N, rollout_N, train_N - rollout_N, lag_N)
 
 
 def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) -> Correction:
@@ -155,6 +158,15 @@ def _corrected(tokens: _Tokens, cu_seqlens: Tensor, config: CorrectionConfig, to
     keep_T = valid.mask_T if keep_N is None else valid.put_back(keep_N)
     if not keep_S.all():
         keep_T = keep_T & spread(keep_S, cu_seqlens)
+    if tokens.lag_N is not None:
+        metrics |= staleness_metrics(
+            tokens.lag_N,
+            train_logprobs_N=tokens.train_logprobs_N,
+            rollout_logprobs_N=tokens.rollout_logprobs_N,
+            weights_N=weights_N,
+            keep_N=valid.pick(keep_T),
+            bounds_S=bounds_S,
+        )
     return Correction(weights_T=valid.put_back(weights_N), keep_T=keep_T, kept_S=kept_S, metrics=metrics)
 
 

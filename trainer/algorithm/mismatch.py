@@ -47,11 +47,10 @@ class SampledGap(NamedTuple):
 
     @classmethod
     def of(cls, metrics: Metrics) -> "SampledGap | None":
-        """From merged ``mismatch_metrics``; None where no token was compared."""
-        if "mismatch/k1" not in metrics:
-            return None
-        names = ("mismatch/abs_prob_max", "mismatch/logprob_gap_max")
-        return cls(*(metrics[name].parts[0] for name in names))
+        """From merged metrics; None where no token was compared. Where tokens have lags: of those with lag 0."""
+        part = "staleness/by_lag/le_0" if "staleness/mean" in metrics else "mismatch"
+        names = (f"{part}/abs_prob_max", f"{part}/logprob_gap_max")
+        return cls(*(metrics[name].parts[0] for name in names)) if names[0] in metrics else None
 
 
 def mismatch_metrics(
@@ -286,7 +285,7 @@ def _shares(name: str, values_R: Tensor, edges: tuple[float, ...]) -> Metrics:
     counts = torch.bincount(bins_R, minlength=len(edges) + 1).tolist()
     return {
         f"{name}/{label}": Metric.quotient(count, values_R.numel())
-        for label, count in zip(_labels(edges), counts, strict=True)
+        for label, count in zip(bucket_labels(edges), counts, strict=True)
     }
 
 
@@ -302,7 +301,7 @@ def _by_bucket(name: str, sums_XB: Tensor, maxima_XB: Tensor) -> dict[str, Metri
     """Metrics of the buckets that have tokens, from the number of tokens, the sums of Δp and k3, and their
     maxima."""
     metrics = {}
-    columns = zip(_labels(LENGTH_EDGES), *sums_XB.tolist(), *maxima_XB.tolist(), strict=True)
+    columns = zip(bucket_labels(LENGTH_EDGES), *sums_XB.tolist(), *maxima_XB.tolist(), strict=True)
     for label, count, gap_sum, k3_sum, gap_max, k3_max in columns:
         if count:
             metrics |= {
@@ -321,7 +320,8 @@ def _edges(edges: tuple[float, ...], dtype: torch.dtype) -> Tensor:
 
 
 @cache
-def _labels(edges: tuple[float, ...]) -> list[str]:
+def bucket_labels(edges: tuple[float, ...]) -> list[str]:
+    """The names of the buckets with these upper edges, and of the open one."""
     return [f"le_{edge:g}" for edge in edges] + [f"over_{edges[-1]:g}"]
 
 

@@ -7,6 +7,8 @@ batch (``packed_length``: one less than the tokens). Every rank computes the sam
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Trajectory
 
@@ -79,8 +81,12 @@ def packed_length(token_ids: Sequence[int]) -> int:
     return len(token_ids) - 1
 
 
-def pack_trajectories(trajectories: Sequence[Trajectory], sequence_ids: Sequence[int]) -> PackedBatch:
+def pack_trajectories(
+    trajectories: Sequence[Trajectory], sequence_ids: Sequence[int], *, newest: int | None = None
+) -> PackedBatch:
     """One rank's trajectories end to end, in their order; ``sequence_ids`` number them within the whole step.
+
+    newest: the learner's version, from which ``lag_T`` counts; None: without it.
 
     Raises ValueError for a trajectory whose lists are not aligned with its tokens, or that predicts nothing.
     """
@@ -95,7 +101,13 @@ def pack_trajectories(trajectories: Sequence[Trajectory], sequence_ids: Sequence
         response_masks=[t.response_mask for t in trajectories],
         rollout_logprobs=[t.rollout_logprobs for t in trajectories],
         sequence_ids=sequence_ids,
+        lags=None if newest is None else [_lags(t, newest) for t in trajectories],
     )
+
+
+def _lags(trajectory: Trajectory, newest: int) -> np.ndarray:
+    versions = np.array(trajectory.token_versions)
+    return np.where(trajectory.response_mask, newest - versions, 0).astype(np.int16)
 
 
 def _check_inputs(

@@ -146,9 +146,10 @@ def split_groups(
     return shares
 
 
-def step_batch(share: Share) -> StepBatch:
+def step_batch(share: Share, *, newest: int | None = None) -> StepBatch:
+    """newest: see ``pack_trajectories``."""
     return StepBatch(
-        packed=pack_trajectories(share.trajectories, share.sequence_ids),
+        packed=pack_trajectories(share.trajectories, share.sequence_ids, newest=newest),
         rows=share.rows,
         rewards_S=torch.tensor(share.rewards, dtype=torch.float32),
         group_ids_S=torch.tensor(share.group_ids, dtype=torch.int64),

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -239,7 +240,7 @@ def test_any_resume_continues_the_same_groups(tokenizer, counts, split, seed):
     for i, count in enumerate(counts):
         if i == split:
             state, sampler = sampler.state, make_sampler(tokenizer, seed=seed)
-            sampler.load_state(state)
+            asyncio.run(sampler.load_state(state))
         pieces += next_groups(sampler, count)[0]
     assert pieces == whole
     visits = Counter(g.prompt_id for g in pieces)
@@ -248,7 +249,7 @@ def test_any_resume_continues_the_same_groups(tokenizer, counts, split, seed):
 
 def test_a_state_of_other_data_is_refused(tokenizer):
     with pytest.raises(ValueError, match=r"9 training prompts.*now has 5"):
-        make_sampler(tokenizer).load_state(SamplerState(position=3, next_group_id=3, num_prompts=9))
+        asyncio.run(make_sampler(tokenizer).load_state(SamplerState(position=3, num_prompts=9)))
 
 
 @pytest.mark.parametrize(
@@ -266,7 +267,7 @@ def test_tokens_of_a_wrong_version_are_an_error_and_the_position_stays(
         return
     with pytest.raises(SamplingError, match=rf"weight version {served}.*learner is at {newest}"):
         asyncio.run(request)
-    assert sampler.state == SamplerState(position=0, next_group_id=0, num_prompts=5)
+    assert sampler.state == SamplerState(position=0, num_prompts=5)
 
 
 def test_a_failed_completion_fails_the_request_and_the_position_stays(tokenizer):
@@ -368,12 +369,12 @@ def test_dynamic_sampling_takes_the_plain_order_and_leaves_out_groups_without_si
     for i, count in enumerate(counts):
         if i == split:
             state, sampler = sampler.state, make()
-            sampler.load_state(state)
+            asyncio.run(sampler.load_state(state))
         before = used
         expected, used = reference_step(plain, used, count, max_rounds)
         groups, stats = next_groups(sampler, count)
         assert groups == expected
-        assert sampler.state == SamplerState(position=used, next_group_id=used, num_prompts=5)
+        assert sampler.state == SamplerState(position=used, num_prompts=5)
         assert (stats.resampled_groups, stats.filled_groups) == (
             used - before - count,
             sum(not differs(group) for group in expected),
@@ -431,7 +432,7 @@ def test_rounds_and_the_bound_by_hand(tokenizer, caplog):
         2,
         1,
     )  # no third round: the first dull one comes along, in its place
-    assert "only 2 of 3 groups have differing rewards after 2 rounds and 5 prompts" in caplog.text
+    assert "only 2 of 3 groups have differing rewards after 5 prompts" in caplog.text
     assert step(max_rounds=2) == ([0, 1, 2], 6, 3, 3)
 
 
@@ -463,7 +464,7 @@ def test_a_failure_in_a_later_round_leaves_the_position_where_it_was(tokenizer):
     with pytest.raises(GenerationError, match="asked to fail"):
         next_groups(sampler, 3)
     assert len(engine.calls) > 6
-    assert sampler.state == SamplerState(position=0, next_group_id=0, num_prompts=9)
+    assert sampler.state == SamplerState(position=0, num_prompts=9)
 
 
 def test_single_siblings_cannot_differ():
@@ -627,7 +628,7 @@ def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(m
     thread.start()
     assert ready.wait(60)
     with RemoteSampler(announced[0], timeout_s=20) as remote:
-        assert remote.state() == {"position": 0, "next_group_id": 0, "num_prompts": 3}
+        assert remote.state() == {"position": 0, "num_prompts": 3}
         remote.stop()
     thread.join(20)
     assert not thread.is_alive()
@@ -711,7 +712,7 @@ def test_the_learner_gets_the_same_groups_over_the_wire(tokenizer, served):
     assert groups == expected
     assert stats.requests == expected_stats.requests == 9
     state = remote.state()
-    assert state == {"position": 3, "next_group_id": 3, "num_prompts": 5}
+    assert state == {"position": 3, "num_prompts": 5}
     again, _ = remote.next_groups(2, newest=0, max_staleness=0)
     remote.load_state(state)
     assert remote.next_groups(2, newest=0, max_staleness=0)[0] == again == next_groups(local, 2)[0]
@@ -722,7 +723,7 @@ def test_a_learner_that_begins_anew_gets_the_first_groups_again(tokenizer, serve
     remote = served(make_sampler(tokenizer))
     first, _ = remote.next_groups(3, newest=0, max_staleness=0)
     SharedSampler(remote).load_state(None)
-    assert remote.state() == {"position": 0, "next_group_id": 0, "num_prompts": 5}
+    assert remote.state() == {"position": 0, "num_prompts": 5}
     assert remote.next_groups(3, newest=0, max_staleness=0)[0] == first
 
 
@@ -732,7 +733,7 @@ def test_a_failure_reaches_the_learner_with_its_reason_and_the_role_lives_on(tok
     with pytest.raises(SamplingError, match="GenerationError: asked to fail"):
         remote.next_groups(1, newest=0, max_staleness=0)
     with pytest.raises(SamplingError, match="9 training prompts"):
-        remote.load_state({"position": 0, "next_group_id": 0, "num_prompts": 9})
+        remote.load_state({"position": 0, "num_prompts": 9})
     with pytest.raises(ValueError, match="not a state of the sampler"):
         remote.load_state({"position": "x"})
     engine.fail = lambda prompt_ids, seed: False
@@ -774,6 +775,99 @@ def test_whoever_waits_may_give_up_and_ask_anew(tokenizer, served):
     assert remote.state()["position"] == 2
     remote.load_state(start)
     assert remote.next_groups(2, newest=0, max_staleness=0)[0] == next_groups(make_sampler(tokenizer), 2)[0]
+
+
+# --- ahead of the learner
+# --------------------------------------------------------------------------------------------------------------
+
+
+class Gated(FakeEngine):
+    """Groups from the ``free``-th on wait until the gate opens; counts those that were given up."""
+
+    def __init__(self, free: int):
+        super().__init__()
+        self.free, self.cancelled, self.waiting = free, 0, 0
+        self.gate = threading.Event()
+
+    async def generate_group(self, prompt_ids, *, seeds, **sampling):
+        self.free -= 1
+        if self.free < 0:
+            self.waiting += 1
+            try:
+                while not self.gate.is_set():
+                    await asyncio.sleep(0.005)
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        return await super().generate_group(prompt_ids, seeds=seeds, **sampling)
+
+
+def ask(remote, count, *, newest, ahead, staleness=2):
+    return remote.next_groups(count, newest=newest, max_staleness=staleness, ahead=ahead)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_groups_are_the_same_however_far_ahead_they_are_sampled(tokenizer, served, ahead):
+    remote, local = served(make_sampler(tokenizer)), make_sampler(tokenizer)
+    for step, left in enumerate((3, 2, 1, 0)):
+        groups, stats = ask(remote, 3, newest=min(step, 2), ahead=min(ahead, left))
+        assert groups == next_groups(local, 3)[0]
+        assert remote.state() == {"position": 3 * (step + 1), "num_prompts": 5}
+        assert stats.running_groups + stats.ready_groups == 3 * min(ahead, left)
+        assert remote.evaluate().accuracy == asyncio.run(make_sampler(tokenizer).evaluate()).accuracy
+
+
+def test_a_step_does_not_wait_for_the_groups_of_the_next(tokenizer, served):
+    engine = Gated(free=3)
+    remote = served(make_sampler(tokenizer, engine=engine))
+    groups, stats = ask(remote, 3, newest=0, ahead=2)
+    assert [g.group_id for g in groups] == [0, 1, 2]
+    assert (stats.running_groups, stats.ready_groups) == (6, 0)
+    engine.gate.set()
+    assert [g.group_id for g in ask(remote, 3, newest=0, ahead=1)[0]] == [3, 4, 5]
+
+
+def test_groups_under_way_are_given_up_where_the_position_changes_and_at_the_end(tokenizer, served):
+    engine = Gated(free=3)
+    remote = served(make_sampler(tokenizer, engine=engine))
+    first, _ = ask(remote, 3, newest=0, ahead=1)
+    remote.load_state(None)
+    assert engine.cancelled == engine.waiting == 3
+    engine.free = 3
+    assert ask(remote, 3, newest=0, ahead=2)[0] == first
+    remote.stop()
+    deadline = time.monotonic() + 20
+    while engine.cancelled < engine.waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.cancelled == engine.waiting == 9
+
+
+def test_a_group_ahead_that_fails_is_told_of_when_its_step_is_due(tokenizer, served):
+    failing = make_prompts(5)[epoch_order(5, seed=0, epoch=0)[4]].token_ids
+    engine = FakeEngine(fail=lambda prompt_ids, seed: list(prompt_ids) == failing)
+    remote = served(make_sampler(tokenizer, engine=engine))
+    assert len(ask(remote, 3, newest=0, ahead=1)[0]) == 3
+    with pytest.raises(SamplingError, match="asked to fail"):
+        ask(remote, 3, newest=0, ahead=1)
+    engine.fail = lambda prompt_ids, seed: False
+    assert [g.group_id for g in ask(remote, 3, newest=0, ahead=0)[0]] == [3, 4, 5]
+
+
+def test_a_drain_ends_before_the_update_and_the_next_request_opens_again(tokenizer, served):
+    drained = []
+
+    class Draining(FakeEngine):
+        async def drain(self, within_s):
+            drained.append(within_s)
+
+        def reopen(self):
+            drained.append("open")
+
+    remote = served(make_sampler(tokenizer, engine=Draining()))
+    ask(remote, 2, newest=0, ahead=1)
+    remote.drain(2.5)
+    ask(remote, 2, newest=0, ahead=0)
+    assert drained == ["open", 2.5, "open"]
 
 
 def test_a_silent_sample_role_is_an_error_naming_address_and_deadline():

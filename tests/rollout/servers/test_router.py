@@ -208,12 +208,14 @@ def score(prompt, response, reference):
 
 @pytest.mark.engines
 def test_a_run_of_two_replicas_behind_a_router_is_exact_whatever_strangers_send_to_its_ports(tmp_path):
-    """It is interrupted in the middle of training, which leaves no process and exit code 130."""
+    """It samples two steps ahead, and is interrupted in the middle of training, which leaves no process and exit
+    code 130."""
     make_tiny_countdown_model(tmp_path / "model", seed=0)
     (tmp_path / "my_reward.py").write_text(WAITING_REWARD)
     settings = [
         "rollout.replicas=2",
         "rollout.router.policy=cache_aware",
+        "rollout.max_staleness=2",
         "layout.dp=2",
         "evaluation.at_ends=false",
         "steps=1000",
@@ -246,7 +248,10 @@ def test_a_run_of_two_replicas_behind_a_router_is_exact_whatever_strangers_send_
         == [step["sync/version"] for step in steps]
         == list(range(1, len(steps) + 1))
     )
-    assert all(step["mismatch/logprob_gap_max"] <= 1e-4 for step in steps)
+    gaps = [step.get("staleness/by_lag/le_0/logprob_gap_max") for step in steps]
+    assert gaps[0] is not None and all(gap <= 1e-4 for gap in gaps if gap is not None)
+    assert 1 <= max(step["staleness/max"] for step in steps) <= 2
+    assert all(step["sampling/ready_groups"] + step["sampling/running_groups"] > 0 for step in steps)
     assert all(step["sampling/retries"] == 0 for step in steps if "sampling/retries" in step)
     assert (tmp_path / "runs/latest/logs/router.log").is_file()
     assert_nothing_left(tmp_path)

@@ -156,11 +156,16 @@ def test_a_control_request_that_fails_carries_the_servers_words(control):
 
 @pytest.mark.engines
 def test_an_update_in_the_middle_of_a_response_is_exact_token_by_token(fleet, control, models):
-    """Weights arrive while a response is being sampled: each token's log-prob is of the version that it
-    names."""
+    sent = check_an_update_in_a_response(control, fleet.urls, models, tensor_parallel=1)
+    assert control.checksums() == [expected_checksums(sent.named_parameters())]
+
+
+def check_an_update_in_a_response(control, urls, models, **sending):
+    """Weights arrive while a response is being sampled: each token's log-prob is of the version that it names. An
+    even version is of the first model. Returns the model that the server has at the end."""
     prompt = [3, 8, 5, 14, 9]
     with (
-        SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=120) as asking,
+        SGLangControl(urls, tensor_parallel=sending["tensor_parallel"], timeout_s=120) as asking,
         ThreadPoolExecutor(1) as thread,
     ):
         for attempt in range(20):  # again, and later, until the pause is well inside the response
@@ -169,8 +174,7 @@ def test_an_update_in_the_middle_of_a_response_is_exact_token_by_token(fleet, co
             response = thread.submit(asking.probe, prompt, max_new_tokens=240, temperature=1.3)
             wait([response], timeout=0.05 * (attempt + 1))
             control.pause()  # before the group is made, which takes as long as the response
-            assert send(control, sent, version=old + 1) == control.versions() == [old + 1]
-            assert control.checksums() == [expected_checksums(sent.named_parameters())]
+            assert send(control, sent, version=old + 1, **sending) == control.versions() == [old + 1]
             control.resume()
             (completion,) = response.result()
             if min(completion.token_versions.count(version) for version in (old, old + 1)) >= 10:
@@ -183,6 +187,7 @@ def test_an_update_in_the_middle_of_a_response_is_exact_token_by_token(fleet, co
         gaps = [abs(a - b) for a, b in zip(completion.rollout_logprobs, expected, strict=True)]
         assert max(gap for gap, v in zip(gaps, versions, strict=True) if v == version) <= EXACT
         assert max(gap for gap, v in zip(gaps, versions, strict=True) if v != version) > 0.1
+    return sent
 
 
 @pytest.mark.engines
@@ -393,8 +398,9 @@ def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, 
             assert {name.split("/")[0] for name in after} == {"rank0", "rank1"}
             assert all(after[name] != before[name] for name in after if "proj" in name)
             (completion,) = control.probe([3, 4, 5, 6], max_new_tokens=12, temperature=0.7)
-        expected = reference_logprobs(models[1], [3, 4, 5, 6], completion.token_ids, 0.7)
-        assert completion.rollout_logprobs == pytest.approx(expected, abs=EXACT)
+            expected = reference_logprobs(models[1], [3, 4, 5, 6], completion.token_ids, 0.7)
+            assert completion.rollout_logprobs == pytest.approx(expected, abs=EXACT)
+            check_an_update_in_a_response(control, urls, models, tensor_parallel=2, in_one_request=has_plugin)
         for fleet in fleets:
             fleet.poll()
 

@@ -443,7 +443,7 @@ def test_a_cancelled_group_gives_back_its_places_and_its_turn():
                 ask_group(client, range(3))
             )  # takes the one free place and waits for two more
             last = asyncio.create_task(ask_group(client, [0]))
-            await until(lambda: client._places.locked())
+            await until(lambda: client._places._free.locked())
             waiting.cancel()
             await until(lambda: server.running == 4)
             assert waiting.cancelled()
@@ -452,6 +452,86 @@ def test_a_cancelled_group_gives_back_its_places_and_its_turn():
             hold.set()
             await last
             assert len(await ask_group(client, range(4))) == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_drain_waits_for_what_is_at_the_servers_and_holds_the_rest_back():
+    async def scenario():
+        hold = asyncio.Event()
+        async with (
+            LocalServer(lambda n: answer(), hold=hold) as server,
+            make_client(server, max_concurrency=4) as client,
+        ):
+            await client.drain(20)  # nothing is there: at once
+            client.reopen()
+            first = asyncio.create_task(ask_group(client, range(3)))
+            await until(lambda: server.running == 3)
+            draining = asyncio.create_task(client.drain(20))
+            await asyncio.sleep(0)
+            second = asyncio.create_task(ask_group(client.with_own_places(), range(2)))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not draining.done() and server.running == 3
+            hold.set()
+            await asyncio.gather(first, draining)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert len(server.bodies) == 1
+            client.reopen()
+            assert len(await second) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_drain_gives_up_after_its_time():
+    async def scenario():
+        hold = asyncio.Event()
+        async with LocalServer(lambda n: answer(), hold=hold) as server, make_client(server) as client:
+            running = asyncio.create_task(ask(client))
+            await until(lambda: server.running == 1)
+            await asyncio.wait_for(client.drain(0.05), 20)
+            assert not running.done()
+            hold.set()
+            await running
+
+    asyncio.run(scenario())
+
+
+def test_a_client_with_own_places_waits_for_nobody_else():
+    async def scenario():
+        hold = asyncio.Event()
+        async with (
+            LocalServer(lambda n: answer(), hold=hold) as server,
+            make_client(server, max_concurrency=2) as client,
+        ):
+            other = client.with_own_places()
+            tasks = [asyncio.create_task(ask(client)) for _ in range(5)]
+            await until(lambda: server.running == 2)
+            tasks += [asyncio.create_task(ask(other)) for _ in range(3)]
+            await until(lambda: server.running == 4)
+            hold.set()
+            await asyncio.gather(*tasks)
+            assert (client.stats.requests, other.stats.requests) == (5, 3)
+
+    asyncio.run(scenario())
+
+
+def test_idle_time_is_that_without_a_sample_at_the_servers():
+    async def scenario():
+        hold = asyncio.Event()
+        async with LocalServer(lambda n: answer(), hold=hold) as server, make_client(server) as client:
+            running = asyncio.create_task(ask(client))
+            await until(lambda: server.running == 1)
+            at_work, began = client.stats.idle_s, time.monotonic()
+            await asyncio.sleep(0.02)
+            assert client.stats.idle_s == at_work
+            hold.set()
+            await running
+            ended = time.monotonic()
+            await asyncio.sleep(0.02)
+            idle_s = client.stats.idle_s - at_work
+            assert 0.02 <= idle_s <= time.monotonic() - began and idle_s <= time.monotonic() - ended + 0.5
 
     asyncio.run(scenario())
 

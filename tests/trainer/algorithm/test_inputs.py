@@ -23,7 +23,9 @@ from trainer.algorithm.value_loss import value_loss
 
 PER_TOKEN = [name for name in PackedBatch.__slots__ if name.endswith("_T")]
 FLOAT_FIELDS = [
-    name for name in PER_TOKEN if name not in ("tokens_T", "targets_T", "positions_T", "response_mask_T")
+    name
+    for name in PER_TOKEN
+    if name not in ("tokens_T", "targets_T", "positions_T", "response_mask_T", "lag_T")
 ]
 TERMS = {"objective": ClippedObjective(), "kl": KLConfig(coefficient=0.1), "entropy": EntropyConfig()}
 WEIGHTED = CorrectionConfig()
@@ -37,7 +39,7 @@ def batch_of(**fields) -> PackedBatch:
         ("importance_weights_T", "aggregation_T", "values_T", "returns_T", "value_aggregation_T"),
         torch.full((5,), 0.2),
     )
-    return batch.with_fields(**ones | fields)
+    return batch.with_fields(**ones | {"lag_T": torch.zeros(5, dtype=torch.int16)} | fields)
 
 
 def loss_of(batch: PackedBatch, current_T: torch.Tensor | None = None, **terms) -> torch.Tensor:
