@@ -36,6 +36,7 @@ from trainer.recording import Recorder
 from trainer.sampling import Sampled, SharedSampler
 from trainer.step_metrics import evaluation_metrics, step_metrics
 from trainer.tracking.alarms import check_alarms
+from trainer.tracking.ledger import Ledger
 from trainer.tracking.tracker import Tracker
 from trainer.turns import OwnDevices
 from trainer.weight_sync import WeightSync
@@ -68,7 +69,8 @@ class Run:
     checkpointer: Checkpointer
     recorder: Recorder
     tracker: Tracker | None
-    """None on all ranks but the first."""
+    ledger: Ledger | None
+    """None on all ranks but the first, like the tracker."""
     turns: OwnDevices = field(default_factory=OwnDevices)
     first_step: int = 1
     evaluation_owed: bool = False
@@ -137,6 +139,7 @@ def train(run: Run) -> None:
         )
         if run.tracker is not None:
             run.tracker.log(step, metrics.recorded, check_alarms(metrics.recorded, config.alarms))
+            run.ledger.enter(step, sampled.stats)
         run.weight_sync.check_samples(metrics.sampled_gap)
         run.doing("checkpoint")
         evaluation_owed = rest.interruption is not None and is_evaluation_step(step, config)

@@ -21,10 +21,10 @@ all stages have told it what they sent. Each sender asks the servers itself to r
 refuses never joins the broadcast, and only its answer says so.
 
 Nothing samples between pause and resume. Responses that are under way then (``rollout.max_staleness``) give up
-their place and their cache (SGLang's mode "retract") and go on under the new weights, from a cache that is computed
-anew: every token is exactly of the version that SGLang names for it. Any failure of the rollout side raises on
-all ranks together and ends the run, so a partial update never serves a training sample. A sender whose servers failed still finishes the gathering, which its stage
-needs, and passes its turn on, marked as failed.
+their place and their cache (SGLang's mode "retract") and go on under the new weights, from a cache that is
+computed anew: every token is exactly of the version that SGLang names for it. Any failure of the rollout side
+raises on all ranks together and ends the run, so a partial update never serves a training sample. A sender whose
+servers failed still finishes the gathering, which its stage needs, and passes its turn on, marked as failed.
 
 The samples themselves are the probe (``check_samples``) if the servers check every byte and the learner scores
 each step's samples, those of lag 0, by the weights that sampled them. ``publish`` then sends no probe prompt.
@@ -130,9 +130,7 @@ class WeightSync:
         self._exact = both_are_float32 and rollout.quantization == "none"
         # Servers without the plugin check no bytes; there only the probe checks the weights.
         self._samples_are_probes = samples_are_probes and rollout.sglang_plugin
-        self._sends_probe = not (
-            self._samples_are_probes or (rollout.max_staleness and rollout.sglang_plugin)
-        )
+        self._samples_ahead = rollout.max_staleness > 0 and rollout.sglang_plugin
         self._has_met_servers = False
         self._plan = plan_transfer(learner.engine.export_plan(), dtype=self._dtype, device=device().type)
         self._sender: StageSender | None = None
@@ -215,7 +213,8 @@ class WeightSync:
         dist.all_gather_object(by_stage, self._send_stage(version, opening), group=groups.pp_group)
         on_first_rank(lambda: self._close_update(version, by_stage))
         self._turns.servers()
-        gap = self.probe(self._rollout.temperature) if self._sends_probe else None
+        is_probed = not (self._samples_are_probes or self._samples_ahead)
+        gap = self.probe(self._rollout.temperature) if is_probed else None
         total = sum(sent.bytes for sent in by_stage)
         return SyncResult(
             version=version, bytes=total, seconds=time.perf_counter() - started, max_logprob_gap=gap

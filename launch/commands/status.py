@@ -24,6 +24,7 @@ from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
 from parallel.checkpoints.files import MANIFEST, step_of
 from trainer.metric_names import known
+from trainer.tracking.ledger import read_ledger, summary
 from trainer.tracking.tracker import duration, read_metrics
 
 PACE_STEPS = 20
@@ -71,6 +72,8 @@ def status(folder: RunFolder, *, now: float | None = None) -> Status:
         lines.append(("job", f"{job['job_id']} {in_slurm}{start}"))
     steps = config["steps"] if config else None
     lines += _progress_lines(folder.path / "metrics.jsonl", steps, now if running else None)
+    if folder.ledger.exists():
+        lines.append(("data", summary(read_ledger(folder.ledger))))
     lines.append(("checkpoint", _checkpoint_text(folder, now)))
     lines += _role_lines(folder, damaged, now) if running else []
     lines.append(("logs", _logs_text(folder)))

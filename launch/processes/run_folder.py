@@ -11,6 +11,7 @@ job.json           the Slurm job that runs it, or ran it last         restarts.j
 hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
 export/            a checkpoint's weights, in the same format        mlflow_run_id                 which a resumed run goes on with
 key.yaml           the key of the run, readable by its owner alone: servers and sampler refuse requests without it
+ledger.jsonl       the fate of every group of responses, one line per step
 batches/           recorded steps, for `tandem replay`               replay/                       what it asks and finds
 request.json       the request of `tandem eval`, `mismatch`, ...     metrics.lost.jsonl            of an attempt without a checkpoint
 """
@@ -59,6 +60,10 @@ class RunFolder:
     @property
     def critic_checkpoints(self) -> Path:
         return self.checkpoints / "critic"
+
+    @property
+    def ledger(self) -> Path:
+        return self.path / "ledger.jsonl"
 
     @property
     def batches(self) -> Path:

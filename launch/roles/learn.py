@@ -85,6 +85,7 @@ def build_run(
     from trainer.loop import Run
     from trainer.recording import Recorder
     from trainer.sampling import SharedSampler
+    from trainer.tracking.ledger import Ledger
     from trainer.tracking.tracker import Tracker
     from trainer.turns import OwnDevices, SharedDevices
     from trainer.weight_sync import WeightSync
@@ -113,6 +114,7 @@ def build_run(
     )  # fmt: skip
     # The tracker comes last: an error after it is open would leave it open.
     tracker = Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None
+    ledger = Ledger(folder.ledger, keep_until=resumed_from or 0) if learner.is_first_rank else None
     for notice in checkpointer.notices:
         tracker.note(notice)
     return Run(
@@ -123,6 +125,7 @@ def build_run(
         checkpointer=checkpointer,
         recorder=recorder,
         tracker=tracker,
+        ledger=ledger,
         turns=turns,
         first_step=1 if resumed_from is None else resumed_from + 1,
         evaluation_owed=progress is not None and progress.evaluation_owed,

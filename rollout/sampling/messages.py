@@ -1,6 +1,6 @@
 """Messages between learner and sample role: msgpack over ZeroMQ."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -33,6 +33,12 @@ class SamplingStats:
     """Samples with a reward, failed ones included."""
     first_failure: str | None = None
     """Prompt and error of the first failed reward."""
+    first_group: int = 0
+    """Number of the first group that the reply uses up."""
+    prompts: list[str] = field(default_factory=list)
+    """The prompt of each group that it uses up, in order."""
+    without_signal: list[int] = field(default_factory=list)
+    """Numbers of those that are not handed out, for lack of signal."""
     idle_s: float = 0.0
     """Seconds since the reply before in which no training sample was at the servers."""
     running_groups: int = 0

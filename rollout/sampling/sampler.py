@@ -126,6 +126,7 @@ class GroupSampler:
         except BaseException:
             await self._pool.restart(self._pool.first)
             raise
+        first = self._pool.first
         self._pool.hand_out(len(scored))
         has_signal = [s.has_signal for s in scored]
         if num_filled := count - sum(has_signal):
@@ -133,6 +134,7 @@ class GroupSampler:
                 "only %d of %d groups have differing rewards after %d prompts; %d without signal are trained on too",
                 sum(has_signal), count, len(scored), num_filled,
             )  # fmt: skip
+        chosen = choose_groups(has_signal, count)
         before, self._counted = self._counted, (self._client.stats, self._scorer.retries)
         requested = self._counted[0] - before[0]
         stats = SamplingStats(
@@ -145,11 +147,14 @@ class GroupSampler:
             filled_groups=num_filled,
             scored=len(scored) * self._rollout.group_size,
             first_failure=next(iter(failures), None),
+            first_group=first,
+            prompts=[s.group.prompt_id for s in scored],
+            without_signal=sorted(first + place for place in {*range(len(scored))} - {*chosen}),
             idle_s=requested.idle_s,
             running_groups=self._pool.running,
             ready_groups=self._pool.ready,
         )
-        return [scored[i].group for i in choose_groups(has_signal, count)], stats
+        return [scored[i].group for i in chosen], stats
 
     async def drain(self, within_s: float) -> None:
         """See ``GenerationClient.drain``."""

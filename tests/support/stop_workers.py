@@ -40,6 +40,7 @@ from trainer.ranks.totals import on_first_rank
 from trainer.recording import Recorder
 from trainer.sampling import SharedSampler
 from trainer.tracking import mlflow_thread
+from trainer.tracking.ledger import LEDGER, Ledger
 from trainer.tracking.tracker import Tracker
 from trainer.weight_sync import SyncResult, WeightSync
 
@@ -188,6 +189,7 @@ def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
         checkpointer=checkpointer,
         recorder=Recorder(folder / "batches", config.record_batches, config.correction),
         tracker=Tracker(config, folder, resumed_from_step=resumed) if learner.is_first_rank else None,
+        ledger=Ledger(folder / LEDGER, keep_until=resumed or 0) if learner.is_first_rank else None,
         first_step=1 if resumed is None else resumed + 1,
         evaluation_owed=progress is not None and progress.evaluation_owed,
     )

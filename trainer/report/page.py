@@ -34,6 +34,7 @@ from trainer.report.drawing import (
 )
 from trainer.report.pictures import FLAT_MEANS, PICTURES, ROUNDING, Lines
 from trainer.tracking.alarms import Alarm, check_alarms
+from trainer.tracking.ledger import LEDGER, read_ledger, summary
 from trainer.tracking.tracker import duration, flatten, read_metrics
 
 if TYPE_CHECKING:
@@ -189,6 +190,8 @@ def _note_the_data(run: _Run) -> None:
     if not run.steps:
         run.notes.append("No step has been recorded yet.")
         return
+    if (run.folder / LEDGER).is_file():
+        run.notes.append(f"Data: {summary(read_ledger(run.folder / LEDGER))}.")
     if gaps := [(a + 1, b - 1) for a, b in zip(run.steps, run.steps[1:], strict=False) if b > a + 1]:
         listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:10])
         run.notes.append(

@@ -318,6 +318,43 @@ PICTURES = (
         optional=True,
     ),
     Picture(
+        name="staleness",
+        title="Tokens by age",
+        about="Updates of the weights between the sampling of a token and its step. At lag 0 the gap is the mismatch of the engines alone; "
+        "from lag 1 on the policy's own change adds to it. Below, how far the sample role is ahead, and who waits for whom.",
+        panels=(
+            Lines(title="Lag of the tokens", metrics={"staleness/mean": "mean", "staleness/max": "greatest"}),
+            Lines(title="Mean k3 by lag", metrics={"staleness/by_lag/*/k3": "*"}, log=True),
+            Lines(
+                title="Effective sample size by lag",
+                metrics={"staleness/by_lag/*/ess": "*"},
+                bounds=(None, 1.0),
+            ),
+            Lines(title="Mean weight by lag", metrics={"staleness/by_lag/*/weight_mean": "*"}),
+            Lines(
+                title="Rejected by lag",
+                metrics={"1 - staleness/by_lag/*/kept_fraction": "*"},
+                bounds=(0, None),
+                idle=0.0,
+            ),
+            Lines(
+                title="Groups ahead of the step",
+                metrics={
+                    "sampling/ready_groups": "finished",
+                    "sampling/running_groups": "being sampled",
+                },
+                bounds=(0, None),
+                idle=0.0,
+            ),
+            Lines(
+                title="Who waits",
+                metrics={"time/sampling": "learner, for samples", "sampling/idle_s": "servers, for work"},
+                bounds=(0, None),
+            ),
+        ),
+        optional=True,
+    ),
+    Picture(
         name="critic",
         title="Critic",
         about="Value loss; explained variance of the returns (1: every return is predicted, 0: as well as one constant does, below: "

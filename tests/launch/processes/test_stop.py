@@ -3,6 +3,7 @@ learns is the same."""
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from tests.support.megatron_workers import make_hf_model, run_ranks
 from tests.support.stop_workers import STEPS, Script, work_failing_publishes, work_lives
 from trainer.batch.files import batch_file
 from trainer.recording import read_batch
+from trainer.tracking.ledger import LEDGER, imbalance, read_ledger
 
-NOT_OF_THE_RUN = ("time/", "throughput/", "sync/", "sampling/seconds", "elapsed_s")
+NOT_OF_THE_RUN = ("time/", "throughput/", "sync/", "sampling/", "staleness/", "elapsed_s")
 
 # What goes wrong -> how the run ends, and the last complete step.
 JOBS = {
@@ -31,6 +33,12 @@ JOBS = {
     "the last weights cannot be sent": (Script("publish", STEPS, "fail"), "ControlError: a server is gone", STEPS),
 }  # fmt: skip
 OWN_ERROR = "the learner fails in the middle of a step"
+AHEAD = "two steps ahead, "
+"""The engine in these tests gives the same tokens whenever it is asked, so that steps ahead change nothing."""
+JOBS |= {
+    AHEAD + name: JOBS[name]
+    for name in ("stop while groups are sampled", "the servers fail", "stop while weights are sent")
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +52,14 @@ def lives(root) -> dict[str, list[list[dict]]]:
     make_tiny_countdown_model(root / "model", seed=0)
     jobs = {"undisturbed": (root / "undisturbed", Script(), [])}
     jobs |= {OWN_ERROR: (root / OWN_ERROR, Script("update", 4, "die"), ["checkpoint.every=2"])}
-    jobs |= {name: (root / name, script, []) for name, (script, _, _) in JOBS.items()}
+    jobs |= {
+        name: (
+            root / name,
+            replace(script, _times={}),
+            ["rollout.max_staleness=2"] if name.startswith(AHEAD) else [],
+        )
+        for name, (script, _, _) in JOBS.items()
+    }
     ranks = run_ranks(work_lives, 2, root / "ranks", root / "model", ["layout.dp=2"], jobs, deadline_s=900)
     return {name: [of_rank[name] for of_rank in ranks] for name in jobs}
 
@@ -60,6 +75,8 @@ def rows(folder: Path) -> list[dict]:
 def assert_same_run(root: Path, name: str, lives: dict) -> None:
     whole, last = lives["undisturbed"], [of_rank[-1] for of_rank in lives[name]]
     assert rows(root / name) == rows(root / "undisturbed"), "every step once, with the same metrics"
+    ledger, undisturbed_ledger = (read_ledger(root / of / LEDGER) for of in (name, "undisturbed"))
+    assert ledger == undisturbed_ledger and len(ledger) == STEPS and imbalance(ledger) is None
     for (undisturbed,), resumed in zip(whole, last, strict=True):
         assert resumed["ended"] is None
         for what in ("version", "position", "kl_coefficient"):

@@ -1,0 +1,111 @@
+"""``RUN/ledger.jsonl``: the fate of every group of responses, a line per step.
+
+A group is a prompt with its responses, and its number is its place in the order of the data. Each group up to
+the newest step was either trained on in exactly one step, or left out for lack of signal (dynamic sampling).
+Responses of a group share its fate; one whose reward failed counts as 0 and is trained on. Groups that were
+sampled ahead of an interruption are in no line: the resumed run samples them again, under the same numbers.
+"""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rollout.sampling.messages import SamplingStats
+from trainer.batch.files import write_whole
+
+LEDGER = "ledger.jsonl"
+
+
+class LedgerLine(BaseModel):
+    """The groups that one step has used."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    first: int
+    """Number of the first group; the others follow without a gap."""
+    prompts: list[str]
+    """The id of each group's prompt."""
+    without_signal: list[int]
+    """Numbers of the groups that were left out, since their rewards are all the same."""
+    failed_rewards: int
+    """Responses of these groups whose reward failed."""
+
+    @property
+    def end(self) -> int:
+        """The number of the next step's first group."""
+        return self.first + len(self.prompts)
+
+    @property
+    def trained(self) -> int:
+        return len(self.prompts) - len(self.without_signal)
+
+
+class Ledger:
+    """Writes the ledger of a run. One process does.
+
+    keep_until: lines of later steps, which are done again, are removed.
+    """
+
+    def __init__(self, path: Path, *, keep_until: int):
+        kept = [line for line in read_ledger(path) if line.step <= keep_until] if path.exists() else []
+        write_whole(path, "".join(map(_as_json, kept)).encode())
+        self._path = path
+
+    def enter(self, step: int, stats: SamplingStats) -> None:
+        line = LedgerLine(
+            step=step,
+            first=stats.first_group,
+            prompts=stats.prompts,
+            without_signal=stats.without_signal,
+            failed_rewards=stats.failed_rewards,
+        )
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(_as_json(line))
+
+
+def _as_json(line: LedgerLine) -> str:
+    return f"{json.dumps(line.model_dump())}\n"
+
+
+def read_ledger(path: Path) -> list[LedgerLine]:
+    """All whole lines; one that a crash has torn is left out. Raises OSError."""
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            lines.append(LedgerLine.model_validate_json(text))
+        except ValidationError:
+            continue
+    return lines
+
+
+def imbalance(lines: Sequence[LedgerLine]) -> str | None:
+    """The first thing that is wrong: a step that is missing, or a group that no step has used, or two have; None
+    where each group has one fate."""
+    for before, line in pairwise(lines):
+        if line.step != before.step + 1:
+            return f"step {line.step} follows step {before.step}"
+        if line.first > before.end:
+            return f"no step has used the groups {before.end} to {line.first - 1}, between steps {before.step} and {line.step}"
+        if line.first < before.end:
+            return f"steps {before.step} and {line.step} have both used the groups {line.first} to {before.end - 1}"
+    for line in lines:
+        if strangers := set(line.without_signal) - set(range(line.first, line.end)):
+            return f"step {line.step} leaves out groups that it does not have: {sorted(strangers)[:5]}"
+    return None
+
+
+def summary(lines: Sequence[LedgerLine]) -> str:
+    """What became of all groups, in a sentence."""
+    if not lines:
+        return "no group yet"
+    trained, left_out = sum(line.trained for line in lines), sum(len(line.without_signal) for line in lines)
+    failed = sum(line.failed_rewards for line in lines)
+    text = f"{trained:,} groups trained on, each in one step"
+    text += f"; {left_out:,} left out, since their rewards are all the same" if left_out else ""
+    text += f"; {failed:,} rewards failed" if failed else ""
+    wrong = imbalance(lines)
+    return text if wrong is None else f"NOT BALANCED: {wrong}"
