@@ -1,0 +1,186 @@
+"""Sampling ahead with 64 servers, simulated: idle time and lag by ``rollout.max_staleness``.
+
+The pool and its rule are the product's (``rollout/sampling/pool.py``), on an event loop whose clock jumps to the
+next event. Servers, learner and lengths are models:
+
+- a server decodes up to ``SLOTS`` samples at once, each at ``TOKENS_PER_S``; a free slot takes the next sample;
+- lengths are lognormal with sigma 1 and mean ``MEAN_TOKENS``, cut at ``CUT``;
+- a step trains for a fixed share of the time that the servers need for its tokens at full load;
+- an update of the weights interrupts every running sample: a pause, and a prefill of what it has so far.
+
+It shows what two cores cannot: how strict order and long responses leave servers idle, and what k gives back.
+"""
+
+import asyncio
+import math
+import random
+import selectors
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.common import parser, write  # noqa: E402
+from rollout.records import Group  # noqa: E402
+from rollout.sampling.pool import GroupPool, ScoredGroup  # noqa: E402
+
+SERVERS, SLOTS, TOKENS_PER_S = 64, 32, 40.0
+PROMPTS, SIBLINGS = 512, 8
+MEAN_TOKENS, SIGMA, CUT = 2000, 1.0, 16_384
+UPDATE_S, PREFILL_TOKENS_PER_S = 4.0, 100_000.0
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """Its clock jumps to the next timer instead of waiting for it."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        super().__init__(_Jumping(self))
+
+    def time(self) -> float:
+        return self._now
+
+    def jump(self, seconds: float) -> None:
+        self._now += seconds
+
+
+class _Jumping(selectors.SelectSelector):
+    def __init__(self, loop: JumpingLoop) -> None:
+        super().__init__()
+        self._loop = loop
+
+    def select(self, timeout: float | None = None) -> list:
+        if timeout is None:
+            raise RuntimeError("the simulation waits for nothing")
+        self._loop.jump(max(timeout, 0.0))
+        return super().select(0)
+
+
+@dataclass
+class Simulated:
+    """Servers with slots, and a clock of how long slots were taken."""
+
+    k: int
+    training_s: float
+    seed: int
+    newest: int = 0
+    busy_slot_s: float = 0.0
+    prefill_s: float = 0.0
+    lags: list[tuple[float, float]] = field(default_factory=list)
+    """(mean lag of a group's tokens, share of them) of each trained group."""
+    mixed: int = 0
+    samples: int = 0
+    step_s: list[float] = field(default_factory=list)
+    waits_s: list[float] = field(default_factory=list)
+    oldest: int = 0
+    _running: dict[int, tuple[float, int]] = field(default_factory=dict)
+
+    async def sample_group(self, number: int) -> ScoredGroup:
+        versions = await asyncio.gather(*(self._sample(number, sibling) for sibling in range(SIBLINGS)))
+        self._versions[number] = versions
+        return ScoredGroup(
+            group=Group(group_id=number, prompt_id="p", trajectories=[]), has_signal=True, failures=[]
+        )
+
+    async def _sample(self, number: int, sibling: int) -> list[tuple[int, float]]:
+        """(version, tokens) of its parts."""
+        drawn = random.Random(f"{self.seed} {number} {sibling}").gauss(
+            math.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA
+        )
+        left = min(max(math.exp(drawn), 1.0), CUT)
+        parts, done = [], 0.0
+        async with self._slots:
+            while left > 0:
+                await self._is_open.wait()
+                version, began = self.newest, asyncio.get_running_loop().time()
+                if done:
+                    self.prefill_s += done / PREFILL_TOKENS_PER_S
+                    await asyncio.sleep(done / PREFILL_TOKENS_PER_S)
+                    began = asyncio.get_running_loop().time()
+                update = asyncio.ensure_future(self._update.wait())
+                await asyncio.wait([update], timeout=left / TOKENS_PER_S)
+                update.cancel()
+                elapsed = asyncio.get_running_loop().time() - began
+                self.busy_slot_s += elapsed
+                made = min(elapsed * TOKENS_PER_S, left)
+                left, done = (left - made if left - made > 1e-6 else 0.0), done + made
+                parts.append((version, made))
+        return parts
+
+    async def run(self, steps: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._slots = asyncio.Semaphore(SERVERS * SLOTS)
+        self._is_open, self._update = asyncio.Event(), asyncio.Event()
+        self._is_open.set()
+        self._versions: dict[int, list] = {}
+        pool = GroupPool(self.sample_group, max_rounds=1)
+        for step in range(steps):
+            began = loop.time()
+            pool.admit(PROMPTS, ahead=min(self.k, steps - 1 - step))
+            scored = await pool.next_step()
+            pool.hand_out(len(scored))
+            self.waits_s.append(loop.time() - began)
+            for one in scored:
+                for parts in self._versions.pop(one.group.group_id):
+                    tokens = sum(made for _, made in parts)
+                    self.lags.append((sum((self.newest - v) * made for v, made in parts) / tokens, tokens))
+                    self.oldest = max(self.oldest, *(self.newest - v for v, _ in parts))
+                    self.mixed += len({v for v, _ in parts}) > 1
+                    self.samples += 1
+            await asyncio.sleep(self.training_s)
+            self._is_open.clear()
+            self._update.set()
+            await asyncio.sleep(UPDATE_S)
+            self.newest += 1
+            self._update.clear()
+            self._is_open.set()
+            self.step_s.append(loop.time() - began)
+
+
+def simulate(k: int, training_share: float, *, steps: int, seed: int) -> dict:
+    """training_share: seconds of training over seconds of sampling at full load."""
+    at_full_load_s = PROMPTS * SIBLINGS * MEAN_TOKENS / (SERVERS * SLOTS * TOKENS_PER_S)
+    run = Simulated(k=k, training_s=training_share * at_full_load_s, seed=seed)
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        runner.run(run.run(steps))
+    used = slice(2 * k + 2, steps - k)  # filled, and not yet running out of steps
+    total_s = sum(run.step_s)
+    tokens = sum(made for _, made in run.lags)
+    return {
+        "k": k, "training_share": training_share, "step_s": statistics.fmean(run.step_s[used]),
+        "learner_waits": statistics.fmean(run.waits_s[used]) / statistics.fmean(run.step_s[used]),
+        "slots_idle": 1 - run.busy_slot_s / (SERVERS * SLOTS * total_s),
+        "lag_mean": sum(lag * made for lag, made in run.lags) / tokens, "lag_max": run.oldest,
+        "mixed": run.mixed / run.samples, "full_load_s": at_full_load_s,
+    }  # fmt: skip
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--steps", type=int, default=24)
+    options.add_argument("--seed", type=int, default=0)
+    given = options.parse_args()
+    steps = 18 if given.quick else given.steps
+    print(f"{SERVERS} servers of {SLOTS} slots, {PROMPTS} x {SIBLINGS} samples a step")
+    print(
+        f"{MEAN_TOKENS} tokens a sample (lognormal, sigma {SIGMA:g}, cut at {CUT:,}), {TOKENS_PER_S:g} tokens/s"
+    )
+    print(
+        "| training / sampling | k | s per step | of synchronous | learner waits | slots idle | lag, mean | max | mixed |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    rows = []
+    for share in (0.5, 1.0):
+        for k in (0, 1, 2, 4):
+            rows.append(row := simulate(k, share, steps=steps, seed=given.seed))
+            base = next(r for r in rows if r["training_share"] == share)["step_s"]
+            print(f"| {share:g} | {k} | {row['step_s']:.0f} | {row['step_s'] / base:.2f} | {row['learner_waits']:.0%} | "
+                  f"{row['slots_idle']:.0%} | {row['lag_mean']:.2f} | {row['lag_max']} | {row['mixed']:.0%} |", flush=True)  # fmt: skip
+    write({"rows": rows}, given.json)
+
+
+if __name__ == "__main__":
+    main()
