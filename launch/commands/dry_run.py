@@ -203,7 +203,24 @@ def batch_lines(config: RunConfig | SftConfig) -> list[str]:
         ("of an optimizer step", f"{minibatch} = {step} / {parts} minibatches"),
         ("of a data-parallel rank", f"{minibatch // dp} = {minibatch} / dp {dp}"),
     ]
-    return [*aligned(rows), *_resampling_lines(config), *_microbatch_lines(config, minibatch // dp)]
+    return [
+        *aligned(rows),
+        *_ahead_lines(config),
+        *_resampling_lines(config),
+        *_microbatch_lines(config, minibatch // dp),
+    ]
+
+
+def _ahead_lines(config: RunConfig) -> list[str]:
+    rollout = config.rollout
+    if not rollout.max_staleness:
+        return []
+    samples = f"up to {rollout.most_samples} samples of {1 + rollout.max_staleness} steps"
+    places = f"{min(rollout.most_samples, rollout.max_concurrency)} of them at the servers"
+    return [
+        f"rollout.max_staleness={rollout.max_staleness}: {samples} are under way, {places}; no token lags by more than "
+        f"{rollout.max_staleness} versions"
+    ]
 
 
 def _resampling_lines(config: RunConfig) -> list[str]:

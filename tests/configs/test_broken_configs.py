@@ -512,6 +512,14 @@ TABLE = {
         command="eval", options=f"layout.dp=2 rollout.replicas=2 {NODES}", field="launch.nodes", value="learner: 2",
         error="this machine alone cannot run launch.nodes", fix="set launch.nodes=null",
     ),
+    "sampling ahead on shared devices": Broken(
+        options="rollout.max_staleness=1 launch.placement=colocated", field="rollout.max_staleness, launch.placement",
+        value="colocated", error="samples while the learner trains", fix="set rollout.max_staleness=0, or launch.placement=separate",
+    ),
+    "nothing to drain": Broken(
+        options="rollout.drain_s=5", field="rollout.drain_s, rollout.max_staleness", value="5",
+        error="of which max_staleness=0 leaves none at an update", fix="remove it, or set max_staleness to 1 or more",
+    ),
     "shared GPUs of two sides' nodes": Broken(
         options=f"launch.placement=colocated {NODES}", field="launch.placement", value="colocated",
         error="nodes gives learner and servers nodes of their own", fix="remove one",

@@ -20,6 +20,7 @@ from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig
 from launch import cli
 from launch.checks import config as checks
+from launch.checks.config import _staleness_notes
 from launch.checks.device_memory import Device, _smallest_gpu, memory_lines, memory_problems, need_of
 from launch.commands import train as training
 from launch.commands.dry_run import batch_lines, dry_run_lines, most_microbatches
@@ -242,6 +243,31 @@ def test_what_is_known_of_prompts_from_a_file(folder):
         in text
     )
     assert "at most 128 prompts, in 4 rounds" in text
+
+
+def test_sampling_ahead_is_told_with_what_is_under_way(folder):
+    lines = batch_lines(
+        config("rollout.prompts_per_step=32", "rollout.group_size=8", "rollout.max_staleness=2")
+    )
+    (ahead,) = [line for line in lines if "max_staleness" in line]
+    assert "=2: up to 768 samples of 3 steps are under way, 512 of them at the servers" in ahead
+    assert ahead.endswith("no token lags by more than 2 versions")
+    assert not [line for line in batch_lines(config()) if "max_staleness" in line]
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        (["rollout.max_staleness=1", "correction=disabled"], True),
+        (["rollout.max_staleness=1", "correction=decoupled_token_is"], False),
+        (["rollout.max_staleness=1", "correction=decoupled_geo_rs"], False),
+        (["rollout.max_staleness=1", "correction=ppo_is_bypass"], False),
+        (["correction=disabled"], False),
+    ],
+)
+def test_staleness_without_a_correction_is_warned_of(folder, options, warned):
+    notes = list(_staleness_notes(config(*options)))
+    assert [("without a correction" in note) for note in notes] == [True] * warned
 
 
 @settings(deadline=None)
