@@ -9,6 +9,10 @@ next event. Servers, learner and lengths are models:
 - an update of the weights interrupts every running sample: a pause, and a prefill of what it has so far.
 
 It shows what two cores cannot: how strict order and long responses leave servers idle, and what k gives back.
+``--windows`` compares strict order with a window of W groups: a step takes the first P that are finished among the
+numbers m ... m + W - 1, where m is the oldest group that is not trained on. As many groups are under way as in strict
+order, and a token may be up to k + ceil((W - 1) / P) versions old. The product has no such window: strict order with
+a k of that bound is compared with it.
 """
 
 import asyncio
@@ -59,6 +63,36 @@ class _Jumping(selectors.SelectSelector):
         return super().select(0)
 
 
+class WindowedPool:
+    """Like ``GroupPool``, but a step takes what is finished within a window of numbers."""
+
+    def __init__(self, sample, window: int) -> None:
+        self._sample, self._window = sample, window
+        self._tasks: dict[int, asyncio.Task[ScoredGroup]] = {}
+        self._next, self._taken = 0, list[int]()
+
+    def admit(self, count: int, *, ahead: int) -> None:
+        self._count = count
+        while len(self._tasks) < count * (1 + ahead):
+            self._tasks[self._next] = asyncio.ensure_future(self._sample(self._next))
+            self._next += 1
+
+    async def next_step(self) -> list[ScoredGroup]:
+        while True:
+            first = min(self._tasks)
+            inside = [number for number in sorted(self._tasks) if number < first + self._window]
+            ready = [number for number in inside if self._tasks[number].done()][: self._count]
+            if len(ready) == self._count:
+                self._taken = ready
+                return [self._tasks[number].result() for number in ready]
+            waited = [self._tasks[number] for number in inside if not self._tasks[number].done()]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+
+    def hand_out(self, number: int) -> None:
+        for taken in self._taken:
+            del self._tasks[taken]
+
+
 @dataclass
 class Simulated:
     """Servers with slots, and a clock of how long slots were taken."""
@@ -66,6 +100,7 @@ class Simulated:
     k: int
     training_s: float
     seed: int
+    window: int | None = None
     newest: int = 0
     busy_slot_s: float = 0.0
     prefill_s: float = 0.0
@@ -116,7 +151,12 @@ class Simulated:
         self._is_open, self._update = asyncio.Event(), asyncio.Event()
         self._is_open.set()
         self._versions: dict[int, list] = {}
-        pool = GroupPool(self.sample_group, max_rounds=1)
+        strict = self.window is None
+        pool = (
+            GroupPool(self.sample_group, max_rounds=1)
+            if strict
+            else WindowedPool(self.sample_group, self.window)
+        )
         for step in range(steps):
             began = loop.time()
             pool.admit(PROMPTS, ahead=min(self.k, steps - 1 - step))
@@ -140,20 +180,22 @@ class Simulated:
             self.step_s.append(loop.time() - began)
 
 
-def simulate(k: int, training_share: float, *, steps: int, seed: int) -> dict:
+def simulate(k: int, training_share: float, *, steps: int, seed: int, window: int | None = None) -> dict:
     """training_share: seconds of training over seconds of sampling at full load."""
     at_full_load_s = PROMPTS * SIBLINGS * MEAN_TOKENS / (SERVERS * SLOTS * TOKENS_PER_S)
-    run = Simulated(k=k, training_s=training_share * at_full_load_s, seed=seed)
+    run = Simulated(k=k, training_s=training_share * at_full_load_s, seed=seed, window=window)
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         runner.run(run.run(steps))
     used = slice(2 * k + 2, steps - k)  # filled, and not yet running out of steps
     total_s = sum(run.step_s)
     tokens = sum(made for _, made in run.lags)
+    longest = sorted(run.lags, key=lambda of: of[1])[-len(run.lags) // 10 :]
     return {
         "k": k, "training_share": training_share, "step_s": statistics.fmean(run.step_s[used]),
         "learner_waits": statistics.fmean(run.waits_s[used]) / statistics.fmean(run.step_s[used]),
         "slots_idle": 1 - run.busy_slot_s / (SERVERS * SLOTS * total_s),
         "lag_mean": sum(lag * made for lag, made in run.lags) / tokens, "lag_max": run.oldest,
+        "lag_of_longest_tenth": statistics.fmean(lag for lag, _ in longest),
         "mixed": run.mixed / run.samples, "full_load_s": at_full_load_s,
     }  # fmt: skip
 
@@ -162,23 +204,38 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--steps", type=int, default=24)
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--windows", action="store_true", help="strict order against windows")
     given = options.parse_args()
     steps = 18 if given.quick else given.steps
     print(f"{SERVERS} servers of {SLOTS} slots, {PROMPTS} x {SIBLINGS} samples a step")
     print(
         f"{MEAN_TOKENS} tokens a sample (lognormal, sigma {SIGMA:g}, cut at {CUT:,}), {TOKENS_PER_S:g} tokens/s"
     )
-    print(
-        "| training / sampling | k | s per step | of synchronous | learner waits | slots idle | lag, mean | max | mixed |"
+    titles = (
+        "training / sampling",
+        "k",
+        "W / P",
+        "s per step",
+        "of the first",
+        "learner waits",
+        "slots idle",
     )
-    print("|---|---|---|---|---|---|---|---|---|")
-    rows = []
-    for share in (0.5, 1.0):
-        for k in (0, 1, 2, 4):
-            rows.append(row := simulate(k, share, steps=steps, seed=given.seed))
-            base = next(r for r in rows if r["training_share"] == share)["step_s"]
-            print(f"| {share:g} | {k} | {row['step_s']:.0f} | {row['step_s'] / base:.2f} | {row['learner_waits']:.0%} | "
-                  f"{row['slots_idle']:.0%} | {row['lag_mean']:.2f} | {row['lag_max']} | {row['mixed']:.0%} |", flush=True)  # fmt: skip
+    titles += ("lag, mean", "of the longest tenth", "max", "mixed")
+    print(f"| {' | '.join(titles)} |")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    rows: list[dict] = []
+    grid = [(share, k, None) for share in (0.5, 1.0) for k in (0, 1, 2, 4)]
+    if given.windows:
+        grid = [
+            (0.5, *of) for of in ((1, None), (1, 2), (2, None), (1, 3), (2, 2), (3, None), (2, 3), (4, None))
+        ]
+    for share, k, window in grid:
+        row = simulate(k, share, steps=steps, seed=given.seed, window=window and window * PROMPTS)
+        rows.append(row)
+        base = next(r for r in rows if r["training_share"] == share)["step_s"]
+        shown = f"{row['step_s']:.0f} | {row['step_s'] / base:.2f} | {row['learner_waits']:.0%} | {row['slots_idle']:.0%}"
+        lags = f"{row['lag_mean']:.2f} | {row['lag_of_longest_tenth']:.2f} | {row['lag_max']} | {row['mixed']:.0%}"
+        print(f"| {share:g} | {k} | {window or 'strict'} | {shown} | {lags} |", flush=True)
     write({"rows": rows}, given.json)
 
 

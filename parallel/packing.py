@@ -106,8 +106,11 @@ class PackedBatch:
         return replace(self, **{k: v.to(device) for k, v in tensors.items() if v is not None})
 
 
-_DTYPES = dict.fromkeys(("tokens_T", "targets_T", "positions_T"), INTEGERS)
-_DTYPES |= {"response_mask_T": FLAGS, "lag_T": (torch.int16,)}
+_DTYPES = {
+    **dict.fromkeys(("tokens_T", "targets_T", "positions_T"), INTEGERS),
+    "response_mask_T": FLAGS,
+    "lag_T": (torch.int16,),
+}
 
 
 def require_per_token(
@@ -169,7 +172,7 @@ def pack_sequences(
     )
 
 
-def _join(rows: Sequence[Sequence], dtype: torch.dtype) -> Tensor:
+def _join(rows: Sequence[Sequence | np.ndarray], dtype: torch.dtype) -> Tensor:
     """All rows end to end, by numpy, which reads a list faster than torch does."""
     joined = [np.array(row, dtype=_NUMPY[dtype]) for row in rows]
     return torch.from_numpy(np.concatenate(joined)) if rows else torch.empty(0, dtype=dtype)

@@ -139,6 +139,7 @@ def train(run: Run) -> None:
         )
         if run.tracker is not None:
             run.tracker.log(step, metrics.recorded, check_alarms(metrics.recorded, config.alarms))
+        if run.ledger is not None and sampled.stats is not None:
             run.ledger.enter(step, sampled.stats)
         run.weight_sync.check_samples(metrics.sampled_gap)
         run.doing("checkpoint")

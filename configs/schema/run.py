@@ -207,6 +207,13 @@ class RunConfig(Schema):
                 "they take turns on the same devices",
                 "set rollout.max_staleness=0, or launch.placement=separate",
             )
+        if self.rollout.drain_s > self.launch.patience_s:
+            yield Contradiction(
+                ("rollout.drain_s", "launch.collective_timeout_s"),
+                f"rollout.drain_s={self.rollout.drain_s:g} is longer than the learner waits for the sample role "
+                f"({self.launch.patience_s:g} s, 0.9 of launch.collective_timeout_s)",
+                f"use at most {self.launch.patience_s:g}",
+            )
         if self.rollout.max_new_tokens >= self.learner.token_budget:
             yield Contradiction(
                 ("rollout.max_new_tokens", "learner.token_budget"),

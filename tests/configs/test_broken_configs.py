@@ -520,6 +520,10 @@ TABLE = {
         options="rollout.drain_s=5", field="rollout.drain_s, rollout.max_staleness", value="5",
         error="of which max_staleness=0 leaves none at an update", fix="remove it, or set max_staleness to 1 or more",
     ),
+    "a drain that outlasts the learner's patience": Broken(
+        options="rollout.max_staleness=1 rollout.drain_s=2000", field="rollout.drain_s, launch.collective_timeout_s",
+        value="2000", error="is longer than the learner waits for the sample role (1620 s", fix="use at most 1620",
+    ),
     "shared GPUs of two sides' nodes": Broken(
         options=f"launch.placement=colocated {NODES}", field="launch.placement", value="colocated",
         error="nodes gives learner and servers nodes of their own", fix="remove one",
