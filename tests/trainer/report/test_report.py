@@ -109,6 +109,12 @@ def few_metrics(step: int) -> dict[str, float]:
     return {"reward/mean": 0.2 + step / 100}
 
 
+def some_metrics(step: int) -> dict[str, float]:
+    """Three figures, an accuracy now and then."""
+    names = ("reward/mean", "optim/grad_norm", "policy/entropy", "eval/accuracy", "eval/count")
+    return {name: value for name, value in step_metrics(step).items() if name in names}
+
+
 def make_run(
     folder: Path, steps, config: RunConfig | None = None, summary: dict | None = None, metrics=step_metrics
 ) -> Path:
@@ -144,12 +150,19 @@ class Page(HTMLParser):
         self.text += f" {data}"
 
 
-def test_page_holds_every_figure_and_refers_to_nothing_outside(tmp_path):
+@pytest.fixture(scope="module")
+def full_page(tmp_path_factory) -> Path:
+    """The page of a finished run that has everything. Its drawing takes seconds."""
     seconds = {"install": 10, "sampling": 99, "start_up": 20, "training": 300.4}
     summary = {"accuracy_before": 0.205, "accuracy_after": 0.6, "steps": 40, "seconds": seconds}
-    path = write_report(make_run(tmp_path / "run", range(41), summary=summary))
-    page = Page(path)
-    assert path == tmp_path / "run" / "report.html"
+    folder = make_run(tmp_path_factory.mktemp("full") / "run", range(41), summary=summary)
+    path = write_report(folder)
+    assert path == folder / "report.html"
+    return path
+
+
+def test_page_holds_every_figure_and_refers_to_nothing_outside(full_page):
+    path, page = full_page, Page(full_page)
     assert {p.stem for p in (path.parent / "figures").iterdir()} == ALL_FIGURES
     assert all(reference.startswith("data:image/svg+xml;base64,") for reference in page.references)
     embedded = [
@@ -175,18 +188,18 @@ def test_page_holds_every_figure_and_refers_to_nothing_outside(tmp_path):
     assert "no summary.json" not in page.text
 
 
-def test_figures_have_ink(tmp_path):
+def test_figures_have_ink(full_page):
     from PIL import Image
 
-    path = write_report(make_run(tmp_path / "run", range(41)))
     for name in ALL_FIGURES:
-        image = Image.open(io.BytesIO((path.parent / "figures" / f"{name}.png").read_bytes())).convert("RGB")
+        file = full_page.parent / "figures" / f"{name}.png"
+        image = Image.open(io.BytesIO(file.read_bytes())).convert("RGB")
         coloured = sum(n for n, (r, g, b) in image.getcolors(1 << 20) if max(r, g, b) - min(r, g, b) > 60)
         assert image.width >= 1000 and coloured > 500, name
 
 
 def test_unfinished_run_says_so_and_its_accuracy_is_so_far(tmp_path):
-    page = Page(write_report(make_run(tmp_path / "run", range(15))))
+    page = Page(write_report(make_run(tmp_path / "run", range(15), metrics=some_metrics)))
     assert "The run has no summary.json" in page.text
     assert "Accuracy so far 30.0%" in page.text
     assert "Steps 14 of 40" in page.text
@@ -549,8 +562,9 @@ def test_other_is_what_the_parts_leave_of_the_step_which_the_evaluation_comes_af
 
 
 def test_an_older_figure_that_is_no_longer_drawn_goes(tmp_path):
-    folder = make_run(tmp_path / "run", range(3))
+    folder = make_run(tmp_path / "run", range(3), metrics=some_metrics)
     write_report(folder)
+    assert {p.stem for p in (folder / "figures").iterdir()} > {"reward"}
     make_run(folder, range(3), metrics=lambda step: {"reward/mean": 0.5 + step})
     write_report(folder)
     assert {p.stem for p in (folder / "figures").iterdir()} == {"reward"}
