@@ -1,7 +1,11 @@
 """Settings of all tests."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
+
+from tests.support.mlflow_store import make_empty_store
 
 # No test is timed: the machines are shared, and an example that is slow today says nothing.
 settings.register_profile("untimed", deadline=None)
@@ -19,3 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif not item.get_closest_marker("cluster"):
             item.add_marker("quick")
     items.sort(key=lambda item: item.path not in slow_files)
+
+
+@pytest.fixture(scope="session")
+def empty_mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of it in the folder of the runs spares them the making of its tables."""
+    return make_empty_store(tmp_path_factory)

@@ -1,5 +1,6 @@
 """Fixtures of whole runs."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +11,10 @@ from tests.support.whole_runs import processes_of
 
 
 @pytest.fixture
-def folder(tmp_path) -> Iterator[Path]:
+def folder(tmp_path, empty_mlflow_store) -> Iterator[Path]:
     make_tiny_countdown_model(tmp_path / "model", seed=0)
+    (tmp_path / "runs").mkdir()
+    shutil.copy(empty_mlflow_store, tmp_path / "runs" / "mlflow.db")
     yield tmp_path
     for process in processes_of(tmp_path):  # of a test that failed
         process.kill()

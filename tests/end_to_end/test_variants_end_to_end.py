@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -102,9 +103,11 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Iterator[Finished]:
+def finished(tmp_path_factory, empty_mlflow_store) -> Iterator[Finished]:
     folder = tmp_path_factory.mktemp("variants")
     make_model(folder / "model")
+    (folder / "runs").mkdir()
+    shutil.copy(empty_mlflow_store, folder / "runs" / "mlflow.db")
     (folder / "my_reward.py").write_text(DIGITS)
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.variant_workers", "model"], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},

@@ -4,6 +4,7 @@ there."""
 import json
 import math
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -57,10 +58,11 @@ def make_config(**fields) -> RunConfig:
 
 
 @pytest.fixture
-def tmp_path(tmp_path) -> Path:
-    """A run folder: the store is in the one that it lies in."""
+def tmp_path(tmp_path, empty_mlflow_store) -> Path:
+    """A run folder: the store, which has its tables already, is in the one that it lies in."""
     folder = tmp_path / "run"
     folder.mkdir()
+    shutil.copy(empty_mlflow_store, tmp_path / mlflow_thread.STORE)
     return folder
 
 
@@ -207,6 +209,7 @@ def test_runs_share_a_store_where_the_file_system_is_local(tmp_path, monkeypatch
 
 def test_runs_that_start_together_stand_side_by_side_in_one_store(tmp_path):
     """In a process each: one makes the tables, and none loses a metric to another's lock."""
+    (tmp_path.parent / mlflow_thread.STORE).unlink()
     code = """
 import pathlib, sys
 from configs.schema import RunConfig
