@@ -13,11 +13,12 @@ import contextlib
 import gc
 import os
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import psutil
 
-from configs.loader import load_config, resolved_yaml
+from configs.loader import ParsedConfig, load_config, parse_config, resolved_yaml
 from configs.presets import PRESETS
 from configs.schema import RunConfig
 
@@ -90,10 +91,16 @@ def first_step(name: str) -> int:
     return 1 + STEPS * list(VARIANTS).index(name)
 
 
+@cache
+def parsed_config() -> ParsedConfig:
+    """The files, which all variants share."""
+    return parse_config(CONFIG)
+
+
+@cache
 def variant_config(name: str, model: Path) -> RunConfig:
-    return load_config(
-        CONFIG, [f"model.path={model}", *REWARD, f"steps={first_step(name) + STEPS - 1}", *VARIANTS[name]]
-    )
+    overrides = [f"model.path={model}", *REWARD, f"steps={first_step(name) + STEPS - 1}", *VARIANTS[name]]
+    return parsed_config().with_overrides(overrides).validated()
 
 
 def supervise(model: Path) -> None:
