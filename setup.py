@@ -17,5 +17,6 @@ setup(
         "launch": ["*.sh", "requirements/*.txt"],
         "launch.slurm": ["*.sbatch"],
     },
+    exclude_package_data={"rollout": ["**/__pycache__/*"]},
     entry_points={"console_scripts": ["tandem = launch.cli:main"]},
 )
