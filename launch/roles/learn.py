@@ -28,6 +28,7 @@ START_PROBE_TEMPERATURE = 0.7
 def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
     """Run one Megatron rank: build everything, train, export. torchrun sets RANK, WORLD_SIZE and MASTER_ADDR."""
     began = time.perf_counter()
+    gc.disable()  # collections would look at the imported modules again and again, and these stay
     import torch.distributed as dist
 
     from launch.roles.summary import write_summary
@@ -35,6 +36,8 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
     from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
     from trainer.report.page import write_report
 
+    gc.freeze()
+    gc.enable()
     listener = StopListener(folder, is_first_rank=os.environ.get("RANK", "0") == "0")
     run = replace(build_run(folder, config, listener.reason), doing=doing)
     if run.learner.is_first_rank:
