@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from parallel.megatron.model import rms_norm
 from parallel.planning.layout import padded_vocab_size
 from parallel.weights import hf_conversion, hf_files
 from tests.support.megatron_workers import make_batch, make_engine, make_hf_model, run_ranks, work_round_trip
@@ -147,6 +148,25 @@ def test_a_rope_type_that_depends_on_length_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="rope_type 'dynamic'"):
         make_engine(folder)
+
+
+@pytest.mark.parametrize("shape", [(5, 1, 16), (7, 4, 8), (0, 2, 8)])
+def test_rms_norm_matches_torch_in_float64_with_gradients(shape):
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn((*shape[:-1], 2 * shape[-1]), generator=generator).requires_grad_()
+    weight = torch.randn(shape[-1], generator=generator).requires_grad_()
+    upstream = torch.randn(shape, generator=generator)
+    x = whole[..., : shape[-1]]  # strided, as queries are
+    y = rms_norm(x, weight, 1e-6)
+    y.backward(upstream)
+    whole64, weight64 = (t.detach().double().requires_grad_() for t in (whole, weight))
+    expected = torch.nn.functional.rms_norm(whole64[..., : shape[-1]], (shape[-1],), weight64, 1e-6)
+    expected.backward(upstream.double())
+    assert torch.allclose(y.double(), expected, atol=1e-6)
+    assert torch.allclose(whole.grad.double(), whole64.grad, atol=1e-5)
+    assert torch.allclose(weight.grad.double(), weight64.grad, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(rms_norm(x, weight, 1e-6), y)
 
 
 def test_vocabulary_is_padded_to_divide():
