@@ -30,7 +30,8 @@ class ResampleGroups(Schema):
     """DAPO's dynamic sampling: a group whose siblings all score the same carries no signal, and is replaced by
     the group of a further prompt.
 
-    Each round samples as many prompts as groups are still missing. Prompts without signal are used up too.
+    A replacement starts as soon as a group turns out to carry none. A step uses as many prompts as rounds would,
+    each of which samples what the one before lacked. Prompts without signal are used up too.
     """
 
     type: Literal["resample"] = "resample"
