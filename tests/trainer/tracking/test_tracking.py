@@ -47,6 +47,7 @@ FULL = {
     "time/logprobs": 0.4,
     "time/update": 1.5,
     "time/sync": 0.2,
+    "staleness/mean": 0.75,
     "time/step": 5.5,
 }
 
@@ -474,7 +475,7 @@ def test_header_and_rows_line_up_and_fit():
         ends = [m.end() for m in re.finditer(r"ref KL|\S+", titles)]
         assert [m.end() for m in re.finditer(r"\S+", line)] == ends
         assert [m.end() for m in re.finditer(r"\S+", empty)] == ends
-        assert empty.split() == [f"0/{num_steps}"] + ["-"] * 16
+        assert empty.split() == [f"0/{num_steps}"] + ["-"] * 17
 
 
 def titles_of(**fields) -> list[str]:
@@ -490,6 +491,7 @@ def test_columns_are_those_that_can_move():
     )
     assert {"ref KL", "logprob"} == set(titles_of(kl={"coefficient": 0.1})) - set(titles_of())
     assert "logprob" in titles_of(learner={"minibatches": 2})
+    assert {"lag"} == set(titles_of(rollout={"max_staleness": 1})) - set(titles_of())
 
 
 def test_the_time_left_has_the_last_evaluation_in_it(tmp_path, capsys):
@@ -502,7 +504,7 @@ def test_the_time_left_has_the_last_evaluation_in_it(tmp_path, capsys):
 
 
 def test_row_by_hand():
-    by_hand = "3/100 0.512 25.0% 10.2 -1.23e-02 1.234 1.5e-03 0.321 3.1e-02 0.998 1.000 123k 3.2s 0.4s 1.5s 0.2s 1h02m"
+    by_hand = "3/100 0.512 25.0% 10.2 -1.23e-02 1.234 1.5e-03 0.321 3.1e-02 0.998 0.75 1.000 123k 3.2s 0.4s 1.5s 0.2s 1h02m"
     assert row(3, 100, FULL, 3725.0).split() == by_hand.split()
 
 
