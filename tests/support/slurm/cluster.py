@@ -146,9 +146,11 @@ class Cluster:
     def assert_no_process_of(self, folder: Path, *, deadline_s: float = 60.0) -> None:
         """On neither node: nothing whose command line or working directory lies in ``folder``, but for what
         ``start`` keeps here."""
-        self.wait_for(
-            lambda: not processes_of(folder), f"no process of {folder} to be left", deadline_s=deadline_s
-        )
+        deadline = time.monotonic() + deadline_s
+        while left := processes_of(folder):
+            if time.monotonic() > deadline:
+                pytest.fail(f"after {deadline_s:.0f} s still running: {left}{self.ends_of_logs()}")
+            time.sleep(0.2)
 
 
 def processes_of(folder: Path) -> list[str]:
