@@ -400,7 +400,8 @@ def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, 
             (completion,) = control.probe([3, 4, 5, 6], max_new_tokens=12, temperature=0.7)
             expected = reference_logprobs(models[1], [3, 4, 5, 6], completion.token_ids, 0.7)
             assert completion.rollout_logprobs == pytest.approx(expected, abs=EXACT)
-            check_an_update_in_a_response(control, urls, models, tensor_parallel=2, in_one_request=has_plugin)
+            if has_plugin:  # by SGLang's own path it is slow, and one server's is like another's
+                check_an_update_in_a_response(control, urls, models, tensor_parallel=2)
         for fleet in fleets:
             fleet.poll()
 
