@@ -68,6 +68,11 @@ class GenerationClient(Protocol):
         """A client of the same engine whose samples wait for none of this one's. It has stats of its own."""
         ...
 
+    async def see_version(self, newest: int) -> None:
+        """The engine's weights are of version ``newest`` now. Servers that were lost are used again if they have
+        it."""
+        ...
+
     async def drain(self, within_s: float) -> None:
         """Return when no sample is at the engine, or after ``within_s`` seconds. Until ``reopen``, further samples
         wait here."""

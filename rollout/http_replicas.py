@@ -22,6 +22,9 @@ class Replica:
     url: str
     in_flight: int = 0
     """Samples that its unanswered requests hold."""
+    is_lost: bool = False
+    """A connection failed. Its server may have been started again, with other weights: it is asked only where no
+    other replica is left."""
 
 
 def open_session(
@@ -56,11 +59,12 @@ async def request_with_retries(
     failures: list[str] = []
     failed: list[Replica] = []
     while True:
-        replica = min((r for r in replicas if r not in failed), key=lambda r: r.in_flight)
+        replica = min((r for r in replicas if r not in failed), key=lambda r: (r.is_lost, r.in_flight))
         replica.in_flight += num_samples
         try:
             return await attempt(replica.url)
         except (aiohttp.ClientError, AttemptFailed) as error:
+            replica.is_lost |= isinstance(error, aiohttp.ClientConnectionError)
             failures.append(f"{replica.url}: {str(error) or type(error).__name__}")
             on_failure(error, failures)
         finally:

@@ -193,6 +193,7 @@ METRICS = {entry.name: entry for entry in (
     Entry("eval/truncated_fraction", None, "share of responses", "samples that max_new_tokens cut off"),
     Entry("sync/version", None, "version", "weight version that the step published"),
     Entry("sync/bytes", None, "bytes", "bytes of weights that were sent"),
+    Entry("sync/servers", None, "servers", "servers that have the step's weights; fewer than rollout.replicas where one has ended"),
     Entry("sync/max_logprob_gap", None, "nats", "greatest log-prob difference of learner and servers on the probe prompt"),
     Entry("time/step", None, "s", "seconds of the step, without its evaluation"),
     Entry("time/sampling", None, "s", "seconds in which the learner waits for samples, rollout.drain_s included"),

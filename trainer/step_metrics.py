@@ -51,7 +51,7 @@ def step_metrics(
     explained = explained_variance(numbers)
     numbers |= {} if explained is None else {"critic/explained_variance": explained}
     if sync is not None:
-        numbers |= {"sync/version": sync.version, "sync/bytes": sync.bytes}
+        numbers |= {"sync/version": sync.version, "sync/bytes": sync.bytes, "sync/servers": sync.servers}
         numbers |= {} if sync.max_logprob_gap is None else {"sync/max_logprob_gap": sync.max_logprob_gap}
     numbers |= {f"time/{part}": value for part, value in seconds.items()}
     if sampled.groups is not None and sampled.stats is not None:

@@ -22,9 +22,12 @@ refuses never joins the broadcast, and only its answer says so.
 
 Nothing samples between pause and resume. Responses that are under way then (``rollout.max_staleness``) give up
 their place and their cache (SGLang's mode "retract") and go on under the new weights, from a cache that is
-computed anew: every token is exactly of the version that SGLang names for it. Any failure of the rollout side
-raises on all ranks together and ends the run, so a partial update never serves a training sample. A sender whose
-servers failed still finishes the gathering, which its stage needs, and passes its turn on, marked as failed.
+computed anew: every token is exactly of the version that SGLang names for it. A sender
+whose servers failed still finishes the gathering, which its stage needs, and passes its turn on, marked as failed.
+
+Any failure of the rollout side raises on all ranks together. Where a server of several has ended, the update is
+done anew for those that are left; one that has come back gets the weights, and with them samples to make, at the
+next update. Any other failure ends the run, so a partial update never serves a training sample.
 
 The samples themselves are the probe (``check_samples``) if the servers check every byte and the learner scores
 each step's samples, those of lag 0, by the weights that sampled them. ``publish`` then sends no probe prompt.
@@ -34,10 +37,9 @@ interrupted.
 
 import math
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 import torch
@@ -46,41 +48,29 @@ from torch import Tensor
 
 from configs.schema.launch import LaunchConfig
 from configs.schema.rollout import RolloutConfig
-from parallel.megatron.groups import Groups
 from parallel.megatron.platform import collective_backend, device
 from parallel.weights.fake_quantization import with_int8_matrices
-from parallel.weights.transfer import (
-    Bucket,
-    Buffers,
-    TransferPlan,
-    UnderWay,
-    WeightBroadcaster,
-    make_buckets,
-    plan_transfer,
-)
+from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.client import RolloutError
 from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.control import Pending, SGLangControl
-from rollout.sglang_plugin.tandem_weight_transfer import Announcement, hash_kind, weight_hash
 from trainer.algorithm.mismatch import SampledGap
 from trainer.learner import Learner
 from trainer.ranks.totals import on_first_rank
+from trainer.stage_sender import StageSender, WeightSyncError, in_turn
 from trainer.turns import OwnDevices
 
-GROUP = "tandem-weights"
 PROBE_PROMPT = [2 + i % 8 for i in range(12)]
 """Any tokens serve to compare two engines; ids this small exist in every vocabulary."""
 PROBE_TOKENS = 4
 EXACT_TOLERANCE = 1e-4
 """Allowed difference of a float32 learner and a float32 server: nats on a probe token, probability on any
 sampled token."""
+LOST_SERVER_S = 10.0
+"""Time after a failure in which the serve role reports a server that has ended."""
 UNLIKELY_TOLERANCE = 1e-3
 """Allowed difference in nats on any sampled token. Unlikely tokens show the rounding of their logits."""
-
-
-class WeightSyncError(RolloutError):
-    """The servers do not serve what the learner sent."""
 
 
 class ForeignSamplesError(RuntimeError):
@@ -103,6 +93,11 @@ class SyncResult:
     seconds: float
     max_logprob_gap: float | None
     """Nats, over the probe's tokens and all replicas; None without a probe."""
+    servers: int = 1
+    """Servers that have the weights now."""
+
+
+Lives = Callable[[], Mapping[str, int]]
 
 
 class WeightSync:
@@ -119,10 +114,13 @@ class WeightSync:
         address: str = "127.0.0.1",
         turns: OwnDevices | None = None,
         key: RunKey | None = None,
+        lives: Lives | None = None,
     ):
         """control: None on all ranks but the first. samples_are_probes: a step's samples are scored by the
         weights that sampled them. address: where the servers reach this rank's host, if it is a sender.
-        turns: None where the servers have devices of their own. key: the run's, which the servers check."""
+        turns: None where the servers have devices of their own. key: the run's, which the servers check.
+        lives: the address of each server that can be sent weights, with the number of its life; asked on the first
+        rank. None, on all ranks, where the servers stay the same until the run ends."""
         self._learner, self._control, self._rollout = learner, control, rollout
         self._turns = turns or OwnDevices()
         self._dtype = getattr(torch, rollout.dtype)
@@ -135,31 +133,81 @@ class WeightSync:
         self._plan = plan_transfer(learner.engine.export_plan(), dtype=self._dtype, device=device().type)
         self._sender: StageSender | None = None
         self._buffers = Buffers()
-        urls = [control.urls if control is not None else None]
+        self._launch, self._address, self._key = launch, address, key
+        self._lives = lives
+        self._served = dict(lives()) if lives is not None else {}
+        self._connect()
+
+    def _connect(self) -> None:
+        """Make the transfer groups with the servers of rank 0's control, all ranks together."""
+        urls: list[list[str]] = [self._control.urls if self._control is not None else []]
         dist.broadcast_object_list(urls, src=0)
-        if learner.groups.is_stage_first:
-            timeout_s = launch.patience_s
-            # Rank 0's control serves its own stage too.
-            stage_control = control or SGLangControl(
-                urls[0],
-                tensor_parallel=rollout.tp,
-                timeout_s=timeout_s,
-                peer_timeout_s=launch.peer_timeout_s,
-                key=key,
+        self._num_servers = len(urls[0])
+        if not self._learner.groups.is_stage_first:
+            return
+        # Rank 0's control serves its own stage too.
+        control = self._control or self._control_of(urls[0])
+        # NCCL refuses two ranks of a group on one GPU; gloo takes a GPU's tensors through host memory.
+        # Not run on GPUs by this project.
+        backend = "gloo" if self._turns.are_shared else collective_backend()
+        with in_turn(self._learner.groups):
+            self._sender = StageSender(
+                control,
+                self._rollout.tp,
+                backend,
+                self._launch.patience_s,
+                self._address,
+                stage=self._learner.groups.pp_rank,
+                in_one_request=self._rollout.sglang_plugin,
             )
-            # NCCL refuses two ranks of a group on one GPU; gloo takes a GPU's tensors through host memory.
-            # Not run on GPUs by this project.
-            backend = "gloo" if self._turns.are_shared else collective_backend()
-            with in_turn(learner.groups):
-                self._sender = StageSender(
-                    stage_control,
-                    rollout.tp,
-                    backend,
-                    timeout_s,
-                    address,
-                    stage=learner.groups.pp_rank,
-                    in_one_request=rollout.sglang_plugin,
-                )
+
+    def _control_of(self, urls: Sequence[str]) -> SGLangControl:
+        return SGLangControl(
+            urls,
+            tensor_parallel=self._rollout.tp,
+            timeout_s=self._launch.patience_s,
+            peer_timeout_s=self._launch.peer_timeout_s,
+            key=self._key,
+        )
+
+    def _follow_servers(self, *, patience_s: float = 0.0) -> bool:
+        """Where servers have ended or come back, make the transfer groups anew with those that there are; all ranks
+        together. Returns whether they did. patience_s: how long rank 0 looks for a change."""
+        if self._lives is None:
+            return False
+        is_changed = [self._learner.is_first_rank and self._look_for_change(self._lives, patience_s)]
+        dist.broadcast_object_list(is_changed, src=0)
+        if is_changed[0]:
+            if self._sender is not None:
+                self._sender.abandon()
+                self._sender = None
+            on_first_rank(partial(self._meet_others, self._lives))
+            failures: list[RolloutError | None] = [None] * self._learner.groups.pp_size
+            dist.all_gather_object(failures, self._connected(), group=self._learner.groups.pp_group)
+            on_first_rank(lambda: _raise_first(failures))
+            self._has_met_servers = False
+        return is_changed[0]
+
+    def _connected(self) -> RolloutError | None:
+        """``_connect``, and its failure, which all ranks must hear of."""
+        try:
+            self._connect()
+        except RolloutError as failure:
+            return failure
+        return None
+
+    def _look_for_change(self, lives: Lives, patience_s: float) -> bool:
+        deadline = time.monotonic() + patience_s
+        while lives() == self._served and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return lives() != self._served
+
+    def _meet_others(self, lives: Lives) -> None:
+        self._served = dict(lives())
+        if not self._served:
+            raise WeightSyncError("all servers have ended, and none is ready again")
+        self._control = self._control_of(list(self._served))
+        self._control.take_over()  # those that were there before may be in the middle of an update
 
     @property
     def _servers(self) -> SGLangControl:
@@ -203,6 +251,15 @@ class WeightSync:
         self._has_met_servers = True
 
     def _send(self, version: int) -> SyncResult:
+        self._follow_servers()
+        while True:
+            try:
+                return self._send_to_all(version)
+            except RolloutError:
+                if not self._follow_servers(patience_s=LOST_SERVER_S):
+                    raise
+
+    def _send_to_all(self, version: int) -> SyncResult:
         started = time.perf_counter()
         groups = self._learner.groups
         self._turns.both()
@@ -216,8 +273,9 @@ class WeightSync:
         is_probed = not (self._samples_are_probes or self._samples_ahead)
         gap = self.probe(self._rollout.temperature) if is_probed else None
         total = sum(sent.bytes for sent in by_stage)
+        seconds = time.perf_counter() - started
         return SyncResult(
-            version=version, bytes=total, seconds=time.perf_counter() - started, max_logprob_gap=gap
+            version=version, bytes=total, seconds=seconds, max_logprob_gap=gap, servers=self._num_servers
         )
 
     def _send_stage(self, version: int, opening: Pending | None) -> SentByRank:
@@ -250,9 +308,7 @@ class WeightSync:
         return SentByRank(bytes=size)
 
     def _close_update(self, version: int, by_stage: Sequence[SentByRank]) -> None:
-        for sent in by_stage:
-            if sent.failure is not None:
-                raise sent.failure
+        _raise_first([sent.failure for sent in by_stage])
         served = self._servers.close_update()
         if set(served) != {version}:
             raise WeightSyncError(f"sent weight version {version}, but the servers report {served}")
@@ -310,176 +366,7 @@ class WeightSync:
             self._sender.close()
 
 
-class StageSender:
-    """One pipeline stage's line to all servers: a transfer group, and the requests that belong to it."""
-
-    def __init__(
-        self,
-        control: SGLangControl,
-        tensor_parallel: int,
-        backend: str,
-        timeout_s: float,
-        address: str = "127.0.0.1",
-        *,
-        stage: int = 0,
-        in_one_request: bool = True,
-    ):
-        """Make the transfer group. The servers are told over HTTP to join it, and join while this process does.
-
-        in_one_request: the servers have Tandem's plugin."""
-        self._control, self._in_one_request = control, in_one_request
-        world_size = 1 + len(control.urls) * tensor_parallel
-        # The same name in every life of the run, so that servers that outlive a learner can leave its group.
-        name = f"{GROUP}-{stage}"
-        self._broadcaster = WeightBroadcaster(
-            world_size=world_size, backend=backend, timeout_s=timeout_s, address=address, group_name=name
-        )
-        joining = control.join_group(
-            master_address=self._broadcaster.address,
-            master_port=self._broadcaster.port,
-            world_size=world_size,
-            group_name=self._broadcaster.group_name,
-            backend=backend,
-        )
-        self._broadcaster.join(check=joining.raise_if_failed)
-        joining.wait()
-
-    def send(
-        self,
-        buckets: Iterable[Bucket],
-        plan: TransferPlan,
-        version: int | None,
-        opening: Pending | None = None,
-    ) -> int:
-        """Send the buckets of ``plan``; the last request names ``version``, None if a later stage's does. While one
-        bucket is in flight, the next is filled (by ``buckets``) and queued.
-
-        opening: the pending answer to the opening of the update. The first answer that fails ends the transfer.
-        Returns the bytes sent.
-        """
-        answers = Answers([] if opening is None else [opening])
-        answers.raise_if_failed()
-        if self._in_one_request:
-            return self._send_in_one_request(buckets, plan, version, answers)
-        return self._send_by_requests(buckets, version, answers)
-
-    def _send_in_one_request(
-        self, buckets: Iterable[Bucket], plan: TransferPlan, version: int | None, answers: "Answers"
-    ) -> int:
-        kind = hash_kind(device())
-        announcement = Announcement(kind, tuple(plan.counts), is_whole=version is not None)
-        answers.add(
-            self._control.receive_transfer(
-                names=plan.names,
-                dtype=_dtype_name(plan.dtype),
-                shapes=plan.shapes,
-                announcement=announcement,
-                version=version,
-            )
-        )
-        in_flight: UnderWay[None] | None = None
-        hashes, sent = [], 0
-        for bucket in buckets:
-            lined_up = self._broadcaster.start(bucket.bytes)
-            hashes.append(weight_hash(bucket.bytes, kind))
-            sent += bucket.bytes.numel()
-            if in_flight is not None:
-                _wait_for(in_flight, answers)  # the next bucket takes its buffer
-            in_flight = lined_up
-        _wait_for(self._broadcaster.start(torch.stack(hashes)), answers)
-        answers.wait_for_all_but(0)
-        return sent
-
-    def _send_by_requests(self, buckets: Iterable[Bucket], version: int | None, answers: "Answers") -> int:
-        in_flight: UnderWay[None] | None = None
-        sent = 0
-        for bucket in buckets:
-            answers.raise_if_failed()
-            names_version = version is not None and bucket.is_last
-            if names_version and in_flight is not None:
-                _wait_for(in_flight, answers)
-                # Else servers that failed to load one bucket would call the rest the new version.
-                answers.wait_for_all_but(0)
-            receiving = self._control.receive_bucket(
-                names=bucket.names,
-                dtype=_dtype_name(bucket.dtype),
-                shapes=bucket.shapes,
-                version=version if names_version else None,
-            )
-            answers.add(receiving)
-            lined_up = self._broadcaster.start(bucket.bytes)
-            sent += bucket.bytes.numel()
-            if in_flight is not None:
-                _wait_for(in_flight, answers)  # the next bucket takes its buffer
-                answers.wait_for_all_but(2)
-            in_flight = lined_up
-        if in_flight is not None:
-            _wait_for(in_flight, answers)
-        answers.wait_for_all_but(0)
-        return sent
-
-    def leave(self) -> None:
-        """Destroy the transfer group on both sides."""
-        self._control.leave_group()
-        self._broadcaster.close()
-
-    def close(self) -> None:
-        self.leave()
-        self._control.close()
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-class Answers:
-    """Answers that are still due, oldest first."""
-
-    def __init__(self, pending: Iterable[Pending]):
-        self._pending = deque(pending)
-
-    def add(self, pending: Pending) -> None:
-        self._pending.append(pending)
-
-    def raise_if_failed(self) -> None:
-        for pending in self._pending:
-            pending.raise_if_failed()
-
-    def wait_for_all_but(self, newest: int) -> None:
-        """Raises ControlError where one has failed."""
-        while len(self._pending) > newest:
-            self._pending.popleft().wait()
-
-
-def _wait_for(broadcast: UnderWay[None], answers: Answers) -> None:
-    try:
-        broadcast.wait(check=answers.raise_if_failed)
-    except RolloutError:
-        raise
-    except RuntimeError as error:  # from torch; all other members of this group are servers
-        raise WeightSyncError(f"the broadcast of a bucket to the servers failed: {error}") from error
-
-
-@contextmanager
-def in_turn(groups: Groups) -> Iterator[None]:
-    """The senders of the pipeline stages enter one after another, each after the stage before has left.
-
-    Raises RolloutError if an earlier stage failed inside, so that no stage waits for ever.
-    """
-    failed = torch.zeros(1)
-    if groups.pp_rank > 0:
-        dist.recv(
-            failed, src=dist.get_global_rank(groups.pp_group, groups.pp_rank - 1), group=groups.pp_group
-        )
-    try:
-        if failed.item():
-            raise WeightSyncError("an earlier pipeline stage has failed to send its weights")
-        yield
-    except BaseException:
-        failed.fill_(1)
-        raise
-    finally:
-        if groups.pp_rank < groups.pp_size - 1:
-            dist.send(
-                failed, dst=dist.get_global_rank(groups.pp_group, groups.pp_rank + 1), group=groups.pp_group
-            )
+def _raise_first(failures: Sequence[RolloutError | None]) -> None:
+    for failure in failures:
+        if failure is not None:
+            raise failure

@@ -118,6 +118,10 @@ class RolloutConfig(Schema):
     """Most retries of a request whose transport failed; the metrics count each."""
     max_total_tokens: Annotated[PositiveInt, at_most(2**40, "no memory holds so many")] | None = None
     """Size of SGLang's KV pool in tokens; None leaves it to SGLang (on CPU: 65536)."""
+    max_server_restarts: NonNegativeInt = 3
+    """How often a server that has ended is started again, over all servers of a node and an attempt at the run. The
+    run goes on with the others meanwhile, and the server gets the weights of the next update. It needs several
+    replicas, without a router, on devices of their own; otherwise a server that ends is the end of the run."""
     server_start_timeout_s: Seconds = 600.0
     """Deadline for one server to load the model and answer."""
     sglang_plugin: bool = True

@@ -197,6 +197,14 @@ def read_servers(folder: RunFolder, names: Sequence[str]) -> list[str] | None:
     return None if None in addresses else urls
 
 
+def read_lives(folder: RunFolder, names: Sequence[str]) -> dict[str, int]:
+    """The addresses of the replicas that can be sent weights, with the number of each one's life."""
+    addresses = [folder.read_address(name) for name in names]
+    return {
+        url: life for address in addresses if address is not None for url, life in address["lives"].items()
+    }
+
+
 def wait_for_servers(
     folder: RunFolder, names: Sequence[str], *, timeout_s: float, alive: Callable[[], None] = lambda: None
 ) -> list[str]:

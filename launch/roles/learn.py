@@ -7,12 +7,13 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from configs.schema import RunConfig
 from launch.processes.addresses import own_address
-from launch.processes.placement import serve_roles
-from launch.processes.run_folder import RunFolder, wait_for_servers
+from launch.processes.placement import may_restart, serve_roles
+from launch.processes.run_folder import RunFolder, read_lives, wait_for_servers
 from launch.processes.stopping import StopListener, Stopped, report_stopped
 from launch.processes.supervisor import exit_now
 from parallel.checkpoints.files import remove_leftovers
@@ -114,6 +115,7 @@ def build_run(
     weight_sync = WeightSync(
         learner, control, config.rollout, config.launch,
         samples_are_probes=config.compares_samples, address=address, turns=turns, key=key,
+        lives=partial(read_lives, folder, serve_roles(config)) if may_restart(config) else None,
     )  # fmt: skip
     # The tracker comes last: an error after it is open would leave it open.
     tracker = Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from configs.schema import RunConfig
 from launch.processes.addresses import own_address
-from launch.processes.placement import serve_roles, servers_on
+from launch.processes.placement import may_restart, serve_roles, servers_on
 from launch.processes.run_folder import RunFolder
 from rollout.servers.share import ServerShare
 
@@ -39,11 +39,24 @@ def serve(
     try:
         fleet.start()
         fleet.wait_healthy(config.rollout.server_start_timeout_s, print, should_stop=stop.is_set)
+        about = {"urls": fleet.urls, "pid": os.getpid(), "host": socket.gethostname()}
         if not stop.is_set():
-            folder.announce(name, {"urls": fleet.urls, "pid": os.getpid(), "host": socket.gethostname()})
+            folder.announce(name, about | {"lives": fleet.lives()})
         doing("serving")
+        restarts_left = config.rollout.max_server_restarts if may_restart(config) else 0
         while not stop.wait(0.5):
-            fleet.poll()
+            if restarts_left <= 0:
+                fleet.poll()
+            elif deaths := fleet.restart_ended():
+                restarts_left -= len(deaths)
+                folder.announce(name, about | {"lives": fleet.lives()})
+                for death in deaths:
+                    print(f"started again ({restarts_left} restarts left): {death}", flush=True)
+            if back := fleet.look_at_restarted():
+                folder.announce(name, about | {"lives": fleet.lives()})
+                print(
+                    f"SGLang replicas {back} are ready again, for the next update of the weights", flush=True
+                )
     finally:
         fleet.stop()
         for announced in (name, *led_replicas):

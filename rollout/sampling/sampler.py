@@ -117,6 +117,7 @@ class GroupSampler:
                 groups are sampled anew.
         """
         began = time.perf_counter()
+        await self._client.see_version(newest)
         self._pool.admit(count, ahead=ahead)
         try:
             scored = await self._pool.next_step()

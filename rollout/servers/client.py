@@ -26,6 +26,8 @@ T = TypeVar("T")
 REUSE_S = 4.0
 """Idle connections are dropped after this time. SGLang would drop them later, and the next attempt would fail."""
 BACKOFF_S = (0.1, 2.0)
+LOOK_S = 2.0
+"""Deadline of the question whether a lost server has the weights again."""
 UNREACHED_CODES = frozenset({"call_upstream_request_error", "no_available_workers"})
 """Error codes of sglang-router for a server that it has not reached, or has lost."""
 
@@ -96,6 +98,15 @@ class SGLangClient:
         other = copy(self)
         other._places, other._stats = _Places(self._max_concurrency), ClientStats()
         return other
+
+    async def see_version(self, newest: int) -> None:
+        """See ``GenerationClient``."""
+        await asyncio.gather(*(self._look_at(r, newest) for r in self._replicas if r.is_lost))
+
+    async def _look_at(self, replica: Replica, newest: int) -> None:
+        with suppress(TimeoutError, aiohttp.ClientError, orjson.JSONDecodeError, LookupError, ValueError):
+            async with asyncio.timeout(LOOK_S), self._session.get(f"{replica.url}/model_info") as response:
+                replica.is_lost = int(orjson.loads(await response.read())["weight_version"]) < newest
 
     async def drain(self, within_s: float) -> None:
         """See ``GenerationClient``."""

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configs.schema.rollout import RolloutConfig
@@ -29,6 +29,8 @@ from rollout.servers.watched_process import end_watched, how_it_ended, log_tail,
 
 HEALTH_POLL_S = 0.25
 HEALTH_REQUEST_TIMEOUT_S = 60.0
+RESTARTED_HEALTH_TIMEOUT_S = 5.0
+"""The others are to be watched meanwhile."""
 
 
 class ServerDied(RuntimeError):
@@ -44,13 +46,24 @@ class ServerDied(RuntimeError):
 class _Replica:
     """This node's share of a replica."""
 
-    number: int
+    share: ServerShare
+    place: int
+    """Among the shares of this node."""
     process: subprocess.Popen
     ports: Ports
     log_file: Path
     meeting: RankMeeting
-    answers: bool
-    """Whether it answers HTTP; of a replica on several nodes, only the first does."""
+    life: int = 1
+    """1, and one more for each restart."""
+
+    @property
+    def number(self) -> int:
+        return self.share.replica
+
+    @property
+    def answers(self) -> bool:
+        """Whether it answers HTTP; of a replica on several nodes, only the first does."""
+        return self.share.node_rank == 0
 
 
 class ServerFleet:
@@ -82,6 +95,8 @@ class ServerFleet:
         self._replicas: list[_Replica] = []
         self._pids: dict[int, int] = {}
         """Process ids of the servers (not of their watchdogs) by replica, once seen."""
+        self._starting: dict[int, float] = {}
+        """When each replica was started again that is not healthy yet."""
 
     @property
     def urls(self) -> list[str]:
@@ -122,7 +137,7 @@ class ServerFleet:
         meeting = RankMeeting(share, meeting_point)
         environment = server_environment(self._spec, share, place) | meeting.environment
         process = start_watched(command, log_file=log_file, environment=environment)
-        return _Replica(share.replica, process, ports, log_file, meeting, answers=share.node_rank == 0)
+        return _Replica(share, place, process, ports, log_file, meeting)
 
     def wait_healthy(
         self,
@@ -169,10 +184,62 @@ class ServerFleet:
         for replica in self._replicas:
             if replica.number not in self._pids and (pid := server_pid(replica.process)) is not None:
                 self._pids[replica.number] = pid
-            code = replica.process.poll()
-            if code is not None:
-                pid = self._pids.get(replica.number, replica.process.pid)
-                raise ServerDied(replica.number, pid, code, replica.log_file)
+            if replica.process.poll() is not None:
+                raise self._death_of(replica)
+
+    def _death_of(self, replica: _Replica) -> ServerDied:
+        pid = self._pids.get(replica.number, replica.process.pid)
+        return ServerDied(replica.number, pid, replica.process.returncode, replica.log_file)
+
+    def lives(self) -> dict[str, int]:
+        """The address of each replica that answers and is not being started again, with the number of its life."""
+        ready = [r for r in self._replicas if r.answers and r.number not in self._starting]
+        return {self._replica_url(replica): replica.life for replica in ready}
+
+    def restart_ended(self) -> list[ServerDied]:
+        """Start every replica that has ended again, at its port and on its GPUs; returns how they ended. The log of
+        the life before is kept beside the new one.
+
+        Raises:
+            ServerDied: a replica on several nodes ended, whose other shares are not this node's.
+        """
+        deaths = []
+        for i, replica in enumerate(self._replicas):
+            if replica.process.poll() is None:
+                continue
+            death = self._death_of(replica)
+            if replica.share.num_nodes > 1:
+                raise death
+            deaths.append(death)
+            end_watched([replica.process])  # what it may have left of its group
+            replica.meeting.close()
+            replica.log_file.replace(replica.log_file.with_suffix(f".life{replica.life}.log"))
+            started = self._start_share(replica.place, replica.share, replica.ports)
+            self._replicas[i] = replace(started, life=replica.life + 1)
+            self._pids.pop(replica.number, None)
+            self._starting[replica.number] = time.monotonic()
+        return deaths
+
+    def look_at_restarted(self) -> list[int]:
+        """The numbers of replicas that were being started again and have become healthy.
+
+        Raises:
+            TimeoutError: one takes longer than ``rollout.server_start_timeout_s``.
+        """
+        limit_s, healthy = self._spec.config.rollout.server_start_timeout_s, []
+        for replica in self._replicas:
+            started = self._starting.get(replica.number)
+            if started is None:
+                continue
+            if _is_healthy(self._spec, replica.ports.http, RESTARTED_HEALTH_TIMEOUT_S):
+                del self._starting[replica.number]
+                healthy.append(replica.number)
+            elif time.monotonic() - started > limit_s:
+                raise TimeoutError(
+                    f"SGLang replica {replica.number} was started again, and was not ready after {limit_s:g} s. Last lines of "
+                    f"{replica.log_file}:\n{log_tail(replica.log_file)}"
+                )
+        return healthy
 
     def stop(self) -> None:
         """End every replica by ``end_watched``. May be called twice.

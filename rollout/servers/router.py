@@ -72,6 +72,9 @@ class _RoutedClient:
     def with_own_places(self) -> "_RoutedClient":
         return _RoutedClient(self._client.with_own_places(), self._router)
 
+    async def see_version(self, newest: int) -> None:
+        await self._client.see_version(newest)
+
     async def drain(self, within_s: float) -> None:
         await self._client.drain(within_s)
 

@@ -68,6 +68,9 @@ class FakeEngine:
     def with_own_places(self) -> "FakeEngine":
         return self
 
+    async def see_version(self, newest: int) -> None:
+        return None
+
     async def drain(self, within_s: float) -> None:
         return None
 

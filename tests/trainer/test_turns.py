@@ -30,7 +30,7 @@ from tests.support.megatron_workers import (
 from tests.support.offload_workers import bytes_there, work_offloaded_updates
 from tests.support.server_specs import server_spec
 from tests.trainer.test_weight_sync import GROUPS, TEMPERATURE, TIMEOUT_S, FakeControl, train
-from trainer import weight_sync
+from trainer import stage_sender
 from trainer.learner import Learner
 from trainer.turns import CACHE, WEIGHTS, SharedDevices, make_room
 from trainer.weight_sync import WeightSync
@@ -166,7 +166,7 @@ def control(folder, learner) -> Iterator[LendingControl]:
 
 
 def sync_of(learner: Learner, control: LendingControl, turns: SharedDevices, *, probes: bool) -> WeightSync:
-    weight_sync.GROUP = f"test-{next(GROUPS)}"  # those of the tests before may still be there
+    stage_sender.GROUP = f"test-{next(GROUPS)}"  # those of the tests before may still be there
     return WeightSync(
         learner,
         control,

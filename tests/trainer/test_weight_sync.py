@@ -35,7 +35,7 @@ from tests.support.megatron_workers import (
     weighted_loss,
     weights_of,
 )
-from trainer import weight_sync
+from trainer import stage_sender, weight_sync
 from trainer.algorithm.mismatch import SampledGap
 from trainer.learner import Learner
 from trainer.weight_sync import PROBE_TOKENS, WeightSync, WeightSyncError
@@ -268,7 +268,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
     """A joined WeightSync whose buckets hold at most 8 KiB, so that an update takes several."""
     monkeypatch.setattr(weight_sync, "plan_transfer", partial(plan_transfer, max_bytes=MAX_BYTES))
     monkeypatch.setattr(
-        weight_sync, "GROUP", f"test-{next(GROUPS)}"
+        stage_sender, "GROUP", f"test-{next(GROUPS)}"
     )  # those of the tests before may still be there
     controls = []
 
@@ -278,6 +278,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
         prepare: Callable[[Replica], None] = lambda replica: None,
         quantization: str = "none",
         plugin: bool = True,
+        lives: Callable[[], dict[str, int]] | None = None,
     ):
         control = FakeControl(folder, num_replicas)
         controls.append(control)
@@ -289,6 +290,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
                 dtype=dtype, temperature=TEMPERATURE, quantization=quantization, sglang_plugin=plugin
             ),
             LaunchConfig(collective_timeout_s=TIMEOUT_S),
+            lives=lives,
         )
         return sync, control
 
@@ -323,6 +325,44 @@ def test_servers_that_have_outlived_a_learner_get_the_weights_of_the_next_before
     weights = weights_of(learner.engine)
     for replica in control.replicas:
         assert all(torch.equal(replica.tensors[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("lost", ["before the update", "in the transfer"])
+def test_an_update_is_done_for_the_servers_that_are_left(make_sync, learner, folder, lost):
+    lives = {"replica 0": 1, "replica 1": 1}
+    sync, control = make_sync(2, lives=lambda: dict(lives))
+    assert sync.publish().servers == 2
+    left = FakeControl(folder, 1)
+    sync._control_of = lambda urls: left if urls == ["replica 0"] else pytest.fail(str(urls))
+    flip = flip_a_bit_of(1)
+
+    def lose(place: int, received: torch.Tensor) -> None:
+        lives.pop("replica 1", None)
+        flip(place, received)
+
+    if lost == "in the transfer":
+        control.replicas[1].break_received = lose
+    else:
+        del lives["replica 1"]
+    try:
+        train(learner)
+        result = sync.publish()
+        assert (result.servers, result.version, left.versions()) == (1, 2, [2])
+        assert left.calls[:3] == ["take_over", "require_plugin", "open_update"]
+        assert left.calls[3:] == ["receive_transfer version=2", "close_update", "resume", "probe"]
+        weights = weights_of(learner.engine)
+        assert all(torch.equal(left.replicas[0].tensors[name], t) for name, t in weights.items())
+        assert sync.publish().version == 3  # by the groups that there are
+    finally:
+        left.close()
+
+
+def test_a_failure_without_a_lost_server_ends_the_update(make_sync, monkeypatch):
+    monkeypatch.setattr(weight_sync, "LOST_SERVER_S", 0.1)
+    sync, control = make_sync(2, lives=lambda: {"replica 0": 1, "replica 1": 1})
+    control.replicas[1].break_received = flip_a_bit_of(1)
+    with pytest.raises(ControlError, match="other bytes in"):
+        sync.publish()
 
 
 def test_servers_that_hold_half_an_update_stay_paused_where_the_next_one_fails(make_sync, learner):

@@ -48,10 +48,12 @@ class LocalServer:
         self.behave, self.hold = behave, hold
         self.bodies: list[dict] = []
         self.running = self.most_running = 0  # samples
+        self.version = "0"
 
     async def __aenter__(self) -> "LocalServer":
         app = web.Application()
         app.router.add_post("/generate", self.generate)
+        app.router.add_get("/model_info", self.model_info)
         self.runner = web.AppRunner(app, handler_cancellation=True)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0, shutdown_timeout=0.1)
@@ -61,6 +63,9 @@ class LocalServer:
 
     async def __aexit__(self, *exception):
         await self.runner.cleanup()
+
+    async def model_info(self, request):
+        return web.json_response({"weight_version": self.version})
 
     async def generate(self, request):
         self.bodies.append(await request.json())
@@ -480,6 +485,39 @@ def test_a_drain_waits_for_what_is_at_the_servers_and_holds_the_rest_back():
             assert len(server.bodies) == 1
             client.reopen()
             assert len(await second) == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_server_is_used_again_once_it_has_the_newest_weights():
+    """It may have been started again, with the weights of the start."""
+
+    async def scenario():
+        async with (
+            LocalServer(lambda n: None if n == 0 else answer()) as lost,
+            LocalServer(lambda n: answer()) as other,
+            make_client(lost, other) as client,
+        ):
+            await ask(client)
+            assert (len(lost.bodies), len(other.bodies), client.stats.retries) == (1, 1, 1)
+            for lost.version, asked in (("3", 0), ("nonsense", 0), ("5", 1)):
+                await client.see_version(5)
+                await asyncio.gather(*(ask(client) for _ in range(4)))
+                assert (len(lost.bodies) > 1) == bool(asked), lost.version
+            assert client.stats.retries == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_lost_server_is_better_than_none():
+    async def scenario():
+        async with (
+            LocalServer(lambda n: None if n == 0 else answer()) as only,
+            make_client(only) as client,
+        ):
+            await ask(client)
+            await ask(client)
+            assert len(only.bodies) == 3
 
     asyncio.run(scenario())
 

@@ -1,0 +1,204 @@
+"""One pipeline stage's way of sending its weights: a transfer group with all servers, buckets in turn, answers."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+import torch.distributed as dist
+
+from parallel.megatron.groups import Groups
+from parallel.megatron.platform import device
+from parallel.weights.transfer import Bucket, TransferPlan, UnderWay, WeightBroadcaster
+from rollout.client import RolloutError
+from rollout.servers.control import Pending, SGLangControl
+from rollout.sglang_plugin.tandem_weight_transfer import Announcement, hash_kind, weight_hash
+
+GROUP = "tandem-weights"
+
+
+class WeightSyncError(RolloutError):
+    """The servers do not serve what the learner sent."""
+
+
+class StageSender:
+    """One pipeline stage's line to all servers: a transfer group, and the requests that belong to it."""
+
+    def __init__(
+        self,
+        control: SGLangControl,
+        tensor_parallel: int,
+        backend: str,
+        timeout_s: float,
+        address: str = "127.0.0.1",
+        *,
+        stage: int = 0,
+        in_one_request: bool = True,
+    ):
+        """Make the transfer group. The servers are told over HTTP to join it, and join while this process does.
+
+        in_one_request: the servers have Tandem's plugin."""
+        self._control, self._in_one_request = control, in_one_request
+        world_size = 1 + len(control.urls) * tensor_parallel
+        # The same name in every life of the run, so that servers that outlive a learner can leave its group.
+        name = f"{GROUP}-{stage}"
+        self._broadcaster = WeightBroadcaster(
+            world_size=world_size, backend=backend, timeout_s=timeout_s, address=address, group_name=name
+        )
+        joining = control.join_group(
+            master_address=self._broadcaster.address,
+            master_port=self._broadcaster.port,
+            world_size=world_size,
+            group_name=self._broadcaster.group_name,
+            backend=backend,
+        )
+        self._broadcaster.join(check=joining.raise_if_failed)
+        joining.wait()
+
+    def send(
+        self,
+        buckets: Iterable[Bucket],
+        plan: TransferPlan,
+        version: int | None,
+        opening: Pending | None = None,
+    ) -> int:
+        """Send the buckets of ``plan``; the last request names ``version``, None if a later stage's does. While one
+        bucket is in flight, the next is filled (by ``buckets``) and queued.
+
+        opening: the pending answer to the opening of the update. The first answer that fails ends the transfer.
+        Returns the bytes sent.
+        """
+        answers = Answers([] if opening is None else [opening])
+        answers.raise_if_failed()
+        if self._in_one_request:
+            return self._send_in_one_request(buckets, plan, version, answers)
+        return self._send_by_requests(buckets, version, answers)
+
+    def _send_in_one_request(
+        self, buckets: Iterable[Bucket], plan: TransferPlan, version: int | None, answers: "Answers"
+    ) -> int:
+        kind = hash_kind(device())
+        announcement = Announcement(kind, tuple(plan.counts), is_whole=version is not None)
+        answers.add(
+            self._control.receive_transfer(
+                names=plan.names,
+                dtype=_dtype_name(plan.dtype),
+                shapes=plan.shapes,
+                announcement=announcement,
+                version=version,
+            )
+        )
+        in_flight: UnderWay[None] | None = None
+        hashes, sent = [], 0
+        for bucket in buckets:
+            lined_up = self._broadcaster.start(bucket.bytes)
+            hashes.append(weight_hash(bucket.bytes, kind))
+            sent += bucket.bytes.numel()
+            if in_flight is not None:
+                _wait_for(in_flight, answers)  # the next bucket takes its buffer
+            in_flight = lined_up
+        _wait_for(self._broadcaster.start(torch.stack(hashes)), answers)
+        answers.wait_for_all_but(0)
+        return sent
+
+    def _send_by_requests(self, buckets: Iterable[Bucket], version: int | None, answers: "Answers") -> int:
+        in_flight: UnderWay[None] | None = None
+        sent = 0
+        for bucket in buckets:
+            answers.raise_if_failed()
+            names_version = version is not None and bucket.is_last
+            if names_version and in_flight is not None:
+                _wait_for(in_flight, answers)
+                # Else servers that failed to load one bucket would call the rest the new version.
+                answers.wait_for_all_but(0)
+            receiving = self._control.receive_bucket(
+                names=bucket.names,
+                dtype=_dtype_name(bucket.dtype),
+                shapes=bucket.shapes,
+                version=version if names_version else None,
+            )
+            answers.add(receiving)
+            lined_up = self._broadcaster.start(bucket.bytes)
+            sent += bucket.bytes.numel()
+            if in_flight is not None:
+                _wait_for(in_flight, answers)  # the next bucket takes its buffer
+                answers.wait_for_all_but(2)
+            in_flight = lined_up
+        if in_flight is not None:
+            _wait_for(in_flight, answers)
+        answers.wait_for_all_but(0)
+        return sent
+
+    def leave(self) -> None:
+        """Destroy the transfer group on both sides."""
+        self._control.leave_group()
+        self._broadcaster.close()
+
+    def abandon(self) -> None:
+        """Leave a group of which a server is gone. The others may still wait in a broadcast, which fails once this
+        end of it is closed."""
+        self._broadcaster.close()
+        with suppress(RolloutError):
+            self._control.leave_group()
+        self._control.close()
+
+    def close(self) -> None:
+        self.leave()
+        self._control.close()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Answers:
+    """Answers that are still due, oldest first."""
+
+    def __init__(self, pending: Iterable[Pending]):
+        self._pending = deque(pending)
+
+    def add(self, pending: Pending) -> None:
+        self._pending.append(pending)
+
+    def raise_if_failed(self) -> None:
+        for pending in self._pending:
+            pending.raise_if_failed()
+
+    def wait_for_all_but(self, newest: int) -> None:
+        """Raises ControlError where one has failed."""
+        while len(self._pending) > newest:
+            self._pending.popleft().wait()
+
+
+def _wait_for(broadcast: UnderWay[None], answers: Answers) -> None:
+    try:
+        broadcast.wait(check=answers.raise_if_failed)
+    except RolloutError:
+        raise
+    except RuntimeError as error:  # from torch; all other members of this group are servers
+        raise WeightSyncError(f"the broadcast of a bucket to the servers failed: {error}") from error
+
+
+@contextmanager
+def in_turn(groups: Groups) -> Iterator[None]:
+    """The senders of the pipeline stages enter one after another, each after the stage before has left.
+
+    Raises RolloutError if an earlier stage failed inside, so that no stage waits for ever.
+    """
+    failed = torch.zeros(1)
+    if groups.pp_rank > 0:
+        dist.recv(
+            failed, src=dist.get_global_rank(groups.pp_group, groups.pp_rank - 1), group=groups.pp_group
+        )
+    try:
+        if failed.item():
+            raise WeightSyncError("an earlier pipeline stage has failed to send its weights")
+        yield
+    except BaseException:
+        failed.fill_(1)
+        raise
+    finally:
+        if groups.pp_rank < groups.pp_size - 1:
+            dist.send(
+                failed, dst=dist.get_global_rank(groups.pp_group, groups.pp_rank + 1), group=groups.pp_group
+            )
