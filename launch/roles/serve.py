@@ -1,18 +1,27 @@
 """The serve role: the SGLang servers of one node, from their start to their end."""
 
+import contextlib
 import json
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from configs.schema import RunConfig
 from launch.processes.addresses import own_address
 from launch.processes.placement import may_restart, serve_roles, servers_on
 from launch.processes.run_folder import RunFolder
 from rollout.servers.share import ServerShare
+
+if TYPE_CHECKING:
+    from rollout.servers.fleet import ServerFleet
+
+LOOK_S = 5.0
+"""Interval of looks at the own announcement."""
 
 
 def serve(
@@ -36,31 +45,64 @@ def serve(
     name, host = serve_roles(config)[node], own_address(config.launch.nodes)
     spec = ServerSpec(config=config, cuda=gpus_here() > 0, host=host, key=folder.run_key())
     fleet = ServerFleet(spec, folder.logs, shares, meeting_points(folder, config, shares, host))
+    is_announced = False
     try:
         fleet.start()
         fleet.wait_healthy(config.rollout.server_start_timeout_s, print, should_stop=stop.is_set)
-        about = {"urls": fleet.urls, "pid": os.getpid(), "host": socket.gethostname()}
         if not stop.is_set():
-            folder.announce(name, about | {"lives": fleet.lives()})
+            announce(folder, name, fleet)
+            is_announced = True
         doing("serving")
-        restarts_left = config.rollout.max_server_restarts if may_restart(config) else 0
-        while not stop.wait(0.5):
-            if restarts_left <= 0:
-                fleet.poll()
-            elif deaths := fleet.restart_ended():
-                restarts_left -= len(deaths)
-                folder.announce(name, about | {"lives": fleet.lives()})
-                for death in deaths:
-                    print(f"started again ({restarts_left} restarts left): {death}", flush=True)
-            if back := fleet.look_at_restarted():
-                folder.announce(name, about | {"lives": fleet.lives()})
-                print(
-                    f"SGLang replicas {back} are ready again, for the next update of the weights", flush=True
-                )
+        restarts = config.rollout.max_server_restarts if may_restart(config) else 0
+        watch(fleet, folder, name, stop, restarts=restarts)
     finally:
         fleet.stop()
-        for announced in (name, *led_replicas):
-            folder.withdraw(announced)
+        if not (is_announced and is_superseded(folder, name)):
+            for announced in (name, *led_replicas):
+                folder.withdraw(announced)
+
+
+def watch(
+    fleet: "ServerFleet", folder: RunFolder, name: str, stop: threading.Event, *, restarts: int
+) -> None:
+    """Look at the servers until ``stop``, and start those that have ended again, ``restarts`` times in all.
+
+    Raises:
+        ServerDied: one has ended, and no restart is left.
+        TimeoutError: one that was started again does not become healthy.
+    """
+    looked = time.monotonic()
+    while not stop.wait(0.5):
+        if time.monotonic() - looked > LOOK_S:
+            looked = time.monotonic()
+            if is_superseded(folder, name):
+                print("another start of this run has taken this role's place: its servers end", flush=True)
+                return
+        if restarts <= 0:
+            fleet.poll()
+        elif deaths := fleet.restart_ended():
+            restarts -= len(deaths)
+            announce(folder, name, fleet)
+            for death in deaths:
+                print(f"started again ({restarts} restarts left): {death}", flush=True)
+        if back := fleet.look_at_restarted():
+            announce(folder, name, fleet)
+            text = "are ready again, for the next update of the weights"
+            print(f"SGLang replicas {back} {text}", flush=True)
+
+
+def announce(folder: RunFolder, name: str, fleet: "ServerFleet") -> None:
+    about = {"urls": fleet.urls, "pid": os.getpid(), "host": socket.gethostname()}
+    folder.announce(name, about | {"lives": fleet.lives()})
+
+
+def is_superseded(folder: RunFolder, name: str) -> bool:
+    """Whether the address that this process has announced is gone, or another's. A node that was cut off comes back
+    with the roles of a start that the run has left behind, and nobody else may be there to end them."""
+    with contextlib.suppress(OSError):  # a file system that does not answer says nothing
+        address = folder.read_address(name) or {}
+        return (address.get("pid"), address.get("host")) != (os.getpid(), socket.gethostname())
+    return False
 
 
 def shares_of(folder: RunFolder, config: RunConfig, node: int) -> list[ServerShare]:

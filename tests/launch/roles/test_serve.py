@@ -1,0 +1,83 @@
+"""The serve role's watch over its servers, with a fleet of nothing in their place."""
+
+import os
+import socket
+import threading
+
+import pytest
+
+from launch.processes.run_folder import RunFolder
+from launch.roles import serve
+
+
+class Fleet:
+    """Counts what it is asked; ``polls`` ends the watch."""
+
+    urls = ("http://a:1", "http://b:1")
+
+    def __init__(self, stop: threading.Event, looks: int):
+        self.stop, self.looks, self.deaths, self.back = stop, looks, [], []
+
+    def _look(self) -> None:
+        self.looks -= 1
+        if not self.looks:
+            self.stop.set()
+
+    def poll(self) -> None:
+        self._look()
+        if self.deaths:
+            raise self.deaths.pop()
+
+    def restart_ended(self) -> list[Exception]:
+        self._look()
+        return [self.deaths.pop()] if self.deaths else []
+
+    def look_at_restarted(self) -> list[int]:
+        return self.back
+
+    def lives(self) -> dict[str, int]:
+        return {"http://a:1": 1}
+
+
+class Ended(Exception):
+    pass
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> RunFolder:
+    (tmp_path / "roles").mkdir()
+    monkeypatch.setattr(serve, "LOOK_S", 0.0)
+    return RunFolder(tmp_path)
+
+
+def watch(folder: RunFolder, fleet: Fleet, *, restarts: int = 0) -> None:
+    serve.watch(fleet, folder, "serve", fleet.stop, restarts=restarts)
+
+
+@pytest.mark.parametrize("now", [None, {"pid": 1, "host": "elsewhere", "urls": []}])
+def test_servers_of_a_start_that_the_run_has_left_behind_end(folder, now, capsys):
+    fleet = Fleet(threading.Event(), looks=100)
+    if now is not None:
+        folder.announce("serve", now)
+    watch(folder, fleet)
+    assert fleet.looks == 100 and "has taken this role's place" in capsys.readouterr().out
+
+
+def test_servers_of_the_present_start_are_watched(folder):
+    fleet = Fleet(threading.Event(), looks=3)
+    serve.announce(folder, "serve", fleet)
+    announced = folder.read_address("serve")
+    assert (announced["pid"], announced["host"]) == (os.getpid(), socket.gethostname())
+    watch(folder, fleet)
+    assert fleet.looks == 0
+
+
+def test_a_server_that_ends_is_started_again_as_often_as_the_config_says(folder, capsys):
+    fleet = Fleet(threading.Event(), looks=100)
+    serve.announce(folder, "serve", fleet)
+    fleet.deaths = [Ended("the third"), Ended("the second"), Ended("the first")]
+    with pytest.raises(Ended, match="the third"):
+        watch(folder, fleet, restarts=2)
+    said = capsys.readouterr().out
+    assert "(1 restarts left): the first" in said and "(0 restarts left): the second" in said
+    assert folder.read_address("serve")["lives"] == {"http://a:1": 1}
