@@ -29,7 +29,7 @@ from tests.support.slurm.runs import (
 
 STEPS = 9
 SHORT_CUT_S = 4.0
-SLOW = ("rollout.server_args={max-running-requests: 2}", "launch.peer_timeout_s=12", f"steps={STEPS}")
+SLOW = ("rollout.server_args={max-running-requests: 1}", "launch.peer_timeout_s=12", f"steps={STEPS}")
 pytestmark = [pytest.mark.engines, pytest.mark.cluster]
 
 
