@@ -514,7 +514,7 @@ def test_row_by_hand():
     st.integers(0, 10**5),
 )
 def test_cells_never_run_together(metrics, step):
-    assert len(row(step, 10**5, metrics, None).split()) == 17
+    assert len(row(step, 10**5, metrics, None).split()) == 18
 
 
 def test_console_is_plain_in_a_pipe_and_repeats_its_header(tmp_path, capsys):
