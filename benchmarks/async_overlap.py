@@ -29,8 +29,9 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.common import hardware, parser, write  # noqa: E402
 
 STALENESS = (0, 1, 2, 4)
-SKIPPED_STEPS = 4
-"""Steps at the beginning that do not count: caches are cold, and the sample role is not ahead yet."""
+SKIPPED_STEPS = 5
+"""Steps at the beginning that do not count: caches are cold, and the sample role is not ahead yet. Nor do the last k
+steps, in which nothing is sampled ahead any more."""
 LONG_MEAN, LONG_CUT = 64, 512
 DEADLINE_S = 900.0
 WORKLOADS = {
@@ -55,7 +56,7 @@ def main() -> None:
     )
     options.add_argument("--workload", choices=WORKLOADS, help="one of the two")
     given = options.parse_args()
-    rounds, steps = (1, 8) if given.quick else (given.rounds, given.steps)
+    rounds, steps = (1, 12) if given.quick else (given.rounds, given.steps)
     result: dict = {"hardware": hardware(), "steps": steps, "rounds": rounds, "drain_s": given.drain}
     print(json.dumps(result["hardware"], indent=2))
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +98,7 @@ def measure(name: str, model: Path, folder: Path, rounds: int, steps: int, drain
         for k in STALENESS:
             settings = [*WORKLOADS[name], f"rollout.max_staleness={k}", f"steps={steps}"]
             settings += [f"rollout.drain_s={drain_s}"] if k and name == "short" else []
-            rows = run(model, folder / f"{name}-{round_}-{k}", settings)[SKIPPED_STEPS:]
+            rows = run(model, folder / f"{name}-{round_}-{k}", settings)[SKIPPED_STEPS : steps - k]
             for metric in (*(f"time/{part}" for part in PARTS), "response/length_mean", "staleness/mean",
                            "staleness/mixed_fraction", "sampling/idle_s"):  # fmt: skip
                 values = [row[metric] for row in rows if metric in row]
