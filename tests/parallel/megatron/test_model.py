@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from parallel.megatron.model import rms_norm
+from parallel.megatron.rms_norm import rms_norm
 from parallel.planning.layout import padded_vocab_size
 from parallel.weights import hf_conversion, hf_files
 from tests.support.megatron_workers import make_batch, make_engine, make_hf_model, run_ranks, work_round_trip
