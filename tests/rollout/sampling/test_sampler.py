@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import threading
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -674,13 +673,14 @@ def test_short_texts_are_not_tokenised_to_know_that_they_fit():
     assert len(encoded) == 1  # the first, for what stands around a text
 
 
-@pytest.fixture
-def served(tokenizer, tmp_path):
-    """Start a sample role in a thread for a given sampler, and hand out the learner's side; ends with
-    ``stop``."""
-    threads, remotes, key = [], [], run_key(tmp_path / "key.yaml")
+class Served:
+    """Sample roles, each in a thread of its own."""
 
-    def start(sampler, timeout_s=20.0) -> RemoteSampler:
+    def __init__(self, key):
+        self._key, self._roles = key, []
+
+    def __call__(self, sampler, timeout_s=20.0) -> RemoteSampler:
+        """Start a role for ``sampler``. Returns the learner's side."""
         addresses, ready = [], threading.Event()
 
         def announce(address):
@@ -688,21 +688,30 @@ def served(tokenizer, tmp_path):
             ready.set()
 
         thread = threading.Thread(
-            target=lambda: asyncio.run(serve(sampler, announce=announce, key=key)), daemon=True
+            target=lambda: asyncio.run(serve(sampler, announce=announce, key=self._key)), daemon=True
         )
         thread.start()
         assert ready.wait(20)
-        threads.append(thread)
-        remotes.append(RemoteSampler(addresses[0], timeout_s=timeout_s, key=key))
-        return remotes[-1]
+        remote = RemoteSampler(addresses[0], timeout_s=timeout_s, key=self._key)
+        self._roles.append((remote, thread))
+        return remote
 
-    yield start
-    for remote, thread in zip(remotes, threads, strict=True):
-        if thread.is_alive():
-            remote.stop()
-        thread.join(20)
-        assert not thread.is_alive()
-        remote.close()
+    def stop(self):
+        """Stop every role that still runs, and wait until it has ended."""
+        while self._roles:
+            remote, thread = self._roles.pop()
+            with remote:
+                if thread.is_alive():
+                    remote.stop()
+                thread.join(20)
+                assert not thread.is_alive()
+
+
+@pytest.fixture
+def served(tmp_path):
+    roles = Served(run_key(tmp_path / "key.yaml"))
+    yield roles
+    roles.stop()
 
 
 def test_the_learner_gets_the_same_groups_over_the_wire(tokenizer, served):
@@ -835,10 +844,7 @@ def test_groups_under_way_are_given_up_where_the_position_changes_and_at_the_end
     assert engine.cancelled == engine.waiting == 3
     engine.free = 3
     assert ask(remote, 3, newest=0, ahead=2)[0] == first
-    remote.stop()
-    deadline = time.monotonic() + 20
-    while engine.cancelled < engine.waiting and time.monotonic() < deadline:
-        time.sleep(0.01)
+    served.stop()
     assert engine.cancelled == engine.waiting == 9
 
 
