@@ -1,16 +1,38 @@
-"""The sample role as the learner's ranks see it. Rank 0 talks to it and polls for stop requests; the other ranks
-wait for the outcome."""
+"""The sample role as the learner's ranks see it. Rank 0 talks to it; the other ranks wait for the outcome.
 
+While rank 0 waits, it looks for three things:
+
+    a request to stop            ends the wait, on all ranks
+    a successor of the role      gets the data position of the last groups, and the same request again
+    servers without weights      where all that had the weights have ended and some have been started again: all
+                                 ranks send the weights together, and the wait goes on
+"""
+
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
+from rollout.client import RolloutError
 from rollout.records import Group
-from rollout.sampling.messages import EvaluationResult, SamplingStats
+from rollout.sampling.messages import EvaluationResult, SampleRoleLost, SamplingStats
 from rollout.sampling.remote import RemoteSampler
-from trainer.ranks.interruption import StopRequested
-from trainer.ranks.totals import on_first_rank
+from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
+
+T = TypeVar("T")
+LOOK_EVERY_S = 1.0
+"""Interval of looks for servers without weights."""
+_SEND_WEIGHTS = "send weights"
+
+
+class Weights(Protocol):
+    """Of ``WeightSync``: what servers need that were started again."""
+
+    def are_needed(self) -> bool: ...
+    def restore(self) -> object: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,55 +47,97 @@ class SharedSampler:
     """``next_groups`` and ``evaluate`` are collectives. They raise an interruption on all ranks together (see
     trainer/ranks/interruption.py) when the sample role fails, or when a stop is requested before it answers.
     Its result is then discarded, and the data position does not advance.
-
-    remote: None on all ranks but the first. stop_requested: the reason to stop, or None.
     """
 
-    def __init__(self, remote: RemoteSampler | None, stop_requested: Callable[[], str | None] = lambda: None):
+    def __init__(
+        self,
+        remote: RemoteSampler | None,
+        stop_requested: Callable[[], str | None] = lambda: None,
+        *,
+        weights: Weights | None = None,
+        role_start_s: float = 0.0,
+        say: Callable[[str], None] = print,
+    ):
+        """
+        Args:
+            remote: None on all ranks but the first.
+            stop_requested: the reason to stop, or None.
+            weights: None, on all ranks, where the servers stay the same until the run ends.
+            role_start_s: time for a successor of the sample role to come.
+            say: called where the role has a successor.
+        """
         self._remote, self._stop_reason = remote, stop_requested
+        self._weights, self._role_start_s, self._say = weights, role_start_s, say
+        self._looked_at = time.monotonic()
         self._state: dict | None = None
 
     def next_groups(self, count: int, *, newest: int, max_staleness: int, ahead: int) -> Sampled:
-        def ask() -> Sampled:
-            self._heed_stop()
-            remote = self._of_first_rank()
+        def ask(remote: RemoteSampler) -> Sampled:
             groups, stats = remote.next_groups(
-                count, newest=newest, max_staleness=max_staleness, ahead=ahead, meanwhile=self._heed_stop
+                count, newest=newest, max_staleness=max_staleness, ahead=ahead, meanwhile=self._look_around
             )
             self._state = remote.state()  # now: a sample role that is gone or busy later gives no answer
             return Sampled(groups=groups, stats=stats)
 
-        return on_first_rank(ask) or Sampled(groups=None, stats=None)
+        return self._asked_by_first_rank(ask) or Sampled(groups=None, stats=None)
 
     def drain(self, within_s: float) -> None:
         """Before an update of the weights: wait for responses that are under way, for ``within_s`` at most. A
         collective where it is above 0."""
 
-        def ask() -> None:
-            self._heed_stop()
-            self._of_first_rank().drain(within_s, meanwhile=self._heed_stop)
-
         if within_s > 0:
-            on_first_rank(ask)
+            self._asked_by_first_rank(lambda remote: remote.drain(within_s, meanwhile=self._look_around))
 
     def evaluate(self) -> EvaluationResult | None:
         """Held-out accuracy; None where the task has no held-out problems, and on all ranks but the first."""
 
-        def ask() -> EvaluationResult | None:
-            self._heed_stop()
-            return self._of_first_rank().evaluate(meanwhile=self._heed_stop)
-
-        return on_first_rank(ask)
+        return self._asked_by_first_rank(lambda remote: remote.evaluate(meanwhile=self._look_around))
 
     def stop_requested(self) -> bool:
         """Whether a stop was requested, as rank 0 sees it; the same on all ranks."""
-        requested = [self._remote is not None and self._stop_reason() is not None]
-        dist.broadcast_object_list(requested, src=0)
-        return requested[0]
+        return _from_first_rank(self._remote is not None and self._stop_reason() is not None)
 
-    def _of_first_rank(self) -> RemoteSampler:
-        assert self._remote is not None
-        return self._remote
+    def _asked_by_first_rank(self, ask: Callable[[RemoteSampler], T]) -> T | None:
+        """Rank 0's answer there, None elsewhere. A collective: an interruption of rank 0 is raised on all ranks."""
+        answer, interruption = None, None
+        if self._remote is not None:
+            try:
+                answer = self._ask_role_or_successor(self._remote, ask)
+            except INTERRUPTIONS as error:
+                interruption = error
+            _from_first_rank(interruption)
+        else:
+            while (news := _from_first_rank(None)) == _SEND_WEIGHTS:
+                assert self._weights is not None
+                with suppress(RolloutError):  # rank 0 has it too, and tells of it next
+                    self._weights.restore()
+            interruption = news
+        if interruption is not None:
+            raise interruption
+        return answer
+
+    def _ask_role_or_successor(self, remote: RemoteSampler, ask: Callable[[RemoteSampler], T]) -> T:
+        self._heed_stop()
+        is_successor = False
+        while True:
+            try:
+                if is_successor:
+                    remote.load_state(self._state)
+                return ask(remote)
+            except SampleRoleLost as loss:
+                if not remote.follow(within_s=self._role_start_s, meanwhile=self._heed_stop):
+                    raise
+                self._say(f"{loss}; a successor goes on")
+                is_successor = True
+
+    def _look_around(self) -> None:
+        self._heed_stop()
+        if self._weights is None or time.monotonic() - self._looked_at < LOOK_EVERY_S:
+            return
+        self._looked_at = time.monotonic()
+        if self._weights.are_needed():
+            _from_first_rank(_SEND_WEIGHTS)
+            self._weights.restore()
 
     def _heed_stop(self) -> None:
         reason = self._stop_reason()
@@ -94,3 +158,10 @@ class SharedSampler:
     def stop(self) -> None:
         if self._remote is not None:
             self._remote.stop()
+
+
+def _from_first_rank(news: T) -> T:
+    """Rank 0's ``news``, on all ranks. A collective."""
+    shared = [news]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]

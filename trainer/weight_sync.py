@@ -25,9 +25,10 @@ their place and their cache (SGLang's mode "retract") and go on under the new we
 computed anew: every token is exactly of the version that SGLang names for it. A sender
 whose servers failed still finishes the gathering, which its stage needs, and passes its turn on, marked as failed.
 
-Any failure of the rollout side raises on all ranks together. Where a server of several has ended, the update is
-done anew for those that are left; one that has come back gets the weights, and with them samples to make, at the
-next update. Any other failure ends the run, so a partial update never serves a training sample.
+Any failure of the rollout side raises on all ranks together. Where a server has ended, the update is done anew for
+those that are left, or, if none is, for the first that is started again. One that has come back gets the weights,
+and with them samples to make, at the next update, or at once where no other has them (trainer/sampling.py). Any
+other failure ends the run, so a partial update never serves a training sample.
 
 The samples themselves are the probe (``check_samples``) if the servers check every byte and the learner scores
 each step's samples, those of lag 0, by the weights that sampled them. ``publish`` then sends no probe prompt.
@@ -67,6 +68,8 @@ PROBE_TOKENS = 4
 EXACT_TOLERANCE = 1e-4
 """Allowed difference of a float32 learner and a float32 server: nats on a probe token, probability on any
 sampled token."""
+LOOK_S = 0.1
+"""Interval of looks at what the serve roles announce."""
 LOST_SERVER_S = 10.0
 """Time after a failure in which the serve role reports a server that has ended."""
 UNLIKELY_TOLERANCE = 1e-3
@@ -120,7 +123,8 @@ class WeightSync:
         weights that sampled them. address: where the servers reach this rank's host, if it is a sender.
         turns: None where the servers have devices of their own. key: the run's, which the servers check.
         lives: the address of each server that can be sent weights, with the number of its life; asked on the first
-        rank. None, on all ranks, where the servers stay the same until the run ends."""
+        rank; it raises a RolloutError where nobody starts servers any more. None, on all ranks, where the servers
+        stay the same until the run ends."""
         self._learner, self._control, self._rollout = learner, control, rollout
         self._turns = turns or OwnDevices()
         self._dtype = getattr(torch, rollout.dtype)
@@ -170,12 +174,20 @@ class WeightSync:
             key=self._key,
         )
 
+    def are_needed(self) -> bool:
+        """Whether all servers that had the weights have ended, and others wait for them; to be asked on the first
+        rank. ``restore`` sends them."""
+        if self._lives is None:
+            return False
+        lives = self._lives()
+        return bool(lives) and not lives.items() & self._served.items()
+
     def _follow_servers(self, *, patience_s: float = 0.0) -> bool:
         """Where servers have ended or come back, make the transfer groups anew with those that there are; all ranks
         together. Returns whether they did. patience_s: how long rank 0 looks for a change."""
         if self._lives is None:
             return False
-        is_changed = [self._learner.is_first_rank and self._look_for_change(self._lives, patience_s)]
+        is_changed = [on_first_rank(partial(self._look_for_change, self._lives, patience_s))]
         dist.broadcast_object_list(is_changed, src=0)
         if is_changed[0]:
             if self._sender is not None:
@@ -186,7 +198,7 @@ class WeightSync:
             dist.all_gather_object(failures, self._connected(), group=self._learner.groups.pp_group)
             on_first_rank(lambda: _raise_first(failures))
             self._has_met_servers = False
-        return is_changed[0]
+        return bool(is_changed[0])
 
     def _connected(self) -> RolloutError | None:
         """``_connect``, and its failure, which all ranks must hear of."""
@@ -199,13 +211,17 @@ class WeightSync:
     def _look_for_change(self, lives: Lives, patience_s: float) -> bool:
         deadline = time.monotonic() + patience_s
         while lives() == self._served and time.monotonic() < deadline:
-            time.sleep(0.1)
+            time.sleep(LOOK_S)
         return lives() != self._served
 
     def _meet_others(self, lives: Lives) -> None:
+        start_s = min(self._rollout.server_start_timeout_s, self._launch.patience_s)
+        deadline = time.monotonic() + start_s
+        while not lives() and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
         self._served = dict(lives())
         if not self._served:
-            raise WeightSyncError("all servers have ended, and none is ready again")
+            raise WeightSyncError(f"all servers have ended, and none was ready again after {start_s:.0f} s")
         self._control = self._control_of(list(self._served))
         self._control.take_over()  # those that were there before may be in the middle of an update
 
@@ -360,6 +376,17 @@ class WeightSync:
                     f"learner and server differ by {value:.2e}{unit} on a token sampled with version {self._learner.version - 1} "
                     f"(mismatch/{name}; float32 on both sides allows {tolerance:g}): the server did not serve these weights or this softmax"
                 )
+
+    def prove_last(self) -> None:
+        """``probe`` the last update, which no sample has used. Servers that have ended since get the weights again."""
+        temperature = self._rollout.temperature
+        try:
+            self.probe(temperature)
+        except RolloutError:
+            if not self._follow_servers(patience_s=LOST_SERVER_S):
+                raise
+            self.restore()
+            self.probe(temperature)
 
     def close(self) -> None:
         if self._sender is not None:

@@ -113,15 +113,19 @@ class RolloutConfig(Schema):
     max_concurrency: Count = 512
     """Samples in flight over all replicas; a group larger than this is sent in parts."""
     request_timeout_s: Seconds = 600.0
-    """Deadline of one generation, from the request to its last token."""
+    """Deadline of one generation, from the request to its last token. A server that makes no progress for half of it,
+    and at least 30 s, is taken for hung: it is killed, and started again where it may be (max_server_restarts)."""
     max_retries: NonNegativeInt = 3
     """Most retries of a request whose transport failed; the metrics count each."""
     max_total_tokens: Annotated[PositiveInt, at_most(2**40, "no memory holds so many")] | None = None
     """Size of SGLang's KV pool in tokens; None leaves it to SGLang (on CPU: 65536)."""
     max_server_restarts: NonNegativeInt = 3
-    """How often a server that has ended is started again, over all servers of a node and an attempt at the run. The
-    run goes on with the others meanwhile, and the server gets the weights of the next update. It needs several
-    replicas, without a router, on devices of their own; otherwise a server that ends is the end of the run."""
+    """How often a server that has ended, or hangs, is started again, over all servers of a node and an attempt at the
+    run. The run goes on with the others meanwhile, or waits where there is no other. Not with a router, and not
+    where servers share the learner's devices: there a server that ends is the end of the run."""
+    max_sampler_restarts: NonNegativeInt = 3
+    """How often the sample role is started again where its process has ended, over an attempt at the run. It goes on
+    from the learner's position in the data."""
     server_start_timeout_s: Seconds = 600.0
     """Deadline for one server to load the model and answer."""
     sglang_plugin: bool = True
@@ -130,6 +134,11 @@ class RolloutConfig(Schema):
     ``false``: SGLang's own code alone; probe prompts are then the only check of the weights."""
     server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further flags of ``sglang.launch_server``, without the dashes; ``true`` is a bare flag."""
+
+    @property
+    def hang_timeout_s(self) -> float:
+        """Time without progress after which a server is taken for hung."""
+        return max(30.0, self.request_timeout_s / 2)
 
     @property
     def most_samples(self) -> int:

@@ -251,6 +251,12 @@ class RunConfig(Schema):
         return self.correction.mode == "decoupled" or self.learner.minibatches == 1
 
     @property
+    def servers_may_restart(self) -> bool:
+        """Whether a server that ends is started again, and the run goes on."""
+        separate = self.launch.placement == "separate"
+        return self.rollout.max_server_restarts > 0 and self.rollout.router is None and separate
+
+    @property
     def rejects(self) -> bool:
         """Whether a rule or the veto may take tokens or responses out of the loss."""
         return bool(self.correction.reject) or self.correction.veto is not None

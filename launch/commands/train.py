@@ -48,7 +48,12 @@ def train(
             start_sampling(supervisor, folder, config)
             supervisor.start(role("learn", folder, config, ranks=config.layout.world_size, show_stdout=True))
             wait_ready(supervisor, folder, config)
-            outcome = stopping.wait_for_learner(supervisor, signals, timeout_s=config.launch.stop_timeout_s)
+            outcome = stopping.wait_for_learner(
+                supervisor,
+                signals,
+                timeout_s=config.launch.stop_timeout_s,
+                sampler_restarts=config.rollout.max_sampler_restarts,
+            )
     except RoleFailed as failure:
         raise RoleFailed(f"{failure}\n{_after_failure(folder, config)}") from failure
     if isinstance(outcome, stopping.Stopped):

@@ -19,12 +19,6 @@ def serve_roles(config: RunConfig) -> list[str]:
     return [ONE_MACHINE] if nodes is None else [f"serve-{node}" for node in range(nodes.rollout)]
 
 
-def may_restart(config: RunConfig) -> bool:
-    """Whether the run can go on without one of its servers, which is started again meanwhile."""
-    rollout, separate = config.rollout, config.launch.placement == "separate"
-    return rollout.max_server_restarts > 0 and rollout.replicas > 1 and rollout.router is None and separate
-
-
 def servers(config: RunConfig) -> list[ServerShare]:
     """Every replica's share on every node it takes, by replica. Raises ValueError where they do not fit; see
     ``check_placement``."""

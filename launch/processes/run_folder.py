@@ -197,12 +197,12 @@ def read_servers(folder: RunFolder, names: Sequence[str]) -> list[str] | None:
     return None if None in addresses else urls
 
 
-def read_lives(folder: RunFolder, names: Sequence[str]) -> dict[str, int]:
-    """The addresses of the replicas that can be sent weights, with the number of each one's life."""
-    addresses = [folder.read_address(name) for name in names]
-    return {
-        url: life for address in addresses if address is not None for url, life in address["lives"].items()
-    }
+def read_lives(folder: RunFolder, names: Sequence[str]) -> dict[str, int] | None:
+    """The addresses of the replicas that can be sent weights, with the number of each one's life; None where a serve
+    role has ended."""
+    addresses = [address for name in names if (address := folder.read_address(name)) is not None]
+    lives = {url: life for address in addresses for url, life in address["lives"].items()}
+    return lives if len(addresses) == len(names) else None
 
 
 def wait_for_servers(

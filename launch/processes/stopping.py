@@ -97,14 +97,19 @@ def read_stopped(folder: RunFolder) -> Stopped | None:
 
 
 def wait_for_learner(
-    supervisor: Supervisor, signals: "StopSignals", *, timeout_s: float, names: Sequence[str] = ("learn",)
+    supervisor: Supervisor,
+    signals: "StopSignals",
+    *,
+    timeout_s: float,
+    names: Sequence[str] = ("learn",),
+    sampler_restarts: int = 0,
 ) -> Outcome:
     """Wait until the learner's roles, one for each of its nodes, have ended, and pass requests to stop on to
     them. To be called inside ``signals``.
 
     SIGUSR1 and the first SIGTERM are requests. While the learner starts, and on the second SIGTERM, they raise
     KeyboardInterrupt, like Ctrl-C. When a role of the rollout side fails, the learner is asked to stop too, so
-    that its last complete step is not lost.
+    that its last complete step is not lost; but the sample role is started again, ``sampler_restarts`` times.
 
     timeout_s: from the request to the learner's end. Later, KeyboardInterrupt is raised, or RoleFailed after a
     failure. Raises RoleFailed when the learner, or another role before it, has failed.
@@ -116,6 +121,9 @@ def wait_for_learner(
         if asked_at is None:
             with _cause_named(supervisor, folder, names):
                 _check_learner(supervisor, folder, names)
+            sampler_restarts -= sampler_restarts > 0 and _restart_sampler(
+                supervisor, folder, sampler_restarts
+            )
             failure = _failure_of_others(supervisor, folder, names)
             first_line = failure and str(failure).splitlines()[0].rstrip(".")
             if reason := signals.reason or first_line or signals.look():
@@ -190,6 +198,16 @@ def _failure_of_others(supervisor: Supervisor, folder: RunFolder, names: Sequenc
             raise
         return failure
     return None
+
+
+def _restart_sampler(supervisor: Supervisor, folder: RunFolder, restarts: int) -> bool:
+    """Start the sample role again if its process has failed after the start of the run. Returns whether it has."""
+    if not _can_stop(folder) or supervisor.exit_code("sample") in (None, 0):
+        return False
+    first_line = str(supervisor.failure("sample")).splitlines()[0].rstrip(".")
+    print(f"{first_line}; started again ({restarts - 1} restarts left)", flush=True)
+    supervisor.start_again("sample")
+    return True
 
 
 def _can_stop(folder: RunFolder) -> bool:

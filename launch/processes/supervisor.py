@@ -125,6 +125,12 @@ class Supervisor:
             )
         self._running[role.name] = _Running(role=role, process=process, log_start=log_start)
 
+    def start_again(self, name: str) -> None:
+        """Start a role again whose process has ended, and end what it has left of its group."""
+        running = self._running[name]
+        _signal_group(running.process.pid, signal.SIGKILL)
+        self.start(running.role)
+
     def wait_for(
         self,
         condition: Callable[[], bool],

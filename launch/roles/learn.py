@@ -5,14 +5,14 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from configs.schema import RunConfig
 from launch.processes.addresses import own_address
-from launch.processes.placement import may_restart, serve_roles
+from launch.processes.placement import serve_roles
 from launch.processes.run_folder import RunFolder, read_lives, wait_for_servers
 from launch.processes.stopping import StopListener, Stopped, report_stopped
 from launch.processes.supervisor import exit_now
@@ -54,8 +54,7 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
                 started = time.perf_counter()
                 evaluate_before(run)
                 train(run)
-                # Probes the last update, which no sample has used.
-                run.weight_sync.probe(run.config.rollout.temperature)
+                run.weight_sync.prove_last()
                 run.turns.learners()
                 doing("export")
             trained = time.perf_counter()
@@ -104,19 +103,25 @@ def build_run(
         wait_for_rollout(folder, config)
         remote, control = _connect(folder, config) if learner.is_first_rank else (None, None)
     turns = SharedDevices(learner, control) if colocated else OwnDevices()
-    sampler = SharedSampler(remote, stop_requested)
+    address, key = own_address(config.launch.nodes), folder.run_key()
+    weight_sync = WeightSync(
+        learner, control, config.rollout, config.launch,
+        samples_are_probes=config.compares_samples, address=address, turns=turns, key=key,
+        lives=partial(server_lives, folder, serve_roles(config)) if config.servers_may_restart else None,
+    )  # fmt: skip
+    sampler = SharedSampler(
+        remote,
+        stop_requested,
+        weights=weight_sync if config.servers_may_restart else None,
+        role_start_s=config.launch.start_timeout_s,
+        say=partial(print, flush=True),
+    )
     checkpointer = Checkpointer(folder.checkpoints, config.checkpoint, turns)
     progress = checkpointer.restore(learner, sampler)
     resumed_from = progress.step if progress else None
     recorder = Recorder(folder.batches, config.record_batches, config.correction)
     if learner.is_first_rank:
         forget_lost_steps(folder, recorder, resumed_from)
-    address, key = own_address(config.launch.nodes), folder.run_key()
-    weight_sync = WeightSync(
-        learner, control, config.rollout, config.launch,
-        samples_are_probes=config.compares_samples, address=address, turns=turns, key=key,
-        lives=partial(read_lives, folder, serve_roles(config)) if may_restart(config) else None,
-    )  # fmt: skip
     # The tracker comes last: an error after it is open would leave it open.
     tracker = Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None
     ledger = Ledger(folder.ledger, keep_until=resumed_from or 0) if learner.is_first_rank else None
@@ -182,6 +187,16 @@ def wait_for_rollout(folder: RunFolder, config: RunConfig) -> None:
     folder.wait_for_address("sample", timeout_s=config.launch.start_timeout_s)
 
 
+def server_lives(folder: RunFolder, names: Sequence[str]) -> dict[str, int]:
+    """``read_lives``. Raises RolloutError where a serve role has ended, so that its servers will not come back."""
+    from rollout.client import RolloutError
+
+    lives = read_lives(folder, names)
+    if lives is None:
+        raise RolloutError("a serve role has ended with its servers")
+    return lives
+
+
 def _connect(folder: RunFolder, config: RunConfig):
     """Rank 0's connections to the sample role and to the servers."""
     from rollout.sampling.remote import RemoteSampler
@@ -195,7 +210,8 @@ def _connect(folder: RunFolder, config: RunConfig):
         "peer_timeout_s": config.launch.peer_timeout_s,
         "key": folder.run_key(),
     }
-    remote = RemoteSampler(address, **limits)
+    find = partial(folder.read_address, "sample") if config.rollout.max_sampler_restarts else None
+    remote = RemoteSampler(address, find=find, **limits)
     control = SGLangControl(urls, tensor_parallel=config.rollout.tp, **limits)
     return remote, control
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from configs.schema import RunConfig
 from launch.processes.addresses import own_address
-from launch.processes.placement import may_restart, serve_roles, servers_on
+from launch.processes.placement import serve_roles, servers_on
 from launch.processes.run_folder import RunFolder
 from rollout.servers.share import ServerShare
 
@@ -53,7 +53,7 @@ def serve(
             announce(folder, name, fleet)
             is_announced = True
         doing("serving")
-        restarts = config.rollout.max_server_restarts if may_restart(config) else 0
+        restarts = config.rollout.max_server_restarts if config.servers_may_restart else 0
         watch(fleet, folder, name, stop, restarts=restarts)
     finally:
         fleet.stop()
@@ -78,6 +78,8 @@ def watch(
             if is_superseded(folder, name):
                 print("another start of this run has taken this role's place: its servers end", flush=True)
                 return
+            if hung := fleet.kill_hung():
+                print(f"SGLang replicas {hung} did not answer any more, and were killed", flush=True)
         if restarts <= 0:
             fleet.poll()
         elif deaths := fleet.restart_ended():

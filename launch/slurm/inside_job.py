@@ -152,7 +152,13 @@ def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role], paus
         for role in steps:
             supervisor.start(role)
         with echoed(folder.path / "console.log"), adding_causes(folder, config, supervisor):
-            return stopping.wait_for_learner(supervisor, signals, timeout_s=stop_timeout_s, names=learners)
+            return stopping.wait_for_learner(
+                supervisor,
+                signals,
+                timeout_s=stop_timeout_s,
+                names=learners,
+                sampler_restarts=config.rollout.max_sampler_restarts,
+            )
 
 
 def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:

@@ -12,6 +12,10 @@ class SamplingError(RolloutError):
     """Groups or an evaluation could not be produced; the message says why."""
 
 
+class SampleRoleLost(SamplingError):
+    """The sample role's process has ended, or its host is gone. Its answer will never come."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingStats:
     """Cost of one reply. Requests and retries count since the reply before, as some are for later steps."""

@@ -1,8 +1,8 @@
 """The learner's synchronous side of the sample role."""
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -23,6 +23,7 @@ from rollout.sampling.messages import (
     NextGroups,
     Reply,
     Request,
+    SampleRoleLost,
     SamplerState,
     SamplingError,
     SamplingStats,
@@ -31,8 +32,13 @@ from rollout.sampling.messages import (
 )
 
 A = TypeVar("A", Groups, Evaluated, State, Done)
+Find = Callable[[], Mapping[str, Any] | None]
+"""What the sample role of the present has announced: its ``address``, and what tells its process from others. None
+while it starts."""
 LOOK_UP_EVERY_S = 0.2
 """Interval of ``meanwhile`` during a wait for an answer."""
+FIND_EVERY_S = 1.0
+"""Interval of looks for a successor, in the run folder, which may be on a shared file system."""
 
 
 def _do_nothing() -> None:
@@ -43,9 +49,13 @@ class RemoteSampler:
     """Client of the sample role at ``address`` (``tcp://host:port``); used by one thread.
 
     Every method raises SamplingError when the sample role reports a failure, or does not answer in
-    ``timeout_s``, or is gone: its process has ended, or its host has been silent for ``peer_timeout_s``.
-    ``meanwhile`` is called repeatedly during a wait that can take minutes. An exception from it ends the wait,
-    and the answer is dropped.
+    ``timeout_s``. It raises SampleRoleLost when the role is gone: its process has ended, its host has been silent
+    for ``peer_timeout_s``, or another process has taken its place (``find``). ``meanwhile`` is called repeatedly
+    during a wait that can take minutes. An exception from it ends the wait, and the answer is dropped.
+
+    Args:
+        find: where the role may be started again. ``follow`` then connects to its successor, which knows nothing
+            of what was asked before.
     """
 
     def __init__(
@@ -55,9 +65,12 @@ class RemoteSampler:
         timeout_s: float,
         peer_timeout_s: float = PEER_TIMEOUT_S,
         key: RunKey | None = None,
+        find: Find | None = None,
     ) -> None:
         self._address, self._key = address, key
         self._timeout_s, self._peer_timeout_s = timeout_s, peer_timeout_s
+        self._find, self._process = find, find() if find is not None else None
+        self._found_at = time.monotonic()
         self._context = zmq.Context()
         self._channel: Requester | None = None
 
@@ -70,6 +83,24 @@ class RemoteSampler:
     def close(self) -> None:
         self._drop_channel()
         self._context.term()
+
+    def follow(self, *, within_s: float, meanwhile: Callable[[], None] = _do_nothing) -> bool:
+        """Connect to the role's successor, once it has announced itself. Returns whether one came ``within_s``.
+        ``peer_timeout_s`` is the time for the lost role's own announcement to go."""
+        if self._find is None:
+            return False
+        self._drop_channel()
+        began = time.monotonic()
+        while (waited_s := time.monotonic() - began) < within_s:
+            present = self._find()
+            if present is not None and present != self._process:
+                self._process, self._address = present, present["address"]
+                return True
+            if present is not None and waited_s > self._peer_timeout_s:
+                return False
+            meanwhile()
+            time.sleep(LOOK_UP_EVERY_S)
+        return False
 
     def next_groups(
         self,
@@ -136,11 +167,19 @@ class RemoteSampler:
                 if channel.poll(min(left_s, LOOK_UP_EVERY_S) * 1000):
                     return
             except PeerLost as error:
-                raise SamplingError(f"the sample role is gone: {error}") from error
+                raise SampleRoleLost(f"the sample role is gone: {error}") from error
+            self._look_for_successor()
             meanwhile()
         raise SamplingError(
             f"the sample role at {self._address} did not answer {type(request).__name__} in {self._timeout_s:g} s; see its log"
         )
+
+    def _look_for_successor(self) -> None:
+        if self._find is None or time.monotonic() - self._found_at < FIND_EVERY_S:
+            return
+        self._found_at = time.monotonic()
+        if self._find() not in (None, self._process):
+            raise SampleRoleLost(f"the sample role at {self._address} is gone: another has taken its place")
 
     def _open_channel(self) -> Requester:
         if self._channel is None:

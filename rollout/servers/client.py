@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -28,12 +28,18 @@ REUSE_S = 4.0
 BACKOFF_S = (0.1, 2.0)
 LOOK_S = 2.0
 """Deadline of the question whether a lost server has the weights again."""
+LOOK_EVERY_S = 0.5
+"""Interval of such questions, where no other server is left."""
 UNREACHED_CODES = frozenset({"call_upstream_request_error", "no_available_workers"})
 """Error codes of sglang-router for a server that it has not reached, or has lost."""
 
 
 class _ServerUnreached(AttemptFailed):
     """The router answered, but it did not reach a server."""
+
+
+class _AllLost(Exception):
+    """No server is left; one may be started again."""
 
 
 class SGLangClient:
@@ -47,9 +53,11 @@ class SGLangClient:
     not failed this request if there is one. Attempts that did not reach a host do not count for
     ``peer_timeout_s``: the network may come back. A host whose kernel answers no probe for that time is given
     up in the middle of a request. ``timeout_s`` bounds all attempts of a request together, without its wait
-    for places.
+    for places, and for servers that are started again.
 
     Args:
+        restart_s: where servers that end are started again: how long requests wait for one that has the weights,
+            once all are lost. 0: they fail.
         whole_groups: whether a group is one request. False: each sample is a request of its own, so that a place
             that falls free goes to the next sample at once, of whatever group. A router's ``urls`` need this.
     """
@@ -62,6 +70,7 @@ class SGLangClient:
         timeout_s: float,
         max_retries: int,
         peer_timeout_s: float = PEER_TIMEOUT_S,
+        restart_s: float = 0.0,
         whole_groups: bool = True,
         key: RunKey | None = None,
     ) -> None:
@@ -74,6 +83,7 @@ class SGLangClient:
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._timeout_s, self._peer_timeout_s, self._max_retries = timeout_s, peer_timeout_s, max_retries
+        self._restart_s, self._newest, self._looking = restart_s, _Newest(), asyncio.Lock()
         self._stats = ClientStats()
         headers = key.http_headers if key is not None else None
         self._session = open_session(
@@ -101,12 +111,34 @@ class SGLangClient:
 
     async def see_version(self, newest: int) -> None:
         """See ``GenerationClient``."""
-        await asyncio.gather(*(self._look_at(r, newest) for r in self._replicas if r.is_lost))
+        self._newest.version = newest
+        await self._look_at_lost()
 
-    async def _look_at(self, replica: Replica, newest: int) -> None:
+    async def _look_at_lost(self) -> None:
+        await asyncio.gather(*(self._look_at(replica) for replica in self._replicas if replica.is_lost))
+
+    async def _look_at(self, replica: Replica) -> None:
         with suppress(TimeoutError, aiohttp.ClientError, orjson.JSONDecodeError, LookupError, ValueError):
             async with asyncio.timeout(LOOK_S), self._session.get(f"{replica.url}/model_info") as response:
-                replica.is_lost = int(orjson.loads(await response.read())["weight_version"]) < newest
+                version = int(orjson.loads(await response.read())["weight_version"])
+                replica.is_lost = version < self._newest.version
+
+    async def _some_server(self) -> None:
+        """Return once a server is left that has the weights. Raises GenerationError after ``restart_s``."""
+        deadline = time.monotonic() + self._restart_s
+        while time.monotonic() < deadline:
+            await asyncio.sleep(LOOK_EVERY_S)
+            async with self._looking:  # one of the requests that wait asks for all
+                if self._are_all_lost():
+                    await self._look_at_lost()
+            if not self._are_all_lost():
+                return
+        raise GenerationError(
+            f"all servers were lost, and none that was started again had weights after {self._restart_s:.0f} s"
+        )
+
+    def _are_all_lost(self) -> bool:
+        return all(replica.is_lost for replica in self._replicas)
 
     async def drain(self, within_s: float) -> None:
         """See ``GenerationClient``."""
@@ -155,21 +187,28 @@ class SGLangClient:
         async with self._places.take(count):
             await self._is_open.wait()
             self._stats = replace(self._stats, requests=self._stats.requests + count)
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    with self._in_flight.counted(count):
-                        return await self._request_with_retries(body, count)
-            except TimeoutError as error:
-                raise GenerationError(
-                    f"no answer within request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of {len(prompt_ids)} tokens "
-                    f"(max_new_tokens={samplings[0]['max_new_tokens']}); raise rollout.request_timeout_s, or lower max_concurrency"
-                ) from error
+            while True:
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        with self._in_flight.counted(count):
+                            return await self._request_with_retries(body, count)
+                except _AllLost:
+                    await self._some_server()
+                except TimeoutError as error:
+                    raise GenerationError(
+                        f"no answer within request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of {len(prompt_ids)} "
+                        f"tokens (max_new_tokens={samplings[0]['max_new_tokens']}); raise rollout.request_timeout_s, or lower "
+                        "max_concurrency"
+                    ) from error
 
     async def _request_with_retries(self, body: bytes, count: int) -> list[Completion]:
         num_counted, patience = 0, _NetworkPatience(self._peer_timeout_s)
 
         def count_failure(error: Exception, failures: list[str]) -> None:
             nonlocal num_counted
+            if self._restart_s and self._are_all_lost():
+                self._stats = replace(self._stats, retries=self._stats.retries + 1)
+                raise _AllLost
             num_counted += not patience.covers(error)
             if num_counted > self._max_retries:
                 last = failures[-1 - self._max_retries :]
@@ -197,6 +236,14 @@ class SGLangClient:
                 )
         with _collection_paused():
             return read_answer(content, count, url)
+
+
+@dataclass(slots=True)
+class _Newest:
+    """Shared by the clients of the same servers."""
+
+    version: int = 0
+    """Of the weights, as far as the learner has told."""
 
 
 class _Places:

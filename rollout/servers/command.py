@@ -24,6 +24,9 @@ from rollout.servers.share import ServerShare
 LOOPBACK = "127.0.0.1"
 INITIAL_WEIGHT_VERSION = 0
 """Version of the weights that servers load from disk."""
+NO_WEIGHT_VERSION = -1
+"""Version of a server that was started again, until the learner sends weights: the run may have left those on disk
+behind."""
 REUSED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(256 * 2**20)}
 """For glibc on CPU: blocks of up to 32 MiB (its maximum), such as received weights, reuse freed memory. By
 default each block is new pages, which cost half the time of receiving into them."""
@@ -96,12 +99,18 @@ class ServerSpec:
 
 
 def server_command(
-    spec: ServerSpec, share: ServerShare, ports: Ports, meeting_point: str | None = None
+    spec: ServerSpec,
+    share: ServerShare,
+    ports: Ports,
+    meeting_point: str | None = None,
+    *,
+    weight_version: int = INITIAL_WEIGHT_VERSION,
 ) -> list[str]:
     """The command line of one replica, or of one node's share of it.
 
     Args:
         meeting_point: HOST:PORT on the first node of a replica that takes several nodes.
+        weight_version: of the weights on disk.
     """
     config = spec.config.rollout
     flags: dict[str, str | int | float | bool] = {
@@ -112,7 +121,8 @@ def server_command(
         "dtype": config.dtype,
         "tp-size": config.tp,
         "random-seed": (spec.config.seed + share.replica) % 2**31,  # replicas must draw different samples
-        "weight-version": str(INITIAL_WEIGHT_VERSION),
+        "weight-version": str(weight_version),
+        "watchdog-timeout": config.hang_timeout_s,
         "skip-tokenizer-init": True,  # ids in, ids out
         "sleep-on-idle": True,  # otherwise an idle server keeps a core busy
         "log-level-http": "warning",

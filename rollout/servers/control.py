@@ -435,7 +435,7 @@ def _announced(
 def _parse_versions(replies: Sequence[dict]) -> list[int]:
     with _parsing_answers("read versions"):
         reported = [reply["weight_version"] for reply in replies]
-        are_numbers = all(re.fullmatch(r"\d+", version) for version in reported)
+        are_numbers = all(re.fullmatch(r"-?\d+", version) for version in reported)
     if not are_numbers:
         raise ControlError(
             f"the servers' weight versions are {reported}, not decimal numbers; start them with --weight-version 0"

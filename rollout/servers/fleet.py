@@ -15,6 +15,8 @@ from pathlib import Path
 
 from configs.schema.rollout import RolloutConfig
 from rollout.servers.command import (
+    INITIAL_WEIGHT_VERSION,
+    NO_WEIGHT_VERSION,
     Ports,
     ServerSpec,
     check_has_kernels,
@@ -97,6 +99,8 @@ class ServerFleet:
         """Process ids of the servers (not of their watchdogs) by replica, once seen."""
         self._starting: dict[int, float] = {}
         """When each replica was started again that is not healthy yet."""
+        self._silent_since: dict[int, float] = {}
+        """When each replica was first asked in vain."""
 
     @property
     def urls(self) -> list[str]:
@@ -129,9 +133,11 @@ class ServerFleet:
             self.stop()
             raise
 
-    def _start_share(self, place: int, share: ServerShare, ports: Ports) -> _Replica:
+    def _start_share(
+        self, place: int, share: ServerShare, ports: Ports, weight_version: int = INITIAL_WEIGHT_VERSION
+    ) -> _Replica:
         meeting_point = self._meeting_points.get(share.replica)
-        command = server_command(self._spec, share, ports, meeting_point)
+        command = server_command(self._spec, share, ports, meeting_point, weight_version=weight_version)
         part = f".{share.node_rank}" if share.node_rank else ""
         log_file = self._log_dir / f"sglang-{share.replica}{part}.log"
         meeting = RankMeeting(share, meeting_point)
@@ -214,11 +220,31 @@ class ServerFleet:
             end_watched([replica.process])  # what it may have left of its group
             replica.meeting.close()
             replica.log_file.replace(replica.log_file.with_suffix(f".life{replica.life}.log"))
-            started = self._start_share(replica.place, replica.share, replica.ports)
+            started = self._start_share(replica.place, replica.share, replica.ports, NO_WEIGHT_VERSION)
             self._replicas[i] = replace(started, life=replica.life + 1)
             self._pids.pop(replica.number, None)
             self._starting[replica.number] = time.monotonic()
         return deaths
+
+    def kill_hung(self) -> list[int]:
+        """Ask every healthy replica for its version, which any answers at once, paused or busy, and kill those that
+        have not answered for ``rollout.hang_timeout_s``. SGLang's own watchdog ends a replica whose engine hangs.
+        Returns the numbers of those killed."""
+        killed = []
+        for replica in self._replicas:
+            if not self._is_silent(replica):
+                self._silent_since.pop(replica.number, None)
+                continue
+            since = self._silent_since.setdefault(replica.number, time.monotonic())
+            if time.monotonic() - since > self._spec.config.rollout.hang_timeout_s:
+                end_watched([replica.process])
+                killed.append(replica.number)
+        return killed
+
+    def _is_silent(self, replica: _Replica) -> bool:
+        if replica.number in self._starting or not replica.answers or replica.process.poll() is not None:
+            return False
+        return _version_of(self._spec, replica.ports.http, RESTARTED_HEALTH_TIMEOUT_S) is None
 
     def look_at_restarted(self) -> list[int]:
         """The numbers of replicas that were being started again and have become healthy.
@@ -289,15 +315,28 @@ def visible_gpus() -> int:
 
 def _is_healthy(spec: ServerSpec, port: int, timeout_s: float) -> bool:
     """Whether the server generates. A server that still loads refuses the connection or answers 503."""
+    if _version_of(spec, port, timeout_s) is None:
+        return False
+    return _get(spec, port, "/health_generate", timeout_s) is not None
+
+
+def _version_of(spec: ServerSpec, port: int, timeout_s: float) -> str | None:
+    """The version of the server's weights; None where it does not answer."""
+    answer = _get(spec, port, "/model_info", timeout_s)
+    try:
+        return None if answer is None else json.loads(answer).get("weight_version")
+    except json.JSONDecodeError:
+        return None
+
+
+def _get(spec: ServerSpec, port: int, path: str, timeout_s: float) -> bytes | None:
+    """The body of a good answer, or None."""
     connection = http.client.HTTPConnection(spec.host, port, timeout=timeout_s)
     headers = {} if spec.key is None else spec.key.http_headers
     with closing(connection):
         try:
-            connection.request("GET", "/model_info", headers=headers)
+            connection.request("GET", path, headers=headers)
             response = connection.getresponse()
-            if response.status != 200 or "weight_version" not in json.loads(response.read()):
-                return False
-            connection.request("GET", "/health_generate", headers=headers)
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException, json.JSONDecodeError):
-            return False
+            return response.read() if response.status == 200 else None
+        except (OSError, http.client.HTTPException):
+            return None

@@ -1002,3 +1002,18 @@ def test_contradictions_name_fields_of_the_block_that_finds_them():
         for part in path:
             assert part in shape.names(), f"{block.__name__} has no {'.'.join(path)}"
             shape = shape.child(part)
+
+
+@pytest.mark.parametrize(
+    ("settings", "may"),
+    [
+        ([], True),
+        (["rollout.replicas=2"], True),
+        (["rollout.max_server_restarts=0"], False),
+        (["rollout.router={}"], False),
+        (["launch.placement=colocated"], False),
+    ],
+)
+def test_a_run_may_get_a_server_back_that_is_its_own(settings, may):
+    config = load_config(Path(__file__).parents[2] / "configs/recipes/countdown_tiny.yaml", settings)
+    assert config.servers_may_restart is may

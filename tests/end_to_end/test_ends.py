@@ -90,6 +90,7 @@ def test_any_process_that_dies_ends_the_run_with_an_error_and_no_process(folder,
         "evaluation.at_ends=false",
         "checkpoint.every=1",
         "launch.heartbeat_timeout_s=1",
+        "rollout.max_server_restarts=0",
     ]
     process = start("train", RECIPE, *settings, cwd=folder)
     wait_for_steps(folder, 2, process)

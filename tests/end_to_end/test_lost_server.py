@@ -1,4 +1,5 @@
-"""A run with two servers that loses one of them: it goes on with the other, and gets the lost one back."""
+"""A run with two servers that loses one of them, then the sample role, then both servers: it goes on with what is
+left, or waits, and gets each back."""
 
 import contextlib
 import signal
@@ -33,25 +34,31 @@ def score(prompt, response, reference):
 """
 
 
-def schedulers(folder) -> list[psutil.Process]:
-    """The process of each server that computes, oldest first."""
+def processes_with(folder, words: str) -> list[psutil.Process]:
+    """Those with ``words`` in their command, oldest first."""
     found = []
     for process in processes_of(folder):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if any("sglang.launch_server" in part for part in process.cmdline()):
+            if words in " ".join(process.cmdline()):
                 found.append(process)
     return sorted(found, key=lambda process: process.create_time())
 
 
-def test_a_lost_server_costs_no_step_and_comes_back_with_the_weights_of_the_next_update(tmp_path):
+def schedulers(folder) -> list[psutil.Process]:
+    """The process of each server that computes."""
+    return processes_with(folder, "sglang.launch_server")
+
+
+def test_servers_and_the_sample_role_may_end_and_come_back_and_no_step_is_lost(tmp_path):
     make_tiny_countdown_model(tmp_path / "model", seed=0)
     (tmp_path / "my_reward.py").write_text(HELD_REWARD)
     settings = [
         "rollout.replicas=2",
         "rollout.max_staleness=1",
-        "layout.dp=1",
+        "layout.dp=2",
         "evaluation.at_ends=false",
         "steps=1000",
+        "launch.heartbeat_timeout_s=5",
         "reward={type: function, function: 'my_reward:score', timeout_s: 600}",
     ]
     process = start("train", RECIPE, *SMALL, *settings, cwd=tmp_path)
@@ -67,9 +74,17 @@ def test_a_lost_server_costs_no_step_and_comes_back_with_the_weights_of_the_next
     (tmp_path / "hold").unlink()
     wait_for(lambda: steps_of(tmp_path)[-1]["sync/servers"] == 2, process, "an update of both servers")
     wait_for_steps(tmp_path, len(steps_of(tmp_path)) + 3, process)
+    (role,) = processes_with(tmp_path, "launch sample")
+    role.kill()
+    wait_for_steps(tmp_path, len(steps_of(tmp_path)) + 4, process)
+    stopped, killed = schedulers(tmp_path)[-2:]
+    stopped.suspend()
+    killed.kill()
+    wait_for_steps(tmp_path, len(steps_of(tmp_path)) + 4, process)
     process.send_signal(signal.SIGINT)
     said = finish(process)
     assert process.returncode == 130 and "interrupted" in said, said
+    assert "the sample role ended with signal SIGKILL" in said and "a successor goes on" in said, said
     steps = steps_of(tmp_path)
     numbers = list(range(1, len(steps) + 1))
     assert [step["step"] for step in steps] == [step["sync/version"] for step in steps] == numbers

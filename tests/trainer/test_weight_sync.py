@@ -357,6 +357,56 @@ def test_an_update_is_done_for_the_servers_that_are_left(make_sync, learner, fol
         left.close()
 
 
+def test_a_single_server_that_is_started_again_is_waited_for_and_gets_the_weights(
+    make_sync, learner, folder, monkeypatch
+):
+    lives: dict[str, int] = {"replica 0": 1}
+    looks = 0
+
+    def look() -> dict[str, int]:
+        nonlocal looks
+        looks += 1
+        if not lives and looks > 5:
+            lives["replica 0"] = 3
+        return dict(lives)
+
+    sync, _ = make_sync(1, lives=look)
+    assert not sync.are_needed()
+    train(learner)
+    assert sync.publish().version == 1
+    second, third = FakeControl(folder, 1), FakeControl(folder, 1)
+    later = iter([second, third])
+    sync._control_of = lambda urls: next(later)
+    try:
+        lives["replica 0"] = 2
+        assert sync.are_needed()
+        assert sync.restore().version == 1 and second.versions() == [1]
+        assert not sync.are_needed()
+
+        def probe(*arguments, **named):
+            nonlocal looks
+            lives.clear()
+            looks = 0
+            raise ControlError("it is gone")
+
+        monkeypatch.setattr(second, "probe", probe)
+        sync.prove_last()
+        assert third.versions() == [1] and third.calls[-1] == "probe"
+    finally:
+        second.close()
+        third.close()
+
+
+def test_servers_that_never_come_back_end_the_update(make_sync, monkeypatch):
+    gone = LaunchConfig(collective_timeout_s=1.0)
+    lives = {"replica 0": 1}
+    sync, _ = make_sync(1, lives=lambda: dict(lives))
+    sync._launch = gone
+    lives.clear()
+    with pytest.raises(WeightSyncError, match="none was ready again after 1 s"):
+        sync.publish()
+
+
 def test_a_failure_without_a_lost_server_ends_the_update(make_sync, monkeypatch):
     monkeypatch.setattr(weight_sync, "LOST_SERVER_S", 0.1)
     sync, control = make_sync(2, lives=lambda: {"replica 0": 1, "replica 1": 1})

@@ -12,7 +12,6 @@ from configs.schema.rollout import RolloutConfig
 from launch.processes.placement import (
     check_placement,
     learner_ranks_per_node,
-    may_restart,
     serve_roles,
     servers,
     servers_on,
@@ -43,22 +42,6 @@ def test_one_machine_gives_the_servers_the_gpus_after_the_learners():
     ]
     assert serve_roles(found) == ["serve"]
     assert learner_ranks_per_node(found) == 4
-
-
-@pytest.mark.parametrize(
-    ("replicas", "changes", "placement", "may"),
-    [
-        (2, {}, "separate", True),
-        (1, {}, "separate", False),
-        (2, {"max_server_restarts": 0}, "separate", False),
-        (2, {"router": {}}, "separate", False),
-        (2, {}, "colocated", False),
-    ],
-)
-def test_a_run_can_do_without_one_of_several_servers_of_its_own(replicas, changes, placement, may):
-    rollout = RolloutConfig(replicas=replicas, **changes)
-    found = SimpleNamespace(rollout=rollout, launch=LaunchConfig(placement=placement))
-    assert may_restart(found) is may
 
 
 def test_colocated_servers_start_at_the_first_gpu():

@@ -4,6 +4,7 @@ are a few lines of Python."""
 import signal
 import sys
 import textwrap
+from functools import partial
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
@@ -93,6 +94,48 @@ def test_a_signal_is_passed_on_and_the_learner_ends_by_itself(folder, number, ca
 )
 def test_a_run_that_ends_by_itself_is_finished_whether_or_not_it_was_to_stop(folder, learner):
     assert supervise(folder, learner) == Finished()
+
+
+SAMPLER = """
+    import os, signal, time
+    from pathlib import Path
+    lives = Path({path!r}) / "lives"
+    lives.write_text((lives.read_text() if lives.exists() else "") + "x")
+    if len(lives.read_text()) <= {ends}:
+        while not Path({path!r}, "roles", "learn.json").exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize(("ends", "restarts"), [(2, 2), (3, 2), (1, 0)])
+def test_a_sample_role_that_ends_is_started_again_as_often_as_it_may_be(folder, capsys, ends, restarts):
+    until = f"ready(); wait_until(lambda: listener.reason() or len(Path({str(folder.path)!r}, 'lives').read_text()) > {ends})"
+    learner = f"{until}; stop() if listener.reason() else None"
+    code = textwrap.dedent(LEARNER.format(path=str(folder.path))) + learner
+    with Supervisor(grace_s=5, ending=ending(folder)) as supervisor, StopSignals(folder) as signals:
+        supervisor.start(role(folder, "sample", SAMPLER.format(path=str(folder.path), ends=ends)))
+        supervisor.start(role(folder, "learn", code))
+        wait = partial(wait_for_learner, supervisor, signals, timeout_s=60.0, sampler_restarts=restarts)
+        if ends <= restarts:
+            assert wait() == Finished()
+        else:
+            with pytest.raises(
+                RoleFailed, match=r"the sample role ended with signal SIGKILL(.*\n)*.*learner was well"
+            ):
+                wait()
+    said = capsys.readouterr().out
+    assert said.count("started again") == min(ends, restarts)
+    assert (folder.path / "lives").read_text() == "x" * (min(ends, restarts) + 1)
+
+
+def test_a_sample_role_that_ends_while_the_learner_starts_is_not_started_again(folder):
+    with Supervisor(grace_s=5, ending=ending(folder)) as supervisor, StopSignals(folder) as signals:
+        supervisor.start(role(folder, "sample", "import sys; sys.exit(3)"))
+        supervisor.start(role(folder, "learn", IDLE))
+        with pytest.raises(RoleFailed, match="the sample role ended with exit code 3"):
+            wait_for_learner(supervisor, signals, timeout_s=60.0, sampler_restarts=9)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

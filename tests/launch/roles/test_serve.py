@@ -16,7 +16,7 @@ class Fleet:
     urls = ("http://a:1", "http://b:1")
 
     def __init__(self, stop: threading.Event, looks: int):
-        self.stop, self.looks, self.deaths, self.back = stop, looks, [], []
+        self.stop, self.looks, self.deaths, self.back, self.hung = stop, looks, [], [], []
 
     def _look(self) -> None:
         self.looks -= 1
@@ -34,6 +34,9 @@ class Fleet:
 
     def look_at_restarted(self) -> list[int]:
         return self.back
+
+    def kill_hung(self) -> list[int]:
+        return self.hung
 
     def lives(self) -> dict[str, int]:
         return {"http://a:1": 1}

@@ -22,7 +22,7 @@ from rollout.client import GenerationError
 from rollout.records import FinishReason, Group, Prompt, Score, TrajectoryStatus
 from rollout.rewards import RewardModelError, WorkerStartError
 from rollout.run_key import run_key
-from rollout.sampling.messages import SamplerState, SamplingError
+from rollout.sampling.messages import SampleRoleLost, SamplerState, SamplingError
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import check_prompt_lengths, check_vocabulary, run_sample_role, serve
 from rollout.sampling.sampler import GroupSampler, choose_heldout, epoch_order
@@ -734,6 +734,28 @@ def test_a_learner_that_begins_anew_gets_the_first_groups_again(tokenizer, serve
     SharedSampler(remote).load_state(None)
     assert remote.state() == {"position": 0, "num_prompts": 5}
     assert remote.next_groups(3, newest=0, max_staleness=0)[0] == first
+
+
+def test_a_role_that_is_replaced_is_noticed_and_its_successor_followed(tokenizer, served):
+    first, second = served(make_sampler(tokenizer)), served(make_sampler(tokenizer))
+    announced = {"address": first._address, "pid": 1}
+    with RemoteSampler(
+        first._address, timeout_s=20, peer_timeout_s=0.3, key=first._key, find=lambda: announced
+    ) as remote:
+        groups, _ = remote.next_groups(3, newest=0, max_staleness=0)
+        assert not remote.follow(within_s=20), "the same announcement, for longer than peer_timeout_s"
+        announced = None
+        assert not remote.follow(within_s=0.3)
+        announced = {"address": second._address, "pid": 2}
+        engine = Gated(free=0)
+        stuck = served(make_sampler(tokenizer, engine=engine))
+        remote._address = stuck._address  # as before the change: it never answers
+        with pytest.raises(SampleRoleLost, match="another has taken its place"):
+            remote.next_groups(3, newest=0, max_staleness=0)
+        assert remote.follow(within_s=20)
+        assert remote.next_groups(3, newest=0, max_staleness=0)[0] == groups
+        engine.gate.set()
+    assert not first.follow(within_s=20), "it was not told where to look"
 
 
 def test_a_failure_reaches_the_learner_with_its_reason_and_the_role_lives_on(tokenizer, served):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rollout.client import GenerationError
 from rollout.records import Completion, FinishReason
+from rollout.servers import client as client_module
 from rollout.servers.client import SGLangClient
 
 
@@ -48,7 +49,7 @@ class LocalServer:
         self.behave, self.hold = behave, hold
         self.bodies: list[dict] = []
         self.running = self.most_running = 0  # samples
-        self.version = "0"
+        self.version, self.looks = "0", 0
 
     async def __aenter__(self) -> "LocalServer":
         app = web.Application()
@@ -65,6 +66,7 @@ class LocalServer:
         await self.runner.cleanup()
 
     async def model_info(self, request):
+        self.looks += 1
         return web.json_response({"weight_version": self.version})
 
     async def generate(self, request):
@@ -518,6 +520,45 @@ def test_a_lost_server_is_better_than_none():
             await ask(client)
             await ask(client)
             assert len(only.bodies) == 3
+
+    asyncio.run(scenario())
+
+
+def test_requests_wait_for_a_server_that_is_started_again_until_it_has_the_weights(monkeypatch):
+    monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.02)
+
+    async def scenario():
+        async with (
+            LocalServer(lambda n: None if n < 3 else answer()) as server,
+            make_client(server, restart_s=30.0, max_retries=0) as client,
+        ):
+            evaluation = client.with_own_places()
+            server.version = "-1"
+            await client.see_version(4)
+            waiting = [asyncio.create_task(ask(one)) for one in (client, client, evaluation)]
+            while server.looks < 5:
+                await asyncio.sleep(0.01)
+            assert len(server.bodies) == 3 and not any(task.done() for task in waiting)
+            server.version = "4"
+            await asyncio.gather(*waiting)
+            assert client.stats.requests == 2 and client.stats.retries + evaluation.stats.retries == 3
+            server.version = "-1"
+            await client.see_version(5)
+            await ask(client)  # it is not lost
+
+    asyncio.run(scenario())
+
+
+def test_requests_wait_for_a_restart_no_longer_than_they_may(monkeypatch):
+    monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.02)
+
+    async def scenario():
+        async with LocalServer(lambda n: None) as server, make_client(server, restart_s=0.2) as client:
+            server.version = "-1"
+            with pytest.raises(
+                GenerationError, match="all servers were lost, and none that was started again"
+            ):
+                await ask(client)
 
     asyncio.run(scenario())
 

@@ -1,0 +1,77 @@
+"""The watch over servers, with a few lines of Python in a server's place."""
+
+import sys
+import time
+
+import pytest
+
+from configs.schema.rollout import RolloutConfig
+from rollout.servers import fleet as fleets
+from rollout.servers.fleet import ServerFleet
+from tests.support.server_specs import server_spec
+
+SERVER = """
+import json, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        while Path(sys.argv[2]).exists():
+            time.sleep(0.05)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"weight_version": sys.argv[3]}).encode())
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def fleet(tmp_path, monkeypatch):
+    def command(spec, share, ports, meeting_point=None, *, weight_version=0):
+        return [sys.executable, "-c", SERVER, str(ports.http), str(tmp_path / "hang"), str(weight_version)]
+
+    monkeypatch.setattr(fleets, "server_command", command)
+    monkeypatch.setattr(fleets, "RESTARTED_HEALTH_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(RolloutConfig, "hang_timeout_s", 1.0)
+    (tmp_path / "config.json").write_text("{}")
+    started = ServerFleet(server_spec(tmp_path), tmp_path / "logs")
+    try:
+        started.start()
+        started.wait_healthy(30)
+        yield started
+    finally:
+        started.stop()
+
+
+def test_a_server_that_stops_to_answer_is_killed_and_started_again_without_weights(fleet, tmp_path):
+    lives = fleet.lives()
+    assert fleet.kill_hung() == [] and list(lives.values()) == [1]
+    (tmp_path / "hang").touch()
+    began = time.monotonic()
+    assert fleet.kill_hung() == [], "one question in vain is not enough"
+    while not (killed := fleet.kill_hung()):
+        assert time.monotonic() - began < 30
+    assert killed == [0] and time.monotonic() - began > 1.0
+    assert fleet.kill_hung() == [], "it has ended"
+    (tmp_path / "hang").unlink()
+    (death,) = fleet.restart_ended()
+    assert "was killed by SIGKILL" in str(death) and fleet.lives() == {}
+    while not fleet.look_at_restarted():
+        assert fleet.kill_hung() == [], "it starts"
+        assert time.monotonic() - began < 60
+    assert fleet.lives() == dict.fromkeys(lives, 2)
+    replica = fleet._replicas[0]
+    assert fleets._version_of(fleet._spec, replica.ports.http, 5.0) == "-1"
+
+
+def test_a_server_that_answers_again_is_not_hung(fleet, tmp_path):
+    (tmp_path / "hang").touch()
+    assert fleet.kill_hung() == []
+    (tmp_path / "hang").unlink()
+    time.sleep(1.1)  # longer than the limit: a second silence begins anew
+    assert fleet.kill_hung() == []
+    (tmp_path / "hang").touch()
+    assert fleet.kill_hung() == []
+    (tmp_path / "hang").unlink()
