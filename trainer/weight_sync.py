@@ -389,8 +389,12 @@ class WeightSync:
             self.probe(temperature)
 
     def close(self) -> None:
+        """Leave the transfer groups. Servers that have ended meanwhile need not be told."""
         if self._sender is not None:
-            self._sender.close()
+            try:
+                self._sender.close()
+            except RolloutError:
+                self._sender.abandon()
 
 
 def _raise_first(failures: Sequence[RolloutError | None]) -> None:

@@ -174,7 +174,10 @@ def end_run(run: "Run") -> None:
     """Tell the sample role to stop and leave every process group, all ranks together."""
     import torch.distributed as dist
 
-    run.sampler.stop()
+    from rollout.client import RolloutError
+
+    with contextlib.suppress(RolloutError):  # everything is written: nothing needs a role that is gone
+        run.sampler.stop()
     run.weight_sync.close()
     dist.barrier()
     dist.destroy_process_group()

@@ -397,6 +397,21 @@ def test_a_single_server_that_is_started_again_is_waited_for_and_gets_the_weight
         third.close()
 
 
+def test_a_server_that_is_gone_at_the_end_need_not_be_told(make_sync):
+    sync, control = make_sync()
+    sync.publish()
+    leave, asked = control.leave_group, []
+
+    def refuse_once() -> None:
+        asked.append("leave")
+        control.leave_group = leave
+        raise ControlError("it is gone")
+
+    control.leave_group = refuse_once
+    sync.close()
+    assert asked
+
+
 def test_servers_that_never_come_back_end_the_update(make_sync, monkeypatch):
     gone = LaunchConfig(collective_timeout_s=1.0)
     lives = {"replica 0": 1}
