@@ -98,7 +98,7 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--model", type=Path, required=True, help="the quickstart's warm model")
     options.add_argument("--folder", type=Path, required=True, help="where cells and results go")
-    options.add_argument("--lr", type=float, default=6e-4)
+    options.add_argument("--lr", type=float, default=4e-4)
     options.add_argument("--steps", type=int, default=60)
     options.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options.add_argument("--jobs", type=int, default=1, help="runs at a time")

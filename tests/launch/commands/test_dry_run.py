@@ -255,19 +255,26 @@ def test_sampling_ahead_is_told_with_what_is_under_way(folder):
     assert not [line for line in batch_lines(config()) if "max_staleness" in line]
 
 
+WIDE = "correction={mode: decoupled, weight: {level: token}, reject: [{rule: ratio, level: geometric, upper: 1.2}]}"
+
+
 @pytest.mark.parametrize(
     ("options", "warned"),
     [
-        (["rollout.max_staleness=1", "correction=disabled"], True),
-        (["rollout.max_staleness=1", "correction=decoupled_token_is"], False),
-        (["rollout.max_staleness=1", "correction=decoupled_geo_rs"], False),
-        (["rollout.max_staleness=1", "correction=ppo_is_bypass"], False),
-        (["correction=disabled"], False),
+        (["rollout.max_staleness=1", "correction=disabled"], "without a correction"),
+        (["rollout.max_staleness=1", "correction=decoupled_token_is"], None),
+        (["rollout.max_staleness=1", "correction=decoupled_k3_rs"], None),
+        (["rollout.max_staleness=1", "correction=decoupled_geo_rs"], "a geometric ratio up to 1.001"),
+        (["rollout.max_staleness=1", "correction=bypass_geo_rs"], "a geometric ratio up to 1.001"),
+        (["rollout.max_staleness=1", WIDE], None),
+        (["rollout.max_staleness=1", "correction=ppo_is_bypass"], None),
+        (["correction=disabled"], None),
+        (["correction=decoupled_geo_rs"], None),
     ],
 )
-def test_staleness_without_a_correction_is_warned_of(folder, options, warned):
+def test_staleness_that_the_correction_does_not_suit_is_warned_of(folder, options, warned):
     notes = list(_staleness_notes(config(*options)))
-    assert [("without a correction" in note) for note in notes] == [True] * warned
+    assert [warned in note for note in notes] == ([True] if warned else [])
 
 
 @settings(deadline=None)
