@@ -50,7 +50,7 @@ from torch import Tensor
 from configs.schema.launch import LaunchConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.megatron.platform import collective_backend, device
-from parallel.weights.fake_quantization import with_int8_matrices
+from parallel.weights.precision import with_precision
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.client import RolloutError
 from rollout.records import Completion
@@ -129,7 +129,7 @@ class WeightSync:
         self._turns = turns or OwnDevices()
         self._dtype = getattr(torch, rollout.dtype)
         both_are_float32 = self._dtype == learner.engine.dtype == torch.float32
-        self._exact = both_are_float32 and rollout.quantization == "none"
+        self._exact = both_are_float32 and rollout.quantization == "none" and rollout.precision is None
         # Servers without the plugin check no bytes; there only the probe checks the weights.
         self._samples_are_probes = samples_are_probes and rollout.sglang_plugin
         self._samples_ahead = rollout.max_staleness > 0 and rollout.sglang_plugin
@@ -297,8 +297,8 @@ class WeightSync:
     def _send_stage(self, version: int, opening: Pending | None) -> SentByRank:
         """This rank's part of the transfer of its pipeline stage."""
         exported = self._learner.engine.export_hf()
-        if self._rollout.quantization == "fake_int8":
-            exported = with_int8_matrices(exported)
+        if self._rollout.precision is not None:
+            exported = with_precision(exported, self._rollout.precision)
         sent = SentByRank()
         if self._sender is not None:
             try:

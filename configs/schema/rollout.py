@@ -56,7 +56,8 @@ class RouterConfig(Schema):
     one server, as far as the load allows."""
 
 
-Quantization = Literal["none", "fp8", "fake_int8"]
+Quantization = Literal["none", "fp8"]
+Precision = Literal["bf16", "fp16", "int8", "int4", "fp8_e4m3", "fp8_e4m3_block"]
 
 DynamicSampling = Annotated[NoDynamicSampling | ResampleGroups, Field(discriminator="type")]
 
@@ -67,14 +68,19 @@ class RolloutConfig(Schema):
     dtype: Dtype = "bfloat16"
     """Precision of the served weights. The gap between the engines is smallest where it equals ``model.dtype``."""
     quantization: Quantization = "none"
-    """Quantization of the layers' matrices in the servers; embeddings, output head and norms stay as they are.
+    """SGLang's own quantization of the layers' matrices; embeddings, output head and norms stay as they are.
 
     fp8: SGLang rounds weights as they arrive, and activations as they come, to FP8 (e4m3), with a scale for
     each output channel and each token. It needs CUDA with compute capability 8.9 or newer, and dense Qwen2 or
-    Qwen3: SGLang can update no other model that it serves in FP8, and none in its own INT8.
-    fake_int8: the learner rounds the weights that it sends to the 255 values of INT8, with a scale for each
-    output channel. The servers compute with the rounded numbers in ``dtype``, on any device. This has the error
-    of INT8 weights, but neither INT8's speed nor the error of rounded activations."""
+    Qwen3: SGLang can update no other model that it serves in FP8, and none in its own INT8."""
+    precision: Precision | None = None
+    """Weight-only rounding, for a study of mismatch: the learner rounds what it sends, and the servers compute with
+    the rounded numbers in ``dtype``, on any device. This has the error of quantised weights, but neither the speed of
+    quantised kernels nor the error of rounded activations. None: weights are sent as they are.
+
+    bf16, fp16: every weight. The others: the layers' matrices; embeddings, output head and norms stay as they are.
+    int8: a scale for each output channel. int4: a scale for each 32 weights of a row. fp8_e4m3: a scale for each
+    matrix. fp8_e4m3_block: a scale for each 128 x 128 block."""
     prompts_per_step: Count = 32
     """Prompts of one step; the step has ``group_size`` responses to each."""
     group_size: Siblings = 8
@@ -172,6 +178,16 @@ class RolloutConfig(Schema):
                 ("quantization", "dtype"),
                 "quantization=fp8 computes with activations of 2 bytes, but dtype=float32",
                 "set dtype=bfloat16",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rounded_once(self):
+        if self.quantization != "none" and self.precision is not None:
+            raise Contradiction(
+                ("precision", "quantization"),
+                f"precision={self.precision} would round weights that SGLang rounds again (quantization={self.quantization})",
+                "set one of them",
             )
         return self
 

@@ -328,7 +328,7 @@ def _check_devices(
         has_kernels = partial(check_has_kernels, config.rollout, cuda=device.kind == "cuda")
         yield from finding_of("rollout.quantization", has_kernels)
         if "learn" not in runs:
-            yield from finding_of("rollout.quantization", check_served_as_saved, config, "eval")
+            yield from finding_of("rollout.precision", check_served_as_saved, config, "eval")
     if fits_model and _has_model_config(config):
         yield from memory_problems(config, device, runs)
 
@@ -374,8 +374,8 @@ def check_learner_gpus(needed: int, available: int) -> None:
 
 def check_served_as_saved(config: RunConfig, command: str) -> None:
     """For commands whose servers load the model from disk and get no other weights. Raises ValueError."""
-    if config.rollout.quantization == "fake_int8":
+    if config.rollout.precision is not None:
         raise ValueError(
-            f"rollout.quantization=fake_int8: `tandem {command}` serves model.path as it stands, and only a learner that sends weights "
-            "rounds them; set rollout.quantization=none"
+            f"rollout.precision={config.rollout.precision}: `tandem {command}` serves model.path as it stands, and only a learner that "
+            "sends weights rounds them; leave it out"
         )

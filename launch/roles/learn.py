@@ -161,7 +161,7 @@ def compare_engines(run: "Run") -> None:
     The servers get the weights first in a resumed run, where weights are rounded, or where the servers lent their
     memory to the learner. Servers that outlived the learner of an earlier attempt get them too, unless they still
     hold the weights of the start."""
-    sends = run.first_step > 1 or run.config.rollout.quantization == "fake_int8" or run.turns.are_shared
+    sends = run.first_step > 1 or run.config.rollout.precision is not None or run.turns.are_shared
     run.weight_sync.take_over(sends=sends)
     gap = run.weight_sync.probe(START_PROBE_TEMPERATURE)
     if run.tracker is not None:

@@ -9,8 +9,9 @@ started from those weights.
 
 An answer has log-probs of fixed prompts, greedy continuations and SGLang's checksum of every tensor on every
 rank. (2) must equal (3) to the bit, for every layout and TP. (1) must differ from (3) in every tensor, otherwise
-this check could not fail. All layouts export the same weights, so each server starts once. Every part is a run
-folder inside one folder, with its config, logs and exports.
+this check could not fail. All layouts export the same weights, so each server starts once. With ``rollout.precision``
+the servers of (3) start from the export rounded by this process. Every part is a run folder inside one folder, with
+its config, logs and exports.
 """
 
 import json
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 NUM_PROMPTS = 6
 CONTINUED_TOKENS = 12
 SHOWN_NAMES = 4
+MAX_SHARD_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,7 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRol
             if number > 1:
                 shutil.rmtree(folder.export)  # as large as the model, and compared with the weights already
     with Supervisor(grace_s=base.launch.stop_grace_s) as supervisor, ExitStack() as connections:
-        model = _learner_folder(out, texts[0]).export
+        model = _as_sent(_learner_folder(out, texts[0]).export, base)
         controls = fleets.begin(supervisor, connections, name="reference", model=model, replicas=1)
         reference = {tp: _get_answers(control, base)[0] for tp, control in controls.items()}
     _check_that_it_can_fail(original, reference)
@@ -267,6 +269,28 @@ def wrong_tensors(export: Path, config: RunConfig) -> list[str]:
     both = exported.names & names
     wrong = {name for name in both if not torch.equal(exported.read(name), given.read(name).to(dtype))}
     return sorted((exported.names ^ names) | wrong)
+
+
+def _as_sent(export: Path, config: RunConfig) -> Path:
+    """The export, or a copy of it that is rounded to ``rollout.precision``, which the servers were sent."""
+    import torch
+
+    from parallel.weights.hf_files import HuggingFaceWeights, ShardWriter, finish_folder, hidden_folder
+    from parallel.weights.precision import with_precision
+
+    precision = config.rollout.precision
+    if precision is None:
+        return export
+    final, weights = export.with_name(f"{export.name}-{precision}"), HuggingFaceWeights(export)
+    temporary = hidden_folder(final)
+    writer = ShardWriter(temporary, number=0, max_shard_bytes=MAX_SHARD_BYTES)
+    for name, tensor in with_precision(
+        ((name, weights.read(name)) for name in sorted(weights.names)), precision
+    ):
+        writer.add(name, tensor)
+    writer.flush()
+    finish_folder(temporary, final, writer.shards, source=export, dtype=getattr(torch, config.model.dtype))
+    return final
 
 
 def differences(answers: Answers, reference: Answers) -> list[str]:

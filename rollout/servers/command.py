@@ -313,6 +313,6 @@ def check_has_kernels(config: RolloutConfig, *, cuda: bool) -> None:
     """Refuse FP8 on CPU, where SGLang has no kernels for it. Raises ValueError."""
     if config.quantization == "fp8" and not cuda:
         raise ValueError(
-            "rollout.quantization=fp8 needs NVIDIA GPUs, which SGLang has its FP8 kernels for; set rollout.quantization=none, or fake_int8 "
-            "for a quantised rollout without them"
+            "rollout.quantization=fp8 needs NVIDIA GPUs, which SGLang has its FP8 kernels for; set rollout.quantization=none. "
+            "rollout.precision rounds the weights alone, on any device"
         )

@@ -20,7 +20,6 @@ from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig, layout_text
 from launch.checks import config as checks
 from launch.cli import app
-from launch.commands import studies
 from launch.commands import train as training
 from launch.processes.placement import check_placement
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config
@@ -255,7 +254,7 @@ def test_studies_differ_in_what_they_study_alone():
         found = differences(without, with_it)
         assert found["correction.weight.upper"] == (None, 2.0)
         assert found.keys() <= truncation | {"correction.weight.normalise"}
-    assert differences("ppo_0_5b_bf16", "ppo_0_5b_int8") == {"rollout.quantization": ("none", "fake_int8")}
+    assert differences("ppo_0_5b_bf16", "ppo_0_5b_int8") == {"rollout.precision": (None, "int8")}
     for correction in ("ppo_is", "vanilla_is"):
         assert (
             preset_name(
@@ -275,9 +274,7 @@ def test_an_fp8_rollout_is_refused_without_gpus_before_a_start(tree):
     with pytest.raises(ConfigError, match="cannot update a llama model while it serves it in FP8"):
         checks.load_checked(parse_config(RECIPES / "llama3_1_8b.yaml", [over("fp8_rollout")]), RunConfig)
     with pytest.raises(ConfigError, match=r"`tandem eval` serves model\.path as it stands"):
-        training.evaluate(file, ["rollout.quantization=fake_int8"])
-    with pytest.raises(checks.BadInput, match="quantised servers do not hold the weights that were sent"):
-        studies.verify_sync(file, ["rollout.quantization=fake_int8"], [], [])
+        training.evaluate(file, ["rollout.precision=int8"])
     assert sorted(path.name for path in tree.iterdir()) == before
 
 

@@ -23,7 +23,7 @@ from configs.schema.launch import LaunchConfig
 from configs.schema.objective import AggregationConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.megatron import platform
-from parallel.weights.fake_quantization import rounded_to_int8
+from parallel.weights.precision import rounded
 from parallel.weights.transfer import TransferPlan, plan_transfer
 from rollout.records import Completion, FinishReason
 from rollout.servers.control import ControlError, Pending
@@ -276,7 +276,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
         num_replicas: int = 1,
         dtype: str = "float32",
         prepare: Callable[[Replica], None] = lambda replica: None,
-        quantization: str = "none",
+        precision: str | None = None,
         plugin: bool = True,
         lives: Callable[[], dict[str, int]] | None = None,
     ):
@@ -286,9 +286,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
         sync = WeightSync(
             learner,
             control,
-            RolloutConfig(
-                dtype=dtype, temperature=TEMPERATURE, quantization=quantization, sglang_plugin=plugin
-            ),
+            RolloutConfig(dtype=dtype, temperature=TEMPERATURE, precision=precision, sglang_plugin=plugin),
             LaunchConfig(collective_timeout_s=TIMEOUT_S),
             lives=lives,
         )
@@ -494,12 +492,12 @@ def test_a_served_dtype_of_fewer_bits_is_checked_by_its_own_bytes(make_sync, lea
 
 
 def test_rounded_weights_are_checked_by_their_bytes_and_not_by_exact_logprobs(make_sync, learner):
-    sync, control = make_sync(quantization="fake_int8")
+    sync, control = make_sync(precision="int8")
     result = sync.publish()
     held, own = control.replicas[0].tensors, weights_of(learner.engine)
     changed = {name for name, tensor in own.items() if not torch.equal(held[name], tensor)}
     assert changed == {name for name in own if name.endswith("_proj.weight")}
-    assert all(torch.equal(held[name], rounded_to_int8(own[name])) for name in changed)
+    assert all(torch.equal(held[name], rounded(own[name], "int8")) for name in changed)
     assert 1e-4 < result.max_logprob_gap < 1.0, (
         "in float32 this would end the run, were it not for the rounding"
     )

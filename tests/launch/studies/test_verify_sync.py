@@ -2,6 +2,7 @@
 makes of bad input."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,18 @@ from launch.processes.supervisor import RoleFailed
 from launch.studies.verify_sync import (
     Answers,
     Finding,
+    _as_sent,
     _check_that_it_can_fail,
     differences,
     fixed_prompts,
     layouts,
+    make_plan,
     rollout_sizes,
     table,
     wrong_tensors,
 )
-from parallel.weights.hf_files import PerturbedWeights
+from parallel.weights.hf_files import HuggingFaceWeights, PerturbedWeights
+from parallel.weights.precision import with_precision
 from rollout.servers.control import Continuation
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.launch.test_cli import config_file
@@ -126,6 +130,25 @@ def test_a_wrong_export_is_named(tmp_path, model):
     del weights["model.norm.weight"]
     save_file(weights, export / "model.safetensors")
     assert wrong_tensors(export, config) == sorted([changed, "model.norm.weight"])
+
+
+def test_servers_of_the_reference_start_from_what_was_sent(tmp_path, model):
+    as_it_is = load_config(config_file(tmp_path, model), ["model.dtype=float32"])
+    assert _as_sent(model, as_it_is) == model
+    shutil.copytree(model, tmp_path / "export")
+    config = load_config(config_file(tmp_path, model), ["model.dtype=float32", "rollout.precision=int4"])
+    before, after = HuggingFaceWeights(model), HuggingFaceWeights(_as_sent(tmp_path / "export", config))
+    expected = dict(with_precision(((name, before.read(name)) for name in before.names), "int4"))
+    assert after.names == expected.keys()
+    changed = {name for name in expected if not torch.equal(expected[name], before.read(name))}
+    assert changed == {name for name in expected if name.endswith("_proj.weight")}
+    assert all(torch.equal(after.read(name), tensor) for name, tensor in expected.items())
+
+
+def test_servers_that_quantise_themselves_cannot_be_compared(tmp_path, model):
+    config = load_config(config_file(tmp_path, model), ["rollout.quantization=fp8", "rollout.dtype=bfloat16"])
+    with pytest.raises(ValueError, match="quantised servers do not hold the weights that were sent"):
+        make_plan([], [], lambda option, overrides: config, gpus=1)
 
 
 @pytest.mark.engines

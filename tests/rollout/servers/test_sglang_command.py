@@ -103,15 +103,13 @@ def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
         file.stem for file in models.glob("*.py") if "@supports_quantized_rl_reload" in file.read_text()
     } == set(FP8_MODELS)
     fp8 = RolloutConfig(quantization="fp8")
-    plain, quantised, fake = (
+    plain, quantised, rounded = (
         server_command(
-            server_spec(tmp_path, cuda=True, quantization=quantization),
-            on_one_machine(1, 1)[0],
-            Ports(http=1, nccl=2),
+            server_spec(tmp_path, cuda=True, **rollout), on_one_machine(1, 1)[0], Ports(http=1, nccl=2)
         )
-        for quantization in ("none", "fp8", "fake_int8")
+        for rollout in ({}, {"quantization": "fp8"}, {"precision": "int8"})
     )
-    assert fake == plain
+    assert rounded == plain
     assert [x for x in quantised if x not in plain] == ["--quantization", "fp8", "--load-format", "flash_rl"]
     for model_type in FP8_MODELS:
         check_quantization(fp8, model_type)
@@ -127,6 +125,8 @@ def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
         ValueError, match="quantization=fp8 computes with activations of 2 bytes, but dtype=float32"
     ):
         RolloutConfig(quantization="fp8", dtype="float32")
+    with pytest.raises(ValueError, match="precision=int8 would round weights that SGLang rounds again"):
+        RolloutConfig(quantization="fp8", precision="int8")
 
 
 def gpus_of(config: RolloutConfig, *, first_gpu: int, cuda: bool) -> list[range | None]:
