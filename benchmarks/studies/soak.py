@@ -5,9 +5,9 @@ fault takes to recover from.
 
 The run has two servers, two learner ranks, a step of lag and a checkpoint every other step. A fault comes at a random
 moment; the next one comes after the run has recovered: new steps are recorded, and both servers have the newest
-weights. Faults that end the run are followed by ``tandem resume``. The draws depend on ``--seed`` alone; the moments at
-which they meet the run do not. ``--undisturbed`` makes as many steps without faults afterwards, whose accuracy is
-compared.
+weights. Faults that end the run are followed by ``tandem resume``. The kinds and their order depend on ``--seed`` alone; the
+moments at which they meet the run do not. ``--undisturbed`` makes as many steps without faults afterwards, whose
+accuracy is compared. Ctrl-C stops the soak, and the same command goes on with it; with fewer ``--faults`` it ends it there.
 
 ``full disk`` needs a file system of its own: where this process may mount one (root), the run is on a tmpfs, which stays
 there until it is unmounted; elsewhere the kind is left out, which is said.
@@ -157,8 +157,9 @@ class LongRun:
         servers that sample from other weights than the learner's."""
         steps = self.steps()
         for number, row in enumerate(steps, start=1):
-            if not row["step"] == row["sync/version"] == number:
-                raise SoakError(f"line {number} is of step {row['step']}, version {row['sync/version']}")
+            version = row.get("sync/version", number)  # the last step of an attempt may end before its update
+            if not row["step"] == version == number:
+                raise SoakError(f"line {number} is of step {row['step']}, version {version}")
             if row["staleness/max"] > 1:
                 raise SoakError(f"step {number} has a token of lag {row['staleness/max']}")
             gap = row.get("staleness/by_lag/le_0/logprob_gap_max") or 0.0
@@ -331,7 +332,7 @@ def wait_for_recovery(run: LongRun, kept: int) -> float:
 
     def is_well() -> bool:
         steps = run.steps()
-        return len(steps) >= kept + NEW_STEPS and steps[-1]["sync/servers"] == 2
+        return len(steps) >= kept + NEW_STEPS and steps[-1].get("sync/servers") == 2
 
     run.wait_until(is_well, "got both servers back")
     return first
@@ -360,18 +361,22 @@ def main() -> None:
         "evaluation.at_ends=true",
     ]
     run = LongRun(folder, [*settings, "steps=1000000"])
-    recoveries: list[Recovery] = []
-    began = time.monotonic()
+    log = folder / "recoveries.jsonl"
+    recoveries = (
+        [Recovery(**json.loads(line)) for line in log.read_text().splitlines()] if log.exists() else []
+    )
+    earlier, began = len(recoveries), time.monotonic()
 
     def tell(recovery: Recovery) -> None:
         recoveries.append(recovery)
-        left = (time.monotonic() - began) / len(recoveries) * (given.faults - len(recoveries))
+        done = len(recoveries) - earlier
+        left = (time.monotonic() - began) / done * (given.faults - len(recoveries))
         print(
             f"{len(recoveries)} of {given.faults}: {recovery.kind} at step {recovery.at_step}, recovered in {recovery.recovered_s:.1f} s; "
             f"about {duration(left)} left",
             flush=True,
         )
-        with (folder / "recoveries.jsonl").open("a") as file:
+        with log.open("a") as file:
             file.write(f"{json.dumps(asdict(recovery))}\n")
 
     # Each kind as often as any other, in random order.
@@ -379,7 +384,7 @@ def main() -> None:
     draw.shuffle(drawn)
     try:
         run.start()
-        soak(run, drawn, draw, tell)
+        soak(run, drawn[earlier:], draw, tell)
         _sigterm(run, draw)
         run.wait_for_end()
         last = run.last_step() + 1

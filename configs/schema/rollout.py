@@ -58,6 +58,15 @@ class RouterConfig(Schema):
 
 Quantization = Literal["none", "fp8"]
 Precision = Literal["bf16", "fp16", "int8", "int4", "fp8_e4m3", "fp8_e4m3_block"]
+ROUNDED: dict[Precision, str] = {
+    "bf16": "every weight to bfloat16",
+    "fp16": "every weight to float16",
+    "int8": "the layers' matrices to INT8, a scale per output channel",
+    "int4": "the layers' matrices to INT4, a scale per 32 weights of a row",
+    "fp8_e4m3": "the layers' matrices to FP8 (e4m3), a scale per matrix",
+    "fp8_e4m3_block": "the layers' matrices to FP8 (e4m3), a scale per 128 x 128 block",
+}
+"""What the learner rounds before it sends, in words."""
 
 DynamicSampling = Annotated[NoDynamicSampling | ResampleGroups, Field(discriminator="type")]
 
@@ -140,6 +149,13 @@ class RolloutConfig(Schema):
     ``false``: SGLang's own code alone; probe prompts are then the only check of the weights."""
     server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further flags of ``sglang.launch_server``, without the dashes; ``true`` is a bare flag."""
+
+    @property
+    def rounding(self) -> str | None:
+        """``precision`` in words, for wherever results of such a rollout are shown."""
+        if self.precision is None:
+            return None
+        return f"weight-only: the learner rounds {ROUNDED[self.precision]}, and the servers compute in {self.dtype}"
 
     @property
     def hang_timeout_s(self) -> float:

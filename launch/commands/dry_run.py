@@ -206,6 +206,7 @@ def batch_lines(config: RunConfig | SftConfig) -> list[str]:
     return [
         *aligned(rows),
         *_ahead_lines(config),
+        *([f"rollout.precision={rollout.precision}: {rollout.rounding}"] if rollout.rounding else []),
         *_resampling_lines(config),
         *_microbatch_lines(config, minibatch // dp),
     ]

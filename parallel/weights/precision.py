@@ -39,14 +39,6 @@ GROUP = 32
 """Numbers of a row that share a scale in int4."""
 BLOCK = 128
 """Rows and columns that share a scale in fp8_e4m3_block."""
-DESCRIPTIONS = {
-    "bf16": "every weight rounded to bfloat16",
-    "fp16": "every weight rounded to float16",
-    "int8": "matrices of the layers rounded to INT8, a scale per output channel",
-    "int4": f"matrices of the layers rounded to INT4, a scale per {GROUP} weights of a row",
-    "fp8_e4m3": "matrices of the layers rounded to FP8 (e4m3), a scale per matrix",
-    "fp8_e4m3_block": f"matrices of the layers rounded to FP8 (e4m3), a scale per {BLOCK} x {BLOCK} block",
-}
 
 
 def with_precision(

@@ -331,6 +331,8 @@ def _recipe(config: RunConfig) -> list[tuple[str, str, str]]:
     for part, block in (("objective", config.policy_objective), ("advantage", config.advantage)):
         body = block.model_dump(mode="json", exclude={"type"})
         recipe.append((part, block.type, _one_line(body) if body else ""))
+    if config.rollout.rounding is not None:
+        recipe.append(("rollout", f"precision {config.rollout.precision}", config.rollout.rounding))
     return recipe
 
 

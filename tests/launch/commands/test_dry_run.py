@@ -255,6 +255,12 @@ def test_sampling_ahead_is_told_with_what_is_under_way(folder):
     assert not [line for line in batch_lines(config()) if "max_staleness" in line]
 
 
+def test_rounded_weights_are_told_as_weight_only(folder):
+    (line,) = [line for line in batch_lines(config("rollout.precision=int4")) if "precision" in line]
+    assert "rollout.precision=int4: weight-only: the learner rounds the layers' matrices to INT4" in line
+    assert not [line for line in batch_lines(config()) if "precision" in line]
+
+
 WIDE = "correction={mode: decoupled, weight: {level: token}, reject: [{rule: ratio, level: geometric, upper: 1.2}]}"
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from configs.schema.rollout import Precision, RolloutConfig
+from configs.schema.rollout import ROUNDED, Precision, RolloutConfig
 from launch.roles.learn import compare_engines
-from parallel.weights.precision import DESCRIPTIONS, MATRIX, rounded, with_precision
+from parallel.weights.precision import MATRIX, rounded, with_precision
 from trainer.turns import OwnDevices
 
 PRECISIONS = get_args(Precision)
@@ -208,7 +208,8 @@ def test_just_the_matrices_of_the_layers_are_rounded(kind):
             if not torch.equal(before, after)
         }
         assert changed == (linear if precision in SCALED else linear | others), precision
-    assert DESCRIPTIONS.keys() == {*PRECISIONS}
+    assert ROUNDED.keys() == {*PRECISIONS}
+    assert RolloutConfig().rounding is None and "weight-only" in RolloutConfig(precision="int4").rounding
 
 
 @pytest.mark.parametrize(

@@ -534,6 +534,13 @@ def test_the_head_says_what_is_corrected_and_trained(tmp_path, correction, writt
     assert "objective gspo {clip_low: 0.0003, clip_high: 0.0004}" in head and "advantage rloo" in head
 
 
+def test_a_rollout_of_rounded_weights_is_called_weight_only(tmp_path):
+    config = make_config(rollout={"precision": "int8"})
+    text = Page(write_report(make_run(tmp_path / "run", [1], config, metrics=few_metrics))).text
+    head = text[: text.index("Accuracy before")]
+    assert "rollout precision int8 weight-only: the learner rounds the layers' matrices to INT8" in head
+
+
 def test_a_policy_gradient_in_the_place_of_the_objective_is_named(tmp_path):
     config = make_config(
         correction={"mode": "bypass", "loss": "policy_gradient", "weight": {"level": "sequence"}}

@@ -1,0 +1,183 @@
+"""What the studies share: a grid of ``tandem train`` runs of the quickstart's model, cell by cell, and its table.
+
+A finished cell is not run again: a study's command goes on where it was stopped.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from trainer.tracking.tracker import duration  # noqa: E402
+
+RECIPE = ROOT / "configs/recipes/countdown_tiny.yaml"
+LAST_STEPS = 10
+"""Steps at the end whose mean is shown."""
+BOUND_S = 1800.0
+"""Deadline of one cell."""
+Rows = Sequence[dict]
+"""The lines of a run's metrics.jsonl."""
+Column = Callable[[Rows], float | None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    name: str
+    settings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The runs are in ``folder``, one beside the other; ``settings`` are of all of them."""
+
+    folder: Path
+    model: Path
+    settings: tuple[str, ...]
+
+    def rows(self, name: str) -> Rows | None:
+        """The record of a finished cell."""
+        file = self.folder / name / "rows.json"
+        return json.loads(file.read_text()) if file.exists() else None
+
+    def run(self, cell: Cell) -> None:
+        folder = self.folder / cell.name
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = [f"model.path={self.model}", f"name={cell.name}", *self.settings, *cell.settings]
+        command = [sys.executable, "-m", "launch", "train", str(RECIPE), *settings]
+        with (folder / "log.txt").open("w") as log:
+            done = subprocess.run(
+                command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                stdout=log, stderr=log, timeout=BOUND_S, check=False,
+            )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(f"{cell.name}: {(folder / 'log.txt').read_text()[-1500:]}")
+        lines = (folder / "runs/latest/metrics.jsonl").read_text().splitlines()
+        (folder / "rows.json").write_text(json.dumps([json.loads(line) for line in lines]))
+
+    def run_missing(self, cells: Sequence[Cell], jobs: int) -> None:
+        """Run the cells that are not finished, ``jobs`` at a time, with progress and time left."""
+        missing, began, finished = (
+            [cell for cell in cells if self.rows(cell.name) is None],
+            time.monotonic(),
+            0,
+        )
+
+        def run(cell: Cell) -> None:
+            nonlocal finished
+            self.run(cell)
+            finished += 1
+            left = (time.monotonic() - began) / finished * (len(missing) - finished)
+            print(f"{finished} of {len(missing)}: {cell.name}; about {duration(left)} left", flush=True)
+
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(run, missing))
+
+
+def last(metric: str) -> Column:
+    """The mean of a metric over the last steps; None where they lack it."""
+
+    def mean(rows: Rows) -> float | None:
+        values = [row[metric] for row in rows if row["step"] > 0 and row.get(metric) is not None][
+            -LAST_STEPS:
+        ]
+        return statistics.fmean(values) if values else None
+
+    return mean
+
+
+def accuracy(rows: Rows) -> float:
+    return [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None][-1]
+
+
+def table(
+    grid: Grid,
+    groups: Sequence[tuple[Sequence[str], Sequence[str]]],
+    heads: Sequence[str],
+    columns: dict[str, Column],
+) -> str:
+    """A Markdown table with a row for each group of cells that differ in their seeds: means over the seeds, and of the
+    accuracy also the least and the greatest.
+
+    groups: (first cells of the row, names of the runs).
+    """
+    names = [*heads, "seeds", "held-out accuracy", *columns]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for first, cells in groups:
+        runs = [rows for cell in cells if (rows := grid.rows(cell)) is not None]
+        if not runs:
+            continue
+        right = [accuracy(rows) for rows in runs]
+        shown = [f"{statistics.fmean(right):.1%} ({min(right):.1%} - {max(right):.1%})"]
+        for column in columns.values():
+            values = [value for rows in runs if (value := column(rows)) is not None]
+            shown.append(f"{statistics.fmean(values):.3g}" if values else "-")
+        lines.append(f"| {' | '.join([*first, str(len(runs)), *shown])} |")
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Curve:
+    label: str
+    color: str
+    cells: Sequence[str]
+
+
+def draw(grid: Grid, panels: dict[str, Sequence[Curve]], metric: str, path: Path, *, axis: str) -> None:
+    """A panel per key; in it a line per curve, the mean over its cells, and faint lines per cell."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), sharey=True, squeeze=False)
+    for panel, (title, curves) in zip(axes[0], panels.items(), strict=True):
+        for curve in curves:
+            lines = [_smoothed(rows, metric) for cell in curve.cells if (rows := grid.rows(cell)) is not None]
+            for line in lines:
+                panel.plot(range(1, len(line) + 1), line, color=curve.color, alpha=0.2, linewidth=0.8)
+            if lines:
+                mean = [statistics.fmean(values) for values in zip(*lines, strict=True)]
+                panel.plot(range(1, len(mean) + 1), mean, color=curve.color, label=curve.label)
+        panel.set(title=title, xlabel="step")
+        panel.grid(alpha=0.3)
+    axes[0][0].set_ylabel(f"{axis} (mean of 5 steps)")
+    axes[0][-1].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _smoothed(rows: Rows, metric: str) -> list[float]:
+    values = [row[metric] for row in rows if row["step"] > 0]
+    return [statistics.fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
+
+
+def options(description: str, *, lr: float, steps: int) -> argparse.ArgumentParser:
+    """The options of every study, with these defaults."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--model", type=Path, required=True, help="the quickstart's warm model")
+    made.add_argument("--folder", type=Path, required=True, help="where cells and results go")
+    made.add_argument("--lr", type=float, default=lr)
+    made.add_argument("--steps", type=int, default=steps)
+    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    made.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    return made
+
+
+def grid_of(given: argparse.Namespace, *settings: str) -> Grid:
+    """The grid of the parsed ``options``; every run has one learner rank, and evaluates before and after."""
+    common = (
+        f"steps={given.steps}", f"learner.optimizer.lr={given.lr}", "layout.dp=1", "rollout.prompts_per_step=16",
+        f"evaluation.every={given.steps}", "checkpoint.every=0",
+    )  # fmt: skip
+    return Grid(given.folder.resolve(), given.model.resolve(), (*common, *settings))

@@ -1,0 +1,96 @@
+"""Truncated importance sampling under quantised rollouts: which corrections hold where the rollout's weights are rounded?
+
+A grid of ``tandem train`` runs of the quickstart's model: ``rollout.precision`` x correction x seed, with several
+minibatches a step, so that the runs are off-policy. Weights are rounded before they are sent (weight-only); both
+engines compute in float32, so nothing else comes between them. Source of the question: Yao et al. 2025, Your Efficient RL
+Framework Secretly Brings You Off-Policy RL Training.
+
+    python benchmarks/studies/quantised_rollout.py --model runs/quickstart-*/warm --folder quantised [--jobs 2]
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.studies.grid import Cell, Column, Curve, Rows, draw, grid_of, last, options, table
+
+PRECISIONS = ("bf16", "int8", "int4")
+CORRECTIONS = {
+    "none": "disabled",
+    "tis": "tis",
+    "ppo_is": "ppo_is",
+    "vanilla_is": "vanilla_is",
+    "token_icepop": "decoupled_token_icepop",
+    "geo_rs_token_is": "decoupled_geo_rs_token_is",
+    "seq_is": "decoupled_seq_is",
+    "pg_is": "pg_is",
+}
+"""Preset of each correction."""
+COLORS = ("#222222", "#1f77b4", "#d62728")
+MINIBATCHES = 4
+
+
+def least(metric: str) -> Column:
+    """The least value of a metric over the run."""
+
+    def value(rows: Rows) -> float | None:
+        return min((row[metric] for row in rows if row.get(metric) is not None), default=None)
+
+    return value
+
+
+COLUMNS = {
+    "reward": last("reward/mean"),
+    "reward, weighted": last("reward/importance_weighted"),
+    "entropy": last("policy/entropy"),
+    "length": last("response/length_mean"),
+    "k1 KL(old, current)": last("policy/ppo_kl"),
+    "negative": last("policy/ppo_kl_negative_fraction"),
+    "mean |dp|": last("mismatch/abs_prob_mean"),
+    "max |dp|": last("mismatch/abs_prob_max"),
+    "k3": last("mismatch/k3"),
+    "ESS": last("mismatch/ess"),
+    "kept": last("mismatch/kept_fraction"),
+    "gradient": last("optim/grad_norm"),
+    "worst reward": least("reward/mean"),
+}
+
+
+def name_of(precision: str, correction: str, seed: int) -> str:
+    return f"{precision}-{correction}-{seed}"
+
+
+def cells(seeds: Sequence[int]) -> Iterator[Cell]:
+    for seed in seeds:
+        for precision in PRECISIONS:
+            for correction, preset in CORRECTIONS.items():
+                settings = (f"seed={seed}", f"correction={preset}", f"rollout.precision={precision}")
+                yield Cell(name_of(precision, correction, seed), settings)
+
+
+def main() -> None:
+    made = options(__doc__.splitlines()[0], lr=4e-4, steps=60)
+    made.add_argument("--minibatches", type=int, default=MINIBATCHES)
+    given = made.parse_args()
+    grid, seeds = grid_of(given, f"learner.minibatches={given.minibatches}"), given.seeds
+    grid.run_missing([*cells(seeds)], given.jobs)
+    groups = [
+        ([precision, correction], [name_of(precision, correction, seed) for seed in seeds])
+        for precision in PRECISIONS
+        for correction in CORRECTIONS
+    ]
+    print(table(grid, groups, ["weights", "correction"], COLUMNS))
+    panels = {
+        correction: [
+            Curve(precision, color, [name_of(precision, correction, seed) for seed in seeds])
+            for precision, color in zip(PRECISIONS, COLORS, strict=True)
+        ]
+        for correction in CORRECTIONS
+    }
+    draw(grid, panels, "reward/mean", grid.folder / "quantised_rollout.png", axis="mean reward")
+
+
+if __name__ == "__main__":
+    main()
