@@ -106,11 +106,12 @@ class LongRun:
                 process.kill()
 
     def processes(self) -> Iterator[psutil.Process]:
-        """All that work in this folder, or for a run in it."""
+        """All that work in this folder, or for a run in it, but for this process and who started it."""
+        ours = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 is_ours = str(self.folder) in " ".join([*process.cmdline(), process.cwd()])
-                if is_ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                if is_ours and process.pid not in ours and process.status() != psutil.STATUS_ZOMBIE:
                     yield process
 
     def processes_with(self, *words: str, without: str = "\0") -> list[psutil.Process]:
