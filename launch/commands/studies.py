@@ -49,6 +49,11 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
     gradient = f"gradient of the {result['gradient_of']}, cosine to `disabled`"
     print(f"step {step} of {run}; ESS of ratios and of bounded weights; {gradient}")
     print(replays.table(result), flush=True)
+    if by_lag := replays.lag_table(result):
+        print(
+            f"\nby the age of the tokens; for each correction the mean weight, and the share that is kept\n{by_lag}",
+            flush=True,
+        )
     if plot:
         path = folder.figures / f"replay_step_{step:06d}.png"
         replays.plot(result, path)

@@ -2,6 +2,7 @@
 figure."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,15 @@ COLUMNS = (
 )
 """ESS is that of the ratios, ``bounded`` that of the weights. The cosine is that of the angle to the gradient
 without correction."""
+GAP_BY_LAG = (
+    ("tokens", "tokens", "{:.0f}"),
+    ("mean |dp|", "abs_prob_mean", "{:.2e}"),
+    ("max |dp|", "abs_prob_max", "{:.3f}"),
+    ("k3", "k3", "{:.2e}"),
+    ("ESS", "ess", "{:.3f}"),
+)
+"""The gap between the policies by the age of the tokens, which no correction changes."""
+OF_LAG = re.compile(r"staleness/by_lag/(\w+)/(\w+)")
 
 
 def corrections_named(names: Sequence[str]) -> dict[str, CorrectionConfig]:
@@ -94,7 +104,8 @@ def write_results(
         replayed = base if name == UNCORRECTED else replay(recorded, config, name, correction, gradient)
         rows.append(_row(replayed, base))
     gradient_of = "parameters" if with_gradients else "log-probs"
-    write_json(result_file(folder, step), {"step": step, "gradient_of": gradient_of, "rows": rows})
+    result = {"step": step, "gradient_of": gradient_of, "rows": rows, "by_lag": _by_lag(base)}
+    write_json(result_file(folder, step), result)
 
 
 def _row(one: "Replayed", base: "Replayed") -> dict[str, Any]:
@@ -109,7 +120,17 @@ def _row(one: "Replayed", base: "Replayed") -> dict[str, Any]:
         "loss": one.loss,
         "gradient_norm": one.gradient_norm,
         "cosine": one.cosine(base),
+        "by_lag": _by_lag(one),
     }
+
+
+def _by_lag(one: "Replayed") -> dict[str, dict[str, float]]:
+    """{bucket of lags: {metric: value}}, the freshest first; empty for a batch whose tokens have no lags."""
+    buckets: dict[str, dict[str, float]] = {}
+    for name, value in one.metrics.items():
+        if match := OF_LAG.fullmatch(name):
+            buckets.setdefault(match[1], {})[match[2]] = value
+    return buckets
 
 
 def starting_weights(folder: RunFolder, step: int) -> Path | None:
@@ -147,6 +168,31 @@ def table(result: Mapping[str, Any]) -> str:
         cells = ["-" if row[key] is None else show.format(row[key]) for _, key, show in COLUMNS]
         lines.append(f"{row['correction']:<{width}}" + "".join(f"{cell:>13}" for cell in cells))
     return "\n".join(lines)
+
+
+def lag_table(result: Mapping[str, Any]) -> str:
+    """The gap by the age of the tokens, and below it the mean weight and the kept share that each correction gives
+    them; empty for a step without lags."""
+    lags: Mapping[str, Mapping[str, float]] = result.get("by_lag", {})
+    if not lags:
+        return ""
+    width = max(len(title) for title in [*(row["correction"] for row in result["rows"]), "mean |dp|"])
+
+    def line(title: str, cells: Sequence[str]) -> str:
+        return f"{title:<{width}}" + "".join(f"{cell:>20}" for cell in cells)
+
+    lines = [line("lag", [_lag_text(label) for label in lags])]
+    for title, key, show in GAP_BY_LAG:
+        lines.append(line(title, [show.format(of_lag[key]) for of_lag in lags.values()]))
+    for row in result["rows"]:
+        cells = [f"{of['weight_mean']:.3f} ({of['kept_fraction']:.1%})" for of in row["by_lag"].values()]
+        lines.append(line(row["correction"], cells))
+    return "\n".join(lines)
+
+
+def _lag_text(label: str) -> str:
+    kind, _, edge = label.partition("_")
+    return f"up to {edge}" if kind == "le" else f"over {edge}"
 
 
 def plot(result: Mapping[str, Any], path: Path) -> None:

@@ -4,6 +4,7 @@ trainer as the oracle."""
 import json
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,16 @@ import torch
 from configs.presets import PRESETS
 from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
-from launch.studies.replay import UNCORRECTED, corrections_named, plot, table
+from launch.processes.run_folder import RunFolder
+from launch.studies.replay import (
+    UNCORRECTED,
+    corrections_named,
+    lag_table,
+    plot,
+    read_result,
+    table,
+    write_results,
+)
 from parallel.packing import PackedBatch
 from tests.support.packed_batches import random_batch
 from trainer.algorithm.aggregation import Counted, kept_factor
@@ -242,6 +252,33 @@ def test_table_and_figure_stand_a_missing_number(tmp_path):
     ]
     plot(result, tmp_path / "figures" / "x.png")
     assert (tmp_path / "figures" / "x.png").stat().st_size > 5000
+
+
+def test_tokens_are_told_apart_by_their_age(tmp_path):
+    batch = recorded(seed=4)
+    lags = torch.randint(0, 3, batch.packed.rollout_logprobs_T.shape, generator=torch.Generator().manual_seed(1))
+    packed = batch.packed.with_fields(lag_T=lags.to(torch.int16))
+    folder = RunFolder(tmp_path)
+    write_batch(batch_file(folder.batches, 3), replace(batch, packed=packed))
+    (tmp_path / "replay").mkdir()
+    corrections = {name: PRESETS[name] for name in (UNCORRECTED, "decoupled_token_is", "decoupled_geo_rs")}
+    write_results(folder, config_of(), 3, corrections, with_gradients=False)
+    result = read_result(folder, 3)
+    lines = lag_table(result).splitlines()
+    assert lines[0].split() == ["lag", "up", "to", "0", "up", "to", "1", "up", "to", "2"]
+    # By hand: the tokens of lag 1, their gap and what is kept of them.
+    here = packed.response_mask_T & (lags == 1)
+    gap = (packed.rollout_logprobs_T.exp() - packed.old_logprobs_T.exp()).abs()[here]
+    of_one = result["by_lag"]["le_1"]
+    assert of_one["tokens"] == here.sum().item()
+    assert of_one["abs_prob_mean"] == pytest.approx(gap.double().mean().item(), rel=1e-5)
+    assert lines[1].split() == ["tokens", *(f"{result['by_lag'][f'le_{k}']['tokens']:.0f}" for k in range(3))]
+    rows = {row["correction"]: row["by_lag"]["le_1"] for row in result["rows"]}
+    assert rows[UNCORRECTED]["kept_fraction"] == rows["decoupled_token_is"]["kept_fraction"] == 1.0
+    assert rows[UNCORRECTED]["weight_mean"] == 1.0 != rows["decoupled_token_is"]["weight_mean"]
+    assert rows["decoupled_geo_rs"]["kept_fraction"] < 1.0
+    assert len(lines) == 6 + 4 and lines[6].startswith("as trained")
+    assert lag_table({"rows": []}) == "", "recorded by a version without lags"
 
 
 def test_kept_factor_of_nothing_is_one():
