@@ -10,6 +10,8 @@ the same bytes, in one run. Targets:
   that is there, hash it, and load nothing.
 - to SGLang: the same to a real server with Tandem's plugin.
 - by requests (``--by-requests``): to the same server by SGLang's own path, one request per bucket, unchecked.
+- rounded (``--precision``): to SGLang, with the weights rounded before they are sent (``rollout.precision``). Target: at
+  most 1.15 of a transfer as they are.
 
 All groups have the same size: the sender and ``--tp`` receivers. The ways alternate round by round, so that a
 slow spell of a shared machine hits them alike; the first round warms up and is not counted. ``--load`` adds a
@@ -47,6 +49,8 @@ BARE, RECEIVER, SGLANG, BY_REQUESTS = (
     "to SGLang, by requests",
 )
 TARGETS = {BARE: 0.80, RECEIVER: 0.95}
+ROUNDED = "to SGLang, {}"
+ROUNDED_TARGET = 1.15
 
 
 def main() -> None:
@@ -56,6 +60,7 @@ def main() -> None:
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options.add_argument("--rounds", type=int, default=9)
     options.add_argument("--by-requests", action="store_true", help="also SGLang's own path")
+    options.add_argument("--precision", nargs="+", default=[], help="values of rollout.precision to time too")
     options.add_argument("--load", action="store_true", help="beside a process that keeps a core busy")
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as ending:
@@ -72,6 +77,10 @@ def main() -> None:
         print(f"{line(name, seconds)}   {result['mib'] / statistics.median(seconds):7.0f} MiB/s")
     for name, ratio in result["ratios"].items():
         print(f"ratio of {name} to SGLang: {ratio:.3f}   target: at least {TARGETS[name]:.2f}")
+    medians = {name: statistics.median(s) for name, s in result["seconds"].items()}
+    for precision in given.precision:
+        ratio = medians[ROUNDED.format(precision)] / medians[SGLANG]
+        print(f"rounded to {precision}: {ratio:.3f} of as they are   target: at most {ROUNDED_TARGET:.2f}")
     write(result | {"spread": {name: spread(s) for name, s in result["seconds"].items()}}, given.json)
 
 
@@ -121,22 +130,22 @@ def measure(given, rounds: int, scratch: Path) -> dict:
 
     with Receivers(given.tp) as receivers, Server(model, scratch, given) as control:
         to_receivers, to_sglang = sender(receivers, given.tp), sender(control, given.tp, stage=1)
-        ways = {RECEIVER: to_receivers, SGLANG: to_sglang}
+        ways = {RECEIVER: (to_receivers, None), SGLANG: (to_sglang, None)}
+        ways |= {ROUNDED.format(precision): (to_sglang, precision) for precision in given.precision}
         if given.by_requests:
-            by_requests = sender(control, given.tp, stage=2, in_one_request=False)
-            ways[BY_REQUESTS] = by_requests
+            ways[BY_REQUESTS] = (sender(control, given.tp, stage=2, in_one_request=False), None)
         control.require_plugin()
         for _ in range(rounds + 1):
             timed(BARE, lambda: bare(to_receivers, receivers, flat))
-            for name, to in ways.items():
+            for name, (to, precision) in ways.items():
                 opening = to._control.open_update()
                 opening.wait()
                 # Two senders share the control, whose group is the one that joined last.
                 to._control.group_name = to._broadcaster.group_name
-                timed(name, lambda to=to: transfer(to, engine, plan, buffers))
+                timed(name, lambda to=to, how=precision: transfer(to, engine, plan, buffers, how))
                 to._control.end_update()
                 to._control.resume()
-        for to in ways.values():
+        for to in {id(to): to for to, _ in ways.values()}.values():
             to.leave()
     seconds = {name: s[1:] for name, s in seconds.items()}
     medians = {name: statistics.median(s) for name, s in seconds.items()}
@@ -166,10 +175,16 @@ def sender(control, tp: int, **options):
     return StageSender(control, tp, "gloo", TIMEOUT_S, **options)
 
 
-def transfer(to, engine, plan, buffers) -> None:
+def transfer(to, engine, plan, buffers, precision: str | None) -> None:
+    from parallel.weights.precision import with_precision
     from parallel.weights.transfer import make_buckets
 
-    to.send(make_buckets(engine.export_hf(), plan, buffers), plan, 1)
+    exported = engine.export_hf()
+    to.send(
+        make_buckets(exported if precision is None else with_precision(exported, precision), plan, buffers),
+        plan,
+        1,
+    )
 
 
 def bare(to, receivers: "Receivers", flat: torch.Tensor) -> None:

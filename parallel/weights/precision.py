@@ -39,6 +39,10 @@ GROUP = 32
 """Numbers of a row that share a scale in int4."""
 BLOCK = 128
 """Rows and columns that share a scale in fp8_e4m3_block."""
+TINY_SUM = 1.5 * 2.0**14
+"""A number of magnitude 2^14: float32 keeps multiples of 2^-9 beside it."""
+IN_CACHE = 2**17
+"""Numbers that are rounded at a time: what is read several times should come from a core's cache."""
 
 
 def with_precision(
@@ -63,11 +67,12 @@ def rounded(weight: Tensor, precision: Precision) -> Tensor:
     work = weight.to(torch.float32, copy=True)
     match precision:
         case "int8":
-            _snap(work, (1,), INT8_MAX, torch.round_)
+            for rows in work.split(max(1, IN_CACHE // work.shape[1])):
+                _snap(rows, (1,), INT8_MAX, torch.round_)
         case "int4":
             work = _in_blocks(work, 1, GROUP, lambda blocks: _snap(blocks, (1, 3), INT4_MAX, torch.round_))
         case "fp8_e4m3":
-            _snap(work, (0, 1), FP8_MAX, _to_fp8)
+            _snap(work, (0, 1), FP8_MAX, _in_parts(_to_fp8))
         case "fp8_e4m3_block":
             work = _in_blocks(work, BLOCK, BLOCK, lambda blocks: _snap(blocks, (1, 3), FP8_MAX, _to_fp8))
     return work.to(weight.dtype)
@@ -75,14 +80,33 @@ def rounded(weight: Tensor, precision: Precision) -> Tensor:
 
 def _snap(blocks: Tensor, within: tuple[int, ...], greatest: int, snap: Callable[[Tensor], object]) -> None:
     """In place. within: the dimensions that lie inside of a block. snap: rounds to the grid of scale 1, in place."""
-    scale = torch.linalg.vector_norm(blocks, float("inf"), dim=within, keepdim=True) / greatest
+    most, least = blocks.amax(dim=within, keepdim=True), blocks.amin(dim=within, keepdim=True)
+    scale = torch.maximum(most, -least) / greatest
     blocks.div_(torch.where(scale > 0, scale, 1.0))
     snap(blocks)
     blocks.mul_(scale)
 
 
 def _to_fp8(numbers: Tensor) -> None:
-    numbers.copy_(numbers.to(torch.float8_e4m3fn))
+    """As ``to(torch.float8_e4m3fn)`` and back, which on CPU takes one number at a time: 3 bits of mantissa, and from
+    2^-6 down whole multiples of 2^-9; ties to even. For magnitudes up to 448."""
+    is_tiny = (numbers.abs() - 2.0**-6).view(
+        torch.int32
+    ) >> 31  # all bits set; torch.where takes one at a time too
+    multiples = ((numbers + TINY_SUM) - TINY_SUM).view(torch.int32)
+    bits = numbers.view(torch.int32)
+    bits.add_((bits >> 20 & 1) + 0x7FFFF).bitwise_and_(~0xFFFFF)  # of float32's 23 bits, 20 go
+    bits.bitwise_and_(~is_tiny).bitwise_or_(multiples & is_tiny)
+
+
+def _in_parts(work: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+    """``work`` in place on one part after the other."""
+
+    def on_parts(numbers: Tensor) -> None:
+        for part in numbers.view(-1).split(IN_CACHE):
+            work(part)
+
+    return on_parts
 
 
 def _in_blocks(matrix: Tensor, height: int, width: int, work: Callable[[Tensor], None]) -> Tensor:
@@ -90,5 +114,7 @@ def _in_blocks(matrix: Tensor, height: int, width: int, work: Callable[[Tensor],
     the lower and right edges are filled up with zeros, which change no block's greatest."""
     rows, columns = matrix.shape
     filled = F.pad(matrix, (0, -columns % width, 0, -rows % height))
-    work(filled.view(filled.shape[0] // height, height, filled.shape[1] // width, width))
+    blocks = filled.view(filled.shape[0] // height, height, filled.shape[1] // width, width)
+    for some in blocks.split(max(1, IN_CACHE // (height * filled.shape[1]))):
+        work(some)
     return filled[:rows, :columns].contiguous()

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.schema.rollout import ROUNDED, Precision, RolloutConfig
 from launch.roles.learn import compare_engines
-from parallel.weights.precision import MATRIX, rounded, with_precision
+from parallel.weights.precision import MATRIX, _to_fp8, rounded, with_precision
 from trainer.turns import OwnDevices
 
 PRECISIONS = get_args(Precision)
@@ -104,6 +104,17 @@ def test_fp8_by_hand():
 def test_the_grid_of_e4m3_is_torchs():
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     assert sorted(set(every[~every.isnan()].tolist())) == sorted(set(E4M3)) and E4M3[-1] == 448.0
+
+
+def test_numbers_are_rounded_to_e4m3_as_torch_does():
+    """All of float32 up to 448 in steps, with every middle between two neighbours, where ties go to even."""
+    middles = [(a + b) / 2 for a, b in pairwise(E4M3)]
+    around = [math.nextafter(middle, side) for middle in middles for side in (-math.inf, math.inf)]
+    numbers = torch.tensor([*E4M3, *middles, *around, 0.0, -0.0, 1e-30, -1e-45], dtype=torch.float64).float()
+    numbers = torch.cat([numbers, torch.linspace(-448, 448, 100_003), torch.linspace(-0.05, 0.05, 100_003)])
+    found = numbers.clone()
+    _to_fp8(found)
+    assert torch.equal(found, numbers.to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("precision", SCALED)

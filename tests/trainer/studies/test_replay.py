@@ -256,7 +256,9 @@ def test_table_and_figure_stand_a_missing_number(tmp_path):
 
 def test_tokens_are_told_apart_by_their_age(tmp_path):
     batch = recorded(seed=4)
-    lags = torch.randint(0, 3, batch.packed.rollout_logprobs_T.shape, generator=torch.Generator().manual_seed(1))
+    lags = torch.randint(
+        0, 3, batch.packed.rollout_logprobs_T.shape, generator=torch.Generator().manual_seed(1)
+    )
     packed = batch.packed.with_fields(lag_T=lags.to(torch.int16))
     folder = RunFolder(tmp_path)
     write_batch(batch_file(folder.batches, 3), replace(batch, packed=packed))
