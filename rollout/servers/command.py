@@ -6,6 +6,7 @@ CUDA_VISIBLE_DEVICES is inherited, and a share names some of its GPUs.
 import difflib
 import importlib.util
 import itertools
+import json
 import os
 import random
 import re
@@ -169,6 +170,10 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
         # server never gives.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
+    # By default a server imports the code of all models that SGLang knows, for more than a second.
+    environment.setdefault(
+        "SGLANG_DISABLED_MODEL_ARCHS", ",".join(files_of_other_models(spec.config.model.path))
+    )
     ours = [] if spec.cuda else [str(STAND_INS)]
     if spec.config.rollout.sglang_plugin:
         ours.append(str(PLUGIN))
@@ -283,14 +288,36 @@ def check_flags_exist(config: RolloutConfig) -> None:
             raise ValueError(f"rollout.server_args: SGLang has no flag {name!r}; {fix}")
 
 
+def sglang_sources() -> Path:
+    """The folder ``sglang/srt``; one without its files where SGLang is not installed."""
+    spec = importlib.util.find_spec("sglang")
+    return Path(spec.origin).parent / "srt" if spec and spec.origin else Path()
+
+
+def files_of_other_models(model: Path) -> list[str]:
+    """SGLang's files of models, by their names, without the one that defines the architecture of ``model``. Files that
+    this one imports are imported all the same. Empty where the architecture is not found."""
+    try:
+        architectures = json.loads((model / "config.json").read_text(encoding="utf-8"))["architectures"]
+    except (OSError, LookupError, TypeError, ValueError):
+        return []
+    files = {file.stem: file for file in (sglang_sources() / "models").glob("*.py")}
+    defined = [re.compile(rf"^class {re.escape(str(name))}\b", re.MULTILINE) for name in architectures or ()]
+    ours = {
+        name
+        for name, file in files.items()
+        if any(pattern.search(file.read_text(encoding="utf-8")) for pattern in defined)
+    }
+    return sorted(files.keys() - ours) if ours else []
+
+
 def flags_of_sglang() -> list[str]:
     """The flags that SGLang's sources declare, and a few settings without a flag; an import would take seconds.
 
     A flag is a field, ``model_path: A[...]``, or a text, ``"--model"``: an alias, or an argument by itself.
     Empty where SGLang is not installed, or its sources have another form.
     """
-    spec = importlib.util.find_spec("sglang")
-    home = Path(spec.origin).parent / "srt" if spec and spec.origin else Path()
+    home = sglang_sources()
     sources = (home / "arg_groups" / "fields").glob("*.py")
     fields = "".join(file.read_text(encoding="utf-8") for file in sources)
     if not fields:

@@ -1,5 +1,6 @@
 """How SGLang servers are started: ports, command lines, environments, GPUs; none is."""
 
+import json
 import os
 import socket
 from contextlib import closing
@@ -18,6 +19,7 @@ from rollout.servers.command import (
     check_server_args,
     choose_ports,
     cpu_binding,
+    files_of_other_models,
     server_command,
     server_environment,
 )
@@ -94,6 +96,29 @@ def test_the_users_flags_come_last_and_cannot_take_over_the_designs(tmp_path):
             check_server_args(RolloutConfig(server_args={name: 1}))
         with pytest.raises(ValueError, match=f"server_args: '{name}' cannot be set there"):
             ServerFleet(server_spec(tmp_path, server_args={name: 1}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "file"),
+    [
+        ("Qwen2ForCausalLM", "qwen2"),
+        ("Qwen3ForCausalLM", "qwen3"),
+        ("LlamaForCausalLM", "llama"),
+        ("Qwen3MoeForCausalLM", "qwen3_moe"),
+        ("MixtralForCausalLM", "mixtral"),
+    ],
+)
+def test_a_server_imports_the_code_of_its_own_model_alone(tmp_path, architecture, file):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    others = files_of_other_models(tmp_path)
+    assert len(others) > 100 and file not in others and ("llama" in others) == (file != "llama")
+
+
+@pytest.mark.parametrize("text", ['{"architectures": ["NoSuchModel"]}', '{"architectures": null}', "[]", "{"])
+def test_an_architecture_that_is_not_found_leaves_all_models_in(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    assert files_of_other_models(tmp_path) == []
+    assert files_of_other_models(tmp_path / "nowhere") == []
 
 
 def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
