@@ -27,7 +27,7 @@ def test_servers_and_the_sample_role_may_end_and_come_back_and_no_step_is_lost(t
         )  # it checks steps, versions, gaps and the ledger
         run.supervisor.send_signal(signal.SIGINT)
         assert run.wait_for_end() == 130
-        run.check()
+        run.check(has_ended=True)
     finally:
         run.kill()
     assert [recovery.kind for recovery in recoveries] == [*kinds]
