@@ -305,8 +305,10 @@ class Recovery:
 
 
 def soak(run: LongRun, kinds: Sequence[str], draw: Draw, tell: Callable[[Recovery], None]) -> None:
-    """Let faults of these kinds, one after another, happen to a run that was started. Raises SoakError."""
-    wait_for_recovery(run, 0)
+    """Start the run, or go on with it, and let faults of these kinds happen to it, one after another. Raises
+    SoakError."""
+    begin(run, after=run.learner())
+    wait_for_recovery(run, run.last_step())
     for kind in kinds:
         time.sleep(draw.uniform(0.0, 2.0))
         before, began = run.last_step(), time.monotonic()
@@ -314,7 +316,7 @@ def soak(run: LongRun, kinds: Sequence[str], draw: Draw, tell: Callable[[Recover
         KINDS[kind].inject(run, draw)
         if KINDS[kind].ends:
             run.wait_for_end()
-            resume(run, after=learner)
+            begin(run, after=learner)
         kept = run.last_step()
         reached = wait_for_recovery(run, kept)
         took = time.monotonic() - began
@@ -322,8 +324,8 @@ def soak(run: LongRun, kinds: Sequence[str], draw: Draw, tell: Callable[[Recover
         tell(Recovery(kind, before, reached - began, took, max(0, before - kept)))
 
 
-def resume(run: LongRun, *, after: int | None) -> None:
-    """Start the run again, and wait until it has a learner other than ``after``."""
+def begin(run: LongRun, *, after: int | None) -> None:
+    """Start the run, or resume it, and wait until it has a learner other than ``after``."""
     run.start()
     run.wait_until(lambda: run.learner() not in (None, after), "begun again")
 
@@ -387,7 +389,6 @@ def main() -> None:
     drawn = (kinds * -(-given.faults // len(kinds)))[: given.faults]
     draw.shuffle(drawn)
     try:
-        run.start()
         soak(run, drawn[earlier:], draw, tell)
         _sigterm(run, draw)
         run.wait_for_end()

@@ -21,7 +21,6 @@ def test_servers_and_the_sample_role_may_end_and_come_back_and_no_step_is_lost(t
     recoveries: list[Recovery] = []
     kinds = ("server killed", "sample role killed", "both servers killed")
     try:
-        run.start()
         soak(
             run, kinds, random.Random(0), recoveries.append
         )  # it checks steps, versions, gaps and the ledger
