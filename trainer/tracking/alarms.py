@@ -158,7 +158,20 @@ def check_alarms(metrics: Mapping[str, float], config: AlarmsConfig) -> list[Ala
         if name := next(unhealthy, None):
             message = (
                 f"{name} is {metrics[name]:.4g} (alarms.{rule.name}: {level:g}): {rule.wrong}. "
-                f"Usual cause: {rule.cause}. Try: {rule.advice}."
+                f"Usual cause: {rule.cause}. Try: {rule.advice}.{_share_of_staleness(name, metrics)}"
             )
             alarms.append(Alarm(name=rule.name, value=metrics[name], level=level, message=message))
     return alarms
+
+
+def _share_of_staleness(metric: str, metrics: Mapping[str, float]) -> str:
+    """What the tokens' age tells of an alarm of the gap; empty in a run without lags, where the gap is the engines'."""
+    lag = metrics.get(known("staleness/mean"))
+    if not lag or not metric.startswith("mismatch/"):
+        return ""
+    fresh = metrics.get(known("staleness/by_lag/le_0/k3"))
+    if fresh is None:
+        engines = "no token is fresh, so the engines' own gap is not known"
+    else:
+        engines = f"k3 of the fresh ones, {fresh:.2g}, is the engines' own gap; mismatch/k3, {metrics.get('mismatch/k3', 0.0):.2g}, has both"
+    return f" Here tokens lag by {lag:.2g} versions in the mean: {engines}."

@@ -118,6 +118,22 @@ def test_a_rollout_of_another_policy_raises_what_it_should():
     assert {"weight_mean_min", "kl_max"} <= {alarm.name for alarm in check_alarms(metrics, AlarmsConfig())}
 
 
+def test_alarms_of_the_gap_tell_what_of_it_is_staleness():
+    wide = HEALTHY | {"mismatch/k3": 0.3}
+    (plain,) = check_alarms(wide, AlarmsConfig())
+    assert "lag" not in plain.message
+    (aged,) = check_alarms(wide | {"staleness/mean": 1.5, "staleness/by_lag/le_0/k3": 2e-5}, AlarmsConfig())
+    assert (
+        aged.message
+        == f"{plain.message} Here tokens lag by 1.5 versions in the mean: k3 of the fresh ones, 2e-05, is the engines' "
+        + ("own gap; mismatch/k3, 0.3, has both.")
+    )
+    (old,) = check_alarms(wide | {"staleness/mean": 2.0}, AlarmsConfig())
+    assert old.message.endswith("no token is fresh, so the engines' own gap is not known.")
+    (other,) = check_alarms(HEALTHY | {"reward/failed_fraction": 1.0, "staleness/mean": 2.0}, AlarmsConfig())
+    assert "lag" not in other.message
+
+
 @pytest.mark.parametrize(
     "bad", [{"ess_min": 1.5}, {"kl_max": 0}, {"unknown": 1}, {"weight_mean_min": 3.0}, {"rejected_max": -0.1}]
 )
