@@ -6,15 +6,20 @@ engines compute in float32, so nothing else comes between them. Source of the qu
 Framework Secretly Brings You Off-Policy RL Training.
 
     python benchmarks/studies/quantised_rollout.py --model runs/quickstart-*/warm --folder quantised [--jobs 2]
+    python benchmarks/studies/quantised_rollout.py --gap --model runs/latest/hf --folder gap
+
+``--gap``: no training. The gap that each precision makes on a model: a few steps at a learning rate of nothing.
 """
 
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.studies.grid import Cell, Column, Curve, Rows, draw, grid_of, last, options, table
+from configs.schema.rollout import Precision
 
 PRECISIONS = ("bf16", "int8", "int4")
 CORRECTIONS = {
@@ -28,6 +33,7 @@ CORRECTIONS = {
     "pg_is": "pg_is",
 }
 """Preset of each correction."""
+GAP_STEPS, GAP_PROMPTS, NO_LEARNING = 4, 64, 1e-12
 COLORS = ("#222222", "#1f77b4", "#d62728")
 MINIBATCHES = 4
 
@@ -70,10 +76,46 @@ def cells(seeds: Sequence[int]) -> Iterator[Cell]:
                 yield Cell(name_of(precision, correction, seed), settings)
 
 
+GAP_COLUMNS = {
+    "mean |dp|": last("mismatch/abs_prob_mean"),
+    "max |dp|": last("mismatch/abs_prob_max"),
+    "greatest gap, nats": last("mismatch/logprob_gap_max"),
+    "k1": last("mismatch/k1"),
+    "k3": last("mismatch/k3"),
+    "ESS of tokens": last("mismatch/ess"),
+    "chi2 of responses": last("mismatch/chi2_sequence"),
+    "responses with |dp| > 0.5": last("mismatch/response_abs_prob_over"),
+}
+
+
+def measure_gaps(given) -> None:
+    """The table of ``--gap``."""
+    given.lr, given.steps = NO_LEARNING, GAP_STEPS
+    grid = grid_of(given, f"rollout.prompts_per_step={GAP_PROMPTS}", "correction=disabled")
+    served = {
+        "as they are": (),
+        **{precision: (f"rollout.precision={precision}",) for precision in get_args(Precision)},
+    }
+    cells = [
+        Cell(f"{name.replace(' ', '-')}-{seed}", (f"seed={seed}", *settings))
+        for name, settings in served.items()
+        for seed in given.seeds
+    ]
+    grid.run_missing(cells, given.jobs)
+    groups = [([name], [f"{name.replace(' ', '-')}-{seed}" for seed in given.seeds]) for name in served]
+    print(table(grid, groups, ["weights"], GAP_COLUMNS))
+
+
 def main() -> None:
     made = options(__doc__.splitlines()[0], lr=4e-4, steps=60)
     made.add_argument("--minibatches", type=int, default=MINIBATCHES)
+    made.add_argument(
+        "--gap", action="store_true", help="measure what each precision does to a model, without training"
+    )
     given = made.parse_args()
+    if given.gap:
+        measure_gaps(given)
+        return
     grid, seeds = grid_of(given, f"learner.minibatches={given.minibatches}"), given.seeds
     grid.run_missing([*cells(seeds)], given.jobs)
     groups = [

@@ -174,5 +174,7 @@ def _share_of_staleness(metric: str, metrics: Mapping[str, float]) -> str:
         engines = "no token is fresh, so the engines' own gap is not known"
     else:
         both = metrics.get(known("mismatch/k3"), 0.0)
-        engines = f"k3 of the fresh ones, {fresh:.2g}, is the engines' own gap; mismatch/k3, {both:.2g}, has both"
+        engines = (
+            f"k3 of the fresh ones, {fresh:.2g}, is the engines' own gap; mismatch/k3, {both:.2g}, has both"
+        )
     return f" Here tokens lag by {lag:.2g} versions in the mean: {engines}."
