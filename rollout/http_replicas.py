@@ -17,14 +17,18 @@ class AttemptFailed(Exception):
     """One attempt failed in a way that another one may not."""
 
 
+class ReplicaLost(AttemptFailed):
+    """The replica is not what it was: it has been started again."""
+
+
 @dataclass(slots=True, eq=False)
 class Replica:
     url: str
     in_flight: int = 0
     """Samples that its unanswered requests hold."""
     is_lost: bool = False
-    """A connection failed. Its server may have been started again, with other weights: it is asked only where no
-    other replica is left."""
+    """A connection failed, or the server was started again, with other weights: it is asked only where no other replica
+    is left."""
 
 
 def open_session(
@@ -64,7 +68,7 @@ async def request_with_retries(
         try:
             return await attempt(replica.url)
         except (aiohttp.ClientError, AttemptFailed) as error:
-            replica.is_lost |= isinstance(error, aiohttp.ClientConnectionError)
+            replica.is_lost |= isinstance(error, (aiohttp.ClientConnectionError, ReplicaLost))
             failures.append(f"{replica.url}: {str(error) or type(error).__name__}")
             on_failure(error, failures)
         finally:

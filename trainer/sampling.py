@@ -16,7 +16,6 @@ from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
-from rollout.client import RolloutError
 from rollout.records import Group
 from rollout.sampling.messages import EvaluationResult, SampleRoleLost, SamplingStats
 from rollout.sampling.remote import RemoteSampler
@@ -25,7 +24,8 @@ from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0
 """Interval of looks for servers without weights."""
-_SEND_WEIGHTS = "send weights"
+_SEND_WEIGHTS, _WAIT_ON = "send weights", "wait on"
+"""Rank 0's news while the others wait. Any news begins their collective's deadline anew."""
 
 
 class Weights(Protocol):
@@ -86,7 +86,7 @@ class SharedSampler:
         collective where it is above 0."""
 
         if within_s > 0:
-            self._asked_by_first_rank(lambda remote: remote.drain(within_s, meanwhile=self._look_around))
+            self._asked_by_first_rank(lambda remote: remote.drain(within_s, meanwhile=self._heed_stop))
 
     def evaluate(self) -> EvaluationResult | None:
         """Held-out accuracy; None where the task has no held-out problems, and on all ranks but the first."""
@@ -107,10 +107,11 @@ class SharedSampler:
                 interruption = error
             _from_first_rank(interruption)
         else:
-            while (news := _from_first_rank(None)) == _SEND_WEIGHTS:
-                assert self._weights is not None
-                with suppress(RolloutError):  # rank 0 has it too, and tells of it next
-                    self._weights.restore()
+            while isinstance(news := _from_first_rank(None), str):
+                if news == _SEND_WEIGHTS:
+                    assert self._weights is not None
+                    with suppress(*INTERRUPTIONS):  # rank 0 has it too, and tells of it next
+                        self._weights.restore()
             interruption = news
         if interruption is not None:
             raise interruption
@@ -125,9 +126,11 @@ class SharedSampler:
                     remote.load_state(self._state)
                 return ask(remote)
             except SampleRoleLost as loss:
+                _from_first_rank(_WAIT_ON)
                 if not remote.follow(within_s=self._role_start_s, meanwhile=self._heed_stop):
                     raise
                 self._say(f"{loss}; a successor goes on")
+                _from_first_rank(_WAIT_ON)
                 is_successor = True
 
     def _look_around(self) -> None:

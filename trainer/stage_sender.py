@@ -52,7 +52,12 @@ class StageSender:
             group_name=self._broadcaster.group_name,
             backend=backend,
         )
-        self._broadcaster.join(check=joining.raise_if_failed)
+        try:
+            self._broadcaster.join(check=joining.raise_if_failed)
+        except RolloutError:
+            raise
+        except RuntimeError as error:  # from torch; all other members of this group are servers
+            raise WeightSyncError(f"the servers did not join the transfer group: {error}") from error
         joining.wait()
 
     def send(

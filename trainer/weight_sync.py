@@ -58,6 +58,7 @@ from rollout.run_key import RunKey
 from rollout.servers.control import Pending, SGLangControl
 from trainer.algorithm.mismatch import SampledGap
 from trainer.learner import Learner
+from trainer.ranks.interruption import StopRequested
 from trainer.ranks.totals import on_first_rank
 from trainer.stage_sender import StageSender, WeightSyncError, in_turn
 from trainer.turns import OwnDevices
@@ -70,8 +71,10 @@ EXACT_TOLERANCE = 1e-4
 sampled token."""
 LOOK_S = 0.1
 """Interval of looks at what the serve roles announce."""
-LOST_SERVER_S = 10.0
+LOST_SERVER_S = 20.0
 """Time after a failure in which the serve role reports a server that has ended."""
+SHARED_FOLDER_S = 60.0
+"""Further time for a report from another node: its file may show late."""
 UNLIKELY_TOLERANCE = 1e-3
 """Allowed difference in nats on any sampled token. Unlikely tokens show the rounding of their logits."""
 
@@ -118,13 +121,14 @@ class WeightSync:
         turns: OwnDevices | None = None,
         key: RunKey | None = None,
         lives: Lives | None = None,
+        stop_requested: Callable[[], str | None] = lambda: None,
     ):
         """control: None on all ranks but the first. samples_are_probes: a step's samples are scored by the
         weights that sampled them. address: where the servers reach this rank's host, if it is a sender.
         turns: None where the servers have devices of their own. key: the run's, which the servers check.
         lives: the address of each server that can be sent weights, with the number of its life; asked on the first
         rank; it raises a RolloutError where nobody starts servers any more. None, on all ranks, where the servers
-        stay the same until the run ends."""
+        stay the same until the run ends. stop_requested: the reason to stop, or None; heeded while servers start."""
         self._learner, self._control, self._rollout = learner, control, rollout
         self._turns = turns or OwnDevices()
         self._dtype = getattr(torch, rollout.dtype)
@@ -138,9 +142,10 @@ class WeightSync:
         self._sender: StageSender | None = None
         self._buffers = Buffers()
         self._launch, self._address, self._key = launch, address, key
-        self._lives = lives
+        self._lives, self._stop_reason = lives, stop_requested
         self._served = dict(lives()) if lives is not None else {}
         self._connect()
+        self._is_connected = True
 
     def _connect(self) -> None:
         """Make the transfer groups with the servers of rank 0's control, all ranks together."""
@@ -182,14 +187,25 @@ class WeightSync:
         lives = self._lives()
         return bool(lives) and not lives.items() & self._served.items()
 
-    def _follow_servers(self, *, patience_s: float = 0.0) -> bool:
-        """Where servers have ended or come back, make the transfer groups anew with those that there are; all ranks
-        together. Returns whether they did. patience_s: how long rank 0 looks for a change."""
+    def _have_servers_changed(self, *, within_s: float = 0.0) -> bool:
+        """Whether servers have ended or come back since the transfer groups were made; rank 0 looks, for all."""
         if self._lives is None:
             return False
-        is_changed = [on_first_rank(partial(self._look_for_change, self._lives, patience_s))]
+        is_changed = [on_first_rank(partial(self._look_for_change, self._lives, within_s))]
         dist.broadcast_object_list(is_changed, src=0)
-        if is_changed[0]:
+        return bool(is_changed[0])
+
+    def _changes_after_failure(self) -> bool:
+        shared_s = SHARED_FOLDER_S if self._launch.nodes is not None else 0.0
+        return self._have_servers_changed(within_s=LOST_SERVER_S + shared_s)
+
+    def _follow_servers(self) -> bool:
+        """Where servers have ended or come back, make the transfer groups anew with those that there are; all ranks
+        together. Returns whether they did."""
+        is_needed = self._have_servers_changed() or not self._is_connected
+        if is_needed:
+            assert self._lives is not None
+            self._is_connected = False
             if self._sender is not None:
                 self._sender.abandon()
                 self._sender = None
@@ -197,8 +213,8 @@ class WeightSync:
             failures: list[RolloutError | None] = [None] * self._learner.groups.pp_size
             dist.all_gather_object(failures, self._connected(), group=self._learner.groups.pp_group)
             on_first_rank(lambda: _raise_first(failures))
-            self._has_met_servers = False
-        return bool(is_changed[0])
+            self._has_met_servers, self._is_connected = False, True
+        return is_needed
 
     def _connected(self) -> RolloutError | None:
         """``_connect``, and its failure, which all ranks must hear of."""
@@ -211,19 +227,24 @@ class WeightSync:
     def _look_for_change(self, lives: Lives, patience_s: float) -> bool:
         deadline = time.monotonic() + patience_s
         while lives() == self._served and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+            self._wait_a_little()
         return lives() != self._served
 
     def _meet_others(self, lives: Lives) -> None:
         start_s = min(self._rollout.server_start_timeout_s, self._launch.patience_s)
         deadline = time.monotonic() + start_s
         while not lives() and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+            self._wait_a_little()
         self._served = dict(lives())
         if not self._served:
             raise WeightSyncError(f"all servers have ended, and none was ready again after {start_s:.0f} s")
         self._control = self._control_of(list(self._served))
         self._control.take_over()  # those that were there before may be in the middle of an update
+
+    def _wait_a_little(self) -> None:
+        if (reason := self._stop_reason()) is not None:
+            raise StopRequested(reason)
+        time.sleep(LOOK_S)
 
     @property
     def _servers(self) -> SGLangControl:
@@ -267,12 +288,12 @@ class WeightSync:
         self._has_met_servers = True
 
     def _send(self, version: int) -> SyncResult:
-        self._follow_servers()
         while True:
             try:
+                self._follow_servers()
                 return self._send_to_all(version)
             except RolloutError:
-                if not self._follow_servers(patience_s=LOST_SERVER_S):
+                if not self._changes_after_failure():
                     raise
 
     def _send_to_all(self, version: int) -> SyncResult:
@@ -379,14 +400,15 @@ class WeightSync:
 
     def prove_last(self) -> None:
         """``probe`` the last update, which no sample has used. Servers that have ended since get the weights again."""
-        temperature = self._rollout.temperature
-        try:
-            self.probe(temperature)
-        except RolloutError:
-            if not self._follow_servers(patience_s=LOST_SERVER_S):
-                raise
-            self.restore()
-            self.probe(temperature)
+        while True:
+            try:
+                if self._have_servers_changed():
+                    self.restore()
+                self.probe(self._rollout.temperature)
+                return
+            except RolloutError:
+                if not self._changes_after_failure():
+                    raise
 
     def close(self) -> None:
         """Leave the transfer groups. Servers that have ended meanwhile need not be told."""

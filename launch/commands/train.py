@@ -132,7 +132,9 @@ def evaluate(
     from rollout.sampling.messages import SamplingError
     from rollout.sampling.remote import RemoteSampler
 
-    config = config.model_copy(update={"layout": ONE_PROCESS})  # no learner takes part
+    # No learner takes part, which would bring weights to a server that was started again.
+    rollout = config.rollout.model_copy(update={"max_server_restarts": 0})
+    config = config.model_copy(update={"layout": ONE_PROCESS, "rollout": rollout})
     folder = run_folder.create(config.launch.runs_dir, f"{config.name}-eval", resolved_yaml(config))
     run_folder.write_json(folder.path / "request.json", {"first_gpu": 0})
     with (

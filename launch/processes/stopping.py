@@ -36,7 +36,9 @@ LOOK_EVERY_S = 0.5
 """Seconds between looks at the run folder, which may be on a shared file system."""
 CAUSE_TIMEOUT_S = 10.0
 """Time for a role to notice that one of its processes is dead, after the learner has lost it."""
-LOST_THE_ROLLOUT = ("ControlError:", "WeightSyncError:", "SamplingError:", "GenerationError:")
+LOST_THE_ROLLOUT = (
+    "ControlError:", "WeightSyncError:", "SamplingError:", "SampleRoleLost:", "GenerationError:", "RolloutError:",
+)  # fmt: skip
 """Beginnings of a learner's error where the rollout side has failed."""
 OWN_ERROR = "the sample role failed: SamplingError:"
 """The sample role runs, and has reported an error."""
@@ -124,7 +126,8 @@ def wait_for_learner(
             sampler_restarts -= sampler_restarts > 0 and _restart_sampler(
                 supervisor, folder, sampler_restarts
             )
-            failure = _failure_of_others(supervisor, folder, names)
+            is_left_out = sampler_restarts > 0 and _can_stop(folder)
+            failure = _failure_of_others(supervisor, folder, (*names, "sample") if is_left_out else names)
             first_line = failure and str(failure).splitlines()[0].rstrip(".")
             if reason := signals.reason or first_line or signals.look():
                 asked_at = time.monotonic()
@@ -206,6 +209,7 @@ def _restart_sampler(supervisor: Supervisor, folder: RunFolder, restarts: int) -
         return False
     first_line = str(supervisor.failure("sample")).splitlines()[0].rstrip(".")
     print(f"{first_line}; started again ({restarts - 1} restarts left)", flush=True)
+    folder.forget("sample")  # so that the learner waits for the next announcement
     supervisor.start_again("sample")
     return True
 

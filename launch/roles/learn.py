@@ -108,12 +108,13 @@ def build_run(
         learner, control, config.rollout, config.launch,
         samples_are_probes=config.compares_samples, address=address, turns=turns, key=key,
         lives=partial(server_lives, folder, serve_roles(config)) if config.servers_may_restart else None,
+        stop_requested=stop_requested,
     )  # fmt: skip
     sampler = SharedSampler(
         remote,
         stop_requested,
         weights=weight_sync if config.servers_may_restart else None,
-        role_start_s=config.launch.start_timeout_s,
+        role_start_s=min(config.launch.start_timeout_s, config.launch.patience_s),
         say=partial(print, flush=True),
     )
     checkpointer = Checkpointer(folder.checkpoints, config.checkpoint, turns)

@@ -82,9 +82,10 @@ def watch(
                 print(f"SGLang replicas {hung} did not answer any more, and were killed", flush=True)
         if restarts <= 0:
             fleet.poll()
-        elif deaths := fleet.restart_ended():
+        elif fleet.note_ended():
+            announce(folder, name, fleet)  # first: what a server leaves may take long to go
+            deaths = fleet.restart_ended()
             restarts -= len(deaths)
-            announce(folder, name, fleet)
             for death in deaths:
                 print(f"started again ({restarts} restarts left): {death}", flush=True)
         if back := fleet.look_at_restarted():

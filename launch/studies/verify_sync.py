@@ -196,7 +196,8 @@ class Fleets:
     def _start_fleet(
         self, supervisor: Supervisor, folder: RunFolder, tp: int, model: Path, replicas: int, first_gpu: int
     ) -> None:
-        rollout = self.base.rollout.model_copy(update={"tp": tp, "replicas": replicas, "first_port": None})
+        settings = {"tp": tp, "replicas": replicas, "first_port": None, "max_server_restarts": 0}
+        rollout = self.base.rollout.model_copy(update=settings)
         served = self.base.model.model_copy(update={"path": model.resolve()})
         config = self.base.model_copy(update={"rollout": rollout, "model": served, "layout": ONE_PROCESS})
         folder.path.mkdir()

@@ -17,9 +17,10 @@ import orjson
 
 from rollout.client import ClientStats, GenerationError
 from rollout.connections import PEER_TIMEOUT_S, is_unreachable
-from rollout.http_replicas import AttemptFailed, Replica, open_session, request_with_retries
+from rollout.http_replicas import AttemptFailed, Replica, ReplicaLost, open_session, request_with_retries
 from rollout.records import Completion, FinishReason
 from rollout.run_key import RunKey
+from rollout.servers.command import NO_WEIGHT_VERSION
 
 T = TypeVar("T")
 
@@ -235,7 +236,10 @@ class SGLangClient:
                     f"{url} refused a request with HTTP {response.status}: {server_message(content)}"
                 )
         with _collection_paused():
-            return read_answer(content, count, url)
+            completions = read_answer(content, count, url)
+        if any(completion.token_versions[:1] == [NO_WEIGHT_VERSION] for completion in completions):
+            raise ReplicaLost(f"{url} was started again, and has no weights of the learner yet")
+        return completions
 
 
 @dataclass(slots=True)

@@ -37,6 +37,9 @@ closed during a cut of the network would lose the next request."""
 STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
 PLUGIN = Path(__file__).parents[1] / "sglang_plugin"
 
+OTHER_MODEL = re.compile("model-impl|json-model-override-args|speculative-")
+"""Flags with which a server may load the code of another model than its config.json names."""
+
 OWNED_FLAGS = frozenset(
     {
         "model",
@@ -171,9 +174,9 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
     # By default a server imports the code of all models that SGLang knows, for more than a second.
-    environment.setdefault(
-        "SGLANG_DISABLED_MODEL_ARCHS", ",".join(files_of_other_models(spec.config.model.path))
-    )
+    if not any(OTHER_MODEL.match(flag.replace("_", "-")) for flag in spec.config.rollout.server_args):
+        others = files_of_other_models(spec.config.model.path)
+        environment.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
     ours = [] if spec.cuda else [str(STAND_INS)]
     if spec.config.rollout.sglang_plugin:
         ours.append(str(PLUGIN))

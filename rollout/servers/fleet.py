@@ -202,6 +202,12 @@ class ServerFleet:
         ready = [r for r in self._replicas if r.answers and r.number not in self._starting]
         return {self._replica_url(replica): replica.life for replica in ready}
 
+    def note_ended(self) -> bool:
+        """Whether a replica has ended; ``lives`` is without it from now on, and ``restart_ended`` starts it again."""
+        ended = [replica.number for replica in self._replicas if replica.process.poll() is not None]
+        self._starting |= dict.fromkeys(ended, time.monotonic())
+        return bool(ended)
+
     def restart_ended(self) -> list[ServerDied]:
         """Start every replica that has ended again, at its port and on its GPUs; returns how they ended. The log of
         the life before is kept beside the new one.

@@ -40,7 +40,7 @@ class Role:
 
 
 class Weights:
-    def __init__(self, needed: list[bool], fails: bool = False):
+    def __init__(self, needed: list[bool], fails: Exception | None = None):
         self.needed, self.fails, self.sent = needed, fails, 0
 
     def are_needed(self) -> bool:
@@ -52,7 +52,7 @@ class Weights:
         dist.all_gather_object(together, self.sent)
         assert set(together) == {self.sent}
         if self.fails:
-            raise RolloutError("none was ready again")
+            raise self.fails
 
 
 def next_groups(sampler: SharedSampler):
@@ -69,7 +69,9 @@ def _two_ranks() -> dict:
     told["sent"] = weights.sent
     dist.barrier()
 
-    failing = SharedSampler(Role([5]) if rank == 0 else None, weights=Weights([True], fails=True))
+    failing = SharedSampler(
+        Role([5]) if rank == 0 else None, weights=Weights([True], fails=RolloutError("none was ready again"))
+    )
     with pytest.raises(RolloutError, match="none was ready again"):
         next_groups(failing)
     dist.barrier()
@@ -89,6 +91,12 @@ def _two_ranks() -> dict:
     stop.append("the role is lost, and then a stop is asked for")
     with pytest.raises(StopRequested, match="asked"):
         next_groups(stopped)
+    dist.barrier()
+    at_once = SharedSampler(
+        Role([5]) if rank == 0 else None, weights=Weights([True], fails=StopRequested("in between"))
+    )
+    with pytest.raises(StopRequested, match="in between"):
+        next_groups(at_once)
     return told
 
 

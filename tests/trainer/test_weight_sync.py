@@ -38,6 +38,7 @@ from tests.support.megatron_workers import (
 from trainer import stage_sender, weight_sync
 from trainer.algorithm.mismatch import SampledGap
 from trainer.learner import Learner
+from trainer.ranks.interruption import StopRequested
 from trainer.weight_sync import PROBE_TOKENS, WeightSync, WeightSyncError
 
 TEMPERATURE = 0.7
@@ -410,11 +411,43 @@ def test_a_server_that_is_gone_at_the_end_need_not_be_told(make_sync):
     assert asked
 
 
+def test_a_stop_ends_the_wait_for_servers(make_sync):
+    lives = {"replica 0": 1}
+    sync, _ = make_sync(1, lives=lambda: dict(lives))
+    lives.clear()
+    sync._stop_reason = lambda: "SIGUSR1"
+    with pytest.raises(StopRequested, match="SIGUSR1"):
+        sync.publish()
+
+
+def test_groups_that_could_not_be_made_are_made_with_those_that_are_left(make_sync, folder, monkeypatch):
+    """A second server ends while the learner meets those that are left of the first loss."""
+    lives = {"replica 0": 1, "replica 1": 1, "replica 2": 1}
+    sync, _ = make_sync(3, lives=lambda: dict(lives))
+    left = FakeControl(folder, 1)
+
+    class Gone(FakeControl):
+        def take_over(self) -> bool:
+            del lives["replica 1"]
+            raise ControlError("connection refused")
+
+    second = Gone(folder, 2)
+    controls = {("replica 0", "replica 1"): second, ("replica 0",): left}
+    sync._control_of = lambda urls: controls[tuple(urls)]
+    del lives["replica 2"]
+    try:
+        assert sync.publish().servers == 1 and left.versions() == [1]
+    finally:
+        left.close()
+        second.close()
+
+
 def test_servers_that_never_come_back_end_the_update(make_sync, monkeypatch):
     gone = LaunchConfig(collective_timeout_s=1.0)
     lives = {"replica 0": 1}
     sync, _ = make_sync(1, lives=lambda: dict(lives))
     sync._launch = gone
+    monkeypatch.setattr(weight_sync, "LOST_SERVER_S", 0.1)
     lives.clear()
     with pytest.raises(WeightSyncError, match="none was ready again after 1 s"):
         sync.publish()

@@ -28,9 +28,12 @@ class Fleet:
         if self.deaths:
             raise self.deaths.pop()
 
-    def restart_ended(self) -> list[Exception]:
+    def note_ended(self) -> bool:
         self._look()
-        return [self.deaths.pop()] if self.deaths else []
+        return bool(self.deaths)
+
+    def restart_ended(self) -> list[Exception]:
+        return [self.deaths.pop()]
 
     def look_at_restarted(self) -> list[int]:
         return self.back

@@ -549,6 +549,50 @@ def test_requests_wait_for_a_server_that_is_started_again_until_it_has_the_weigh
     asyncio.run(scenario())
 
 
+def of_version(version: str) -> dict:
+    return answer(spans=[{"version": version, "start": 0, "end": 2}])
+
+
+def test_a_server_that_came_back_unnoticed_gives_no_samples_of_the_weights_on_disk():
+    """A client that is new, like that of a second sample role, has seen no server fail."""
+
+    async def scenario():
+        async with (
+            LocalServer(lambda n: of_version("-1")) as back,
+            LocalServer(lambda n: of_version("7")) as other,
+            make_client(back, other) as client,
+        ):
+            back.version, other.version = "-1", "7"
+            await client.see_version(7)
+            found = await asyncio.gather(*(ask(client) for _ in range(6)))
+            assert {version for completion in found for version in completion.token_versions} == {7}
+            assert len(back.bodies) >= 1
+            asked = len(back.bodies)
+            await ask(client)
+            assert len(back.bodies) == asked, "it is lost until it has weights"
+
+    asyncio.run(scenario())
+
+
+def test_requests_to_a_single_server_without_weights_wait_for_them(monkeypatch):
+    monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.02)
+
+    async def scenario():
+        async with (
+            LocalServer(lambda n: of_version(server.version)) as server,
+            make_client(server, restart_s=30.0, max_retries=0) as client,
+        ):
+            server.version = "-1"
+            waiting = asyncio.create_task(ask(client))
+            while server.looks < 3:
+                await asyncio.sleep(0.01)
+            assert not waiting.done() and len(server.bodies) == 1
+            server.version = "0"
+            assert (await waiting).token_versions == [0, 0]
+
+    asyncio.run(scenario())
+
+
 def test_requests_wait_for_a_restart_no_longer_than_they_may(monkeypatch):
     monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.02)
 
