@@ -51,7 +51,7 @@ MOST_MEANWHILE = 10
 """Steps that a run may record while its files are read."""
 GAP = 1e-4
 """Nats by which learner and servers may differ on a token of lag 0 (float32 on both sides)."""
-DISK = "512m"
+DISK = "4g"
 
 
 class SoakError(Exception):
