@@ -405,7 +405,8 @@ def main() -> None:
     finally:
         run.kill()
     print(table(recoveries))
-    print(f"{last} steps, each once; {len(recoveries)} faults in {duration(time.monotonic() - began)}")
+    took = f"{len(recoveries) - earlier} of them now, in {duration(time.monotonic() - began)}"
+    print(f"{last} steps, each once; {len(recoveries)} faults, {took}")
     print(f"held-out accuracy after them: {_accuracy(run):.1%}")
     if given.undisturbed:
         quiet = LongRun(folder / "undisturbed", [*settings, f"steps={last}"])
