@@ -115,28 +115,52 @@ class SGLangClient:
         self._newest.version = newest
         await self._look_at_lost()
 
-    async def _look_at_lost(self) -> None:
-        await asyncio.gather(*(self._look_at(replica) for replica in self._replicas if replica.is_lost))
+    async def _look_at_lost(self) -> bool:
+        """Whether the host of one of them could be reached."""
+        looks = [self._look_at(replica) for replica in self._replicas if replica.is_lost]
+        return any(await asyncio.gather(*looks))
 
-    async def _look_at(self, replica: Replica) -> None:
-        with suppress(TimeoutError, aiohttp.ClientError, orjson.JSONDecodeError, LookupError, ValueError):
-            async with asyncio.timeout(LOOK_S), self._session.get(f"{replica.url}/model_info") as response:
+    async def _look_at(self, replica: Replica) -> bool:
+        """Whether the server has the weights again goes into ``replica``. Returns whether its host could be reached;
+        one that refuses the connection could."""
+        limits = aiohttp.ClientTimeout(total=None, sock_connect=LOOK_S / 2)
+        try:
+            async with (
+                asyncio.timeout(LOOK_S),
+                self._session.get(f"{replica.url}/model_info", timeout=limits) as response,
+            ):
                 version = int(orjson.loads(await response.read())["weight_version"])
                 replica.is_lost = version < self._newest.version
+        except aiohttp.ConnectionTimeoutError:
+            return False
+        except aiohttp.ClientConnectorError as error:
+            return not is_unreachable(error.os_error)
+        except (TimeoutError, aiohttp.ClientError, orjson.JSONDecodeError, LookupError, ValueError):
+            pass
+        return True
 
     async def _some_server(self) -> None:
-        """Return once a server is left that has the weights. Raises GenerationError after ``restart_s``."""
+        """Return once a server is left that has the weights. Raises GenerationError after ``restart_s``, or after
+        ``peer_timeout_s`` in which no host of a server could be reached."""
         deadline = time.monotonic() + self._restart_s
+        reached = time.monotonic()
         while time.monotonic() < deadline:
             await asyncio.sleep(LOOK_EVERY_S)
             async with self._looking:  # one of the requests that wait asks for all
-                if self._are_all_lost():
-                    await self._look_at_lost()
+                is_reached = not self._are_all_lost() or await self._look_at_lost()
             if not self._are_all_lost():
                 return
+            reached = time.monotonic() if is_reached else reached
+            if time.monotonic() - reached > self._peer_timeout_s:
+                raise GenerationError(
+                    f"the hosts of all servers could not be reached for {self._peer_timeout_s:g} s: {self._urls()}"
+                )
         raise GenerationError(
-            f"all servers were lost, and none that was started again had weights after {self._restart_s:.0f} s"
+            f"all servers were lost, and none that was started again had weights after {self._restart_s:.0f} s: {self._urls()}"
         )
+
+    def _urls(self) -> str:
+        return ", ".join(replica.url for replica in self._replicas)
 
     def _are_all_lost(self) -> bool:
         return all(replica.is_lost for replica in self._replicas)
@@ -207,10 +231,11 @@ class SGLangClient:
 
         def count_failure(error: Exception, failures: list[str]) -> None:
             nonlocal num_counted
-            if self._restart_s and self._are_all_lost():
+            is_cut = patience.covers(error)
+            if self._restart_s and self._are_all_lost() and not is_cut:
                 self._stats = replace(self._stats, retries=self._stats.retries + 1)
                 raise _AllLost
-            num_counted += not patience.covers(error)
+            num_counted += not is_cut
             if num_counted > self._max_retries:
                 last = failures[-1 - self._max_retries :]
                 raise GenerationError(

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -545,6 +546,25 @@ def test_requests_wait_for_a_server_that_is_started_again_until_it_has_the_weigh
             server.version = "-1"
             await client.see_version(5)
             await ask(client)  # it is not lost
+
+    asyncio.run(scenario())
+
+
+def test_a_network_that_is_cut_is_waited_for_no_longer_than_a_peer(monkeypatch):
+    """The host of a server that has ended refuses; one that cannot be reached says nothing."""
+    monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(client_module, "is_unreachable", lambda error: True)
+
+    async def scenario():
+        async with LocalServer(lambda n: None) as server:
+            url = server.url
+        gone = SimpleNamespace(url=url)
+        async with make_client(gone, restart_s=60.0, peer_timeout_s=0.3) as client:
+            with pytest.raises(GenerationError, match=rf"could not be reached for 0.3 s: {url}"):
+                await ask(client)
+            assert not await client._look_at(client._replicas[0])
+            monkeypatch.undo()
+            assert await client._look_at(client._replicas[0]), "it refuses"
 
     asyncio.run(scenario())
 
