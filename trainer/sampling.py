@@ -84,13 +84,11 @@ class SharedSampler:
     def drain(self, within_s: float) -> None:
         """Before an update of the weights: wait for responses that are under way, for ``within_s`` at most. A
         collective where it is above 0."""
-
         if within_s > 0:
             self._asked_by_first_rank(lambda remote: remote.drain(within_s, meanwhile=self._heed_stop))
 
     def evaluate(self) -> EvaluationResult | None:
         """Held-out accuracy; None where the task has no held-out problems, and on all ranks but the first."""
-
         return self._asked_by_first_rank(lambda remote: remote.evaluate(meanwhile=self._look_around))
 
     def stop_requested(self) -> bool:

@@ -121,8 +121,8 @@ class SGLangClient:
         return any(await asyncio.gather(*looks))
 
     async def _look_at(self, replica: Replica) -> bool:
-        """Whether the server has the weights again goes into ``replica``. Returns whether its host could be reached;
-        one that refuses the connection could."""
+        """Note in ``replica`` whether its server has the weights again. Returns whether its host could be reached: a
+        host that refuses the connection could."""
         limits = aiohttp.ClientTimeout(total=None, sock_connect=LOOK_S / 2)
         try:
             async with (
