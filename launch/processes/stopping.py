@@ -3,7 +3,8 @@ learner, on whatever nodes they run.
 
     roles/stop.json      {"reason"}          the request, by the supervisor or by a learner rank that got SIGTERM itself
     roles/stopped.json   {"step", "reason"}  the learner's last message: the newest step, which has a checkpoint
-    roles/ending.now                         the supervisor ends every process: from now on SIGTERM means at once
+    roles/ending.now                         the supervisor ends every process: from now on SIGTERM means at once, and
+                                             servers that no SIGTERM reaches end by themselves
 
     whoever wants the run to stop ── SIGUSR1, SIGTERM ──> supervisor ── stop.json ──> learner, rank 0 (looks while it waits for samples)
     Slurm ── SIGTERM to everything ──> learner ranks ───────────────── stop.json ──┘      │
@@ -71,6 +72,14 @@ class RunStopped(RuntimeError):
 
 def ending(folder: RunFolder) -> Path:
     return folder.path / "roles" / "ending.now"
+
+
+def time_of_end(folder: RunFolder) -> int | None:
+    """When the supervisor began to end every process, in ns by the file system's clock; None before."""
+    try:
+        return ending(folder).stat().st_mtime_ns
+    except OSError:  # a file system that does not answer says nothing
+        return None
 
 
 def request_stop(folder: RunFolder, reason: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from configs.schema import RunConfig
+from launch.processes import stopping
 from launch.processes.addresses import own_address
 from launch.processes.placement import serve_roles, servers_on
 from launch.processes.run_folder import RunFolder
@@ -38,7 +39,7 @@ def serve(
     from rollout.servers.command import ServerSpec
     from rollout.servers.fleet import ServerFleet
 
-    stop = threading.Event()
+    stop, earlier_end = threading.Event(), stopping.time_of_end(folder)
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: stop.set())
@@ -46,15 +47,22 @@ def serve(
     spec = ServerSpec(config=config, cuda=gpus_here() > 0, host=host, key=folder.run_key())
     fleet = ServerFleet(spec, folder.logs, shares, meeting_points(folder, config, shares, host))
     is_announced = False
+
+    def is_over() -> bool:
+        """Whether the supervisor has begun to end every process. SIGTERM may not reach this one: Slurm loses the
+        steps of a node that was cut off."""
+        return stopping.time_of_end(folder) not in (None, earlier_end)
+
     try:
         fleet.start()
-        fleet.wait_healthy(config.rollout.server_start_timeout_s, print, should_stop=stop.is_set)
-        if not stop.is_set():
+        timeout_s = config.rollout.server_start_timeout_s
+        fleet.wait_healthy(timeout_s, print, should_stop=lambda: stop.is_set() or is_over())
+        if not stop.is_set() and not is_over():
             announce(folder, name, fleet)
             is_announced = True
-        doing("serving")
-        restarts = config.rollout.max_server_restarts if config.servers_may_restart else 0
-        watch(fleet, folder, name, stop, restarts=restarts)
+            doing("serving")
+            restarts = config.rollout.max_server_restarts if config.servers_may_restart else 0
+            watch(fleet, folder, name, stop, is_over, restarts=restarts)
     finally:
         fleet.stop()
         if not (is_announced and is_superseded(folder, name)):
@@ -63,9 +71,16 @@ def serve(
 
 
 def watch(
-    fleet: "ServerFleet", folder: RunFolder, name: str, stop: threading.Event, *, restarts: int
+    fleet: "ServerFleet",
+    folder: RunFolder,
+    name: str,
+    stop: threading.Event,
+    is_over: Callable[[], bool],
+    *,
+    restarts: int,
 ) -> None:
-    """Look at the servers until ``stop``, and start those that have ended again, ``restarts`` times in all.
+    """Look at the servers until ``stop`` or ``is_over()``, and start those that have ended again, ``restarts``
+    times in all.
 
     Raises:
         ServerDied: one has ended, and no restart is left.
@@ -77,6 +92,9 @@ def watch(
             looked = time.monotonic()
             if is_superseded(folder, name):
                 print("another start of this run has taken this role's place: its servers end", flush=True)
+                return
+            if is_over():
+                print("this start of the run has ended: its servers end", flush=True)
                 return
             if hung := fleet.kill_hung():
                 print(f"SGLang replicas {hung} did not answer any more, and were killed", flush=True)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from launch.processes import stopping
 from launch.processes.run_folder import RunFolder
 from launch.roles import serve
 
@@ -56,8 +57,8 @@ def folder(tmp_path, monkeypatch) -> RunFolder:
     return RunFolder(tmp_path)
 
 
-def watch(folder: RunFolder, fleet: Fleet, *, restarts: int = 0) -> None:
-    serve.watch(fleet, folder, "serve", fleet.stop, restarts=restarts)
+def watch(folder: RunFolder, fleet: Fleet, *, restarts: int = 0, is_over: bool = False) -> None:
+    serve.watch(fleet, folder, "serve", fleet.stop, lambda: is_over, restarts=restarts)
 
 
 @pytest.mark.parametrize("now", [None, {"pid": 1, "host": "elsewhere", "urls": []}])
@@ -76,6 +77,22 @@ def test_servers_of_the_present_start_are_watched(folder):
     assert (announced["pid"], announced["host"]) == (os.getpid(), socket.gethostname())
     watch(folder, fleet)
     assert fleet.looks == 0
+
+
+def test_servers_whose_supervisor_has_ended_the_run_end_without_a_signal(folder, capsys):
+    fleet = Fleet(threading.Event(), looks=100)
+    serve.announce(folder, "serve", fleet)
+    watch(folder, fleet, is_over=True)
+    assert fleet.looks == 100 and "this start of the run has ended" in capsys.readouterr().out
+
+
+def test_the_time_of_the_end_tells_an_earlier_start_from_this_one(folder):
+    assert stopping.time_of_end(folder) is None
+    stopping.ending(folder).touch()
+    os.utime(stopping.ending(folder), ns=(1, 1))
+    earlier = stopping.time_of_end(folder)
+    stopping.ending(folder).touch()
+    assert earlier == 1 and stopping.time_of_end(folder) > 1
 
 
 def test_a_server_that_ends_is_started_again_as_often_as_the_config_says(folder, capsys):
