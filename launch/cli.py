@@ -216,11 +216,16 @@ def export(
 
 
 @app.command()
-def report(run: RunPath) -> None:
+def report(
+    run: RunPath,
+    against: Annotated[
+        list[Path] | None, typer.Option(help="Another run to compare with; can be given several times.")
+    ] = None,
+) -> None:
     """Write report.html and figures for a run, finished or not."""
     from launch.commands import results
 
-    results.report(run)
+    results.report(run, against or [])
 
 
 @app.command()

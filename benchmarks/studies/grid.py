@@ -38,7 +38,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """The runs are in ``folder``, one beside the other; ``settings`` are of all of them."""
+    """The runs are in ``folder/runs``, with one MLflow store, and what a finished cell left in ``folder/cells``;
+    ``settings`` are of all of them."""
 
     folder: Path
     model: Path
@@ -46,13 +47,14 @@ class Grid:
 
     def rows(self, name: str) -> Rows | None:
         """The record of a finished cell."""
-        file = self.folder / name / "rows.json"
+        file = self._cell(name) / "rows.json"
         return json.loads(file.read_text()) if file.exists() else None
 
     def run(self, cell: Cell) -> None:
-        folder = self.folder / cell.name
+        folder, runs = self._cell(cell.name), self.folder / "runs"
         folder.mkdir(parents=True, exist_ok=True)
-        settings = [f"model.path={self.model}", f"name={cell.name}", *self.settings, *cell.settings]
+        own = [f"model.path={self.model}", f"name={cell.name}", f"launch.runs_dir={runs}"]
+        settings = [*own, *self.settings, *cell.settings]
         command = [sys.executable, "-m", "launch", "train", str(RECIPE), *settings]
         with (folder / "log.txt").open("w") as log:
             done = subprocess.run(
@@ -61,8 +63,12 @@ class Grid:
             )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{cell.name}: {(folder / 'log.txt').read_text()[-1500:]}")
-        lines = (folder / "runs/latest/metrics.jsonl").read_text().splitlines()
+        run = max(runs.glob(f"{cell.name}-2*"))  # the newest: NAME-DATE-TIME
+        lines = (run / "metrics.jsonl").read_text().splitlines()
         (folder / "rows.json").write_text(json.dumps([json.loads(line) for line in lines]))
+
+    def _cell(self, name: str) -> Path:
+        return self.folder / "cells" / name
 
     def run_missing(self, cells: Sequence[Cell], jobs: int) -> None:
         """Run the cells that are not finished, ``jobs`` at a time, with progress and time left."""
@@ -132,33 +138,50 @@ class Curve:
     cells: Sequence[str]
 
 
-def draw(grid: Grid, panels: dict[str, Sequence[Curve]], metric: str, path: Path, *, axis: str) -> None:
-    """A panel per key; in it a line per curve, the mean over its cells, and faint lines per cell."""
+def draw(grid: Grid, panels: dict[str, Sequence[Curve]], metrics: dict[str, str], path: Path) -> None:
+    """A column of panels per key of ``panels``, and a row per metric, by the text of its axis. In a panel there is a
+    line per curve, the mean over its cells, and a faint line per cell."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 3.4), sharey=True, squeeze=False)
-    for panel, (title, curves) in zip(axes[0], panels.items(), strict=True):
-        for curve in curves:
-            lines = [_smoothed(rows, metric) for cell in curve.cells if (rows := grid.rows(cell)) is not None]
-            for line in lines:
-                panel.plot(range(1, len(line) + 1), line, color=curve.color, alpha=0.2, linewidth=0.8)
-            if lines:
-                mean = [statistics.fmean(values) for values in zip(*lines, strict=True)]
-                panel.plot(range(1, len(mean) + 1), mean, color=curve.color, label=curve.label)
-        panel.set(title=title, xlabel="step")
-        panel.grid(alpha=0.3)
-    axes[0][0].set_ylabel(f"{axis} (mean of 5 steps)")
+    size = (3.2 * len(panels), 2.6 * len(metrics))
+    figure, axes = pyplot.subplots(
+        len(metrics), len(panels), figsize=size, sharex=True, sharey="row", squeeze=False
+    )
+    for row, (axis, metric) in zip(axes, metrics.items(), strict=True):
+        for panel, curves in zip(row, panels.values(), strict=True):
+            for curve in curves:
+                _draw_curve(panel, [rows for cell in curve.cells if (rows := grid.rows(cell))], metric, curve)
+            panel.grid(alpha=0.3)
+        row[0].set_ylabel(axis)
+    for panel, title in zip(axes[0], panels, strict=True):
+        panel.set_title(title)
+    for panel in axes[-1]:
+        panel.set_xlabel("step")
     axes[0][-1].legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    figure.savefig(path, dpi=90, metadata={"Software": None})
     pyplot.close(figure)
 
 
+def _draw_curve(panel, runs: Sequence[Rows], metric: str, curve: Curve) -> None:
+    lines = [_smoothed(rows, metric) for rows in runs]
+    for line in lines:
+        panel.plot(range(1, len(line) + 1), line, color=curve.color, alpha=0.2, linewidth=0.8)
+    if lines:
+        mean = [statistics.fmean(values) for values in zip(*lines, strict=True)]
+        panel.plot(range(1, len(mean) + 1), mean, color=curve.color, label=curve.label)
+
+
 def _smoothed(rows: Rows, metric: str) -> list[float]:
-    values = [row[metric] for row in rows if row["step"] > 0]
+    """The mean over 5 steps; a step without the metric counts as the one before."""
+    values: list[float] = []
+    for row in rows:
+        if row["step"] > 0:
+            value = row.get(metric)
+            values.append(value if value is not None else values[-1] if values else 0.0)
     return [statistics.fmean(values[max(0, i - 4) : i + 1]) for i in range(len(values))]
 
 

@@ -64,6 +64,20 @@ COLUMNS = {
 }
 
 
+FIGURE = {
+    "mean reward": "reward/mean",
+    "reward, weighted": "reward/importance_weighted",
+    "entropy": "policy/entropy",
+    "tokens per response": "response/length_mean",
+    "k1 KL(old, current)": "policy/ppo_kl",
+    "mean |Δp|": "mismatch/abs_prob_mean",
+    "max |Δp|": "mismatch/abs_prob_max",
+    "ESS": "mismatch/ess",
+    "gradient norm": "optim/grad_norm",
+}
+"""Metric of each row of panels, by the text of its axis."""
+
+
 def name_of(precision: str, correction: str, seed: int) -> str:
     return f"{precision}-{correction}-{seed}"
 
@@ -131,7 +145,7 @@ def main() -> None:
         ]
         for correction in CORRECTIONS
     }
-    draw(grid, panels, "reward/mean", grid.folder / "quantised_rollout.png", axis="mean reward")
+    draw(grid, panels, FIGURE, grid.folder / "quantised_rollout.png")
 
 
 if __name__ == "__main__":

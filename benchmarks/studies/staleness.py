@@ -63,7 +63,7 @@ def main() -> None:
         ]
         for correction in CORRECTIONS
     }
-    draw(grid, panels, "reward/mean", grid.folder / "staleness.png", axis="mean reward")
+    draw(grid, panels, {"mean reward": "reward/mean"}, grid.folder / "staleness.png")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from configs.loader import load_config
@@ -82,12 +82,13 @@ def _export_checkpoint(folder: RunFolder) -> None:
         supervisor.wait_until_done("export-rank")
 
 
-def report(run: Path) -> None:
+def report(run: Path, against: Sequence[Path] = ()) -> None:
+    """Write the report of a run; ``against`` are runs to compare it with."""
     from trainer.report.page import write_report
 
-    folder = existing_run(run)
+    folder, others = existing_run(run), [existing_run(other).path for other in against]
     try:
-        page = write_report(folder.path)
+        page = write_report(folder.path, against=others)
     except ValueError as error:
         raise BadInput(f"RUN: {error}") from error
     print(f"report: {page}", flush=True)

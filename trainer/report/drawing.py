@@ -108,7 +108,8 @@ def draw_alone(picture: Picture, recorded: Recorded, config: RunConfig) -> "Iter
 def _draw_panel(axes: "Axes", panel: Panel, recorded: Recorded, config: RunConfig) -> None:
     match panel:
         case Lines():
-            _draw_lines(axes, panel, recorded, config)
+            lines = recorded.labelled(panel.metrics).items()
+            draw_lines(axes, panel, [(label, recorded.get(metric)) for metric, label in lines], config)
         case Shares():
             _draw_shares(axes, panel, recorded)
         case Buckets():
@@ -201,8 +202,8 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
 # lines
 
 
-def _draw_lines(axes: "Axes", panel: Lines, recorded: Recorded, config: RunConfig) -> None:
-    drawn = [(label, recorded.get(metric)) for metric, label in recorded.labelled(panel.metrics).items()]
+def draw_lines(axes: "Axes", panel: Lines, drawn: Sequence[tuple[str, Series]], config: RunConfig) -> None:
+    """Draw the series of ``drawn``, each with its label, as ``panel`` says."""
     for index, (label, series) in enumerate(drawn):
         color, dashes = COLORS[index % len(COLORS)], _DASHES[index % len(_DASHES)]
         if panel.sparse:
@@ -223,7 +224,10 @@ def _draw_lines(axes: "Axes", panel: Lines, recorded: Recorded, config: RunConfi
         _set_bounds(axes, panel.bounds, all_values)
     has_alarm = panel.alarm is not None and _draw_alarm_level(axes, getattr(config.alarms, panel.alarm))
     is_named_by_title = (
-        len(panel.metrics) == 1 and "*" not in panel.metrics.values() and panel.line is None and not has_alarm
+        len(panel.metrics) == len(drawn) == 1
+        and "*" not in panel.metrics.values()
+        and panel.line is None
+        and not has_alarm
     )
     _titled(axes, panel.title, columns=2, without_legend=is_named_by_title)
 

@@ -21,6 +21,7 @@ from configs.presets import DESCRIPTIONS, preset_name
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
 from trainer.metric_names import TIME_PARTS, known
+from trainer.report import comparison
 from trainer.report.drawing import (
     ALONE,
     COLORS,
@@ -80,17 +81,18 @@ class _Run:
         return self.recorded.get(metric)
 
 
-def write_report(run_dir: Path, config: RunConfig | None = None) -> Path:
+def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Sequence[Path] = ()) -> Path:
     """Write ``figures/*.png`` and ``report.html`` of a run, finished or not; returns the path of the page.
 
     config: the run's; None: read from its folder.
-    Raises ValueError if the folder is not that of a training run.
+    against: folders of other runs, to be compared with it.
+    Raises ValueError if a folder is not that of a training run.
     """
-    run = _read_run(run_dir, config)
+    run, others = _read_run(run_dir, config), [_read_run(folder, None) for folder in against]
     figures = run_dir / "figures"
     figures.mkdir(exist_ok=True)
     shown = []
-    for name, title, about, figure, panels in _draw_all(run):
+    for name, title, about, figure, panels in _draw_all(run, others):
         path = figures / f"{name}.png"
         if figure is None:
             path.unlink(missing_ok=True)
@@ -99,7 +101,7 @@ def write_report(run_dir: Path, config: RunConfig | None = None) -> Path:
         shown.append({"title": title, "about": about, "images": [_as_svg(panel) for panel in panels]})
     _note_the_data(run)
     page = run_dir / "report.html"
-    page.write_text(_render(run, shown), encoding="utf-8")
+    page.write_text(_render(run, others, shown), encoding="utf-8")
     return page
 
 
@@ -234,8 +236,13 @@ def _note_the_data(run: _Run) -> None:
 # drawing
 
 
-def _draw_all(run: _Run) -> "Iterator[tuple[str, str, str, Figure | None, Iterable[Figure]]]":
+def _draw_all(
+    run: _Run, others: Sequence[_Run]
+) -> "Iterator[tuple[str, str, str, Figure | None, Iterable[Figure]]]":
     """(name, title, about, the whole picture for its own file, its panels for the page)"""
+    compared = {label: each.recorded for label, each in _labelled(run, others).items()}
+    whole, panels = comparison.draw(compared, run.config) if others else (None, ())
+    yield "comparison", comparison.TITLE, comparison.ABOUT, whole, panels
     for picture in PICTURES:
         panels = draw_alone(picture, run.recorded, run.config)
         yield picture.name, picture.title, picture.about, draw(picture, run.recorded, run.config), panels
@@ -243,6 +250,13 @@ def _draw_all(run: _Run) -> "Iterator[tuple[str, str, str, Figure | None, Iterab
     title = "Where the time of a step goes"
     whole, alone = _draw_step_time(run, title, None), _draw_step_time(run, "", ALONE)
     yield "step_time", title, about, whole, [] if alone is None else [alone]
+
+
+def _labelled(run: _Run, others: Sequence[_Run]) -> dict[str, _Run]:
+    runs = [run, *others]
+    return dict(
+        zip(comparison.labels_of([(each.folder.name, each.config) for each in runs]), runs, strict=True)
+    )
 
 
 def _as_svg(figure: "Figure") -> str:
@@ -282,7 +296,7 @@ def _step_times(run: _Run) -> tuple[list[int], dict[str, list[float]]]:
 # page
 
 
-def _render(run: _Run, figures: Sequence[Mapping[str, str]]) -> str:
+def _render(run: _Run, others: Sequence[_Run], figures: Sequence[Mapping[str, str]]) -> str:
     import jinja2
 
     environment = jinja2.Environment(
@@ -301,6 +315,8 @@ def _render(run: _Run, figures: Sequence[Mapping[str, str]]) -> str:
         alarms_off=[name for name, level in run.config.alarms if level is None],
         notes=run.notes,
         figures=figures,
+        compared=list(_labelled(run, others)) if others else [],
+        differences=_differences(run, others),
         seconds=_seconds_by_part(run),
         settings=changed_settings(run.config),
         metrics=_metric_table(run),
@@ -384,6 +400,11 @@ def _seconds_by_part(run: _Run) -> list[tuple[str, str, str]]:
     totals = {name: sum(seconds) for name, seconds in _step_times(run)[1].items()}
     whole = sum(totals.values())
     return [(name, f"{total:,.1f}", f"{total / whole:.0%}") for name, total in totals.items() if total > 0]
+
+
+def _differences(run: _Run, others: Sequence[_Run]) -> list[tuple[str, list[str]]]:
+    rows = comparison.differing_settings([run.config, *(other.config for other in others)])
+    return [(field, [_redacted(value) for value in values]) for field, values in rows]
 
 
 def changed_settings(config: RunConfig) -> list[tuple[str, str, str]]:

@@ -20,6 +20,7 @@ from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
 from rollout.sampling.sampler import accuracy_error
+from trainer.report import comparison
 from trainer.report.drawing import Recorded, Series, draw, smooth
 from trainer.report.page import alarm_histories, changed_settings, write_report
 from trainer.report.pictures import PICTURES, Lines
@@ -660,3 +661,42 @@ def test_importing_the_report_loads_neither_matplotlib_nor_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_runs_are_compared_line_by_line_and_setting_by_setting(tmp_path):
+    secret = {"tracking": {"uri": "https://me:secret@example.org"}}
+    one = make_config(name="one", rollout={"precision": "int4"}, **secret)
+    two = make_config(name="two", learner={"minibatches": 4})
+    folders = [
+        make_run(tmp_path / c.name, range(1, 5), c, metrics=m)
+        for c, m in ((one, some_metrics), (two, few_metrics))
+    ]
+    path = write_report(folders[0], against=folders[1:])
+    page = Page(path)
+    assert "Compared runs" in page.text and (path.parent / "figures/comparison.png").is_file()
+    table = page.text[page.text.index("Settings in which the compared runs differ") :]
+    assert "field one two" in table and "rollout.precision int4 null" in table and "secret" not in table
+    assert "learner.minibatches 1 4" in table and "launch.runs_dir" not in table.split("Compared runs")[0]
+    write_report(folders[0])
+    assert "Compared runs" not in Page(path).text and not (path.parent / "figures/comparison.png").exists()
+
+
+def test_differing_settings_and_labels_by_hand():
+    same = make_config(name="same", steps=3)
+    other = make_config(name="same", steps=4, launch={"runs_dir": "elsewhere"})
+    assert comparison.differing_settings([same, other]) == [("steps", ["3", "4"])]
+    assert comparison.labels_of([("a-1", same), ("b-2", other)]) == ["a-1", "b-2"]
+    assert comparison.labels_of([("a-1", same), ("b-2", make_config(name="b"))]) == ["same", "b"]
+
+
+def test_a_metric_that_is_rounding_in_every_run_is_not_compared():
+    flat = Recorded(steps=[1, 2], series={"mismatch/k3": Series([1, 2], [1e-9, 2e-9])})
+    high = Recorded(steps=[1, 2], series={"mismatch/k3": Series([1, 2], [1e-9, 2e-2])})
+    whole, alone = comparison.draw({"a": flat, "b": flat}, make_config())
+    assert whole is None and not list(alone)
+    whole, alone = comparison.draw({"a": flat, "b": high}, make_config())
+    (panel,) = alone
+    legend = panel.axes[0].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
+    assert legend.get_title().get_text() == "KL of the two engines, k3"
+    assert len(whole.axes) == 1
