@@ -214,11 +214,13 @@ class Supervisor:
             _signal_group(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + self._grace_s
         for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            _wait_for_end(process.pid, deadline)
         for process in processes:
             _signal_group(process.pid, signal.SIGKILL)
-            process.wait()
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        for process in processes:
+            _wait_for_end(process.pid, deadline)
+            process.poll()
         # Repeated, since a killed process hands its children over to this one.
         deadline = time.monotonic() + max(self._grace_s, KILL_TIMEOUT_S)
         while (left := self._descendants()) and time.monotonic() < deadline:
@@ -282,6 +284,18 @@ def _cause_text(running: _Running) -> str:
 def _signal_group(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
+
+
+def _wait_for_end(pid: int, deadline: float) -> None:
+    """Wait until a child has ended, at most until ``deadline``, and leave its exit code to be asked for.
+
+    Not by Popen.wait: a signal handler that raises, such as Ctrl-C's, can interrupt Popen.poll between taking its lock
+    and the block that gives it back, and Popen.wait then waits for the lock for ever.
+    """
+    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with contextlib.suppress(ChildProcessError):  # it has been asked for already
+        while os.waitid(os.P_PID, pid, look) is None and time.monotonic() < deadline:
+            time.sleep(POLL_S / 2)
 
 
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:

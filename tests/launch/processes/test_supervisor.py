@@ -177,6 +177,19 @@ def test_an_interrupt_stops_everything_and_is_reported(tmp_path, interruptible):
     assert not alive(pid)
 
 
+def test_an_interrupt_inside_of_a_poll_does_not_keep_the_end_waiting(tmp_path):
+    """The signal's exception can leave Popen.poll with the lock of the process taken: here it is."""
+    pid_file = tmp_path / "pid"
+    code = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(300)"
+    began = time.monotonic()
+    with Supervisor(grace_s=DEADLINE_S) as supervisor:
+        supervisor.start(role(tmp_path, "idle", code))
+        pid = read_pid(pid_file)
+        assert supervisor._running["idle"].process._waitpid_lock.acquire(blocking=False)
+    assert not psutil.pid_exists(pid), "neither runs nor waits to be asked for its exit code"
+    assert time.monotonic() - began < DEADLINE_S
+
+
 LEADER = """
     import multiprocessing, os, subprocess, sys, time
     from pathlib import Path
