@@ -176,15 +176,9 @@ def sender(control, tp: int, **options):
 
 
 def transfer(to, engine, plan, buffers, precision: str | None) -> None:
-    from parallel.weights.precision import with_precision
     from parallel.weights.transfer import make_buckets
 
-    exported = engine.export_hf()
-    to.send(
-        make_buckets(exported if precision is None else with_precision(exported, precision), plan, buffers),
-        plan,
-        1,
-    )
+    to.send(make_buckets(engine.export_hf(), plan, buffers, precision), plan, 1)
 
 
 def bare(to, receivers: "Receivers", flat: torch.Tensor) -> None:

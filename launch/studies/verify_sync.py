@@ -277,7 +277,7 @@ def _as_sent(export: Path, config: RunConfig) -> Path:
     import torch
 
     from parallel.weights.hf_files import HuggingFaceWeights, ShardWriter, finish_folder, hidden_folder
-    from parallel.weights.precision import with_precision
+    from parallel.weights.precision import is_rounded, rounded
 
     precision = config.rollout.precision
     if precision is None:
@@ -285,10 +285,9 @@ def _as_sent(export: Path, config: RunConfig) -> Path:
     final, weights = export.with_name(f"{export.name}-{precision}"), HuggingFaceWeights(export)
     temporary = hidden_folder(final)
     writer = ShardWriter(temporary, number=0, max_shard_bytes=MAX_SHARD_BYTES)
-    for name, tensor in with_precision(
-        ((name, weights.read(name)) for name in sorted(weights.names)), precision
-    ):
-        writer.add(name, tensor)
+    for name in sorted(weights.names):
+        tensor = weights.read(name)
+        writer.add(name, rounded(tensor, precision) if is_rounded(name, precision) else tensor)
     writer.flush()
     finish_folder(temporary, final, writer.shards, source=export, dtype=getattr(torch, config.model.dtype))
     return final

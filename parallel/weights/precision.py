@@ -21,7 +21,7 @@ in DeepSeek-V3 (2024).
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -41,50 +41,71 @@ BLOCK = 128
 """Rows and columns that share a scale in fp8_e4m3_block."""
 TINY_SUM = 1.5 * 2.0**14
 """A number of magnitude 2^14: float32 keeps multiples of 2^-9 beside it."""
-IN_CACHE = 2**17
-"""Numbers that are rounded at a time: what is read several times should come from a core's cache."""
+AT_ONCE = {"cpu": 2**17, "cuda": 2**25}
+"""Numbers that are rounded at a time, by device. What a CPU reads several times should come from a core's cache; a GPU
+should not wait for the start of kernels."""
 
 
-def with_precision(
-    tensors: Iterable[tuple[str, Tensor]], precision: Precision
-) -> Iterator[tuple[str, Tensor]]:
-    """The same names in the same order, one tensor rounded at a time."""
-    for name, tensor in tensors:
-        is_rounded = precision in WHOLE_DTYPES or MATRIX.search(name)
-        yield name, rounded(tensor, precision) if is_rounded else tensor
+def is_rounded(name: str, precision: Precision | None) -> bool:
+    """Whether the tensor of this Hugging Face name is rounded."""
+    return precision in WHOLE_DTYPES or (precision is not None and MATRIX.search(name) is not None)
+
+
+def rounded(weight: Tensor, precision: Precision) -> Tensor:
+    """See ``round_into``; in the shape and dtype of ``weight``."""
+    out = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    round_into(out, weight, precision)
+    return out
 
 
 @torch.no_grad()
-def rounded(weight: Tensor, precision: Precision) -> Tensor:
-    """The nearest number of the grid for each weight, in the shape and dtype of ``weight``, [out, in] for all but bf16
-    and fp16. A block of zeros stays. Numbers above 65504 become infinite in fp16.
+def round_into(out: Tensor, weight: Tensor, precision: Precision) -> None:
+    """Write the nearest number of the grid for each weight, [out, in] for all but bf16 and fp16, into ``out``, contiguous
+    and of the same shape. A block of zeros stays. Numbers above 65504 become infinite in fp16.
 
-    A weight of 2 bytes rounds the numbers of the grid once more, by up to 2^-9 of each in bfloat16; half a step of
+    An ``out`` of 2 bytes rounds the numbers of the grid once more, by up to 2^-9 of each in bfloat16; half a step of
     int8 is 2^-8 of a row's greatest.
     """
+    at_once = AT_ONCE[weight.device.type]
     if precision in WHOLE_DTYPES:
-        return weight.to(WHOLE_DTYPES[precision]).to(weight.dtype)
-    work = weight.to(torch.float32, copy=True)
-    match precision:
-        case "int8":
-            for rows in work.split(max(1, IN_CACHE // work.shape[1])):
-                _snap(rows, (1,), INT8_MAX, torch.round_)
-        case "int4":
-            work = _in_blocks(work, 1, GROUP, lambda blocks: _snap(blocks, (1, 3), INT4_MAX, torch.round_))
-        case "fp8_e4m3":
-            _snap(work, (0, 1), FP8_MAX, _in_parts(_to_fp8))
-        case "fp8_e4m3_block":
-            work = _in_blocks(work, BLOCK, BLOCK, lambda blocks: _snap(blocks, (1, 3), FP8_MAX, _to_fp8))
-    return work.to(weight.dtype)
+        for part, numbers in zip(out.view(-1).split(at_once), weight.reshape(-1).split(at_once), strict=True):
+            part.copy_(numbers.to(WHOLE_DTYPES[precision]))
+        return
+    height, width, greatest, snap = GRIDS[precision]
+    scale = None
+    if height is None:  # one block, whose greatest is known before the first part is rounded
+        scale, height = (
+            _scale_of(weight.float() if weight.dtype != torch.float32 else weight, (0, 1), greatest),
+            1,
+        )
+    rows = max(1, at_once // (height * weight.shape[1])) * height
+    for part, numbers in zip(out.split(rows), weight.split(rows), strict=True):
+        is_there = part.dtype == torch.float32
+        work = part.copy_(numbers) if is_there else numbers.to(torch.float32)
+        if scale is not None:
+            _snap(work, scale, snap)
+        elif width is None:
+            _snap(work, _scale_of(work, (1,), greatest), snap)
+        else:
+            blocks = _blocks(work, height, width)
+            _snap(blocks, _scale_of(blocks, (1, 3), greatest), snap)
+            blocks = blocks.view(blocks.shape[0] * height, -1)[: work.shape[0], : work.shape[1]]
+            work = blocks if blocks.data_ptr() != work.data_ptr() else work
+        if work.data_ptr() != part.data_ptr():
+            part.copy_(work)
 
 
-def _snap(blocks: Tensor, within: tuple[int, ...], greatest: int, snap: Callable[[Tensor], object]) -> None:
-    """In place. within: the dimensions that lie inside of a block. snap: rounds to the grid of scale 1, in place."""
+def _scale_of(blocks: Tensor, within: tuple[int, ...], greatest: int) -> Tensor:
+    """within: the dimensions that lie inside of a block."""
     most, least = blocks.amax(dim=within, keepdim=True), blocks.amin(dim=within, keepdim=True)
-    scale = torch.maximum(most, -least) / greatest
-    blocks.div_(torch.where(scale > 0, scale, 1.0))
-    snap(blocks)
-    blocks.mul_(scale)
+    return torch.maximum(most, -least) / greatest
+
+
+def _snap(numbers: Tensor, scale: Tensor, snap: Callable[[Tensor], object]) -> None:
+    """In place. snap: rounds to the grid of scale 1, in place."""
+    numbers.div_(torch.where(scale > 0, scale, 1.0))
+    snap(numbers)
+    numbers.mul_(scale)
 
 
 def _to_fp8(numbers: Tensor) -> None:
@@ -99,22 +120,18 @@ def _to_fp8(numbers: Tensor) -> None:
     bits.bitwise_and_(~is_tiny).bitwise_or_(multiples & is_tiny)
 
 
-def _in_parts(work: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """``work`` in place on one part after the other."""
-
-    def on_parts(numbers: Tensor) -> None:
-        for part in numbers.view(-1).split(IN_CACHE):
-            work(part)
-
-    return on_parts
-
-
-def _in_blocks(matrix: Tensor, height: int, width: int, work: Callable[[Tensor], None]) -> Tensor:
-    """The matrix after ``work`` in place on its blocks, [rows of blocks, height, columns of blocks, width]. Blocks at
-    the lower and right edges are filled up with zeros, which change no block's greatest."""
+def _blocks(matrix: Tensor, height: int, width: int) -> Tensor:
+    """[rows of blocks, height, columns of blocks, width], a view where the blocks divide the matrix. Else blocks at the
+    lower and right edges are filled up with zeros, which change no block's greatest."""
     rows, columns = matrix.shape
     filled = F.pad(matrix, (0, -columns % width, 0, -rows % height))
-    blocks = filled.view(filled.shape[0] // height, height, filled.shape[1] // width, width)
-    for some in blocks.split(max(1, IN_CACHE // (height * filled.shape[1]))):
-        work(some)
-    return filled[:rows, :columns].contiguous()
+    return filled.view(filled.shape[0] // height, height, filled.shape[1] // width, width)
+
+
+GRIDS: dict[Precision, tuple[int | None, int | None, int, Callable[[Tensor], object]]] = {
+    "int8": (1, None, INT8_MAX, torch.round_),
+    "int4": (1, GROUP, INT4_MAX, torch.round_),
+    "fp8_e4m3": (None, None, FP8_MAX, _to_fp8),
+    "fp8_e4m3_block": (BLOCK, BLOCK, FP8_MAX, _to_fp8),
+}
+"""(rows of a block, columns of a block, greatest number of the grid, rounding to it at scale 1); None: all."""

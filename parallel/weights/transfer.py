@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -21,7 +22,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
+from configs.schema.rollout import Precision
 from parallel.megatron import platform
+from parallel.weights.precision import is_rounded, round_into
 
 T = TypeVar("T")
 
@@ -49,24 +52,28 @@ class Bucket:
 
 
 class Buffers:
-    """Memory for two buckets in turns: one is filled while the other is sent.
+    """Memory for two buckets in turns: one is filled while the other is sent. So for the buckets of small tensors, and
+    so for those of one unit, which may come between them.
 
     It is kept between transfers: on CPU new memory costs as much as the copy into it.
     """
 
     def __init__(self) -> None:
-        self._flat: list[Tensor | None] = [None, None]
+        self._pairs: dict[bool, list[Tensor | None]] = {False: [None, None], True: [None, None]}
 
-    def take(self, size: int, place: torch.device) -> Tensor:
-        """uint8 [at least size]; its content stays until the second next call."""
-        self._flat.reverse()
-        if self._flat[0] is None or self._flat[0].numel() < size:
-            self._flat[0] = torch.empty(size, dtype=torch.uint8, device=place)
-        return self._flat[0]
+    def take(self, size: int, place: torch.device, *, is_alone: bool = False) -> Tensor:
+        """uint8 [at least size]; its content stays until the second next call for the same kind of bucket."""
+        pair = self._pairs[is_alone]
+        pair.reverse()
+        flat = pair[0]
+        if flat is None or flat.numel() < size:
+            flat = pair[0] = torch.empty(size, dtype=torch.uint8, device=place)
+        return flat
 
     def release(self) -> None:
         """Free a GPU's memory for training between transfers; its allocator gives it back at once later."""
-        self._flat = [flat if flat is not None and flat.device.type == "cpu" else None for flat in self._flat]
+        for pair in self._pairs.values():
+            pair[:] = [flat if flat is not None and flat.device.type == "cpu" else None for flat in pair]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,27 +137,30 @@ class _Planned:
 
 
 def make_buckets(
-    tensors: Iterable[tuple[str, Tensor]], plan: TransferPlan, buffers: Buffers | None = None
+    tensors: Iterable[tuple[str, Tensor]],
+    plan: TransferPlan,
+    buffers: Buffers | None = None,
+    precision: Precision | None = None,
 ) -> Iterator[Bucket]:
     """The buckets of ``plan``, each as soon as the last of its tensors has come from ``tensors``: the planned names
     with full tensors, in the order of the export.
 
-    Tensors that lie one after another in memory are sent from there. Others are converted and copied, those of small
-    units into one of two buffers: a bucket's bytes stay until the second next bucket is requested.
+    Tensors that lie one after another in memory are sent from there. Others are converted and copied into buffers, or
+    rounded into them (``precision``): a bucket's bytes stay until the second next bucket is requested.
 
     Raises ValueError where a tensor was not planned, or is missing.
     """
     buffers, start = buffers or Buffers(), 0
     filling_of: dict[str, _Filling] = {}
     for count, is_alone in zip(plan.counts, plan.are_alone, strict=True):
-        filling = _Filling(plan, slice(start, start + count), None if is_alone else buffers)
+        filling = _Filling(plan, slice(start, start + count), partial(buffers.take, is_alone=is_alone))
         filling_of |= dict.fromkeys(filling.names, filling)
         start += count
     for name, tensor in tensors:
         filling = filling_of.pop(name, None)
         if filling is None or not filling.fits(name, tensor):
             raise ValueError(f"{name} of shape {list(tensor.shape)} was not planned")
-        filling.add(tensor)
+        filling.add(tensor, precision if is_rounded(name, precision) else None)
         if name == filling.names[-1]:
             yield filling.bucket(is_last=not filling_of)
     if filling_of:
@@ -160,9 +170,9 @@ def make_buckets(
 class _Filling:
     """A bucket in the making. Its tensors come in the order of its names."""
 
-    def __init__(self, plan: TransferPlan, part: slice, buffers: Buffers | None):
-        """buffers: None for memory of its own."""
-        self._buffers = buffers
+    def __init__(self, plan: TransferPlan, part: slice, take: Callable[[int, torch.device], Tensor]):
+        """take: gives memory, see ``Buffers.take``."""
+        self._take = take
         self.names, self._shapes, self._dtype = plan.names[part], plan.shapes[part], plan.dtype
         self._size = sum(torch.Size(shape).numel() for shape in self._shapes) * plan.dtype.itemsize
         self._number = self._filled = 0
@@ -173,16 +183,23 @@ class _Filling:
     def fits(self, name: str, tensor: Tensor) -> bool:
         return (name, list(tensor.shape)) == (self.names[self._number], self._shapes[self._number])
 
-    def add(self, tensor: Tensor) -> None:
+    def add(self, tensor: Tensor, precision: Precision | None) -> None:
+        """precision: to which it is rounded; None: not at all."""
         tensor = tensor.detach()
         size = tensor.numel() * self._dtype.itemsize
-        if self._number == 0 and self._can_stay(tensor):
+        if self._number == 0 and precision is None and self._can_stay(tensor):
             self._first = tensor
-        elif self._first is not None and not self._follows(self._first, tensor):
-            self._copy(_bytes_from(self._first, self._filled).view(self._dtype), 0)
+        elif self._first is not None and (precision is not None or not self._follows(self._first, tensor)):
+            self._part(0, self._filled, tensor.device).copy_(
+                _bytes_from(self._first, self._filled).view(self._dtype)
+            )
             self._first = None
         if self._first is None:
-            self._copy(tensor, self._filled)
+            part = self._part(self._filled, size, tensor.device).view(tensor.shape)
+            if precision is None:
+                part.copy_(tensor)
+            else:
+                round_into(part, tensor, precision)
         self._number, self._filled = self._number + 1, self._filled + size
 
     def _can_stay(self, tensor: Tensor) -> bool:
@@ -194,12 +211,11 @@ class _Filling:
         same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         return self._can_stay(tensor) and same and is_next
 
-    def _copy(self, tensor: Tensor, start: int) -> None:
+    def _part(self, start: int, size: int, device: torch.device) -> Tensor:
+        """Flat, of the dtype that is sent: these bytes of the bucket's memory."""
         if self._buffer is None:
-            buffers = self._buffers or Buffers()
-            self._buffer = buffers.take(self._size, tensor.device)
-        end = start + tensor.numel() * self._dtype.itemsize
-        self._buffer[start:end].view(self._dtype).view(tensor.shape).copy_(tensor)
+            self._buffer = self._take(self._size, device)
+        return self._buffer[start : start + size].view(self._dtype)
 
     def bucket(self, *, is_last: bool) -> Bucket:
         if self._first is not None:

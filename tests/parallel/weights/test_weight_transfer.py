@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel.weights.precision import rounded
 from parallel.weights.transfer import Buffers, Line, TransferPlan, make_buckets, plan_transfer
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=2), min_size=1, max_size=12)
@@ -114,6 +115,29 @@ def test_what_lies_together_is_sent_from_where_it_is():
     assert buckets[1].bytes.data_ptr() not in {tensor.data_ptr() for _, tensor in tensors}
     (converted,) = make_buckets(tensors[1:2], plan_of(tensors[1:2], torch.bfloat16, max_bytes=64))
     assert torch.equal(converted.bytes.view(torch.bfloat16).view(4, 8), tensors[1][1].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_rounded_is_rounded_into_kept_memory_and_nothing_else_changes(dtype):
+    """q, k and v lie together, and are one bucket; the norms share another."""
+    names = [f"layers.{i}.{name}.weight" for i in range(3) for name in ("norm", "q_proj", "k_proj")]
+    tensors = [(name, torch.randn([64] if "norm" in name else [64, 40])) for name in names]
+    before = [tensor.clone() for _, tensor in tensors]
+    plan = plan_of(tensors, dtype, max_bytes=2**20, alone_bytes=2**12, sizes=[1, 2] * 3)
+    buffers, places = Buffers(), []
+    for _ in range(2):
+        found = {}
+        for bucket in make_buckets(tensors, plan, buffers, "int4"):
+            flat = bucket.bytes.clone().view(dtype)
+            places += [bucket.bytes.data_ptr()] if len(bucket.names) == 2 else []
+            for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+                size = torch.Size(shape).numel()
+                found[name], flat = flat[:size].view(shape), flat[size:]
+        for name, tensor in tensors:
+            sent = tensor if "norm" in name else rounded(tensor, "int4")
+            assert torch.equal(found[name], sent.to(dtype)), name
+    assert len(places) == 6 and len(set(places)) == 2
+    assert all(torch.equal(tensor, old) for (_, tensor), old in zip(tensors, before, strict=True))
 
 
 @pytest.mark.parametrize("place", [0, 1])
