@@ -217,7 +217,7 @@ async def bare_generation(folder, config, groups, *, forced: bool) -> tuple[floa
     def parameters(sample) -> dict:
         length = {"max_new_tokens": config.rollout.max_new_tokens, "stop_token_ids": stop_token_ids}
         if forced:
-            length = {"max_new_tokens": sum(sample.response_mask), "ignore_eos": True}
+            length = {"max_new_tokens": int(sample.response_mask.sum()), "ignore_eos": True}
         return {"temperature": config.rollout.temperature} | length
 
     def body(part):

@@ -174,8 +174,9 @@ def pack_sequences(
 
 def _join(rows: Sequence[Sequence | np.ndarray], dtype: torch.dtype) -> Tensor:
     """All rows end to end, by numpy, which reads a list faster than torch does."""
-    joined = [np.array(row, dtype=_NUMPY[dtype]) for row in rows]
-    return torch.from_numpy(np.concatenate(joined)) if rows else torch.empty(0, dtype=dtype)
+    if not rows:
+        return torch.empty(0, dtype=dtype)
+    return torch.from_numpy(np.concatenate([np.asarray(row) for row in rows], dtype=_NUMPY[dtype]))
 
 
 _NUMPY = {torch.int16: np.int16, torch.int64: np.int64, torch.bool: np.bool_, torch.float32: np.float32}

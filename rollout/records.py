@@ -1,9 +1,15 @@
-"""The records that sampling produces, all frozen."""
+"""The records that sampling produces, all frozen. What a response has per token is in numpy arrays, from the server's
+answer to the learner's tensors: a step may have millions of tokens."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any
+
+import numpy as np
+
+TOKEN_IDS, LOGPROBS, VERSIONS, MASK = np.int32, np.float32, np.int32, np.bool_
+"""Types of the arrays. SGLang's log-probs are float32 numbers, which JSON writes in full."""
 
 
 class FinishReason(StrEnum):
@@ -34,15 +40,29 @@ class Prompt:
     """File and line or row, for messages."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Completion:
+class _WithArrays:
+    """Equal where all fields are. (A dataclass' own comparison asks an array for one truth.)"""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and all(
+            np.array_equal(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)
+        )
+
+    __hash__ = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion(_WithArrays):
     """One sampled response in the server's own tokens; text is never tokenised again."""
 
-    token_ids: list[int]
-    rollout_logprobs: list[float]
-    """Natural logs of softmax(logits / temperature) over the full vocabulary, one per token."""
-    token_versions: list[int]
-    """Weight version that sampled each token."""
+    token_ids: np.ndarray
+    """int32 [n]"""
+    rollout_logprobs: np.ndarray
+    """float32 [n]: natural logs of softmax(logits / temperature) over the full vocabulary."""
+    token_versions: np.ndarray
+    """int32 [n]: weight version that sampled each token."""
     finish_reason: FinishReason
 
 
@@ -58,18 +78,21 @@ class Score:
     """Why scoring failed; a failed score counts 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """A prompt with one response and its score. Lists are aligned with ``token_ids``, with 0 on prompt tokens."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory(_WithArrays):
+    """A prompt with one response and its score. Arrays are aligned with ``token_ids``, with 0 on prompt tokens."""
 
     group_id: int
     sibling_id: int
     prompt_id: str
-    token_ids: list[int]
-    response_mask: list[bool]
-    """False on prompt (and later: tool) tokens."""
-    rollout_logprobs: list[float]
-    token_versions: list[int]
+    token_ids: np.ndarray
+    """int32 [n]"""
+    response_mask: np.ndarray
+    """bool [n]: False on prompt (and later: tool) tokens."""
+    rollout_logprobs: np.ndarray
+    """float32 [n]"""
+    token_versions: np.ndarray
+    """int32 [n]"""
     finish_reason: FinishReason
     reward: float
     """Reward of the whole response; the learner puts it on the last response token."""

@@ -94,7 +94,7 @@ def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards and responses, as sampled. A part of the reward is averaged over the samples that have it."""
     samples = [t for g in groups for t in g.trajectories]
-    rewards, lengths = [t.reward for t in samples], [sum(t.response_mask) for t in samples]
+    rewards, lengths = [t.reward for t in samples], [int(t.response_mask.sum()) for t in samples]
     parts: dict[str, list[float]] = defaultdict(list)
     for name, value in (part for t in samples for part in t.reward_parts.items()):
         parts[name].append(value)

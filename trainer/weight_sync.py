@@ -50,7 +50,6 @@ from torch import Tensor
 from configs.schema.launch import LaunchConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.megatron.platform import collective_backend, device
-from parallel.weights.precision import with_precision
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.client import RolloutError
 from rollout.records import Completion
@@ -318,8 +317,6 @@ class WeightSync:
     def _send_stage(self, version: int, opening: Pending | None) -> SentByRank:
         """This rank's part of the transfer of its pipeline stage."""
         exported = self._learner.engine.export_hf()
-        if self._rollout.precision is not None:
-            exported = with_precision(exported, self._rollout.precision)
         sent = SentByRank()
         if self._sender is not None:
             try:
@@ -334,7 +331,7 @@ class WeightSync:
         self, exported: Iterator[tuple[str, Tensor]], version: int, opening: Pending | None
     ) -> SentByRank:
         groups = self._learner.groups
-        buckets = make_buckets(exported, self._plan, self._buffers)
+        buckets = make_buckets(exported, self._plan, self._buffers, self._rollout.precision)
         first = next(buckets)
         with in_turn(groups):
             # Only the last stage's request names the version (and flushes), so servers never report the new
@@ -367,7 +364,7 @@ class WeightSync:
         completions = answers[0]
         with self._turns.learner_there():
             mine = self._learner.logprobs_of(PROBE_PROMPT, completions, temperature=temperature)
-        theirs = [x for completion in completions for x in completion.rollout_logprobs]
+        theirs = [x for completion in completions for x in completion.rollout_logprobs.tolist()]
         ours = [x for row in mine for x in row]
         # torch's maximum, unlike Python's, does not lose a NaN.
         differences = torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64)

@@ -177,7 +177,11 @@ async def _sample(
                 client, prompts, per_prompt=per_prompt, max_new_tokens=max_new_tokens, name=name, seed=config.seed,
                 temperature=settings.temperature, stop_token_ids=stops, report=_print_indented,
             )  # fmt: skip
-            samples = [(i, c.token_ids, c.rollout_logprobs) for i, group in enumerate(groups) for c in group]
+            samples = [
+                (i, c.token_ids.tolist(), c.rollout_logprobs.tolist())
+                for i, group in enumerate(groups)
+                for c in group
+            ]
             joined = join_samples([prompt.token_ids for prompt in prompts], samples)
             write_samples(folder.path / f"samples.{name}.safetensors", joined)
 

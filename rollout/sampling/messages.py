@@ -1,11 +1,13 @@
 """Messages between learner and sample role: msgpack over ZeroMQ."""
 
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from rollout.client import RolloutError
-from rollout.records import Group
+from rollout.records import LOGPROBS, MASK, TOKEN_IDS, Group
 
 
 class SamplingError(RolloutError):
@@ -131,3 +133,30 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 Request = NextGroups | Drain | Evaluate | GetState | LoadState | Stop
 Reply = Groups | Evaluated | State | Done | Failure
+
+
+ARRAYS = frozenset(np.dtype(kind).str for kind in (TOKEN_IDS, LOGPROBS, MASK))
+"""Types of arrays in messages. A message carries an array as its type and its bytes."""
+Message = TypeVar("Message")
+
+
+def encode(message: Request | Reply) -> bytes:
+    return msgspec.msgpack.encode(message, enc_hook=_from_array)
+
+
+def decode(content: bytes, kind: type[Message]) -> Message:
+    """Raises msgspec.DecodeError and UnicodeDecodeError for what is no message of this kind."""
+    return msgspec.msgpack.decode(content, type=kind, dec_hook=_to_array)
+
+
+def _from_array(value: object) -> tuple[str, memoryview]:
+    if not isinstance(value, np.ndarray):
+        raise NotImplementedError(f"{type(value).__name__} in a message")
+    return value.dtype.str, np.ascontiguousarray(value).view(np.uint8).data
+
+
+def _to_array(kind: type, content: Any) -> np.ndarray:
+    match content:
+        case [str(dtype), bytes(data)] if kind is np.ndarray and dtype in ARRAYS:
+            return np.frombuffer(data, dtype=dtype)
+    raise ValueError("not an array of a message")

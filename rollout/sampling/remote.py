@@ -29,6 +29,8 @@ from rollout.sampling.messages import (
     SamplingStats,
     State,
     Stop,
+    decode,
+    encode,
 )
 
 A = TypeVar("A", Groups, Evaluated, State, Done)
@@ -145,13 +147,13 @@ class RemoteSampler:
         self, request: Request, expected: type[A], meanwhile: Callable[[], None] = _do_nothing
     ) -> A:
         channel = self._open_channel()
-        channel.send(msgspec.msgpack.encode(request))
+        channel.send(encode(request))
         try:
             self._wait_for_answer(channel, request, meanwhile)
         except BaseException:
             self._drop_channel()  # a REQ socket with an outstanding answer can send nothing else
             raise
-        reply = msgspec.msgpack.decode(channel.recv(), type=Reply)
+        reply = decode(channel.recv(), Reply)
         if isinstance(reply, Failure):
             raise SamplingError(f"the sample role failed: {reply.message}")
         if not isinstance(reply, expected):

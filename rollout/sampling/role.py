@@ -43,6 +43,8 @@ from rollout.sampling.messages import (
     SamplingError,
     State,
     Stop,
+    decode,
+    encode,
 )
 from rollout.sampling.prompt_room import PromptsOf, prompt_room
 from rollout.sampling.sampler import GroupSampler
@@ -169,20 +171,20 @@ async def serve(
             while True:
                 doing("waiting for the learner")
                 try:
-                    request = msgspec.msgpack.decode(await channel.recv(), type=Request)
+                    request = decode(await channel.recv(), Request)
                 # The client has proved the key: such a message comes from another version of Tandem.
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     logger.error("a message that is no request was refused: %s", error)
                     failure = Failure(f"this is no request of the sample role: {error}")
-                    await channel.send(msgspec.msgpack.encode(failure))
+                    await channel.send(encode(failure))
                     continue
                 doing(type(request).__name__)
                 try:
                     reply = await _answer_request(sampler, request)
                 except Exception as error:  # a defect: report it to the learner, then end
-                    await channel.send(msgspec.msgpack.encode(Failure(f"{type(error).__name__}: {error}")))
+                    await channel.send(encode(Failure(f"{type(error).__name__}: {error}")))
                     raise
-                await channel.send(msgspec.msgpack.encode(reply))
+                await channel.send(encode(reply))
                 if isinstance(request, Stop):
                     return
     finally:

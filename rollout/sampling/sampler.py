@@ -17,13 +17,14 @@ import statistics
 import time
 from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
 from rollout.client import GenerationClient
-from rollout.records import Completion, FinishReason, Group, Prompt, Score, Trajectory, TrajectoryStatus
+from rollout.records import MASK, Completion, FinishReason, Group, Prompt, Score, Trajectory, TrajectoryStatus
 from rollout.rewards import Scorer
 from rollout.sampling.messages import EvaluationResult, SamplerState, SamplingError, SamplingStats
 from rollout.sampling.pool import GroupPool, ScoredGroup
@@ -231,8 +232,9 @@ class GroupSampler:
 
     def _response_text(self, completion: Completion) -> str:
         # Only the end token is dropped. Special tokens in the middle stay, or `1<pad>+2` would score as `1+2`.
-        ended = bool(completion.token_ids) and completion.token_ids[-1] in self._stop_token_ids
-        token_ids = completion.token_ids[:-1] if ended else completion.token_ids
+        token_ids = completion.token_ids.tolist()
+        if token_ids and token_ids[-1] in self._stop_token_ids:
+            token_ids.pop()
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def _prompt_at(self, position: int) -> Prompt:
@@ -301,14 +303,20 @@ def _make_trajectory(group_id: int, sibling_id: int, prompt: Prompt, sample: _Sa
     """Join prompt and response, with zeros on the prompt; nothing else joins the two."""
     completion, score = sample.completion, sample.score
     num_prompt, num_response = len(prompt.token_ids), len(completion.token_ids)
+
+    def behind_prompt(response: np.ndarray, on_prompt: int | list[int] = 0) -> np.ndarray:
+        joined = np.empty(num_prompt + num_response, dtype=response.dtype)
+        joined[:num_prompt], joined[num_prompt:] = on_prompt, response
+        return joined
+
     return Trajectory(
         group_id=group_id,
         sibling_id=sibling_id,
         prompt_id=prompt.prompt_id,
-        token_ids=list(prompt.token_ids) + completion.token_ids,
-        response_mask=[False] * num_prompt + [True] * num_response,
-        rollout_logprobs=[0.0] * num_prompt + completion.rollout_logprobs,
-        token_versions=[0] * num_prompt + completion.token_versions,
+        token_ids=behind_prompt(completion.token_ids, prompt.token_ids),
+        response_mask=behind_prompt(np.ones(num_response, dtype=MASK)),
+        rollout_logprobs=behind_prompt(completion.rollout_logprobs),
+        token_versions=behind_prompt(completion.token_versions),
         finish_reason=completion.finish_reason,
         reward=score.value,
         reward_parts=score.parts,
@@ -341,11 +349,11 @@ def _check_rewards(failures: Sequence[str], num_scored: int) -> None:
 def _check_versions(groups: Sequence[Group], *, newest: int, max_staleness: int) -> None:
     for group in groups:
         for trajectory in group.trajectories:
-            versions = set(compress(trajectory.token_versions, trajectory.response_mask))
-            wrong = sorted(v for v in versions if not newest - max_staleness <= v <= newest)
-            if wrong:
+            versions = trajectory.token_versions[trajectory.response_mask]
+            wrong = versions[(versions < newest - max_staleness) | (versions > newest)]
+            if len(wrong):
                 raise SamplingError(
-                    f"prompt {group.prompt_id}, sibling {trajectory.sibling_id} has tokens sampled by weight version {wrong[0]}, but "
+                    f"prompt {group.prompt_id}, sibling {trajectory.sibling_id} has tokens sampled by weight version {wrong.min()}, but "
                     f"the learner is at {newest} and allows max_staleness={max_staleness}; the servers missed a weight update"
                 )
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import math
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -13,12 +12,13 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 import aiohttp
+import numpy as np
 import orjson
 
 from rollout.client import ClientStats, GenerationError
 from rollout.connections import PEER_TIMEOUT_S, is_unreachable
 from rollout.http_replicas import AttemptFailed, Replica, ReplicaLost, open_session, request_with_retries
-from rollout.records import Completion, FinishReason
+from rollout.records import LOGPROBS, TOKEN_IDS, VERSIONS, Completion, FinishReason
 from rollout.run_key import RunKey
 from rollout.servers.command import NO_WEIGHT_VERSION
 
@@ -262,7 +262,7 @@ class SGLangClient:
                 )
         with _collection_paused():
             completions = read_answer(content, count, url)
-        if any(completion.token_versions[:1] == [NO_WEIGHT_VERSION] for completion in completions):
+        if any((completion.token_versions[:1] == NO_WEIGHT_VERSION).any() for completion in completions):
             raise ReplicaLost(f"{url} was started again, and has no weights of the learner yet")
         return completions
 
@@ -421,47 +421,44 @@ def parse_completion(reply: Mapping) -> Completion:
             f"the server's log-probs are of other tokens than its output: {scored_ids} and {token_ids}"
         )
     return Completion(
-        token_ids=token_ids,
+        token_ids=np.array(token_ids, dtype=TOKEN_IDS),
         rollout_logprobs=finite_logprobs(triples),
         token_versions=_versions_per_token(meta, len(token_ids)),
         finish_reason=FinishReason(meta["finish_reason"]["type"]),
     )
 
 
-def finite_logprobs(triples: Sequence[Sequence]) -> list[float]:
-    """The log-probs of SGLang's triples (log-prob, id, text). JSON writes a log-prob that is not finite as null.
+def finite_logprobs(triples: Sequence[Sequence]) -> np.ndarray:
+    """The log-probs, float32 [n], of SGLang's triples (log-prob, id, text). JSON writes one that is not finite as null.
 
     Raises:
         GenerationError: a log-prob is not finite; the message names the token's place.
     """
-    logprobs = list(map(_LOGPROB, triples))
-    try:
-        if all(map(math.isfinite, logprobs)):
-            return list(map(float, logprobs))
-    except TypeError:  # a log-prob is null
-        pass
-    place = next(i for i, x in enumerate(logprobs) if x is None or not math.isfinite(x))
+    logprobs = np.array(list(map(_LOGPROB, triples)), dtype=LOGPROBS)  # null becomes NaN
+    finite = np.isfinite(logprobs)
+    if finite.all():
+        return logprobs
+    place = int(finite.argmin())
     raise GenerationError(
         f"the server gave no finite log-prob for token {place + 1} of {len(triples)} (id {_TOKEN(triples[place])}); "
         "check the served weights and dtype"
     )
 
 
-def _versions_per_token(meta: Mapping, num_tokens: int) -> list[int]:
-    """A version per token from spans ``{version, start, end}``, which cover the output in order.
+def _versions_per_token(meta: Mapping, num_tokens: int) -> np.ndarray:
+    """A version per token, int32 [n], from spans ``{version, start, end}``, which cover the output in order.
 
     A response has several spans where a pause for new weights fell into it.
     """
-    versions: list[int] = []
-    for span in meta["weight_versions"]:
-        if span["start"] != len(versions):
-            raise GenerationError(f"weight version spans leave a gap: {meta['weight_versions']}")
-        versions += [_version_number(span["version"])] * (span["end"] - span["start"])
-    if len(versions) != num_tokens:
-        raise GenerationError(
-            f"weight version spans {meta['weight_versions']} do not cover {num_tokens} tokens"
-        )
-    return versions
+    spans, end = meta["weight_versions"], 0
+    for span in spans:
+        if span["start"] != end or span["end"] < end:
+            raise GenerationError(f"weight version spans leave a gap: {spans}")
+        end = span["end"]
+    if end != num_tokens:
+        raise GenerationError(f"weight version spans {spans} do not cover {num_tokens} tokens")
+    versions = np.array([_version_number(span["version"]) for span in spans], dtype=VERSIONS)
+    return versions.repeat([span["end"] - span["start"] for span in spans])
 
 
 def _version_number(version: str) -> int:

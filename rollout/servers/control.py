@@ -471,8 +471,10 @@ def _parse_continuation(reply: dict) -> Continuation:
     meta = reply["meta_info"]
     return Continuation(
         token_ids=list(reply["output_ids"]),
-        prompt_logprobs=finite_logprobs(meta["input_token_logprobs"][1:]),  # the first token has none
-        logprobs=finite_logprobs(meta["output_token_logprobs"]),
+        prompt_logprobs=finite_logprobs(
+            meta["input_token_logprobs"][1:]
+        ).tolist(),  # the first token has none
+        logprobs=finite_logprobs(meta["output_token_logprobs"]).tolist(),
     )
 
 

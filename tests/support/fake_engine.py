@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from rollout.client import ClientStats, GenerationError
 from rollout.records import Completion, FinishReason
+from tests.support.records import completion
 
 
 def fake_tokens(
@@ -56,7 +57,7 @@ class FakeEngine:
         ]
         self.stats = replace(self.stats, requests=self.stats.requests + len(seeds))
         return [
-            Completion(
+            completion(
                 token_ids=tokens,
                 rollout_logprobs=[-(1 + token) / temperature for token in tokens],
                 token_versions=[self.version] * len(tokens),

@@ -27,7 +27,7 @@ from parallel.engine import (
 from parallel.megatron import platform
 from parallel.packing import PackedBatch
 from parallel.weights.hf_conversion import export_hf
-from rollout.records import Completion, FinishReason, Group
+from rollout.records import FinishReason, Group
 from tests.support.megatron_workers import (
     clipped_loss,
     heads_of,
@@ -37,6 +37,7 @@ from tests.support.megatron_workers import (
     make_value_engine,
     weighted_loss,
 )
+from tests.support.records import completion
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import correct
 from trainer.learner import Learner
@@ -218,7 +219,7 @@ def work_learner(layout: LayoutConfig, config: RunConfig, groups: list[Group]) -
     (microbatches,) = batch.minibatches()
     update = learner.update(microbatches, policy=True)
     completions = [
-        Completion(
+        completion(
             token_ids=ids,
             rollout_logprobs=[0.0] * len(ids),
             token_versions=[0] * len(ids),

@@ -6,9 +6,10 @@ import torch
 from configs.schema.correction import CorrectionConfig, ImportanceWeight, RatioRule
 from configs.schema.objective import ClippedObjective, EntropyConfig, GaeAdvantage, KLConfig
 from parallel.engine import UpdateResult
-from rollout.records import FinishReason, Group, Trajectory
+from rollout.records import FinishReason, Group
 from rollout.sampling.messages import EvaluationResult, SamplingStats
 from tests.support.packed_batches import random_batch
+from tests.support.records import trajectory
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import correct
 from trainer.algorithm.kl_reward import KLInReward
@@ -70,7 +71,7 @@ def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str,
 
 def whole_step() -> StepMetrics:
     step, measured, updates = measured_parts()
-    trajectory = Trajectory(
+    sample = trajectory(
         group_id=0,
         sibling_id=0,
         prompt_id="p",
@@ -82,7 +83,7 @@ def whole_step() -> StepMetrics:
         reward=1.0,
         reward_parts={"format": 1.0},
     )
-    group = Group(group_id=0, prompt_id="p", trajectories=[trajectory])
+    group = Group(group_id=0, prompt_id="p", trajectories=[sample])
     return step_metrics(
         sampled=Sampled(groups=[group], stats=SamplingStats(seconds=1.0, requests=1, retries=0, failed_rewards=0)),
         batch=step,

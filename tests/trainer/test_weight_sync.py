@@ -35,6 +35,7 @@ from tests.support.megatron_workers import (
     weighted_loss,
     weights_of,
 )
+from tests.support.records import completion
 from trainer import stage_sender, weight_sync
 from trainer.algorithm.mismatch import SampledGap
 from trainer.learner import Learner
@@ -174,7 +175,7 @@ class Replica:
                 log_V = (self._model(torch.tensor([ids])).logits[0, -1] / temperature).log_softmax(-1)
                 ids.append(int(log_V.argmax()))
                 logprobs.append(float(log_V.max()))
-        return Completion(
+        return completion(
             token_ids=ids[len(prompt_ids) :],
             rollout_logprobs=self.break_answer(logprobs),
             token_versions=[self.version] * num_tokens,

@@ -88,7 +88,7 @@ def pack_trajectories(
 
     newest: the learner's version, from which ``lag_T`` counts; None: without it.
 
-    Raises ValueError for a trajectory whose lists are not aligned with its tokens, or that predicts nothing.
+    Raises ValueError for a trajectory whose arrays are not aligned with its tokens, or that predicts nothing.
     """
     for sequence_id, t in zip(sequence_ids, trajectories, strict=True):
         if not len(t.token_ids) == len(t.response_mask) == len(t.rollout_logprobs):
@@ -106,8 +106,7 @@ def pack_trajectories(
 
 
 def _lags(trajectory: Trajectory, newest: int) -> np.ndarray:
-    versions = np.array(trajectory.token_versions)
-    return np.where(trajectory.response_mask, newest - versions, 0).astype(np.int16)
+    return np.where(trajectory.response_mask, newest - trajectory.token_versions, 0).astype(np.int16)
 
 
 def _check_inputs(

@@ -444,9 +444,9 @@ def gap(urls, engine) -> float:
 
     pairs = [(prompt, c) for prompt, group in zip(prompts, asyncio.run(sample()), strict=True) for c in group]
     batch = pack_sequences(
-        token_ids=[prompt + c.token_ids for prompt, c in pairs],
+        token_ids=[[*prompt, *c.token_ids] for prompt, c in pairs],
         response_masks=[[False] * len(prompt) + [True] * len(c.token_ids) for prompt, c in pairs],
-        rollout_logprobs=[[0.0] * len(prompt) + c.rollout_logprobs for prompt, c in pairs],
+        rollout_logprobs=[[*[0.0] * len(prompt), *c.rollout_logprobs] for prompt, c in pairs],
         sequence_ids=range(len(pairs)),
     )
     ((logprobs_T, _),) = engine.logprobs([batch], temperature=0.7)

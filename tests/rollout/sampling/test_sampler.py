@@ -122,12 +122,12 @@ def test_a_group_holds_the_siblings_of_one_prompt_each_aligned_with_its_own_toke
             text = tokenizer.decode(response[:-1] if response[-1] == STOP else response)
             assert temperature == 0.5
             assert (t.group_id, t.prompt_id) == (group.group_id, group.prompt_id)
-            assert t.token_ids == prompt.token_ids + response
-            assert t.response_mask == [False] * len(prompt.token_ids) + [True] * len(response)
-            assert t.rollout_logprobs == [0.0] * len(prompt.token_ids) + [
+            assert t.token_ids.tolist() == prompt.token_ids + response
+            assert t.response_mask.tolist() == [False] * len(prompt.token_ids) + [True] * len(response)
+            assert t.rollout_logprobs.tolist() == [0.0] * len(prompt.token_ids) + [
                 -(1 + token) / 0.5 for token in response
             ]
-            assert t.token_versions == [0] * len(prompt.token_ids) + [7] * len(response)
+            assert t.token_versions.tolist() == [0] * len(prompt.token_ids) + [7] * len(response)
             assert t.finish_reason is (FinishReason.STOP if response[-1] == STOP else FinishReason.LENGTH)
             assert (t.reward, t.reward_parts, t.status) == (
                 float(len(text) % 2 == 0),

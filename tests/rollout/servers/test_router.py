@@ -123,7 +123,9 @@ def test_samples_come_whole_through_a_router_from_every_server(fleet, folder, po
     sampled, stats = asyncio.run(scenario())
     assert [len(group) for group in sampled] == [4] * 6 and stats.requests == 24 and stats.retries == 0
     completions = [completion for group in sampled for completion in group]
-    assert all(c.token_versions == [0] * len(c.token_ids) and 0 < len(c.token_ids) <= 8 for c in completions)
+    assert all(
+        c.token_versions.tolist() == [0] * len(c.token_ids) and 0 < len(c.token_ids) <= 8 for c in completions
+    )
     assert all(len({tuple(c.token_ids) for c in group}) > 1 for group in sampled), "siblings differ"
     assert all(logprob <= 0 for c in completions for logprob in c.rollout_logprobs)
     if policy == "round_robin":

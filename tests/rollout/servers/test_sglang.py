@@ -81,7 +81,7 @@ def control(fleet):
 @torch.no_grad()
 def reference_logprobs(model, prompt_ids: list[int], token_ids: list[int], temperature: float) -> list[float]:
     """log_softmax(logits / temperature) of the response tokens, by transformers."""
-    logits = model(torch.tensor([prompt_ids + token_ids])).logits[0, len(prompt_ids) - 1 : -1]
+    logits = model(torch.tensor([[*prompt_ids, *token_ids]])).logits[0, len(prompt_ids) - 1 : -1]
     return torch.log_softmax(logits / temperature, -1)[torch.arange(len(token_ids)), token_ids].tolist()
 
 
@@ -106,7 +106,7 @@ def test_rollout_logprobs_are_of_the_full_softmax_at_the_sampling_temperature(fl
     ]:
         expected = reference_logprobs(models[0], prompt, completion.token_ids, 0.7)
         assert completion.rollout_logprobs == pytest.approx(expected, abs=EXACT)
-        assert completion.token_versions == [0] * len(completion.token_ids)
+        assert completion.token_versions.tolist() == [0] * len(completion.token_ids)
         stopped = completion.finish_reason is FinishReason.STOP
         assert (completion.token_ids[-1] in ends) == stopped
         assert not set(completion.token_ids[:-1]) & ends
@@ -177,9 +177,9 @@ def check_an_update_in_a_response(control, urls, models, **sending):
             assert send(control, sent, version=old + 1, **sending) == control.versions() == [old + 1]
             control.resume()
             (completion,) = response.result()
-            if min(completion.token_versions.count(version) for version in (old, old + 1)) >= 10:
+            if min(completion.token_versions.tolist().count(version) for version in (old, old + 1)) >= 10:
                 break
-    versions = completion.token_versions
+    versions = completion.token_versions.tolist()
     assert versions == sorted(versions)
     assert set(versions) == {old, old + 1}
     for version in (old, old + 1):
@@ -198,7 +198,7 @@ def test_a_probe_after_an_update_agrees_with_the_sent_model_and_not_with_the_old
     control.resume()
     (completion,) = control.probe([3, 4, 5, 6], max_new_tokens=12, temperature=0.7)
     assert len(completion.token_ids) == 12
-    assert completion.token_versions == [version] * 12
+    assert completion.token_versions.tolist() == [version] * 12
     assert completion.rollout_logprobs == pytest.approx(
         reference_logprobs(sent, [3, 4, 5, 6], completion.token_ids, 0.7), abs=EXACT
     )

@@ -14,6 +14,7 @@ from rollout.client import GenerationError
 from rollout.records import Completion, FinishReason
 from rollout.servers import client as client_module
 from rollout.servers.client import SGLangClient
+from tests.support.records import completion
 
 
 def answer(ids=(5, 6), *, spans=None, finish="stop", logprob_ids=None, logprobs=None) -> dict:
@@ -134,7 +135,7 @@ def test_a_router_that_does_not_reach_its_servers_is_asked_again_until_the_netwo
             LocalServer(lambda n: answers[min(n, len(answers) - 1)]) as router,
             make_client(router, **options) as client,
         ):
-            return (await ask(client)).token_ids, client.stats.retries
+            return (await ask(client)).token_ids.tolist(), client.stats.retries
 
     assert asyncio.run(scenario([unreached, unreached, answer([5])], 20.0)) == ([5], 2)
     with pytest.raises(GenerationError, match="nobody there"):
@@ -179,8 +180,8 @@ def test_a_completion_is_what_the_server_said_and_asked_for_neutrally():
             LocalServer(lambda n: answer([5, 6, 7], spans=spans, finish="length")) as server,
             make_client(server) as client,
         ):
-            completion = await ask(client)
-            assert completion == Completion(
+            found = await ask(client)
+            assert found == completion(
                 token_ids=[5, 6, 7],
                 rollout_logprobs=[-0.5, -1.0, -1.5],
                 token_versions=[3, 4, 4],
@@ -202,7 +203,11 @@ def test_a_group_is_one_request_and_comes_back_in_the_order_of_its_seeds():
         server = LocalServer(lambda n: [answer([seed, seed + 1]) for seed in seeds_of(server.bodies[n])])
         async with server, make_client(server) as client:
             completions = await ask_group(client, [40, 10, 30])
-            assert [completion.token_ids for completion in completions] == [[40, 41], [10, 11], [30, 31]]
+            assert [completion.token_ids.tolist() for completion in completions] == [
+                [40, 41],
+                [10, 11],
+                [30, 31],
+            ]
             (body,) = server.bodies
             assert body["input_ids"] == [[1, 2, 3]] * 3
             assert seeds_of(body) == [40, 10, 30]
@@ -216,7 +221,9 @@ def test_a_group_larger_than_max_concurrency_is_sent_in_parts():
         server = LocalServer(lambda n: [answer([seed]) for seed in seeds_of(server.bodies[n])])
         async with server, make_client(server, max_concurrency=3) as client:
             completions = await ask_group(client, range(7))
-            assert [completion.token_ids for completion in completions] == [[seed] for seed in range(7)]
+            assert [completion.token_ids.tolist() for completion in completions] == [
+                [seed] for seed in range(7)
+            ]
             assert [seeds_of(body) for body in server.bodies] == [[0, 1, 2], [3, 4, 5], [6]]
             assert client.stats.requests == 7
 
@@ -233,7 +240,7 @@ def test_a_lost_request_is_repeated_on_the_other_replica_and_counted(failure):
         async with LocalServer(lambda n: failure) as broken, LocalServer(lambda n: answer()) as sound:
             async with make_client(broken, sound) as client:
                 completions = await ask_group(client, [1, 2])
-                assert [completion.token_ids for completion in completions] == [[5, 6], [5, 6]]
+                assert [completion.token_ids.tolist() for completion in completions] == [[5, 6], [5, 6]]
                 assert (len(broken.bodies), len(sound.bodies)) == (1, 1)
                 assert seeds_of(sound.bodies[0]) == seeds_of(broken.bodies[0]) == [1, 2]
                 assert (client.stats.requests, client.stats.retries) == (2, 1)
@@ -247,7 +254,7 @@ def test_a_single_replica_is_asked_again_after_a_reset():
             LocalServer(lambda n: None if n < 2 else answer()) as server,
             make_client(server) as client,
         ):
-            assert (await ask(client)).token_ids == [5, 6]
+            assert (await ask(client)).token_ids.tolist() == [5, 6]
             assert (len(server.bodies), client.stats.retries) == (3, 2)
 
     asyncio.run(scenario())
@@ -387,7 +394,9 @@ def test_groups_of_any_sizes_get_through_with_never_too_many_samples_in_flight(
             )
             for seeds, result in zip(wanted, results, strict=True):
                 if not isinstance(result, GenerationError):
-                    assert [completion.token_ids for completion in result] == [[seed] for seed in seeds]
+                    assert [completion.token_ids.tolist() for completion in result] == [
+                        [seed] for seed in seeds
+                    ]
             assert sum(isinstance(result, GenerationError) for result in results) == len(
                 [n for n in failing if n < len(server.bodies)]
             )
@@ -608,7 +617,7 @@ def test_requests_to_a_single_server_without_weights_wait_for_them(monkeypatch):
                 await asyncio.sleep(0.01)
             assert not waiting.done() and len(server.bodies) == 1
             server.version = "0"
-            assert (await waiting).token_versions == [0, 0]
+            assert (await waiting).token_versions.tolist() == [0, 0]
 
     asyncio.run(scenario())
 

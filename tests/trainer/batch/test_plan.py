@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from configs.schema.run import AnyConfig
-from rollout.records import FinishReason, Trajectory
+from rollout.records import FinishReason
+from tests.support import records
 from trainer.batch.plan import pack_trajectories, packed_length, plan_batches
 
 
@@ -230,7 +231,7 @@ def test_a_run_whose_minibatches_do_not_fill_an_interleaved_pipeline_is_refused_
 
 def trajectory(token_ids, **change):
     count = len(token_ids)
-    return Trajectory(**({
+    return records.trajectory(**({
         "group_id": 0, "sibling_id": 1, "prompt_id": "p", "token_ids": token_ids, "response_mask": [False] + [True] * (count - 1),
         "rollout_logprobs": [0.0] + [-0.5 * i for i in range(1, count)], "token_versions": [0] * count,
         "finish_reason": FinishReason.STOP, "reward": 1.0, "reward_parts": {},

@@ -42,7 +42,8 @@ from configs.schema.objective import (
     SapoObjective,
 )
 from parallel.packing import PackedBatch
-from rollout.records import FinishReason, Group, Trajectory
+from rollout.records import FinishReason, Group
+from tests.support.records import trajectory
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.aggregation import Mode, kept_factor
 from trainer.algorithm.correction import correct
@@ -253,7 +254,7 @@ def make_groups(
                 *(table + 0.3 * torch.randn(length - 1, generator=generator)).clamp(max=0.0).tolist(),
             ]
             trajectories.append(
-                Trajectory(
+                trajectory(
                     group_id=group_id, sibling_id=sibling_id, prompt_id=str(group_id), token_ids=ids.tolist(),
                     response_mask=mask.tolist(), rollout_logprobs=logprobs, token_versions=[0] * length,
                     finish_reason=FinishReason.STOP, reward=reward, reward_parts={},
