@@ -393,12 +393,18 @@ def make_tiny_model(
 def quickstart(
     seed: Annotated[int, typer.Option(help="The seed of everything: model, data, training.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="The number of RL steps.")] = 150,
+    study: Annotated[
+        bool,
+        typer.Option(
+            "--study", help="Then train with a quantised rollout, uncorrected and corrected, and compare."
+        ),
+    ] = False,
     install_seconds: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:
     """Run the whole path on one machine: tiny model, warm start, RL, evaluation, export, report."""
     from launch.commands.quickstart import run_quickstart
 
-    run_quickstart(seed=seed, steps=steps, install_seconds=install_seconds)
+    run_quickstart(seed=seed, steps=steps, install_seconds=install_seconds, study=study)
 
 
 @app.command()

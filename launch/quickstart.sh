@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One command from a fresh machine to a trained, evaluated, exported model and a report. Arguments: --seed N, --steps N.
+# One command from a fresh machine to a trained, evaluated, exported model and a report. Arguments: --seed N, --steps N, --study.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 began=$SECONDS

@@ -138,17 +138,28 @@ class Curve:
     cells: Sequence[str]
 
 
-def draw(grid: Grid, panels: dict[str, Sequence[Curve]], metrics: dict[str, str], path: Path) -> None:
+def draw(
+    grid: Grid,
+    panels: dict[str, Sequence[Curve]],
+    metrics: dict[str, str],
+    path: Path,
+    *,
+    size: tuple[float, float] = (3.2, 2.6),
+) -> None:
     """A column of panels per key of ``panels``, and a row per metric, by the text of its axis. In a panel there is a
-    line per curve, the mean over its cells, and a faint line per cell."""
+    line per curve, the mean over its cells, and a faint line per cell. size: of a panel, in inches."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    size = (3.2 * len(panels), 2.6 * len(metrics))
     figure, axes = pyplot.subplots(
-        len(metrics), len(panels), figsize=size, sharex=True, sharey="row", squeeze=False
+        len(metrics),
+        len(panels),
+        figsize=(size[0] * len(panels), size[1] * len(metrics)),
+        sharex=True,
+        sharey="row",
+        squeeze=False,
     )
     for row, (axis, metric) in zip(axes, metrics.items(), strict=True):
         for panel, curves in zip(row, panels.values(), strict=True):

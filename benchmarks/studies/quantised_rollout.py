@@ -35,6 +35,8 @@ CORRECTIONS = {
 """Preset of each correction."""
 GAP_STEPS, GAP_PROMPTS, NO_LEARNING = 4, 64, 1e-12
 COLORS = ("#222222", "#1f77b4", "#d62728")
+SUMMARY = {"none": "#d62728", "vanilla_is": "#e69f00", "ppo_is": "#9467bd", "tis": "#0072b2"}
+"""Colour of each correction of the small figure: those that the source compares."""
 MINIBATCHES = 4
 
 
@@ -121,7 +123,7 @@ def measure_gaps(given) -> None:
 
 
 def main() -> None:
-    made = options(__doc__.splitlines()[0], lr=4e-4, steps=60)
+    made = options(__doc__.splitlines()[0], lr=3e-4, steps=60)
     made.add_argument("--minibatches", type=int, default=MINIBATCHES)
     made.add_argument(
         "--gap", action="store_true", help="measure what each precision does to a model, without training"
@@ -138,14 +140,24 @@ def main() -> None:
         for correction in CORRECTIONS
     ]
     print(table(grid, groups, ["weights", "correction"], COLUMNS))
-    panels = {
+
+    def curve(label: str, color: str, precision: str, correction: str) -> Curve:
+        return Curve(label, color, [name_of(precision, correction, seed) for seed in seeds])
+
+    by_correction = {
         correction: [
-            Curve(precision, color, [name_of(precision, correction, seed) for seed in seeds])
+            curve(precision, color, precision, correction)
             for precision, color in zip(PRECISIONS, COLORS, strict=True)
         ]
         for correction in CORRECTIONS
     }
-    draw(grid, panels, FIGURE, grid.folder / "quantised_rollout.png")
+    draw(grid, by_correction, FIGURE, grid.folder / "quantised_rollout.png")
+    by_precision = {
+        f"rollout in {precision}": [curve(label, color, precision, label) for label, color in SUMMARY.items()]
+        for precision in PRECISIONS
+    }
+    metrics = {"mean reward": "reward/mean"}
+    draw(grid, by_precision, metrics, grid.folder / "quantised_rollout_summary.png", size=(3.6, 3.2))
 
 
 if __name__ == "__main__":

@@ -1,42 +1,51 @@
 """The whole path on one machine: tiny model -> warm start -> RL -> evaluation -> Hugging Face export ->
-report."""
+report. With ``--study`` also the point of it: a quantised rollout, uncorrected and corrected."""
 
 import json
 import time
 from datetime import datetime
 from pathlib import Path
 
+from launch.commands.results import report
 from launch.commands.train import sft, train
-from launch.processes.run_folder import write_json
+from launch.processes.run_folder import RunFolder, write_json
 from trainer.tracking.tracker import duration
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 MODEL_S, WARM_START_S, RL_START_S, RL_STEP_S = 10.0, 160.0, 70.0, 1.1
 """Seconds of the parts on two idle cores (benchmarks/results/quickstart.md)."""
+STUDY_STEPS, STUDY_STEP_S = 60, 0.7
+STUDY = (
+    "rollout.precision=int4", "learner.minibatches=4", "learner.optimizer.lr=3e-4", "rollout.prompts_per_step=16",
+    "layout.dp=1", f"steps={STUDY_STEPS}", f"evaluation.every={STUDY_STEPS}", "checkpoint.every=0",
+)  # fmt: skip
+"""Settings of both runs of ``--study``, as in benchmarks/results/quantised_rollout.md."""
+STUDY_CORRECTIONS = {"uncorrected": "disabled", "corrected": "decoupled_token_is"}
 
 
-def run_quickstart(*, seed: int, steps: int, install_seconds: float) -> None:
+def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool = False) -> None:
     """Writes runs into ``runs/``, and the models in between into ``runs/quickstart-DATE-TIME``."""
     from rollout.tiny_model import make_tiny_countdown_model
 
     seconds = {"install": install_seconds}
     rl_s = RL_START_S + steps * RL_STEP_S
-    total = duration(MODEL_S + WARM_START_S + rl_s)
-    print(f"three parts, about {total} on two idle cores; times left below are of a part", flush=True)
+    study_s = len(STUDY_CORRECTIONS) * (RL_START_S + STUDY_STEPS * STUDY_STEP_S) if study else 0.0
+    total, parts = duration(MODEL_S + WARM_START_S + rl_s + study_s), 4 if study else 3
+    print(f"{parts} parts, about {total} on two idle cores; times left below are of a part", flush=True)
     models = Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
     initial, warm = models / "random", models / "warm"
-    _announce(1, "a tiny Qwen3 model with a character tokenizer, random weights")
+    _announce(1, parts, "a tiny Qwen3 model with a character tokenizer, random weights")
     make_tiny_countdown_model(initial, seed=seed)
 
     text = "warm start: supervised training on generated Countdown solutions, 40 % wrong on purpose"
-    _announce(2, f"{text}; about {duration(WARM_START_S)}")
+    _announce(2, parts, f"{text}; about {duration(WARM_START_S)}")
     began = time.perf_counter()
     sft(CONFIGS / "countdown_tiny_sft.yaml", [f"model.path={initial}", f"output={warm}", f"seed={seed}"])
     seconds["warm_start"] = time.perf_counter() - began
 
     left = duration(rl_s * seconds["warm_start"] / WARM_START_S)  # corrected by the pace of the warm start
     text = f"RL: {steps} GRPO steps, SGLang samples, Megatron-Core learns; held-out accuracy before and after"
-    _announce(3, f"{text}; about {left}")
+    _announce(3, parts, f"{text}; about {left}")
     began = time.perf_counter()
     folder = train(CONFIGS / "countdown_tiny.yaml", [f"model.path={warm}", f"seed={seed}", f"steps={steps}"])
     seconds["rl_run"] = time.perf_counter() - began
@@ -45,7 +54,26 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float) -> None:
     summary = json.loads(folder.summary.read_text())
     summary["seconds"] |= {part: round(value, 2) for part, value in seconds.items()}
     write_json(folder.summary, summary)
+    if study:
+        left = duration(study_s * seconds["warm_start"] / WARM_START_S)
+        text = "a rollout of int4 weights, which is another policy than the learner's: left as it is, and corrected"
+        _announce(4, parts, f"{text}; about {left}")
+        compare_corrections(warm, seed)
 
 
-def _announce(part: int, text: str) -> None:
-    print(f"\n[{part}/3] {text}", flush=True)
+def compare_corrections(model: Path, seed: int) -> None:
+    """Train twice with a quantised rollout, uncorrected and corrected, and write a report with both."""
+    folders: dict[str, RunFolder] = {}
+    for name, preset in STUDY_CORRECTIONS.items():
+        own = [f"name=countdown-tiny-int4-{name}", f"correction={preset}", f"seed={seed}"]
+        print(f"\n{name} (correction={preset}):", flush=True)
+        folder = train(CONFIGS / "countdown_tiny.yaml", [f"model.path={model}", *STUDY, *own])
+        assert folder is not None
+        folders[name] = folder
+    uncorrected, corrected = folders.values()
+    print()
+    report(corrected.path, [uncorrected.path])
+
+
+def _announce(part: int, parts: int, text: str) -> None:
+    print(f"\n[{part}/{parts}] {text}", flush=True)
