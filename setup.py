@@ -6,7 +6,7 @@ setup(
     name="tandem-rl",
     version="0.1.0",
     description="RL post-training with a Megatron-Core learner and SGLang rollouts, honest about their mismatch",
-    python_requires="==3.11.*",
+    python_requires=">=3.11,<3.13",
     packages=find_packages(
         include=[f"{name}*" for name in ("configs", "launch", "parallel", "rollout", "trainer")]
     ),

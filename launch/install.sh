@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs Tandem into .venv beside this checkout: pinned, CPU or CUDA by what the machine has; a second call reuses it.
-# Sourced or run by quickstart.sh and test.sh. TANDEM_PYTHON names another Python 3.11 interpreter.
+# Sourced or run by quickstart.sh and test.sh. TANDEM_PYTHON names another interpreter, of Python 3.11 or 3.12.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
@@ -19,16 +19,18 @@ if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
   return 0 2>/dev/null || exit 0
 fi
 
+fits='import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))'
 python="${TANDEM_PYTHON:-}"
 if [ -z "$python" ]; then
-  for candidate in python3.11 python3; do
-    if command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+  for candidate in "$venv/bin/python" python3.11 python3.12 python3; do
+    if command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c "$fits" 2>/dev/null; then
       python="$candidate"; break
     fi
   done
 fi
-if [ -z "$python" ]; then
-  echo "Tandem is pinned and tested on Python 3.11, which is not on PATH: install it, or name it in TANDEM_PYTHON." >&2
+if [ -z "$python" ] || ! "$python" -c "$fits" 2>/dev/null; then
+  if [ -n "$python" ]; then found="TANDEM_PYTHON=$python is neither"; else found="neither is on PATH"; fi
+  echo "Tandem is pinned and tested on Python 3.11 and 3.12, and $found: install one, or name it in TANDEM_PYTHON." >&2
   exit 1
 fi
 
@@ -57,7 +59,8 @@ step() { # step N TITLE COMMAND...: runs it, shows the time that has passed, kee
 say "Installing Tandem ($kind) into .venv with $("$python" --version); about 3 GB and 2-3 minutes on a first run."
 rm -f "$stamp"
 # A .venv that was left half made, or is of another Python, is made anew.
-"$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || "$python" -m venv --clear "$venv"
+version="$("$python" -c 'import sys; print(sys.version_info[:2])')"
+"$venv/bin/python" -c "import pip, sys; sys.exit(str(sys.version_info[:2]) != '$version')" 2>/dev/null || "$python" -m venv --clear "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input)
 if [ "$kind" = cpu ]; then
   # torch first and with its dependencies: an index without CPU builds gives the CUDA build, which needs its libraries to import.

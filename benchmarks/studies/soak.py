@@ -264,7 +264,7 @@ def _disk_filled(run: LongRun, draw: Draw) -> None:
 
 def _servers(run: LongRun) -> list[psutil.Process]:
     """Every process of every server: watchdog, HTTP, scheduler, detokenizer."""
-    return run.processes_with("sglang.launch_server")
+    return run.processes_with("tandem_launch_server")
 
 
 @dataclass(frozen=True)

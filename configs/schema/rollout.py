@@ -57,12 +57,14 @@ class RouterConfig(Schema):
 
 
 Quantization = Literal["none", "fp8"]
-Precision = Literal["bf16", "fp16", "int8", "int4", "fp8_e4m3", "fp8_e4m3_block"]
+Precision = Literal["bf16", "fp16", "int8", "int4", "int3", "int2", "fp8_e4m3", "fp8_e4m3_block"]
 ROUNDED: dict[Precision, str] = {
     "bf16": "every weight to bfloat16",
     "fp16": "every weight to float16",
     "int8": "the layers' matrices to INT8, a scale per output channel",
     "int4": "the layers' matrices to INT4, a scale per 32 weights of a row",
+    "int3": "the layers' matrices to INT3, a scale per 32 weights of a row",
+    "int2": "the layers' matrices to INT2 (three values), a scale per 32 weights of a row",
     "fp8_e4m3": "the layers' matrices to FP8 (e4m3), a scale per matrix",
     "fp8_e4m3_block": "the layers' matrices to FP8 (e4m3), a scale per 128 x 128 block",
 }
@@ -88,7 +90,7 @@ class RolloutConfig(Schema):
     quantised kernels nor the error of rounded activations. None: weights are sent as they are.
 
     bf16, fp16: every weight. The others: the layers' matrices; embeddings, output head and norms stay as they are.
-    int8: a scale for each output channel. int4: a scale for each 32 weights of a row. fp8_e4m3: a scale for each
+    int8: a scale for each output channel. int4, int3, int2: a scale for each 32 weights of a row. fp8_e4m3: a scale for each
     matrix. fp8_e4m3_block: a scale for each 128 x 128 block."""
     prompts_per_step: Count = 32
     """Prompts of one step; the step has ``group_size`` responses to each."""

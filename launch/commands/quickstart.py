@@ -8,6 +8,7 @@ from pathlib import Path
 
 from launch.commands.results import report
 from launch.commands.train import sft, train
+from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder, write_json
 from trainer.tracking.tracker import duration
 
@@ -59,6 +60,7 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool
         text = "a rollout of int4 weights, which is another policy than the learner's: left as it is, and corrected"
         _announce(4, parts, f"{text}; about {left}")
         compare_corrections(warm, seed)
+        run_folder.point_latest(folder)
 
 
 def compare_corrections(model: Path, seed: int) -> None:

@@ -12,6 +12,7 @@ Every grid of integers or FP8 has a scale per block b of a matrix:
 
     int8             b an output channel (a row)              G = 127   snap to whole numbers
     int4             b 32 numbers of a row, one after another G = 7     snap to whole numbers
+    int3, int2       b as in int4                             G = 3, 1  snap to whole numbers
     fp8_e4m3         b the matrix                             G = 448   snap to float8_e4m3fn, ties to even
     fp8_e4m3_block   b 128 x 128 numbers                      G = 448   snap to float8_e4m3fn, ties to even
 
@@ -34,9 +35,9 @@ MATRIX = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.weight$|\.experts\.\d+\.w[1
 biases stay as they are."""
 WHOLE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Precisions of every tensor."""
-INT8_MAX, INT4_MAX, FP8_MAX = 127, 7, 448
+INT8_MAX, INT4_MAX, INT3_MAX, INT2_MAX, FP8_MAX = 127, 7, 3, 1, 448
 GROUP = 32
-"""Numbers of a row that share a scale in int4."""
+"""Numbers of a row that share a scale in int4, int3 and int2."""
 BLOCK = 128
 """Rows and columns that share a scale in fp8_e4m3_block."""
 TINY_SUM = 1.5 * 2.0**14
@@ -131,6 +132,8 @@ def _blocks(matrix: Tensor, height: int, width: int) -> Tensor:
 GRIDS: dict[Precision, tuple[int | None, int | None, int, Callable[[Tensor], object]]] = {
     "int8": (1, None, INT8_MAX, torch.round_),
     "int4": (1, GROUP, INT4_MAX, torch.round_),
+    "int3": (1, GROUP, INT3_MAX, torch.round_),
+    "int2": (1, GROUP, INT2_MAX, torch.round_),
     "fp8_e4m3": (None, None, FP8_MAX, _to_fp8),
     "fp8_e4m3_block": (BLOCK, BLOCK, FP8_MAX, _to_fp8),
 }

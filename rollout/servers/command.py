@@ -150,7 +150,8 @@ def server_command(
     flags |= {name.replace("_", "-"): value for name, value in config.server_args.items()}
     if spec.key is not None:
         flags["config"] = str(spec.key.file)
-    command = [sys.executable, "-m", "sglang.launch_server"]
+    has_launcher = spec.config.rollout.sglang_plugin and not spec.cuda
+    command = [sys.executable, "-m", "tandem_launch_server" if has_launcher else "sglang.launch_server"]
     for name, value in flags.items():
         if value is not False:
             command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
@@ -186,6 +187,9 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
         return environment
     threads = spec.config.launch.threads_per_process
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), **REUSED_MEMORY}
+    if not any("torch-compile" in flag.replace("_", "-") for flag in spec.config.rollout.server_args):
+        # By default decorators import torch's compiler, for more than a second, and nothing is compiled.
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
     if share.num_ranks * share.num_nodes > 1:
         cpus = sorted(os.sched_getaffinity(0))
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(

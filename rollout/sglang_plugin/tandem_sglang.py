@@ -11,8 +11,8 @@ On CPU servers alone:
 - Forked processes: SGLang spawns its scheduler and its detokenizer, so each of them imports SGLang, torch and
   transformers again. Forked, they share the imports of the server process, in time and in memory. CUDA cannot be
   used in a forked process.
-- The server process imports without garbage collections, and the forked processes leave its objects out of theirs:
-  modules stay, and collections would look at all of them again and again.
+- The server process imports without garbage collections (``tandem_launch_server.py``), and the forked processes
+  leave its objects out of theirs: modules stay, and collections would look at all of them again and again.
 - Batched attention: ``tandem_batched_attention.py``.
 - A paused scheduler sleeps. SGLang's polls for requests on a whole core, which the learner needs to send weights.
 """
@@ -37,8 +37,6 @@ def register() -> None:
 
 
 def register_for_cpu() -> None:
-    if multiprocessing.parent_process() is None:  # no rank that was spawned after all
-        gc.disable()  # until ``fork_processes``: most of SGLang is imported in between
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -60,7 +60,7 @@ def victims(name: str, folder: Path) -> list[psutil.Process]:
         "torchrun": lambda line: "launch.roles.rendezvous" in line,
         "sample": lambda line: "sample" in line,
         "serve": lambda line: "serve" in line,
-        "sglang": lambda line: "sglang.launch_server" in line,
+        "sglang": lambda line: "tandem_launch_server" in line,
     }
     found = []
     for process in processes_of(folder):

@@ -19,7 +19,7 @@ from trainer.turns import OwnDevices
 
 PRECISIONS = get_args(Precision)
 SCALED = [precision for precision in PRECISIONS if precision not in ("bf16", "fp16")]
-WHOLE = {127: [float(n) for n in range(-127, 128)], 7: [float(n) for n in range(-7, 8)]}
+WHOLE = {most: [float(n) for n in range(-most, most + 1)] for most in (127, 7, 3, 1)}
 E4M3 = sorted(
     sign * value
     for sign in (-1, 1)
@@ -38,6 +38,8 @@ def blocks_of(precision: str, rows: int, columns: int) -> tuple[list[list[tuple[
     height, width, grid = {
         "int8": (1, columns, WHOLE[127]),
         "int4": (1, 32, WHOLE[7]),
+        "int3": (1, 32, WHOLE[3]),
+        "int2": (1, 32, WHOLE[1]),
         "fp8_e4m3": (rows, columns, E4M3),
         "fp8_e4m3_block": (128, 128, E4M3),
     }[precision]
@@ -161,7 +163,9 @@ def test_whole_dtypes(precision, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("precision", "most"), [("int8", 255), ("int4", 15 * 128), ("fp8_e4m3", 255)])
+@pytest.mark.parametrize(
+    ("precision", "most"), [("int8", 255), ("int4", 15 * 128), ("int2", 3 * 128), ("fp8_e4m3", 255)]
+)
 def test_shape_dtype_and_the_weight_itself_stay_and_few_values_are_left(precision, most, dtype):
     weight = torch.randn(4, 4096, generator=torch.Generator().manual_seed(0)).to(dtype)
     before = weight.clone()
