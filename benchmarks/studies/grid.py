@@ -51,9 +51,9 @@ class Grid:
         return json.loads(file.read_text()) if file.exists() else None
 
     def run(self, cell: Cell) -> None:
-        folder, runs = self._cell(cell.name), self.folder / "runs"
+        folder = self._cell(cell.name)
         folder.mkdir(parents=True, exist_ok=True)
-        own = [f"model.path={self.model}", f"name={cell.name}", f"launch.runs_dir={runs}"]
+        own = [f"model.path={self.model}", f"name={cell.name}", f"launch.runs_dir={self.folder / 'runs'}"]
         settings = [*own, *self.settings, *cell.settings]
         command = [sys.executable, "-m", "launch", "train", str(RECIPE), *settings]
         with (folder / "log.txt").open("w") as log:
@@ -63,9 +63,12 @@ class Grid:
             )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{cell.name}: {(folder / 'log.txt').read_text()[-1500:]}")
-        run = max(runs.glob(f"{cell.name}-2*"))  # the newest: NAME-DATE-TIME
-        lines = (run / "metrics.jsonl").read_text().splitlines()
+        lines = (self.run_folder(cell.name) / "metrics.jsonl").read_text().splitlines()
         (folder / "rows.json").write_text(json.dumps([json.loads(line) for line in lines]))
+
+    def run_folder(self, name: str) -> Path:
+        """Of a cell's newest run."""
+        return max((self.folder / "runs").glob(f"{name}-2*"))  # NAME-DATE-TIME
 
     def _cell(self, name: str) -> Path:
         return self.folder / "cells" / name
@@ -101,8 +104,9 @@ def last(metric: str) -> Column:
     return mean
 
 
-def accuracy(rows: Rows) -> float:
-    return [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None][-1]
+def served_accuracy(grid: Grid, name: str) -> float:
+    """The last held-out accuracy of a finished cell, with the weights of its servers."""
+    return [row["eval/accuracy"] for row in grid.rows(name) or () if row.get("eval/accuracy") is not None][-1]
 
 
 def table(
@@ -110,25 +114,31 @@ def table(
     groups: Sequence[tuple[Sequence[str], Sequence[str]]],
     heads: Sequence[str],
     columns: dict[str, Column],
+    accuracy: Callable[[Grid, str], float] = served_accuracy,
 ) -> str:
-    """A Markdown table with a row for each group of cells that differ in their seeds: means over the seeds, and of the
-    accuracy also the least and the greatest.
+    """A Markdown table with a row for each group of cells that differ in their seeds: means over the seeds, of the
+    accuracy also the least and the greatest, of other columns half of what these are apart.
 
     groups: (first cells of the row, names of the runs).
     """
     names = [*heads, "seeds", "held-out accuracy", *columns]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for first, cells in groups:
-        runs = [rows for cell in cells if (rows := grid.rows(cell)) is not None]
+        runs = {cell: rows for cell in cells if (rows := grid.rows(cell)) is not None}
         if not runs:
             continue
-        right = [accuracy(rows) for rows in runs]
+        right = [accuracy(grid, cell) for cell in runs]
         shown = [f"{statistics.fmean(right):.1%} ({min(right):.1%} - {max(right):.1%})"]
         for column in columns.values():
-            values = [value for rows in runs if (value := column(rows)) is not None]
-            shown.append(f"{statistics.fmean(values):.3g}" if values else "-")
+            values = [value for rows in runs.values() if (value := column(rows)) is not None]
+            shown.append(_mean_and_spread(values) if values else "-")
         lines.append(f"| {' | '.join([*first, str(len(runs)), *shown])} |")
     return "\n".join(lines)
+
+
+def _mean_and_spread(values: Sequence[float]) -> str:
+    spread = (max(values) - min(values)) / 2
+    return f"{statistics.fmean(values):.3g}" + (f" ± {spread:.1g}" if len(values) > 1 else "")
 
 
 @dataclass(frozen=True)

@@ -27,21 +27,13 @@ LARGEST = 99
 
 
 def chain(rng: random.Random, tokens: int) -> str:
-    """Links ``a+b=c:`` or ``a-b=c:`` from 0 to ``LARGEST``, each from the last one's result, cut to ``tokens``."""
+    """Links ``a+b=c:`` or ``a-b=c:`` with numbers from 0 to ``LARGEST``, each from the last one's result, cut to
+    ``tokens``."""
     number, text = rng.randint(0, LARGEST), ""
     while len(text) < tokens:
-        other = rng.randint(0, LARGEST)
-        while other == number:
-            other = rng.randint(0, LARGEST)
-        low, high = sorted((number, other))
-        if low + high <= LARGEST and rng.random() < 0.5:
-            link, result = f"{number}+{other}", number + other
-        elif number > other:
-            link, result = f"{number}-{other}", number - other
-        else:  # to stay in the range
-            step = rng.randint(0, LARGEST - number)
-            link, result = f"{number}+{step}", number + step
-        text, number = f"{text}{link}={result}:", result
+        result = rng.randint(0, LARGEST)
+        sign = "+" if result >= number else "-"
+        text, number = f"{text}{number}{sign}{abs(result - number)}={result}:", result
     return text[:tokens]
 
 

@@ -19,7 +19,8 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.studies.grid import Cell, Column, Curve, Rows, draw, grid_of, last, options, table
+from benchmarks.studies.grid import Cell, Column, Curve, Grid, Rows, draw, grid_of, last, options, table
+from benchmarks.studies.own_policy import own_accuracy
 from configs.schema.rollout import Precision
 
 PRECISIONS = ("int2", "int4", "bf16", "int8")
@@ -126,6 +127,10 @@ def measure_gaps(given) -> None:
     print(table(grid, groups, ["weights"], GAP_COLUMNS))
 
 
+def own(grid: Grid, name: str) -> float:
+    return own_accuracy(grid.run_folder(name))
+
+
 def main() -> None:
     made = options(__doc__.splitlines()[0], lr=2e-4, steps=40)
     made.add_argument("--minibatches", type=int, default=MINIBATCHES)
@@ -143,7 +148,7 @@ def main() -> None:
         for precision in PRECISIONS
         for correction in CORRECTIONS
     ]
-    print(table(grid, groups, ["weights", "correction"], COLUMNS))
+    print(table(grid, groups, ["weights", "correction"], COLUMNS, own))
 
     def curve(label: str, color: str, precision: str, correction: str) -> Curve:
         return Curve(label, color, [name_of(precision, correction, seed) for seed in seeds])

@@ -157,7 +157,8 @@ class RolloutConfig(Schema):
         """``precision`` in words, for wherever results of such a rollout are shown."""
         if self.precision is None:
             return None
-        return f"weight-only: the learner rounds {ROUNDED[self.precision]}, and the servers compute in {self.dtype}"
+        what = f"weight-only: the learner rounds {ROUNDED[self.precision]}, and the servers compute in {self.dtype}"
+        return f"{what}. Evaluations of the run are of the rounded weights; `tandem eval` of RUN/hf is of the learner's own"
 
     @property
     def hang_timeout_s(self) -> float:

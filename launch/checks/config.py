@@ -47,6 +47,9 @@ WARM_START = ("sft-rank",)
 """The roles that training, evaluation and a warm start consist of."""
 LAST_PORT = 65535
 STALENESS_STUDY = "benchmarks/results/staleness.md"
+PRECISION_STUDY = "benchmarks/results/quantised_rollout.md"
+COARSE = ("int4", "int3", "int2")
+"""Values of ``rollout.precision`` that make another policy."""
 NARROW = 1.01
 """Upper bounds of a geometric ratio below this one are for engines that hold the same weights."""
 Config = TypeVar("Config", RunConfig, SftConfig)
@@ -93,7 +96,7 @@ def load_checked(
         model_errors = [*size_errors, *_check_models(config)]
         yield from model_errors
         yield from input_findings(config, notes)
-        notes.extend(_staleness_notes(config))
+        notes.extend(_gap_notes(config))
         if isinstance(config, RunConfig):
             yield from _check_run(config, runs)
             yield from _check_ports(config, is_here=is_here)
@@ -117,23 +120,34 @@ def load_checked(
     return config
 
 
-def _staleness_notes(config: RunConfig | SftConfig) -> Iterator[str]:
-    """Warnings where tokens lag, and nothing in the loss heeds it (in bypass mode the clipped ratio does), or a rule
-    rejects nearly all of them."""
-    if not isinstance(config, RunConfig) or not config.rollout.max_staleness:
+def _gap_notes(config: RunConfig | SftConfig) -> Iterator[str]:
+    """Warnings where the samples are of another policy than the learner's, because they are old or of coarsely rounded
+    weights, and the correction does not suit that."""
+    if not isinstance(config, RunConfig):
         return
-    correction, lags = config.correction, f"rollout.max_staleness={config.rollout.max_staleness}"
-    if correction.mode == "decoupled" and not config.rejects and correction.weight.level == "none":
+    correction, rollout = config.correction, config.rollout
+    lags, is_coarse = f"rollout.max_staleness={rollout.max_staleness}", rollout.precision in COARSE
+    has_no_weight = correction.mode == "decoupled" and correction.weight.level == "none"
+    if rollout.max_staleness and has_no_weight and not config.rejects:
         text = f"{lags} without a correction trains on older tokens as if they were new"
         shown = (
             "in 60 steps at a lag of 4 a model went from 15 to 12 % right, with decoupled_token_is to 24 %"
         )
         yield f"{text}: {shown} ({STALENESS_STUDY}); set correction.weight, for example correction=decoupled_token_is"
+    if is_coarse and correction.mode == "bypass" and correction.loss == "objective":
+        text = f"rollout.precision={rollout.precision} with correction.mode=bypass clips against the rounded policy"
+        shown = "at int2 a model went from 15 to 13 % right in 40 steps, with decoupled_seq_is to 25 %"
+        yield f"{text}: {shown} ({PRECISION_STUDY}); take decoupled mode, for example correction=decoupled_seq_is"
+    causes = [f"{lags} it rejects nearly all tokens of older weights (9 of 10 and more in {STALENESS_STUDY})"]
+    causes = causes if rollout.max_staleness else []
+    if is_coarse:
+        rounded = f"rollout.precision={rollout.precision} it rejects nearly all tokens"
+        causes.append(f"{rounded} (998 of 1,000 at int2 in {PRECISION_STUDY})")
     for rule in correction.reject:
         if rule.rule == "ratio" and "geometric" in rule.level and rule.upper < NARROW:
-            text = f"correction.reject: a {rule.level} ratio up to {rule.upper:g} is made for the gap between engines; with {lags} it"
+            text = f"correction.reject: a {rule.level} ratio up to {rule.upper:g} is made for the gap between engines"
             fix = "raise its upper bound, or take a weight alone, for example correction=decoupled_token_is"
-            yield f"{text} rejects nearly all tokens of older weights (9 of 10 and more in {STALENESS_STUDY}); {fix}"
+            yield from (f"{text}; with {cause}; {fix}" for cause in causes)
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 
 from launch.commands.results import report
-from launch.commands.train import sft, train
+from launch.commands.train import evaluate, sft, train
 from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder, write_json
 from trainer.tracking.tracker import duration
@@ -15,13 +15,14 @@ from trainer.tracking.tracker import duration
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 MODEL_S, WARM_START_S, RL_START_S, RL_STEP_S = 10.0, 160.0, 70.0, 1.1
 """Seconds of the parts on two idle cores (benchmarks/results/quickstart.md)."""
-STUDY_STEPS, STUDY_STEP_S = 60, 0.7
+STUDY_STEPS, STUDY_STEP_S, EVALUATION_S = 40, 1.0, 30.0
 STUDY = (
-    "rollout.precision=int4", "learner.minibatches=4", "learner.optimizer.lr=3e-4", "rollout.prompts_per_step=16",
-    "layout.dp=1", f"steps={STUDY_STEPS}", f"evaluation.every={STUDY_STEPS}", "checkpoint.every=0",
+    "rollout.precision=int2", "learner.minibatches=4", "learner.optimizer.lr=2e-4", "rollout.prompts_per_step=16",
+    "layout.dp=1", f"steps={STUDY_STEPS}", f"evaluation.every={STUDY_STEPS}", "evaluation.max_prompts=50",
+    "checkpoint.every=0",
 )  # fmt: skip
 """Settings of both runs of ``--study``, as in benchmarks/results/quantised_rollout.md."""
-STUDY_CORRECTIONS = {"uncorrected": "disabled", "corrected": "decoupled_token_is"}
+STUDY_CORRECTIONS = {"uncorrected": "disabled", "corrected": "decoupled_seq_is"}
 
 
 def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool = False) -> None:
@@ -30,7 +31,9 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool
 
     seconds = {"install": install_seconds}
     rl_s = RL_START_S + steps * RL_STEP_S
-    study_s = len(STUDY_CORRECTIONS) * (RL_START_S + STUDY_STEPS * STUDY_STEP_S) if study else 0.0
+    study_s = (
+        len(STUDY_CORRECTIONS) * (RL_START_S + STUDY_STEPS * STUDY_STEP_S + EVALUATION_S) if study else 0.0
+    )
     total, parts = duration(MODEL_S + WARM_START_S + rl_s + study_s), 4 if study else 3
     print(f"{parts} parts, about {total} on two idle cores; times left below are of a part", flush=True)
     models = Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
@@ -57,23 +60,33 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool
     write_json(folder.summary, summary)
     if study:
         left = duration(study_s * seconds["warm_start"] / WARM_START_S)
-        text = "a rollout of int4 weights, which is another policy than the learner's: left as it is, and corrected"
+        text = "a rollout of int2 weights, which is another policy than the learner's: left as it is, and corrected"
         _announce(4, parts, f"{text}; about {left}")
         compare_corrections(warm, seed)
         run_folder.point_latest(folder)
 
 
 def compare_corrections(model: Path, seed: int) -> None:
-    """Train twice with a quantised rollout, uncorrected and corrected, and write a report with both."""
-    folders: dict[str, RunFolder] = {}
+    """Train twice with a quantised rollout, uncorrected and corrected; evaluate both with the learner's own weights,
+    which the servers of the runs never had; and write a report with both."""
+    recipe, folders, accuracies = (
+        CONFIGS / "countdown_tiny.yaml",
+        list[RunFolder](),
+        dict[str, float | None](),
+    )
     for name, preset in STUDY_CORRECTIONS.items():
-        own = [f"name=countdown-tiny-int4-{name}", f"correction={preset}", f"seed={seed}"]
+        own = [f"name=countdown-tiny-int2-{name}", f"correction={preset}", f"seed={seed}"]
         print(f"\n{name} (correction={preset}):", flush=True)
-        folder = train(CONFIGS / "countdown_tiny.yaml", [f"model.path={model}", *STUDY, *own])
+        folder = train(recipe, [f"model.path={model}", *STUDY, *own])
         assert folder is not None
-        folders[name] = folder
-    uncorrected, corrected = folders.values()
+        folders.append(folder)
+        print("with the learner's own weights:", flush=True)
+        accuracies[name] = evaluate(recipe, [f"model.path={folder.hf}", f"seed={seed}"])
     print()
+    for name, accuracy in accuracies.items():
+        if accuracy is not None:
+            print(f"held-out accuracy of the learner's own weights, {name}: {accuracy:.1%}", flush=True)
+    uncorrected, corrected = folders
     report(corrected.path, [uncorrected.path])
 
 

@@ -20,7 +20,7 @@ from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig
 from launch import cli
 from launch.checks import config as checks
-from launch.checks.config import _staleness_notes
+from launch.checks.config import _gap_notes
 from launch.checks.device_memory import Device, _smallest_gpu, memory_lines, memory_problems, need_of
 from launch.commands import train as training
 from launch.commands.dry_run import batch_lines, dry_run_lines, most_microbatches
@@ -276,10 +276,17 @@ WIDE = "correction={mode: decoupled, weight: {level: token}, reject: [{rule: rat
         (["rollout.max_staleness=1", "correction=ppo_is_bypass"], None),
         (["correction=disabled"], None),
         (["correction=decoupled_geo_rs"], None),
+        (["rollout.precision=int2", "correction=ppo_is"], "clips against the rounded policy"),
+        (["rollout.precision=int4", "correction=decoupled_geo_rs_token_is"], "(998 of 1,000 at int2"),
+        (["rollout.precision=int2", "correction=disabled"], None),
+        (["rollout.precision=int2", "correction=pg_is"], None),
+        (["rollout.precision=int2", "correction=decoupled_seq_is"], None),
+        (["rollout.precision=int8", "correction=ppo_is"], None),
+        (["rollout.precision=bf16", "correction=decoupled_geo_rs"], None),
     ],
 )
-def test_staleness_that_the_correction_does_not_suit_is_warned_of(folder, options, warned):
-    notes = list(_staleness_notes(config(*options)))
+def test_samples_of_another_policy_that_the_correction_does_not_suit_are_warned_of(folder, options, warned):
+    notes = list(_gap_notes(config(*options)))
     assert [warned in note for note in notes] == ([True] if warned else [])
 
 

@@ -1,0 +1,47 @@
+"""The quickstart's study, without engines: its settings, what it runs in which order, and what it says."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from configs.loader import load_config
+from launch.commands import quickstart
+
+
+@pytest.mark.parametrize("preset", quickstart.STUDY_CORRECTIONS.values())
+def test_settings_of_the_study(tmp_path, preset):
+    config = load_config(
+        quickstart.CONFIGS / "countdown_tiny.yaml",
+        [f"model.path={tmp_path}", *quickstart.STUDY, f"correction={preset}"],
+    )
+    assert config.rollout.precision == "int2" and config.steps == quickstart.STUDY_STEPS
+    assert config.evaluation.every == config.steps, "before and after"
+
+
+def test_both_runs_are_evaluated_with_their_own_weights_and_compared(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def train(recipe, overrides):
+        (name,) = [o.removeprefix("name=") for o in overrides if o.startswith("name=")]
+        calls.append(("train", name, f"model.path={tmp_path / 'warm'}" in overrides, "seed=3" in overrides))
+        return SimpleNamespace(path=tmp_path / name, hf=tmp_path / name / "hf")
+
+    def evaluate(recipe, overrides):
+        assert not any("precision" in override for override in overrides)
+        calls.append(("evaluate", overrides[0]))
+        return len(calls) / 10
+
+    monkeypatch.setattr(quickstart, "train", train)
+    monkeypatch.setattr(quickstart, "evaluate", evaluate)
+    monkeypatch.setattr(quickstart, "report", lambda run, against: calls.append(("report", run, against)))
+    quickstart.compare_corrections(tmp_path / "warm", 3)
+    one, other = "countdown-tiny-int2-uncorrected", "countdown-tiny-int2-corrected"
+    assert calls == [
+        ("train", one, True, True),
+        ("evaluate", f"model.path={tmp_path / one / 'hf'}"),
+        ("train", other, True, True),
+        ("evaluate", f"model.path={tmp_path / other / 'hf'}"),
+        ("report", tmp_path / other, [tmp_path / one]),
+    ]
+    said = capsys.readouterr().out
+    assert "own weights, uncorrected: 20.0%" in said and "own weights, corrected: 40.0%" in said
