@@ -12,6 +12,7 @@ Framework Secretly Brings You Off-Policy RL Training.
 ``--gap``: no training. The gap that each precision makes on a model: a few steps at a learning rate of nothing.
 """
 
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,8 +24,11 @@ from benchmarks.studies.grid import Cell, Column, Curve, Grid, Rows, draw, grid_
 from benchmarks.studies.own_policy import own_accuracy
 from configs.schema.rollout import Precision
 
-PRECISIONS = ("int2", "int4", "bf16", "int8")
+PRECISIONS = ("int2", "bf16", "int4", "int8")
 """int2 is what moves a tiny model's probabilities as far as INT8 kernels move those of the source (max |dp| near 1)."""
+ORDER = ("bf16", "int8", "int4", "int2")
+BEFORE = 15.2
+"""Accuracy of the warm model, %."""
 CORRECTIONS = {
     "none": "disabled",
     "tis": "tis",
@@ -39,9 +43,7 @@ CORRECTIONS = {
 GAP_STEPS, GAP_PROMPTS, NO_LEARNING = 4, 64, 1e-12
 FEW_HELDOUT = "evaluation.max_prompts=50"
 """The servers' accuracy is of another policy than the learner's; ``own_accuracy`` measures that."""
-COLORS = ("#d62728", "#e69f00", "#222222", "#1f77b4")
-SUMMARY = {"none": "#d62728", "vanilla_is": "#e69f00", "ppo_is": "#9467bd", "tis": "#0072b2"}
-"""Colour of each correction of the small figure: those that the source compares."""
+COLORS = ("#222222", "#1f77b4", "#e69f00", "#d62728")
 MINIBATCHES = 4
 
 
@@ -145,7 +147,7 @@ def main() -> None:
     grid.run_missing([*cells(seeds)], given.jobs)
     groups = [
         ([precision, correction], [name_of(precision, correction, seed) for seed in seeds])
-        for precision in PRECISIONS
+        for precision in ORDER
         for correction in CORRECTIONS
     ]
     print(table(grid, groups, ["weights", "correction"], COLUMNS, own))
@@ -156,17 +158,41 @@ def main() -> None:
     by_correction = {
         correction: [
             curve(precision, color, precision, correction)
-            for precision, color in zip(PRECISIONS, COLORS, strict=True)
+            for precision, color in zip(ORDER, COLORS, strict=True)
         ]
         for correction in CORRECTIONS
     }
     draw(grid, by_correction, FIGURE, grid.folder / "quantised_rollout.png")
-    by_precision = {
-        f"rollout in {precision}": [curve(label, color, precision, label) for label, color in SUMMARY.items()]
-        for precision in PRECISIONS
-    }
-    metrics = {"mean reward": "reward/mean"}
-    draw(grid, by_precision, metrics, grid.folder / "quantised_rollout_summary.png", size=(3.6, 3.2))
+    draw_accuracies(grid, seeds, grid.folder / "quantised_rollout_accuracy.png")
+
+
+def draw_accuracies(grid: Grid, seeds: Sequence[int], path: Path) -> None:
+    """A group of bars per precision, a bar per correction, a point per run."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9.5, 3.6))
+    width = 0.9 / len(CORRECTIONS)
+    for number, correction in enumerate(CORRECTIONS):
+        for place, precision in enumerate(ORDER):
+            names = [name_of(precision, correction, seed) for seed in seeds]
+            right = [100 * own(grid, name) for name in names if grid.rows(name) is not None]
+            if right:
+                x = place + (number - (len(CORRECTIONS) - 1) / 2) * width
+                label = correction if place == 0 else None
+                axes.bar(x, statistics.fmean(right), width, color=f"C{number}", label=label)
+                axes.plot([x] * len(right), right, ".", color="black", markersize=4)
+    axes.axhline(BEFORE, color="#555555", linestyle="--", linewidth=1)
+    axes.text(len(ORDER) - 0.5, BEFORE + 0.3, "before", ha="right", fontsize=8, color="#555555")
+    axes.set_xticks(range(len(ORDER)), [f"rollout in {precision}" for precision in ORDER])
+    axes.set_ylabel("held-out accuracy of the learner, %")
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":
