@@ -121,7 +121,7 @@ def table(
 
     groups: (first cells of the row, names of the runs).
     """
-    names = [*heads, "seeds", "held-out accuracy", *columns]
+    names = [*heads, "seeds", "held-out accuracy", *(name.replace("|", "\\|") for name in columns)]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for first, cells in groups:
         runs = {cell: rows for cell in cells if (rows := grid.rows(cell)) is not None}
@@ -162,6 +162,7 @@ def draw(
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from PIL import Image
 
     figure, axes = pyplot.subplots(
         len(metrics),
@@ -183,8 +184,9 @@ def draw(
         panel.set_xlabel("step")
     axes[0][-1].legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=90, metadata={"Software": None})
+    figure.savefig(path, dpi=75, metadata={"Software": None})
     pyplot.close(figure)
+    Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)  # a quarter of the bytes
 
 
 def _draw_curve(panel, runs: Sequence[Rows], metric: str, curve: Curve) -> None:
