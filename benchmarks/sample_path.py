@@ -30,7 +30,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import msgspec  # noqa: E402
 import orjson  # noqa: E402
 import torch  # noqa: E402
 
@@ -121,7 +120,7 @@ class Clock:
 def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
     """Microseconds per response token of each part."""
     from rollout.records import Prompt, Score
-    from rollout.sampling.messages import Groups, Reply, SamplingStats
+    from rollout.sampling.messages import Groups, SamplingStats, decode_reply, encode
     from rollout.sampling.sampler import _check_versions, _make_group, _Sample
     from rollout.servers.client import _collection_paused, read_answer
     from trainer.batch.step_batch import split_groups, step_batch
@@ -144,10 +143,10 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
         _check_versions(groups, newest=0, max_staleness=0)
     stats = SamplingStats(seconds=1.0, requests=1, retries=0, failed_rewards=0)
     with clock("encode"):
-        message = msgspec.msgpack.encode(Groups(groups, stats))
+        message = encode(Groups(groups, stats))
     del groups
     with clock("decode"):
-        groups = msgspec.msgpack.decode(message, type=Reply).groups
+        groups = decode_reply(message).groups
     with clock("split"):
         shares = split_groups(groups, num_minibatches=1, dp_size=RANKS, token_budget=32768)
     with clock("pack"):

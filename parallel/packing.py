@@ -131,9 +131,9 @@ def require_per_token(
 
 def pack_sequences(
     *,
-    token_ids: Sequence[Sequence[int]],
-    response_masks: Sequence[Sequence[bool]],
-    rollout_logprobs: Sequence[Sequence[float]],
+    token_ids: Sequence[Sequence[int] | np.ndarray],
+    response_masks: Sequence[Sequence[bool] | np.ndarray],
+    rollout_logprobs: Sequence[Sequence[float] | np.ndarray],
     sequence_ids: Sequence[int],
     lags: Sequence[np.ndarray] | None = None,
 ) -> PackedBatch:

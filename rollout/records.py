@@ -4,7 +4,7 @@ answer to the learner's tensors: a step may have millions of tokens."""
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -44,13 +44,12 @@ class _WithArrays:
     """Equal where all fields are. (A dataclass' own comparison asks an array for one truth.)"""
 
     __slots__ = ()
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and all(
             np.array_equal(getattr(self, field.name), getattr(other, field.name)) for field in fields(self)
         )
-
-    __hash__ = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -1,7 +1,7 @@
 """Messages between learner and sample role: msgpack over ZeroMQ."""
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -137,16 +137,20 @@ Reply = Groups | Evaluated | State | Done | Failure
 
 ARRAYS = frozenset(np.dtype(kind).str for kind in (TOKEN_IDS, LOGPROBS, MASK))
 """Types of arrays in messages. A message carries an array as its type and its bytes."""
-Message = TypeVar("Message")
 
 
 def encode(message: Request | Reply) -> bytes:
     return msgspec.msgpack.encode(message, enc_hook=_from_array)
 
 
-def decode(content: bytes, kind: type[Message]) -> Message:
-    """Raises msgspec.DecodeError and UnicodeDecodeError for what is no message of this kind."""
-    return msgspec.msgpack.decode(content, type=kind, dec_hook=_to_array)
+def decode_request(content: bytes) -> Request:
+    """Raises msgspec.DecodeError and UnicodeDecodeError for what is no request."""
+    return msgspec.msgpack.decode(content, type=Request, dec_hook=_to_array)
+
+
+def decode_reply(content: bytes) -> Reply:
+    """Raises as ``decode_request``, for what is no reply."""
+    return msgspec.msgpack.decode(content, type=Reply, dec_hook=_to_array)
 
 
 def _from_array(value: object) -> tuple[str, memoryview]:

@@ -21,7 +21,6 @@ from rollout.sampling.messages import (
     Groups,
     LoadState,
     NextGroups,
-    Reply,
     Request,
     SampleRoleLost,
     SamplerState,
@@ -29,7 +28,7 @@ from rollout.sampling.messages import (
     SamplingStats,
     State,
     Stop,
-    decode,
+    decode_reply,
     encode,
 )
 
@@ -153,7 +152,7 @@ class RemoteSampler:
         except BaseException:
             self._drop_channel()  # a REQ socket with an outstanding answer can send nothing else
             raise
-        reply = decode(channel.recv(), Reply)
+        reply = decode_reply(channel.recv())
         if isinstance(reply, Failure):
             raise SamplingError(f"the sample role failed: {reply.message}")
         if not isinstance(reply, expected):

@@ -43,7 +43,7 @@ from rollout.sampling.messages import (
     SamplingError,
     State,
     Stop,
-    decode,
+    decode_request,
     encode,
 )
 from rollout.sampling.prompt_room import PromptsOf, prompt_room
@@ -171,7 +171,7 @@ async def serve(
             while True:
                 doing("waiting for the learner")
                 try:
-                    request = decode(await channel.recv(), Request)
+                    request = decode_request(await channel.recv())
                 # The client has proved the key: such a message comes from another version of Tandem.
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     logger.error("a message that is no request was refused: %s", error)
