@@ -168,7 +168,9 @@ def compare_engines(run: "Run") -> None:
     if run.tracker is not None:
         probe = f"a probe prompt, sampled at its own temperature of {START_PROBE_TEMPERATURE}"
         text = f"log-probs of {probe}, differ by {gap:.1e} nats at most"
-        run.tracker.say(f"before the first step, learner and servers agree: {text}")
+        is_rounded = run.config.rollout.precision is not None
+        how = "differ, as the servers' weights are rounded" if is_rounded else "agree"
+        run.tracker.say(f"before the first step, learner and servers {how}: {text}")
 
 
 def end_run(run: "Run") -> None:
