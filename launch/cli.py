@@ -395,9 +395,7 @@ def quickstart(
     steps: Annotated[int, typer.Option(min=1, help="The number of RL steps.")] = 150,
     study: Annotated[
         bool,
-        typer.Option(
-            "--study", help="Then train with a quantised rollout, uncorrected and corrected, and compare."
-        ),
+        typer.Option("--study", help="Then train with a quantised rollout, in two ways, and compare."),
     ] = False,
     install_seconds: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:

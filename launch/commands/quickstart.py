@@ -22,7 +22,9 @@ STUDY = (
     "checkpoint.every=0",
 )  # fmt: skip
 """Settings of both runs of ``--study``, as in benchmarks/results/quantised_rollout.md."""
-STUDY_CORRECTIONS = {"uncorrected": "disabled", "corrected": "decoupled_seq_is"}
+STUDY_CORRECTIONS = {"clipped-against-rollout": "ppo_is", "corrected": "decoupled_seq_is"}
+"""The first takes the servers' log-probs for those of the old policy. Runs without any correction differ from corrected
+ones by no more than runs of one setting do."""
 
 
 def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool = False) -> None:
@@ -60,14 +62,14 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool
     write_json(folder.summary, summary)
     if study:
         left = duration(study_s * seconds["warm_start"] / WARM_START_S)
-        text = "a rollout of int2 weights, which is another policy than the learner's: left as it is, and corrected"
+        text = "a rollout of int2 weights, which is another policy than the learner's: taken for the old policy, and corrected"
         _announce(4, parts, f"{text}; about {left}")
         compare_corrections(warm, seed)
         run_folder.point_latest(folder)
 
 
 def compare_corrections(model: Path, seed: int) -> None:
-    """Train twice with a quantised rollout, uncorrected and corrected; evaluate both with the learner's own weights,
+    """Train twice with a quantised rollout, in two ways; evaluate both with the learner's own weights,
     which the servers of the runs never had; and write a report with both."""
     recipe, folders, accuracies = (
         CONFIGS / "countdown_tiny.yaml",
@@ -86,8 +88,8 @@ def compare_corrections(model: Path, seed: int) -> None:
     for name, accuracy in accuracies.items():
         if accuracy is not None:
             print(f"held-out accuracy of the learner's own weights, {name}: {accuracy:.1%}", flush=True)
-    uncorrected, corrected = folders
-    report(corrected.path, [uncorrected.path])
+    clipped, corrected = folders
+    report(corrected.path, [clipped.path])
 
 
 def _announce(part: int, parts: int, text: str) -> None:

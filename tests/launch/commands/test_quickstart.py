@@ -35,7 +35,7 @@ def test_both_runs_are_evaluated_with_their_own_weights_and_compared(tmp_path, m
     monkeypatch.setattr(quickstart, "evaluate", evaluate)
     monkeypatch.setattr(quickstart, "report", lambda run, against: calls.append(("report", run, against)))
     quickstart.compare_corrections(tmp_path / "warm", 3)
-    one, other = "countdown-tiny-int2-uncorrected", "countdown-tiny-int2-corrected"
+    one, other = "countdown-tiny-int2-clipped-against-rollout", "countdown-tiny-int2-corrected"
     assert calls == [
         ("train", one, True, True),
         ("evaluate", f"model.path={tmp_path / one / 'hf'}"),
@@ -44,4 +44,4 @@ def test_both_runs_are_evaluated_with_their_own_weights_and_compared(tmp_path, m
         ("report", tmp_path / other, [tmp_path / one]),
     ]
     said = capsys.readouterr().out
-    assert "own weights, uncorrected: 20.0%" in said and "own weights, corrected: 40.0%" in said
+    assert "own weights, clipped-against-rollout: 20.0%" in said and "own weights, corrected: 40.0%" in said
