@@ -119,10 +119,12 @@ class Clock:
 
 def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
     """Microseconds per response token of each part."""
+    from rollout.environments.episodes import single_turn
+    from rollout.environments.sequence import TokenSequence
     from rollout.records import Prompt, Score
     from rollout.sampling.messages import Groups, SamplingStats, decode_reply, encode
-    from rollout.sampling.sampler import _check_versions, _make_group, _Sample
-    from rollout.servers.client import _collection_paused, read_answer
+    from rollout.sampling.sampler import _check_versions, _make_group
+    from rollout.servers.client import Sent, _collection_paused, read_answer
     from trainer.batch.step_batch import split_groups, step_batch
 
     clock, groups, num_tokens = Clock(), [], 0
@@ -132,10 +134,12 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
             prompt_id=str(number), token_ids=[1] * PROMPT_TOKENS, text="", task="countdown", reference=""
         )
         with clock("read"), _collection_paused():
-            completions = read_answer(answers[number % len(answers)], GROUP_SIZE, "")
+            sent = Sent.of(prompt.token_ids)
+            completions = read_answer(answers[number % len(answers)], GROUP_SIZE, "", sent)
         with clock("group"):
             samples = [
-                _Sample(completion=c, score=Score(value=float(i % 2))) for i, c in enumerate(completions)
+                single_turn(TokenSequence.of_single_turn(prompt.token_ids, c), Score(value=float(i % 2)))
+                for i, c in enumerate(completions)
             ]
             groups.append(_make_group(number, prompt, samples))
         num_tokens += sum(len(c.token_ids) for c in completions)

@@ -1,6 +1,7 @@
 """The records that sampling produces, all frozen. What a response has per token is in numpy arrays, from the server's
 answer to the learner's tensors: a step may have millions of tokens."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
@@ -19,10 +20,21 @@ class FinishReason(StrEnum):
     """The response reached max_new_tokens without an end."""
 
 
-class TrajectoryStatus(StrEnum):
+class Status(StrEnum):
+    """How a sample ended."""
+
     OK = "ok"
     REWARD_FAILED = "reward_failed"
-    """The reward function raised or ran out of time: scored 0, counted in the metrics, still trained on."""
+    """The reward function raised or ran out of time. A single turn is scored 0, counted in the metrics, and still
+    trained on; an episode of an environment is not scored."""
+    TOKEN_LIMIT = "token_limit"
+    """The environment asked for more tokens than a sequence may have."""
+    TURN_LIMIT = "turn_limit"
+    """The environment asked for more turns than an episode may have."""
+    TIME_LIMIT = "time_limit"
+    """The episode took too long, and was cancelled."""
+    FAILED = "failed"
+    """The environment raised, or its process ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +75,8 @@ class Completion(_WithArrays):
     token_versions: np.ndarray
     """int32 [n]: weight version that sampled each token."""
     finish_reason: FinishReason
+    prompt_digest: int
+    """``digest`` of the tokens in the request that was sampled from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +91,30 @@ class Score:
     """Why scoring failed; a failed score counts 0."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One request to the servers, and the place of its answer in a trajectory."""
+
+    start: int
+    """Place of the first sampled token. What is before it was the prompt of this turn."""
+    end: int
+    prompt_digest: int
+    """``digest`` of the tokens that the request carried."""
+    response_digest: int
+    """``digest`` of the tokens that the server answered with."""
+    finish_reason: FinishReason
+
+
+def digest(token_ids: np.ndarray) -> int:
+    """64 bits of BLAKE2b over token ids, int32 in memory order."""
+    content = np.ascontiguousarray(token_ids, dtype=TOKEN_IDS).data
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory(_WithArrays):
-    """A prompt with one response and its score. Arrays are aligned with ``token_ids``, with 0 on prompt tokens."""
+    """A prompt with all turns of a sample, and its score. Arrays are aligned with ``token_ids``, with 0 on tokens
+    that the policy did not sample."""
 
     group_id: int
     sibling_id: int
@@ -87,16 +122,23 @@ class Trajectory(_WithArrays):
     token_ids: np.ndarray
     """int32 [n]"""
     response_mask: np.ndarray
-    """bool [n]: False on prompt (and later: tool) tokens."""
+    """bool [n]: False on tokens of the prompt, of tools and of other observations."""
     rollout_logprobs: np.ndarray
     """float32 [n]"""
     token_versions: np.ndarray
     """int32 [n]"""
-    finish_reason: FinishReason
-    reward: float
-    """Reward of the whole response; the learner puts it on the last response token."""
+    turns: list[Turn]
+    """In order. A single-turn sample has one."""
+    reward: float | None
+    """Reward of the whole sample; the learner puts it on the last response token. None: not scored, so it is not
+    trained on, and its group's baseline is without it."""
     reward_parts: dict[str, float]
-    status: TrajectoryStatus = TrajectoryStatus.OK
+    status: Status = Status.OK
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Of the last turn."""
+        return self.turns[-1].finish_reason if self.turns else FinishReason.STOP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from configs.schema import RunConfig
 from configs.schema.objective import KLConfig
+from configs.schema.run import WITHIN_GROUPS
 from parallel.engine import MegatronEngine, UpdateResult, ValueEngine
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group
 from trainer.algorithm.aggregation import Counted, kept_factor
 from trainer.algorithm.kl_reward import KLInReward
 from trainer.algorithm.policy_loss import policy_loss
+from trainer.batch.exact_turns import TurnsDiffer
 from trainer.batch.step_batch import StepBatch, split_groups, step_batch
 from trainer.critic import Critic, CriticUpdate
 from trainer.ranks.metrics import (
@@ -121,24 +123,36 @@ class Learner:
 
     def receive(self, groups: Sequence[Group] | None) -> StepBatch:
         """This rank's balanced share of the groups, with the scalars of the whole step. Rank 0 passes the groups,
-        the others None."""
-        batches: list[StepBatch] | None = None
-        if groups is not None:
-            by_dp_rank = split_groups(
-                groups,
-                num_minibatches=self._config.learner.minibatches,
-                dp_size=self.groups.dp_size,
-                token_budget=self._config.learner.token_budget,
-                microbatch_multiple=self._config.layout.microbatch_multiple,
-            )
-            # Packed here: a rank's tensors travel many times faster than its lists.
-            newest = self.version if self._config.rollout.max_staleness else None
-            packed = [step_batch(share, newest=newest) for share in by_dp_rank]
-            # Tensor- and pipeline-parallel siblings need the same share.
-            batches = [packed[self.groups.dp_rank_of(rank)] for rank in range(self.groups.world_size)]
+        the others None.
+
+        Raises:
+            TurnsDiffer: on all ranks, where a turn is not what was sampled.
+        """
         mine: list = [None]
+        batches = None if groups is None else self._batches_of_ranks(groups)
         dist.scatter_object_list(mine, batches, src=0)
+        if isinstance(mine[0], TurnsDiffer):
+            raise mine[0]
         return mine[0]
+
+    def _batches_of_ranks(self, groups: Sequence[Group]) -> Sequence[StepBatch | TurnsDiffer]:
+        config = self._config
+        by_dp_rank = split_groups(
+            groups,
+            num_minibatches=config.learner.minibatches,
+            dp_size=self.groups.dp_size,
+            token_budget=config.learner.token_budget,
+            microbatch_multiple=config.layout.microbatch_multiple,
+            needs_siblings=config.advantage.type in WITHIN_GROUPS,
+        )
+        newest = self.version if config.rollout.max_staleness else None
+        try:
+            # Packed here: a rank's tensors travel many times faster than its lists.
+            packed = [step_batch(share, newest=newest) for share in by_dp_rank]
+        except TurnsDiffer as error:
+            return [error] * self.groups.world_size
+        # Tensor- and pipeline-parallel siblings need the same share.
+        return [packed[self.groups.dp_rank_of(rank)] for rank in range(self.groups.world_size)]
 
     def score(self, batch: StepBatch, *, before_update: bool) -> StepBatch:
         """Add ``old``, ``ref`` and values of the sampled tokens, without gradient, using the same micro-batches

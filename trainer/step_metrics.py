@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from rollout.records import FinishReason, Group
+from rollout.records import FinishReason, Group, Status, Trajectory
 from rollout.sampling.messages import EvaluationResult, SamplingStats
 from trainer.algorithm.mismatch import SampledGap, negative_fraction, reward_metrics
 from trainer.algorithm.segments import count_per_sequence, sum_per_sequence
@@ -94,18 +94,44 @@ def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards and responses, as sampled. A part of the reward is averaged over the samples that have it."""
     samples = [t for g in groups for t in g.trajectories]
-    rewards, lengths = [t.reward for t in samples], [int(t.response_mask.sum()) for t in samples]
+    rewards = [t.reward for t in samples if t.reward is not None]
+    lengths = [int(t.response_mask.sum()) for t in samples]
     parts: dict[str, list[float]] = defaultdict(list)
     for name, value in (part for t in samples for part in t.reward_parts.items()):
         parts[name].append(value)
-    return {f"reward/part/{name}": fmean(scores) for name, scores in parts.items()} | {
-        "reward/mean": fmean(rewards),
-        "reward/std": torch.tensor(rewards, dtype=torch.float64).std(correction=0).item(),
+    numbers = {f"reward/part/{name}": fmean(scores) for name, scores in parts.items()} | {
         "response/length_mean": fmean(lengths),
         "response/length_max": max(lengths),
         "response/tokens": sum(lengths),
         "response/truncated_fraction": fmean(t.finish_reason == FinishReason.LENGTH for t in samples),
-        "groups/no_signal_fraction": fmean(len({t.reward for t in g.trajectories}) == 1 for g in groups),
+        "groups/no_signal_fraction": fmean(_is_without_signal(g) for g in groups),
+    }
+    if rewards:
+        std = torch.tensor(rewards, dtype=torch.float64).std(correction=0).item()
+        numbers |= {"reward/mean": fmean(rewards), "reward/std": std}
+    return numbers | turn_metrics(samples)
+
+
+def _is_without_signal(group: Group) -> bool:
+    return len({t.reward for t in group.trajectories if t.reward is not None}) < 2
+
+
+def turn_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
+    """Turns, and how the samples ended. ``Learner.receive`` has found every turn to be what was sampled."""
+    turns = [len(t.turns) for t in samples]
+    observed = [
+        int((~t.response_mask[t.turns[0].start : t.turns[-1].end]).sum()) if t.turns else 0 for t in samples
+    ]
+    ended = {
+        f"episode/{status}_fraction": fmean(t.status == status for t in samples)
+        for status in (Status.TOKEN_LIMIT, Status.TURN_LIMIT, Status.TIME_LIMIT, Status.FAILED)
+    }
+    return ended | {
+        "episode/turns_mean": fmean(turns),
+        "episode/turns_max": max(turns),
+        "episode/turns_checked": sum(turns),
+        "episode/observed_tokens": sum(observed),
+        "episode/not_scored_fraction": fmean(t.reward is None for t in samples),
     }
 
 

@@ -12,6 +12,7 @@ from configs.schema.alarms import AlarmsConfig
 from configs.schema.base import Count, GivenPath, PositiveInt, Schema, Steps, Tokens, at_most
 from configs.schema.correction import CorrectionConfig
 from configs.schema.critic import CriticConfig
+from configs.schema.environment import EnvironmentConfig, SingleTurn
 from configs.schema.launch import EvaluationConfig, LaunchConfig, RecordBatches, TrackingConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import CheckpointConfig, LearnerConfig, OptimizerConfig
@@ -67,6 +68,8 @@ class RunConfig(Schema):
     task: TaskConfig
     reward: AnyReward | None = None
     """None: the task's own (countdown, gsm8k; math_verify for jsonl)."""
+    environment: EnvironmentConfig = SingleTurn()
+    """What happens between a problem and its reward. Without it the policy answers once."""
     rollout: RolloutConfig = RolloutConfig()
     layout: LayoutConfig = LayoutConfig()
     learner: LearnerConfig = LearnerConfig()

@@ -10,7 +10,6 @@ import sysconfig
 import traceback
 from collections.abc import Callable
 from numbers import Real
-from types import ModuleType
 from typing import cast
 
 from rollout.records import Score
@@ -27,11 +26,19 @@ def import_reward_function(path: str) -> RewardFunction:
         ValueError: the module or the function is missing, the import fails or ends the process, or the
         function is `async` or does not take three texts.
     """
-    module_name, colon, function_name = path.partition(":")
-    if not (module_name and colon and function_name):
-        raise ValueError(
-            f"reward function {path!r} is not of the form module:function, e.g. my_rewards:score"
-        )
+    return _checked_function(path, import_named("reward function", path, "my_rewards:score"))
+
+
+def import_named(kind: str, path: str, example: str) -> object:
+    """The object that ``module:name`` names, also from a module in the current working directory. ``kind`` and
+    ``example`` are for messages.
+
+    Raises:
+        ValueError: the module or the name is missing, or the import fails or ends the process.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ValueError(f"{kind} {path!r} is not of the form module:name, e.g. {example}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last: a user's file must not shadow an installed module
     importlib.invalidate_caches()  # the file may be newer than the interpreter's listing of its folder
@@ -40,31 +47,33 @@ def import_reward_function(path: str) -> RewardFunction:
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise ValueError(
-                f"reward function {path!r}: {module_name} imports {error.name!r}, which is not installed"
+                f"{kind} {path!r}: {module_name} imports {error.name!r}, which is not installed"
             ) from error
         raise ValueError(
-            f"reward function {path!r}: there is no module {module_name!r} in {os.getcwd()} or among the installed ones; "
+            f"{kind} {path!r}: there is no module {module_name!r} in {os.getcwd()} or among the installed ones; "
             f"run from the folder that holds {module_name.split('.')[0]}.py, or set PYTHONPATH"
         ) from error
     except SystemExit as error:
         raise ValueError(
-            f"reward function {path!r}: importing {module_name} ends the process: {describe(error)}; "
+            f"{kind} {path!r}: importing {module_name} ends the process: {describe(error)}; "
             "put a script's part under `if __name__ == '__main__':`"
         ) from error
     except Exception as error:  # the import of a user's module may raise anything
         raise ValueError(
-            f"reward function {path!r}: importing {module_name} raised {describe(error)}; correct the module"
+            f"{kind} {path!r}: importing {module_name} raised {describe(error)}; correct the module"
         ) from error
-    return _checked_function(path, module, function_name)
-
-
-def _checked_function(path: str, module: ModuleType, name: str) -> RewardFunction:
-    function = getattr(module, name, None)
-    if function is None:
-        functions = [n for n, value in vars(module).items() if inspect.isfunction(value)]
-        close = difflib.get_close_matches(name, functions, n=1)
+    named = getattr(module, name, None)
+    if named is None:
+        callables = [
+            n for n, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)
+        ]
+        close = difflib.get_close_matches(name, callables, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "define it, or correct the name"
-        raise ValueError(f"reward function {path!r}: {module.__name__} has no {name!r}; {hint}")
+        raise ValueError(f"{kind} {path!r}: {module.__name__} has no {name!r}; {hint}")
+    return named
+
+
+def _checked_function(path: str, function: object) -> RewardFunction:
     if not callable(function):
         raise ValueError(
             f"reward function {path!r} is a {type(function).__name__}, not a function; name something callable"

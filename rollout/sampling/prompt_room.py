@@ -35,12 +35,7 @@ def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int | Non
     Raises:
         ValueError: there is no room; the message names the limits and the fix.
     """
-    limits = {"learner.token_budget": config.learner.token_budget} if which == "training" else {}
-    limits |= {
-        "max_position_embeddings": max_positions,
-        "rollout.max_total_tokens": config.rollout.max_total_tokens,
-    }
-    limits = {name: limit for name, limit in limits.items() if limit is not None}
+    limits = sequence_limits(config, which, max_positions=max_positions)
     if not limits:
         return None
     max_new, smallest = config.rollout.max_new_tokens, min(limits.values())
@@ -52,6 +47,16 @@ def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int | Non
             f"rollout.max_new_tokens={max_new} leaves no room for a {which} prompt within {within}; {fixes}"
         )
     return PromptRoom(tokens=smallest - max_new, within=within, fixes=fixes, max_new_tokens=max_new)
+
+
+def sequence_limits(config: RunConfig, which: PromptsOf, *, max_positions: int | None) -> dict[str, int]:
+    """The limits of the tokens of a sequence, by their names."""
+    limits = {"learner.token_budget": config.learner.token_budget} if which == "training" else {}
+    limits |= {
+        "max_position_embeddings": max_positions,
+        "rollout.max_total_tokens": config.rollout.max_total_tokens,
+    }
+    return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def check_example_length(where: str, length: int, *, token_budget: int, max_positions: int) -> None:

@@ -25,6 +25,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from configs.schema import RunConfig
 from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S, heartbeats
+from rollout.environments.loading import sample_makers
 from rollout.records import Prompt
 from rollout.rewards import RewardModelError, Scorer, WorkerStartError, may_read_rows
 from rollout.run_key import RunKey
@@ -85,20 +86,27 @@ async def run_sample_role(
         key: the learner proves it to this role, and this role to the servers.
 
     Raises:
-        ValueError: the task, one of its prompts, the reward or the tokenizer cannot be used.
+        ValueError: the task, one of its prompts, the environment, the reward or the tokenizer cannot be used.
         RewardModelError: a reward model does not answer, or its answer has the wrong form.
     """
     tokenizer, task = load_checked_task(config)
     async with Scorer(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer:
+        samples_of = sample_makers(
+            config,
+            scorer=scorer,
+            tokenizer=tokenizer,
+            stop_token_ids=end_token_ids(tokenizer, config.model.path),
+            max_positions=_max_positions(config),
+        )
         urls = server_urls() if callable(server_urls) else server_urls
         async with generation_client(config, urls, log_dir=log_dir, key=key) as client:
             sampler = GroupSampler(
                 client=client,
                 evaluation_client=client.with_own_places(),
                 task=task,
+                samples=samples_of("training"),
+                evaluation_samples=samples_of("held-out"),
                 scorer=scorer,
-                tokenizer=tokenizer,
-                stop_token_ids=end_token_ids(tokenizer, config.model.path),
                 rollout=config.rollout,
                 evaluation=config.evaluation,
                 seed=config.seed,
@@ -113,9 +121,12 @@ def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Tas
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(tokenizer, config.model.path)
     task = load_task(config.task, tokenizer=tokenizer, keep_rows=may_read_rows(config.reward_type))
-    max_positions = _read_json(config.model.path / "config.json").get("max_position_embeddings")
-    check_prompt_lengths(task, config, max_positions=max_positions)
+    check_prompt_lengths(task, config, max_positions=_max_positions(config))
     return tokenizer, task
+
+
+def _max_positions(config: RunConfig) -> int | None:
+    return _read_json(config.model.path / "config.json").get("max_position_embeddings")
 
 
 def check_prompt_lengths(task: Task, config: RunConfig, *, max_positions: int | None) -> None:

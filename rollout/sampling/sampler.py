@@ -1,13 +1,12 @@
-"""Prompts to groups of scored responses: one task per group generates, and one per sample decodes and scores.
+"""Prompts to groups of scored samples: one task per group.
 
 Only ``next_groups`` moves the position in the data, and only when all its groups are complete: a state taken
 between two requests resumes exactly. Groups that are sampled ahead of their step (``pool.py``) are not in the
 state; a resumed run samples them again under the same numbers and seeds. The position counts every prompt that
-a step has used, those without signal too. Weights, versions (the learner names the newest) and the choice of a
-replica are not its concern.
+a step has used, those without signal too. Weights, versions (the learner names the newest), the choice of a
+replica and what happens within a sample are not its concern.
 """
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -15,35 +14,22 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
+from collections.abc import Sequence
 
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
 from rollout.client import GenerationClient
-from rollout.records import MASK, Completion, FinishReason, Group, Prompt, Score, Trajectory, TrajectoryStatus
+from rollout.environments.episodes import Sample, SampleMaker, all_or_first_error
+from rollout.records import Group, Prompt
 from rollout.rewards import Scorer
 from rollout.sampling.messages import EvaluationResult, SamplerState, SamplingError, SamplingStats
 from rollout.sampling.pool import GroupPool, ScoredGroup
 from rollout.tasks import Task
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 MAX_LOGGED_FAILURES = 8
 """Limit of the failed rewards of one request that are logged one by one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sample:
-    completion: Completion
-    score: Score
 
 
 class GroupSampler:
@@ -56,23 +42,24 @@ class GroupSampler:
         client: GenerationClient,
         evaluation_client: GenerationClient | None = None,
         task: Task,
+        samples: SampleMaker,
+        evaluation_samples: SampleMaker | None = None,
         scorer: Scorer,
-        tokenizer: "PreTrainedTokenizerBase",
-        stop_token_ids: Sequence[int],
         rollout: RolloutConfig,
         evaluation: EvaluationConfig,
         seed: int,
     ) -> None:
-        """evaluation_client: for held-out prompts, which then do not wait behind training prompts; None: ``client``.
+        """evaluation_client, evaluation_samples: for held-out prompts, which then do not wait behind training prompts;
+        None: ``client`` and ``samples``. scorer: of ``samples``, for its count of retries.
 
         Raises:
             ValueError: the task has no training prompts.
         """
         if not len(task.train):
             raise ValueError(f"task {task.name} has no training prompts; check its train_path")
-        self._client, self._task, self._scorer, self._tokenizer = client, task, scorer, tokenizer
+        self._client, self._task, self._samples, self._scorer = client, task, samples, scorer
         self._evaluation_client = evaluation_client or client
-        self._stop_token_ids = list(stop_token_ids)
+        self._evaluation_samples = evaluation_samples or samples
         self._rollout, self._evaluation, self._seed = rollout, evaluation, seed
         self._dynamic = rollout.dynamic_sampling
         max_rounds = self._dynamic.max_rounds if self._dynamic.type == "resample" else 1
@@ -179,8 +166,8 @@ class GroupSampler:
         seeds = [
             self._sample_seeds(prompt, self._evaluation.samples_per_prompt, attempt=-1) for prompt in prompts
         ]
-        sampled = await _all_or_first_error(
-            self._sample(client, prompt, of_prompt, temperature)
+        sampled = await all_or_first_error(
+            self._evaluation_samples.sample(client, prompt, of_prompt, temperature=temperature)
             for prompt, of_prompt in zip(prompts, seeds, strict=True)
         )
         failures = [
@@ -193,10 +180,12 @@ class GroupSampler:
         """The training group of this number, which is its place in the order of the data too."""
         prompt, size = self._prompt_at(number), self._rollout.group_size
         seeds = self._sample_seeds(prompt, size, attempt=number)
-        samples = await self._sample(self._client, prompt, seeds, self._rollout.temperature)
+        samples = await self._samples.sample(
+            self._client, prompt, seeds, temperature=self._rollout.temperature
+        )
         return ScoredGroup(
             group=_make_group(number, prompt, samples),
-            has_signal=_has_signal([s.score for s in samples], self._dynamic),
+            has_signal=_has_signal(samples, self._dynamic),
             failures=_failed_rewards(prompt, samples),
         )
 
@@ -205,54 +194,12 @@ class GroupSampler:
             _sample_seed(self._seed, prompt.prompt_id, sibling, attempt=attempt) for sibling in range(count)
         ]
 
-    async def _sample(
-        self, client: GenerationClient, prompt: Prompt, seeds: Sequence[int], temperature: float
-    ) -> list[_Sample]:
-        """One scored sample per seed. The samples are scored while other groups are still being sampled."""
-        completions = await client.generate_group(
-            prompt.token_ids,
-            max_new_tokens=self._rollout.max_new_tokens,
-            temperature=temperature,
-            stop_token_ids=self._stop_token_ids,
-            seeds=seeds,
-        )
-        scores = await _all_or_first_error(
-            self._score_completion(prompt, completion) for completion in completions
-        )
-        return [
-            _Sample(completion=completion, score=score)
-            for completion, score in zip(completions, scores, strict=True)
-        ]
-
-    async def _score_completion(self, prompt: Prompt, completion: Completion) -> Score:
-        text, num_tokens = self._response_text(completion), len(completion.token_ids)
-        return await self._scorer.score(
-            prompt, text, num_tokens=num_tokens, finish_reason=completion.finish_reason
-        )
-
-    def _response_text(self, completion: Completion) -> str:
-        # Only the end token is dropped. Special tokens in the middle stay, or `1<pad>+2` would score as `1+2`.
-        token_ids = completion.token_ids.tolist()
-        if token_ids and token_ids[-1] in self._stop_token_ids:
-            token_ids.pop()
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
-
     def _prompt_at(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self._task.train))
         if epoch != self._order_epoch:
             self._order = epoch_order(len(self._task.train), seed=self._seed, epoch=epoch)
             self._order_epoch = epoch
         return self._task.train[self._order[index]]
-
-
-async def _all_or_first_error(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all, in order. The first error cancels the others, and is raised by itself."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(one) for one in work]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from errors
-    return [task.result() for task in started]
 
 
 def epoch_order(num_prompts: int, *, seed: int, epoch: int) -> list[int]:
@@ -277,13 +224,15 @@ def choose_groups(has_signal: Sequence[bool], count: int) -> list[int]:
     return sorted([i for i, signal in enumerate(has_signal) if signal] + without[: count - sum(has_signal)])
 
 
-def _has_signal(scores: Sequence[Score], dynamic: DynamicSampling) -> bool:
-    """Whether the siblings differ in the value that dynamic sampling compares; always True without it."""
+def _has_signal(samples: Sequence[Sample], dynamic: DynamicSampling) -> bool:
+    """Whether the siblings differ in the value that dynamic sampling compares; always True without it. Samples that
+    were not scored do not count."""
+    scored = [sample for sample in samples if sample.reward is not None]
     match dynamic:
         case ResampleGroups(compare="reward"):
-            return len({score.value for score in scores}) > 1
+            return len({sample.reward for sample in scored}) > 1
         case ResampleGroups():  # by "correct"
-            return len({score.correct for score in scores}) > 1
+            return len({sample.correct for sample in scored}) > 1
         case NoDynamicSampling():
             return True
 
@@ -294,41 +243,16 @@ def _sample_seed(run_seed: int, prompt_id: str, sibling: int, *, attempt: int) -
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def _make_group(group_id: int, prompt: Prompt, samples: Sequence[_Sample]) -> Group:
-    trajectories = [_make_trajectory(group_id, i, prompt, sample) for i, sample in enumerate(samples)]
+def _make_group(group_id: int, prompt: Prompt, samples: Sequence[Sample]) -> Group:
+    trajectories = [sample.trajectory(group_id, i, prompt) for i, sample in enumerate(samples)]
     return Group(group_id=group_id, prompt_id=prompt.prompt_id, trajectories=trajectories)
 
 
-def _make_trajectory(group_id: int, sibling_id: int, prompt: Prompt, sample: _Sample) -> Trajectory:
-    """Join prompt and response, with zeros on the prompt; nothing else joins the two."""
-    completion, score = sample.completion, sample.score
-    num_prompt, num_response = len(prompt.token_ids), len(completion.token_ids)
-
-    def behind_prompt(response: np.ndarray, on_prompt: int | list[int] = 0) -> np.ndarray:
-        joined = np.empty(num_prompt + num_response, dtype=response.dtype)
-        joined[:num_prompt], joined[num_prompt:] = on_prompt, response
-        return joined
-
-    return Trajectory(
-        group_id=group_id,
-        sibling_id=sibling_id,
-        prompt_id=prompt.prompt_id,
-        token_ids=behind_prompt(completion.token_ids, prompt.token_ids),
-        response_mask=behind_prompt(np.ones(num_response, dtype=MASK)),
-        rollout_logprobs=behind_prompt(completion.rollout_logprobs),
-        token_versions=behind_prompt(completion.token_versions),
-        finish_reason=completion.finish_reason,
-        reward=score.value,
-        reward_parts=score.parts,
-        status=TrajectoryStatus.OK if score.error is None else TrajectoryStatus.REWARD_FAILED,
-    )
-
-
-def _failed_rewards(prompt: Prompt, samples: Sequence[_Sample]) -> list[str]:
+def _failed_rewards(prompt: Prompt, samples: Sequence[Sample]) -> list[str]:
     return [
-        f"prompt {prompt.prompt_id}, sibling {sibling_id}, scored 0: {sample.score.error}"
+        f"prompt {prompt.prompt_id}, sibling {sibling_id}, {'not scored' if sample.reward is None else 'scored 0'}: {sample.error}"
         for sibling_id, sample in enumerate(samples)
-        if sample.score.error is not None
+        if sample.error is not None
     ]
 
 
@@ -364,14 +288,15 @@ def accuracy_error(right: Sequence[Sequence[bool]]) -> float | None:
     return statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
 
 
-def _summarise_samples(sampled: Sequence[Sequence[_Sample]]) -> EvaluationResult:
+def _summarise_samples(sampled: Sequence[Sequence[Sample]]) -> EvaluationResult:
+    """A sample that was not scored is wrong, with a reward of 0."""
     samples = [sample for samples in sampled for sample in samples]
-    truncated = sum(sample.completion.finish_reason is FinishReason.LENGTH for sample in samples)
+    truncated = sum(sample.is_truncated for sample in samples)
     return EvaluationResult(
-        accuracy=sum(sample.score.correct for sample in samples) / len(samples),
-        reward_mean=sum(sample.score.value for sample in samples) / len(samples),
+        accuracy=sum(sample.correct for sample in samples) / len(samples),
+        reward_mean=sum(sample.reward or 0.0 for sample in samples) / len(samples),
         count=len(samples),
-        accuracy_error=accuracy_error([[sample.score.correct for sample in samples] for samples in sampled]),
-        length_mean=sum(len(sample.completion.token_ids) for sample in samples) / len(samples),
+        accuracy_error=accuracy_error([[sample.correct for sample in samples] for samples in sampled]),
+        length_mean=sum(sample.num_sampled for sample in samples) / len(samples),
         truncated_fraction=truncated / len(samples),
     )

@@ -9,7 +9,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import aiohttp
 import numpy as np
@@ -18,7 +18,7 @@ import orjson
 from rollout.client import ClientStats, GenerationError
 from rollout.connections import PEER_TIMEOUT_S, is_unreachable
 from rollout.http_replicas import AttemptFailed, Replica, ReplicaLost, open_session, request_with_retries
-from rollout.records import LOGPROBS, TOKEN_IDS, VERSIONS, Completion, FinishReason
+from rollout.records import LOGPROBS, TOKEN_IDS, VERSIONS, Completion, FinishReason, digest
 from rollout.run_key import RunKey
 from rollout.servers.command import NO_WEIGHT_VERSION
 
@@ -202,7 +202,7 @@ class SGLangClient:
     ) -> list[Completion]:
         """One completion per item of ``samplings`` (at most ``max_concurrency``) by one HTTP request, repeated
         where it fails."""
-        count = len(samplings)
+        count, sent = len(samplings), Sent.of(prompt_ids)
         # SGLang answers with a list where the ids come in a list, even for one sample. A router takes no
         # list of parameters.
         sampling = samplings if self._whole_groups else samplings[0]
@@ -216,7 +216,7 @@ class SGLangClient:
                 try:
                     async with asyncio.timeout(self._timeout_s):
                         with self._in_flight.counted(count):
-                            return await self._request_with_retries(body, count)
+                            return await self._request_with_retries(body, count, sent)
                 except _AllLost:
                     await self._some_server()
                 except TimeoutError as error:
@@ -226,7 +226,7 @@ class SGLangClient:
                         "max_concurrency"
                     ) from error
 
-    async def _request_with_retries(self, body: bytes, count: int) -> list[Completion]:
+    async def _request_with_retries(self, body: bytes, count: int, sent: "Sent") -> list[Completion]:
         num_counted, patience = 0, _NetworkPatience(self._peer_timeout_s)
 
         def count_failure(error: Exception, failures: list[str]) -> None:
@@ -243,12 +243,12 @@ class SGLangClient:
                 )
             self._stats = replace(self._stats, retries=self._stats.retries + 1)
 
-        attempt = partial(self._attempt, body=body, count=count)
+        attempt = partial(self._attempt, body=body, count=count, sent=sent)
         return await request_with_retries(
             self._replicas, attempt, count_failure, num_samples=count, backoff_s=BACKOFF_S
         )
 
-    async def _attempt(self, url: str, body: bytes, count: int) -> list[Completion]:
+    async def _attempt(self, url: str, body: bytes, count: int, sent: "Sent") -> list[Completion]:
         async with self._session.post(
             f"{url}/generate", data=body, headers={"Content-Type": "application/json"}
         ) as response:
@@ -261,7 +261,7 @@ class SGLangClient:
                     f"{url} refused a request with HTTP {response.status}: {server_message(content)}"
                 )
         with _collection_paused():
-            completions = read_answer(content, count, url)
+            completions = read_answer(content, count, url, sent)
         if any((completion.token_versions[:1] == NO_WEIGHT_VERSION).any() for completion in completions):
             raise ReplicaLost(f"{url} was started again, and has no weights of the learner yet")
         return completions
@@ -336,7 +336,18 @@ def _collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def read_answer(content: bytes, count: int, url: str) -> list[Completion]:
+class Sent(NamedTuple):
+    """The prompt of a request."""
+
+    digest: int
+    num_tokens: int
+
+    @classmethod
+    def of(cls, prompt_ids: Sequence[int]) -> Self:
+        return cls(digest(np.array(prompt_ids, dtype=TOKEN_IDS)), len(prompt_ids))
+
+
+def read_answer(content: bytes, count: int, url: str, sent: Sent) -> list[Completion]:
     """The completions of a ``/generate`` answer to a request for ``count`` samples.
 
     Raises:
@@ -354,7 +365,7 @@ def read_answer(content: bytes, count: int, url: str) -> list[Completion]:
         if finish["type"] == "abort":
             raise AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
     try:
-        return [parse_completion(reply) for reply in replies]
+        return [parse_completion(reply, sent) for reply in replies]
     except GenerationError as error:
         raise GenerationError(f"{url}: {error}") from error
 
@@ -406,15 +417,19 @@ _LOGPROB, _TOKEN = itemgetter(0), itemgetter(1)
 """Of SGLang's triples (log-prob, id, text)."""
 
 
-def parse_completion(reply: Mapping) -> Completion:
+def parse_completion(reply: Mapping, sent: Sent) -> Completion:
     """The record of one sample of a ``/generate`` reply with log-probs.
 
     Raises:
-        GenerationError: ids, log-probs and versions do not fit together, a log-prob is not finite, or a
-        version is not a decimal number.
+        GenerationError: the server has read a prompt of another length. Ids, log-probs and versions do not fit
+            together, a log-prob is not finite, or a version is not a decimal number.
     """
     meta = reply["meta_info"]
     triples, token_ids = meta["output_token_logprobs"], reply["output_ids"]
+    if meta.get("prompt_tokens", sent.num_tokens) != sent.num_tokens:
+        raise GenerationError(
+            f"the server has read a prompt of {meta['prompt_tokens']} tokens, but {sent.num_tokens} were sent"
+        )
     scored_ids = list(map(_TOKEN, triples))
     if scored_ids != token_ids:
         raise GenerationError(
@@ -425,6 +440,7 @@ def parse_completion(reply: Mapping) -> Completion:
         rollout_logprobs=finite_logprobs(triples),
         token_versions=_versions_per_token(meta, len(token_ids)),
         finish_reason=FinishReason(meta["finish_reason"]["type"]),
+        prompt_digest=sent.digest,
     )
 
 

@@ -41,7 +41,7 @@ from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S
 from rollout.records import Completion
 from rollout.run_key import RunKey
-from rollout.servers.client import finite_logprobs, neutral_sampling_params, parse_completion
+from rollout.servers.client import Sent, finite_logprobs, neutral_sampling_params, parse_completion
 from rollout.servers.control_line import ControlError, ControlLine
 from rollout.sglang_plugin.tandem_weight_transfer import PROTOCOL, QUESTION, Announcement
 
@@ -359,7 +359,7 @@ class SGLangControl:
         body = {"input_ids": list(prompt_ids), "sampling_params": sampling, "return_logprob": True}
         replies = self._post_all("probe", "/generate", body)
         with _parsing_answers("probe"):
-            return [parse_completion(reply) for reply in replies]
+            return [parse_completion(reply, Sent.of(prompt_ids)) for reply in replies]
 
     def checksums(self) -> list[dict[str, str]]:
         """Per replica, SGLang's checksum of every parameter: 16 hex digits by SGLang's own (fused) names.

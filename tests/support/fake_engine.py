@@ -4,8 +4,12 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rollout.client import ClientStats, GenerationError
+from rollout.environments.context import Texts
+from rollout.environments.episodes import SingleTurns
+from rollout.environments.loading import score_by
 from rollout.records import Completion, FinishReason
 from tests.support.records import completion
 
@@ -20,6 +24,16 @@ def fake_tokens(
     tokens = [digest[1 + i % 31] % vocab_size for i in range(min(length, max_new_tokens))]
     tokens = [token if token != stop else (token + 1) % vocab_size for token in tokens]
     return [*tokens[:-1], stop] if length <= max_new_tokens else tokens
+
+
+def single_turns(tokenizer: Any, scorer: Any, *, max_new_tokens: int, stop: int = 0) -> SingleTurns:
+    """What makes samples of single responses, scored by ``scorer``."""
+    return SingleTurns(
+        texts=Texts(tokenizer=tokenizer, end_token_ids=frozenset([stop])),
+        stop_token_ids=[stop],
+        max_new_tokens=max_new_tokens,
+        score=score_by(scorer),
+    )
 
 
 @dataclass
@@ -58,6 +72,7 @@ class FakeEngine:
         self.stats = replace(self.stats, requests=self.stats.requests + len(seeds))
         return [
             completion(
+                prompt_ids=prompt_ids,
                 token_ids=tokens,
                 rollout_logprobs=[-(1 + token) / temperature for token in tokens],
                 token_versions=[self.version] * len(tokens),

@@ -1,10 +1,21 @@
 """Records of samples from plain lists."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from rollout.records import LOGPROBS, MASK, TOKEN_IDS, VERSIONS, Completion, Trajectory
+from rollout.records import (
+    LOGPROBS,
+    MASK,
+    TOKEN_IDS,
+    VERSIONS,
+    Completion,
+    FinishReason,
+    Trajectory,
+    Turn,
+    digest,
+)
 
 KINDS = {
     "token_ids": TOKEN_IDS,
@@ -14,12 +25,33 @@ KINDS = {
 }
 
 
-def completion(**fields: Any) -> Completion:
-    return Completion(**as_arrays(fields))
+def completion(*, prompt_ids: Sequence[int] = (), **fields: Any) -> Completion:
+    return Completion(**as_arrays(fields), prompt_digest=digest(np.array(prompt_ids, dtype=TOKEN_IDS)))
 
 
-def trajectory(**fields: Any) -> Trajectory:
-    return Trajectory(**as_arrays(fields))
+def trajectory(*, finish_reason: FinishReason = FinishReason.STOP, **fields: Any) -> Trajectory:
+    """With the turns that follow from its response mask: one per run of sampled tokens."""
+    arrays = as_arrays(fields)
+    return (
+        Trajectory(**arrays, turns=turns_of(arrays, finish_reason))
+        if "turns" not in fields
+        else Trajectory(**arrays)
+    )
+
+
+def turns_of(arrays: dict[str, Any], finish_reason: FinishReason) -> list[Turn]:
+    ids, mask = arrays["token_ids"], np.pad(arrays["response_mask"].astype(int), 1)
+    starts, ends = np.flatnonzero(np.diff(mask) == 1), np.flatnonzero(np.diff(mask) == -1)
+    return [
+        Turn(
+            start=int(start),
+            end=int(end),
+            prompt_digest=digest(ids[:start]),
+            response_digest=digest(ids[start:end]),
+            finish_reason=finish_reason,
+        )
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def as_arrays(fields: dict[str, Any]) -> dict[str, Any]:

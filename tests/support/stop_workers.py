@@ -29,7 +29,7 @@ from rollout.sampling.sampler import GroupSampler
 from rollout.servers.control import ControlError
 from rollout.tasks import Task
 from rollout.tokenization import load_tokenizer
-from tests.support.fake_engine import FakeEngine
+from tests.support.fake_engine import FakeEngine, single_turns
 from tests.support.megatron_workers import make_engine
 from trainer import weight_sync
 from trainer.checkpointing import Checkpointer
@@ -138,12 +138,14 @@ def toy_prompts(count: int, name: str) -> list[Prompt]:
 
 
 def start_sample_role(config: RunConfig, engine: FakeEngine, script: Script) -> RemoteSampler:
+    scorer = EvenLength()
     sampler = ScriptedSampler(
         client=engine,
         task=Task(name="toy", train=toy_prompts(7, "p"), heldout=toy_prompts(4, "h")),
-        scorer=EvenLength(),
-        tokenizer=load_tokenizer(config.model.path),
-        stop_token_ids=[0],
+        samples=single_turns(
+            load_tokenizer(config.model.path), scorer, max_new_tokens=config.rollout.max_new_tokens
+        ),
+        scorer=scorer,
         rollout=config.rollout,
         evaluation=config.evaluation,
         seed=config.seed,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from trainer.algorithm.advantages import Advantages
 from trainer.algorithm.aggregation import GlobalCounts, aggregation_weights
 from trainer.algorithm.correction import Correction
 from trainer.algorithm.segments import count_per_sequence
+from trainer.batch.exact_turns import require_exact_turns
 from trainer.batch.plan import BatchPlan, pack_trajectories, packed_length, plan_batches
 from trainer.ranks.totals import Total
 
@@ -110,7 +112,9 @@ class Share:
     sequence_ids: list[int]
     rows: list[list[list[int]]]
     rewards: list[float]
+    """Of the whole step. 0 where a sample is left out."""
     group_ids: list[int]
+    """Of the whole step. A sample that is left out has a group of its own, so that no baseline counts it."""
 
 
 def split_groups(
@@ -120,9 +124,17 @@ def split_groups(
     dp_size: int,
     token_budget: int,
     microbatch_multiple: int = 1,
+    needs_siblings: bool = False,
 ) -> list[Share]:
-    """One Share per data-parallel rank, by the balanced plan of ``plan_batches``."""
-    trajectories = [t for group in groups for t in group.trajectories]
+    """One Share per data-parallel rank, by the balanced plan of ``plan_batches``.
+
+    A sample without a score is left out: its tokens are off the response mask, so that loss, correction and metrics
+    do not see them, and its group's baseline is without it.
+
+    needs_siblings: whether advantages compare siblings. A sample whose siblings are all without a score is then left
+        out too.
+    """
+    trajectories = [t for group in groups for t in _without_unscored(group, needs_siblings)]
     plan: BatchPlan = plan_batches(
         [packed_length(t.token_ids) for t in trajectories],
         num_minibatches=num_minibatches,
@@ -139,17 +151,40 @@ def split_groups(
                 trajectories=[trajectories[i] for i in ids],
                 sequence_ids=ids,
                 rows=plan.rows(rank),
-                rewards=[t.reward for t in trajectories],
-                group_ids=[t.group_id for t in trajectories],
+                rewards=[t.reward or 0.0 for t in trajectories],
+                group_ids=[
+                    t.group_id if t.reward is not None else -1 - number
+                    for number, t in enumerate(trajectories)
+                ],
             )
         )
     return shares
 
 
+def _without_unscored(group: Group, needs_siblings: bool) -> list[Trajectory]:
+    """The group's trajectories, those that are left out without reward and response."""
+    scored = sum(t.reward is not None for t in group.trajectories)
+    if scored == len(group.trajectories):
+        return group.trajectories
+    is_alone = needs_siblings and scored == 1
+    return [
+        replace(t, reward=None, response_mask=np.zeros_like(t.response_mask))
+        if t.reward is None or is_alone
+        else t
+        for t in group.trajectories
+    ]
+
+
 def step_batch(share: Share, *, newest: int | None = None) -> StepBatch:
-    """newest: see ``pack_trajectories``."""
+    """newest: see ``pack_trajectories``.
+
+    Raises:
+        TurnsDiffer: see ``require_exact_turns``.
+    """
+    packed = pack_trajectories(share.trajectories, share.sequence_ids, newest=newest)
+    require_exact_turns(share.trajectories, packed)
     return StepBatch(
-        packed=pack_trajectories(share.trajectories, share.sequence_ids, newest=newest),
+        packed=packed,
         rows=share.rows,
         rewards_S=torch.tensor(share.rewards, dtype=torch.float32),
         group_ids_S=torch.tensor(share.group_ids, dtype=torch.int64),

@@ -19,7 +19,7 @@ from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import ResampleGroups, RolloutConfig
 from configs.schema.task import ModelReward
 from rollout.client import GenerationError
-from rollout.records import FinishReason, Group, Prompt, Score, TrajectoryStatus
+from rollout.records import FinishReason, Group, Prompt, Score, Status
 from rollout.rewards import RewardModelError, WorkerStartError
 from rollout.run_key import run_key
 from rollout.sampling.messages import SampleRoleLost, SamplerState, SamplingError
@@ -30,7 +30,7 @@ from rollout.tasks import Problem, Task, longest_above
 from rollout.tasks.task import LazyPrompts
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
-from tests.support.fake_engine import FakeEngine, fake_tokens
+from tests.support.fake_engine import FakeEngine, fake_tokens, single_turns
 from trainer.sampling import SharedSampler
 
 STOP = 0
@@ -90,12 +90,12 @@ def make_sampler(
     evaluation=None,
     **rollout,
 ) -> GroupSampler:
+    scorer = scorer or LengthScorer()
     return GroupSampler(
         client=engine or FakeEngine(),
         task=Task(name="toy", train=make_prompts(num_train), heldout=make_prompts(num_heldout, "h")),
-        scorer=scorer or LengthScorer(),
-        tokenizer=tokenizer,
-        stop_token_ids=[STOP],
+        samples=single_turns(tokenizer, scorer, max_new_tokens=6),
+        scorer=scorer,
         rollout=RolloutConfig(group_size=group_size, max_new_tokens=6, temperature=0.5, **rollout),
         evaluation=evaluation or EvaluationConfig(),
         seed=seed,
@@ -132,7 +132,7 @@ def test_a_group_holds_the_siblings_of_one_prompt_each_aligned_with_its_own_toke
             assert (t.reward, t.reward_parts, t.status) == (
                 float(len(text) % 2 == 0),
                 {"length": float(len(text))},
-                TrajectoryStatus.OK,
+                Status.OK,
             )
             assert "<eos>" not in text
             assert (prompt.prompt_id, text) in scorer.seen
@@ -294,14 +294,12 @@ def test_a_failed_reward_scores_zero_is_counted_and_named_in_the_log(tokenizer, 
         (g.prompt_id, t.sibling_id)
         for g in groups
         for t in g.trajectories
-        if t.status is TrajectoryStatus.REWARD_FAILED
+        if t.status is Status.REWARD_FAILED
     }
     assert failed == expected
     assert (stats.failed_rewards, stats.scored) == (len(expected), len(texts))
     assert stats.first_failure in caplog.text
-    assert all(
-        t.reward == 0.0 for g in groups for t in g.trajectories if t.status is TrajectoryStatus.REWARD_FAILED
-    )
+    assert all(t.reward == 0.0 for g in groups for t in g.trajectories if t.status is Status.REWARD_FAILED)
     prompt_id, sibling = next(
         iter(sorted(expected, key=lambda key: [g.prompt_id for g in groups].index(key[0])))
     )

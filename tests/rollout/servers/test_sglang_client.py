@@ -182,6 +182,7 @@ def test_a_completion_is_what_the_server_said_and_asked_for_neutrally():
         ):
             found = await ask(client)
             assert found == completion(
+                prompt_ids=[1, 2, 3],
                 token_ids=[5, 6, 7],
                 rollout_logprobs=[-0.5, -1.0, -1.5],
                 token_versions=[3, 4, 4],

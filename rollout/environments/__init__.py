@@ -1,0 +1,8 @@
+"""Environments: what happens between a problem and its reward, as exact tokens.
+
+protocol.py    Environment, Context, Outcome: the interface of an environment of tokens
+sequence.py    one growing sequence of tokens: what was observed, what was sampled
+context.py     the context that an episode acts in
+episodes.py    what makes the samples of a prompt: single turns, or episodes of an environment
+loading.py     from the config to either
+"""

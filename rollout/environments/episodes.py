@@ -1,0 +1,207 @@
+"""Samples of one prompt: single responses, or episodes of an environment. The sampler knows only ``SampleMaker``."""
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from configs.schema.environment import EnvironmentLimits
+from rollout.client import GenerationClient, GenerationError
+from rollout.environments.context import EpisodeContext, EpisodeLimits, ScoreText, Texts
+from rollout.environments.protocol import Environment, EpisodeEnded, Outcome
+from rollout.environments.sequence import TokenSequence
+from rollout.records import FinishReason, Prompt, Score, Status, Trajectory
+from rollout.rewards.function import describe, to_score
+from rollout.rewards.model import RewardModelError
+from rollout.rewards.worker import WorkerStartError
+
+T = TypeVar("T")
+
+ENDS_THE_RUN = (GenerationError, RewardModelError, WorkerStartError)
+"""Errors of the engines and rewards, which are no fault of an episode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One scored sample."""
+
+    sequence: TokenSequence
+    reward: float | None
+    parts: dict[str, float]
+    correct: bool
+    status: Status
+    error: str | None
+    """Why the reward or the episode failed."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens that the policy sampled."""
+        return sum(turn.end - turn.start for turn in self.sequence.turns)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a limit of tokens cut off the last turn."""
+        turns = self.sequence.turns
+        return bool(turns) and turns[-1].finish_reason is FinishReason.LENGTH
+
+    def trajectory(self, group_id: int, sibling_id: int, prompt: Prompt) -> Trajectory:
+        return self.sequence.trajectory(
+            group_id=group_id,
+            sibling_id=sibling_id,
+            prompt=prompt,
+            reward=self.reward,
+            reward_parts=self.parts,
+            status=self.status,
+        )
+
+
+class SampleMaker(Protocol):
+    async def sample(
+        self, client: GenerationClient, prompt: Prompt, seeds: Sequence[int], *, temperature: float
+    ) -> list[Sample]:
+        """One scored sample per seed."""
+        ...
+
+
+class SingleTurns:
+    """Each sample is one response to the prompt. All siblings are one request; they are scored while other groups
+    are still being sampled."""
+
+    def __init__(self, *, texts: Texts, stop_token_ids: Sequence[int], max_new_tokens: int, score: ScoreText):
+        self._texts, self._stop_token_ids, self._score = texts, list(stop_token_ids), score
+        self._max_new_tokens = max_new_tokens
+
+    async def sample(
+        self, client: GenerationClient, prompt: Prompt, seeds: Sequence[int], *, temperature: float
+    ) -> list[Sample]:
+        completions = await client.generate_group(
+            prompt.token_ids,
+            max_new_tokens=self._max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=self._stop_token_ids,
+            seeds=seeds,
+        )
+        scores = await all_or_first_error(
+            self._score(prompt, self._texts.decode(c.token_ids), len(c.token_ids), c.finish_reason)
+            for c in completions
+        )
+        return [
+            single_turn(TokenSequence.of_single_turn(prompt.token_ids, completion), score)
+            for completion, score in zip(completions, scores, strict=True)
+        ]
+
+
+def single_turn(sequence: TokenSequence, score: Score) -> Sample:
+    return Sample(
+        sequence=sequence,
+        reward=score.value,
+        parts=score.parts,
+        correct=score.correct,
+        status=Status.OK if score.error is None else Status.REWARD_FAILED,
+        error=score.error,
+    )
+
+
+class Episodes:
+    """Each sample is an episode of ``environment``. At most ``limits.max_concurrency`` run at once."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        *,
+        config: EnvironmentLimits,
+        limits: EpisodeLimits,
+        texts: Texts,
+        score: ScoreText,
+    ) -> None:
+        self._environment, self._config, self._limits = environment, config, limits
+        self._texts, self._score = texts, score
+        self._places = asyncio.Semaphore(config.max_concurrency)
+
+    async def sample(
+        self, client: GenerationClient, prompt: Prompt, seeds: Sequence[int], *, temperature: float
+    ) -> list[Sample]:
+        contexts = [
+            EpisodeContext(
+                client=client,
+                problem=prompt,
+                seed=seed,
+                temperature=temperature,
+                limits=self._limits,
+                texts=self._texts,
+                score=self._score,
+            )
+            for seed in seeds
+        ]
+        return await all_or_first_error(self._play(prompt, context) for context in contexts)
+
+    async def _play(self, prompt: Prompt, context: EpisodeContext) -> Sample:
+        async with self._places:
+            outcome = await self._outcome(prompt, context)
+        right = outcome.reward is not None and outcome.reward >= 1.0
+        return Sample(
+            sequence=_with_something_to_pack(context.sequence, prompt),
+            reward=outcome.reward,
+            parts=dict(outcome.parts),
+            correct=right if outcome.correct is None else outcome.correct,
+            status=outcome.status,
+            error=outcome.error,
+        )
+
+    async def _outcome(self, prompt: Prompt, context: EpisodeContext) -> Outcome:
+        try:
+            async with asyncio.timeout(self._config.timeout_s) as deadline:
+                outcome = checked(await self._environment.run(prompt, context))
+        except EpisodeEnded as end:
+            outcome = Outcome(reward=self._config.reward_at_limit, status=end.status)
+        except ENDS_THE_RUN:
+            raise
+        except TimeoutError as error:
+            if not deadline.expired():
+                return _failed(error)
+            limit = f"no outcome within environment.timeout_s={self._config.timeout_s:g} s"
+            return Outcome(reward=None, status=Status.TIME_LIMIT, error=limit)
+        except Exception as error:  # the user's code may raise anything
+            return _failed(error)
+        if not context.sequence.turns:
+            error = "the episode ended before the policy's first turn"
+            return Outcome(reward=None, status=outcome.status, error=error)
+        return outcome
+
+
+def _with_something_to_pack(sequence: TokenSequence, prompt: Prompt) -> TokenSequence:
+    """A packed sequence has two tokens at least. An episode that failed before its prompt was observed has none."""
+    while len(sequence) < 2:
+        sequence.observe(prompt.token_ids)
+    return sequence
+
+
+def checked(outcome: object) -> Outcome:
+    """The outcome with plain numbers. One without a score where its reward is no finite number.
+
+    Raises:
+        TypeError: it is no Outcome, or its parts are no numbers by name.
+    """
+    if not isinstance(outcome, Outcome):
+        raise TypeError(f"run() returned {type(outcome).__name__}; return an Outcome")
+    if outcome.reward is None:
+        return replace(outcome, parts={}, error=outcome.error or "the environment gave no reward")
+    try:
+        score = to_score((outcome.reward, dict(outcome.parts)))
+    except ValueError as error:
+        return Outcome(reward=None, status=Status.REWARD_FAILED, error=str(error))
+    return replace(outcome, reward=score.value, parts=score.parts)
+
+
+def _failed(error: BaseException) -> Outcome:
+    return Outcome(reward=None, status=Status.FAILED, error=f"the environment raised {describe(error)}")
+
+
+async def all_or_first_error(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results of all, in order. The first error cancels the others, and is raised by itself."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(one) for one in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    return [task.result() for task in started]

@@ -1,0 +1,106 @@
+"""The interface of an environment of tokens.
+
+An environment plays one episode per call of ``run``. It adds tokens to the context (``observe``), has the policy
+continue them (``act``), and ends with an outcome. Sampled tokens never leave the context to come back as text, so
+nothing is tokenised twice: the prompt of a turn begins, token by token, with the prompt and the response of the
+turn before.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from rollout.records import Completion, Prompt, Score, Status
+
+
+class EpisodeEnded(Exception):
+    """A limit of the config ends the episode. An environment may let it pass: the outcome is then
+    ``reward_at_limit`` of the config with this status."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of an episode."""
+
+    reward: float | None
+    """None: not scored. The episode is then neither trained on nor part of its group's baseline."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Recorded as ``reward/part/NAME``."""
+    correct: bool | None = None
+    """Whether the episode counts as right in an evaluation. None: where the reward is at least 1."""
+    status: Status = Status.OK
+    error: str | None = None
+    """Why the episode was not scored."""
+
+    @classmethod
+    def of(cls, score: Score) -> "Outcome":
+        """The outcome of a score by the run's reward. A reward that failed gives none."""
+        if score.error is not None:
+            return cls(reward=None, status=Status.REWARD_FAILED, error=score.error)
+        return cls(reward=score.value, parts=score.parts, correct=score.correct)
+
+
+class Context(Protocol):
+    """One growing sequence of tokens, which becomes one sample."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [n]: the tokens so far."""
+        ...
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that are not trained on: a prompt, the answer of a tool, feedback.
+
+        Raises:
+            EpisodeEnded: the sequence would be longer than ``environment.max_tokens``.
+        """
+        ...
+
+    async def act(
+        self, *, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
+    ) -> Completion:
+        """Have the policy continue the tokens so far, and append what it samples, the end token included.
+
+        Args:
+            max_new_tokens: at most ``rollout.max_new_tokens``, which is the default.
+            stop_token_ids: tokens that end this turn, beside the model's own end tokens.
+
+        Raises:
+            EpisodeEnded: the sequence is full (``environment.max_tokens``), or this turn would be one more than
+                ``environment.max_turns``.
+        """
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, without special tokens around it."""
+        ...
+
+    def decode(self, completion: Completion) -> str:
+        """The text of a turn without the end token, if one ended it."""
+        ...
+
+    async def score(self, response_text: str) -> Score:
+        """The run's reward of this text as the response to the problem. A reward that fails gives a score with an
+        error."""
+        ...
+
+
+class Environment(Protocol):
+    """Made once per run with the ``options`` of the config as arguments; episodes run at the same time."""
+
+    async def run(self, problem: Prompt, context: Context) -> Outcome:
+        """Play one episode. It is cancelled after ``environment.timeout_s``: clean up in ``finally``.
+
+        Any exception but EpisodeEnded and CancelledError ends the episode without a score, and is reported.
+        """
+        ...
+
+
+MakeEnvironment = Any
+"""A class, or a function, that returns an ``Environment``."""

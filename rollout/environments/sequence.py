@@ -1,0 +1,103 @@
+"""One growing sequence of tokens: what was observed, what was sampled, and by which request."""
+
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+
+from rollout.records import (
+    LOGPROBS,
+    MASK,
+    TOKEN_IDS,
+    VERSIONS,
+    Completion,
+    Prompt,
+    Status,
+    Trajectory,
+    Turn,
+    digest,
+)
+
+
+class TokenSequence:
+    """Grows at its end alone. Nothing else joins prompts, responses and observations."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[np.ndarray, Completion | None]] = []
+        self._length = 0
+        self._turns: list[Turn] = []
+
+    @classmethod
+    def of_single_turn(cls, prompt_ids: Sequence[int], completion: Completion) -> Self:
+        sequence = cls()
+        sequence.observe(prompt_ids)
+        sequence.append(completion)
+        return sequence
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [n]"""
+        return self._joined(TOKEN_IDS, lambda token_ids, sampled: token_ids)
+
+    @property
+    def turns(self) -> list[Turn]:
+        return list(self._turns)
+
+    def observe(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample."""
+        self._append(np.array(token_ids, dtype=TOKEN_IDS), None)
+
+    def append(self, completion: Completion) -> None:
+        """Append what the policy sampled as the continuation of the tokens so far."""
+        self._turns.append(
+            Turn(
+                start=self._length,
+                end=self._length + len(completion.token_ids),
+                prompt_digest=completion.prompt_digest,
+                response_digest=digest(completion.token_ids),
+                finish_reason=completion.finish_reason,
+            )
+        )
+        self._append(completion.token_ids, completion)
+
+    def trajectory(
+        self,
+        *,
+        group_id: int,
+        sibling_id: int,
+        prompt: Prompt,
+        reward: float | None,
+        reward_parts: dict[str, float],
+        status: Status,
+    ) -> Trajectory:
+        return Trajectory(
+            group_id=group_id,
+            sibling_id=sibling_id,
+            prompt_id=prompt.prompt_id,
+            token_ids=self.token_ids,
+            response_mask=self._joined(MASK, lambda token_ids, sampled: sampled is not None),
+            rollout_logprobs=self._joined(
+                LOGPROBS, lambda token_ids, sampled: 0 if sampled is None else sampled.rollout_logprobs
+            ),
+            token_versions=self._joined(
+                VERSIONS, lambda token_ids, sampled: 0 if sampled is None else sampled.token_versions
+            ),
+            turns=self.turns,
+            reward=reward,
+            reward_parts=reward_parts,
+            status=status,
+        )
+
+    def _append(self, token_ids: np.ndarray, sampled: Completion | None) -> None:
+        self._parts.append((token_ids, sampled))
+        self._length += len(token_ids)
+
+    def _joined(self, kind: type, values_of) -> np.ndarray:
+        joined, end = np.empty(self._length, dtype=kind), 0
+        for token_ids, sampled in self._parts:
+            start, end = end, end + len(token_ids)
+            joined[start:end] = values_of(token_ids, sampled)
+        return joined
