@@ -135,7 +135,7 @@ class Learner:
             raise mine[0]
         return mine[0]
 
-    def _batches_of_ranks(self, groups: Sequence[Group]) -> Sequence[StepBatch | TurnsDiffer]:
+    def _batches_of_ranks(self, groups: Sequence[Group]) -> list[StepBatch | TurnsDiffer]:
         config = self._config
         by_dp_rank = split_groups(
             groups,

@@ -6,3 +6,7 @@ context.py     the context that an episode acts in
 episodes.py    what makes the samples of a prompt: single turns, or episodes of an environment
 loading.py     from the config to either
 """
+
+from rollout.environments.protocol import Context, Environment, EpisodeEnded, Outcome
+
+__all__ = ["Context", "Environment", "EpisodeEnded", "Outcome"]

@@ -1,9 +1,9 @@
 """Samples of one prompt: single responses, or episodes of an environment. The sampler knows only ``SampleMaker``."""
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from configs.schema.environment import EnvironmentLimits
 from rollout.client import GenerationClient, GenerationError
@@ -197,11 +197,15 @@ def _failed(error: BaseException) -> Outcome:
     return Outcome(reward=None, status=Status.FAILED, error=f"the environment raised {describe(error)}")
 
 
-async def all_or_first_error(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def all_or_first_error(work: Iterable[Awaitable[T]]) -> list[T]:
     """The results of all, in order. The first error cancels the others, and is raised by itself."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(one) for one in work]
+            started = [tasks.create_task(_awaited(one)) for one in work]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
     return [task.result() for task in started]
+
+
+async def _awaited(one: Awaitable[T]) -> T:
+    return await one

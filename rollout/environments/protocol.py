@@ -39,11 +39,11 @@ class Outcome:
     """Why the episode was not scored."""
 
     @classmethod
-    def of(cls, score: Score) -> "Outcome":
-        """The outcome of a score by the run's reward. A reward that failed gives none."""
+    def of(cls, score: Score, **parts: float) -> "Outcome":
+        """The outcome of a score by the run's reward, with further ``parts``. A reward that failed gives none."""
         if score.error is not None:
             return cls(reward=None, status=Status.REWARD_FAILED, error=score.error)
-        return cls(reward=score.value, parts=score.parts, correct=score.correct)
+        return cls(reward=score.value, parts={**score.parts, **parts}, correct=score.correct)
 
 
 class Context(Protocol):

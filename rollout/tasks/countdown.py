@@ -338,15 +338,25 @@ def generate_sft_examples(
     Raises:
         ValueError: there is no training problem.
     """
+    problems, rng = training_problems(config), random.Random(seed)
+    examples = []
+    for _ in range(count):
+        problem = rng.choice(problems)
+        examples.append((prompt_text(problem), random_answer(problem, noise=noise, rng=rng)))
+    return examples
+
+
+def training_problems(config: CountdownTask) -> list[tuple[Numbers, int]]:
+    """Raises ValueError where there is none."""
     problems = [p for p in solvable_problems(config) if not is_heldout(p, config.heldout_fraction)]
     if not problems:
         raise _no_problem_error(config)
-    rng = random.Random(seed)
-    examples = []
-    for _ in range(count):
-        numbers, target = problem = rng.choice(problems)
-        draw = random_wrong_expression if rng.random() < noise else random_solution
-        while not is_tidy(answer := draw(numbers, target, rng)):
-            pass  # this ends: every expression has a tidy form of the same value
-        examples.append((prompt_text(problem), answer))
-    return examples
+    return problems
+
+
+def random_answer(problem: tuple[Numbers, int], *, noise: float, rng: random.Random) -> str:
+    """A tidy expression of the problem's numbers: a wrong one with probability ``noise``, else a solution."""
+    draw = random_wrong_expression if rng.random() < noise else random_solution
+    while not is_tidy(answer := draw(*problem, rng)):
+        pass  # this ends: every expression has a tidy form of the same value
+    return answer

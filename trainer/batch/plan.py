@@ -76,7 +76,7 @@ def plan_batches(
     return BatchPlan(microbatches=tuple(split))
 
 
-def packed_length(token_ids: Sequence[int]) -> int:
+def packed_length(token_ids: Sequence[int] | np.ndarray) -> int:
     """Places of a sequence in a packed batch."""
     return len(token_ids) - 1
 

@@ -1,0 +1,266 @@
+"""Episodes around a deterministic engine: exact tokens, limits, failures, and what the learner packs of them."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from configs.schema.environment import TokenEnvironment
+from rollout.client import GenerationError
+from rollout.environments import Outcome
+from rollout.environments.context import EpisodeLimits, Texts, turn_seed
+from rollout.environments.episodes import Episodes, SingleTurns
+from rollout.environments.loading import make_environment
+from rollout.records import FinishReason, Group, Prompt, Score, Status
+from tests.support.fake_engine import FakeEngine, fake_tokens
+from trainer.batch.exact_turns import TurnsDiffer
+from trainer.batch.step_batch import split_groups, step_batch
+
+STOP, VOCAB = 0, 20
+PROMPT = Prompt(prompt_id="p", token_ids=[3, 4, 5], text="345", task="toy", reference="")
+
+
+class Numbers:
+    """Texts are numbers with blanks between them."""
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, ids))
+
+
+TEXTS = Texts(tokenizer=Numbers(), end_token_ids=frozenset([STOP]))
+
+
+async def score_by_length(prompt: Prompt, text: str, num_tokens: int, finish: FinishReason) -> Score:
+    return Score(
+        value=num_tokens / 2, parts={"stopped": float(finish is FinishReason.STOP)}, correct=text == "7"
+    )
+
+
+def episodes(run, *, engine=None, limits=None, **config) -> Episodes:
+    class Scripted:
+        async def run(self, problem, context):
+            return await run(problem, context)
+
+    return Episodes(
+        Scripted(),
+        config=TokenEnvironment(environment="m:C", **config),
+        limits=limits or EpisodeLimits(max_turns=9, max_tokens=200, max_new_tokens=6),
+        texts=TEXTS,
+        score=score_by_length,
+    )
+
+
+def sample(maker, *, engine=None, seeds=(11, 12), prompt=PROMPT):
+    return asyncio.run(maker.sample(engine or FakeEngine(), prompt, list(seeds), temperature=0.5))
+
+
+def group_of(samples, number=0) -> Group:
+    trajectories = [s.trajectory(number, i, PROMPT) for i, s in enumerate(samples)]
+    return Group(group_id=number, prompt_id="p", trajectories=trajectories)
+
+
+def pack(groups, **options):
+    (share,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=10_000, **options)
+    return share, step_batch(share)
+
+
+def test_one_turn_of_an_environment_is_a_single_turn():
+    async def one_turn(problem, context):
+        context.observe(problem.token_ids)
+        return Outcome.of(await context.score(context.decode(await context.act())))
+
+    plain = SingleTurns(texts=TEXTS, stop_token_ids=[STOP], max_new_tokens=6, score=score_by_length)
+    seeds = range(20)
+    assert group_of(sample(episodes(one_turn), seeds=seeds)) == group_of(sample(plain, seeds=seeds))
+
+
+@settings(max_examples=60)
+@given(
+    observations=st.lists(st.lists(st.integers(1, VOCAB - 1), max_size=5), min_size=1, max_size=6),
+    seeds=st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4, unique=True),
+    version=st.integers(0, 5),
+)
+def test_a_turn_continues_exactly_what_came_before(observations, seeds, version):
+    """Against a slow reference that keeps one list of (token, log-prob, version, sampled) per episode."""
+
+    async def run(problem, context):
+        context.observe(problem.token_ids)
+        for observed in observations:
+            await context.act()
+            context.observe(observed)
+        return Outcome(reward=1.0)
+
+    engine = FakeEngine(version=version)
+    samples = sample(episodes(run), engine=engine, seeds=seeds)
+    for seed, one in zip(seeds, samples, strict=True):
+        rows = [(token, 0.0, 0, False) for token in PROMPT.token_ids]
+        for turn, observed in enumerate(observations):
+            ids = [row[0] for row in rows]
+            assert (tuple(ids), turn_seed(seed, turn), 0.5) in engine.calls
+            response = fake_tokens(ids, turn_seed(seed, turn), max_new_tokens=6, vocab_size=VOCAB, stop=STOP)
+            rows += [(token, np.float32(-(1 + token) / 0.5), version, True) for token in response]
+            rows += [(token, 0.0, 0, False) for token in observed]
+        t = one.trajectory(0, 0, PROMPT)
+        found = zip(t.token_ids, t.rollout_logprobs, t.token_versions, t.response_mask, strict=True)
+        assert [tuple(map(float, row)) for row in found] == [tuple(map(float, row)) for row in rows]
+        assert len(t.turns) == len(observations)
+    share, batch = pack([group_of(samples)])
+    sampled = sum(turn.end - turn.start for t in share.trajectories for turn in t.turns)
+    assert int(batch.packed.response_mask_T.sum()) == sampled
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_a_changed_token_is_found_before_it_is_trained_on(data):
+    async def run(problem, context):
+        context.observe(problem.token_ids)
+        await context.act()
+        context.observe([9, 9])
+        await context.act()
+        return Outcome(reward=1.0)
+
+    group = group_of(sample(episodes(run)))
+    pack([group])
+    victim = data.draw(st.integers(0, 1))
+    t = group.trajectories[victim]
+    place = data.draw(st.integers(0, t.turns[-1].end - 1))
+    change = data.draw(st.sampled_from(["token", "mask"]))
+    if change == "token":
+        ids = t.token_ids.copy()
+        ids[place] += 1
+        changed = replace(t, token_ids=ids)
+    else:
+        place = max(place, 1)  # the first token is no target, so its flag is not packed
+        mask = t.response_mask.copy()
+        mask[place] = ~mask[place]
+        changed = replace(t, response_mask=mask)
+    trajectories = [changed if i == victim else other for i, other in enumerate(group.trajectories)]
+    with pytest.raises(TurnsDiffer, match=f"prompt p, sibling {victim}: .*(other tokens|response mask)"):
+        pack([replace(group, trajectories=trajectories)])
+
+
+async def never_ends(problem, context):
+    context.observe(problem.token_ids)
+    while True:
+        await context.act()
+        context.observe([1, 2])
+
+
+@pytest.mark.parametrize(
+    ("limits", "status"),
+    [
+        (EpisodeLimits(max_turns=3, max_tokens=200, max_new_tokens=6), Status.TURN_LIMIT),
+        (EpisodeLimits(max_turns=99, max_tokens=30, max_new_tokens=6), Status.TOKEN_LIMIT),
+    ],
+)
+@pytest.mark.parametrize("reward", [0.0, -1.0, None])
+def test_a_limit_ends_the_episode_before_the_request(limits, status, reward):
+    engine = FakeEngine()
+    maker = episodes(never_ends, limits=limits, reward_at_limit=reward)
+    for one in sample(maker, engine=engine, seeds=range(6)):
+        assert (one.status, one.reward, one.error) == (status, reward, None)
+        assert len(one.sequence) <= limits.max_tokens
+        assert len(one.sequence.turns) <= limits.max_turns
+    assert len(engine.calls) == sum(len(one.sequence.turns) for one in sample(maker, seeds=range(6)))
+
+
+def test_a_turn_gets_the_room_that_is_left():
+    async def run(problem, context):
+        context.observe(problem.token_ids)
+        while context.token_ids.size < 8:
+            await context.act(max_new_tokens=100)
+        return Outcome(reward=1.0)
+
+    limits = EpisodeLimits(max_turns=99, max_tokens=8, max_new_tokens=6)
+    assert {len(one.sequence) for one in sample(episodes(run, limits=limits), seeds=range(30))} == {8}
+
+
+async def raises(problem, context):
+    context.observe(problem.token_ids)
+    await context.act()
+    raise KeyError("x")
+
+
+async def raises_at_once(problem, context):
+    raise OSError("no such tool")
+
+
+async def hangs(problem, context):
+    context.observe(problem.token_ids)
+    await context.act()
+    await asyncio.Event().wait()
+
+
+def returns(value):
+    async def run(problem, context):
+        context.observe(problem.token_ids)
+        await context.act()
+        return value
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("run", "status", "message"),
+    [
+        (raises, Status.FAILED, r"the environment raised KeyError: 'x' \(test_episodes.py:\d+ in raises\)"),
+        (raises_at_once, Status.FAILED, "OSError: no such tool"),
+        (hangs, Status.TIME_LIMIT, "environment.timeout_s=0.05"),
+        (returns(None), Status.FAILED, "returned NoneType; return an Outcome"),
+        (returns(Outcome(reward=math.nan)), Status.REWARD_FAILED, "nan, which is not finite"),
+        (returns(Outcome(reward=1.0, parts={"a": math.inf})), Status.REWARD_FAILED, "part 'a' is inf"),
+        (returns(Outcome(reward="high")), Status.FAILED, "must be a number"),
+        (returns(Outcome(reward=None)), Status.OK, "gave no reward"),
+    ],
+)
+def test_what_goes_wrong_in_an_episode_is_no_score(run, status, message):
+    for one in sample(episodes(run, timeout_s=0.05)):
+        assert (one.reward, one.status, one.correct) == (None, status, False)
+        with pytest.raises(ValueError, match=message):
+            raise ValueError(one.error)
+    pack(
+        [group_of(sample(episodes(run, timeout_s=0.05)))]
+    )  # even one without a turn has a place in the batch
+
+
+def test_a_failure_of_the_engine_is_no_failure_of_the_episode():
+    with pytest.raises(GenerationError, match="asked to fail"):
+        sample(episodes(never_ends), engine=FakeEngine(fail=lambda ids, seed: len(ids) > 6))
+
+
+def test_no_more_episodes_run_at_once_than_the_config_allows():
+    running = most = 0
+
+    async def run(problem, context):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        context.observe(problem.token_ids)
+        await context.act()
+        running -= 1
+        return Outcome(reward=1.0)
+
+    sample(episodes(run, max_concurrency=3), seeds=range(12))
+    assert most == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [
+        ("no_such_module:C", {}, "no module 'no_such_module'"),
+        ("math:nothing", {}, "math has no 'nothing'"),
+        ("math:pi", {}, "float; name a class"),
+        ("collections:Counter", {}, "has no run"),
+        ("decimal:Decimal", {"wrong": 1}, "cannot be made with options"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_says_why(path, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_environment(TokenEnvironment(environment=path, options=options))
