@@ -16,7 +16,7 @@ import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,7 +102,8 @@ class ChatRenderer:
             raise ValueError(
                 f"{', '.join(sorted(taken))}: no argument of a chat template; leave it out of the template's arguments"
             )
-        self._added = {text: int(number) for text, number in tokenizer.get_added_vocab().items() if text}
+        added = tokenizer.get_added_vocab()  # pyright: ignore[reportCallIssue, reportOptionalCall]
+        self._added = {text: int(number) for text, number in cast("dict[str, int]", added).items() if text}
         self._tool_calls_needed = False
         self._check_header()
         self.end_token_ids = (self._end_of_turn(),)

@@ -14,10 +14,9 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 from rollout.rewards.worker import WorkerStartError, kill_tree
 from rollout.servers.tool_call_parsers import check_parser_name
@@ -28,6 +27,10 @@ BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from rollout.servers.tool_call_
 
 Tools = Sequence[Mapping[str, Any]]
 """Functions in OpenAI's form."""
+
+
+class LateOrLost(Exception):
+    """The process did not answer. It was killed; the next question starts another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,86 +47,61 @@ class ParsedTurn:
     """The thinking, where a parser of it is given."""
 
 
-class ToolCallParser:
-    """A parser by its name in SGLang. Its process starts on first use. Calls may come from several threads.
-
-    A call blocks for about a millisecond, and for ``timeout_s`` at most: call it in a thread of an event loop.
-
-    Args:
-        parser: such as ``qwen25`` or ``llama3``.
-        reasoning_parser: such as ``qwen3``. Calls are looked for outside the thinking only. None: everywhere.
-
-    Raises:
-        ValueError: SGLang has no such parser.
-    """
+class ParserProcess:
+    """The process of SGLang's parsers. It starts on first use, and again after it was lost. Several threads may ask."""
 
     def __init__(
-        self,
-        parser: str,
-        *,
-        reasoning_parser: str | None = None,
-        timeout_s: float = PARSE_TIMEOUT_S,
-        start_timeout_s: float = START_TIMEOUT_S,
+        self, *, timeout_s: float = PARSE_TIMEOUT_S, start_timeout_s: float = START_TIMEOUT_S
     ) -> None:
-        check_parser_name("tool_call_parser", parser)
-        if reasoning_parser is not None:
-            check_parser_name("reasoning_parser", reasoning_parser)
-        self._parser, self._reasoning_parser = parser, reasoning_parser
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
 
-    def __enter__(self) -> "ToolCallParser":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __call__(self, text: str, tools: Tools) -> ParsedTurn:
-        """A call that cannot be read, a parser that fails and one that is late give an error.
-
-        Raises:
-            WorkerStartError: the process cannot be started.
-        """
-        request = {
-            "text": text,
-            "tools": [dict(tool) for tool in tools],
-            "parser": self._parser,
-            "reasoning_parser": self._reasoning_parser,
-        }
-        with self._lock:
-            connection = self._connection
-            if connection is None or self._process is None or self._process.poll() is not None:
-                connection = self._start()
-            try:
-                # A lone surrogate is no UTF-8, but JSON can carry it.
-                connection.send_bytes(json.dumps(request).encode())
-                answer = _receive(connection, self._timeout_s)
-            except TimeoutError:
-                self._end()
-                return _unread(text, f"no answer of the parser within {self._timeout_s:g} s")
-            except (EOFError, OSError):
-                self._end()
-                return _unread(text, "the parser's process ended")
-        calls = [{"id": _call_id(text, number), **call} for number, call in enumerate(answer["calls"])]
-        return ParsedTurn(
-            content=answer["content"], calls=calls, error=answer["error"], reasoning=answer["reasoning"]
-        )
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process, for an error before the first turn. Raises WorkerStartError."""
+        """Raises WorkerStartError."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
+            self._running()
 
     def close(self) -> None:
+        """End the process. Using it again would start another."""
         with self._lock:
             self._end()
 
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of ``tool_call_parsers.parse``.
+
+        Raises:
+            WorkerStartError: the process cannot be started.
+            LateOrLost: it did not answer in time, or ended meanwhile.
+        """
+        with self._lock:
+            connection = self._running()
+            try:
+                connection.send_bytes(
+                    json.dumps(request).encode()
+                )  # JSON can carry a lone surrogate, UTF-8 cannot
+                return _receive(connection, self._timeout_s)
+            except TimeoutError as error:
+                self._end()
+                raise LateOrLost(f"no answer of the parser within {self._timeout_s:g} s") from error
+            except (EOFError, OSError) as error:
+                self._end()
+                raise LateOrLost("the parser's process ended") from error
+
+    def _running(self) -> Connection:
+        connection = self._connection
+        if connection is None or self._process is None or self._process.poll() is not None:
+            self._end()
+            connection = self._start()
+        return connection
+
     def _start(self) -> Connection:
-        self._end()
-        ours, theirs = Pipe()
+        ours, theirs = cast("tuple[Connection, Connection]", Pipe())
         path = [entry or os.getcwd() for entry in sys.path]
         command = BOOTSTRAP.format(path=path, descriptor=theirs.fileno())
         with theirs:
@@ -137,7 +115,7 @@ class ToolCallParser:
         except (TimeoutError, EOFError, OSError) as error:
             self._end()
             raise WorkerStartError(
-                f"the process of the tool-call parser {self._parser} did not start; its error output says why"
+                "the process of SGLang's tool-call parsers did not start; its error output says why"
             ) from error
         return ours
 
@@ -149,31 +127,62 @@ class ToolCallParser:
         self._process = self._connection = None
 
 
-@cache
-def _shared(parser: str, reasoning_parser: str | None) -> ToolCallParser:
-    return ToolCallParser(parser, reasoning_parser=reasoning_parser)
+class ToolCallParser:
+    """A parser by its name in SGLang.
+
+    Args:
+        parser: such as ``qwen25`` or ``llama3``.
+        reasoning_parser: such as ``qwen3``. Calls are looked for outside the thinking only. None: everywhere.
+        process: may be shared by parsers, and is closed by its owner.
+
+    Raises:
+        ValueError: SGLang has no such parser.
+    """
+
+    def __init__(self, parser: str, process: ParserProcess, *, reasoning_parser: str | None = None) -> None:
+        check_parser_name("tool_call_parser", parser)
+        if reasoning_parser is not None:
+            check_parser_name("reasoning_parser", reasoning_parser)
+        self._names = {"parser": parser, "reasoning_parser": reasoning_parser}
+        self._process = process
+
+    def __call__(self, text: str, tools: Tools) -> ParsedTurn:
+        """A call that cannot be read, a parser that fails and one that is late give an error.
+
+        This blocks for about a millisecond, and for the process's ``timeout_s`` at most.
+
+        Raises:
+            WorkerStartError: the process cannot be started.
+        """
+        try:
+            answer = self._process.ask({"text": text, "tools": [dict(tool) for tool in tools], **self._names})
+        except LateOrLost as error:
+            return ParsedTurn(content=text, calls=[], error=str(error))
+        calls = [{"id": _call_id(text, number), **call} for number, call in enumerate(answer["calls"])]
+        return ParsedTurn(
+            content=answer["content"], calls=calls, error=answer["error"], reasoning=answer["reasoning"]
+        )
+
+
+_shared_process = ParserProcess()
 
 
 def parse_tool_calls(
     text: str, tools: Tools, parser: str, *, reasoning_parser: str | None = None
 ) -> ParsedTurn:
-    """The content and the tool calls of a turn's text, by a process that all callers share.
+    """The content and the tool calls of a turn's text, by a process that all callers of this function share.
 
     Raises:
         ValueError: SGLang has no such parser.
         WorkerStartError: its process cannot be started.
     """
-    return _shared(parser, reasoning_parser)(text, tools)
+    return ToolCallParser(parser, _shared_process, reasoning_parser=reasoning_parser)(text, tools)
 
 
 def _receive(connection: Connection, timeout_s: float) -> dict[str, Any]:
     if not connection.poll(timeout_s):
         raise TimeoutError(f"no answer within {timeout_s:g} s")
     return json.loads(connection.recv_bytes())
-
-
-def _unread(text: str, error: str) -> ParsedTurn:
-    return ParsedTurn(content=text, calls=[], error=error)
 
 
 def _call_id(text: str, number: int) -> str:

@@ -1,7 +1,8 @@
-"""Tool calls in sampled text, by SGLang's parsers in their process. The process of all tests but the first few is one."""
+"""The process of the tool-call parsers: names, deadlines, losses, its end. What the parsers find:
+servers/test_tool_call_parsers.py."""
 
-import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -12,20 +13,17 @@ import psutil
 import pytest
 
 from rollout.environments import tool_calls
-from rollout.environments.template_probes import EXAMPLE_TOOL
-from rollout.environments.tool_calls import ToolCallParser
+from rollout.environments.tool_calls import ParserProcess, ToolCallParser
 from rollout.rewards.worker import WorkerStartError
 from rollout.servers.tool_call_parsers import parser_names
 
 ROOT = Path(__file__).resolve().parents[3]
-CALL = '<tool_call>\n{"name": "tandem_probe", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
-TOOLS = [EXAMPLE_TOOL]
-
-
-@pytest.fixture(scope="module")
-def qwen():
-    with ToolCallParser("qwen25", reasoning_parser="qwen3") as parser:
-        yield parser
+NOT_STARTED = ParserProcess()
+ANSWERS = (
+    "answer = {'content': 'heard', 'calls': [], 'error': None, 'reasoning': ''}; "
+    "[c.send_bytes(json.dumps(answer).encode()) for _ in iter(c.recv_bytes, 0)]"
+)
+READY = "c.send_bytes(b'{}'); "
 
 
 @pytest.mark.parametrize(
@@ -37,13 +35,14 @@ def qwen():
 )  # fmt: skip
 def test_an_unknown_parser_is_refused_at_once(options, message):
     with pytest.raises(ValueError, match=message):
-        ToolCallParser(**options)
+        ToolCallParser(**options, process=NOT_STARTED)
+    assert NOT_STARTED.pid is None
 
 
 def test_names_and_the_caller_need_no_torch():
     """The sample role and the checks before a start import these modules."""
     code = (
-        "import sys; from rollout.environments.tool_calls import ToolCallParser; ToolCallParser('llama3'); "
+        "import sys; from rollout.environments.tool_calls import *; ToolCallParser('llama3', ParserProcess()); "
         "print(sorted(sys.modules.keys() & {'torch', 'sglang', 'transformers'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -51,108 +50,67 @@ def test_names_and_the_caller_need_no_torch():
     assert {"qwen25", "llama3", "mistral"} <= set(parser_names("tool_call_parser"))
 
 
-def test_calls_are_found(qwen):
-    turn = qwen(f"Let me see.\n{CALL}\n{CALL}", TOOLS)
-    assert (turn.content, turn.error) == ("Let me see.", None)
-    assert [(call["name"], call["arguments"]) for call in turn.calls] == [
-        ("tandem_probe", {"a": 1, "b": 2})
-    ] * 2
-    ids = [call["id"] for call in turn.calls]
-    assert len(set(ids)) == 2 and all(len(name) == 9 and name.isalnum() for name in ids)
-    assert qwen(f"Let me see.\n{CALL}\n{CALL}", TOOLS) == turn
-
-
-def test_thinking_holds_no_calls(qwen):
-    turn = qwen(f"<think>\nI could write {CALL}\n</think>\n\nFour.", TOOLS)
-    assert (turn.content.strip(), turn.calls, turn.error) == ("Four.", [], None)
-    assert turn.reasoning.strip() == f"I could write {CALL}"
-
-
-@pytest.mark.parametrize("text", ["", "Four.", " blanks \n", "\ud800", "a <tool_call> is what I would need"])
-def test_other_text_stays(qwen, text):
-    turn = qwen(text, TOOLS)
-    assert (turn.content, turn.calls, turn.error) == (text, [], None)
-
-
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        (CALL.replace("2}}", "2"), "Failed to parse JSON part"),
-        (CALL[:-12], "it has no end, or is not of the form"),
-        (f'{CALL}\n<tool_call>\n{{"name', "the last tool call has no end"),
-        (CALL.replace("tandem_probe", "other"), "undefined function: other"),
-        (CALL.replace('{"a": 1, "b": 2}', "[1]"), r"arguments of a tool call are \[1\], not an object"),
-        (CALL.replace("1,", "NaN,"), "NaN in the arguments of a tool call is no JSON"),
-        ("<tool_call>\n[1]\n</tool_call>", "AttributeError"),
-        (f"<tool_call>\n{'[' * 5000}\n</tool_call>", "RecursionError"),
-        (f"{CALL}\n{CALL.replace('2}}', '2')}", "Failed to parse JSON part"),
-    ],
-)
-def test_a_call_that_cannot_be_read_is_an_error_and_no_call(qwen, text, error):
-    turn = qwen(text, TOOLS)
-    assert turn.calls == [] and turn.content == text
-    assert turn.error is not None and len(turn.error) <= 300
-    assert pytest.importorskip("re").search(error, turn.error)
-
-
-def test_a_lost_process_costs_one_turn_and_is_started_again(qwen):
-    qwen.start()
-    qwen._process.kill()
-    qwen._process.wait()
-    assert len(qwen(CALL, TOOLS).calls) == 1  # it was seen to be gone, before anything was sent
-    threading.Timer(0.3, qwen._process.kill).start()
-    os.kill(qwen._process.pid, 19)  # SIGSTOP: it answers nothing any more
-    turn = qwen(CALL, TOOLS)
-    assert (turn.calls, turn.error) == ([], "the parser's process ended")
-
-
-def answering(monkeypatch, code: str) -> None:
-    """Put a process that runs ``code`` in the parsers' place; importing those takes seconds."""
+def bootstrap(code: str) -> str:
+    """Runs ``code`` in the parsers' place; importing those takes seconds."""
     start = "import sys, time, json; from multiprocessing.connection import Connection; c = Connection({descriptor}); "
-    monkeypatch.setattr(tool_calls, "BOOTSTRAP", f"_ = {{path!r}}; {start}{code}")
+    return "_ = {path!r}; " + start + code.replace("{", "{{").replace("}", "}}")
 
 
-def test_a_late_parser_is_killed(monkeypatch):
-    answering(monkeypatch, "c.send_bytes(b'{{}}'); time.sleep(60)")
-    with ToolCallParser("llama3", timeout_s=0.2) as parser:
-        parser.start()
-        pid, before = parser._process.pid, time.monotonic()
-        assert parser("x", TOOLS).error == "no answer of the parser within 0.2 s"
-        assert time.monotonic() - before < 10 and not psutil.pid_exists(pid)
+@pytest.fixture
+def process(monkeypatch, request):
+    monkeypatch.setattr(tool_calls, "BOOTSTRAP", bootstrap(request.param))
+    process = ParserProcess(timeout_s=10, start_timeout_s=10)
+    yield process
+    process.close()
 
 
-@pytest.mark.parametrize("code", ["sys.exit(3)", "time.sleep(60)"])
-def test_a_process_that_cannot_start_ends_the_run(monkeypatch, code):
-    answering(monkeypatch, code)
-    with ToolCallParser("llama3", start_timeout_s=3) as parser:
-        with pytest.raises(WorkerStartError, match="parser llama3 did not start"):
-            parser("x", TOOLS)
+@pytest.mark.parametrize("process", [READY + ANSWERS], indirect=True)
+def test_a_lost_process_costs_one_turn_and_is_started_again(process):
+    parser = ToolCallParser("llama3", process)
+    assert parser("a", []).content == "heard"
+    lost = process.pid
+    os.kill(lost, signal.SIGSTOP)  # it answers nothing any more
+    threading.Timer(0.3, os.kill, (lost, signal.SIGKILL)).start()
+    turn = parser("b", [])
+    assert (turn.content, turn.calls, turn.error) == ("b", [], "the parser's process ended")
+    assert parser("c", []).content == "heard" and process.pid != lost
 
 
-def test_the_process_ends_with_its_owner(monkeypatch):
+@pytest.mark.parametrize("process", [READY + "time.sleep(60)"], indirect=True)
+def test_a_late_parser_is_killed(process):
+    process.start()
+    process._timeout_s, pid = 0.2, process.pid
+    turn = ToolCallParser("llama3", process)("x", [])
+    assert (turn.content, turn.error) == ("x", "no answer of the parser within 0.2 s")
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.parametrize("process", ["sys.exit(3)", "time.sleep(60)"], indirect=True)
+def test_a_process_that_cannot_start_ends_the_run(process):
+    process._start_timeout_s = 2
+    with pytest.raises(WorkerStartError, match="SGLang's tool-call parsers did not start"):
+        ToolCallParser("llama3", process)("x", [])
+    assert process.pid is None
+
+
+def test_the_process_ends_with_its_owner():
     """Also where the owner is killed: the pipe closes."""
     code = (
-        "import sys, time; from rollout.environments import tool_calls; "
-        'tool_calls.BOOTSTRAP = "_ = {path!r}; from multiprocessing.connection import Connection; '
-        "c = Connection({descriptor}); c.send_bytes(b'{{}}'); c.recv_bytes()\"; "
-        "p = tool_calls.ToolCallParser('llama3'); p.start(); print(p._process.pid, flush=True); time.sleep(60)"
+        f"import time; from rollout.environments import tool_calls; tool_calls.BOOTSTRAP = {bootstrap(READY + ANSWERS)!r}; "
+        "p = tool_calls.ParserProcess(); p.start(); print(p.pid, flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    pid = int(owner.stdout.readline())
+    child = psutil.Process(int(owner.stdout.readline()))
     owner.kill()
     owner.wait()
     deadline = time.monotonic() + 20
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" and time.monotonic() < deadline:
+    while _runs(child) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+    assert not _runs(child)
 
 
-def test_llamas_calls_have_no_mark():
-    with ToolCallParser("llama3") as parser:
-        call = {"name": "tandem_probe", "parameters": {"a": 1}}
-        for text in (json.dumps(call), f"<|python_tag|>{json.dumps(call)}"):
-            (found,) = parser(text, TOOLS).calls
-            assert (found["name"], found["arguments"]) == ("tandem_probe", {"a": 1})
-        turn = parser('{"answer": 4}', TOOLS)
-        assert (turn.content, turn.calls, turn.error) == ('{"answer": 4}', [], None)
-        assert parser(json.dumps(call)[:-2], TOOLS).error is not None
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,81 @@
+"""Tool calls in sampled text, by SGLang's own parsers. All tests share their process, which takes seconds to start."""
+
+import json
+import re
+
+import pytest
+
+from rollout.environments.template_probes import EXAMPLE_TOOL
+from rollout.environments.tool_calls import ParserProcess, ToolCallParser
+
+pytestmark = pytest.mark.engines
+
+CALL = '<tool_call>\n{"name": "tandem_probe", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+TOOLS = [EXAMPLE_TOOL]
+
+
+@pytest.fixture(scope="module")
+def process():
+    process = ParserProcess()
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def qwen(process):
+    return ToolCallParser("qwen25", process, reasoning_parser="qwen3")
+
+
+def test_calls_are_found(qwen):
+    turn = qwen(f"Let me see.\n{CALL}\n{CALL}", TOOLS)
+    assert (turn.content, turn.error) == ("Let me see.", None)
+    assert [(call["name"], call["arguments"]) for call in turn.calls] == [
+        ("tandem_probe", {"a": 1, "b": 2})
+    ] * 2
+    ids = [call["id"] for call in turn.calls]
+    assert len(set(ids)) == 2 and all(len(name) == 9 and name.isalnum() for name in ids)
+    assert qwen(f"Let me see.\n{CALL}\n{CALL}", TOOLS) == turn
+
+
+def test_thinking_holds_no_calls(qwen):
+    turn = qwen(f"<think>\nI could write {CALL}\n</think>\n\nFour.", TOOLS)
+    assert (turn.content.strip(), turn.calls, turn.error) == ("Four.", [], None)
+    assert turn.reasoning.strip() == f"I could write {CALL}"
+
+
+@pytest.mark.parametrize("text", ["", "Four.", " blanks \n", "\ud800", "a <tool_call> is what I would need"])
+def test_other_text_stays(qwen, text):
+    turn = qwen(text, TOOLS)
+    assert (turn.content, turn.calls, turn.error) == (text, [], None)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (CALL.replace("2}}", "2"), "Failed to parse JSON part"),
+        (CALL[:-12], "it has no end, or is not of the form"),
+        (f'{CALL}\n<tool_call>\n{{"name', "the last tool call has no end"),
+        (CALL.replace("tandem_probe", "other"), "undefined function: other"),
+        (CALL.replace('{"a": 1, "b": 2}', "[1]"), r"arguments of a tool call are \[1\], not an object"),
+        (CALL.replace("1,", "NaN,"), "NaN in the arguments of a tool call is no JSON"),
+        ("<tool_call>\n[1]\n</tool_call>", "AttributeError"),
+        (f"<tool_call>\n{'[' * 5000}\n</tool_call>", "RecursionError"),
+        (f"{CALL}\n{CALL.replace('2}}', '2')}", "Failed to parse JSON part"),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_an_error_and_no_call(qwen, text, error):
+    turn = qwen(text, TOOLS)
+    assert turn.calls == [] and turn.content == text
+    assert turn.error is not None and len(turn.error) <= 300
+    assert re.search(error, turn.error)
+
+
+def test_llamas_calls_have_no_mark(process):
+    parser = ToolCallParser("llama3", process)
+    call = {"name": "tandem_probe", "parameters": {"a": 1}}
+    for text in (json.dumps(call), f"<|python_tag|>{json.dumps(call)}"):
+        (found,) = parser(text, TOOLS).calls
+        assert (found["name"], found["arguments"]) == ("tandem_probe", {"a": 1})
+    turn = parser('{"answer": 4}', TOOLS)
+    assert (turn.content, turn.calls, turn.error) == ('{"answer": 4}', [], None)
+    assert parser(json.dumps(call)[:-2], TOOLS).error is not None
