@@ -134,6 +134,10 @@ class ChatRenderer:
         if not messages:
             raise ValueError("no message follows the assistant's turn; give at least one")
         for role in {str(message.get("role")) for message in messages} - self.replies.keys():
+            if role == "tool":
+                raise ValueError(
+                    f"{self._name} takes no messages of role 'tool' here; `tandem check-template --tools` says why"
+                )
             self._check_reply(role, reply := REPLIES.get(role, [{"role": role, "content": REPLY}]))
             self.replies[role] = reply
         ids = self.encode(self._suffix(messages, _History()).text)
@@ -287,16 +291,36 @@ class ChatRenderer:
             yield added[-1]
 
     def _check_history(self) -> None:
-        """Refuse a template whose suffix changes with what came before it."""
-        for role, reply in self._reply_probes():
+        """Refuse a template whose suffix changes with what came before it. Where only replies of tools do, and there
+        are no tools, they are refused alone."""
+        try:
+            self._check_independence("tool")
+        except ValueError:
+            if self._tools:
+                raise
+            del self.replies["tool"]
+        self._check_independence("user")
+
+    def _check_independence(self, role: str) -> None:
+        for _, reply in (probe for probe in self._reply_probes() if probe[0] == role):
             usual = self._suffix(reply, _History())
-            for what, history in _HISTORIES.items():
+            for what, history in self._histories().items():
                 other = self._suffix(reply, history)
                 if other != usual:
                     raise ValueError(
                         f"{self._name}: what follows the assistant's turn (role {role!r}) changes with {what}: "
                         f"{usual.text!r} or {other.text!r}, so earlier tokens cannot be kept; {_FIX}"
                     )
+
+    def _histories(self) -> dict[str, _History]:
+        """Conversations that must not change what follows."""
+        if "tool" not in self.replies:
+            return _HISTORIES
+        answer = {"role": "assistant", "content": ANSWER}
+        if self._tool_calls_needed:
+            answer = _turn_with_calls(REPLIES["tool"], ANSWER)
+        earlier = (QUESTION, answer, *REPLIES["tool"])
+        return {**_HISTORIES, "an earlier reply of a tool": _History(before=earlier)}
 
     def _check_boundary(self) -> None:
         """Refuse a template where the answer and what follows it could become tokens together.

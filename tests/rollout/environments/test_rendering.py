@@ -200,8 +200,18 @@ def test_without_tools_a_role_that_is_missing_is_a_note():
     assert {probe.name for probe in probe_template(renderer)} == {
         "user reply", "user replies twice", "thinking in an earlier turn", "empty answer", "answer with trailing blank",
     }  # fmt: skip
-    with pytest.raises(ValueError, match="Only user and assistant roles"):
+    with pytest.raises(ValueError, match="check-template --tools` says why"):
         renderer.following([tool("4")], sampled_end=True)
+
+
+def test_replies_of_tools_that_depend_on_earlier_ones_are_refused_where_there_are_tools():
+    """As in DeepSeek-R1, whose template opens a list of outputs once in a conversation."""
+    first = "{{ 'Outputs:' if m.role == 'tool' and not messages[:loop.index0] | selectattr('role', 'eq', 'tool') | list }}"
+    tokenizer = chat_tokenizer(template=CHATML.replace("{{ m.content }}", first + "{{ m.content }}"))
+    with pytest.raises(ValueError, match="'tool'.* changes with an earlier reply of a tool"):
+        ChatRenderer(tokenizer, tools=[EXAMPLE_TOOL])
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.following([USER], sampled_end=True) and "tool" not in renderer.replies
 
 
 def test_blanks_before_the_end_are_left_out():
