@@ -208,7 +208,7 @@ def test_replies_of_tools_that_depend_on_earlier_ones_are_refused_where_there_ar
     """As in DeepSeek-R1, whose template opens a list of outputs once in a conversation."""
     first = "{{ 'Outputs:' if m.role == 'tool' and not messages[:loop.index0] | selectattr('role', 'eq', 'tool') | list }}"
     tokenizer = chat_tokenizer(template=CHATML.replace("{{ m.content }}", first + "{{ m.content }}"))
-    with pytest.raises(ValueError, match="'tool'.* changes with an earlier reply of a tool"):
+    with pytest.raises(ValueError, match=r"'tool'.* changes with an earlier reply of a tool"):
         ChatRenderer(tokenizer, tools=[EXAMPLE_TOOL])
     renderer = ChatRenderer(tokenizer)
     assert renderer.following([USER], sampled_end=True) and "tool" not in renderer.replies
