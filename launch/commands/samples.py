@@ -20,6 +20,7 @@ from trainer.tracking.transcripts import (
     Stretch,
     find_decode,
     gap_labels,
+    outcome,
     stretches,
     visible,
 )
@@ -111,7 +112,7 @@ def transcript(samples: Sequence[Sample], decode: Decode, *, tokens: bool) -> It
             yield Text(f"\n━━ group {group}, prompt {visible(sample.prompt_id)}", TITLE)
             if parts and parts[0].turn is None:
                 yield Text(parts[0].text, OBSERVED)
-        yield Text(f"\n── sibling {sample.sibling}: {_outcome(sample)}", TITLE)
+        yield Text(f"\n── sibling {sample.sibling}: {outcome(sample)}", TITLE)
         for part in parts:
             if part.turn is not None or part.number > 0:
                 yield from _stretch(part, tokens)
@@ -119,29 +120,10 @@ def transcript(samples: Sequence[Sample], decode: Decode, *, tokens: bool) -> It
             yield table
 
 
-def _outcome(sample: Sample) -> str:
-    reward = "not scored" if sample.reward is None else f"reward {sample.reward:g}"
-    parts = ", ".join(
-        f"{visible(name)} {'not finite' if value is None else f'{value:g}'}"
-        for name, value in sample.parts.items()
-    )
-    count = sum(turn.end - turn.start for turn in sample.turns)
-    turns = f"{len(sample.turns)} turn{'' if len(sample.turns) == 1 else 's'}"
-    return f"{reward}{f' ({parts})' if parts else ''}, {sample.status}, {turns}, {count} sampled tokens"
-
-
 def _stretch(part: Stretch, tokens: bool) -> Iterator[Text]:
-    if part.turn is None:
-        yield Text(f"observed, {part.num_tokens} tokens", "dim")
-        yield Text(part.text, OBSERVED)
-        return
-    ages = sorted({piece.age for piece in part.pieces if piece.age is not None})
-    old = "" if not ages or ages == [0] else f", age {ages[0]}" + (f" to {ages[-1]}" if ages[1:] else "")
-    yield Text(
-        f"turn {part.number}, {part.num_tokens} tokens, ended by {part.turn.finish_reason}{old}", "green"
-    )
-    if not tokens:
-        yield Text(part.text)
+    yield Text(part.title, "dim" if part.turn is None else "green")
+    if part.turn is None or not tokens:
+        yield Text(part.text, OBSERVED if part.turn is None else "")
         return
     line = Text()
     for piece in part.pieces:

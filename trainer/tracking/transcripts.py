@@ -74,8 +74,14 @@ class Stretch:
         return "".join(piece.text for piece in self.pieces)
 
     @property
-    def num_tokens(self) -> int:
-        return sum(piece.end - piece.start for piece in self.pieces)
+    def title(self) -> str:
+        """What it is, how many tokens it has, and the ages of sampled ones unless all are 0."""
+        count = sum(piece.end - piece.start for piece in self.pieces)
+        if self.turn is None:
+            return f"{'observed' if self.number else 'prompt'}, {count} tokens"
+        ages = sorted({piece.age for piece in self.pieces if piece.age is not None})
+        old = "" if ages in ([], [0]) else f", age {ages[0]}" + (f" to {ages[-1]}" if ages[1:] else "")
+        return f"turn {self.number}, {count} tokens, ended by {self.turn.finish_reason}{old}"
 
 
 def gap_labels() -> list[str]:
@@ -93,17 +99,33 @@ def ids_as_text(token_ids: Sequence[int]) -> str:
 
 def find_decode(model_path: Path, run_dir: Path) -> tuple[Decode, str | None]:
     """A run's tokenizer: that of ``model.path``, else of the trained model; else ``ids_as_text``, and why."""
-    problem = None
+    problem = ""
     for folder in (model_path, run_dir / "hf"):
         try:
-            if TokenizerFiles.reads(folder):
-                return TokenizerFiles(folder).decode, None
-            tokenizer = load_tokenizer(folder)
+            return _decode_of(folder), None
         except ValueError as error:
             problem = problem or str(error)
-            continue
-        return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)), None
     return ids_as_text, f"{problem}; token ids are shown instead of text"
+
+
+def _decode_of(folder: Path) -> Decode:
+    """Raises ValueError where there is no tokenizer."""
+    if TokenizerFiles.reads(folder):
+        return TokenizerFiles(folder).decode
+    tokenizer = load_tokenizer(folder)
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def outcome(sample: Sample) -> str:
+    """Reward with its parts, status and size, in a line."""
+    reward = "not scored" if sample.reward is None else f"reward {sample.reward:g}"
+    parts = ", ".join(
+        f"{visible(name)} {'not finite' if value is None else f'{value:g}'}"
+        for name, value in sample.parts.items()
+    )
+    count = sum(turn.end - turn.start for turn in sample.turns)
+    turns = f"{len(sample.turns)} turn{'' if len(sample.turns) == 1 else 's'}"
+    return f"{reward}{f' ({parts})' if parts else ''}, {sample.status}, {turns}, {count} sampled tokens"
 
 
 def stretches(sample: Sample, decode: Decode) -> list[Stretch]:
