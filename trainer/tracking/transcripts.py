@@ -81,7 +81,7 @@ class Stretch:
             return f"{'observed' if self.number else 'prompt'}, {count} tokens"
         ages = sorted({piece.age for piece in self.pieces if piece.age is not None})
         old = "" if ages in ([], [0]) else f", age {ages[0]}" + (f" to {ages[-1]}" if ages[1:] else "")
-        return f"turn {self.number}, {count} tokens, ended by {self.turn.finish_reason}{old}"
+        return f"turn {self.number}, {count} tokens, ended by {visible(self.turn.finish_reason)}{old}"
 
 
 def gap_labels() -> list[str]:
@@ -125,7 +125,9 @@ def outcome(sample: Sample) -> str:
     )
     count = sum(turn.end - turn.start for turn in sample.turns)
     turns = f"{len(sample.turns)} turn{'' if len(sample.turns) == 1 else 's'}"
-    return f"{reward}{f' ({parts})' if parts else ''}, {sample.status}, {turns}, {count} sampled tokens"
+    return (
+        f"{reward}{f' ({parts})' if parts else ''}, {visible(sample.status)}, {turns}, {count} sampled tokens"
+    )
 
 
 def stretches(sample: Sample, decode: Decode) -> list[Stretch]:

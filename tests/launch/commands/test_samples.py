@@ -70,8 +70,6 @@ def test_tokens_by_their_gap(run):
     ],
 )
 def test_what_is_missing_is_named_with_what_is_there(run, options, told):
-    import re
-
     assert re.search(told, said(run, *options, exit_code=2))
 
 

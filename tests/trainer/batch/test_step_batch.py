@@ -311,7 +311,7 @@ class Ranks:
             end.send((work, share, arguments, len(shares)))
         results = []
         for rank, end in enumerate(ends):
-            assert end.poll(60.0), f"rank {rank} did not answer within 60 s"
+            assert end.poll(180.0), f"rank {rank} did not answer within 180 s"
             results.append(end.recv())
         return results
 
