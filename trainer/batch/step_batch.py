@@ -33,6 +33,8 @@ class StepBatch:
     bitwise equal log-probs."""
     rewards_S: Tensor
     group_ids_S: Tensor
+    lengths_S: Tensor | None = None
+    """int64, places in a packed batch. None where this rank has the whole step."""
 
     def minibatches(self) -> list[list[PackedBatch]]:
         """This rank's micro-batches of each optimizer step."""
@@ -118,6 +120,8 @@ class Share:
     trajectories: list[Trajectory]
     sequence_ids: list[int]
     rows: list[list[list[int]]]
+    lengths: list[int]
+    """Of the whole step: places in a packed batch."""
     rewards: list[float]
     """Of the whole step. 0 where a sample is left out."""
     group_ids: list[int]
@@ -142,8 +146,9 @@ def split_groups(
         out too.
     """
     trajectories = [t for group in groups for t in _without_unscored(group, needs_siblings)]
+    lengths = [packed_length(t.token_ids) for t in trajectories]
     plan: BatchPlan = plan_batches(
-        [packed_length(t.token_ids) for t in trajectories],
+        lengths,
         num_minibatches=num_minibatches,
         sequences_per_group=len(groups[0].trajectories),
         dp_size=dp_size,
@@ -158,6 +163,7 @@ def split_groups(
                 trajectories=[trajectories[i] for i in ids],
                 sequence_ids=ids,
                 rows=plan.rows(rank),
+                lengths=lengths,
                 rewards=[t.reward or 0.0 for t in trajectories],
                 group_ids=[
                     t.group_id if t.reward is not None else -1 - number
@@ -195,4 +201,5 @@ def step_batch(share: Share, *, newest: int | None = None) -> StepBatch:
         rows=share.rows,
         rewards_S=torch.tensor(share.rewards, dtype=torch.float32),
         group_ids_S=torch.tensor(share.group_ids, dtype=torch.int64),
+        lengths_S=torch.tensor(share.lengths, dtype=torch.int64),
     )

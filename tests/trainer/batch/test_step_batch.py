@@ -279,6 +279,7 @@ def shuffled(share: Share, seed: int) -> Share:
         trajectories=[share.trajectories[i] for i in order],
         sequence_ids=[share.sequence_ids[i] for i in order],
         rows=[[mixed(rows) for rows in minibatch] for minibatch in share.rows],
+        lengths=share.lengths,
         rewards=share.rewards,
         group_ids=share.group_ids,
     )
