@@ -1,6 +1,8 @@
 """From the config's ``environment`` block to what makes samples."""
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from configs.schema import RunConfig

@@ -1,0 +1,192 @@
+"""Episodes of messages: from the environment's messages to tokens, and from sampled tokens to a message.
+
+The renderer gives the tokens of new messages alone. What the policy sampled stays as it was sampled, and is decoded
+only for the environment and for the parser of tool calls.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from rollout.environments.processes import Message, Opened, ProcessPool, Stepped
+from rollout.environments.protocol import Context, Outcome
+from rollout.records import Completion, Prompt
+
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of functions, in OpenAI's form."""
+
+
+class Renderer(Protocol):
+    """See ``rendering.ChatRenderer``."""
+
+    end_token_ids: tuple[int, ...]
+
+    def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
+
+    def following(self, messages: Sequence[Mapping[str, Any]], *, sampled_end: bool) -> list[int]: ...
+
+
+class PlainRenderer:
+    """The texts of the messages one after another, for a model without a chat template."""
+
+    end_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self._encode = encode
+
+    def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return self._encode("".join(message["content"] for message in messages))
+
+    def following(self, messages: Sequence[Mapping[str, Any]], *, sampled_end: bool) -> list[int]:
+        return self.opening(messages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedTurn:
+    """The text of a turn, taken apart."""
+
+    content: str
+    """Without the calls."""
+    calls: list[Message]
+    """{id, name, arguments} each; arguments are an object of JSON."""
+    error: str | None = None
+    """Why a call could not be read."""
+
+
+ParseCalls = Callable[[str, Tools], ParsedTurn]
+
+
+class ChatEpisodes:
+    """An ``Environment`` of the user's messages, in processes of a pool.
+
+    Args:
+        renderer_of: makes the renderer for the tools of an episode. Raises ValueError where the template cannot be
+            used.
+        parse: finds the tool calls in a text; None: there are none.
+        system_prompt: first message of each problem.
+    """
+
+    def __init__(
+        self,
+        pool: ProcessPool,
+        *,
+        renderer_of: Callable[[Tools], Renderer],
+        parse: ParseCalls | None,
+        system_prompt: str | None = None,
+    ) -> None:
+        self._pool, self._make_renderer, self._parse = pool, renderer_of, parse
+        self._system_prompt = system_prompt
+        self._renderers: dict[str, Renderer] = {}
+
+    async def check(self) -> None:
+        """Start the first process and make its renderer.
+
+        Raises:
+            EnvironmentStartError: no process can be started.
+            ValueError: the template cannot be used, or nothing finds the calls of the environment's tools.
+        """
+        ready = await self._pool.ready()
+        if ready.tools and self._parse is None:
+            raise ValueError(
+                "the environment has tools, but environment.tool_call_parser is null, so no call is found; name the parser of "
+                "the model's form of calls"
+            )
+        self._renderer_of(ready.tools)
+
+    async def run(self, problem: Prompt, context: Context) -> Outcome:
+        async with self._pool.episode() as process:
+            opened = await process.reset(problem_fields(problem, self._system_prompt))
+            return await self._play(opened, process.step, context)
+
+    async def _play(self, opened: Opened, step: Callable, context: Context) -> Outcome:
+        renderer, totals = self._renderer_of(opened.tools), _Totals(has_tools=bool(opened.tools))
+        context.observe(renderer.opening(opened.messages))
+        while True:
+            completion = await context.act(stop_token_ids=renderer.end_token_ids)
+            sampled_end = int(completion.token_ids[-1]) in renderer.end_token_ids
+            text = text_of(context, completion, sampled_end=sampled_end)
+            turn = ParsedTurn(content=text, calls=[])
+            if opened.tools and self._parse is not None:
+                turn = self._parse(text, opened.tools)
+            if turn.error is not None:
+                totals.unparsed += 1
+                answer = f"Error: the tool call could not be read: {turn.error}"
+                messages = [{"role": "user", "content": answer}]
+            else:
+                stepped: Stepped = await step(message_of(turn))
+                totals.add(stepped)
+                if stepped.done:
+                    return await totals.outcome(context, turn.content)
+                messages = stepped.messages
+            context.observe(renderer.following(messages, sampled_end=sampled_end))
+
+    def _renderer_of(self, tools: Tools) -> Renderer:
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._renderers:
+            self._renderers[key] = self._make_renderer(tools)
+        return self._renderers[key]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Totals:
+    """Sums over the steps of an episode."""
+
+    has_tools: bool
+    reward: float | None = None
+    parts: dict[str, float] | None = None
+    calls: int = 0
+    errors: int = 0
+    unparsed: int = 0
+
+    def add(self, stepped: Stepped) -> None:
+        if stepped.reward is not None:
+            self.reward = (self.reward or 0.0) + stepped.reward
+        parts = self.parts or {}
+        self.parts = parts | {name: parts.get(name, 0.0) + value for name, value in stepped.parts.items()}
+        self.calls += stepped.tool_calls
+        self.errors += stepped.tool_errors
+
+    async def outcome(self, context: Context, last_answer: str) -> Outcome:
+        """Of the steps' rewards; without any, of the run's reward of the last answer."""
+        parts = dict(self.parts or {})
+        if self.has_tools:
+            counts = {"tool_calls": self.calls, "tool_errors": self.errors, "unread_calls": self.unparsed}
+            parts |= {name: float(count) for name, count in counts.items()}
+        if self.reward is not None:
+            return Outcome(reward=self.reward, parts=parts)
+        outcome = Outcome.of(await context.score(last_answer))
+        return outcome if outcome.reward is None else replace(outcome, parts={**outcome.parts, **parts})
+
+
+def problem_fields(problem: Prompt, system_prompt: str | None) -> dict[str, Any]:
+    """What ``reset`` gets."""
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return {
+        "prompt_id": problem.prompt_id,
+        "text": problem.text,
+        "reference": problem.reference,
+        "row": dict(problem.row or {}),
+        "messages": [*system, {"role": "user", "content": problem.text}],
+    }
+
+
+def text_of(context: Context, completion: Completion, *, sampled_end: bool) -> str:
+    """The text of a turn without the template's end of a turn, which need not be an end token of the model."""
+    if sampled_end:
+        completion = replace(completion, token_ids=completion.token_ids[:-1])
+    return context.decode(completion)
+
+
+def message_of(turn: ParsedTurn) -> Message:
+    message: Message = {"role": "assistant", "content": turn.content}
+    if turn.calls:
+        message["tool_calls"] = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
+            for call in turn.calls
+        ]
+    return message
