@@ -160,9 +160,11 @@ class AggregationConfig(Schema):
         "sequence_mean_token_mean",
         "sequence_mean_token_sum",
         "sequence_mean_token_sum_over_constant",
+        "turn_mean",
     ] = "token_mean"
     """token_mean: the mean over all tokens. sequence_mean_*: the mean over responses of each response's mean or
-    sum."""
+    sum. turn_mean: the mean over turns of each turn's mean, so that a short turn counts as much as a long one; for
+    environments of several turns."""
     constant: PositiveInt | None = None
     """The divisor of ``sequence_mean_token_sum_over_constant`` (Dr. GRPO), usually max_new_tokens."""
 

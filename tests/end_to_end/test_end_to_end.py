@@ -157,16 +157,30 @@ def control_calls(log: Path) -> list[str]:
     return [name for name, _ in groupby(CONTROL.findall(log.read_text()))]
 
 
+TWO_TURNS = """
+from rollout.environments import Outcome
+
+class TwoTurns:
+    async def run(self, problem, context):
+        context.observe(problem.token_ids)
+        first = await context.act(max_new_tokens=6, stop_token_ids=context.encode("="))
+        context.observe(context.encode(f"({len(first.token_ids)}) "))
+        second = await context.act(max_new_tokens=8)
+        return Outcome.of(await context.score(context.decode(second)), first=len(first.token_ids))
+"""
+
+
 def test_a_run_goes_on_in_another_layout_and_colocated(folder):
-    """Interleaved pipeline stages send to servers of two tensor-parallel ranks. Their checkpoint goes on with
+    """Episodes of two turns. Interleaved pipeline stages send to servers of two tensor-parallel ranks. Their checkpoint goes on with
     sequence parallelism, taking turns with the servers on the same devices.
 
     On CPU the servers have no memory to give back, but everything is asked of them and of the learner as on a
     GPU.
     """
     (folder / "my_reward.py").write_text(LENGTH_REWARD)
+    (folder / "my_turns.py").write_text(TWO_TURNS)
     settings = [
-        *SMALL, *REWARD, "rollout.tp=2", "evaluation.at_ends=false", "learner.token_budget=64", "learner.old_logprobs=always",
+        *SMALL, *REWARD, "environment={type: tokens, environment: my_turns:TwoTurns}", "rollout.tp=2", "evaluation.at_ends=false", "learner.token_budget=64", "learner.old_logprobs=always",
         "kl.coefficient=0.01", "layout.dp=1",
     ]  # fmt: skip
     pipeline = ["layout.pp=2", "layout.vpp=2", "checkpoint.every=1", "steps=2"]
@@ -184,6 +198,7 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
         assert step["policy/ppo_kl"] == 0.0 and step["policy/ratio_max"] == 1.0
         assert step["mismatch/logprob_gap_max"] <= EXACT_TOLERANCE
         assert step["optim/grad_norm"] > 0
+        assert step["episode/turns_checked"] == 2 * 16 and step["episode/observed_tokens"] == 4 * 16
     assert steps[1]["policy/ref_kl"] > 0, "the policy has moved away from its reference"
     assert all(step["policy/ref_kl"] > steps[1]["policy/ref_kl"] for step in steps[3:]), (
         "a reference of its own"

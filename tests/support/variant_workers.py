@@ -67,6 +67,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "entropy": ("entropy.coefficient=0.01",),
     "aggregation sequence_mean_token_mean": (BY_SEQUENCE,),
     "aggregation sequence_mean_token_sum": ("aggregation.type=sequence_mean_token_sum",),
+    "aggregation turn_mean": ("aggregation.type=turn_mean", SOME),
     "aggregation over a constant": ("aggregation={type: sequence_mean_token_sum_over_constant, constant: 14}",),
     **{f"normalise, {level}": ("correction.weight.normalise=true", f"correction.weight.level={level}") for level in ("token", "sequence")},
     "normalise, geometric": ("correction.weight={level: geometric, bound: clip, upper: 1.5, normalise: true}", TWO),

@@ -20,6 +20,25 @@ Mode = Literal[
     "sequence_mean_token_sum",
     "sequence_mean_token_sum_over_constant",
 ]
+Averaging = Mode | Literal["turn_mean"]
+"""Of the config."""
+
+
+def units(mode: Averaging, response_mask_T: Tensor, cu_seqlens: Tensor) -> tuple[Mode, Tensor]:
+    """(mode, boundaries) by which the functions below average.
+
+    ``turn_mean`` is ``sequence_mean_token_mean`` with turns in the place of sequences: the mean over turns of each
+    turn's mean. A turn is a run of response tokens, whatever is rejected within it. Its part of the batch begins with
+    the run, or with its sequence, and ends where the next one begins.
+    """
+    if mode != "turn_mean":
+        return mode, cu_seqlens
+    begins_T = response_mask_T.clone()
+    begins_T[1:] &= ~response_mask_T[:-1]
+    starts = cu_seqlens.to(device=begins_T.device, dtype=torch.int64)
+    begins_T[starts[:-1]] = True  # two turns of neighbouring sequences may touch
+    bounds = torch.cat([begins_T.nonzero().flatten(), starts[-1:]])
+    return "sequence_mean_token_mean", bounds.to(cu_seqlens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,13 +118,19 @@ class Counted(NamedTuple):
 
 
 def over_kept(
-    aggregation_T: Tensor, keep_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, *, mode: Mode
+    aggregation_T: Tensor,
+    keep_T: Tensor,
+    response_mask_T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    mode: Averaging,
 ) -> tuple[Tensor, Counted]:
     """``aggregation_weights`` of the kept tokens, for rejection that is known only in the forward pass.
 
     ``aggregation_T`` has the weights of all response tokens. Returns the weights [T], still without
     ``kept_factor``, which is one number for the whole minibatch, and the counts for that factor.
     """
+    mode, cu_seqlens = units(mode, response_mask_T, cu_seqlens)
     all_S, kept_S = count_per_sequence(response_mask_T, cu_seqlens), count_per_sequence(keep_T, cu_seqlens)
     weights_T = aggregation_T * keep_T
     if mode == "token_mean":

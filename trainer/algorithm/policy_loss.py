@@ -27,7 +27,7 @@ from configs.schema.objective import (
     SapoObjective,
 )
 from parallel.packing import PackedBatch, require_per_token
-from trainer.algorithm.aggregation import Counted, Mode, over_kept
+from trainer.algorithm.aggregation import Averaging, Counted, over_kept
 from trainer.algorithm.correction import correct_current
 from trainer.algorithm.inputs import broken_tokens, may_be_broken, require_numbers, sequences_of
 from trainer.algorithm.kl import ESTIMATORS
@@ -66,7 +66,7 @@ def policy_loss(
     kl: KLConfig,
     entropy: EntropyConfig,
     correction: CorrectionConfig = DECOUPLED,
-    aggregation: Mode = "token_mean",
+    aggregation: Averaging = "token_mean",
 ) -> PolicyLoss:
     """The scalar loss of a micro-batch, with gradient to ``current_logprobs_T`` [T] and ``entropy_T`` [T],
     and its metrics.
@@ -143,7 +143,11 @@ def policy_loss(
 
 
 def _correct_here(
-    batch: PackedBatch, current_T: Tensor, aggregation_T: Tensor, correction: CorrectionConfig, mode: Mode
+    batch: PackedBatch,
+    current_T: Tensor,
+    aggregation_T: Tensor,
+    correction: CorrectionConfig,
+    mode: Averaging,
 ) -> tuple[Tensor, Tensor, dict[str, Metric], Counted | None]:
     """Importance weights from current, ``aggregation_T`` without what they reject, metrics, and counts where the
     kept tokens alone are to be counted."""

@@ -17,7 +17,7 @@ from configs.schema.objective import AggregationConfig
 from parallel.packing import PackedBatch
 from rollout.records import Group, Trajectory
 from trainer.algorithm.advantages import Advantages
-from trainer.algorithm.aggregation import GlobalCounts, aggregation_weights
+from trainer.algorithm.aggregation import GlobalCounts, aggregation_weights, units
 from trainer.algorithm.correction import Correction
 from trainer.algorithm.segments import count_per_sequence
 from trainer.batch.exact_turns import require_exact_turns
@@ -77,19 +77,16 @@ class StepBatch:
         correction that follows from the forward pass leaves ``importance_weights_T`` unset.
         """
         mask_T, keep_T = self.packed.response_mask_T, correction.keep_T
-        valid_S = count_per_sequence(mask_T, self.packed.cu_seqlens)
-        counted_T, counted_S = (keep_T, correction.kept_S) if denominator == "kept" else (mask_T, valid_S)
+        counted_T = keep_T if denominator == "kept" else mask_T
         fields = {
             "importance_weights_T": None if correction.weights_T is None else correction.weights_T.float(),
-            "aggregation_T": self._aggregation(counted_T, counted_S, aggregation, total) * keep_T,
+            "aggregation_T": self._aggregation(counted_T, aggregation, total) * keep_T,
         }
         if self.packed.values_T is not None:  # all ranks have a critic, or none
-            fields["value_aggregation_T"] = self._aggregation(mask_T, valid_S, aggregation, total)
+            fields["value_aggregation_T"] = self._aggregation(mask_T, aggregation, total)
         return self.with_fields(**fields)
 
-    def _aggregation(
-        self, counted_T: Tensor, counted_S: Tensor, config: AggregationConfig, total: Total
-    ) -> Tensor:
+    def _aggregation(self, counted_T: Tensor, config: AggregationConfig, total: Total) -> Tensor:
         weights_T = torch.zeros(self.packed.num_tokens, dtype=torch.float32)
         bounds = self.packed.cu_seqlens.tolist()
         for microbatches in self.rows:
@@ -97,9 +94,11 @@ class StepBatch:
             places = torch.cat([torch.arange(bounds[r], bounds[r + 1]) for r in rows])
             lengths = [0, *(bounds[r + 1] - bounds[r] for r in rows)]
             cu_seqlens = torch.tensor(lengths).cumsum(0).to(torch.int32)
-            part_T, counts = counted_T[places], GlobalCounts.of(counted_S[rows]).summed(total)
+            part_T = counted_T[places]
+            mode, bounds_of_units = units(config.type, self.packed.response_mask_T[places], cu_seqlens)
+            counts = GlobalCounts.of(count_per_sequence(part_T, bounds_of_units)).summed(total)
             weights_T[places] = aggregation_weights(
-                part_T, cu_seqlens, mode=config.type, constant=config.constant, counts=counts
+                part_T, bounds_of_units, mode=mode, constant=config.constant, counts=counts
             )
         return weights_T
 

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.packed_batches import count_valid
-from trainer.algorithm.aggregation import GlobalCounts, Mode, aggregation_weights
+from trainer.algorithm.aggregation import (
+    GlobalCounts,
+    Mode,
+    aggregation_weights,
+    kept_factor,
+    over_kept,
+    units,
+)
 
 MODES = Mode.__args__
 CONSTANT = 7
@@ -62,6 +69,40 @@ def test_parts_add_up_to_the_mean_of_the_whole(mode, masks, seed, cut):
         (whole.double() * torch.tensor([x for row in losses for x in row], dtype=torch.float64)).sum().item()
     )
     assert total == pytest.approx(slow_mean(losses, masks, mode), rel=1e-6, abs=1e-6)
+
+
+@settings(max_examples=80, deadline=None)
+@given(masks=masks_strategy, rejected=st.sets(st.integers(0, 80)), seed=st.integers(0, 99))
+def test_turn_mean_is_the_mean_over_turns_of_each_turns_mean(masks, rejected, seed):
+    """Against a loop over runs of response tokens; a rejected token leaves its turn, and does not split it."""
+    mask_T, cu_seqlens = pack(masks)
+    keep_T = mask_T & torch.tensor([place not in rejected for place in range(len(mask_T))])
+    losses = torch.randn(len(mask_T), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    turns, place = [], 0
+    for row in masks:
+        run = []
+        for flag in [*row, False]:
+            if flag:
+                run.append(place)
+            elif run:
+                turns.append([p for p in run if keep_T[p]])
+                run = []
+            place += 1
+        place -= 1  # the flag that closes a row has no place
+    means = [sum(losses[p].item() for p in turn) / len(turn) for turn in turns if turn]
+    expected = sum(means) / len(means) if means else 0.0
+
+    mode, bounds = units("turn_mean", mask_T, cu_seqlens)
+    counts = count_valid(keep_T, bounds)
+    weights = aggregation_weights(keep_T, bounds, mode=mode, constant=None, counts=counts)
+    assert counts.sequences == len(means)
+    assert (weights.double() * losses).sum().item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+    all_turns = aggregation_weights(
+        mask_T, bounds, mode=mode, constant=None, counts=count_valid(mask_T, bounds)
+    )
+    later, counted = over_kept(all_turns, keep_T, mask_T, cu_seqlens, mode="turn_mean")
+    torch.testing.assert_close(later * kept_factor([counted]), weights)
 
 
 def test_by_hand():
