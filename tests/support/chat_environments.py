@@ -9,11 +9,17 @@ import time
 from pathlib import Path
 
 
+def look(key: int) -> str:
+    """Look."""
+    return str(key)
+
+
 class Faulty:
     """Two turns; the reward is the first number of the second one. Where the first turn begins with a multiple of
     three, ``fault`` happens in its step."""
 
-    def __init__(self, fault="none", folder=None):
+    def __init__(self, fault="none", folder=None, tools=False):
+        self.tools = [look] if tools else []
         self.fault, self.folder, self.turn = fault, folder and Path(folder), 0
         if fault == "start_fails_later" and not self.is_first("start"):
             raise OSError("no licence left")
@@ -142,9 +148,6 @@ def fails(key):
 
 class Unscored:
     """Tools without a reward of their own."""
-
-    def __init__(self, step_s=0.0):
-        self.step_s = step_s
 
     def reset(self, **row):
         return f" 6 {len(row)}"
