@@ -85,6 +85,7 @@ class ChatEnvironment(EnvironmentLimits):
     start_timeout_s: Seconds = 120.0
     """Time for a process to start, and to import and make the environment."""
     reset_timeout_s: Seconds = 60.0
+    """Time for ``reset``."""
     step_timeout_s: Seconds = 60.0
     """Time for a step; all tool calls of one answer are a step. A process that is late is killed (``time_limit``)."""
     max_processes: Count | None = None
@@ -102,6 +103,4 @@ class ChatEnvironment(EnvironmentLimits):
         return self
 
 
-EnvironmentConfig = Annotated[
-    SingleTurn | TokenEnvironment | ChatEnvironment, Field(discriminator="type")
-]
+EnvironmentConfig = Annotated[SingleTurn | TokenEnvironment | ChatEnvironment, Field(discriminator="type")]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rollout.environments.processes import Message, Opened, ProcessPool, Stepped
+from rollout.environments.processes import Message, Opened, ProcessPool, Stepped, require_parser
 from rollout.environments.protocol import Context, Outcome
 from rollout.records import Completion, Prompt
 
@@ -87,11 +87,7 @@ class ChatEpisodes:
             ValueError: the template cannot be used, or nothing finds the calls of the environment's tools.
         """
         ready = await self._pool.ready()
-        if ready.tools and self._parse is None:
-            raise ValueError(
-                "the environment has tools, but environment.tool_call_parser is null, so no call is found; name the parser of "
-                "the model's form of calls"
-            )
+        require_parser(ready, None if self._parse is None else "given")
         self._renderer_of(ready.tools)
 
     async def run(self, problem: Prompt, context: Context) -> Outcome:

@@ -7,8 +7,10 @@ an exception or a cancellation the process is killed with everything that it sta
 import asyncio
 import logging
 import os
+import re
+import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,9 @@ LARGEST_ANSWER = 4 * 2**20
 """Bytes of a line from a process: a million tokens of text."""
 END_TIMEOUT_S = 10.0
 """Time to end what an episode left over, for ``close()``, and for the guard to kill and reap everything."""
+TRACE_WITHIN_S = 2.0
+"""Time for a late process to write its current line."""
+TELL_EVERY_S = 5.0
 MOST_FAILED_STARTS = 8
 """In a row, after which the run ends; before the first start that succeeds, one is enough."""
 PER_CORE = 16
@@ -110,7 +115,7 @@ class Program:
             python=config.python if is_chat else None,
         )
 
-    def start_request(self) -> dict[str, Any]:
+    def start_request(self, trace: int) -> dict[str, Any]:
         return {
             "do": "start",
             "environment": self.environment,
@@ -118,14 +123,16 @@ class Program:
             "options": self.options,
             "path": [entry or os.getcwd() for entry in sys.path] if self.python is None else None,
             "largest_answer": LARGEST_ANSWER,
+            "trace": trace,
         }
 
 
 class EnvironmentProcess:
     """One process. Requests that fail raise ``EpisodeFailed``; the process is then of no more use."""
 
-    def __init__(self, process: asyncio.subprocess.Process, limits: Limits) -> None:
-        self._process, self._limits = process, limits
+    def __init__(self, process: asyncio.subprocess.Process, limits: Limits, trace: int) -> None:
+        """trace: descriptor of a file to which the process writes its current lines."""
+        self._process, self._limits, self._trace = process, limits, trace
         self._is_clean = True
 
     @property
@@ -141,6 +148,7 @@ class EnvironmentProcess:
     @classmethod
     async def start(cls, program: Program, limits: Limits) -> tuple["EnvironmentProcess", Ready]:
         """Raises EnvironmentStartError."""
+        trace = os.memfd_create("lines of an environment")
         try:
             process = await asyncio.create_subprocess_exec(
                 program.python or sys.executable,
@@ -149,16 +157,21 @@ class EnvironmentProcess:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=sys.__stderr__.fileno() if sys.__stderr__ is not None else None,
                 limit=LARGEST_ANSWER + 2**16,
+                pass_fds=[trace],
                 start_new_session=True,  # its guard ends it after this process; a killed group must not take the guard
             )
-        except OSError as error:
+        except BaseException as error:
+            os.close(trace)
+            if not isinstance(error, OSError):
+                raise
             raise EnvironmentStartError(
                 f"environment.python={program.python or sys.executable} cannot be started: {error}; name a Python interpreter"
             ) from error
-        started = cls(process, limits)
+        started = cls(process, limits, trace)
+        stage = f"importing and making {program.environment}"
         try:
-            stage = f"importing and making {program.environment}", "start_timeout_s", limits.start
-            return started, await started._ask(program.start_request(), Ready, *stage)
+            request = program.start_request(trace)
+            return started, await started._ask(request, Ready, stage, "start_timeout_s", limits.start)
         except EpisodeFailed as error:
             await finished(started.kill())
             raise EnvironmentStartError(
@@ -208,6 +221,9 @@ class EnvironmentProcess:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             await self._process.wait()
+        if self._trace >= 0:
+            os.close(self._trace)
+            self._trace = -1
 
     async def _ask(
         self, request: dict[str, Any], kind: type[T], stage: str, limit: str | None, limit_s: float
@@ -215,11 +231,13 @@ class EnvironmentProcess:
         was_clean, self._is_clean = self._is_clean, False
         try:
             async with asyncio.timeout(limit_s):
-                line = await self._exchange(msgspec.json.encode(request, enc_hook=str))
+                line = await self._exchange(msgspec.json.encode(request, enc_hook=_plain))
         except TimeoutError:
             name = f"environment.{limit}=" if limit else ""
+            where = await self._current_line()
             raise EpisodeFailed(
-                Status.TIME_LIMIT, f"{stage} took longer than {name}{limit_s:g} s; its process was killed"
+                Status.TIME_LIMIT,
+                f"{stage} took longer than {name}{limit_s:g} s{where}; its process was killed",
             ) from None
         except ValueError as error:  # of StreamReader
             raise EpisodeFailed(
@@ -228,7 +246,8 @@ class EnvironmentProcess:
         if line is None:
             code = await self._ended()
             raise EpisodeFailed(
-                Status.FAILED, f"the environment's process (pid {self.pid}) {how_it_ended(code)} in {stage}"
+                Status.FAILED,
+                f"the environment's process (pid {self.pid}) {how_it_ended(code)} in {stage}; its error output may say why",
             )
         try:
             answer = msgspec.json.decode(line, type=_Answer)
@@ -252,12 +271,44 @@ class EnvironmentProcess:
         answer = await self._process.stdout.readline()
         return answer if answer.endswith(b"\n") else None
 
+    async def _current_line(self) -> str:
+        """``, at env.py:12 in step``; an empty text where it is not told in time."""
+        with suppress(psutil.NoSuchProcess, TimeoutError, OSError):
+            (server,) = psutil.Process(self.pid).children() or [None]
+            if server is None or not _catches(server.pid, signal.SIGUSR1):  # it would end the process
+                return ""
+            server.send_signal(signal.SIGUSR1)
+            async with asyncio.timeout(TRACE_WITHIN_S):
+                while not (written := os.pread(self._trace, 2**16, 0)).endswith(b"\n"):
+                    await asyncio.sleep(0.01)
+            for file, line, function in _FRAME.findall(written.decode(errors="replace")):  # innermost first
+                if file != str(WORKER) and not _LIBRARY.search(file):
+                    return f", at {os.path.basename(file)}:{line} in {function}"
+        return ""
+
     async def _ended(self) -> int:
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 return await self._process.wait()
         except TimeoutError:
             raise EpisodeFailed(Status.FAILED, "the environment's process closed its pipe") from None
+
+
+def _plain(value: Any) -> Any:
+    """A value of a row that JSON does not have: a number or an array of numpy, else its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_LIBRARY = re.compile(r"^<|/lib(64)?/python\d")
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of a signal."""
+    with suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def _failure(error: _Error) -> EpisodeFailed:
@@ -379,11 +430,18 @@ async def finished(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-def check_environment(config: ChatEnvironment | TokenEnvironment) -> Ready:
-    """Import and make an environment in a process of its own, which is then ended. Raises ValueError."""
+def check_environment(
+    config: ChatEnvironment | TokenEnvironment, tell: Callable[[str], None] = logger.info
+) -> Ready:
+    """Import and make an environment in a process of its own, which is then ended. ``tell`` is called while that takes
+    long. Raises ValueError."""
 
     async def check() -> Ready:
-        process, ready = await EnvironmentProcess.start(Program.of(config), limits_of(config))
+        telling = asyncio.ensure_future(_tell_of_waiting(config, tell))
+        try:
+            process, ready = await EnvironmentProcess.start(Program.of(config), limits_of(config))
+        finally:
+            telling.cancel()
         await process.close()
         return ready
 
@@ -391,10 +449,24 @@ def check_environment(config: ChatEnvironment | TokenEnvironment) -> Ready:
         ready = asyncio.run(check())
     except EnvironmentStartError as error:
         raise ValueError(str(error)) from error
-    if ready.tools and isinstance(config, ChatEnvironment) and config.tool_call_parser is None:
-        names = ", ".join(tool.get("function", {}).get("name", "?") for tool in ready.tools)
-        raise ValueError(
-            f"environment {config.environment!r} has tools ({names}), but environment.tool_call_parser is null, so no call is "
-            "found; name the parser of the model's form of calls"
-        )
+    if isinstance(config, ChatEnvironment):
+        require_parser(ready, config.tool_call_parser)
     return ready
+
+
+async def _tell_of_waiting(config: ChatEnvironment | TokenEnvironment, tell: Callable[[str], None]) -> None:
+    waited, limit_s = 0.0, config.start_timeout_s
+    while True:
+        await asyncio.sleep(TELL_EVERY_S)
+        waited += TELL_EVERY_S
+        tell(f"making {config.environment} … {waited:.0f} s of environment.start_timeout_s={limit_s:g}")
+
+
+def require_parser(ready: Ready, parser: str | None) -> None:
+    """Refuse an environment whose tools nobody could call. Raises ValueError."""
+    if ready.tools and parser is None:
+        names = ", ".join(str(tool.get("function", {}).get("name", "?")) for tool in ready.tools)
+        raise ValueError(
+            f"the environment has tools ({names}), but environment.tool_call_parser is null, so no call is found; name the "
+            "parser of the model's form of calls"
+        )

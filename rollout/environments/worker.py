@@ -26,6 +26,7 @@ import asyncio
 import collections.abc
 import contextlib
 import ctypes
+import faulthandler
 import importlib
 import inspect
 import json
@@ -160,7 +161,7 @@ def end_descendants(kept=frozenset()):
 
 
 def serve():
-    requests, answers = open(os.dup(0), "rb"), open(os.dup(1), "wb")
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)  # what the user prints
@@ -180,44 +181,48 @@ def serve():
 
 class Server:
     def __init__(self):
-        self.environment, self.kept, self.largest = None, frozenset(), 2**20
+        self.environment: Adapter | None = None
+        self.kept, self.largest = frozenset(), 2**20
 
     def answer(self, request):
         """One line."""
         try:
             content = json_line({"ok": self._do(**request)}, self.environment)
             if len(content) > self.largest:
-                raise Failure(
-                    "unusable",
-                    f"{request['do']} gave {len(content)} bytes, but an answer may have {self.largest}{self._place(request['do'])}",
-                )
+                what = f"gave {len(content)} bytes, but an answer may have {self.largest}"
+                raise self._environment().unusable(request["do"], what)
         except Failure as error:
             content = json_line({"error": {"kind": error.kind, "message": str(error)}})
         except BaseException as error:  # the user's code may raise anything, or call exit()
             content = json_line({"error": {"kind": "raised", "message": describe(error)}})
         return content
 
-    def _place(self, name):
-        return f" ({place_of(getattr(self.environment.made, name, self.environment.made))})"
-
     def _do(self, do, **arguments):
         if do == "start":
             self.largest = arguments.pop("largest_answer")
-            self.environment = make_environment(**arguments)
+            # Writes the current lines on request, even from code that is not Python's.
+            faulthandler.register(signal.SIGUSR1, file=arguments.pop("trace"), all_threads=False)
+            self.environment = environment = make_environment(**arguments)
             self.kept = frozenset(descendants())
-            return {"tools": self.environment.tools}
+            return {"tools": environment.tools}
+        environment = self._environment()
         if do == "reset":
-            messages = self.environment.reset(arguments["problem"])
-            return {"messages": messages, "tools": self.environment.tools}
+            messages = environment.reset(arguments["problem"])
+            return {"messages": messages, "tools": environment.tools}
         if do == "step":
-            return self.environment.step(arguments["message"])
+            return environment.step(arguments["message"])
         if do == "end":
             end_descendants(self.kept)
             return {}
-        return self.environment.close() or {}
+        return environment.close() or {}
+
+    def _environment(self) -> Adapter:
+        assert self.environment is not None, "start comes first"
+        return self.environment
 
 
 def json_line(content, environment=None):
+    """Raises Failure, with the place of the environment's class."""
     try:
         return json.dumps(content, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
@@ -231,7 +236,7 @@ def json_line(content, environment=None):
 
 def make_environment(environment, interface, options, path):
     """path: sys.path of Tandem, for its own Python; None: this Python's own, and then the current folder."""
-    if sys.version_info < OLDEST_PYTHON:  # noqa: UP036 - another Python may run this file
+    if sys.version_info < OLDEST_PYTHON:
         raise Failure("start", f"environment.python is Python {sys.version.split()[0]}; use 3.9 or newer")
     if path is not None:
         sys.path[:] = path
@@ -249,10 +254,13 @@ def make_environment(environment, interface, options, path):
                 f"that holds {module_name.split('.')[0]}.py, or set PYTHONPATH",
             ) from error
         raise Failure(
-            "start", f"{module_name} imports {error.name!r}, which {sys.executable} does not have; install it there"
+            "start",
+            f"{module_name} imports {error.name!r}, which {sys.executable} does not have; install it there",
         ) from error
     except BaseException as error:  # the import of a user's module may raise anything
-        raise Failure("start", f"importing {module_name} raised {describe(error)}; correct the module") from error
+        raise Failure(
+            "start", f"importing {module_name} raised {describe(error)}; correct the module"
+        ) from error
     make = getattr(module, name, None)
     if not callable(make):
         raise Failure("start", f"{module_name} has no class {name!r}; define it, or correct the name")
@@ -272,7 +280,7 @@ def make_environment(environment, interface, options, path):
 class Adapter:
     """What all interfaces share."""
 
-    needs = ("reset",)
+    needs: tuple[str, ...] = ("reset",)
 
     def __init__(self, made):
         self.made, self._loop = made, asyncio.new_event_loop()
@@ -282,6 +290,14 @@ class Adapter:
                 raise Failure("start", f"it has no method {name} ({place_of(type(made))})")
         self.tools = []
 
+    def reset(self, problem):
+        """The first messages."""
+        raise NotImplementedError
+
+    def step(self, message):
+        """See ``answered``."""
+        raise NotImplementedError
+
     def close(self):
         close = getattr(self.made, "close", None)
         if callable(close):
@@ -290,7 +306,9 @@ class Adapter:
     def call(self, function, *arguments, **named):
         """Call a function of the user's, async or not."""
         returned = function(*arguments, **named)
-        return self._loop.run_until_complete(_awaited(returned)) if inspect.isawaitable(returned) else returned
+        return (
+            self._loop.run_until_complete(_awaited(returned)) if inspect.isawaitable(returned) else returned
+        )
 
     def reset_with(self, problem):
         """reset() with those fields of the row and the problem that it has parameters for."""
@@ -302,7 +320,8 @@ class Adapter:
         missing = [p.name for p in parameters if is_required(p) and p.name not in fields]
         if missing:
             raise self.unusable(
-                "reset", f"has a parameter {missing[0]!r}, but the problem has only {', '.join(sorted(fields))}"
+                "reset",
+                f"has a parameter {missing[0]!r}, but the problem has only {', '.join(sorted(fields))}",
             )
         return self.call(self.made.reset, **{p.name: fields[p.name] for p in parameters if p.name in fields})
 
@@ -340,7 +359,9 @@ class Adapter:
 
     def parts_of(self, parts):
         if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts):
-            raise self.unusable("step", f"returned {short(parts)} as parts; return {{name: number}}", "reward")
+            raise self.unusable(
+                "step", f"returned {short(parts)} as parts; return {{name: number}}", "reward"
+            )
         return {name: self.number_of(value, f"part {name!r}") for name, value in parts.items()}
 
     def run_tools(self, message, functions):
@@ -372,7 +393,9 @@ class Adapter:
         try:
             return json.dumps(returned, ensure_ascii=False), False
         except (TypeError, ValueError) as error:
-            raise Failure("unusable", f"tool {name} returned {short(returned)}: {error} ({place_of(function)})") from error
+            raise Failure(
+                "unusable", f"tool {name} returned {short(returned)}: {error} ({place_of(function)})"
+            ) from error
 
 
 class Chat(Adapter):
@@ -386,8 +409,10 @@ class Chat(Adapter):
 
     def _find_tools(self):
         tools = getattr(self.made, "tools", None) or []
-        if not isinstance(tools, (list, tuple)):  # noqa: UP038
-            raise Failure("start", f"tools is {short(tools)}; make it a list of functions, or of JSON schemas")
+        if not isinstance(tools, (list, tuple)):
+            raise Failure(
+                "start", f"tools is {short(tools)}; make it a list of functions, or of JSON schemas"
+            )
         written = [tool for tool in tools if isinstance(tool, dict)]
         if written and len(written) < len(tools):
             raise Failure("start", "tools has functions and JSON schemas; give it one kind")
@@ -412,7 +437,9 @@ class Chat(Adapter):
         done = self.truth_of(done, "done")
         messages = self.messages_of("step", messages)
         if not messages and not done:
-            raise self.unusable("step", "returned no messages, and done is False; the policy has nothing to answer")
+            raise self.unusable(
+                "step", "returned no messages, and done is False; the policy has nothing to answer"
+            )
         reward = None if reward is None else self.number_of(reward, "reward")
         calls = len(message.get("tool_calls") or ())
         return self.answered(messages, reward, done, self.parts_of(*parts) if parts else {}, calls=calls)
@@ -442,7 +469,9 @@ class Text(Adapter):
         if not isinstance(info, dict):
             raise self.unusable("step", f"returned {short(info)} as info; return a dict")
         messages = [] if text is None else [{"role": "user", "content": text}]
-        return self.answered(messages, self.number_of(reward, "reward"), done, self.parts_of(info.get(PARTS, {})))
+        return self.answered(
+            messages, self.number_of(reward, "reward"), done, self.parts_of(info.get(PARTS, {}))
+        )
 
 
 class Tools(Adapter):
@@ -481,16 +510,13 @@ class Tools(Adapter):
         return self.answered([], reward, True)
 
 
-INTERFACES = {"chat": Chat, "text": Text, "tools": Tools}
-
-
 class Tokens(Adapter):
     """An environment of tokens, which is made here to see that it can be; it runs elsewhere."""
 
     needs = ("run",)
 
 
-INTERFACES["tokens"] = Tokens
+INTERFACES = {"chat": Chat, "text": Text, "tools": Tools, "tokens": Tokens}
 
 
 async def _awaited(returned):
@@ -522,7 +548,10 @@ def schema_of(function):
     name = function.__name__
     text = inspect.getdoc(function)
     if not text:
-        raise Failure("start", f"tool {name} has no docstring, which tells the model what it does ({place_of(function)})")
+        raise Failure(
+            "start",
+            f"tool {name} has no docstring, which tells the model what it does ({place_of(function)})",
+        )
     try:
         hints = typing.get_type_hints(function)
     except Exception as error:  # an annotation may be any expression
@@ -532,9 +561,14 @@ def schema_of(function):
     properties, required, about = {}, [], parameter_texts(text)
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise Failure("start", f"tool {name} takes {parameter}; a model gives arguments by name ({place_of(function)})")
+            raise Failure(
+                "start",
+                f"tool {name} takes {parameter}; a model gives arguments by name ({place_of(function)})",
+            )
         if parameter.name not in hints:
-            raise Failure("start", f"parameter {parameter.name!r} of tool {name} has no type ({place_of(function)})")
+            raise Failure(
+                "start", f"parameter {parameter.name!r} of tool {name} has no type ({place_of(function)})"
+            )
         properties[parameter.name] = schema_of_type(hints[parameter.name], name, function)
         if parameter.name in about:
             properties[parameter.name]["description"] = about[parameter.name]
@@ -546,7 +580,8 @@ def schema_of(function):
 
 
 _SECTION = re.compile(
-    r"^(?:Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$|^:(?:param|returns?|raises)\b", re.MULTILINE
+    r"^(?:Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):\s*$|^:(?:param|returns?|raises)\b",
+    re.MULTILINE,
 )
 _ARGUMENTS = re.compile(r"^(?:Args|Arguments|Parameters):\s*\n((?:[ \t]+.*\n?|\s*\n)*)", re.MULTILINE)
 _GOOGLE = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*(?:\n[ \t]+.*)*)", re.MULTILINE)
@@ -585,7 +620,10 @@ def schema_of_type(hint, tool, function):
         return {"anyOf": [schema_of_type(one, tool, function) for one in arguments]}
     if origin in _ARRAYS:
         items = [one for one in arguments if one is not Ellipsis]
-        return {"type": "array", "items": schema_of_type(items[0], tool, function) if len(set(items)) == 1 else {}}
+        return {
+            "type": "array",
+            "items": schema_of_type(items[0], tool, function) if len(set(items)) == 1 else {},
+        }
     if origin in _OBJECTS:
         return {"type": "object", "additionalProperties": schema_of_type(arguments[1], tool, function)}
     raise Failure(
@@ -628,14 +666,14 @@ def place_of(thing):
         thing = type(thing)
     thing = inspect.unwrap(thing)
     try:
-        file, line = inspect.getsourcefile(thing), inspect.getsourcelines(thing)[1]
-    except (OSError, TypeError):
+        file, line = inspect.getfile(thing), inspect.getsourcelines(thing)[1]
+    except (OSError, TypeError):  # not written in Python
         return str(getattr(thing, "__module__", "?"))
     return f"{os.path.basename(file)}:{line} in {thing.__name__}"
 
 
 def short(value):
-    has_content = isinstance(value, (str, dict, tuple, list, bool, type(None)))  # noqa: UP038
+    has_content = isinstance(value, (str, dict, tuple, list, bool, type(None)))
     return f"{type(value).__name__} {value!r:.60}" if has_content else f"{type(value)}"
 
 

@@ -1,6 +1,7 @@
 """Environments of messages, sound and broken, for tests. Python 3.9 and the standard library alone. Texts are numbers
 with blanks between them."""
 
+import contextlib
 import os
 import random
 import subprocess
@@ -98,10 +99,8 @@ class Faulty:
 
     def garbage(self):
         for descriptor in range(3, 20):
-            try:
+            with contextlib.suppress(OSError):
                 os.write(descriptor, b"7 8\n")
-            except OSError:
-                pass
 
     def raises(self):
         raise KeyError("x")

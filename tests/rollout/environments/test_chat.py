@@ -114,7 +114,9 @@ def test_a_flaky_tool_answers_the_model_and_the_episode_goes_on():
                 counts["tool_errors"] += fails(first)
                 found += not fails(first)
                 seen["error" if fails(first) else "ok"] += 1
-                content = f"Error: ConnectionError: no answer for {first}" if fails(first) else f"value {first}"
+                content = (
+                    f"Error: ConnectionError: no answer for {first}" if fails(first) else f"value {first}"
+                )
                 messages = [{"role": "tool", "content": content}]
             expected += ToyRenderer().following(messages, sampled_end=sampled_end)
         assert ids == expected
@@ -127,7 +129,9 @@ def test_a_flaky_tool_answers_the_model_and_the_episode_goes_on():
 
 
 def test_without_a_reward_the_run_scores_the_last_answer():
-    for one in play("Unscored", interface="tools", parse=lambda text, tools: ParsedTurn(content=text, calls=[])):
+    for one in play(
+        "Unscored", interface="tools", parse=lambda text, tools: ParsedTurn(content=text, calls=[])
+    ):
         (turn,) = one.sequence.turns
         ids = one.sequence.token_ids[turn.start : turn.end]
         text = TEXTS.decode(ids[:-1] if ids[-1] == END else ids)
@@ -161,7 +165,7 @@ def test_an_observation_that_does_not_fit_ends_the_episode():
 def test_tools_without_a_parser_are_refused():
     with pytest.raises(ValueError, match=r"environment\.tool_call_parser is null"):
         play("Faulty", interface="chat", tools=True)
-    with pytest.raises(ValueError, match="needs environment.tool_call_parser"):
+    with pytest.raises(ValueError, match=r"needs environment\.tool_call_parser"):
         ChatEnvironment(environment="m:C", interface="tools")
 
 

@@ -79,7 +79,9 @@ def sound() -> list[Sample]:
     return samples
 
 
-def check_others(samples: Sequence[Sample], sound: Sequence[Sample], failed: Callable[[Sample], bool]) -> None:
+def check_others(
+    samples: Sequence[Sample], sound: Sequence[Sample], failed: Callable[[Sample], bool]
+) -> None:
     """All but the failed samples are those of a sound run, and their advantages are of a group of them alone."""
     pairs = list(zip(samples, sound, strict=True))
     good = [one for one in samples if not failed(one)]
@@ -147,14 +149,15 @@ def test_a_late_step_is_killed(fault, sound, tmp_path):
     for one in samples:
         if is_faulty(first_turn(one)):
             assert (one.reward, one.status) == (None, Status.TIME_LIMIT)
-            assert "environment.step_timeout_s=3 s" in (one.error or "")
+            message = r"environment.step_timeout_s=3 s, at chat_environments.py:\d+ in hang"
+            assert re.search(message, one.error or ""), one.error
     check_others(samples, sound, lambda one: is_faulty(first_turn(one)))
 
 
 @pytest.mark.parametrize(
     ("fault", "status", "message"),
     [
-        ("hang_in_reset", Status.TIME_LIMIT, "environment.reset_timeout_s=3 s"),
+        ("hang_in_reset", Status.TIME_LIMIT, "environment.reset_timeout_s=3 s, at chat_environments.py"),
         ("crash_in_reset", Status.FAILED, "exit code 3 in reset"),
     ],
 )
@@ -174,12 +177,21 @@ def test_a_start_that_fails_later_fails_its_episode_alone(sound, tmp_path):
 
 
 BROKEN = {
-    "raises_at_import": ("import nothing_of_the_name", "imports 'nothing_of_the_name', which .* does not have"),
+    "raises_at_import": (
+        "import nothing_of_the_name",
+        "imports 'nothing_of_the_name', which .* does not have",
+    ),
     "ends_at_import": ("import sys; sys.exit(4)", "importing ends_at_import raised SystemExit: 4"),
-    "crashes_at_import": ("import os; os._exit(5)", "exit code 5 in importing and making crashes_at_import:E"),
+    "crashes_at_import": (
+        "import os; os._exit(5)",
+        "exit code 5 in importing and making crashes_at_import:E",
+    ),
     "has_no_such_class": ("", "has no class 'E'"),
     "has_no_step": ("class E:\n  def reset(self, problem): ...", r"no method step \(has_no_step.py:1 in E\)"),
-    "hangs_at_import": ("import time; time.sleep(1000)", "start_timeout_s=1.5 s; its process was killed"),
+    "hangs_at_import": (
+        "import time; time.sleep(1000)",
+        "start_timeout_s=.* s, at hangs_at_import.py:1 in <module>; ",
+    ),
 }
 
 
@@ -188,7 +200,7 @@ def test_an_environment_that_cannot_be_started_ends_the_run(name, tmp_path, monk
     source, message = BROKEN[name]
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    limit_s = 1.5 if "hangs" in name else 60
+    limit_s = 4.0 if "hangs" in name else 60
     config = config_of(environment=f"{name}:E", options={}, start_timeout_s=limit_s)
     with pytest.raises(EnvironmentStartError, match=message):
         asyncio.run(samples_of(config))
@@ -197,25 +209,30 @@ def test_an_environment_that_cannot_be_started_ends_the_run(name, tmp_path, monk
 
 
 def test_the_check_before_a_start(tmp_path, monkeypatch):
-    (tmp_path / "of_tokens.py").write_text("class E:\n  async def run(self, problem, context): ...\nclass F: ...")
+    (tmp_path / "of_tokens.py").write_text(
+        "class E:\n  async def run(self, problem, context): ...\nclass F: ..."
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert check_environment(config_of()).tools == []
     assert check_environment(TokenEnvironment(environment="of_tokens:E")).tools == []
     with pytest.raises(ValueError, match=r"F: it has no method run \(of_tokens.py:3 in F\)"):
         check_environment(TokenEnvironment(environment="of_tokens:F"))
-    with pytest.raises(ValueError, match="environment.python=/no/python cannot be started"):
+    with pytest.raises(ValueError, match=r"environment\.python=/no/python cannot be started"):
         check_environment(config_of(python="/no/python"))
 
 
 def other_python() -> str | None:
     """An interpreter of 3.9 or newer that is not ours; 3.9 where there is one."""
-    found = [*Path("~/.pyenv/versions").expanduser().glob("3.*/bin/python"), *Path("/usr/bin").glob("python3.?*")]
+    found = [
+        *Path("~/.pyenv/versions").expanduser().glob("3.*/bin/python"),
+        *Path("/usr/bin").glob("python3.?*"),
+    ]
     for version in ("3.9", "3.10", "3.12", "3.13"):
         for python in found:
-            ask = [python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+            ask = [python, "-c", "import sys; print('{}.{}'.format(*sys.version_info))"]
             if os.access(python, os.X_OK) and "config" not in python.name:
                 done = subprocess.run(ask, capture_output=True, text=True, timeout=DEADLINE_S)
-                if done.stdout.strip() == version != "%d.%d" % sys.version_info[:2]:
+                if done.stdout.strip() == version != "{}.{}".format(*sys.version_info):
                     return str(python)
     return None
 

@@ -154,7 +154,9 @@ class TestText:
         of("text", reset=some, step=lambda self, t: None).reset(PROBLEM)
         of("text", reset=everything, step=lambda self, t: None).reset(PROBLEM)
         assert got == [(4, "5", None), {**{k: v for k, v in PROBLEM.items() if k != "row"}, "level": 4}]
-        with pytest.raises(Failure, match=r"parameter 'colour', but the problem has only level, .*\(test_worker"):
+        with pytest.raises(
+            Failure, match=r"parameter 'colour', but the problem has only level, .*\(test_worker"
+        ):
             of("text", reset=missing, step=lambda self, t: None).reset(PROBLEM)
 
     @pytest.mark.parametrize(
@@ -172,7 +174,8 @@ class TestText:
         assert (stepped["done"], stepped["parts"]) == (done, {"a": 2.0} if len(returned[-1]) else {})
 
     @pytest.mark.parametrize(
-        "returned", [None, ("on", 0.5, False), (3, 0.5, False, {}), ("on", None, False, {}), ("on", 1, True, [])]
+        "returned",
+        [None, ("on", 0.5, False), (3, 0.5, False, {}), ("on", None, False, {}), ("on", 1, True, [])],
     )
     def test_a_wrong_step(self, returned):
         with pytest.raises(Failure, match=r"step returned .*\(test_worker.py:\d+"):
@@ -198,7 +201,9 @@ class TestTools:
         assert env.step(answer("5"))["reward"] is None
 
     def test_public_methods_are_the_tools(self):
-        env = of("tools", reset=lambda self: None, get=TestTools.get, _hidden=TestTools.get, limit=3, close=print)
+        env = of(
+            "tools", reset=lambda self: None, get=TestTools.get, _hidden=TestTools.get, limit=3, close=print
+        )
         assert [tool["function"]["name"] for tool in env.tools] == ["get"]
         with pytest.raises(Failure, match="no public method"):
             of("tools", reset=lambda self: None)
@@ -294,5 +299,12 @@ def test_the_file_imports_the_standard_library_alone():
         capture_output=True, text=True, check=True, cwd="/", timeout=60,
     ).stdout.split()  # fmt: skip
     packages = {name.partition(".")[0] for name in names}
-    own = {name for name in packages if name.startswith(("__editable__", "_virtualenv", "_distutils", "distutils"))}
-    assert packages - own - sys.stdlib_module_names - {"__main__", "sitecustomize"} <= {"google", "mpl_toolkits"}
+    own = {
+        name
+        for name in packages
+        if name.startswith(("__editable__", "_virtualenv", "_distutils", "distutils"))
+    }
+    assert packages - own - sys.stdlib_module_names - {"__main__", "sitecustomize"} <= {
+        "google",
+        "mpl_toolkits",
+    }
