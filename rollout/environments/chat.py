@@ -5,13 +5,14 @@ only for the environment and for the parser of tool calls.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from rollout.environments.processes import Message, Opened, ProcessPool, Stepped, require_parser
-from rollout.environments.protocol import Context, Outcome
-from rollout.records import Completion, Prompt
+from rollout.environments.protocol import Context, EpisodeFailed, Outcome
+from rollout.records import Completion, Prompt, Status
 
 Tools = Sequence[Mapping[str, Any]]
 """JSON schemas of functions, in OpenAI's form."""
@@ -96,8 +97,11 @@ class ChatEpisodes:
             return await self._play(opened, process.step, context)
 
     async def _play(self, opened: Opened, step: Callable, context: Context) -> Outcome:
-        renderer, totals = self._renderer_of(opened.tools), _Totals(has_tools=bool(opened.tools))
-        context.observe(renderer.opening(opened.messages))
+        with _messages_of_the_environment():
+            renderer = self._renderer_of(opened.tools)
+            opening = renderer.opening(opened.messages)
+        totals = _Totals(has_tools=bool(opened.tools))
+        context.observe(opening)
         while True:
             completion = await context.act(stop_token_ids=renderer.end_token_ids)
             sampled_end = int(completion.token_ids[-1]) in renderer.end_token_ids
@@ -115,13 +119,24 @@ class ChatEpisodes:
                 if stepped.done:
                     return await totals.outcome(context, turn.content)
                 messages = stepped.messages
-            context.observe(renderer.following(messages, sampled_end=sampled_end))
+            with _messages_of_the_environment():
+                following = renderer.following(messages, sampled_end=sampled_end)
+            context.observe(following)
 
     def _renderer_of(self, tools: Tools) -> Renderer:
         key = json.dumps(tools, sort_keys=True)
         if key not in self._renderers:
             self._renderers[key] = self._make_renderer(tools)
         return self._renderers[key]
+
+
+@contextmanager
+def _messages_of_the_environment() -> Iterator[None]:
+    """Inside, what the template refuses fails the episode."""
+    try:
+        yield
+    except ValueError as error:
+        raise EpisodeFailed(Status.FAILED, f"the environment's messages have no tokens: {error}") from error
 
 
 @dataclass(slots=True, kw_only=True)

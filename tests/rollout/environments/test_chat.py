@@ -177,6 +177,16 @@ def test_a_template_that_cannot_be_used_is_found_before_the_first_episode():
         play("Faulty", interface="chat", renderer_of=renderer_of)
 
 
+def test_messages_that_the_template_refuses_fail_their_episode():
+    class Refusing(ToyRenderer):
+        def following(self, messages, *, sampled_end):
+            raise ValueError("roles must alternate")
+
+    made = play("Countdown", interface="text", renderer_of=Refusing)
+    assert {one.status for one in made} == {Status.FAILED}
+    assert {one.error for one in made} == {"the environment's messages have no tokens: roles must alternate"}
+
+
 def test_the_fields_of_a_problem():
     prompt = Prompt(
         prompt_id="p", token_ids=[1], text="2+3?", task="t", reference="5", row={"at": np.float32(1)}
