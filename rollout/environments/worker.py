@@ -486,7 +486,7 @@ class Tools(Adapter):
         self._functions = {name: getattr(made, name) for name in names if isinstance(static[name], plain)}
         if not self._functions:
             raise Failure("start", f"it has no public method, so no tool ({place_of(type(made))})")
-        self.tools = [schema_of(function) for function in self._functions.values()]
+        self.tools = [schema_of(function, name) for name, function in self._functions.items()]
 
     def reset(self, problem):
         text = self.reset_with(problem)
@@ -540,12 +540,12 @@ def is_required(parameter):
 # JSON schemas of functions
 
 
-def schema_of(function):
+def schema_of(function, name=None):
     """The schema of a tool, in OpenAI's form: from the types of the parameters, and from a docstring in Google's or
     Sphinx' style. Raises Failure where a parameter has no type, or there is no docstring."""
     if not callable(function):
         raise Failure("start", f"tool {short(function)} is no function")
-    name = function.__name__
+    name = name or function.__name__
     text = inspect.getdoc(function)
     if not text:
         raise Failure(

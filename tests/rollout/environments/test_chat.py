@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
+from configs.schema import RunConfig
 from configs.schema.environment import ChatEnvironment
 from rollout.environments.chat import (
     ChatEpisodes,
@@ -16,6 +18,7 @@ from rollout.environments.chat import (
 )
 from rollout.environments.context import EpisodeLimits
 from rollout.environments.episodes import Episodes, Sample
+from rollout.environments.loading import sample_makers
 from rollout.environments.processes import ProcessPool, Program, limits_of
 from rollout.records import FinishReason, Prompt, Score, Status
 from tests.rollout.environments.test_episodes import PROMPT, STOP, TEXTS, group_of, pack
@@ -185,6 +188,38 @@ def test_messages_that_the_template_refuses_fail_their_episode():
     made = play("Countdown", interface="text", renderer_of=Refusing)
     assert {one.status for one in made} == {Status.FAILED}
     assert {one.error for one in made} == {"the environment's messages have no tokens: roles must alternate"}
+
+
+def test_the_sample_role_makes_training_and_held_out_episodes_and_ends_their_processes():
+    """From a config. Each kind has processes of its own."""
+    environment = {
+        "type": "chat", "environment": "tests.support.chat_environments:Countdown", "interface": "text",
+        "template": "plain", "max_processes": 2,
+    }  # fmt: skip
+    config = RunConfig.model_validate(
+        {"model": {"path": "model"}, "task": {"type": "countdown"}, "environment": environment}
+    )
+
+    async def samples() -> list[Sample]:
+        made = []
+        before = psutil.Process().children(recursive=True)
+        async with sample_makers(
+            config,
+            scorer=None,  # pyright: ignore[reportArgumentType] - the environment gives the rewards
+            tokenizer=TEXTS.tokenizer,
+            stop_token_ids=[STOP],
+            max_positions=256,
+        ) as samples_of:
+            for which in ("training", "held-out"):
+                maker = samples_of(which)
+                made += await maker.sample(FakeEngine(), numbers(), list(SEEDS)[:4], temperature=0.5)
+            guards = psutil.Process().children()
+            assert len({*guards} - {*before}) == 4
+        assert {*psutil.Process().children(recursive=True)} <= {*before}
+        return made
+
+    made = asyncio.run(samples())
+    assert [one.reward for one in made] == [1.0] * 8
 
 
 def test_the_fields_of_a_problem():
