@@ -5,7 +5,7 @@ only for the environment and for the parser of tool calls.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -50,12 +50,13 @@ class ParsedTurn:
     content: str
     """Without the calls."""
     calls: list[Message]
-    """{id, name, arguments} each; arguments are an object of JSON."""
+    """{name, arguments} each; arguments are an object of JSON."""
+    reasoning: str = ""
     error: str | None = None
     """Why a call could not be read."""
 
 
-ParseCalls = Callable[[str, Tools], ParsedTurn]
+ParseCalls = Callable[[str, Tools], Awaitable[ParsedTurn]]
 
 
 class ChatEpisodes:
@@ -108,13 +109,13 @@ class ChatEpisodes:
             text = text_of(context, completion, sampled_end=sampled_end)
             turn = ParsedTurn(content=text, calls=[])
             if opened.tools and self._parse is not None:
-                turn = self._parse(text, opened.tools)
+                turn = await self._parse(text, opened.tools)
             if turn.error is not None:
                 totals.unparsed += 1
                 answer = f"Error: the tool call could not be read: {turn.error}"
                 messages = [{"role": "user", "content": answer}]
             else:
-                stepped: Stepped = await step(message_of(turn))
+                stepped: Stepped = await step(message_of(turn, first_call=totals.calls))
                 totals.add(stepped)
                 if stepped.done:
                     return await totals.outcome(context, turn.content)
@@ -189,15 +190,18 @@ def text_of(context: Context, completion: Completion, *, sampled_end: bool) -> s
     return context.decode(completion)
 
 
-def message_of(turn: ParsedTurn) -> Message:
+def message_of(turn: ParsedTurn, *, first_call: int) -> Message:
+    """first_call: number of the turn's first call in its episode."""
     message: Message = {"role": "assistant", "content": turn.content}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
     if turn.calls:
         message["tool_calls"] = [
             {
-                "id": call["id"],
+                "id": f"call{number:05d}",  # nine letters and digits: Mistral's templates want as many
                 "type": "function",
                 "function": {"name": call["name"], "arguments": call["arguments"]},
             }
-            for call in turn.calls
+            for number, call in enumerate(turn.calls, start=first_call)
         ]
     return message

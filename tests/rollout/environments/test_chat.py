@@ -14,6 +14,7 @@ from rollout.environments.chat import (
     ChatEpisodes,
     ParsedTurn,
     PlainRenderer,
+    message_of,
     problem_fields,
 )
 from rollout.environments.context import EpisodeLimits
@@ -50,14 +51,14 @@ class ToyRenderer:
         return [token for m in messages for token in (len(m["role"]), len(m["content"]))]
 
 
-def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedTurn:
+async def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedTurn:
     """An even first number is a call, and some others are broken ones."""
     first, *_ = [*map(int, text.split()), 1]
     if first == UNREADABLE:
         return ParsedTurn(content=text, calls=[], error="no JSON")
     if first % 2:
         return ParsedTurn(content=text, calls=[])
-    call = {"id": "c", "name": tools[0]["function"]["name"], "arguments": {"key": first}}
+    call = {"name": tools[0]["function"]["name"], "arguments": {"key": first}}
     return ParsedTurn(content="", calls=[call])
 
 
@@ -131,10 +132,12 @@ def test_a_flaky_tool_answers_the_model_and_the_episode_goes_on():
     assert min(seen.values()) > 0, seen
 
 
+async def no_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedTurn:
+    return ParsedTurn(content=text, calls=[])
+
+
 def test_without_a_reward_the_run_scores_the_last_answer():
-    for one in play(
-        "Unscored", interface="tools", parse=lambda text, tools: ParsedTurn(content=text, calls=[])
-    ):
+    for one in play("Unscored", interface="tools", parse=no_calls):
         (turn,) = one.sequence.turns
         ids = one.sequence.token_ids[turn.start : turn.end]
         text = TEXTS.decode(ids[:-1] if ids[-1] == END else ids)
@@ -150,6 +153,17 @@ def test_rewards_and_parts_of_steps_are_added_up():
         ids = one.sequence.token_ids.tolist()
         assert ids[: first.start] == [3, 4, 5]
         assert ids[first.end : second.start] == [7, 8]
+
+
+def test_the_message_of_a_turn():
+    calls = [{"name": "look", "arguments": {"key": 1}}, {"name": "look", "arguments": {}}]
+    message = message_of(ParsedTurn(content="now", calls=calls, reasoning="hm"), first_call=9)
+    ids = [call.pop("id") for call in message["tool_calls"]]
+    assert ids == ["call00009", "call00010"]
+    assert message == {
+        "role": "assistant", "content": "now", "reasoning_content": "hm",
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+    }  # fmt: skip
 
 
 def numbers() -> Prompt:
