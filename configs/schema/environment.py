@@ -78,6 +78,9 @@ class ChatEnvironment(EnvironmentLimits):
     tool_call_parser: str | None = None
     """SGLang's name of the form in which the model writes calls, such as qwen25. None: for environments without
     tools."""
+    reasoning_parser: str | None = None
+    """SGLang's name of the form in which the model thinks, such as qwen3. Calls are then looked for outside the
+    thinking, which the environment's message has apart. None: everywhere."""
     template: Literal["chat", "plain"] = "chat"
     """chat: the model's chat template. plain: the texts of the messages one after another, and nothing else."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
@@ -97,6 +100,10 @@ class ChatEnvironment(EnvironmentLimits):
         if self.interface == "tools" and self.tool_call_parser is None:
             raise ValueError(
                 "environment.interface=tools needs environment.tool_call_parser, SGLang's name of the model's form of calls"
+            )
+        if self.reasoning_parser is not None and self.tool_call_parser is None:
+            raise ValueError(
+                "environment.reasoning_parser needs environment.tool_call_parser; name it, or leave both out"
             )
         if self.template == "plain" and self.template_arguments:
             raise ValueError("environment.template=plain has no template_arguments; leave them out")

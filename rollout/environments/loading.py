@@ -1,13 +1,14 @@
 """From the config's ``environment`` block to what makes samples."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from configs.schema import RunConfig
 from configs.schema.environment import ChatEnvironment, TokenEnvironment
-from rollout.environments.chat import ChatEpisodes, ParseCalls, PlainRenderer, Renderer, Tools
+from rollout.environments.chat import ChatEpisodes, ParseCalls, ParsedTurn, PlainRenderer, Renderer, Tools
 from rollout.environments.context import EpisodeLimits, ScoreText, Texts
 from rollout.environments.episodes import Episodes, SampleMaker, SingleTurns
 from rollout.environments.processes import ProcessPool, Program, limits_of, max_processes
@@ -54,10 +55,11 @@ async def sample_makers(
             environment = make_environment(block)
             environments = {"training": environment, "held-out": environment}
         else:
+            parse = pools.enter_context(call_parser(block))
             for which in ("training", "held-out"):
                 pool = ProcessPool(Program.of(block), limits_of(block), max_processes=max_processes(block))
                 await pools.enter_async_context(pool)
-                environments[which] = chat = chat_episodes(config, block, pool, tokenizer)
+                environments[which] = chat = chat_episodes(config, block, pool, tokenizer, parse)
                 if which == "training":
                     await chat.check()
             # No episode waits for a process of another: that would count as its own time.
@@ -82,7 +84,11 @@ async def sample_makers(
 
 
 def chat_episodes(
-    config: RunConfig, block: ChatEnvironment, pool: ProcessPool, tokenizer: "PreTrainedTokenizerBase"
+    config: RunConfig,
+    block: ChatEnvironment,
+    pool: ProcessPool,
+    tokenizer: "PreTrainedTokenizerBase",
+    parse: ParseCalls | None,
 ) -> ChatEpisodes:
     def renderer_of(tools: Tools) -> Renderer:
         if block.template == "plain":
@@ -94,13 +100,28 @@ def chat_episodes(
     return ChatEpisodes(
         pool,
         renderer_of=renderer_of,
-        parse=None if block.tool_call_parser is None else parser_of(block.tool_call_parser),
+        parse=parse,
         system_prompt=getattr(config.task, "system_prompt", None),
     )
 
 
-def parser_of(name: str) -> ParseCalls:
-    raise NotImplementedError
+@contextmanager
+def call_parser(block: ChatEnvironment) -> Iterator[ParseCalls | None]:
+    """SGLang's parser in a process of its own; None where the config names none. Raises ValueError."""
+    if block.tool_call_parser is None:
+        yield None
+        return
+    from rollout.environments.tool_calls import ToolCallParser
+
+    with ToolCallParser(block.tool_call_parser, reasoning_parser=block.reasoning_parser) as parser:
+
+        async def parse(text: str, tools: Tools) -> ParsedTurn:
+            turn = await asyncio.to_thread(parser, text, tools)
+            return ParsedTurn(
+                content=turn.content, calls=turn.calls, error=turn.error, reasoning=turn.reasoning
+            )
+
+        yield parse
 
 
 _NO_LIMIT = 2**31 - 1
