@@ -224,7 +224,7 @@ class ChatRenderer:
         ids = self.encode(last)
         if not last.strip():
             raise ValueError(
-                f"{self._name} writes nothing after the assistant's answer, so no token ends its turn; {_FIX}"
+                f"{self._name} writes no more than blanks ({last!r}) after the assistant's answer, so no token ends its turn; {_FIX}"
             )
         if ids[0] not in self._added.values() and len(ids) > 1:
             raise ValueError(

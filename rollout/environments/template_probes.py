@@ -12,6 +12,18 @@ from rollout.environments.rendering import QUESTION, ChatRenderer, Message
 USER: list[Message] = [{"role": "user", "content": "Are you sure?"}]
 TOOL: list[Message] = [{"role": "tool", "content": "4", "tool_call_id": "call00001", "name": "probe"}]
 TWO_TOOLS: list[Message] = [*TOOL, {**TOOL[0], "content": "5", "tool_call_id": "call00002"}]
+EXAMPLE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "tandem_probe",
+        "description": "Adds two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+            "required": ["a", "b"],
+        },
+    },
+}
 THINKING = "<think>\nTwo and two.\n</think>\n\nFour."
 AROUND = 4
 """Tokens that are shown on either side of a difference."""
@@ -111,7 +123,8 @@ def _meaning(renderer: ChatRenderer, text: str, answer: str) -> str:
         return TRIMS
     if not text.startswith(renderer.render([QUESTION], header=False)):
         return REWRITES_OTHERS
-    return REWRITES if text.startswith(opened + answer) else OTHER_HEADER
+    kept = opened + answer + renderer.decode(renderer.end_token_ids[:1])
+    return REWRITES if text.startswith(kept) else OTHER_HEADER
 
 
 def _around(renderer: ChatRenderer, ids: Sequence[int], position: int) -> str:

@@ -29,14 +29,6 @@ BOS_AND_EOS = {
     "llama3_1": ("<|begin_of_text|>", "<|eot_id|>"),
     "mistral_v3": ("<|begin_of_text|>", "</s>"),
 }
-ADD_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Adds two numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
-    },
-}
 
 
 @cache
