@@ -12,10 +12,8 @@ from typing import Any, Protocol
 
 from rollout.environments.processes import Message, Opened, ProcessPool, Stepped, require_parser
 from rollout.environments.protocol import Context, EpisodeFailed, Outcome
+from rollout.environments.tool_calls import ParsedTurn, Tools
 from rollout.records import Completion, Prompt, Status
-
-Tools = Sequence[Mapping[str, Any]]
-"""JSON schemas of functions, in OpenAI's form."""
 
 
 class Renderer(Protocol):
@@ -41,19 +39,6 @@ class PlainRenderer:
 
     def following(self, messages: Sequence[Mapping[str, Any]], *, sampled_end: bool) -> list[int]:
         return self.opening(messages)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedTurn:
-    """The text of a turn, taken apart."""
-
-    content: str
-    """Without the calls."""
-    calls: list[Message]
-    """{name, arguments} each; arguments are an object of JSON."""
-    reasoning: str = ""
-    error: str | None = None
-    """Why a call could not be read."""
 
 
 ParseCalls = Callable[[str, Tools], Awaitable[ParsedTurn]]

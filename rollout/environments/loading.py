@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, cast
 
 from configs.schema import RunConfig
 from configs.schema.environment import ChatEnvironment, TokenEnvironment
-from rollout.environments.chat import ChatEpisodes, ParseCalls, ParsedTurn, PlainRenderer, Renderer, Tools
+from rollout.environments.chat import ChatEpisodes, ParseCalls, PlainRenderer, Renderer
 from rollout.environments.context import EpisodeLimits, ScoreText, Texts
 from rollout.environments.episodes import Episodes, SampleMaker, SingleTurns
 from rollout.environments.processes import ProcessPool, Program, limits_of, max_processes
 from rollout.environments.protocol import Environment
+from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import Scorer
 from rollout.rewards.function import describe, import_named
@@ -111,15 +112,10 @@ def call_parser(block: ChatEnvironment) -> Iterator[ParseCalls | None]:
     if block.tool_call_parser is None:
         yield None
         return
-    from rollout.environments.tool_calls import ToolCallParser
-
     with ToolCallParser(block.tool_call_parser, reasoning_parser=block.reasoning_parser) as parser:
 
         async def parse(text: str, tools: Tools) -> ParsedTurn:
-            turn = await asyncio.to_thread(parser, text, tools)
-            return ParsedTurn(
-                content=turn.content, calls=turn.calls, error=turn.error, reasoning=turn.reasoning
-            )
+            return await asyncio.to_thread(parser, text, tools)
 
         yield parse
 

@@ -23,6 +23,7 @@ from configs.schema.environment import ChatEnvironment, TokenEnvironment
 from rollout.environments.protocol import EpisodeFailed
 from rollout.records import Status
 from rollout.rewards.worker import WorkerStartError
+from rollout.servers.tool_call_parsers import check_parser_name
 from rollout.servers.watched_process import how_it_ended
 
 logger = logging.getLogger(__name__)
@@ -445,6 +446,10 @@ def check_environment(
         await process.close()
         return ready
 
+    if isinstance(config, ChatEnvironment):
+        for kind in ("tool_call_parser", "reasoning_parser"):
+            if (name := getattr(config, kind)) is not None:
+                check_parser_name(kind, name)
     try:
         ready = asyncio.run(check())
     except EnvironmentStartError as error:

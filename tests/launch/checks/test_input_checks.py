@@ -403,7 +403,8 @@ def test_marks_of_what_an_assistant_wrote_are_no_error(tmp_path):
         (["type=chat", "environment=game:Game", "options.wrong=1"], "options {'wrong': 1}: TypeError: Game()"),
         (["type=chat", "environment=game:Ends"], "SystemExit: 4 (game.py:12 in __init__)"),
         (["type=chat", "environment=game:Game", "python=no/python"], "environment.python=no/python cannot be started"),
-        (["type=chat", "environment=game:Game", "interface=tools", "tool_call_parser=x"], "tool step has no docstring"),
+        (["type=chat", "environment=game:Game", "interface=tools", "tool_call_parser=qwen25"], "tool step has no docstring"),
+        (["type=chat", "environment=game:Game", "tool_call_parser=qwen2"], "tool_call_parser=qwen2 is unknown to SGLang"),
         (["type=tokens", "environment=game:Game"], "Game: it has no method run (game.py:2 in Game)"),
     ],
 )  # fmt: skip

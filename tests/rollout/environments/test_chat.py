@@ -12,7 +12,6 @@ from configs.schema import RunConfig
 from configs.schema.environment import ChatEnvironment
 from rollout.environments.chat import (
     ChatEpisodes,
-    ParsedTurn,
     PlainRenderer,
     message_of,
     problem_fields,
@@ -21,6 +20,7 @@ from rollout.environments.context import EpisodeLimits
 from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.loading import sample_makers
 from rollout.environments.processes import ProcessPool, Program, limits_of
+from rollout.environments.tool_calls import ParsedTurn
 from rollout.records import FinishReason, Prompt, Score, Status
 from tests.rollout.environments.test_episodes import PROMPT, STOP, TEXTS, group_of, pack
 from tests.support.chat_environments import fails
