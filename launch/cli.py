@@ -316,6 +316,31 @@ def check_cluster(
     check(config, overrides or [], folder=folder, num_nodes=nodes, node=node, timeout_s=timeout)
 
 
+@app.command("check-template")
+def check_template(
+    model: Annotated[
+        Path, typer.Argument(help="A Hugging Face folder; its tokenizer is enough.", metavar="MODEL")
+    ],
+    tools: Annotated[
+        bool,
+        typer.Option("--tools", help="As for an environment with tools: replies of tools must be possible."),
+    ] = False,
+    argument: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An argument of the template, e.g. enable_thinking=false; may be given several times.",
+            metavar="KEY=VALUE",
+        ),
+    ] = None,
+) -> None:
+    """Check a model's chat template for environments of several turns: whether new messages can follow what was
+    sampled, token by token, and where the template would rewrite it."""
+    from launch.commands.check_template import check_template as check
+
+    if not check(model, with_tools=tools, arguments=argument or []):
+        raise typer.Exit(1)
+
+
 @app.command()
 def replay(
     run: RunPath,

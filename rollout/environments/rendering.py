@@ -1,0 +1,343 @@
+"""A model's chat template, one suffix at a time: the tokens of new messages after a turn that was sampled.
+
+The prompt of turn n begins, token by token, with the prompt and the response of turn n-1. Rendering the whole
+conversation anew breaks this: many templates rewrite earlier turns (Qwen3 drops their thinking, others trim blanks),
+and a response that becomes text and tokens again may become other tokens. So only what comes after the assistant's
+turn is rendered here, behind a stand-in for the answer::
+
+    rendered:    <|im_start|>user\\n?<|im_end|>\\n<|im_start|>assistant\\nSTAND-IN<|im_end|>\\n<|im_start|>user\\n...
+    following:                                                                <|im_end|>\\n<|im_start|>user\\n...
+
+This is exact where the suffix does not depend on the earlier turns and starts with a token of its own, at which every
+tokenizer splits. Both is checked when a renderer is made. ``template_probes.py`` compares with the whole rendering.
+"""
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+
+STAND_IN = "tandemstandin"
+QUESTION, ANSWER = {"role": "user", "content": "What is 2 + 2?"}, "The answer is 4"
+REPLY = "tandemreply"
+REPLIES: dict[str, list[Message]] = {
+    "user": [{"role": "user", "content": REPLY}],
+    "tool": [{"role": "tool", "content": REPLY, "tool_call_id": "call00001", "name": "probe"}],
+}
+TWO_TOOLS = [{**REPLIES["tool"][0], "tool_call_id": f"call0000{i}"} for i in (1, 2)]
+BOUNDARIES = ("7", "a", ".", "é", "🙂", "<", "{", "|", "#", " ", "\n", " \n", "\n\n", "a,", "\t", "</think>")
+"""Ends of an answer, with which the start of a suffix could become one token."""
+_FIX = (
+    "use the template of another version of the model, or write chat_template.jinja into the model's folder"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Suffix:
+    """The text after an answer, cut at the end of the assistant's turn."""
+
+    text: str
+    dropped: str = ""
+    """Blanks before it, which the template adds to the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _History:
+    """A conversation up to the answer that was sampled."""
+
+    before: tuple[Message, ...] = (QUESTION,)
+    answer_start: str = ""
+
+
+_HISTORIES = {
+    "the assistant's answer": _History(answer_start="Hello. "),
+    "thinking in the assistant's answer": _History(answer_start="<think>\nTwo and two.\n</think>\n\n"),
+    "a tool call in the assistant's answer": _History(
+        answer_start='<tool_call>\n{"name": "probe", "arguments": {}}\n</tool_call>\n'
+    ),
+    "an earlier turn": _History(before=(QUESTION, {"role": "assistant", "content": ANSWER}, QUESTION)),
+    "an earlier question": _History(before=({"role": "user", "content": "Hello!"},)),
+}
+
+
+class ChatRenderer:
+    """Messages to tokens, for conversations whose assistant turns were sampled.
+
+    Args:
+        tools: functions in OpenAI's form, ``{"type": "function", "function": {name, description, parameters}}``.
+        arguments: of the template, such as ``enable_thinking=False``.
+
+    Raises:
+        ValueError: the template is missing or cannot be continued exactly; the message says what to do.
+    """
+
+    end_token_ids: tuple[int, ...]
+    """Each of them ends the assistant's turn. Sampling should stop at each."""
+    notes: tuple[str, ...]
+    """What is odd about the template, but does not keep it from being used."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        arguments: Mapping[str, Any] = {},
+    ) -> None:
+        self._tokenizer, self._tools = tokenizer, [dict(tool) for tool in tools]
+        self._arguments = dict(arguments)
+        self._name = f"the chat template of {tokenizer.name_or_path or 'this model'}"
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
+                "copy the model's chat_template.jinja into its folder"
+            )
+        taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() & self._arguments.keys()
+        if taken:
+            raise ValueError(
+                f"{', '.join(sorted(taken))}: no argument of a chat template; leave it out of the template's arguments"
+            )
+        self._added = {text: int(number) for text, number in tokenizer.get_added_vocab().items() if text}
+        self._tool_calls_needed = False
+        self._check_header()
+        self.end_token_ids = (self._end_of_turn(),)
+        self.replies = self._checked_replies()
+        self.end_token_ids += tuple(self._end_of_tool_calls())
+        self._check_history()
+        self._check_boundary()
+        self.notes = tuple(self._find_notes())
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of a conversation's first messages, with the header of the assistant's turn.
+
+        Raises:
+            ValueError: the template refuses these messages.
+        """
+        return self.encode(self.render(messages, header=True))
+
+    def following(self, messages: Sequence[Message], *, sampled_end: bool) -> list[int]:
+        """The tokens to append to a sampled turn: its end, the new messages, the header of the next turn.
+
+        Args:
+            messages: at least one, such as a user's or those of tools.
+            sampled_end: whether the last sampled token is one of ``end_token_ids``, so that no end is needed.
+
+        Raises:
+            ValueError: the template refuses these messages or leaves them out, or they are none.
+        """
+        if not messages:
+            raise ValueError("no message follows the assistant's turn; give at least one")
+        for role in {str(message.get("role")) for message in messages} - self.replies.keys():
+            self._check_reply(role, reply := REPLIES.get(role, [{"role": role, "content": REPLY}]))
+            self.replies[role] = reply
+        ids = self.encode(self._suffix(messages, _History()).text)
+        if ids[0] not in self.end_token_ids:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ValueError(
+                f"{self._name} does not close the assistant's turn before messages of role {roles}; {_FIX}"
+            )
+        return ids[1:] if sampled_end else ids
+
+    def render(self, messages: Sequence[Message], *, header: bool) -> str:
+        """The template's text of a whole conversation. ``header``: with the header of the assistant's next turn.
+
+        Raises:
+            ValueError: the template refuses these messages.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=self._tools or None,  # pyright: ignore[reportArgumentType] - lists are invariant
+                add_generation_prompt=header,
+                tokenize=False,
+                **self._arguments,
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ValueError(
+                f"{self._name} refuses a conversation with the roles {roles}: {type(error).__name__}: {error}; {_FIX}"
+            ) from error
+        return str(text)
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a rendered text, which has its special tokens in it."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text with its special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def needs_tool_calls(self, messages: Sequence[Message]) -> bool:
+        """Whether the template renders these messages only behind a turn with ``tool_calls``, as Mistral's does."""
+        return self._tool_calls_needed and any(message.get("role") == "tool" for message in messages)
+
+    def _suffix(self, messages: Sequence[Message], history: _History, *, header: bool = True) -> _Suffix:
+        """What the template writes after the assistant's answer. Raises ValueError where it cannot be told."""
+        stand_in = STAND_IN
+        given = json.dumps(messages, default=str)
+        while stand_in in given:
+            stand_in += "x"
+        called = self.needs_tool_calls(messages)
+        answer = (
+            _turn_with_calls(messages, stand_in)
+            if called
+            else {"role": "assistant", "content": history.answer_start + stand_in}
+        )
+        text = self.render([*history.before, answer, *messages], header=header)
+        _, found, suffix = text.rpartition(stand_in)
+        if not found or (not called and text.count(stand_in) != 1):
+            raise ValueError(
+                f"{self._name} does not write the assistant's answer exactly once, so nothing can follow it; {_FIX}"
+            )
+        if called:  # the end of the call stands before the end of the turn
+            starts = [at for end in self._end_texts() if (at := suffix.find(end)) >= 0]
+            return _Suffix(suffix[min(starts) :]) if starts else _Suffix(suffix)
+        stripped = suffix.lstrip()
+        if any(stripped.startswith(token) for token in self._added):
+            return _Suffix(stripped, suffix[: len(suffix) - len(stripped)])
+        return _Suffix(suffix)
+
+    def _end_texts(self) -> list[str]:
+        return [self.decode([number]) for number in self.end_token_ids]
+
+    def _check_header(self) -> None:
+        """Refuse a template that leaves the header of the assistant's turn to its caller."""
+        opened = self.render([QUESTION], header=True)
+        if opened != self.render([QUESTION], header=False):
+            return
+        answered = self.render([QUESTION, {"role": "assistant", "content": STAND_IN}], header=False)
+        before = answered.partition(STAND_IN)[0]
+        if before.startswith(opened) and before[len(opened) :].strip():
+            raise ValueError(
+                f"{self._name} ignores add_generation_prompt, so no prompt ends with the assistant's header "
+                f"{before[len(opened) :]!r}; {_FIX}"
+            )
+
+    def _end_of_turn(self) -> int:
+        """The token with which the template closes the assistant's turn."""
+        last = self._suffix([], _History(), header=False).text
+        ids = self.encode(last)
+        if not last.strip():
+            raise ValueError(
+                f"{self._name} writes no more than blanks ({last!r}) after the assistant's answer, so no token ends its turn; {_FIX}"
+            )
+        if ids[0] not in self._added.values() and len(ids) > 1:
+            raise ValueError(
+                f"{self._name} closes the assistant's turn with the text {last!r} of {len(ids)} tokens, which cannot "
+                f"stop sampling; {_FIX}, in which one token closes it"
+            )
+        return ids[0]
+
+    def _checked_replies(self) -> dict[str, list[Message]]:
+        """What may follow the assistant's turn, by role. Raises ValueError where a role that is needed may not."""
+        usable = {}
+        for role, reply in REPLIES.items():
+            try:
+                self._check_reply(role, reply)
+            except ValueError:
+                if role == "tool" and self._accepts_tools_after_calls(reply):
+                    usable[role] = reply
+                    continue
+                if role == "user" or self._tools:
+                    raise
+            else:
+                usable[role] = reply
+        return usable
+
+    def _accepts_tools_after_calls(self, reply: Sequence[Message]) -> bool:
+        self._tool_calls_needed = True
+        try:
+            self._check_reply("tool", reply)
+        except ValueError:
+            self._tool_calls_needed = False
+        return self._tool_calls_needed
+
+    def _check_reply(self, role: str, reply: Sequence[Message]) -> None:
+        try:
+            suffix = self._suffix(reply, _History()).text
+        except ValueError as error:
+            raise ValueError(f"role {role!r} cannot follow the assistant's turn: {error}") from error
+        if REPLY not in suffix:
+            raise ValueError(f"{self._name} leaves out messages of role {role!r}; {_FIX}")
+        first, end = self.encode(suffix)[0], self.end_token_ids[0]
+        if first != end:
+            written, wanted = (self.decode([number]) for number in (first, end))
+            raise ValueError(
+                f"{self._name} writes {written!r} after the assistant's answer where role {role!r} follows, and {wanted!r} "
+                f"where nothing does, so its turn has no fixed end; {_FIX}"
+            )
+
+    def _end_of_tool_calls(self) -> Iterator[int]:
+        """The token that closes a turn with tool calls, if it is another one (Llama 3.1 has ``<|eom_id|>``)."""
+        if not self._tools:
+            return
+        try:
+            text = self.render([QUESTION, _turn_with_calls(REPLIES["tool"], STAND_IN)], header=False)
+        except ValueError:  # it takes no tool_calls, so it has no end for them
+            return
+        ids = self.encode(text.rpartition(STAND_IN)[2]) if STAND_IN in text else []
+        added = [number for number in ids if number in self._added.values()]
+        if added and added[-1] not in self.end_token_ids:
+            yield added[-1]
+
+    def _check_history(self) -> None:
+        """Refuse a template whose suffix changes with what came before it."""
+        for role, reply in self._reply_probes():
+            usual = self._suffix(reply, _History())
+            for what, history in _HISTORIES.items():
+                other = self._suffix(reply, history)
+                if other != usual:
+                    raise ValueError(
+                        f"{self._name}: what follows the assistant's turn (role {role!r}) changes with {what}: "
+                        f"{usual.text!r} or {other.text!r}, so earlier tokens cannot be kept; {_FIX}"
+                    )
+
+    def _check_boundary(self) -> None:
+        """Refuse a template where the answer and what follows it could become tokens together.
+
+        An added token is split off before anything else, so this is a matter of other ends of a turn alone.
+        """
+        for role, reply in self._reply_probes():
+            suffix = self._suffix(reply, _History())
+            ids = self.encode(suffix.text)
+            for end in BOUNDARIES:
+                whole = self.encode(ANSWER + end + suffix.text)
+                if whole[-len(ids) :] != ids:
+                    raise ValueError(
+                        f"{self._name}: an answer that ends with {end!r} and what follows it (role {role!r}) become tokens "
+                        f"together; {_FIX}, in which a special token closes the assistant's turn"
+                    )
+
+    def _reply_probes(self) -> list[tuple[str, Sequence[Message]]]:
+        return [*self.replies.items(), *([("tool", TWO_TOOLS)] if "tool" in self.replies else [])]
+
+    def _find_notes(self) -> Iterator[str]:
+        dropped = self._suffix(REPLIES["user"], _History()).dropped
+        if dropped:
+            yield f"the template writes {dropped!r} between an answer and the end of its turn; Tandem does not"
+        if "tool" not in self.replies:
+            yield "messages of role 'tool' cannot follow the assistant's turn, so environments with tools are refused"
+        names = [str(tool.get("function", tool).get("name", "")) for tool in self._tools]
+        opened = self.render([QUESTION], header=True)
+        unseen = [name for name in names if name not in opened]
+        if unseen:
+            yield f"the template leaves out tools ({', '.join(unseen)}); describe them in the system prompt"
+
+
+def _turn_with_calls(replies: Sequence[Message], stand_in: str) -> dict[str, Any]:
+    """The assistant's turn that these messages answer, with the stand-in as the last call's argument."""
+    answered = [message for message in replies if message.get("role") == "tool"]
+    calls = [
+        {
+            "id": message.get("tool_call_id", f"call{number:05}"),
+            "type": "function",
+            "function": {"name": message.get("name", "probe"), "arguments": {"value": stand_in}},
+        }
+        for number, message in enumerate(answered)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls}

@@ -1,0 +1,181 @@
+"""Tool calls in the text of a turn, found by SGLang's own parsers.
+
+The parsers run in one process of their own. Importing them takes 9 CPU seconds, half a GiB and torch, which the
+sample role is kept free of. A server's route ``/parse_function_call`` would have them already, but a router does not
+pass it on, a lost server would fail an episode, and a parser that hangs on a sampled text (they are regular
+expressions) would hang the server, and with it every sample there. A process of its own has a deadline, and is killed.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+from rollout.rewards.worker import WorkerStartError, kill_tree
+from rollout.servers.tool_call_parsers import check_parser_name
+
+START_TIMEOUT_S = 120.0
+PARSE_TIMEOUT_S = 10.0
+BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from rollout.servers.tool_call_parsers import serve; serve({descriptor})"
+
+Tools = Sequence[Mapping[str, Any]]
+"""Functions in OpenAI's form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedTurn:
+    """The text of a turn, taken apart."""
+
+    content: str
+    """Without calls and thinking. The whole text, without thinking, where a call could not be read."""
+    calls: list[dict[str, Any]]
+    """{id, name, arguments} each; arguments are an object of JSON."""
+    error: str | None = None
+    """Why a call could not be read; there are no calls then."""
+    reasoning: str = ""
+    """The thinking, where a parser of it is given."""
+
+
+class ToolCallParser:
+    """A parser by its name in SGLang. Its process starts on first use. Calls may come from several threads.
+
+    A call blocks for about a millisecond, and for ``timeout_s`` at most: call it in a thread of an event loop.
+
+    Args:
+        parser: such as ``qwen25`` or ``llama3``.
+        reasoning_parser: such as ``qwen3``. Calls are looked for outside the thinking only. None: everywhere.
+
+    Raises:
+        ValueError: SGLang has no such parser.
+    """
+
+    def __init__(
+        self,
+        parser: str,
+        *,
+        reasoning_parser: str | None = None,
+        timeout_s: float = PARSE_TIMEOUT_S,
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        check_parser_name("tool_call_parser", parser)
+        if reasoning_parser is not None:
+            check_parser_name("reasoning_parser", reasoning_parser)
+        self._parser, self._reasoning_parser = parser, reasoning_parser
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._connection: Connection | None = None
+
+    def __enter__(self) -> "ToolCallParser":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __call__(self, text: str, tools: Tools) -> ParsedTurn:
+        """A call that cannot be read, a parser that fails and one that is late give an error.
+
+        Raises:
+            WorkerStartError: the process cannot be started.
+        """
+        request = {
+            "text": text,
+            "tools": [dict(tool) for tool in tools],
+            "parser": self._parser,
+            "reasoning_parser": self._reasoning_parser,
+        }
+        with self._lock:
+            connection = self._connection
+            if connection is None or self._process is None or self._process.poll() is not None:
+                connection = self._start()
+            try:
+                # A lone surrogate is no UTF-8, but JSON can carry it.
+                connection.send_bytes(json.dumps(request).encode())
+                answer = _receive(connection, self._timeout_s)
+            except TimeoutError:
+                self._end()
+                return _unread(text, f"no answer of the parser within {self._timeout_s:g} s")
+            except (EOFError, OSError):
+                self._end()
+                return _unread(text, "the parser's process ended")
+        calls = [{"id": _call_id(text, number), **call} for number, call in enumerate(answer["calls"])]
+        return ParsedTurn(
+            content=answer["content"], calls=calls, error=answer["error"], reasoning=answer["reasoning"]
+        )
+
+    def start(self) -> None:
+        """Start the process, for an error before the first turn. Raises WorkerStartError."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _start(self) -> Connection:
+        self._end()
+        ours, theirs = Pipe()
+        path = [entry or os.getcwd() for entry in sys.path]
+        command = BOOTSTRAP.format(path=path, descriptor=theirs.fileno())
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", command],
+                stdin=subprocess.DEVNULL, stdout=sys.__stderr__, pass_fds=[theirs.fileno()],
+            )  # fmt: skip
+        self._connection = ours
+        try:
+            _receive(ours, self._start_timeout_s)
+        except (TimeoutError, EOFError, OSError) as error:
+            self._end()
+            raise WorkerStartError(
+                f"the process of the tool-call parser {self._parser} did not start; its error output says why"
+            ) from error
+        return ours
+
+    def _end(self) -> None:
+        if self._process is not None:
+            kill_tree(self._process)
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = None
+
+
+@cache
+def _shared(parser: str, reasoning_parser: str | None) -> ToolCallParser:
+    return ToolCallParser(parser, reasoning_parser=reasoning_parser)
+
+
+def parse_tool_calls(
+    text: str, tools: Tools, parser: str, *, reasoning_parser: str | None = None
+) -> ParsedTurn:
+    """The content and the tool calls of a turn's text, by a process that all callers share.
+
+    Raises:
+        ValueError: SGLang has no such parser.
+        WorkerStartError: its process cannot be started.
+    """
+    return _shared(parser, reasoning_parser)(text, tools)
+
+
+def _receive(connection: Connection, timeout_s: float) -> dict[str, Any]:
+    if not connection.poll(timeout_s):
+        raise TimeoutError(f"no answer within {timeout_s:g} s")
+    return json.loads(connection.recv_bytes())
+
+
+def _unread(text: str, error: str) -> ParsedTurn:
+    return ParsedTurn(content=text, calls=[], error=error)
+
+
+def _call_id(text: str, number: int) -> str:
+    """Nine letters and digits, as Mistral's template wants them. The same text has the same ids."""
+    return hashlib.sha256(f"{number} {text}".encode(errors="surrogatepass")).hexdigest()[:9]

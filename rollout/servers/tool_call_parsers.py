@@ -1,0 +1,151 @@
+"""SGLang's parsers of tool calls and of thinking, in a process of their own: main function and names.
+
+``rollout/environments/tool_calls.py`` starts the process. Requests and answers are JSON over a pipe.
+"""
+
+import difflib
+import importlib.util
+import json
+import logging
+import signal
+from collections.abc import Mapping, Sequence
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_NAMES = {
+    "tool_call_parser": ("srt/function_call/parser_names.py", "TOOL_CALL_PARSER_NAMES"),
+    "reasoning_parser": ("srt/parser/reasoning_parser_names.py", "REASONING_PARSER_NAMES"),
+}
+_LONGEST_ERROR = 300
+
+
+@cache
+def parser_names(kind: str) -> tuple[str, ...]:
+    """Names of the installed SGLang. ``kind``: ``tool_call_parser`` or ``reasoning_parser``.
+
+    The files of the names are read alone: ``import sglang`` would take seconds and load torch.
+    """
+    file, variable = _NAMES[kind]
+    package = importlib.util.find_spec("sglang")
+    if package is None or package.origin is None:
+        raise ValueError("SGLang is not installed; bash launch/install.sh installs it")
+    spec = importlib.util.spec_from_file_location("sglang_parser_names", Path(package.origin).parent / file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return tuple(getattr(module, variable))
+
+
+def check_parser_name(kind: str, name: str) -> None:
+    """Raises ValueError, with the nearest names, where the installed SGLang has no such parser."""
+    names = parser_names(kind)
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=3)
+        raise ValueError(f"{kind}={name} is unknown to SGLang; use {', '.join(close or sorted(names))}")
+
+
+def serve(descriptor: int) -> None:
+    """Main function of the process: answers one request at a time, and ends when the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    with Connection(descriptor) as connection:
+        from sglang.srt.function_call import function_call_parser  # noqa: F401
+
+        connection.send_bytes(b'{"ready": true}')
+        while True:
+            try:
+                request = json.loads(connection.recv_bytes())
+            except EOFError:  # the parent closed the pipe, or is gone
+                return
+            connection.send_bytes(json.dumps(parse(**request)).encode())
+
+
+class _Unreadable(ValueError):
+    """A call that SGLang leaves out without a word."""
+
+
+def parse(
+    text: str, tools: Sequence[Mapping[str, Any]], parser: str, reasoning_parser: str | None
+) -> dict[str, Any]:
+    """The text taken apart: ``reasoning``, ``content``, ``calls`` ({name, arguments} each), ``error``.
+
+    SGLang leaves out calls that it cannot read, and logs why. Here any such call is an error, and there are no calls.
+    """
+    reasoning, content, calls = "", text, []
+    with _Complaints() as complaints:
+        try:
+            if reasoning_parser is not None:
+                reasoning, text = _without_reasoning(text, reasoning_parser)
+            content, calls = _parse_calls(text, tools, parser)
+        except _Unreadable as error:
+            complaints.texts = complaints.texts or [str(error)]
+        except Exception as error:  # a parser may raise anything
+            complaints.texts.append(f"{type(error).__name__}: {error}")
+    error = "; ".join(dict.fromkeys(complaints.texts))[:_LONGEST_ERROR] or None
+    if error is not None:
+        content, calls = text, []
+    return {"reasoning": reasoning, "content": content, "calls": calls, "error": error}
+
+
+def _without_reasoning(text: str, name: str) -> tuple[str, str]:
+    from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+    parser = ReasoningParser(name, stream_reasoning=False, tool_call_parser_active=True)
+    reasoning, rest = parser.parse_non_stream(text)
+    return reasoning or "", rest or ""
+
+
+def _parse_calls(
+    text: str, tools: Sequence[Mapping[str, Any]], name: str
+) -> tuple[str, list[dict[str, Any]]]:
+    """Raises whatever the parser raises, and _Unreadable."""
+    from sglang.srt.entrypoints.openai.protocol import Tool
+    from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+    parser = FunctionCallParser([Tool(**tool) for tool in tools], name)
+    if not parser.has_tool_call(text):
+        return text, []
+    begin, end = parser.detector.bot_token, getattr(parser.detector, "eot_token", "")
+    if begin not in text and '"name"' not in text:
+        return text, []  # Llama's form has no mark: an answer in JSON is no call
+    content, found = parser.parse_non_stream(text)
+    if not found:
+        raise _Unreadable(
+            "a tool call begins, but it has no end, or is not of the form that the model was told"
+        )
+    if begin and end and text.rfind(begin) > text.rfind(end):
+        raise _Unreadable("the last tool call has no end")
+    return content, [{"name": call.name, "arguments": _arguments(call.parameters)} for call in found]
+
+
+def _arguments(written: str) -> dict[str, Any]:
+    arguments = json.loads(written or "{}", parse_constant=_refuse_constant)
+    if not isinstance(arguments, dict):
+        raise _Unreadable(f"the arguments of a tool call are {written}, not an object")
+    return arguments
+
+
+def _refuse_constant(name: str) -> None:
+    raise _Unreadable(f"{name} in the arguments of a tool call is no JSON")
+
+
+class _Complaints(logging.Handler):
+    """Warnings of SGLang's parsers while it is entered, which are not printed."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        self._logger = logging.getLogger("sglang.srt")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def __enter__(self) -> "_Complaints":
+        self._propagates, self._logger.propagate = self._logger.propagate, False
+        self._logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)
+        self._logger.propagate = self._propagates
