@@ -259,6 +259,27 @@ def logs(
     show_logs(folder, log_files(folder, role), lines=lines, follow=follow)
 
 
+@app.command()
+def samples(
+    run: RunPath,
+    step: Annotated[int | None, typer.Option(help="The step to show; the last one if left out.")] = None,
+    last: Annotated[bool, typer.Option("--last", help="Show the last step, as without --step.")] = False,
+    group: Annotated[int | None, typer.Option(help="Show this group alone.")] = None,
+    sibling: Annotated[int | None, typer.Option(help="Show this sibling of each group alone.")] = None,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Colour tokens by |Δp|, and list those with the largest.")
+    ] = False,
+) -> None:
+    """Show what the model does: samples of a step turn by turn, with observations, reward and status."""
+    from launch.checks.config import BadInput
+    from launch.commands.samples import show_samples
+    from launch.roles.start import existing_run
+
+    if last and step is not None:
+        raise BadInput("--last and --step exclude each other; give one of them")
+    show_samples(existing_run(run), step=step, group=group, sibling=sibling, tokens=tokens)
+
+
 @app.command("check-cluster")
 def check_cluster(
     config: Annotated[

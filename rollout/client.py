@@ -35,6 +35,14 @@ class ClientStats:
         )
 
 
+@dataclass(slots=True, eq=False)
+class Session:
+    """Requests that continue one another. They go to one server as long as it is there, for its prefix cache."""
+
+    server: object = None
+    """The client's own note."""
+
+
 class GenerationClient(Protocol):
     """Token ids in, token ids out. Many calls run at once; the client limits how many reach the engine.
 
@@ -52,6 +60,7 @@ class GenerationClient(Protocol):
         temperature: float,
         stop_token_ids: Sequence[int],
         seeds: Sequence[int],
+        session: Session | None = None,
     ) -> list[Completion]:
         """Independent responses to one prompt, one per seed, in the order of the seeds. The stop token that
         ended a response is part of it.

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from rollout.client import Session
 from rollout.connections import CONNECT_TIMEOUT_S, PEER_TIMEOUT_S, watched_socket
 
 T = TypeVar("T")
@@ -43,6 +44,16 @@ def open_session(
     )
 
 
+def _choose(replicas: Sequence[Replica], session: Session | None) -> Replica:
+    """The session's own, or the one with the fewest samples in flight, which is the session's from now on."""
+    chosen = min(replicas, key=lambda r: (r.is_lost, r.in_flight))
+    if session is not None:
+        own = session.server
+        chosen = next((r for r in replicas if r is own and not r.is_lost), chosen)
+        session.server = chosen
+    return chosen
+
+
 async def request_with_retries(
     replicas: Sequence[Replica],
     attempt: Callable[[str], Awaitable[T]],
@@ -50,6 +61,7 @@ async def request_with_retries(
     *,
     num_samples: int,
     backoff_s: tuple[float, float],
+    session: Session | None = None,
 ) -> T:
     """The result of the first ``attempt(url)`` that succeeds.
 
@@ -57,13 +69,14 @@ async def request_with_retries(
     this request. After all have failed, it waits, and all may be asked again.
 
     Args:
+        session: see ``Session``.
         on_failure: takes the error and the texts of all failures so far; it raises to give up.
         backoff_s: (the first wait, which doubles with every attempt, and the longest).
     """
     failures: list[str] = []
     failed: list[Replica] = []
     while True:
-        replica = min((r for r in replicas if r not in failed), key=lambda r: (r.is_lost, r.in_flight))
+        replica = _choose([r for r in replicas if r not in failed], session)
         replica.in_flight += num_samples
         try:
             return await attempt(replica.url)

@@ -77,6 +77,8 @@ class Completion(_WithArrays):
     finish_reason: FinishReason
     prompt_digest: int
     """``digest`` of the tokens in the request that was sampled from."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that the server had in its prefix cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,8 @@ class Turn:
     response_digest: int
     """``digest`` of the tokens that the server answered with."""
     finish_reason: FinishReason
+    cached_tokens: int = 0
+    """Tokens of the prompt that the server had in its prefix cache."""
 
 
 def digest(token_ids: np.ndarray) -> int:

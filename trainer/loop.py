@@ -33,6 +33,7 @@ from trainer.checkpointing import Checkpointer
 from trainer.learner import Learner
 from trainer.ranks.interruption import INTERRUPTIONS, Postponed
 from trainer.recording import Recorder
+from trainer.sample_keeping import SampleKeeper
 from trainer.sampling import Sampled, SharedSampler
 from trainer.step_metrics import evaluation_metrics, step_metrics
 from trainer.tracking.alarms import check_alarms
@@ -68,6 +69,7 @@ class Run:
     weight_sync: WeightSync
     checkpointer: Checkpointer
     recorder: Recorder
+    samples: SampleKeeper
     tracker: Tracker | None
     ledger: Ledger | None
     """None on all ranks but the first, like the tracker."""
@@ -119,6 +121,7 @@ def train(run: Run) -> None:
                 updates = [
                     learner.update(minibatch, policy=trains_policy) for minibatch in batch.minibatches()
                 ]
+            run.samples.keep(step, sampled.groups, batch, updates, learner)
             with clock.time("sampling"):
                 rest.attempt(lambda: sampler.drain(rollout.drain_s))
             with clock.time("sync"):

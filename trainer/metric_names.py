@@ -86,6 +86,7 @@ METRICS = {entry.name: entry for entry in (
     Entry("episode/turn_limit_fraction", None, "share of samples", "episodes that environment.max_turns ended"),
     Entry("episode/time_limit_fraction", None, "share of samples", "episodes that environment.timeout_s ended"),
     Entry("episode/failed_fraction", None, "share of samples", "episodes whose environment raised, or whose process ended"),
+    Entry("episode/cached_fraction", None, "share of prompt tokens", "of turns after the first: what the server had in its prefix cache"),
     Entry("episode/not_scored_fraction", None, "share of samples",
           "samples without a reward, which are neither trained on nor part of a baseline"),
     Entry("groups/no_signal_fraction", None, "share of groups", "groups whose siblings all have the same reward"),

@@ -126,6 +126,10 @@ def turn_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
         f"episode/{status}_fraction": fmean(t.status == status for t in samples)
         for status in (Status.TOKEN_LIMIT, Status.TURN_LIMIT, Status.TIME_LIMIT, Status.FAILED)
     }
+    continued = [turn for t in samples for turn in t.turns[1:]]
+    if continued:
+        cached = sum(turn.cached_tokens for turn in continued) / sum(turn.start for turn in continued)
+        ended["episode/cached_fraction"] = cached
     return ended | {
         "episode/turns_mean": fmean(turns),
         "episode/turns_max": max(turns),

@@ -2,9 +2,19 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from configs.schema.base import Count, Schema, Seconds, Tokens
+from configs.schema.base import Count, GivenPath, Schema, Seconds, Tokens
+
+
+def _module_and_name(environment: str) -> str:
+    module, colon, name = environment.partition(":")
+    if not (module and colon and name) or ":" in name:
+        raise ValueError(f"environment {environment!r} is not of the form module:name")
+    return environment
+
+
+Named = Annotated[str, AfterValidator(_module_and_name)]
 
 
 class SingleTurn(Schema):
@@ -35,19 +45,69 @@ class TokenEnvironment(EnvironmentLimits):
     """An environment of the user's own that handles tokens (``rollout/environments/protocol.py``)."""
 
     type: Literal["tokens"] = "tokens"
-    environment: str
+    environment: Named
     """``module:Class``, called once with ``options``. Its ``async run(problem, context)`` plays an episode. The module
     is looked for in the current folder, and among the installed ones. It runs in the sample role's event loop: what
     blocks belongs into a thread."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the class."""
 
-    @field_validator("environment")
-    @classmethod
-    def _module_and_name(cls, environment: str) -> str:
-        if environment.count(":") != 1:
-            raise ValueError(f"environment {environment!r} is not of the form module:name")
-        return environment
+    start_timeout_s: Seconds = 120.0
+    """Time to import and make it, in the check before a start."""
 
 
-EnvironmentConfig = Annotated[SingleTurn | TokenEnvironment, Field(discriminator="type")]
+class ChatEnvironment(EnvironmentLimits):
+    """An environment of messages. It runs in processes of its own, one episode at a time in each
+    (``rollout/environments/worker.py``). A crash, a hang or an exception ends the episode without a score; its process
+    is killed with everything that it started. ``rollout/environments/chat.py`` turns messages into tokens."""
+
+    type: Literal["chat"] = "chat"
+    environment: Named
+    """``module:Class``, called once per process with ``options``. The module is looked for in the current folder, and
+    among the installed ones. What must outlive an episode, such as a browser, is started by the class: after an
+    episode everything that it started since is killed."""
+    interface: Literal["chat", "text", "tools"] = "chat"
+    """chat: ``reset(problem)`` gives messages, ``step(message)`` gives (messages, reward, done); a list ``tools`` of
+    functions may be called by the policy. text: ``reset`` and ``step`` of gym or gymnasium over texts. tools: every
+    public method is a tool; an answer without a call ends the episode. Where no reward is given, the run's ``reward``
+    scores the last answer."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the class, as JSON."""
+    python: GivenPath | None = None
+    """A Python of 3.9 or newer that runs it; it needs no Tandem. None: Tandem's own."""
+    tool_call_parser: str | None = None
+    """SGLang's name of the form in which the model writes calls, such as qwen25. None: for environments without
+    tools."""
+    reasoning_parser: str | None = None
+    """SGLang's name of the form in which the model thinks, such as qwen3. Calls are then looked for outside the
+    thinking, which the environment's message has apart. None: everywhere."""
+    template: Literal["chat", "plain"] = "chat"
+    """chat: the model's chat template. plain: the texts of the messages one after another, and nothing else."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, such as ``enable_thinking: false``."""
+    start_timeout_s: Seconds = 120.0
+    """Time for a process to start, and to import and make the environment."""
+    reset_timeout_s: Seconds = 60.0
+    """Time for ``reset``."""
+    step_timeout_s: Seconds = 60.0
+    """Time for a step; all tool calls of one answer are a step. A process that is late is killed (``time_limit``)."""
+    max_processes: Count | None = None
+    """Processes at a time, of training episodes and of held-out ones each. None: max_concurrency, but at most 16 per
+    core."""
+
+    @model_validator(mode="after")
+    def _tools_need_a_parser(self):
+        if self.interface == "tools" and self.tool_call_parser is None:
+            raise ValueError(
+                "environment.interface=tools needs environment.tool_call_parser, SGLang's name of the model's form of calls"
+            )
+        if self.reasoning_parser is not None and self.tool_call_parser is None:
+            raise ValueError(
+                "environment.reasoning_parser needs environment.tool_call_parser; name it, or leave both out"
+            )
+        if self.template == "plain" and self.template_arguments:
+            raise ValueError("environment.template=plain has no template_arguments; leave them out")
+        return self
+
+
+EnvironmentConfig = Annotated[SingleTurn | TokenEnvironment | ChatEnvironment, Field(discriminator="type")]

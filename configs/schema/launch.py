@@ -148,7 +148,7 @@ class LaunchConfig(Schema):
 
 
 class TrackingConfig(Schema):
-    """Where MLflow records the run."""
+    """Where MLflow records the run, and how many samples are kept to look at."""
 
     experiment: str = "tandem"
     """Name of the MLflow experiment, in which runs can be compared."""
@@ -156,6 +156,9 @@ class TrackingConfig(Schema):
     """MLflow tracking URI. None: MLFLOW_TRACKING_URI if set, else the sqlite store ``launch.runs_dir``/mlflow.db
     of all runs there. On a network file system, whose locks sqlite cannot trust, each run folder has a store of
     its own."""
+    sample_groups: NonNegativeInt = 2
+    """Groups of each step whose samples are kept in the run folder, for ``tandem samples`` and the report; 0: none.
+    About 25 bytes per sampled token."""
 
 
 class EvaluationConfig(Schema):

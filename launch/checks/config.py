@@ -250,6 +250,12 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
         field = "reward.function" if config.reward_type.type == "function" else "reward"
         first_problem = partial(_first_problem, config.task)
         yield from finding_of(field, check_reward, config.reward_type, first_problem, _print_comment)
+    if config.environment.type != "single_turn":
+        from rollout.environments.processes import check_environment
+
+        yield from finding_of(
+            "environment.environment", check_environment, config.environment, _print_comment
+        )
     if config.resume is not None and config.resume.is_dir():
         yield from (("resume", error) for error in _check_resume(config, config.resume))
     if runs == EVALUATION and getattr(config.task, "heldout_path", "generated") is None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig, SftConfig
+from configs.schema.environment import TokenEnvironment
 from configs.schema.launch import NodesConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.task import CountdownTask
@@ -60,6 +61,8 @@ def dry_run_lines(config: RunConfig | SftConfig, runs: Sequence[str], device: De
     yield from ("", "commands:", *_indented(_command_lines(config, runs)))
     if data := list(_data_rows(config)):
         yield from ("", "data:", *_indented(aligned(data)))
+    if "sample" in runs and isinstance(config, RunConfig) and config.environment.type != "single_turn":
+        yield from ("", "environment:", *_indented(_environment_lines(config.environment)))
     if "learn" in runs or "sft-rank" in runs:
         yield from ("", "batch of one step:", *_indented(batch_lines(config)))
     yield ""
@@ -72,6 +75,15 @@ def dry_run_lines(config: RunConfig | SftConfig, runs: Sequence[str], device: De
 
 def _indented(lines: Iterable[str]) -> Iterator[str]:
     return (f"  {line}" for line in lines)
+
+
+def _environment_lines(environment: TokenEnvironment) -> Iterator[str]:
+    yield f"{environment.environment}, options {environment.options}"
+    most = "" if environment.max_tokens is None else f", {environment.max_tokens} tokens"
+    yield f"an episode: at most {environment.max_turns} turns{most}, {environment.timeout_s:g} s; {environment.max_concurrency} at once"
+    at_limit = environment.reward_at_limit
+    what = "not scored" if at_limit is None else f"reward {at_limit:g}"
+    yield f"where turns or tokens run out: {what}"
 
 
 # ------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ hf/                the trained model, Hugging Face format            report.html
 export/            a checkpoint's weights, in the same format        mlflow_run_id                 which a resumed run goes on with
 key.yaml           the key of the run, readable by its owner alone: servers and sampler refuse requests without it
 ledger.jsonl       the fate of every group of responses, one line per step
+samples/           samples of a few groups of each step, for `tandem samples` and the report
 batches/           recorded steps, for `tandem replay`               replay/                       what it asks and finds
 request.json       the request of `tandem eval`, `mismatch`, ...     metrics.lost.jsonl            of an attempt without a checkpoint
 """
@@ -68,6 +69,10 @@ class RunFolder:
     @property
     def batches(self) -> Path:
         return self.path / "batches"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples"
 
     @property
     def hf(self) -> Path:

@@ -17,6 +17,7 @@ from launch.processes.run_folder import RunFolder, read_lives, wait_for_servers
 from launch.processes.stopping import StopListener, Stopped, report_stopped
 from launch.processes.supervisor import exit_now
 from parallel.checkpoints.files import remove_leftovers
+from trainer.tracking.samples import forget_samples_after
 
 if TYPE_CHECKING:
     from trainer.loop import Run
@@ -87,6 +88,7 @@ def build_run(
     from trainer.learner import Learner
     from trainer.loop import Run
     from trainer.recording import Recorder
+    from trainer.sample_keeping import SampleKeeper
     from trainer.sampling import SharedSampler
     from trainer.tracking.ledger import Ledger
     from trainer.tracking.tracker import Tracker
@@ -135,6 +137,7 @@ def build_run(
         weight_sync=weight_sync,
         checkpointer=checkpointer,
         recorder=recorder,
+        samples=SampleKeeper(folder.samples, config, tracker),
         tracker=tracker,
         ledger=ledger,
         turns=turns,
@@ -152,6 +155,7 @@ def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int
         remove_leftovers(checkpoints, "step_*")
     remove_leftovers(folder.path, folder.hf.name)
     recorder.forget_after(resumed_from or 0)
+    forget_samples_after(folder.samples, resumed_from or 0)
     if resumed_from is None:
         folder.put_metrics_aside()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rollout.client import GenerationClient
+from rollout.client import GenerationClient, Session
 from rollout.environments.protocol import EpisodeEnded
 from rollout.environments.sequence import TokenSequence
 from rollout.records import Completion, FinishReason, Prompt, Score, Status
@@ -62,7 +62,7 @@ class EpisodeContext:
         texts: Texts,
         score: ScoreText,
     ) -> None:
-        self.sequence = TokenSequence()
+        self.sequence, self._session = TokenSequence(), Session()
         self._client, self._problem, self._seed = client, problem, seed
         self._temperature, self._limits, self._texts, self._score = temperature, limits, texts, score
 
@@ -104,6 +104,7 @@ class EpisodeContext:
             temperature=self._temperature,
             stop_token_ids=[*self._texts.end_token_ids, *stop_token_ids],
             seeds=[turn_seed(self._seed, turn)],
+            session=self._session,
         )
         self.sequence.append(completion)
         return completion

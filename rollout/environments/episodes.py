@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from configs.schema.environment import EnvironmentLimits
 from rollout.client import GenerationClient, GenerationError
 from rollout.environments.context import EpisodeContext, EpisodeLimits, ScoreText, Texts
-from rollout.environments.protocol import Environment, EpisodeEnded, Outcome
+from rollout.environments.protocol import Environment, EpisodeEnded, EpisodeFailed, Outcome
 from rollout.environments.sequence import TokenSequence
 from rollout.records import FinishReason, Prompt, Score, Status, Trajectory
 from rollout.rewards.function import describe, to_score
@@ -154,6 +154,8 @@ class Episodes:
                 outcome = checked(await self._environment.run(prompt, context))
         except EpisodeEnded as end:
             outcome = Outcome(reward=self._config.reward_at_limit, status=end.status)
+        except EpisodeFailed as failure:
+            return Outcome(reward=None, status=failure.status, error=str(failure))
         except ENDS_THE_RUN:
             raise
         except TimeoutError as error:

@@ -1,13 +1,19 @@
 """From the config's ``environment`` block to what makes samples."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from configs.schema import RunConfig
-from configs.schema.environment import TokenEnvironment
+from configs.schema.environment import ChatEnvironment, TokenEnvironment
+from rollout.environments.chat import ChatEpisodes, ParseCalls, PlainRenderer, Renderer
 from rollout.environments.context import EpisodeLimits, ScoreText, Texts
 from rollout.environments.episodes import Episodes, SampleMaker, SingleTurns
+from rollout.environments.processes import ProcessPool, Program, limits_of, max_processes
 from rollout.environments.protocol import Environment
+from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import Scorer
 from rollout.rewards.function import describe, import_named
@@ -17,18 +23,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def sample_makers(
+@asynccontextmanager
+async def sample_makers(
     config: RunConfig,
     *,
     scorer: Scorer,
     tokenizer: "PreTrainedTokenizerBase",
     stop_token_ids: list[int],
     max_positions: int | None,
-) -> Callable[[PromptsOf], SampleMaker]:
-    """Makes what samples training or held-out problems; each has places of its own.
+) -> AsyncIterator[Callable[[PromptsOf], SampleMaker]]:
+    """Makes what samples training or held-out problems; each has places of its own. Leaving it ends all processes of
+    environments.
 
     Raises:
         ValueError: the environment cannot be made, or nothing limits the tokens of its episodes.
+        EnvironmentStartError: its process cannot be started.
     """
     texts = Texts(tokenizer=tokenizer, end_token_ids=frozenset(stop_token_ids))
     score, block = score_by(scorer), config.environment
@@ -39,25 +48,76 @@ def sample_makers(
             max_new_tokens=config.rollout.max_new_tokens,
             score=score,
         )
-        return lambda which: maker
-    environment = make_environment(block)
+        yield lambda which: maker
+        return
+    async with AsyncExitStack() as pools:
+        environments: dict[PromptsOf, Environment] = {}
+        if block.type == "tokens":
+            environment = make_environment(block)
+            environments = {"training": environment, "held-out": environment}
+        else:
+            parse = pools.enter_context(call_parser(block))
+            for which in ("training", "held-out"):
+                pool = ProcessPool(Program.of(block), limits_of(block), max_processes=max_processes(block))
+                await pools.enter_async_context(pool)
+                environments[which] = chat = chat_episodes(config, block, pool, tokenizer, parse)
+                if which == "training":
+                    await chat.check()
+            # No episode waits for a process of another: that would count as its own time.
+            block = block.model_copy(update={"max_concurrency": max_processes(block)})
 
-    def episodes(which: PromptsOf) -> Episodes:
-        limits = sequence_limits(config, which, max_positions=max_positions)
-        limits |= {} if block.max_tokens is None else {"environment.max_tokens": block.max_tokens}
-        return Episodes(
-            environment,
-            config=block,
-            limits=EpisodeLimits(
-                max_turns=block.max_turns,
-                max_tokens=min(limits.values(), default=_NO_LIMIT),
-                max_new_tokens=config.rollout.max_new_tokens,
-            ),
-            texts=texts,
-            score=score,
-        )
+        def episodes(which: PromptsOf) -> Episodes:
+            limits = sequence_limits(config, which, max_positions=max_positions)
+            limits |= {} if block.max_tokens is None else {"environment.max_tokens": block.max_tokens}
+            return Episodes(
+                environments[which],
+                config=block,
+                limits=EpisodeLimits(
+                    max_turns=block.max_turns,
+                    max_tokens=min(limits.values(), default=_NO_LIMIT),
+                    max_new_tokens=config.rollout.max_new_tokens,
+                ),
+                texts=texts,
+                score=score,
+            )
 
-    return episodes
+        yield episodes
+
+
+def chat_episodes(
+    config: RunConfig,
+    block: ChatEnvironment,
+    pool: ProcessPool,
+    tokenizer: "PreTrainedTokenizerBase",
+    parse: ParseCalls | None,
+) -> ChatEpisodes:
+    def renderer_of(tools: Tools) -> Renderer:
+        if block.template == "plain":
+            return PlainRenderer(partial(tokenizer.encode, add_special_tokens=False))
+        from rollout.environments.rendering import ChatRenderer
+
+        return ChatRenderer(tokenizer, tools=tools, arguments=block.template_arguments)
+
+    return ChatEpisodes(
+        pool,
+        renderer_of=renderer_of,
+        parse=parse,
+        system_prompt=getattr(config.task, "system_prompt", None),
+    )
+
+
+@contextmanager
+def call_parser(block: ChatEnvironment) -> Iterator[ParseCalls | None]:
+    """SGLang's parser in a process of its own; None where the config names none. Raises ValueError."""
+    if block.tool_call_parser is None:
+        yield None
+        return
+    with ToolCallParser(block.tool_call_parser, reasoning_parser=block.reasoning_parser) as parser:
+
+        async def parse(text: str, tools: Tools) -> ParsedTurn:
+            return await asyncio.to_thread(parser, text, tools)
+
+        yield parse
 
 
 _NO_LIMIT = 2**31 - 1

@@ -24,6 +24,14 @@ class EpisodeEnded(Exception):
         self.status = status
 
 
+class EpisodeFailed(Exception):
+    """The episode is not scored. The message is complete: no line of code is added to it."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The result of an episode."""

@@ -59,6 +59,7 @@ class TokenSequence:
                 prompt_digest=completion.prompt_digest,
                 response_digest=digest(completion.token_ids),
                 finish_reason=completion.finish_reason,
+                cached_tokens=completion.cached_tokens,
             )
         )
         self._append(completion.token_ids, completion)

@@ -88,16 +88,19 @@ async def run_sample_role(
     Raises:
         ValueError: the task, one of its prompts, the environment, the reward or the tokenizer cannot be used.
         RewardModelError: a reward model does not answer, or its answer has the wrong form.
+        WorkerStartError: the process of an environment cannot be started.
     """
     tokenizer, task = load_checked_task(config)
-    async with Scorer(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer:
-        samples_of = sample_makers(
+    async with (
+        Scorer(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer,
+        sample_makers(
             config,
             scorer=scorer,
             tokenizer=tokenizer,
             stop_token_ids=end_token_ids(tokenizer, config.model.path),
             max_positions=_max_positions(config),
-        )
+        ) as samples_of,
+    ):
         urls = server_urls() if callable(server_urls) else server_urls
         async with generation_client(config, urls, log_dir=log_dir, key=key) as client:
             sampler = GroupSampler(
@@ -120,7 +123,8 @@ def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Tas
     """The model's tokenizer and the task. Raises ValueError where one of them, or a prompt, cannot be used."""
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(tokenizer, config.model.path)
-    task = load_task(config.task, tokenizer=tokenizer, keep_rows=may_read_rows(config.reward_type))
+    keep_rows = may_read_rows(config.reward_type) or config.environment.type != "single_turn"
+    task = load_task(config.task, tokenizer=tokenizer, keep_rows=keep_rows)
     check_prompt_lengths(task, config, max_positions=_max_positions(config))
     return tokenizer, task
 

@@ -15,7 +15,7 @@ import aiohttp
 import numpy as np
 import orjson
 
-from rollout.client import ClientStats, GenerationError
+from rollout.client import ClientStats, GenerationError, Session
 from rollout.connections import PEER_TIMEOUT_S, is_unreachable
 from rollout.http_replicas import AttemptFailed, Replica, ReplicaLost, open_session, request_with_retries
 from rollout.records import LOGPROBS, TOKEN_IDS, VERSIONS, Completion, FinishReason, digest
@@ -183,22 +183,25 @@ class SGLangClient:
         temperature: float,
         stop_token_ids: Sequence[int],
         seeds: Sequence[int],
+        session: Session | None = None,
     ) -> list[Completion]:
         """See ``GenerationClient``. Only servers with ``enable-deterministic-inference`` heed the seeds."""
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
         sampling["stop_token_ids"] = list(stop_token_ids)
         samplings = [sampling | {"sampling_seed": seed} for seed in seeds]
         if not self._whole_groups:
-            requests = (self._request_completions(list(prompt_ids), [sampling]) for sampling in samplings)
+            requests = (
+                self._request_completions(list(prompt_ids), [sampling], session) for sampling in samplings
+            )
             return [completion for (completion,) in await _gather_or_cancel(requests)]
         completions: list[Completion] = []
         for start in range(0, len(samplings), self._max_concurrency):
             part = samplings[start : start + self._max_concurrency]
-            completions += await self._request_completions(list(prompt_ids), part)
+            completions += await self._request_completions(list(prompt_ids), part, session)
         return completions
 
     async def _request_completions(
-        self, prompt_ids: list[int], samplings: list[dict[str, object]]
+        self, prompt_ids: list[int], samplings: list[dict[str, object]], session: Session | None
     ) -> list[Completion]:
         """One completion per item of ``samplings`` (at most ``max_concurrency``) by one HTTP request, repeated
         where it fails."""
@@ -216,7 +219,7 @@ class SGLangClient:
                 try:
                     async with asyncio.timeout(self._timeout_s):
                         with self._in_flight.counted(count):
-                            return await self._request_with_retries(body, count, sent)
+                            return await self._request_with_retries(body, count, sent, session)
                 except _AllLost:
                     await self._some_server()
                 except TimeoutError as error:
@@ -226,7 +229,9 @@ class SGLangClient:
                         "max_concurrency"
                     ) from error
 
-    async def _request_with_retries(self, body: bytes, count: int, sent: "Sent") -> list[Completion]:
+    async def _request_with_retries(
+        self, body: bytes, count: int, sent: "Sent", session: Session | None
+    ) -> list[Completion]:
         num_counted, patience = 0, _NetworkPatience(self._peer_timeout_s)
 
         def count_failure(error: Exception, failures: list[str]) -> None:
@@ -245,7 +250,7 @@ class SGLangClient:
 
         attempt = partial(self._attempt, body=body, count=count, sent=sent)
         return await request_with_retries(
-            self._replicas, attempt, count_failure, num_samples=count, backoff_s=BACKOFF_S
+            self._replicas, attempt, count_failure, num_samples=count, backoff_s=BACKOFF_S, session=session
         )
 
     async def _attempt(self, url: str, body: bytes, count: int, sent: "Sent") -> list[Completion]:
@@ -441,6 +446,7 @@ def parse_completion(reply: Mapping, sent: Sent) -> Completion:
         token_versions=_versions_per_token(meta, len(token_ids)),
         finish_reason=FinishReason(meta["finish_reason"]["type"]),
         prompt_digest=sent.digest,
+        cached_tokens=meta.get("cached_tokens", 0),
     )
 
 

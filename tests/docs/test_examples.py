@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import os
 import re
 import shutil
 import socket
@@ -13,12 +14,15 @@ import time
 import pytest
 
 from configs.loader import load_config
-from rollout.records import FinishReason, Prompt
+from rollout.environments.episodes import Sample
+from rollout.environments.loading import sample_makers
+from rollout.records import FinishReason, Prompt, Status
 from rollout.rewards import Scorer
 from rollout.tasks import load_task
 from rollout.tokenization import load_tokenizer
 from tests.docs.conftest import RECORDED_STEP
 from tests.docs.pages import DOCS
+from tests.support.records import completion
 
 EXAMPLES = DOCS / "examples"
 
@@ -144,3 +148,100 @@ def test_replay(shell, workspace):
     assert (
         workspace / "runs" / "latest" / "figures" / f"replay_step_{RECORDED_STEP:06d}.png"
     ).stat().st_size > 5000
+
+
+class Replies:
+    """An engine that answers with given texts, one after another."""
+
+    def __init__(self, tokenizer, texts: list[str]) -> None:
+        self.tokenizer, self.texts, self.prompts = tokenizer, iter(texts), []
+
+    async def generate_group(self, prompt_ids, *, stop_token_ids, **sampling):
+        self.prompts.append(self.tokenizer.decode(prompt_ids))
+        ids = self.tokenizer.encode(next(self.texts))
+        assert [place for place, token in enumerate(ids) if token in stop_token_ids] == [len(ids) - 1]
+        values = {"rollout_logprobs": [-1.0] * len(ids), "token_versions": [0] * len(ids)}
+        return [completion(prompt_ids=prompt_ids, token_ids=ids, finish_reason=FinishReason.STOP, **values)]
+
+
+def play(folder: str, problem: str, texts: list[str], workspace) -> tuple[list[str], Sample]:
+    """The prompts of an episode in which the policy says ``texts``, and its sample."""
+    config = load_config(
+        EXAMPLES / folder / "experiment.yaml", [f"model.path={workspace / 'models' / 'tiny'}"]
+    )
+    tokenizer = load_tokenizer(config.model.path)
+    engine = Replies(tokenizer, texts)
+    prompt = Prompt(
+        prompt_id="p",
+        token_ids=tokenizer.encode(problem),
+        text=problem,
+        task="countdown",
+        reference=problem.removesuffix(":"),
+    )
+
+    async def one_episode():
+        async with Scorer(config.reward_type, max_new_tokens=14) as scorer:
+            makers = sample_makers(
+                config,
+                scorer=scorer,
+                tokenizer=tokenizer,
+                stop_token_ids=[tokenizer.eos_token_id],
+                max_positions=256,
+            )
+            return await makers("training").sample(engine, prompt, [7], temperature=1.0)
+
+    (sample,) = asyncio.run(one_episode())
+    return engine.prompts, sample
+
+
+def test_the_calculator_answers_calls_and_the_reward_scores_the_rest(workspace, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "calculator")
+    problem = "3 5 8=23:"
+    prompts, sample = play("calculator", problem, ["8*5-3=", "3*+=", "3*5+8=", "3*5+8<eos>"], workspace)
+    assert prompts == [
+        problem,
+        f"{problem}8*5-3=37 ",
+        f"{problem}8*5-3=37 3*+=: ",
+        f"{problem}8*5-3=37 3*+=: 3*5+8=23 ",
+    ]
+    assert (sample.reward, sample.parts, sample.correct) == (1.0, {"valid": 1.0, "calls": 3}, True)
+    sampled = "8*5-3=" + "3*+=" + "3*5+8=" + "3*5+8."  # the end token is one of them
+    trajectory = sample.trajectory(0, 0, Prompt(prompt_id="p", token_ids=[], text="", task="", reference=""))
+    assert int(trajectory.response_mask.sum()) == len(sampled)
+    _, endless = play("calculator", problem, ["1="] * 9, workspace)
+    assert (endless.reward, endless.status) == (0.0, Status.TURN_LIMIT)
+
+
+def test_the_second_try_follows_a_wrong_answer_alone(workspace, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / "try_again")
+    problem = "3 5 8=23:"
+    prompts, sample = play("try_again", problem, ["8*5-3<eos>", "3*5+8<eos>"], workspace)
+    assert prompts == [problem, f"{problem}8*5-3<eos>(37) {problem}"]
+    assert (sample.reward, sample.parts["tries"]) == (1.0, 2)
+    prompts, sample = play("try_again", problem, ["3*5+8<eos>"], workspace)
+    assert (prompts, sample.reward, sample.parts["tries"]) == ([problem], 1.0, 1)
+    prompts, sample = play("try_again", problem, ["8-*<eos>", "8+5<eos>"], workspace)
+    assert (prompts[1], sample.reward) == (f"{problem}8-*<eos>() {problem}", 0.0)
+
+
+@pytest.mark.parametrize("folder", ["calculator", "try_again"])
+def test_a_warm_start_imitates_what_the_environment_would_show(folder, workspace):
+    """Each printed example is an episode: played again, the environment adds what the example has."""
+    made = subprocess.run(
+        [sys.executable, str(EXAMPLES / folder / f"{folder}.py"), "40"], capture_output=True, text=True, check=True,
+        env=os.environ | {"PYTHONPATH": str(DOCS.parent)},
+    )  # fmt: skip
+    examples = [json.loads(line) for line in made.stdout.splitlines()]
+    assert len(examples) == 40
+    sys.path.insert(0, str(EXAMPLES / folder))
+    try:
+        for example in examples[:8]:
+            whole = example["prompt"] + example["response"]
+            problem = whole[: whole.index(":") + 1]
+            said = re.split(r"(?<==)-?\d+ |\(-?\d+\) " + re.escape(problem), whole.removeprefix(problem))
+            said = [text if text.endswith(("=", "<eos>")) else f"{text}<eos>" for text in said]
+            prompts, sample = play(folder, problem, [*said, "1<eos>"], workspace)  # the last may be wrong
+            assert prompts[len(said) - 1] + said[-1] == f"{whole}<eos>"
+            assert sample.status is Status.OK
+    finally:
+        sys.path.remove(str(EXAMPLES / folder))

@@ -180,7 +180,8 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
     (folder / "my_reward.py").write_text(LENGTH_REWARD)
     (folder / "my_turns.py").write_text(TWO_TURNS)
     settings = [
-        *SMALL, *REWARD, "environment={type: tokens, environment: my_turns:TwoTurns}", "rollout.tp=2", "evaluation.at_ends=false", "learner.token_budget=64", "learner.old_logprobs=always",
+        *SMALL, *REWARD, "environment={type: tokens, environment: my_turns:TwoTurns}", "rollout.tp=2",
+        "evaluation.at_ends=false", "learner.token_budget=64", "learner.old_logprobs=always",
         "kl.coefficient=0.01", "layout.dp=1",
     ]  # fmt: skip
     pipeline = ["layout.pp=2", "layout.vpp=2", "checkpoint.every=1", "steps=2"]

@@ -1,5 +1,5 @@
-"""A short soak: a run with two servers loses one of them, then the sample role, then both servers. It goes on with what
-is left, or waits, and gets each back."""
+"""A short soak: an asynchronous run of two-turn episodes with two servers loses one of them, then the sample role,
+then both servers. It goes on with what is left, or waits, and gets each back."""
 
 import random
 import signal
@@ -15,8 +15,10 @@ pytestmark = pytest.mark.engines
 
 def test_servers_and_the_sample_role_may_end_and_come_back_and_no_step_is_lost(tmp_path):
     make_tiny_countdown_model(tmp_path / "model", seed=0)
+    environment = "environment={type: tokens, environment: docs.examples.try_again.try_again:TryAgain}"
     run = LongRun(
-        tmp_path, [*SETTINGS, *SMALL, "steps=1000", "evaluation.at_ends=false", "checkpoint.every=0"]
+        tmp_path,
+        [*SETTINGS, *SMALL, environment, "steps=1000", "evaluation.at_ends=false", "checkpoint.every=0"],
     )
     recoveries: list[Recovery] = []
     kinds = ("server killed", "sample role killed", "both servers killed")
@@ -34,6 +36,7 @@ def test_servers_and_the_sample_role_may_end_and_come_back_and_no_step_is_lost(t
     first, second, _ = recoveries
     while_one_was_lost = steps_of(tmp_path)[first.at_step : second.at_step]
     assert {step["sync/servers"] for step in while_one_was_lost} == {1, 2}
+    assert all(step["episode/turns_mean"] == 2 for step in steps_of(tmp_path)), "a random model tries twice"
     said = run.console.read_text()
     assert "the sample role ended with signal SIGKILL" in said and "a successor goes on" in said
     serve = (tmp_path / "runs/latest/logs/serve.log").read_text()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollout.client import ClientStats, GenerationError
+from rollout.client import ClientStats, GenerationError, Session
 from rollout.environments.context import Texts
 from rollout.environments.episodes import SingleTurns
 from rollout.environments.loading import score_by
@@ -56,6 +56,7 @@ class FakeEngine:
         temperature: float,
         stop_token_ids: Sequence[int],
         seeds: Sequence[int],
+        session: Session | None = None,
     ) -> list[Completion]:
         self.calls += [(tuple(prompt_ids), seed, temperature) for seed in seeds]
         for _ in range(seeds[0] % 5):  # groups finish in another order than they started in

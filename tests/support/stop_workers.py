@@ -38,6 +38,7 @@ from trainer.loop import Run, evaluate_before, saved_where_interrupted, train
 from trainer.ranks.interruption import INTERRUPTIONS
 from trainer.ranks.totals import on_first_rank
 from trainer.recording import Recorder
+from trainer.sample_keeping import SampleKeeper
 from trainer.sampling import SharedSampler
 from trainer.tracking import mlflow_thread
 from trainer.tracking.ledger import LEDGER, Ledger
@@ -183,6 +184,7 @@ def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
         return update(*arguments, **named)
 
     learner.update = scripted_update
+    tracker = Tracker(config, folder, resumed_from_step=resumed) if learner.is_first_rank else None
     run = Run(
         config=config,
         learner=learner,
@@ -190,7 +192,8 @@ def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
         weight_sync=ScriptedSync(learner, engine, script),
         checkpointer=checkpointer,
         recorder=Recorder(folder / "batches", config.record_batches, config.correction),
-        tracker=Tracker(config, folder, resumed_from_step=resumed) if learner.is_first_rank else None,
+        samples=SampleKeeper(run_folder.samples, config, tracker),
+        tracker=tracker,
         ledger=Ledger(folder / LEDGER, keep_until=resumed or 0) if learner.is_first_rank else None,
         first_step=1 if resumed is None else resumed + 1,
         evaluation_owed=progress is not None and progress.evaluation_owed,

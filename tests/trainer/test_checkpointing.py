@@ -43,6 +43,7 @@ from trainer.ranks.metrics import values
 from trainer.ranks.totals import alone
 from trainer.recording import Recorder, read_batch, write_batch
 from trainer.sampling import SharedSampler
+from trainer.tracking.samples import FOLDER, sample_file, sampled_steps
 
 RECIPE = Path(__file__).resolve().parents[2] / "configs/recipes/countdown_tiny.yaml"
 ADAPTIVE = KLConfig(
@@ -118,16 +119,19 @@ def test_without_a_checkpoint_the_data_begins_anew_and_what_the_lost_steps_left_
     """By the role's own hand: it may be started without a supervisor, beside a sample role that has gone on."""
     folder, data = RunFolder(tmp_path), Data()
     folder.batches.mkdir()
+    folder.samples.mkdir()
     for step in (1, 2):
         write_batch(batch_file(folder.batches, step), recorded())
+        sample_file(folder.samples, step).write_text("{}")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
     assert Checkpointer(folder.checkpoints, CheckpointConfig()).restore(learner(critic=False), data) is None
     assert data.at is None
     recorder = Recorder(folder.batches, "all", recorded().correction)
     learning.forget_lost_steps(folder, recorder, 1)
     assert recorded_steps(folder.batches) == [1] and (tmp_path / "metrics.jsonl").exists()
+    assert sampled_steps(folder.samples) == [1] and folder.samples == tmp_path / FOLDER
     learning.forget_lost_steps(folder, recorder, None)
-    assert recorded_steps(folder.batches) == []
+    assert recorded_steps(folder.batches) == [] == sampled_steps(folder.samples)
     assert (
         not (tmp_path / "metrics.jsonl").exists()
         and (tmp_path / "metrics.lost.jsonl").read_text() == '{"step": 0}\n'

@@ -5,7 +5,7 @@ step.
 sequences alone.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,6 +33,8 @@ class StepBatch:
     bitwise equal log-probs."""
     rewards_S: Tensor
     group_ids_S: Tensor
+    lengths_S: Tensor | None = None
+    """int64, places in a packed batch. None where this rank has the whole step."""
 
     def minibatches(self) -> list[list[PackedBatch]]:
         """This rank's micro-batches of each optimizer step."""
@@ -50,14 +52,21 @@ class StepBatch:
         the CPU."""
         bounds = self.packed.cu_seqlens.tolist()
         out_T = torch.zeros(self.packed.num_tokens, dtype=torch.float32)
+        for row, values_T in self.by_row(parts, range(len(bounds) - 1)):
+            out_T[bounds[row] : bounds[row + 1]] = values_T
+        return out_T
+
+    def by_row(self, parts: Sequence[Tensor], wanted: Container[int]) -> Iterator[tuple[int, Tensor]]:
+        """(row of ``packed``, its values) for the wanted rows, from one tensor per micro-batch as in ``scattered``."""
+        bounds = self.packed.cu_seqlens.tolist()
         flat = (rows for minibatch in self.rows for rows in minibatch)
         for rows, part_T in zip(flat, parts, strict=True):
             part_T, start = part_T.float().cpu(), 0
             for row in rows:
                 length = bounds[row + 1] - bounds[row]
-                out_T[bounds[row] : bounds[row + 1]] = part_T[start : start + length]
+                if row in wanted:
+                    yield row, part_T[start : start + length]
                 start += length
-        return out_T
 
     def with_advantages(self, advantages: Advantages) -> "StepBatch":
         returns = {} if advantages.returns_T is None else {"returns_T": advantages.returns_T}
@@ -110,6 +119,8 @@ class Share:
     trajectories: list[Trajectory]
     sequence_ids: list[int]
     rows: list[list[list[int]]]
+    lengths: list[int]
+    """Of the whole step: places in a packed batch."""
     rewards: list[float]
     """Of the whole step. 0 where a sample is left out."""
     group_ids: list[int]
@@ -134,8 +145,9 @@ def split_groups(
         out too.
     """
     trajectories = [t for group in groups for t in _without_unscored(group, needs_siblings)]
+    lengths = [packed_length(t.token_ids) for t in trajectories]
     plan: BatchPlan = plan_batches(
-        [packed_length(t.token_ids) for t in trajectories],
+        lengths,
         num_minibatches=num_minibatches,
         sequences_per_group=len(groups[0].trajectories),
         dp_size=dp_size,
@@ -150,6 +162,7 @@ def split_groups(
                 trajectories=[trajectories[i] for i in ids],
                 sequence_ids=ids,
                 rows=plan.rows(rank),
+                lengths=lengths,
                 rewards=[t.reward or 0.0 for t in trajectories],
                 group_ids=[
                     t.group_id if t.reward is not None else -1 - number
@@ -187,4 +200,5 @@ def step_batch(share: Share, *, newest: int | None = None) -> StepBatch:
         rows=share.rows,
         rewards_S=torch.tensor(share.rewards, dtype=torch.float32),
         group_ids_S=torch.tensor(share.group_ids, dtype=torch.int64),
+        lengths_S=torch.tensor(share.lengths, dtype=torch.int64),
     )

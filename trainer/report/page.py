@@ -1,4 +1,5 @@
-"""``report.html`` and its figures, from metrics.jsonl, config.yaml and, if there is one, summary.json of a run.
+"""``report.html`` and its figures, from metrics.jsonl, config.yaml and, if there are any, samples and summary.json
+of a run.
 
 The page needs neither network nor scripts. Its notes name metrics that were not recorded, or never changed;
 they are not drawn. ``drawing.py`` draws the pictures of ``pictures.py``.
@@ -34,6 +35,7 @@ from trainer.report.drawing import (
     new_figure,
 )
 from trainer.report.pictures import FLAT_MEANS, PICTURES, ROUNDING, Lines
+from trainer.report.samples import ShownSamples, shown_samples
 from trainer.tracking.alarms import Alarm, check_alarms
 from trainer.tracking.ledger import LEDGER, read_ledger, summary
 from trainer.tracking.tracker import duration, flatten, read_metrics
@@ -100,8 +102,10 @@ def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Seq
         figure.savefig(path, dpi=120, metadata={"Software": None})
         shown.append({"title": title, "about": about, "images": [_as_svg(panel) for panel in panels]})
     _note_the_data(run)
+    samples = shown_samples(run_dir, run.config.model.path)
+    run.notes += samples.notes
     page = run_dir / "report.html"
-    page.write_text(_render(run, others, shown), encoding="utf-8")
+    page.write_text(_render(run, others, shown, samples), encoding="utf-8")
     return page
 
 
@@ -296,7 +300,9 @@ def _step_times(run: _Run) -> tuple[list[int], dict[str, list[float]]]:
 # page
 
 
-def _render(run: _Run, others: Sequence[_Run], figures: Sequence[Mapping[str, str]]) -> str:
+def _render(
+    run: _Run, others: Sequence[_Run], figures: Sequence[Mapping[str, str]], samples: ShownSamples
+) -> str:
     import jinja2
 
     environment = jinja2.Environment(
@@ -315,6 +321,7 @@ def _render(run: _Run, others: Sequence[_Run], figures: Sequence[Mapping[str, st
         alarms_off=[name for name, level in run.config.alarms if level is None],
         notes=run.notes,
         figures=figures,
+        samples=samples,
         compared=list(_labelled(run, others)) if others else [],
         differences=_differences(run, others),
         seconds=_seconds_by_part(run),

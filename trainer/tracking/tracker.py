@@ -289,9 +289,9 @@ class Tracker:
         """Write a line to console.log alone; the console has it already."""
         self._console.note(text)
 
-    def artifact(self, path: Path) -> None:
-        """Send a file or the files of a folder to MLflow, in the background."""
-        self._mlflow.put(Artifact(path, path.name if path.is_dir() else None))
+    def artifact(self, path: Path, folder: str | None = None) -> None:
+        """Send a file, into ``folder`` of the store, or the files of a folder to MLflow, in the background."""
+        self._mlflow.put(Artifact(path, path.name if path.is_dir() else folder))
 
     def close(self, status: Status) -> None:
         """Send the rest and end the MLflow run, within 30 s or half the grace period of a stop. A second close does

@@ -394,3 +394,38 @@ def test_marks_of_what_an_assistant_wrote_are_no_error(tmp_path):
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     )()
     assert TokenizerFiles(tmp_path / "model").render([{"role": "user", "content": "hello"}]) == "hello"
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["type=chat", "environment=game:Missing"], "game has no class 'Missing'"),
+        (["type=chat", "environment=game:Game", "options.wrong=1"], "options {'wrong': 1}: TypeError: Game()"),
+        (["type=chat", "environment=game:Ends"], "SystemExit: 4 (game.py:12 in __init__)"),
+        (["type=chat", "environment=game:Game", "python=no/python"], "environment.python=no/python cannot be started"),
+        (["type=chat", "environment=game:Game", "interface=tools", "tool_call_parser=qwen25"], "tool step has no docstring"),
+        (["type=chat", "environment=game:Game", "tool_call_parser=qwen2"], "tool_call_parser=qwen2 is unknown to SGLang"),
+        (["type=tokens", "environment=game:Game"], "Game: it has no method run (game.py:2 in Game)"),
+    ],
+)  # fmt: skip
+def test_an_environment_is_made_before_a_start(folder, options, text):
+    (folder / "game.py").write_text(GAME)
+    assert problems("environment.type=chat", "environment.environment=game:Game") == []
+    (problem,) = problems(*(f"environment.{option}" for option in options))
+    assert problem.field.startswith("environment.")  # that which the error names
+    assert text in problem.error
+
+
+GAME = """
+class Game:
+    def reset(self, problem):
+        return [{"role": "user", "content": "1"}]
+
+    def step(self, message):
+        return [], 1.0, True
+
+
+class Ends:
+    def __init__(self):
+        raise SystemExit(4)
+"""

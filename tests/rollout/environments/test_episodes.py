@@ -15,10 +15,13 @@ from rollout.environments import Outcome
 from rollout.environments.context import EpisodeLimits, Texts, turn_seed
 from rollout.environments.episodes import Episodes, SingleTurns
 from rollout.environments.loading import make_environment
+from rollout.environments.sequence import TokenSequence
 from rollout.records import FinishReason, Group, Prompt, Score, Status
 from tests.support.fake_engine import FakeEngine, fake_tokens
+from tests.support.records import completion
 from trainer.batch.exact_turns import TurnsDiffer
 from trainer.batch.step_batch import split_groups, step_batch
+from trainer.step_metrics import turn_metrics
 
 STOP, VOCAB = 0, 20
 PROMPT = Prompt(prompt_id="p", token_ids=[3, 4, 5], text="345", task="toy", reference="")
@@ -264,3 +267,27 @@ def test_no_more_episodes_run_at_once_than_the_config_allows():
 def test_an_environment_that_cannot_be_made_says_why(path, options, message):
     with pytest.raises(ValueError, match=message):
         make_environment(TokenEnvironment(environment=path, options=options))
+
+
+def test_metrics_of_turns_by_hand():
+    def of(turns, reward, status=Status.OK):
+        sequence = TokenSequence()
+        sequence.observe([1, 2, 3])
+        for observed, sampled, cached in turns:
+            sequence.observe(observed)
+            sequence.append(completion(token_ids=sampled, rollout_logprobs=[-1.0] * len(sampled),
+                token_versions=[0] * len(sampled), finish_reason=FinishReason.STOP, cached_tokens=cached))  # fmt: skip
+        return sequence.trajectory(
+            group_id=0, sibling_id=0, prompt=PROMPT, reward=reward, reward_parts={}, status=status
+        )
+
+    samples = [
+        of([([], [4, 5], 3), ([6], [7], 4), ([8, 9], [4], 6)], 1.0),
+        of([([], [4], 0)], None, Status.TIME_LIMIT),
+    ]
+    found = turn_metrics(samples)
+    assert found["episode/turns_checked"] == 4 and found["episode/turns_max"] == 3
+    assert found["episode/turns_mean"] == 2 and found["episode/observed_tokens"] == 3
+    assert found["episode/cached_fraction"] == (4 + 6) / (6 + 9)  # of turns after the first
+    assert found["episode/not_scored_fraction"] == found["episode/time_limit_fraction"] == 0.5
+    assert found["episode/failed_fraction"] == found["episode/turn_limit_fraction"] == 0.0

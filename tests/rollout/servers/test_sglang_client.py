@@ -10,10 +10,10 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.client import GenerationError
+from rollout.client import GenerationError, Session
 from rollout.records import Completion, FinishReason
 from rollout.servers import client as client_module
-from rollout.servers.client import SGLangClient
+from rollout.servers.client import Sent, SGLangClient, parse_completion
 from tests.support.records import completion
 
 
@@ -313,6 +313,46 @@ def test_the_deadline_of_a_request_covers_a_server_that_never_answers():
             await until(lambda: server.running == 0)  # the server sees that nobody waits any more
 
     asyncio.run(scenario())
+
+
+def test_a_session_stays_at_its_server_until_that_fails():
+    async def scenario():
+        async with (
+            LocalServer(lambda n: answer() if n < 5 else None) as first,
+            LocalServer(lambda n: answer()) as second,
+            make_client(first, second) as client,
+        ):
+
+            async def turn(session: Session | None) -> None:
+                await client.generate_group(
+                    [1], max_new_tokens=4, temperature=1.0, stop_token_ids=[6], seeds=[1], session=session
+                )
+
+            client._replicas[0].in_flight = 1  # so the session begins at the second server
+            session = Session()
+            await turn(session)
+            client._replicas[1].in_flight = 9
+            await turn(session)
+            await turn(None)
+            assert (len(first.bodies), len(second.bodies)) == (1, 2)
+            client._replicas[1].is_lost = True
+            await turn(session)
+            client._replicas[1].is_lost = False
+            await turn(session)  # its server is the first one now
+            assert (len(first.bodies), len(second.bodies)) == (3, 2)
+            first.behave = lambda n: None
+            await turn(session)
+            assert session.server is client._replicas[1]
+
+    asyncio.run(scenario())
+
+
+def test_the_cached_part_of_a_prompt_is_counted_and_a_prompt_of_another_length_refused():
+    reply = answer()
+    reply["meta_info"] |= {"cached_tokens": 2, "prompt_tokens": 3}
+    assert parse_completion(reply, Sent.of([1, 2, 3])).cached_tokens == 2
+    with pytest.raises(GenerationError, match="a prompt of 3 tokens, but 4 were sent"):
+        parse_completion(reply, Sent.of([1, 2, 3, 4]))
 
 
 def test_requests_in_flight_are_bounded_and_spread_evenly_over_replicas():

@@ -9,9 +9,11 @@ Legend: S sequences, T packed tokens, V vocabulary.
 
 import math
 import multiprocessing
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -277,6 +279,7 @@ def shuffled(share: Share, seed: int) -> Share:
         trajectories=[share.trajectories[i] for i in order],
         sequence_ids=[share.sequence_ids[i] for i in order],
         rows=[[mixed(rows) for rows in minibatch] for minibatch in share.rows],
+        lengths=share.lengths,
         rewards=share.rewards,
         group_ids=share.group_ids,
     )
@@ -300,14 +303,18 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, shares: list[Share], setup: Setup) -> StepResult:
+        return StepResult.total(self.call(run_step, shares, setup))
+
+    def call(self, work: Callable[..., Any], shares: list[Share], *arguments: Any) -> list[Any]:
+        """``work(share, *arguments, group)`` of each rank. ``work`` is a function of a module."""
         ends = self._ends[: len(shares)]
         for end, share in zip(ends, shares, strict=True):
-            end.send((share, setup, len(shares)))
+            end.send((work, share, arguments, len(shares)))
         results = []
         for rank, end in enumerate(ends):
-            assert end.poll(60.0), f"rank {rank} did not answer within 60 s"
+            assert end.poll(180.0), f"rank {rank} did not answer within 180 s"
             results.append(end.recv())
-        return StepResult.total(results)
+        return results
 
     def close(self) -> None:
         for process in self._processes:  # idle, and nothing of theirs is to be kept
@@ -320,8 +327,8 @@ def _serve_rank(rank: int, store: str, end: Connection) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(store, MOST_RANKS), rank=rank, world_size=MOST_RANKS)
     groups = {size: dist.new_group(list(range(size))) for size in range(1, MOST_RANKS + 1)}
     while True:
-        share, setup, num_ranks = end.recv()
-        end.send(run_step(share, setup, groups[num_ranks]))
+        work, share, arguments, num_ranks = end.recv()
+        end.send(work(share, *arguments, groups[num_ranks]))
 
 
 @pytest.fixture(scope="module")

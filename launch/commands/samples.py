@@ -1,0 +1,164 @@
+"""``tandem samples``: what the model does. Samples of a step by turns, and what learner and rollout say of each token.
+
+It reads the run folder alone, and works during a run.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import yaml
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from launch.checks.config import BadInput
+from launch.processes.run_folder import RunFolder
+from trainer.tracking.samples import Sample, read_samples, sample_file, sampled_steps
+from trainer.tracking.transcripts import (
+    Decode,
+    Piece,
+    Stretch,
+    find_decode,
+    gap_labels,
+    outcome,
+    stretches,
+    visible,
+)
+
+OBSERVED, TITLE = "dim italic", "bold"
+GAP_STYLES = ("", "cyan", "yellow", "dark_orange", "red", "bold white on red")
+"""Of the levels of |Δp|."""
+MOST_LISTED = 8
+"""Tokens in the table of the largest |Δp|."""
+MOST_STEPS = 12
+"""Steps that an error names from each end."""
+
+
+def show_samples(
+    folder: RunFolder,
+    *,
+    step: int | None = None,
+    group: int | None = None,
+    sibling: int | None = None,
+    tokens: bool = False,
+) -> None:
+    """Print the samples of ``step``, or of the last one, of all groups and siblings or of these."""
+    step = _chosen_step(folder, step)
+    try:
+        samples = read_samples(sample_file(folder.samples, step))
+    except ValueError as error:
+        raise BadInput(f"--step {step}: {error}") from error
+    chosen = _chosen(_chosen(samples, "group", group), "sibling", sibling)
+    decode, problem = find_decode(_model_path(folder), folder.path)
+    console = Console(highlight=False, markup=False, emoji=False)
+    if problem is not None:
+        console.print(Text(visible(problem), style="red"), soft_wrap=True)
+    for part in transcript(chosen, decode, tokens=tokens):
+        console.print(part, soft_wrap=not isinstance(part, Table))
+
+
+def _chosen_step(folder: RunFolder, step: int | None) -> int:
+    steps = sampled_steps(folder.samples)
+    if not steps:
+        raise BadInput(
+            f"RUN: {folder.path} has no samples yet; they are written at the end of each step's update, unless "
+            "tracking.sample_groups is 0"
+        )
+    if step is not None and step not in steps:
+        raise BadInput(
+            f"--step {step}: no samples of this step in {folder.samples}; there are {_listed(steps)}"
+        )
+    return steps[-1] if step is None else step
+
+
+def _listed(steps: Sequence[int]) -> str:
+    if len(steps) > 2 and steps[-1] - steps[0] == len(steps) - 1:
+        return f"those of steps {steps[0]} to {steps[-1]}"
+    shown = [str(step) for step in steps]
+    if len(shown) > 2 * MOST_STEPS:
+        shown = [*shown[:MOST_STEPS], "…", *shown[-MOST_STEPS:]]
+    return f"those of {', '.join(shown)}"
+
+
+def _chosen(samples: list[Sample], name: str, number: int | None) -> list[Sample]:
+    there = sorted({getattr(sample, name) for sample in samples})
+    if number is not None and number not in there:
+        raise BadInput(f"--{name} {number}: not among the samples; there are {', '.join(map(str, there))}")
+    return [sample for sample in samples if number in (None, getattr(sample, name))]
+
+
+def _model_path(folder: RunFolder) -> Path:
+    try:
+        return Path(yaml.safe_load(folder.config.read_text())["model"]["path"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise BadInput(f"RUN: {folder.config} names no model.path ({error}); restore the file") from error
+
+
+def transcript(samples: Sequence[Sample], decode: Decode, *, tokens: bool) -> Iterator[RenderableType]:
+    """The samples of one step: each group's prompt, then its siblings turn by turn.
+
+    tokens: with sampled tokens in the colour of their |Δp|, and a table of the largest.
+    """
+    if not samples:
+        return
+    yield Text(f"step {samples[0].step}, sampled for version {samples[0].version} of the weights", TITLE)
+    if tokens:
+        yield _legend(samples)
+    group = None
+    for sample in samples:
+        parts = stretches(sample, decode)
+        if sample.group != group:
+            group = sample.group
+            yield Text(f"\n━━ group {group}, prompt {visible(sample.prompt_id)}", TITLE)
+            if parts and parts[0].turn is None:
+                yield Text(parts[0].text, OBSERVED)
+        yield Text(f"\n── sibling {sample.sibling}: {outcome(sample)}", TITLE)
+        for part in parts:
+            if part.turn is not None or part.number > 0:
+                yield from _stretch(part, tokens)
+        if tokens and (table := _worst_tokens(parts)) is not None:
+            yield table
+
+
+def _stretch(part: Stretch, tokens: bool) -> Iterator[Text]:
+    yield Text(part.title, "dim" if part.turn is None else "green")
+    if part.turn is None or not tokens:
+        yield Text(part.text, OBSERVED if part.turn is None else "")
+        return
+    line = Text()
+    for piece in part.pieces:
+        line.append(piece.text.replace("\n", "↵\n"), GAP_STYLES[piece.gap_level or 0])
+    yield line
+
+
+def _legend(samples: Sequence[Sample]) -> Text:
+    line = Text("|Δp| = |p rollout - p learner|: ")
+    for label, style in zip(gap_labels(), GAP_STYLES, strict=True):
+        line.append(label, style).append("  ")
+    if any(sample.learner_logprobs is None for sample in samples):
+        line.append("(the learner has not scored these tokens)")
+    return line
+
+
+def _worst_tokens(parts: Sequence[Stretch]) -> Table | None:
+    pieces = [piece for part in parts for piece in part.pieces if piece.gap is not None]
+    if not pieces:
+        return None
+    largest = sorted(pieces, key=lambda piece: -(piece.gap or 0.0))[:MOST_LISTED]
+    table = Table("place", "token", "p rollout", "p learner", "|Δp|", "age", title_justify="left")
+    table.title = f"largest |Δp|; mean {sum(piece.gap or 0.0 for piece in pieces) / len(pieces):.2e}"
+    for piece in largest:
+        table.add_row(*_token_cells(piece), style=GAP_STYLES[piece.gap_level or 0])
+    return table
+
+
+def _token_cells(piece: Piece) -> tuple[str | Text, ...]:
+    numbers = (piece.rollout or 0.0, piece.learner or 0.0)
+    token = Text(repr(piece.text))
+    return (
+        str(piece.start),
+        token,
+        *(f"{p:.4f}" for p in numbers),
+        f"{piece.gap or 0.0:.1e}",
+        str(piece.age),
+    )

@@ -1,0 +1,192 @@
+"""Episodes of messages: from the environment's messages to tokens, and from sampled tokens to a message.
+
+The renderer gives the tokens of new messages alone. What the policy sampled stays as it was sampled, and is decoded
+only for the environment and for the parser of tool calls.
+"""
+
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from rollout.environments.processes import Message, Opened, ProcessPool, Stepped, require_parser
+from rollout.environments.protocol import Context, EpisodeFailed, Outcome
+from rollout.environments.tool_calls import ParsedTurn, Tools
+from rollout.records import Completion, Prompt, Status
+
+
+class Renderer(Protocol):
+    """See ``rendering.ChatRenderer``."""
+
+    end_token_ids: tuple[int, ...]
+
+    def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]: ...
+
+    def following(self, messages: Sequence[Mapping[str, Any]], *, sampled_end: bool) -> list[int]: ...
+
+
+class PlainRenderer:
+    """The texts of the messages one after another, for a model without a chat template."""
+
+    end_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self._encode = encode
+
+    def opening(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        return self._encode("".join(message["content"] for message in messages))
+
+    def following(self, messages: Sequence[Mapping[str, Any]], *, sampled_end: bool) -> list[int]:
+        return self.opening(messages)
+
+
+ParseCalls = Callable[[str, Tools], Awaitable[ParsedTurn]]
+
+
+class ChatEpisodes:
+    """An ``Environment`` of the user's messages, in processes of a pool.
+
+    Args:
+        renderer_of: makes the renderer for the tools of an episode. Raises ValueError where the template cannot be
+            used.
+        parse: finds the tool calls in a text; None: there are none.
+        system_prompt: first message of each problem.
+    """
+
+    def __init__(
+        self,
+        pool: ProcessPool,
+        *,
+        renderer_of: Callable[[Tools], Renderer],
+        parse: ParseCalls | None,
+        system_prompt: str | None = None,
+    ) -> None:
+        self._pool, self._make_renderer, self._parse = pool, renderer_of, parse
+        self._system_prompt = system_prompt
+        self._renderers: dict[str, Renderer] = {}
+
+    async def check(self) -> None:
+        """Start the first process and make its renderer.
+
+        Raises:
+            EnvironmentStartError: no process can be started.
+            ValueError: the template cannot be used, or nothing finds the calls of the environment's tools.
+        """
+        ready = await self._pool.ready()
+        require_parser(ready, None if self._parse is None else "given")
+        self._renderer_of(ready.tools)
+
+    async def run(self, problem: Prompt, context: Context) -> Outcome:
+        async with self._pool.episode() as process:
+            opened = await process.reset(problem_fields(problem, self._system_prompt))
+            return await self._play(opened, process.step, context)
+
+    async def _play(self, opened: Opened, step: Callable, context: Context) -> Outcome:
+        with _messages_of_the_environment():
+            renderer = self._renderer_of(opened.tools)
+            opening = renderer.opening(opened.messages)
+        totals = _Totals(has_tools=bool(opened.tools))
+        context.observe(opening)
+        while True:
+            completion = await context.act(stop_token_ids=renderer.end_token_ids)
+            sampled_end = int(completion.token_ids[-1]) in renderer.end_token_ids
+            text = text_of(context, completion, sampled_end=sampled_end)
+            turn = ParsedTurn(content=text, calls=[])
+            if opened.tools and self._parse is not None:
+                turn = await self._parse(text, opened.tools)
+            if turn.error is not None:
+                totals.unparsed += 1
+                answer = f"Error: the tool call could not be read: {turn.error}"
+                messages = [{"role": "user", "content": answer}]
+            else:
+                stepped: Stepped = await step(message_of(turn, first_call=totals.calls))
+                totals.add(stepped)
+                if stepped.done:
+                    return await totals.outcome(context, turn.content)
+                messages = stepped.messages
+            with _messages_of_the_environment():
+                following = renderer.following(messages, sampled_end=sampled_end)
+            context.observe(following)
+
+    def _renderer_of(self, tools: Tools) -> Renderer:
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._renderers:
+            self._renderers[key] = self._make_renderer(tools)
+        return self._renderers[key]
+
+
+@contextmanager
+def _messages_of_the_environment() -> Iterator[None]:
+    """Inside, what the template refuses fails the episode."""
+    try:
+        yield
+    except ValueError as error:
+        raise EpisodeFailed(Status.FAILED, f"the environment's messages have no tokens: {error}") from error
+
+
+@dataclass(slots=True, kw_only=True)
+class _Totals:
+    """Sums over the steps of an episode."""
+
+    has_tools: bool
+    reward: float | None = None
+    parts: dict[str, float] | None = None
+    calls: int = 0
+    errors: int = 0
+    unparsed: int = 0
+
+    def add(self, stepped: Stepped) -> None:
+        if stepped.reward is not None:
+            self.reward = (self.reward or 0.0) + stepped.reward
+        parts = self.parts or {}
+        self.parts = parts | {name: parts.get(name, 0.0) + value for name, value in stepped.parts.items()}
+        self.calls += stepped.tool_calls
+        self.errors += stepped.tool_errors
+
+    async def outcome(self, context: Context, last_answer: str) -> Outcome:
+        """Of the steps' rewards; without any, of the run's reward of the last answer."""
+        parts = dict(self.parts or {})
+        if self.has_tools:
+            counts = {"tool_calls": self.calls, "tool_errors": self.errors, "unread_calls": self.unparsed}
+            parts |= {name: float(count) for name, count in counts.items()}
+        if self.reward is not None:
+            return Outcome(reward=self.reward, parts=parts)
+        outcome = Outcome.of(await context.score(last_answer))
+        return outcome if outcome.reward is None else replace(outcome, parts={**outcome.parts, **parts})
+
+
+def problem_fields(problem: Prompt, system_prompt: str | None) -> dict[str, Any]:
+    """What ``reset`` gets."""
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    return {
+        "prompt_id": problem.prompt_id,
+        "text": problem.text,
+        "reference": problem.reference,
+        "row": dict(problem.row or {}),
+        "messages": [*system, {"role": "user", "content": problem.text}],
+    }
+
+
+def text_of(context: Context, completion: Completion, *, sampled_end: bool) -> str:
+    """The text of a turn without the template's end of a turn, which need not be an end token of the model."""
+    if sampled_end:
+        completion = replace(completion, token_ids=completion.token_ids[:-1])
+    return context.decode(completion)
+
+
+def message_of(turn: ParsedTurn, *, first_call: int) -> Message:
+    """first_call: number of the turn's first call in its episode."""
+    message: Message = {"role": "assistant", "content": turn.content}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call{number:05d}",  # nine letters and digits: Mistral's templates want as many
+                "type": "function",
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
+            for number, call in enumerate(turn.calls, start=first_call)
+        ]
+    return message

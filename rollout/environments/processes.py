@@ -1,0 +1,477 @@
+"""The processes of an environment: each plays one episode at a time, with a limit for each stage.
+
+An episode takes an idle process or starts one, and gives it back after an orderly end. After a crash, a late answer,
+an exception or a cancellation the process is killed with everything that it started (``worker.py`` has how).
+"""
+
+import asyncio
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+
+from configs.schema.environment import ChatEnvironment, TokenEnvironment
+from rollout.environments.protocol import EpisodeFailed
+from rollout.records import Status
+from rollout.rewards.worker import WorkerStartError
+from rollout.servers.tool_call_parsers import check_parser_name
+from rollout.servers.watched_process import how_it_ended
+
+logger = logging.getLogger(__name__)
+
+WORKER = Path(__file__).with_name("worker.py").resolve()
+LARGEST_ANSWER = 4 * 2**20
+"""Bytes of a line from a process: a million tokens of text."""
+END_TIMEOUT_S = 10.0
+"""Time to end what an episode left over, for ``close()``, and for the guard to kill and reap everything."""
+TRACE_WITHIN_S = 2.0
+"""Time for a late process to write its current line."""
+TELL_EVERY_S = 5.0
+MOST_FAILED_STARTS = 8
+"""In a row, after which the run ends; before the first start that succeeds, one is enough."""
+PER_CORE = 16
+"""Default of processes: most of the time they wait for the policy."""
+
+Message = dict[str, Any]
+T = TypeVar("T")
+
+
+class EnvironmentStartError(WorkerStartError):
+    """No process of the environment can be started. It ends the run."""
+
+
+class Ready(msgspec.Struct):
+    tools: list[dict[str, Any]]
+    """JSON schemas of functions, in OpenAI's form."""
+
+
+class Opened(msgspec.Struct):
+    """The answer to reset."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+
+
+class Stepped(msgspec.Struct):
+    """The answer to a message of the policy."""
+
+    messages: list[Message]
+    reward: float | None
+    """None: no reward for this step."""
+    done: bool
+    parts: dict[str, float]
+    tool_calls: int
+    tool_errors: int
+
+
+class _Nothing(msgspec.Struct):
+    """No content."""
+
+
+class _Error(msgspec.Struct):
+    kind: str
+    message: str
+
+
+class _Answer(msgspec.Struct):
+    ok: msgspec.Raw = msgspec.Raw()
+    error: _Error | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Seconds of each stage."""
+
+    start: float
+    reset: float
+    step: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What a process runs."""
+
+    environment: str
+    interface: str
+    options: dict[str, Any]
+    python: Path | None
+    """None: Tandem's own interpreter, with its module search path."""
+
+    @classmethod
+    def of(cls, config: ChatEnvironment | TokenEnvironment) -> "Program":
+        is_chat = isinstance(config, ChatEnvironment)
+        return cls(
+            environment=config.environment,
+            interface=config.interface if is_chat else "tokens",
+            options=config.options,
+            python=config.python if is_chat else None,
+        )
+
+    def start_request(self, trace: int) -> dict[str, Any]:
+        return {
+            "do": "start",
+            "environment": self.environment,
+            "interface": self.interface,
+            "options": self.options,
+            "path": [entry or os.getcwd() for entry in sys.path] if self.python is None else None,
+            "largest_answer": LARGEST_ANSWER,
+            "trace": trace,
+        }
+
+
+class EnvironmentProcess:
+    """One process. Requests that fail raise ``EpisodeFailed``; the process is then of no more use."""
+
+    def __init__(self, process: asyncio.subprocess.Process, limits: Limits, trace: int) -> None:
+        """trace: descriptor of a file to which the process writes its current lines."""
+        self._process, self._limits, self._trace = process, limits, trace
+        self._is_clean = True
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether every request had an orderly answer, and the process runs."""
+        return self._is_clean and self._process.returncode is None
+
+    @property
+    def pid(self) -> int:
+        """Of its guard."""
+        return self._process.pid
+
+    @classmethod
+    async def start(cls, program: Program, limits: Limits) -> tuple["EnvironmentProcess", Ready]:
+        """Raises EnvironmentStartError."""
+        trace = os.memfd_create("lines of an environment")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                program.python or sys.executable,
+                WORKER,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=sys.__stderr__.fileno() if sys.__stderr__ is not None else None,
+                limit=LARGEST_ANSWER + 2**16,
+                pass_fds=[trace],
+                start_new_session=True,  # its guard ends it after this process; a killed group must not take the guard
+            )
+        except BaseException as error:
+            os.close(trace)
+            if not isinstance(error, OSError):
+                raise
+            raise EnvironmentStartError(
+                f"environment.python={program.python or sys.executable} cannot be started: {error}; name a Python interpreter"
+            ) from error
+        started = cls(process, limits, trace)
+        stage = f"importing and making {program.environment}"
+        try:
+            request = program.start_request(trace)
+            return started, await started._ask(request, Ready, stage, "start_timeout_s", limits.start)
+        except EpisodeFailed as error:
+            await finished(started.kill())
+            raise EnvironmentStartError(
+                f"environment {program.environment!r} cannot be started: {error}"
+            ) from error
+        except BaseException:
+            await finished(started.kill())
+            raise
+
+    async def reset(self, problem: dict[str, Any]) -> Opened:
+        request = {"do": "reset", "problem": problem}
+        return await self._ask(request, Opened, "reset", "reset_timeout_s", self._limits.reset)
+
+    async def step(self, message: Message) -> Stepped:
+        """The environment's answer to a message of the policy; tools that it calls are run."""
+        request = {"do": "step", "message": message}
+        return await self._ask(request, Stepped, "step", "step_timeout_s", self._limits.step)
+
+    async def end_episode(self) -> None:
+        """Kill what the episode has left over."""
+        await self._ask({"do": "end"}, _Nothing, "the end of an episode", None, END_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """Have the environment close itself, if it can, and kill it."""
+        try:
+            if self.is_clean:
+                with suppress(EpisodeFailed):
+                    await self._ask({"do": "close"}, _Nothing, "close", None, END_TIMEOUT_S)
+        finally:
+            await finished(self.kill())
+
+    async def kill(self) -> None:
+        """Kill it with all that it started. Returns after the last of them is gone."""
+        self._is_clean = False
+        assert self._process.stdin is not None
+        self._process.stdin.close()  # its guard sees that, kills everything and ends
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self._process.wait()
+        except TimeoutError:
+            logger.warning("the guard of environment process %d does not end; it is killed", self.pid)
+            tree = []
+            with suppress(psutil.NoSuchProcess):
+                guard = psutil.Process(self.pid)
+                tree = [guard, *guard.children(recursive=True)]
+            for process in tree:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            await self._process.wait()
+        if self._trace >= 0:
+            os.close(self._trace)
+            self._trace = -1
+
+    async def _ask(
+        self, request: dict[str, Any], kind: type[T], stage: str, limit: str | None, limit_s: float
+    ) -> T:
+        was_clean, self._is_clean = self._is_clean, False
+        try:
+            async with asyncio.timeout(limit_s):
+                line = await self._exchange(msgspec.json.encode(request, enc_hook=_plain))
+        except TimeoutError:
+            name = f"environment.{limit}=" if limit else ""
+            where = await self._current_line()
+            raise EpisodeFailed(
+                Status.TIME_LIMIT,
+                f"{stage} took longer than {name}{limit_s:g} s{where}; its process was killed",
+            ) from None
+        except ValueError as error:  # of StreamReader
+            raise EpisodeFailed(
+                Status.FAILED, f"{stage} wrote a line of more than {LARGEST_ANSWER} bytes"
+            ) from error
+        if line is None:
+            code = await self._ended()
+            raise EpisodeFailed(
+                Status.FAILED,
+                f"the environment's process (pid {self.pid}) {how_it_ended(code)} in {stage}; its error output may say why",
+            )
+        try:
+            answer = msgspec.json.decode(line, type=_Answer)
+            content = None if answer.error else msgspec.json.decode(answer.ok, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise EpisodeFailed(
+                Status.FAILED, f"the environment's process wrote {line[:60]!r} in {stage}, which is no answer"
+            ) from error
+        if answer.error is not None:
+            raise _failure(answer.error)
+        assert content is not None
+        self._is_clean = was_clean
+        return content
+
+    async def _exchange(self, line: bytes) -> bytes | None:
+        """The answer to a request; None where the process has ended."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._process.stdin.write(line + b"\n")
+            await self._process.stdin.drain()
+        answer = await self._process.stdout.readline()
+        return answer if answer.endswith(b"\n") else None
+
+    async def _current_line(self) -> str:
+        """``, at env.py:12 in step``; an empty text where it is not told in time."""
+        with suppress(psutil.NoSuchProcess, TimeoutError, OSError):
+            (server,) = psutil.Process(self.pid).children() or [None]
+            if server is None or not _catches(server.pid, signal.SIGUSR1):  # it would end the process
+                return ""
+            server.send_signal(signal.SIGUSR1)
+            async with asyncio.timeout(TRACE_WITHIN_S):
+                while not (written := os.pread(self._trace, 2**16, 0)).endswith(b"\n"):
+                    await asyncio.sleep(0.01)
+            for file, line, function in _FRAME.findall(written.decode(errors="replace")):  # innermost first
+                if file != str(WORKER) and not _LIBRARY.search(file):
+                    return f", at {os.path.basename(file)}:{line} in {function}"
+        return ""
+
+    async def _ended(self) -> int:
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                return await self._process.wait()
+        except TimeoutError:
+            raise EpisodeFailed(Status.FAILED, "the environment's process closed its pipe") from None
+
+
+def _plain(value: Any) -> Any:
+    """A value of a row that JSON does not have: a number or an array of numpy, else its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_LIBRARY = re.compile(r"^<|/lib(64)?/python\d")
+
+
+def _catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler of a signal."""
+    with suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+    return False
+
+
+def _failure(error: _Error) -> EpisodeFailed:
+    if error.kind == "raised":
+        return EpisodeFailed(Status.FAILED, f"the environment raised {error.message}")
+    status = Status.REWARD_FAILED if error.kind == "reward" else Status.FAILED
+    prefix = "" if error.kind == "start" else "the environment's "
+    return EpisodeFailed(status, f"{prefix}{error.message}")
+
+
+class ProcessPool:
+    """Processes of one environment, started on demand, at most ``max_processes``. Inside ``async with``."""
+
+    def __init__(self, program: Program, limits: Limits, *, max_processes: int) -> None:
+        self._program, self._limits = program, limits
+        self._places = asyncio.Semaphore(max_processes)
+        # More at a time would only make each of them late.
+        self._starts = asyncio.Semaphore(max(1, cores() // 2))
+        self._idle: list[EnvironmentProcess] = []
+        self._all: set[EnvironmentProcess] = set()
+        self._has_started, self._failed_starts = False, 0
+
+    async def __aenter__(self) -> "ProcessPool":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End all processes with all that they started; those of episodes under way too."""
+        self._idle.clear()
+        await asyncio.gather(*(process.close() for process in [*self._all]))
+        self._all.clear()
+
+    async def ready(self) -> Ready:
+        """Start a process for the first episode. Raises EnvironmentStartError."""
+        process, ready = await self._start()
+        self._idle.append(process)
+        return ready
+
+    @asynccontextmanager
+    async def episode(self) -> AsyncIterator[EnvironmentProcess]:
+        """A process for one episode.
+
+        Raises:
+            EpisodeFailed: this process cannot be started, though others could.
+            EnvironmentStartError: no process can be started.
+        """
+        async with self._places:
+            process = await self._take()
+            try:
+                yield process
+            finally:
+                await finished(self._give_back(process))
+
+    async def _take(self) -> EnvironmentProcess:
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_clean:
+                return process
+            await self._drop(process)  # it ended by itself
+        try:
+            process, _ = await self._start()
+        except EnvironmentStartError as error:
+            self._failed_starts += 1
+            if not self._has_started or self._failed_starts >= MOST_FAILED_STARTS:
+                raise
+            raise EpisodeFailed(Status.FAILED, str(error)) from error
+        return process
+
+    async def _start(self) -> tuple[EnvironmentProcess, Ready]:
+        async with self._starts:
+            process, ready = await EnvironmentProcess.start(self._program, self._limits)
+        self._all.add(process)
+        self._has_started, self._failed_starts = True, 0
+        return process, ready
+
+    async def _give_back(self, process: EnvironmentProcess) -> None:
+        if process.is_clean:
+            with suppress(EpisodeFailed):
+                await process.end_episode()
+        if process.is_clean:
+            self._idle.append(process)
+        else:
+            await self._drop(process)
+
+    async def _drop(self, process: EnvironmentProcess) -> None:
+        await process.kill()
+        self._all.discard(process)
+
+
+def limits_of(config: ChatEnvironment | TokenEnvironment) -> Limits:
+    if isinstance(config, TokenEnvironment):
+        return Limits(start=config.start_timeout_s, reset=0.0, step=0.0)
+    return Limits(start=config.start_timeout_s, reset=config.reset_timeout_s, step=config.step_timeout_s)
+
+
+def max_processes(config: ChatEnvironment) -> int:
+    """Processes for the episodes of one kind, training or held out."""
+    return min(config.max_concurrency, config.max_processes or PER_CORE * cores())
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+async def finished(work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which a cancellation does not interrupt; it is raised afterwards."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except Exception:  # it is the task's, and raised below
+            break
+    if cancelled is not None:
+        raise cancelled
+    return task.result()
+
+
+def check_environment(
+    config: ChatEnvironment | TokenEnvironment, tell: Callable[[str], None] = logger.info
+) -> Ready:
+    """Import and make an environment in a process of its own, which is then ended. ``tell`` is called while that takes
+    long. Raises ValueError."""
+
+    async def check() -> Ready:
+        telling = asyncio.ensure_future(_tell_of_waiting(config, tell))
+        try:
+            process, ready = await EnvironmentProcess.start(Program.of(config), limits_of(config))
+        finally:
+            telling.cancel()
+        await process.close()
+        return ready
+
+    if isinstance(config, ChatEnvironment):
+        for kind in ("tool_call_parser", "reasoning_parser"):
+            if (name := getattr(config, kind)) is not None:
+                check_parser_name(kind, name)
+    try:
+        ready = asyncio.run(check())
+    except EnvironmentStartError as error:
+        raise ValueError(str(error)) from error
+    if isinstance(config, ChatEnvironment):
+        require_parser(ready, config.tool_call_parser)
+    return ready
+
+
+async def _tell_of_waiting(config: ChatEnvironment | TokenEnvironment, tell: Callable[[str], None]) -> None:
+    waited, limit_s = 0.0, config.start_timeout_s
+    while True:
+        await asyncio.sleep(TELL_EVERY_S)
+        waited += TELL_EVERY_S
+        tell(f"making {config.environment} … {waited:.0f} s of environment.start_timeout_s={limit_s:g}")
+
+
+def require_parser(ready: Ready, parser: str | None) -> None:
+    """Refuse an environment whose tools nobody could call. Raises ValueError."""
+    if ready.tools and parser is None:
+        names = ", ".join(str(tool.get("function", {}).get("name", "?")) for tool in ready.tools)
+        raise ValueError(
+            f"the environment has tools ({names}), but environment.tool_call_parser is null, so no call is found; name the "
+            "parser of the model's form of calls"
+        )

@@ -1,0 +1,153 @@
+"""The samples that a step leaves in the run folder, over real gloo ranks: what was sampled, and what the learner says of
+it, whichever rank has the sequence."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from configs.schema import RunConfig
+from rollout.records import Group
+from tests.trainer.batch.test_step_batch import (
+    LENGTHS,
+    MOST_RANKS,
+    OLD,
+    REWARDS,
+    Ranks,
+    current_policy,
+    make_groups,
+    scores,
+)
+from trainer.batch.step_batch import Share, split_groups, step_batch
+from trainer.learner import Update
+from trainer.sample_keeping import SampleKeeper
+from trainer.tracking.samples import read_samples, sample_file, sampled_steps
+
+VERSION = 4
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    pool = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.close()
+
+
+@dataclass
+class ToldOf:
+    """In the place of the tracker."""
+
+    warnings: list[str] = field(default_factory=list)
+    artifacts: list[tuple[str, str]] = field(default_factory=list)
+
+    def warn_once(self, about: str, text: str) -> None:
+        self.warnings.append(text)
+
+    def artifact(self, path: Path, folder: str) -> None:
+        self.artifacts.append((path.name, folder))
+
+
+def config_of(**fields) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "model": {"path": "model"},
+            "task": {"type": "countdown"},
+            "steps": 12,
+            "rollout": {"group_size": len(LENGTHS[0]), "prompts_per_step": len(LENGTHS)},
+            **fields,
+        }
+    )
+
+
+def keep_on_rank(
+    share: Share, folder: Path, groups: list[Group], how: str, group: dist.ProcessGroup
+) -> ToldOf | None:
+    """Call by call what ``trainer/loop.py`` does. how: where the learner's log-probs come from."""
+    batch = step_batch(share)
+    updates = [
+        Update(
+            logprobs=[scores(current_policy(index).detach(), m.tokens_T, m.targets_T)[0] for m in minibatch]
+        )
+        for index, minibatch in enumerate(batch.minibatches())
+    ]
+    if how == "old":
+        old = [scores(OLD, m.tokens_T, m.targets_T)[0] for m in batch.microbatches()]
+        batch = batch.with_fields(old_logprobs_T=batch.scattered(old))
+    elif how == "bypass":
+        batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
+    mode = "bypass" if how in ("bypass", "nothing") else "decoupled"
+    learner = SimpleNamespace(correction_mode=mode, groups=SimpleNamespace(dp_group=group), version=VERSION)
+    told = ToldOf() if dist.get_rank() == 0 else None
+    keeper = SampleKeeper(folder, config_of(), told)
+    keeper.keep(3, groups if told else None, batch, [] if how == "nothing" else updates, learner)
+    return told
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, MOST_RANKS])
+@pytest.mark.parametrize("how", ["old", "current", "bypass", "nothing"])
+def test_a_step_leaves_its_first_groups_with_the_learners_log_probs(ranks, tmp_path, num_ranks, how):
+    groups = make_groups(LENGTHS, REWARDS, seed=5)
+    shares = split_groups(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20)
+    assert len({frozenset(share.sequence_ids) for share in shares}) == num_ranks
+    ranks.call(keep_on_rank, shares, tmp_path, groups, how)
+    assert sampled_steps(tmp_path) == [3] and len(list(tmp_path.iterdir())) == 1
+    found = read_samples(sample_file(tmp_path, 3))
+    wanted = [t for group in groups[:2] for t in group.trajectories]
+    assert [(s.group, s.sibling) for s in found] == [(t.group_id, t.sibling_id) for t in wanted]
+    # Each minibatch has half of the groups; the kept ones are in the first, before any update.
+    policy_VV = OLD if how == "old" else current_policy(0).detach()
+    log_VV = policy_VV.log_softmax(-1)
+    for sample, t in zip(found, wanted, strict=True):
+        assert (sample.step, sample.version, sample.token_ids) == (3, VERSION, t.token_ids.tolist())
+        places = np.flatnonzero(t.response_mask)
+        assert sample.rollout_logprobs == pytest.approx(t.rollout_logprobs[places].tolist(), abs=6e-7)
+        if how == "nothing":
+            assert sample.learner_logprobs is None
+            continue
+        before, token = torch.from_numpy(t.token_ids[places - 1]), torch.from_numpy(t.token_ids[places])
+        own = log_VV[before.long(), token.long()]
+        assert sample.learner_logprobs == pytest.approx(own.tolist(), abs=6e-7)
+
+
+def alone(folder: Path, config: RunConfig, step: int, told: ToldOf) -> None:
+    """One rank, without process groups."""
+    groups = make_groups(LENGTHS, REWARDS, seed=5)
+    (share,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=100)
+    batch = step_batch(share)
+    batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
+    learner = SimpleNamespace(
+        correction_mode="decoupled", groups=SimpleNamespace(dp_group=None), version=VERSION
+    )
+    SampleKeeper(folder, config, told).keep(step, groups, batch, [], learner)
+
+
+def test_the_number_of_groups_is_the_configs_and_0_is_none(tmp_path):
+    for number in (0, 1, 4, 9):
+        folder, told = tmp_path / str(number), ToldOf()
+        alone(folder, config_of(tracking={"sample_groups": number}), 3, told)
+        kept = {s.group for s in read_samples(sample_file(folder, 3))} if folder.exists() else set()
+        assert kept == set(range(min(number, len(LENGTHS))))
+        assert told == ToldOf()
+
+
+def test_mlflow_gets_the_first_step_the_last_and_those_with_an_evaluation(tmp_path):
+    told = ToldOf()
+    for step in range(1, 13):
+        alone(tmp_path, config_of(evaluation={"every": 5}), step, told)
+    wanted = [f"step_{step:06d}.jsonl" for step in (1, 5, 10, 12)]
+    assert told.artifacts == [(name, "samples") for name in wanted] and not told.warnings
+    assert sampled_steps(tmp_path) == list(range(1, 13))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_told_of_and_the_run_goes_on(tmp_path):
+    told = ToldOf()
+    sample_file(tmp_path, 1).with_suffix(".partial").symlink_to("/dev/full")
+    alone(tmp_path, config_of(), 1, told)
+    assert told.artifacts == [] and list(tmp_path.iterdir()) == []
+    (text,) = told.warnings
+    assert "step 1" in text and "No space left" in text and "tracking.sample_groups=0" in text

@@ -1,0 +1,102 @@
+"""Keeps the samples of a few groups of each step in the run folder; ``tracking/samples.py`` has the format.
+
+The groups are the first of the step in the order of the data, so every rank knows without a question which of its
+sequences they are. What the learner says of their tokens is summed on rank 0, over one rank of each data-parallel
+share, each of which has zeros where it has no token. It costs one small collective a step, and no forward pass.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from configs.schema import RunConfig
+from parallel.megatron import platform
+from rollout.records import Group
+from trainer.batch.files import write_whole
+from trainer.batch.step_batch import StepBatch
+from trainer.learner import Learner, Update
+from trainer.tracking.samples import FOLDER, as_lines, sample_file, samples_of
+from trainer.tracking.tracker import Tracker
+
+
+class SampleKeeper:
+    """All ranks call ``keep``; rank 0, which alone has a tracker, writes. Files of the first and the last step and of
+    those with an evaluation go to MLflow too."""
+
+    def __init__(self, folder: Path, config: RunConfig, tracker: Tracker | None):
+        self._folder, self._tracker = folder, tracker
+        self._num_groups, self._steps = config.tracking.sample_groups, config.steps
+        self._group_size, self._evaluates_every = config.rollout.group_size, config.evaluation.every
+
+    def keep(
+        self,
+        step: int,
+        groups: Sequence[Group] | None,
+        batch: StepBatch,
+        updates: Sequence[Update],
+        learner: Learner,
+    ) -> None:
+        """Before the updated weights are published. A file that cannot be written is told of once, and the run goes
+        on.
+
+        groups: None on all ranks but the first.
+        """
+        if self._num_groups == 0:
+            return
+        count = self._num_groups * self._group_size
+        logprobs = learner_logprobs(batch, updates, learner.correction_mode, below=count)
+        if logprobs is not None and batch.lengths_S is not None:
+            logprobs = on_first_rank(logprobs, batch.lengths_S[:count], learner.groups.dp_group)
+        if groups is None or self._tracker is None:
+            return
+        trajectories = [t for group in groups[: self._num_groups] for t in group.trajectories]
+        by_place = {place: row.float().cpu().numpy() for place, row in (logprobs or {}).items()}
+        file = sample_file(self._folder, step)
+        try:
+            write_whole(
+                file, as_lines(samples_of(trajectories, by_place, step=step, version=learner.version))
+            )
+        except OSError as error:
+            fix = "free space, or set tracking.sample_groups=0"
+            text = f"the samples of step {step} cannot be written to {file} ({error.strerror}); {fix}"
+            self._tracker.warn_once("samples", text)
+            return
+        if step in (1, self._steps) or (self._evaluates_every and step % self._evaluates_every == 0):
+            self._tracker.artifact(file, FOLDER)
+
+
+def learner_logprobs(
+    batch: StepBatch, updates: Sequence[Update], mode: str, *, below: int
+) -> dict[int, Tensor] | None:
+    """Log-probs of this rank's sequences with a number below ``below``, by number: ``old`` where it was computed, else
+    by the forward passes of the updates. None, on all ranks, where there is neither."""
+    numbers = batch.packed.sequence_ids_S.tolist()
+    wanted = {row: number for row, number in enumerate(numbers) if number < below}
+    old_T = batch.packed.old_logprobs_T if mode == "decoupled" else None
+    if old_T is not None:
+        bounds = batch.packed.cu_seqlens.tolist()
+        return {number: old_T[bounds[row] : bounds[row + 1]] for row, number in wanted.items()}
+    current = [logprobs_T for update in updates for logprobs_T in update.logprobs]
+    if not current:
+        return None
+    return {wanted[row]: values_T for row, values_T in batch.by_row(current, wanted)}
+
+
+def on_first_rank(
+    own: Mapping[int, Tensor], lengths: Tensor, group: dist.ProcessGroup | None
+) -> Mapping[int, Tensor]:
+    """All sequences, of these lengths, on rank 0; elsewhere only ``own``. Tensor- and pipeline-parallel siblings of
+    rank 0 have the same, so their groups have nothing to do."""
+    if group is None or dist.get_world_size(group) == 1 or dist.get_global_rank(group, 0) != 0:
+        return own
+    values = torch.zeros(int(lengths.sum()))
+    rows = values.split(lengths.tolist())
+    for number, values_T in own.items():
+        rows[number].copy_(values_T)
+    # Each place is of one rank alone, so the sum has its bits.
+    sums = values.to(platform.device())
+    dist.reduce(sums, dst=0, group=group)
+    return dict(enumerate(sums.cpu().split(lengths.tolist()))) if dist.get_rank() == 0 else own

@@ -1,0 +1,135 @@
+"""``RUN/samples/step_000012.jsonl``: the samples of a few groups of each step, a line per sample.
+
+A sample takes about 5 bytes per token, and 20 more per sampled token. Two groups of eight samples with 1,000 sampled
+tokens each are 0.4 MB a step, with 10 tokens each 7 kB. Nothing is pruned. ``transcripts.py`` makes text of a sample.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from rollout.records import Trajectory
+
+FOLDER = "samples"
+DIGITS = 6
+"""Decimals of log-probs."""
+
+
+class SampledTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """What one request has sampled: the tokens from ``start`` to before ``end``."""
+
+    start: int
+    end: int
+    finish_reason: str
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """One line. All tokens outside of ``turns`` are the prompt's or were observed; the three lists per token are of
+    the sampled tokens alone, in order. A number that was not finite is None."""
+
+    step: int
+    version: int
+    """Of the learner's weights before the step's update."""
+    group: int
+    sibling: int
+    prompt_id: str
+    status: str
+    reward: float | None
+    """None: not scored."""
+    parts: dict[str, float | None]
+    turns: list[SampledTurn]
+    token_ids: list[int]
+    rollout_logprobs: list[float | None]
+    learner_logprobs: list[float | None] | None
+    """By the learner before the update, or in the update's own forward pass. None where it has not scored the
+    step (the warm-up of a critic in bypass mode)."""
+    versions: list[tuple[int, int]]
+    """(version of the weights, number of tokens), run by run."""
+
+    @classmethod
+    def of(
+        cls, trajectory: Trajectory, *, step: int, version: int, learner_logprobs: np.ndarray | None
+    ) -> "Sample":
+        """learner_logprobs: of the tokens after the first, as in a packed batch."""
+        mask = trajectory.response_mask
+        runs = groupby(trajectory.token_versions[mask].tolist())
+        return cls(
+            step=step,
+            version=version,
+            group=trajectory.group_id,
+            sibling=trajectory.sibling_id,
+            prompt_id=trajectory.prompt_id,
+            status=trajectory.status.value,
+            reward=trajectory.reward,
+            parts=dict(trajectory.reward_parts),
+            turns=[
+                SampledTurn(start=turn.start, end=turn.end, finish_reason=turn.finish_reason.value)
+                for turn in trajectory.turns
+            ],
+            token_ids=trajectory.token_ids.tolist(),
+            rollout_logprobs=_rounded(trajectory.rollout_logprobs[mask]),
+            learner_logprobs=None if learner_logprobs is None else _rounded(learner_logprobs[mask[1:]]),
+            versions=[(value, len(list(run))) for value, run in runs],
+        )
+
+
+def _rounded(logprobs: np.ndarray) -> list[float | None]:
+    return logprobs.astype(np.float64).round(DIGITS).tolist()
+
+
+def samples_of(
+    trajectories: Sequence[Trajectory], logprobs: Mapping[int, np.ndarray], *, step: int, version: int
+) -> list[Sample]:
+    """logprobs: the learner's, by the trajectory's place."""
+    return [
+        Sample.of(trajectory, step=step, version=version, learner_logprobs=logprobs.get(place))
+        for place, trajectory in enumerate(trajectories)
+    ]
+
+
+def as_lines(samples: Sequence[Sample]) -> bytes:
+    return msgspec.json.Encoder().encode_lines(samples)
+
+
+def sample_file(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}.jsonl"
+
+
+def sampled_steps(folder: Path) -> list[int]:
+    """The steps whose samples a folder holds, ascending."""
+    stems = (path.stem.removeprefix("step_") for path in folder.glob("step_*.jsonl"))
+    return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+
+def forget_samples_after(folder: Path, step: int) -> None:
+    """Remove the samples of later steps: a resumed run makes its own."""
+    for later in sampled_steps(folder):
+        if later > step:
+            sample_file(folder, later).unlink()
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Raises ValueError for a file that cannot be read, or holds no samples."""
+    try:
+        samples = msgspec.json.Decoder(Sample).decode_lines(path.read_bytes())
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read as samples of a step: {error}") from error
+    for sample in samples:
+        _require_whole(path, sample)
+    return samples
+
+
+def _require_whole(path: Path, sample: Sample) -> None:
+    """Raises ValueError for turns or lists per token that do not fit the tokens."""
+    ends = [0, *(place for turn in sample.turns for place in (turn.start, turn.end)), len(sample.token_ids)]
+    count = sum(turn.end - turn.start for turn in sample.turns)
+    lists = [len(sample.rollout_logprobs), sum(number for _, number in sample.versions)]
+    lists += [] if sample.learner_logprobs is None else [len(sample.learner_logprobs)]
+    if ends != sorted(ends) or set(lists) != {count}:
+        raise ValueError(
+            f"{path} cannot be read as samples of a step: the turns of group {sample.group}, sibling {sample.sibling} "
+            "do not fit its tokens"
+        )
