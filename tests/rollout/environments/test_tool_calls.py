@@ -42,7 +42,7 @@ def test_an_unknown_parser_is_refused_at_once(options, message):
 def test_names_and_the_caller_need_no_torch():
     """The sample role and the checks before a start import these modules."""
     code = (
-        "import sys; from rollout.environments.tool_calls import *; ToolCallParser('llama3', ParserProcess()); "
+        "import sys; from rollout.environments.tool_calls import ToolCallParser; ToolCallParser('llama3'); "
         "print(sorted(sys.modules.keys() & {'torch', 'sglang', 'transformers'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -66,7 +66,7 @@ def process(monkeypatch, request):
 
 @pytest.mark.parametrize("process", [READY + ANSWERS], indirect=True)
 def test_a_lost_process_costs_one_turn_and_is_started_again(process):
-    parser = ToolCallParser("llama3", process)
+    parser = ToolCallParser("llama3", process=process)
     assert parser("a", []).content == "heard"
     lost = process.pid
     os.kill(lost, signal.SIGSTOP)  # it answers nothing any more
@@ -80,7 +80,7 @@ def test_a_lost_process_costs_one_turn_and_is_started_again(process):
 def test_a_late_parser_is_killed(process):
     process.start()
     process._timeout_s, pid = 0.2, process.pid
-    turn = ToolCallParser("llama3", process)("x", [])
+    turn = ToolCallParser("llama3", process=process)("x", [])
     assert (turn.content, turn.error) == ("x", "no answer of the parser within 0.2 s")
     assert not psutil.pid_exists(pid)
 
@@ -89,7 +89,7 @@ def test_a_late_parser_is_killed(process):
 def test_a_process_that_cannot_start_ends_the_run(process):
     process._start_timeout_s = 2
     with pytest.raises(WorkerStartError, match="SGLang's tool-call parsers did not start"):
-        ToolCallParser("llama3", process)("x", [])
+        ToolCallParser("llama3", process=process)("x", [])
     assert process.pid is None
 
 
@@ -114,3 +114,14 @@ def _runs(process: psutil.Process) -> bool:
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@pytest.mark.parametrize("process", [READY + ANSWERS], indirect=True)
+def test_a_parser_ends_its_own_process_and_no_shared_one(process):
+    with ToolCallParser("llama3", process=process) as parser:
+        assert parser("a", []).content == "heard"
+    assert psutil.pid_exists(process.pid)
+    with ToolCallParser("llama3") as parser:
+        assert parser("a", []).content == "heard"
+        pid = parser._process.pid
+    assert not psutil.pid_exists(pid)

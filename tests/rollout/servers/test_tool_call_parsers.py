@@ -23,7 +23,7 @@ def process():
 
 @pytest.fixture(scope="module")
 def qwen(process):
-    return ToolCallParser("qwen25", process, reasoning_parser="qwen3")
+    return ToolCallParser("qwen25", process=process, reasoning_parser="qwen3")
 
 
 def test_calls_are_found(qwen):
@@ -71,7 +71,7 @@ def test_a_call_that_cannot_be_read_is_an_error_and_no_call(qwen, text, error):
 
 
 def test_llamas_calls_have_no_mark(process):
-    parser = ToolCallParser("llama3", process)
+    parser = ToolCallParser("llama3", process=process)
     call = {"name": "tandem_probe", "parameters": {"a": 1}}
     for text in (json.dumps(call), f"<|python_tag|>{json.dumps(call)}"):
         (found,) = parser(text, TOOLS).calls
