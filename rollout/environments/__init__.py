@@ -1,12 +1,17 @@
 """Environments: what happens between a problem and its reward, as exact tokens.
 
-protocol.py    Environment, Context, Outcome: the interface of an environment of tokens
-sequence.py    one growing sequence of tokens: what was observed, what was sampled
-context.py     the context that an episode acts in
-episodes.py    what makes the samples of a prompt: single turns, or episodes of an environment
-rendering.py   messages to tokens by the model's chat template, behind what was sampled
-tool_calls.py  tool calls in the text of a turn, by SGLang's parsers
-loading.py     from the config to either
+protocol.py      Environment, Context, Outcome: the interface of an environment of tokens
+sequence.py      one growing sequence of tokens: what was observed, what was sampled
+context.py       the context that an episode acts in
+episodes.py      what makes the samples of a prompt: single turns, or episodes of an environment
+loading.py       from the config to either
+
+chat.py          an environment of messages, on top of tokens
+rendering.py     the tokens of new messages, by the model's chat template
+tool_calls.py    the calls in a text, by SGLang's parsers in a process of their own
+processes.py     the processes that run the user's environments; worker.py is what runs in them
+
+Not here: the order of the problems and the limit of staleness (rollout/sampling/), rewards (rollout/rewards/).
 """
 
 from rollout.environments.protocol import Context, Environment, EpisodeEnded, Outcome
