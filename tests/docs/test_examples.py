@@ -181,14 +181,14 @@ def play(folder: str, problem: str, texts: list[str], workspace) -> tuple[list[s
 
     async def one_episode():
         async with Scorer(config.reward_type, max_new_tokens=14) as scorer:
-            makers = sample_makers(
+            async with sample_makers(
                 config,
                 scorer=scorer,
                 tokenizer=tokenizer,
                 stop_token_ids=[tokenizer.eos_token_id],
                 max_positions=256,
-            )
-            return await makers("training").sample(engine, prompt, [7], temperature=1.0)
+            ) as makers:
+                return await makers("training").sample(engine, prompt, [7], temperature=1.0)
 
     (sample,) = asyncio.run(one_episode())
     return engine.prompts, sample
