@@ -18,49 +18,46 @@ ignored. Not here: the agent's process and its reward (``agent.py``).
 """
 
 import asyncio
-import json
 import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from rollout.environments.chat import ParseCalls, Renderer, message_of, text_of
+from rollout.environments.openai_form import (
+    IGNORED,
+    JSON,
+    LARGEST_BODY,
+    NEUTRAL,
+    Refused,
+    body_of,
+    canonical,
+    check_supported,
+    common_length,
+    comparable,
+    difference,
+    for_the_wire,
+    json_response,
+    limit_reached,
+    max_tokens_of,
+    messages_of,
+    no_session,
+    run_failed,
+    sampling_of,
+    streamed,
+    token_ids_of,
+    tools_of,
+)
 from rollout.environments.protocol import Context, EpisodeEnded
 from rollout.environments.tool_calls import ParsedTurn, Tools
-from rollout.records import Completion, FinishReason, Status
+from rollout.records import Completion, FinishReason
 
 logger = logging.getLogger(__name__)
-
-LARGEST_BODY = 16 * 2**20
-"""Bytes of a request: two million tokens of a conversation in JSON."""
-LONGEST_SHOWN, SHOWN_BEFORE = 80, 20
-"""Characters of a message in an error, and those before the first difference."""
-IGNORED = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "response_format", "tool_choice",
-)  # fmt: skip
-"""Fields of a request that would change what is sampled. They are told once in the log."""
-NEUTRAL = {"top_p": (1, 1.0), "tool_choice": ("auto",), "response_format": ({"type": "text"},)}
-JSON = dict[str, Any]
-
-
-class Refused(Exception):
-    """An answer that is an error, in OpenAI's form."""
-
-    def __init__(self, status: int, code: str, message: str, parameter: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code, self.parameter = status, code, parameter
-
-    def response(self) -> web.Response:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}
-        # OpenAI's clients would repeat 409, 429 and 5xx, which does not help here.
-        return _json({"error": error}, status=self.status, headers={"x-should-retry": "false"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,17 +131,17 @@ class GatewaySession:
 
     async def chat(self, body: JSON) -> _Answer:
         """Raises Refused."""
-        messages, tools = _messages_of(body), _tools_of(body)
+        messages, tools = messages_of(body), tools_of(body)
         if tools and self._conversation.parse is None:
             raise Refused(
                 400, "unsupported", "tools need environment.tool_call_parser in the run's config", "tools"
             )
-        options = (_max_tokens_of(body, "max_completion_tokens", "max_tokens"),)
+        options = (max_tokens_of(body, "max_completion_tokens", "max_tokens"),)
         return await self._answered(self._join_messages(messages, tools, options))
 
     async def generate(self, body: JSON, vocab_size: int | None) -> _Answer:
         """Raises Refused."""
-        token_ids, (max_tokens, stop) = _token_ids_of(body, "token_ids", vocab_size), _sampling_of(body)
+        token_ids, (max_tokens, stop) = token_ids_of(body, "token_ids", vocab_size), sampling_of(body)
         return await self._answered(self._join_tokens(token_ids, (max_tokens, *stop)))
 
     # ---------------------------------------------------------------------------------------------------
@@ -154,9 +151,9 @@ class GatewaySession:
         self, messages: list[JSON], tools: list[JSON], options: tuple[Any, ...]
     ) -> "asyncio.Task[_Answer]":
         self._check_kind(of_tokens=False)
-        keys = [_comparable(message) for message in messages]
-        same = _common_length(keys, self._keys)
-        if self._asked and _comparable(tools) != _comparable(self._tools):
+        keys = [comparable(message) for message in messages]
+        same = common_length(keys, self._keys)
+        if self._asked and comparable(tools) != comparable(self._tools):
             raise self._differs("the tools changed; give every request of an episode the same tools")
         earlier = self._earlier(len(messages), is_prefix=same == len(messages))
         if earlier is not None:
@@ -167,7 +164,7 @@ class GatewaySession:
             return earlier.task
         self._check_may_act()
         if same < len(self._keys):
-            raise self._differs(_difference(messages, self._messages, same))
+            raise self._differs(difference(messages, self._messages, same))
         if len(messages) == len(self._keys):
             raise self._differs(
                 "no message follows the last answer; append a user's message or those of tools"
@@ -179,10 +176,7 @@ class GatewaySession:
                 tokens = renderer.opening(new)
             else:
                 tokens = renderer.following(new, sampled_end=self._sampled_end)
-        except (
-            ValueError,
-            TypeError,
-        ) as error:  # a tokenizer refuses half of a surrogate pair by a TypeError
+        except (ValueError, TypeError) as error:  # TypeError: half of a surrogate pair has no tokens
             raise Refused(400, "no_tokens", f"these messages have no tokens: {error}", "messages") from error
         if not tokens and self._renderer is None:
             raise Refused(400, "no_tokens", "these messages have no tokens; give a text", "messages")
@@ -195,7 +189,7 @@ class GatewaySession:
     def _join_tokens(self, token_ids: list[int], options: tuple[Any, ...]) -> "asyncio.Task[_Answer]":
         self._check_kind(of_tokens=True)
         so_far = self._context.token_ids.tolist()
-        same = _common_length(token_ids, so_far)
+        same = common_length(token_ids, so_far)
         earlier = self._earlier(len(token_ids), is_prefix=same == len(token_ids))
         if earlier is not None:
             if earlier.options != options:
@@ -217,6 +211,7 @@ class GatewaySession:
         return self._start(self._token_turn(*options), len(token_ids), options)
 
     def _check_kind(self, *, of_tokens: bool) -> None:
+        self.check_open()
         if self._of_tokens not in (None, of_tokens):
             kinds = ("chat/completions", "generate")
             raise self._differs(
@@ -238,9 +233,9 @@ class GatewaySession:
                 "another request of this episode is being answered; an episode is one conversation, one request at a time"
             )
         if self.failure.done():
-            raise _failed()
+            raise run_failed()
         if self._is_full and self.limit is not None:
-            raise _limit_reached(self.limit)
+            raise limit_reached(self.limit)
 
     def _differs(self, message: str) -> Refused:
         return Refused(
@@ -252,7 +247,7 @@ class GatewaySession:
             self._context.observe(token_ids)
         except EpisodeEnded as limit:  # nothing was added: a shorter message may follow
             self.limit = limit
-            raise _limit_reached(limit) from limit
+            raise limit_reached(limit) from limit
 
     def _start(
         self, turn: Awaitable[_Answer], length: int, options: tuple[Any, ...]
@@ -269,11 +264,11 @@ class GatewaySession:
         """The answer of a turn, which goes on when its client is gone."""
         await asyncio.wait([task])
         if task.cancelled():
-            raise _closed()
+            raise no_session()
         error = task.exception()
         if error is None:
             return task.result()
-        raise _limit_reached(error) if isinstance(error, EpisodeEnded) else _failed()
+        raise limit_reached(error) if isinstance(error, EpisodeEnded) else run_failed()
 
     def _note_failure(self, task: "asyncio.Task[_Answer]") -> None:
         error = None if task.cancelled() else task.exception()
@@ -298,14 +293,14 @@ class GatewaySession:
         if self._tools and self._conversation.parse is not None:
             turn = await self._conversation.parse(text, self._tools)
             self.unread_calls += turn.error is not None
-        message = _canonical(message_of(turn, first_call=self._num_calls), place="our answer")
+        message = canonical(message_of(turn, first_call=self._num_calls), place="our answer")
         self._num_calls += len(turn.calls)
         self._messages.append(message)
-        self._keys.append(_comparable(message))
+        self._keys.append(comparable(message))
         self.last_text = turn.content
         finish = "length" if completion.finish_reason is FinishReason.LENGTH else "stop"
         return _Answer(
-            message=_for_the_wire(message, turn.reasoning),
+            message=for_the_wire(message, turn.reasoning),
             completion=completion,
             prompt_tokens=prompt_tokens,
             finish_reason="tool_calls" if turn.calls else finish,
@@ -320,7 +315,7 @@ class GatewaySession:
 
     def check_open(self) -> None:
         if self._is_closed:
-            raise _closed()
+            raise no_session()
 
 
 class Gateway:
@@ -345,6 +340,7 @@ class Gateway:
         app.router.add_post("/sessions/{id}/v1/generate", self._guarded(self._generate))
         # verifiers' clients ask beside v1, as vLLM has it.
         app.router.add_post("/sessions/{id}/inference/v1/generate", self._guarded(self._generate))
+        app.router.add_route("*", "/sessions/{id}/{rest:.*}", self._guarded(self._unknown))
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         self._runner = runner
@@ -389,13 +385,14 @@ class Gateway:
         async def handler(request: web.Request) -> web.StreamResponse:
             session = self._sessions.get(request.match_info["id"])
             if session is None:
-                return _closed().response()
+                return no_session().response()
             scheme, _, given = request.headers.get("Authorization", "").partition(" ")
             is_key = secrets.compare_digest(given.encode(errors="replace"), session.key.encode())
             if scheme.lower() != "bearer" or not is_key:
                 text = "the API key is not that of this session; use OPENAI_API_KEY of the same process"
                 return Refused(401, "invalid_api_key", text).response()
             try:
+                session.check_open()
                 return await handle(request, session)
             except Refused as refused:
                 session.refused += refused.status == 409
@@ -406,39 +403,38 @@ class Gateway:
 
     async def _models(self, request: web.Request, session: GatewaySession) -> web.Response:
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "tandem"}
-        return _json({"object": "list", "data": [model]})
+        return json_response({"object": "list", "data": [model]})
 
     async def _chat(self, request: web.Request, session: GatewaySession) -> web.StreamResponse:
-        body = await _body_of(request)
-        session.check_open()
-        _check_supported(body)
+        body = await body_of(request)
+        check_supported(body)
         self._tell_ignored(body)
         answer = await session.chat(body)
         about = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
-            "model": body.get("model") or self._model,
+            "model": body["model"] if isinstance(body.get("model"), str) else self._model,
         }
         prompt, sampled = answer.prompt_tokens, len(answer.completion.token_ids)
         usage = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
         if body.get("stream"):
             options = body.get("stream_options")
             with_usage = isinstance(options, dict) and options.get("include_usage") is True
-            return await _streamed(request, answer, about, usage if with_usage else None)
+            usage = usage if with_usage else None
+            return await streamed(request, answer.message, answer.finish_reason, about=about, usage=usage)
         choice = {
             "index": 0,
             "message": answer.message,
             "logprobs": None,
             "finish_reason": answer.finish_reason,
         }
-        return _json({**about, "object": "chat.completion", "choices": [choice], "usage": usage})
+        return json_response({**about, "object": "chat.completion", "choices": [choice], "usage": usage})
 
     async def _generate(self, request: web.Request, session: GatewaySession) -> web.Response:
-        body = await _body_of(request)
-        session.check_open()
+        body = await body_of(request)
         sampling = body.get("sampling_params")
         if isinstance(sampling, dict):
-            _check_supported(sampling)
+            check_supported(sampling)
             self._tell_ignored(sampling)
         if body.get("stream"):
             raise Refused(400, "unsupported", "generate does not stream; leave out stream", "stream")
@@ -454,7 +450,11 @@ class Gateway:
             "logprobs": {"content": content},
             "finish_reason": answer.finish_reason,
         }
-        return _json({"request_id": f"gen-{secrets.token_hex(12)}", "choices": [choice]})
+        return json_response({"request_id": f"gen-{secrets.token_hex(12)}", "choices": [choice]})
+
+    async def _unknown(self, request: web.Request, session: GatewaySession) -> web.Response:
+        text = f"{request.method} {request.match_info['rest'][:80]}: there are v1/chat/completions, v1/models and v1/generate alone"
+        raise Refused(404, "unknown_route", text)
 
     def _tell_ignored(self, body: JSON) -> None:
         """Once per field."""
@@ -471,227 +471,5 @@ class Gateway:
             )
 
 
-# -----------------------------------------------------------------------------------------------------------
-# requests
-
-
-async def _body_of(request: web.Request) -> JSON:
-    """Raises Refused."""
-    try:
-        body = json.loads(await request.read())
-    except web.HTTPRequestEntityTooLarge as error:
-        raise Refused(413, "too_large", f"a request may have {LARGEST_BODY} bytes") from error
-    except (ValueError, RecursionError) as error:  # no UTF-8 is a ValueError too
-        raise Refused(400, "invalid_json", f"the request is no JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused(400, "invalid_json", f"the request is a {type(body).__name__}, not an object")
-    return body
-
-
-def _check_supported(body: JSON) -> None:
-    """Refuse what would change the answer, and cannot be done exactly."""
-    if body.get("n") not in (None, 1):
-        text = f"n={body['n']!r:.20}: an episode is one conversation, so each request has one answer; use n=1"
-        raise Refused(400, "unsupported", text, "n")
-    if body.get("stop"):
-        text = "stop: a sampled token cannot be cut at a text; leave out stop, and look for the text in the answer"
-        raise Refused(400, "unsupported", text, "stop")
-    if body.get("functions"):
-        raise Refused(400, "unsupported", "functions are an older form; use tools", "functions")
-
-
-def _messages_of(body: JSON) -> list[JSON]:
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise Refused(400, "invalid_value", "messages is no list of messages, or empty", "messages")
-    return [_canonical(message, place=f"message {number}") for number, message in enumerate(messages)]
-
-
-def _canonical(message: Any, *, place: str) -> JSON:
-    """What matters of a message, in the form of the chat templates: texts, and arguments of calls as objects. Raises
-    Refused."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise Refused(400, "invalid_value", f"{place} is no message with a role", "messages")
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_text_of_part(part, place) for part in content)
-    if content is not None and not isinstance(content, str):
-        raise Refused(400, "invalid_value", f"the content of {place} is no text", "messages")
-    made: JSON = {"role": message["role"], "content": content or ""}
-    calls = message.get("tool_calls")
-    if calls:
-        if not isinstance(calls, list):
-            raise Refused(400, "invalid_value", f"tool_calls of {place} is no list", "messages")
-        made["tool_calls"] = [_canonical_call(call, place) for call in calls]
-    for field in ("tool_call_id", "name"):
-        if message.get(field) is not None:
-            made[field] = str(message[field])
-    return made
-
-
-def _text_of_part(part: Any, place: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    raise Refused(400, "unsupported", f"{place} has a part that is no text", "messages")
-
-
-def _canonical_call(call: Any, place: str) -> JSON:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(400, "invalid_value", f"{place} has a tool call without a function", "messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # the agent's own text then
-            arguments = json.loads(arguments)
-    return {
-        "id": str(call.get("id", "")),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
-
-
-def _tools_of(body: JSON) -> list[JSON]:
-    tools = body.get("tools") or []
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise Refused(400, "invalid_value", "tools is no list of functions", "tools")
-    for tool in tools:
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refused(400, "invalid_value", "a tool is no function with a name", "tools")
-    return tools
-
-
-def _max_tokens_of(body: JSON, *fields: str) -> int | None:
-    for field in fields:
-        value = body.get(field)
-        if value is None:
-            continue
-        if type(value) is not int or value < 1:
-            raise Refused(400, "invalid_value", f"{field}={value!r:.20} is no positive number", field)
-        return value
-    return None
-
-
-def _token_ids_of(body: JSON, field: str, vocab_size: int | None) -> list[int]:
-    given = body.get(field)
-    highest = 2**31 if vocab_size is None else vocab_size
-    if not isinstance(given, list) or not all(type(i) is int and 0 <= i < highest for i in given):
-        raise Refused(400, "invalid_value", f"{field} is no list of token ids from 0 to {highest - 1}", field)
-    return given
-
-
-def _sampling_of(body: JSON) -> tuple[int | None, list[int]]:
-    """(max_tokens, stop_token_ids)"""
-    sampling = body.get("sampling_params") or {}
-    if not isinstance(sampling, dict):
-        raise Refused(400, "invalid_value", "sampling_params is no object", "sampling_params")
-    stop = _token_ids_of(sampling, "stop_token_ids", None) if sampling.get("stop_token_ids") else []
-    return _max_tokens_of(sampling, "max_tokens"), stop
-
-
-# -----------------------------------------------------------------------------------------------------------
-# answers
-
-
-def _json(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    body = json.dumps(content).encode()
-    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
-
-
-def _for_the_wire(message: JSON, reasoning: str) -> JSON:
-    """Arguments of calls as texts, as OpenAI has them."""
-    made = {**message}
-    if "tool_calls" in made:
-        made["content"] = made["content"] or None
-        made["tool_calls"] = [
-            {
-                **call,
-                "function": {
-                    **call["function"],
-                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
-                },
-            }
-            for call in made["tool_calls"]
-        ]
-    if reasoning:
-        made["reasoning_content"] = reasoning
-    return made
-
-
-async def _streamed(
-    request: web.Request, answer: _Answer, about: JSON, usage: JSON | None
-) -> web.StreamResponse:
-    """The whole answer as server-sent events: the message in one, the reason of its end in another."""
-    delta = {**answer.message}
-    if "tool_calls" in delta:
-        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
-    choices = [
-        {"index": 0, "delta": delta, "finish_reason": None},
-        {"index": 0, "delta": {}, "finish_reason": answer.finish_reason},
-    ]
-    chunks: list[JSON] = [{"choices": [choice]} for choice in choices]
-    if usage is not None:
-        chunks.append({"choices": [], "usage": usage})
-    events = [json.dumps({**about, "object": "chat.completion.chunk", **chunk}).encode() for chunk in chunks]
-    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    response = web.StreamResponse(headers=headers)
-    try:
-        await response.prepare(request)
-        await response.write(b"".join(b"data: " + event + b"\n\n" for event in [*events, b"[DONE]"]))
-        await response.write_eof()
-    except ConnectionError:  # the client is gone, and may ask again
-        logger.debug("a client left before its answer")
-    return response
-
-
-def _limit_reached(limit: EpisodeEnded) -> Refused:
-    if limit.status is Status.TURN_LIMIT:
-        return Refused(429, "turn_limit", f"the episode has no further turn: {limit}")
-    return Refused(
-        400, "context_length_exceeded", f"the episode has no room for this request: {limit}", "messages"
-    )
-
-
-def _closed() -> Refused:
-    return Refused(404, "no_session", "there is no such session, or its episode has ended")
-
-
 def _succeeded(task: "asyncio.Task[_Answer]") -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
-
-
-def _failed() -> Refused:
-    return Refused(503, "failed", "the run cannot answer; its log says why")
-
-
-def _comparable(value: Any) -> str:
-    """Unlike ==, it tells 1 from True and 1.0."""
-    return json.dumps(value, sort_keys=True)
-
-
-def _common_length(these: Sequence[Any], those: Sequence[Any]) -> int:
-    for number, (this, that) in enumerate(zip(these, those, strict=False)):
-        if this != that:
-            return number
-    return min(len(these), len(those))
-
-
-def _difference(messages: list[JSON], so_far: list[JSON], first: int) -> str:
-    """What differs first, and what to do."""
-    fix = "repeat all earlier messages as they were sent and answered, and append new ones"
-    if first == len(messages):
-        return f"it has {len(messages)} messages, but the episode has {len(so_far)}; {fix}"
-    was, given = so_far[first], messages[first]
-    for field in ("role", "content", "tool_calls", "tool_call_id", "name"):
-        if _comparable(was.get(field)) != _comparable(given.get(field)):
-            now, before = _where_they_differ(given.get(field), was.get(field))
-            return f"message {first} ({was['role']}) differs: its {field} is {now}, and was {before}; {fix}"
-    return f"message {first} ({was['role']}) differs; {fix}"
-
-
-def _where_they_differ(this: Any, that: Any) -> tuple[str, str]:
-    """Both in short, around the first difference."""
-    texts = [value if isinstance(value, str) else json.dumps(value) for value in (this, that)]
-    start = max(0, _common_length(*texts) - SHOWN_BEFORE)
-    this, that = (("…" if start else "") + text[start : start + LONGEST_SHOWN] for text in texts)
-    return repr(this), repr(that)
