@@ -209,9 +209,6 @@ def test_a_history_that_was_rewritten_is_refused():
             for expected, messages in wrong.items():
                 error = await one.refused("history_differs", messages)
                 assert (error.status_code, expected in str(error)) == (409, True), error
-            assert "the tools changed" in str(
-                await one.refused("unsupported", [*start, answer, user("7")], tools=TOOLS)
-            ) or one.session.refused == len(wrong)
             assert one.session.refused == len(wrong)
             assert one.context.token_ids.tolist() == before
             parts = [{"type": "text", "text": answer["content"]}]
