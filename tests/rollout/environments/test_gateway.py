@@ -13,12 +13,16 @@ import pytest
 from rollout.client import GenerationError
 from rollout.environments import gateway as gateway_module
 from rollout.environments.chat import PlainRenderer
-from rollout.environments.context import EpisodeContext, EpisodeLimits, turn_seed
+from rollout.environments.context import EpisodeContext, EpisodeLimits, Texts, turn_seed
 from rollout.environments.gateway import Conversation, Gateway, GatewaySession
+from rollout.environments.rendering import ChatRenderer
 from rollout.environments.tool_calls import ParsedTurn
+from rollout.records import FinishReason
 from tests.rollout.environments.test_chat import END, ToyRenderer
 from tests.rollout.environments.test_episodes import PROMPT, STOP, TEXTS, VOCAB, score_by_length
+from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.fake_engine import FakeEngine, fake_tokens
+from tests.support.records import completion
 
 DEADLINE_S = 60.0
 LIMITS = EpisodeLimits(max_turns=5, max_tokens=400, max_new_tokens=6)
@@ -370,6 +374,65 @@ def test_tool_calls_come_and_go_in_openais_form():
             assert "the tools changed" in str(error)
 
     run(test)
+
+
+class Says(FakeEngine):
+    """Says given texts, one after another."""
+
+    def __init__(self, tokenizer, texts: Sequence[str]) -> None:
+        super().__init__()
+        self.answers = iter([tokenizer.encode(text) for text in texts])
+
+    async def generate_group(self, prompt_ids, **named):
+        ids = next(self.answers)
+        values = {"rollout_logprobs": [-1.0] * len(ids), "token_versions": [0] * len(ids)}
+        return [completion(prompt_ids=prompt_ids, token_ids=ids, finish_reason=FinishReason.STOP, **values)]
+
+
+async def parse_qwen(text: str, tools) -> ParsedTurn:
+    """A stand-in for SGLang's parser ``qwen25``."""
+    content, start, call = text.partition("<tool_call>")
+    calls = [json.loads(call.removesuffix("</tool_call>"))] if start else []
+    return ParsedTurn(content=content.strip(), calls=calls)
+
+
+def play_with_a_template(parse) -> None:
+    """The tokens are those of the whole conversation in the model's template, which rewrites no earlier turn."""
+
+    async def test():
+        tokenizer = chat_tokenizer("qwen2_5")
+        call = '<tool_call>\n{"name": "look", "arguments": {"key": 1}}\n</tool_call>'
+        engine = Says(tokenizer, [f"{call}<|im_end|>", "It is four.<|im_end|>", "Yes.<|im_end|>"])
+        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        conversation = Conversation(
+            renderer_of=lambda tools: ChatRenderer(tokenizer, tools=tools), parse=parse
+        )
+        texts = Texts(tokenizer=tokenizer, end_token_ids=frozenset([end]))
+        limits = EpisodeLimits(max_turns=5, max_tokens=4000, max_new_tokens=100)
+        async with opened(conversation=conversation, engine=engine, texts=texts, limits=limits) as (one,):
+            messages = [{"role": "system", "content": "Be brief."}, user("What is 2 + 2?")]
+            first = (await one.ask(messages, tools=TOOLS)).choices[0]
+            (called,) = first.message.tool_calls
+            assert (called.function.name, json.loads(called.function.arguments)) == ("look", {"key": 1})
+            reply = {"role": "tool", "tool_call_id": called.id, "content": "4"}
+            messages += [first.message.model_dump(exclude_none=True), reply]
+            second = (await one.ask(messages, tools=TOOLS)).choices[0]
+            assert (first.finish_reason, second.finish_reason) == ("tool_calls", "stop")
+            assert second.message.content == "It is four."
+            messages += [second.message.model_dump(exclude_none=True), user("Are you sure?")]
+            await one.ask(messages, tools=TOOLS)
+            messages.append({"role": "assistant", "content": "Yes."})
+            for message in messages:
+                for made in message.get("tool_calls", []):
+                    made["function"]["arguments"] = json.loads(made["function"]["arguments"])
+            whole = tokenizer.apply_chat_template(messages, tools=TOOLS, tokenize=False)
+            assert tokenizer.decode(one.context.token_ids) == whole.removesuffix("\n")
+
+    run(test)
+
+
+def test_a_conversation_with_tools_in_a_chat_template():
+    play_with_a_template(parse_qwen)
 
 
 def test_a_conversation_in_tokens():
