@@ -56,7 +56,35 @@ class TokenEnvironment(EnvironmentLimits):
     """Time to import and make it, in the check before a start."""
 
 
-class ChatEnvironment(EnvironmentLimits):
+class MessageEnvironment(EnvironmentLimits):
+    """Messages to tokens, and texts to messages."""
+
+    tool_call_parser: str | None = None
+    """SGLang's name of the form in which the model writes calls, such as qwen25. None: for environments without
+    tools."""
+    reasoning_parser: str | None = None
+    """SGLang's name of the form in which the model thinks, such as qwen3. Calls are then looked for outside the
+    thinking, which the environment's message has apart. None: everywhere."""
+    template: Literal["chat", "plain"] = "chat"
+    """chat: the model's chat template. plain: the texts of the messages one after another, and nothing else."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, such as ``enable_thinking: false``."""
+    max_processes: Count | None = None
+    """Processes at a time, of training episodes and of held-out ones each. None: max_concurrency, but at most 16 per
+    core."""
+
+    @model_validator(mode="after")
+    def _fits_together(self):
+        if self.reasoning_parser is not None and self.tool_call_parser is None:
+            raise ValueError(
+                "environment.reasoning_parser needs environment.tool_call_parser; name it, or leave both out"
+            )
+        if self.template == "plain" and self.template_arguments:
+            raise ValueError("environment.template=plain has no template_arguments; leave them out")
+        return self
+
+
+class ChatEnvironment(MessageEnvironment):
     """An environment of messages. It runs in processes of its own, one episode at a time in each
     (``rollout/environments/worker.py``). A crash, a hang or an exception ends the episode without a score; its process
     is killed with everything that it started. ``rollout/environments/chat.py`` turns messages into tokens."""
@@ -75,25 +103,12 @@ class ChatEnvironment(EnvironmentLimits):
     """Arguments of the class, as JSON."""
     python: GivenPath | None = None
     """A Python of 3.9 or newer that runs it; it needs no Tandem. None: Tandem's own."""
-    tool_call_parser: str | None = None
-    """SGLang's name of the form in which the model writes calls, such as qwen25. None: for environments without
-    tools."""
-    reasoning_parser: str | None = None
-    """SGLang's name of the form in which the model thinks, such as qwen3. Calls are then looked for outside the
-    thinking, which the environment's message has apart. None: everywhere."""
-    template: Literal["chat", "plain"] = "chat"
-    """chat: the model's chat template. plain: the texts of the messages one after another, and nothing else."""
-    template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the chat template, such as ``enable_thinking: false``."""
     start_timeout_s: Seconds = 120.0
     """Time for a process to start, and to import and make the environment."""
     reset_timeout_s: Seconds = 60.0
     """Time for ``reset``."""
     step_timeout_s: Seconds = 60.0
     """Time for a step; all tool calls of one answer are a step. A process that is late is killed (``time_limit``)."""
-    max_processes: Count | None = None
-    """Processes at a time, of training episodes and of held-out ones each. None: max_concurrency, but at most 16 per
-    core."""
 
     @model_validator(mode="after")
     def _tools_need_a_parser(self):
@@ -101,13 +116,26 @@ class ChatEnvironment(EnvironmentLimits):
             raise ValueError(
                 "environment.interface=tools needs environment.tool_call_parser, SGLang's name of the model's form of calls"
             )
-        if self.reasoning_parser is not None and self.tool_call_parser is None:
-            raise ValueError(
-                "environment.reasoning_parser needs environment.tool_call_parser; name it, or leave both out"
-            )
-        if self.template == "plain" and self.template_arguments:
-            raise ValueError("environment.template=plain has no template_arguments; leave them out")
         return self
 
 
-EnvironmentConfig = Annotated[SingleTurn | TokenEnvironment | ChatEnvironment, Field(discriminator="type")]
+class AgentEnvironment(MessageEnvironment):
+    """An agent of the user's own, unchanged: a program that asks an OpenAI server for its turns. Each episode is a process
+    of it, which gets the server's address as OPENAI_BASE_URL, a key of its own as OPENAI_API_KEY, and the problem as
+    TANDEM_PROBLEM (JSON: prompt_id, text, messages). ``rollout/environments/gateway.py`` turns its requests into turns."""
+
+    type: Literal["agent"] = "agent"
+    command: Annotated[tuple[str, ...], Field(min_length=1)]
+    """The program and its arguments. ``{python}`` is Tandem's Python, which also runs a first word that ends with
+    ``.py``. A word that names a file in the current folder becomes its whole path, since an agent has a working folder of
+    its own, which is removed after its episode."""
+    reward: Literal["run", "agent"] = "run"
+    """run: the run's ``reward`` scores the last answer of the policy. agent: the last line that the agent prints is
+    ``{"reward": number, "parts": {name: number}}``; parts may be left out."""
+    pass_row: bool = False
+    """Whether TANDEM_PROBLEM has the whole row of the data file as ``row``. It may hold the answer."""
+
+
+EnvironmentConfig = Annotated[
+    SingleTurn | TokenEnvironment | ChatEnvironment | AgentEnvironment, Field(discriminator="type")
+]

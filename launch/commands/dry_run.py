@@ -11,7 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig, SftConfig
-from configs.schema.environment import TokenEnvironment
+from configs.schema.environment import (
+    AgentEnvironment,
+    ChatEnvironment,
+    MessageEnvironment,
+    TokenEnvironment,
+)
 from configs.schema.launch import NodesConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.task import CountdownTask
@@ -77,10 +82,20 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
     return (f"  {line}" for line in lines)
 
 
-def _environment_lines(environment: TokenEnvironment) -> Iterator[str]:
-    yield f"{environment.environment}, options {environment.options}"
+def _environment_lines(
+    environment: TokenEnvironment | ChatEnvironment | AgentEnvironment,
+) -> Iterator[str]:
+    at_once = environment.max_concurrency
+    if isinstance(environment, MessageEnvironment):
+        from rollout.environments.processes import max_processes
+
+        at_once = max_processes(environment)
+    if isinstance(environment, AgentEnvironment):
+        yield f"a process per episode: {' '.join(environment.command)}"
+    else:
+        yield f"{environment.environment}, options {environment.options}"
     most = "" if environment.max_tokens is None else f", {environment.max_tokens} tokens"
-    yield f"an episode: at most {environment.max_turns} turns{most}, {environment.timeout_s:g} s; {environment.max_concurrency} at once"
+    yield f"an episode: at most {environment.max_turns} turns{most}, {environment.timeout_s:g} s; {at_once} at once"
     at_limit = environment.reward_at_limit
     what = "not scored" if at_limit is None else f"reward {at_limit:g}"
     yield f"where turns or tokens run out: {what}"

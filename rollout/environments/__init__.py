@@ -11,6 +11,10 @@ rendering.py     the tokens of new messages, by the model's chat template
 tool_calls.py    the calls in a text, by SGLang's parsers in a process of their own
 processes.py     the processes that run the user's environments; worker.py is what runs in them
 
+agent.py         an agent as an environment: a program of its own that asks for its turns
+agent_process.py its process
+gateway.py       the OpenAI server that it asks; openai_form.py has the form of requests and answers
+
 Not here: the order of the problems and the limit of staleness (rollout/sampling/), rewards (rollout/rewards/).
 """
 

@@ -7,10 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from configs.schema import RunConfig
-from configs.schema.environment import ChatEnvironment, TokenEnvironment
+from configs.schema.environment import ChatEnvironment, MessageEnvironment, TokenEnvironment
+from rollout.environments.agent import AgentEpisodes
+from rollout.environments.agent_process import command_of
 from rollout.environments.chat import ChatEpisodes, ParseCalls, PlainRenderer, Renderer
 from rollout.environments.context import EpisodeLimits, ScoreText, Texts
 from rollout.environments.episodes import Episodes, SampleMaker, SingleTurns
+from rollout.environments.gateway import Gateway
 from rollout.environments.processes import ProcessPool, Program, limits_of, max_processes
 from rollout.environments.protocol import Environment
 from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
@@ -31,9 +34,12 @@ async def sample_makers(
     tokenizer: "PreTrainedTokenizerBase",
     stop_token_ids: list[int],
     max_positions: int | None,
+    host: str = "127.0.0.1",
 ) -> AsyncIterator[Callable[[PromptsOf], SampleMaker]]:
     """Makes what samples training or held-out problems; each has places of its own. Leaving it ends all processes of
     environments.
+
+    host: the address on which agents reach the policy.
 
     Raises:
         ValueError: the environment cannot be made, or nothing limits the tokens of its episodes.
@@ -55,6 +61,24 @@ async def sample_makers(
         if block.type == "tokens":
             environment = make_environment(block)
             environments = {"training": environment, "held-out": environment}
+        elif block.type == "agent":
+            model, vocab_size = config.model.path.name, len(tokenizer)
+            gateway = await pools.enter_async_context(Gateway(host=host, model=model, vocab_size=vocab_size))
+            agents = AgentEpisodes(
+                gateway,
+                command_of(block),
+                renderer_of=renderer_maker(block, tokenizer),
+                parse=pools.enter_context(call_parser(block)),
+                reward=block.reward,
+                timeout_s=block.timeout_s,
+                pass_row=block.pass_row,
+                system_prompt=getattr(config.task, "system_prompt", None),
+            )
+            agents.check()
+            environments = {"training": agents, "held-out": agents}
+            # The agent's own deadline comes first: its error has the end of what the agent wrote.
+            changed = {"max_concurrency": max_processes(block), "timeout_s": block.timeout_s + _AFTER_AGENT_S}
+            block = block.model_copy(update=changed)
         else:
             parse = pools.enter_context(call_parser(block))
             for which in ("training", "held-out"):
@@ -91,6 +115,17 @@ def chat_episodes(
     tokenizer: "PreTrainedTokenizerBase",
     parse: ParseCalls | None,
 ) -> ChatEpisodes:
+    return ChatEpisodes(
+        pool,
+        renderer_of=renderer_maker(block, tokenizer),
+        parse=parse,
+        system_prompt=getattr(config.task, "system_prompt", None),
+    )
+
+
+def renderer_maker(
+    block: MessageEnvironment, tokenizer: "PreTrainedTokenizerBase"
+) -> Callable[[Tools], Renderer]:
     def renderer_of(tools: Tools) -> Renderer:
         if block.template == "plain":
             return PlainRenderer(partial(tokenizer.encode, add_special_tokens=False))
@@ -98,16 +133,11 @@ def chat_episodes(
 
         return ChatRenderer(tokenizer, tools=tools, arguments=block.template_arguments)
 
-    return ChatEpisodes(
-        pool,
-        renderer_of=renderer_of,
-        parse=parse,
-        system_prompt=getattr(config.task, "system_prompt", None),
-    )
+    return renderer_of
 
 
 @contextmanager
-def call_parser(block: ChatEnvironment) -> Iterator[ParseCalls | None]:
+def call_parser(block: MessageEnvironment) -> Iterator[ParseCalls | None]:
     """SGLang's parser in a process of its own; None where the config names none. Raises ValueError."""
     if block.tool_call_parser is None:
         yield None
@@ -120,6 +150,8 @@ def call_parser(block: ChatEnvironment) -> Iterator[ParseCalls | None]:
         yield parse
 
 
+_AFTER_AGENT_S = 60.0
+"""Time to end an agent and to score its episode, after its own deadline."""
 _NO_LIMIT = 2**31 - 1
 """Held-out episodes of a model without positions, on servers that choose their own pool."""
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
-from configs.schema.environment import ChatEnvironment, TokenEnvironment
+from configs.schema.environment import ChatEnvironment, MessageEnvironment, TokenEnvironment
 from rollout.environments.protocol import EpisodeFailed
 from rollout.records import Status
 from rollout.rewards.worker import WorkerStartError
@@ -207,21 +207,7 @@ class EnvironmentProcess:
     async def kill(self) -> None:
         """Kill it with all that it started. Returns after the last of them is gone."""
         self._is_clean = False
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # its guard sees that, kills everything and ends
-        try:
-            async with asyncio.timeout(END_TIMEOUT_S):
-                await self._process.wait()
-        except TimeoutError:
-            logger.warning("the guard of environment process %d does not end; it is killed", self.pid)
-            tree = []
-            with suppress(psutil.NoSuchProcess):
-                guard = psutil.Process(self.pid)
-                tree = [guard, *guard.children(recursive=True)]
-            for process in tree:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()
-            await self._process.wait()
+        await end_guarded(self._process)
         if self._trace >= 0:
             os.close(self._trace)
             self._trace = -1
@@ -232,7 +218,7 @@ class EnvironmentProcess:
         was_clean, self._is_clean = self._is_clean, False
         try:
             async with asyncio.timeout(limit_s):
-                line = await self._exchange(msgspec.json.encode(request, enc_hook=_plain))
+                line = await self._exchange(msgspec.json.encode(request, enc_hook=plain_value))
         except TimeoutError:
             name = f"environment.{limit}=" if limit else ""
             where = await self._current_line()
@@ -295,9 +281,28 @@ class EnvironmentProcess:
             raise EpisodeFailed(Status.FAILED, "the environment's process closed its pipe") from None
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """A value of a row that JSON does not have: a number or an array of numpy, else its text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+async def end_guarded(guard: asyncio.subprocess.Process) -> None:
+    """Have a guard (``worker.py``) kill all below it, and end. Returns after the last of them is gone."""
+    assert guard.stdin is not None
+    guard.stdin.close()  # it sees that
+    try:
+        async with asyncio.timeout(END_TIMEOUT_S):
+            await guard.wait()
+    except TimeoutError:
+        logger.warning("the guard of environment process %d does not end; it is killed", guard.pid)
+        tree = []
+        with suppress(psutil.NoSuchProcess):
+            top = psutil.Process(guard.pid)
+            tree = [top, *top.children(recursive=True)]
+        for process in tree:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        await guard.wait()
 
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -407,7 +412,7 @@ def limits_of(config: ChatEnvironment | TokenEnvironment) -> Limits:
     return Limits(start=config.start_timeout_s, reset=config.reset_timeout_s, step=config.step_timeout_s)
 
 
-def max_processes(config: ChatEnvironment) -> int:
+def max_processes(config: MessageEnvironment) -> int:
     """Processes for the episodes of one kind, training or held out."""
     return min(config.max_concurrency, config.max_processes or PER_CORE * cores())
 
@@ -447,9 +452,7 @@ def check_environment(
         return ready
 
     if isinstance(config, ChatEnvironment):
-        for kind in ("tool_call_parser", "reasoning_parser"):
-            if (name := getattr(config, kind)) is not None:
-                check_parser_name(kind, name)
+        check_parser_names(config)
     try:
         ready = asyncio.run(check())
     except EnvironmentStartError as error:
@@ -457,6 +460,13 @@ def check_environment(
     if isinstance(config, ChatEnvironment):
         require_parser(ready, config.tool_call_parser)
     return ready
+
+
+def check_parser_names(config: MessageEnvironment) -> None:
+    """Raises ValueError where SGLang has no such parser."""
+    for kind in ("tool_call_parser", "reasoning_parser"):
+        if (name := getattr(config, kind)) is not None:
+            check_parser_name(kind, name)
 
 
 async def _tell_of_waiting(config: ChatEnvironment | TokenEnvironment, tell: Callable[[str], None]) -> None:

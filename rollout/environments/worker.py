@@ -18,6 +18,8 @@ start     the environment cannot be made
 raised    the user's code raised
 unusable  it returned something of a wrong form
 reward    its reward is no finite number
+
+With a command as arguments this file is the guard of that command instead, which an agent is (``agent_process.py``).
 """
 
 from __future__ import annotations
@@ -64,8 +66,8 @@ class Failure(Exception):
 # processes
 
 
-def main():
-    """Guard and server. Exits as the server does; 128 + number after a signal."""
+def main(command=()):
+    """Guard and server, or guard and ``command``. Exits as they do; 128 + number after a signal."""
     set_of_process(PR_SET_CHILD_SUBREAPER, 1)
     guard = os.getpid()
     server = os.fork()
@@ -75,9 +77,24 @@ def main():
         set_of_process(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != guard:  # it ended before the line above
             os._exit(0)
+        if command:
+            become(command)
         serve()
         os._exit(0)
     os._exit(stand_guard(server))
+
+
+def become(command):
+    """Run a command in place of this process, without input. Its orphans are the guard's."""
+    set_of_process(PR_SET_CHILD_SUBREAPER, 0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]} cannot be run: {error}", file=sys.stderr, flush=True)
+        os._exit(127)
 
 
 def stand_guard(server):
@@ -679,4 +696,4 @@ def short(value):
 
 if __name__ == "__main__":
     del sys.path[0]  # the folder of this file, whose names a user's module may have too
-    main()
+    main(sys.argv[1:])

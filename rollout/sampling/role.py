@@ -81,6 +81,7 @@ async def run_sample_role(
         server_urls: addresses, or a function that waits for the servers. It is called after the data is loaded
             and checked and every reward model has answered, all of which happens while the servers start.
         announce: called once with this role's address on ``host``, as soon as it takes requests.
+        host: agents of an environment reach the policy there too.
         log_dir: folder for the log of a router, if the config has one.
         doing: called with each activity, for status reports.
         key: the learner proves it to this role, and this role to the servers.
@@ -99,6 +100,7 @@ async def run_sample_role(
             tokenizer=tokenizer,
             stop_token_ids=end_token_ids(tokenizer, config.model.path),
             max_positions=_max_positions(config),
+            host=host,
         ) as samples_of,
     ):
         urls = server_urls() if callable(server_urls) else server_urls

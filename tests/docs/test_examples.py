@@ -180,15 +180,17 @@ def play(folder: str, problem: str, texts: list[str], workspace) -> tuple[list[s
     )
 
     async def one_episode():
-        async with Scorer(config.reward_type, max_new_tokens=14) as scorer:
-            async with sample_makers(
+        async with (
+            Scorer(config.reward_type, max_new_tokens=14) as scorer,
+            sample_makers(
                 config,
                 scorer=scorer,
                 tokenizer=tokenizer,
                 stop_token_ids=[tokenizer.eos_token_id],
                 max_positions=256,
-            ) as makers:
-                return await makers("training").sample(engine, prompt, [7], temperature=1.0)
+            ) as makers,
+        ):
+            return await makers("training").sample(engine, prompt, [7], temperature=1.0)
 
     (sample,) = asyncio.run(one_episode())
     return engine.prompts, sample
@@ -221,6 +223,19 @@ def test_the_second_try_follows_a_wrong_answer_alone(workspace, monkeypatch):
     prompts, sample = play("try_again", problem, ["3*5+8<eos>"], workspace)
     assert (prompts, sample.reward, sample.parts["tries"]) == ([problem], 1.0, 1)
     prompts, sample = play("try_again", problem, ["8-*<eos>", "8+5<eos>"], workspace)
+    assert (prompts[1], sample.reward) == (f"{problem}8-*<eos>() {problem}", 0.0)
+
+
+def test_an_agent_plays_the_same_tokens_in_a_process_of_its_own(workspace, monkeypatch):
+    monkeypatch.chdir(EXAMPLES / "agent")
+    assert len((EXAMPLES / "agent" / "agent.py").read_text(encoding="utf-8").splitlines()) <= 40
+    problem = "3 5 8=23:"
+    prompts, sample = play("agent", problem, ["8*5-3<eos>", "3*5+8<eos>"], workspace)
+    assert (prompts, sample.error) == ([problem, f"{problem}8*5-3<eos>(37) {problem}"], None)
+    assert (sample.reward, sample.status, sample.correct) == (1.0, Status.OK, True)
+    prompts, sample = play("agent", problem, ["3*5+8<eos>"], workspace)
+    assert (prompts, sample.reward) == ([problem], 1.0)
+    prompts, sample = play("agent", problem, ["8-*<eos>", "8+5<eos>"], workspace)
     assert (prompts[1], sample.reward) == (f"{problem}8-*<eos>() {problem}", 0.0)
 
 

@@ -405,6 +405,8 @@ def test_marks_of_what_an_assistant_wrote_are_no_error(tmp_path):
         (["type=chat", "environment=game:Game", "python=no/python"], "environment.python=no/python cannot be started"),
         (["type=chat", "environment=game:Game", "interface=tools", "tool_call_parser=qwen25"], "tool step has no docstring"),
         (["type=chat", "environment=game:Game", "tool_call_parser=qwen2"], "tool_call_parser=qwen2 is unknown to SGLang"),
+        (["type=agent", "command=[no-such-agent]"], "there is no program 'no-such-agent'"),
+        (["type=agent", "command=[game_agent.py]"], "there is no file 'game_agent.py'"),
         (["type=tokens", "environment=game:Game"], "Game: it has no method run (game.py:2 in Game)"),
     ],
 )  # fmt: skip

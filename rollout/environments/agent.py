@@ -1,0 +1,176 @@
+"""Episodes of an agent as it is: a program of its own, which asks the gateway for its turns as it would ask OpenAI.
+
+The agent gets OPENAI_BASE_URL, OPENAI_API_KEY and TANDEM_PROBLEM. Its requests become the turns of one conversation
+(``gateway.py``). Its end is the end of the episode.
+"""
+
+import asyncio
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from rollout.environments.agent_process import AgentProcess, running
+from rollout.environments.chat import ParseCalls, Renderer, problem_fields
+from rollout.environments.gateway import Conversation, Gateway, GatewaySession
+from rollout.environments.processes import plain_value
+from rollout.environments.protocol import Context, EpisodeFailed, Outcome
+from rollout.environments.tool_calls import Tools
+from rollout.records import Prompt, Status
+from rollout.servers.watched_process import how_it_ended
+
+LARGEST_PROBLEM = 2**17 - 2**10
+"""Bytes of TANDEM_PROBLEM: Linux takes 128 KiB for one variable."""
+LONGEST_TAIL = 1000
+"""Characters of an agent's error output in an error."""
+MOST_RENDERERS = 64
+"""Renderers are kept for as many sets of tools: making one takes tens of milliseconds."""
+
+
+class AgentEpisodes:
+    """An ``Environment``. Each episode is a process of ``command``.
+
+    Args:
+        renderer_of: makes the renderer for the tools of an episode. Raises ValueError where the template cannot be
+            used.
+        parse: finds the tool calls in a text; None: there are none.
+        reward: who scores, as in the config.
+        timeout_s: deadline of the process.
+        system_prompt: first of the problem's ``messages``.
+    """
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        command: Sequence[str],
+        *,
+        renderer_of: Callable[[Tools], Renderer],
+        parse: ParseCalls | None,
+        reward: Literal["run", "agent"] = "run",
+        timeout_s: float,
+        pass_row: bool = False,
+        system_prompt: str | None = None,
+    ) -> None:
+        self._gateway, self._command, self._make_renderer = gateway, list(command), renderer_of
+        self._conversation = Conversation(renderer_of=self._renderer_of, parse=parse)
+        self._reward, self._timeout_s = reward, timeout_s
+        self._pass_row, self._system_prompt = pass_row, system_prompt
+        self._renderers: dict[str, Renderer] = {}
+
+    def check(self) -> None:
+        """Raises ValueError where the template cannot be used."""
+        self._renderer_of(())
+
+    async def run(self, problem: Prompt, context: Context) -> Outcome:
+        told = self._told(problem)
+        async with self._gateway.session(context, self._conversation) as session:
+            async with running(self._command, self._variables(session, told)) as process:
+                code = await self._end_of(process, session)
+        if code != 0:
+            raise session.limit or EpisodeFailed(
+                Status.FAILED, f"the agent {how_it_ended(code)}{_why(process, session)}"
+            )
+        if not session.num_turns:
+            raise session.limit or EpisodeFailed(
+                Status.FAILED,
+                f"the agent ended without a turn: nothing that it asked of OPENAI_BASE_URL was answered{_why(process, session)}",
+            )
+        outcome = await self._outcome(process, session, context)
+        # An agent that ends in order after a limit is scored, and the metrics count the limit.
+        return outcome if session.limit is None else replace(outcome, status=session.limit.status)
+
+    async def _end_of(self, process: AgentProcess, session: GatewaySession) -> int:
+        """The agent's exit code. Raises the session's failure, if that comes first."""
+        ended = asyncio.ensure_future(process.ended())
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.wait({ended, session.failure}, return_when=asyncio.FIRST_COMPLETED)
+        except TimeoutError:
+            raise EpisodeFailed(
+                Status.TIME_LIMIT,
+                f"the agent ran longer than environment.timeout_s={self._timeout_s:g} s, and was killed{_why(process, session)}",
+            ) from None
+        finally:
+            if not ended.done():
+                ended.cancel()
+        if session.failure.done():
+            raise session.failure.result()
+        return ended.result()
+
+    async def _outcome(self, process: AgentProcess, session: GatewaySession, context: Context) -> Outcome:
+        counts = {"refused_requests": float(session.refused), "unread_calls": float(session.unread_calls)}
+        if self._reward == "run":
+            outcome = Outcome.of(await context.score(session.last_text))
+        else:
+            reward, parts = _reward_of(process.last_line)
+            outcome = Outcome(reward=reward, parts=parts)
+        return outcome if outcome.reward is None else replace(outcome, parts={**outcome.parts, **counts})
+
+    def _told(self, problem: Prompt) -> str:
+        fields = problem_fields(problem, self._system_prompt)
+        del fields["reference"]
+        if not self._pass_row:
+            del fields["row"]
+        told = json.dumps(fields, default=plain_value)
+        if len(told) > LARGEST_PROBLEM:
+            row = "; leave out environment.pass_row" if self._pass_row else ""
+            raise EpisodeFailed(
+                Status.FAILED,
+                f"problem {problem.prompt_id} has {len(told)} bytes as JSON, but TANDEM_PROBLEM holds {LARGEST_PROBLEM}{row}",
+            )
+        return told
+
+    def _variables(self, session: GatewaySession, told: str) -> dict[str, str]:
+        # A proxy of the machine does not know this server.
+        direct = ",".join(
+            filter(None, [os.environ.get("NO_PROXY"), urlsplit(session.base_url).hostname or ""])
+        )
+        return {
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": session.key,
+            "OPENAI_MODEL": session.model,
+            "TANDEM_PROBLEM": told,
+            "NO_PROXY": direct,
+            "no_proxy": direct,
+        }
+
+    def _renderer_of(self, tools: Tools) -> Renderer:
+        key = json.dumps(tools, sort_keys=True)
+        renderer = self._renderers.get(key)
+        if renderer is None:
+            renderer = self._make_renderer(tools)
+            if len(self._renderers) >= MOST_RENDERERS:
+                del self._renderers[next(iter(self._renderers))]
+            self._renderers[key] = renderer
+        return renderer
+
+
+def _why(process: AgentProcess, session: GatewaySession) -> str:
+    """The last request that was refused, and the end of the agent's error output."""
+    refusal = f"; a request was refused with {session.last_refusal}" if session.last_refusal else ""
+    errors = process.errors.strip()
+    shown = errors if len(errors) <= LONGEST_TAIL else f"…{errors[-LONGEST_TAIL:]}"
+    return refusal + (f"; its error output ends with: {shown}" if errors else "; it wrote no error output")
+
+
+def _reward_of(line: str) -> tuple[float, dict[str, float]]:
+    """(reward, parts) of an agent's last line. Raises EpisodeFailed."""
+    try:
+        given: Any = json.loads(line)
+        parts: Any = given.get("parts") or {}
+        if not _is_number(given["reward"]) or not all(map(_is_number, parts.values())):
+            raise ValueError("no finite number")
+        return float(given["reward"]), {str(name): float(value) for name, value in parts.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise EpisodeFailed(
+            Status.REWARD_FAILED,
+            f"the last line of the agent is {line[:200]!r}, but environment.reward=agent needs "
+            '{"reward": number, "parts": {name: number}}',
+        ) from error
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

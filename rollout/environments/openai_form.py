@@ -1,0 +1,260 @@
+"""Requests and answers in the form of OpenAI's server, and what of them matters.
+
+Nothing here knows episodes. A request that cannot be understood, or asks for what cannot be done exactly, is refused.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from aiohttp import web
+
+from rollout.environments.protocol import EpisodeEnded
+from rollout.records import Status
+
+JSON = dict[str, Any]
+LARGEST_BODY = 16 * 2**20
+"""Bytes of a request: two million tokens of a conversation in JSON."""
+LONGEST_SHOWN, SHOWN_BEFORE = 80, 20
+"""Characters of a message in an error, and those before the first difference."""
+IGNORED = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "response_format", "tool_choice",
+)  # fmt: skip
+"""Fields of a request that would change what is sampled. They are told once in the log."""
+NEUTRAL = {"top_p": (1, 1.0), "tool_choice": ("auto",), "response_format": ({"type": "text"},)}
+
+
+class Refused(Exception):
+    """An answer that is an error, in OpenAI's form."""
+
+    def __init__(self, status: int, code: str, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.parameter = status, code, parameter
+
+    def response(self) -> web.Response:
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        error = {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}
+        # OpenAI's clients would repeat 409, 429 and 5xx, which does not help here.
+        return json_response({"error": error}, status=self.status, headers={"x-should-retry": "false"})
+
+
+# -----------------------------------------------------------------------------------------------------------
+# requests
+
+
+async def body_of(request: web.Request) -> JSON:
+    """Raises Refused."""
+    try:
+        body = json.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge as error:
+        raise Refused(413, "too_large", f"a request may have {LARGEST_BODY} bytes") from error
+    except (ValueError, RecursionError) as error:  # no UTF-8 is a ValueError too
+        raise Refused(400, "invalid_json", f"the request is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused(400, "invalid_json", f"the request is a {type(body).__name__}, not an object")
+    return body
+
+
+def check_supported(body: JSON) -> None:
+    """Refuse what would change the answer, and cannot be done exactly."""
+    if body.get("n") not in (None, 1):
+        text = f"n={body['n']!r:.20}: an episode is one conversation, so each request has one answer; use n=1"
+        raise Refused(400, "unsupported", text, "n")
+    if body.get("stop"):
+        text = "stop: a sampled token cannot be cut at a text; leave out stop, and look for the text in the answer"
+        raise Refused(400, "unsupported", text, "stop")
+    if body.get("functions"):
+        raise Refused(400, "unsupported", "functions are an older form; use tools", "functions")
+
+
+def messages_of(body: JSON) -> list[JSON]:
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise Refused(400, "invalid_value", "messages is no list of messages, or empty", "messages")
+    return [canonical(message, place=f"message {number}") for number, message in enumerate(messages)]
+
+
+def canonical(message: Any, *, place: str) -> JSON:
+    """What matters of a message, in the form of the chat templates: texts, and arguments of calls as objects. Raises
+    Refused."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise Refused(400, "invalid_value", f"{place} is no message with a role", "messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_text_of_part(part, place) for part in content)
+    if content is not None and not isinstance(content, str):
+        raise Refused(400, "invalid_value", f"the content of {place} is no text", "messages")
+    made: JSON = {"role": message["role"], "content": content or ""}
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise Refused(400, "invalid_value", f"tool_calls of {place} is no list", "messages")
+        made["tool_calls"] = [_canonical_call(call, place) for call in calls]
+    for field in ("tool_call_id", "name"):
+        if message.get(field) is not None:
+            made[field] = str(message[field])
+    return made
+
+
+def _text_of_part(part: Any, place: str) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    raise Refused(400, "unsupported", f"{place} has a part that is no text", "messages")
+
+
+def _canonical_call(call: Any, place: str) -> JSON:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise Refused(400, "invalid_value", f"{place} has a tool call without a function", "messages")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):  # the agent's own text then
+            arguments = json.loads(arguments)
+    return {
+        "id": str(call.get("id", "")),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+
+
+def tools_of(body: JSON) -> list[JSON]:
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Refused(400, "invalid_value", "tools is no list of functions", "tools")
+    for tool in tools:
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refused(400, "invalid_value", "a tool is no function with a name", "tools")
+    return tools
+
+
+def max_tokens_of(body: JSON, *fields: str) -> int | None:
+    for field in fields:
+        value = body.get(field)
+        if value is None:
+            continue
+        if type(value) is not int or value < 1:
+            raise Refused(400, "invalid_value", f"{field}={value!r:.20} is no positive number", field)
+        return value
+    return None
+
+
+def token_ids_of(body: JSON, field: str, vocab_size: int | None) -> list[int]:
+    given = body.get(field)
+    highest = 2**31 if vocab_size is None else vocab_size
+    if not isinstance(given, list) or not all(type(i) is int and 0 <= i < highest for i in given):
+        raise Refused(400, "invalid_value", f"{field} is no list of token ids from 0 to {highest - 1}", field)
+    return given
+
+
+def sampling_of(body: JSON) -> tuple[int | None, list[int]]:
+    """(max_tokens, stop_token_ids)"""
+    sampling = body.get("sampling_params") or {}
+    if not isinstance(sampling, dict):
+        raise Refused(400, "invalid_value", "sampling_params is no object", "sampling_params")
+    stop = token_ids_of(sampling, "stop_token_ids", None) if sampling.get("stop_token_ids") else []
+    return max_tokens_of(sampling, "max_tokens"), stop
+
+
+# -----------------------------------------------------------------------------------------------------------
+# answers
+
+
+def json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    body = json.dumps(content).encode()
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+def for_the_wire(message: JSON, reasoning: str) -> JSON:
+    """Arguments of calls as texts, as OpenAI has them."""
+    made = {**message}
+    if "tool_calls" in made:
+        made["content"] = made["content"] or None
+        made["tool_calls"] = [
+            {
+                **call,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                },
+            }
+            for call in made["tool_calls"]
+        ]
+    if reasoning:
+        made["reasoning_content"] = reasoning
+    return made
+
+
+async def streamed(
+    request: web.Request, message: JSON, finish_reason: str, *, about: JSON, usage: JSON | None
+) -> web.StreamResponse:
+    """The whole answer as server-sent events: the message in one, the reason of its end in another."""
+    delta = {**message}
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
+    choices = [
+        {"index": 0, "delta": delta, "finish_reason": None},
+        {"index": 0, "delta": {}, "finish_reason": finish_reason},
+    ]
+    chunks: list[JSON] = [{"choices": [choice]} for choice in choices]
+    if usage is not None:
+        chunks.append({"choices": [], "usage": usage})
+    events = [json.dumps({**about, "object": "chat.completion.chunk", **chunk}).encode() for chunk in chunks]
+    headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers=headers)
+    with suppress(ConnectionError):  # the client is gone, and may ask again
+        await response.prepare(request)
+        await response.write(b"".join(b"data: " + event + b"\n\n" for event in [*events, b"[DONE]"]))
+        await response.write_eof()
+    return response
+
+
+def limit_reached(limit: EpisodeEnded) -> Refused:
+    if limit.status is Status.TURN_LIMIT:
+        return Refused(429, "turn_limit", f"the episode has no further turn: {limit}")
+    return Refused(
+        400, "context_length_exceeded", f"the episode has no room for this request: {limit}", "messages"
+    )
+
+
+def no_session() -> Refused:
+    return Refused(404, "no_session", "there is no such session, or its episode has ended")
+
+
+def run_failed() -> Refused:
+    return Refused(503, "failed", "the run cannot answer; its log says why")
+
+
+def comparable(value: Any) -> str:
+    """Unlike ==, it tells 1 from True and 1.0."""
+    return json.dumps(value, sort_keys=True)
+
+
+def common_length(these: Sequence[Any], those: Sequence[Any]) -> int:
+    length = min(len(these), len(those))
+    if these[:length] == those[:length]:
+        return length
+    return next(number for number in range(length) if these[number] != those[number])
+
+
+def difference(messages: list[JSON], so_far: list[JSON], first: int) -> str:
+    """What differs first, and what to do."""
+    fix = "repeat all earlier messages as they were sent and answered, and append new ones"
+    if first == len(messages):
+        return f"it has {len(messages)} messages, but the episode has {len(so_far)}; {fix}"
+    was, given = so_far[first], messages[first]
+    for field in ("role", "content", "tool_calls", "tool_call_id", "name"):
+        if comparable(was.get(field)) != comparable(given.get(field)):
+            now, before = _where_they_differ(given.get(field), was.get(field))
+            return f"message {first} ({was['role']}) differs: its {field} is {now}, and was {before}; {fix}"
+    return f"message {first} ({was['role']}) differs; {fix}"
+
+
+def _where_they_differ(this: Any, that: Any) -> tuple[str, str]:
+    """Both in short, around the first difference."""
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in (this, that)]
+    start = max(0, common_length(*texts) - SHOWN_BEFORE)
+    this, that = (("…" if start else "") + text[start : start + LONGEST_SHOWN] for text in texts)
+    return repr(this), repr(that)

@@ -1,0 +1,315 @@
+"""Agents in processes of their own around a deterministic engine: whole episodes, faults, and what is left of them."""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from configs.schema import RunConfig
+from configs.schema.environment import AgentEnvironment
+from rollout.client import GenerationError
+from rollout.environments.agent import AgentEpisodes
+from rollout.environments.agent_process import PACKAGES, agent_environment, check_agent, command_of
+from rollout.environments.chat import PlainRenderer
+from rollout.environments.context import EpisodeLimits, turn_seed
+from rollout.environments.episodes import Episodes, Sample
+from rollout.environments.gateway import Gateway
+from rollout.environments.loading import sample_makers
+from rollout.records import Prompt, Status
+from tests.rollout.environments.test_episodes import (
+    STOP,
+    TEXTS,
+    VOCAB,
+    Numbers,
+    group_of,
+    pack,
+    score_by_length,
+)
+from tests.support.fake_engine import FakeEngine, fake_tokens
+
+DEADLINE_S = 60.0
+ASK = """
+import json, os, subprocess, sys, urllib.request
+problem = json.loads(os.environ["TANDEM_PROBLEM"])
+messages = [{"role": "user", "content": problem["text"]}]
+
+def ask(route="/chat/completions", key=os.environ["OPENAI_API_KEY"]):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + route, json.dumps({"messages": messages}).encode(),
+        {"Authorization": "Bearer " + key, "Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        message = json.load(response)["choices"][0]["message"]
+    messages.append(message)
+    return message["content"]
+
+def say(text):
+    messages.append({"role": "user", "content": text})
+    return ask()
+"""
+OPENAI = """
+import json, os
+import openai
+problem, client = json.loads(os.environ["TANDEM_PROBLEM"]), openai.OpenAI()
+messages = [{"role": "user", "content": problem["text"]}]
+for text in ("7 8", None):
+    answer = client.chat.completions.create(model="any", messages=messages, stream=text is None)
+    if text is not None:
+        messages += [answer.choices[0].message, {"role": "user", "content": text}]
+said = "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+print("done")
+print(json.dumps({"reward": len(said), "parts": {"turns": 2}}))
+"""
+PROBLEM = Prompt(
+    prompt_id="p", token_ids=[3, 4, 5], text="3 4 5", task="toy", reference="secret", row={"key": "row"}
+)
+
+
+class Model(Numbers):
+    def __len__(self) -> int:
+        return VOCAB
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path, monkeypatch):
+    folders = tmp_path / "folders"
+    folders.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folders))
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    left = set(psutil.Process().children(recursive=True)) - before
+    daemons = [int(file.name.partition("-")[2]) for file in tmp_path.glob("daemon-*")]
+    running = [pid for pid in daemons if psutil.pid_exists(pid)]
+    assert (left, running, list(folders.iterdir())) == (set(), [], [])
+
+
+def samples_of(
+    script: str, folder: Path, *, seeds: Sequence[int] = (11, 12), engine=None, limits=None, **fields
+) -> list[Sample]:
+    file = folder / "agent.py"
+    file.write_text(script)
+    config = AgentEnvironment.model_validate(
+        {"command": ["{python}", str(file)], "template": "plain", "timeout_s": 30.0} | fields
+    )
+
+    async def samples() -> list[Sample]:
+        async with asyncio.timeout(DEADLINE_S), Gateway() as gateway:
+            environment = AgentEpisodes(
+                gateway,
+                command_of(config),
+                renderer_of=lambda tools: PlainRenderer(TEXTS.encode),
+                parse=None,
+                reward=config.reward,
+                timeout_s=config.timeout_s,
+                pass_row=config.pass_row,
+            )
+            outer = config.model_copy(update={"timeout_s": DEADLINE_S})
+            most = limits or EpisodeLimits(max_turns=5, max_tokens=400, max_new_tokens=6)
+            maker = Episodes(environment, config=outer, limits=most, texts=TEXTS, score=score_by_length)
+            return await maker.sample(engine or FakeEngine(), PROBLEM, list(seeds), temperature=0.5)
+
+    made = asyncio.run(samples())
+    if all(len(one.sequence.turns) for one in made):
+        pack([group_of(made)])  # every turn is what was requested
+    return made
+
+
+def two_turns(seed: int, second: str) -> tuple[list[int], list[int]]:
+    """(tokens of the first turn, of the second)"""
+    turns, ids = [], [3, 4, 5]
+    for turn in range(2):
+        tokens = fake_tokens(ids, turn_seed(seed, turn), max_new_tokens=6, vocab_size=VOCAB, stop=STOP)
+        turns.append(tokens)
+        ids = [*ids, *tokens, *TEXTS.encode(second)]
+    return turns[0], turns[1]
+
+
+def test_an_unchanged_agent_with_openais_client_is_an_environment(tmp_path):
+    """From a config, as the sample role makes it."""
+    (tmp_path / "agent.py").write_text(OPENAI)
+    environment = {
+        "type": "agent",
+        "command": [str(tmp_path / "agent.py")],
+        "template": "plain",
+        "reward": "agent",
+    }
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "model"},
+            "task": {"type": "countdown"},
+            "rollout": {"max_new_tokens": 6},
+            "environment": environment,
+        }
+    )
+
+    async def samples() -> list[Sample]:
+        async with asyncio.timeout(DEADLINE_S), sample_makers(
+            config, scorer=None, tokenizer=Model(), stop_token_ids=[STOP], max_positions=256  # pyright: ignore
+        ) as samples_of:  # fmt: skip
+            return await samples_of("training").sample(FakeEngine(), PROBLEM, [11, 12], temperature=0.5)
+
+    for seed, one in zip((11, 12), made := asyncio.run(samples()), strict=True):
+        first, second = two_turns(seed, "7 8")
+        assert one.sequence.token_ids.tolist() == [3, 4, 5, *first, 7, 8, *second]
+        text = TEXTS.decode(one.sequence.token_ids[-len(second) :])
+        assert (one.reward, one.status, one.error) == (len(text), Status.OK, None)
+        assert one.parts == {"turns": 2.0, "refused_requests": 0.0, "unread_calls": 0.0}
+    pack([group_of(made)])
+
+
+def test_the_run_scores_the_last_answer_and_the_reference_stays_here(tmp_path):
+    script = (
+        ASK
+        + f"""
+assert sorted(problem) == ["messages", "prompt_id", "text"], problem
+assert "secret" not in str(dict(os.environ)) and "row" not in str(problem)
+assert os.getcwd() != {os.getcwd()!r} and os.listdir() == []
+assert str({str(PACKAGES)!r}) not in os.environ.get("PYTHONPATH", "").split(":") and "PYTHONSAFEPATH" not in os.environ
+open("left_over", "w").write("x")
+ask(); say("7 8")
+"""
+    )
+    for seed, one in zip((11, 12), samples_of(script, tmp_path), strict=True):
+        first, second = two_turns(seed, "7 8")
+        assert one.sequence.token_ids.tolist() == [3, 4, 5, *first, 7, 8, *second]
+        assert one.status is Status.OK and one.reward == (len(first) + len(second)) / 2
+        assert one.parts["refused_requests"] == 0.0
+
+
+def test_a_row_is_passed_where_the_config_says_so(tmp_path):
+    script = ASK + 'ask(); print(json.dumps({"reward": problem["row"] == {"key": "row"} and 2}))'
+    (one,) = samples_of(script, tmp_path, seeds=[1], pass_row=True, reward="agent")
+    assert one.reward == 2.0
+
+
+def test_what_an_agent_may_do_wrong_is_no_score(tmp_path):
+    """One kind of fault per seed of the problem, all at the same time."""
+    faults = [
+        ("raise KeyError('x')", Status.FAILED, r"ended with exit code 1; its error output ends with: .*KeyError: 'x'$"),
+        ("os.kill(os.getpid(), 9)", Status.FAILED, "the agent was killed by SIGKILL; it wrote no error output"),
+        ("ask(); sys.exit(3)", Status.FAILED, "ended with exit code 3; it wrote no error output"),
+        ("pass", Status.FAILED, "ended without a turn"),
+        ("ask(key='wrong')", Status.FAILED, "exit code 1; .*401"),
+        ("ask(); messages[0]['content'] = '9'; say('7')", Status.FAILED,
+         r"refused with 409: .*message 0 \(user\) differs: its content is '9', and was '3 4 5'"),
+        ("ask(); print('x' * 200000)", Status.REWARD_FAILED, "the last line of the agent is 'xxx"),
+        ("ask(); print(json.dumps({'reward': float('nan')}))", Status.REWARD_FAILED, "needs {\"reward\": number"),
+        ("ask(); print('[1]')", Status.REWARD_FAILED, r"the last line of the agent is '\[1\]'"),
+        ("ask(); print(json.dumps({'reward': 1, 'parts': {'a': True}}))", Status.REWARD_FAILED, "last line"),
+        ("ask(); print(json.dumps({'reward': 5}), end='\\n\\n')", Status.OK, None),
+    ]  # fmt: skip
+    bodies = [body for body, *_ in faults]
+    # The engine's answers play no part: each agent takes its number from a file that it alone can make.
+    script = (
+        ASK
+        + f"""
+for number in range({len(faults)}):
+    try:
+        os.close(os.open(f{str(tmp_path)!r} + f"/taken-{{number}}", os.O_CREAT | os.O_EXCL))
+        break
+    except FileExistsError:
+        pass
+exec({bodies!r}[number])
+"""
+    )
+    made = samples_of(script, tmp_path, seeds=range(len(faults)), reward="agent")
+    left = list(faults)
+    for one in made:
+        fits = [
+            f
+            for f in left
+            if f[1] is one.status and (f[2] is None or re.search(f[2], one.error or "", re.DOTALL))
+        ]
+        assert fits, one.error
+        left.remove(max(fits, key=lambda fault: len(fault[2] or "")))
+        assert (one.reward is None) == (one.status is not Status.OK)
+    assert left == []
+
+
+def test_a_hanging_agent_is_killed_with_its_daemons(tmp_path):
+    script = (
+        ASK
+        + f"""
+ask()
+shell = subprocess.Popen("setsid sleep 1000 & echo $!", shell=True, stdout=subprocess.PIPE)
+pids = [int(shell.stdout.readline()), subprocess.Popen(["sleep", "1000"]).pid]
+reader, writer = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.write(writer, str(os.getpid()).encode())
+        subprocess.run(["sleep", "1000"])
+    os._exit(0)
+pids.append(int(os.read(reader, 100)))
+for pid in pids:
+    os.kill(pid, 0)
+    open({str(tmp_path)!r} + f"/daemon-{{pid}}", "w")
+print("on its way", file=sys.stderr)
+if {{hangs}}:
+    sys.stdin.read()
+    subprocess.run(["sleep", "1000"])
+"""
+    )
+    (one,) = samples_of(script.replace("{hangs}", "True"), tmp_path, seeds=[1], timeout_s=5.0)
+    assert (one.reward, one.status) == (None, Status.TIME_LIMIT)
+    assert one.error == (
+        "the agent ran longer than environment.timeout_s=5 s, and was killed; its error output ends with: on its way"
+    )
+    assert len(list(tmp_path.glob("daemon-*"))) == 3
+    (one,) = samples_of(script.replace("{hangs}", "False"), tmp_path, seeds=[1])
+    assert (one.status, one.error) == (Status.OK, None)
+    assert len(list(tmp_path.glob("daemon-*"))) == 6
+
+
+def test_limits_of_an_episode_are_no_fault(tmp_path):
+    limits = EpisodeLimits(max_turns=2, max_tokens=400, max_new_tokens=6)
+    (one,) = samples_of(ASK + "ask(); say('7'); say('8')", tmp_path, seeds=[1], limits=limits)
+    assert (one.reward, one.status, one.error) == (0.0, Status.TURN_LIMIT, None)
+    handled = ASK + "ask(); say('7')\ntry: say('8')\nexcept OSError: print('enough')"
+    (one,) = samples_of(handled, tmp_path, seeds=[1], limits=limits)
+    first, second = two_turns(1, "7")
+    assert (one.reward, one.status) == ((len(first) + len(second)) / 2, Status.TURN_LIMIT)
+
+
+def test_a_failing_engine_ends_the_run_at_once(tmp_path):
+    script = ASK + 'try: ask()\nexcept OSError: subprocess.run(["sleep", "1000"])'
+    with pytest.raises(GenerationError, match="asked to fail"):
+        samples_of(script, tmp_path, engine=FakeEngine(fail=lambda prompt, seed: seed == 12))
+
+
+def test_a_command_is_checked_before_the_start(tmp_path, monkeypatch):
+    def command(*words: str) -> list[str]:
+        config = AgentEnvironment(command=words)
+        check_agent(config)
+        return command_of(config)
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").touch()
+    (tmp_path / "data.json").touch()
+    agent, data = str(tmp_path / "agent.py"), str(tmp_path / "data.json")
+    assert command("agent.py", "data.json", "-v") == [sys.executable, agent, data, "-v"]
+    assert command("{python}", "agent.py") == [sys.executable, agent]
+    assert command("sh", "-c", "true") == ["sh", "-c", "true"]
+    with pytest.raises(ValueError, match=r"environment.command=.*there is no program 'nothing'"):
+        command("nothing")
+    with pytest.raises(ValueError, match=r"there is no file 'other.py' in"):
+        command("other.py")
+    with pytest.raises(ValueError, match=r"there is no file 'other.py' in"):
+        command("{python}", "other.py")
+    with pytest.raises(ValueError, match="tool_call_parser=nothing is unknown"):
+        check_agent(AgentEnvironment(command=("agent.py",), tool_call_parser="nothing"))
+    assert shutil.which("sh")
+
+
+def test_an_agents_variables(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}{os.pathsep}/theirs")
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+    made = agent_environment({"A": json.dumps({"b": 1})})
+    assert (made["PYTHONPATH"], made["A"], "PYTHONSAFEPATH" in made) == ("/theirs", '{"b": 1}', False)

@@ -1,0 +1,474 @@
+"""Agents' requests around a deterministic engine: which tokens are observed, and what is refused. The client is OpenAI's."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp
+import openai
+import pytest
+
+from rollout.client import GenerationError
+from rollout.environments import gateway as gateway_module
+from rollout.environments.chat import PlainRenderer
+from rollout.environments.context import EpisodeContext, EpisodeLimits, Texts, turn_seed
+from rollout.environments.gateway import Conversation, Gateway, GatewaySession
+from rollout.environments.rendering import ChatRenderer
+from rollout.environments.tool_calls import ParsedTurn
+from rollout.records import FinishReason
+from tests.rollout.environments.test_chat import END, ToyRenderer
+from tests.rollout.environments.test_episodes import PROMPT, STOP, TEXTS, VOCAB, score_by_length
+from tests.support.chat_tokenizer import chat_tokenizer
+from tests.support.fake_engine import FakeEngine, fake_tokens
+from tests.support.records import completion
+
+DEADLINE_S = 60.0
+LIMITS = EpisodeLimits(max_turns=5, max_tokens=400, max_new_tokens=6)
+PLAIN = Conversation(renderer_of=lambda tools: PlainRenderer(TEXTS.encode))
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+
+
+def user(content: str) -> dict:
+    return {"role": "user", "content": content}
+
+
+def context_of(seed: int = 1, *, engine=None, limits=LIMITS, texts=TEXTS) -> EpisodeContext:
+    return EpisodeContext(
+        client=engine or FakeEngine(),
+        problem=PROMPT,
+        seed=seed,
+        temperature=0.5,
+        limits=limits,
+        texts=texts,
+        score=score_by_length,
+    )
+
+
+class Opened:
+    """A session with OpenAI's client."""
+
+    def __init__(self, session: GatewaySession, context: EpisodeContext, http) -> None:
+        self.session, self.context, self.http = session, context, http
+        self.client = self.client_with(session.key)
+
+    def client_with(self, key: str) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.session.base_url, api_key=key, http_client=self.http)
+
+    async def ask(self, messages, **fields):
+        return await self.client.chat.completions.create(model="any", messages=messages, **fields)
+
+    async def refused(self, code: str, messages, **fields) -> openai.APIStatusError:
+        with pytest.raises(openai.APIStatusError) as caught:
+            await self.ask(messages, **fields)
+        assert caught.value.code == code, caught.value
+        return caught.value
+
+    async def post(self, path: str, body, **headers) -> tuple[int, dict]:
+        given = {"Authorization": f"Bearer {self.session.key}"} | headers
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(f"{self.session.base_url}/{path}", data=body, headers=given) as response,
+        ):
+            return response.status, await response.json()
+
+
+@asynccontextmanager
+async def opened(count: int = 1, *, conversation=PLAIN, **context) -> AsyncIterator[list[Opened]]:
+    async with AsyncExitStack() as exits:
+        await exits.enter_async_context(asyncio.timeout(DEADLINE_S))
+        gateway = await exits.enter_async_context(Gateway(vocab_size=VOCAB))
+        http = await exits.enter_async_context(openai.DefaultAsyncHttpxClient(timeout=DEADLINE_S))
+        made = []
+        for number in range(count):
+            own = context_of(number + 1, **context)
+            session = await exits.enter_async_context(gateway.session(own, conversation))
+            made.append(Opened(session, own, http))
+        yield made
+
+
+def run(test) -> None:
+    asyncio.run(test())
+
+
+def sampled(prompt_ids: Sequence[int], seed: int, turn: int, *, most: int = 6, stop: int = STOP) -> list[int]:
+    return fake_tokens(prompt_ids, turn_seed(seed, turn), max_new_tokens=most, vocab_size=VOCAB, stop=stop)
+
+
+async def play(
+    one: Opened, seed: int, opening: str, following: Sequence[str], *, stream: bool = False
+) -> None:
+    """A conversation in which every answer and every token is as a slow account has them."""
+    messages, ids = [], []
+    for turn, text in enumerate([opening, *following]):
+        messages.append(user(text))
+        ids += TEXTS.encode(text)
+        tokens = sampled(ids, seed, turn)
+        expected = TEXTS.tokenizer.decode(
+            tokens[:-1] if tokens[-1] == STOP else tokens, skip_special_tokens=False
+        )
+        finish = "stop" if tokens[-1] == STOP else "length"
+        if stream:
+            chunks = await one.ask(messages, stream=True, stream_options={"include_usage": True})
+            parts = [chunk async for chunk in chunks]
+            content = "".join(choice.delta.content or "" for chunk in parts for choice in chunk.choices)
+            (reason,) = {c.finish_reason for chunk in parts for c in chunk.choices} - {None}
+            answer, usage = {"role": "assistant", "content": content}, parts[-1].usage
+        else:
+            completion = await one.ask(messages)
+            (choice,) = completion.choices
+            answer, reason, usage = choice.message, choice.finish_reason, completion.usage
+            content = answer.content
+        assert (content, reason) == (expected, finish)
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(ids), len(tokens))
+        messages.append(answer)
+        ids += tokens
+    assert one.context.token_ids.tolist() == ids
+    assert (one.session.num_turns, one.session.last_text) == (1 + len(following), expected)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_is_one_sequence_of_tokens(stream):
+    async def test():
+        async with opened() as (one,):
+            await play(one, 1, "3 4 5", ["7 8", "9"], stream=stream)
+            models = await one.client.models.list()
+            assert [model.id for model in models.data] == ["policy"]
+
+    run(test)
+
+
+def test_256_sessions_at_once_lose_and_mix_nothing():
+    async def test():
+        async with opened(256) as sessions, asyncio.TaskGroup() as tasks:
+            for seed, one in enumerate(sessions, start=1):
+                following = [f"7 {seed % VOCAB}", f"{seed % 7}"]
+                tasks.create_task(play(one, seed, f"3 {seed % 11} {seed // 16}", following))
+
+    run(test)
+
+
+def test_a_repeated_request_is_sampled_once_and_gets_the_same_answer():
+    async def test():
+        engine = FakeEngine()
+        async with opened(engine=engine) as (one,):
+            first = [user("3 4 5")]
+            at_once = await asyncio.gather(*(one.ask(first) for _ in range(4)))
+            (text,) = {answer.choices[0].message.content for answer in at_once}
+            second = [*first, at_once[0].choices[0].message, user("7")]
+            await one.ask(second)
+            again, streamed = await one.ask(first), await one.ask(first, stream=True)
+            assert again.choices[0].message.content == text
+            assert "".join([c.choices[0].delta.content or "" async for c in streamed]) == text
+            await one.ask(second)
+            assert (len(engine.calls), one.session.num_turns, one.session.refused) == (2, 2, 0)
+            assert "max_tokens" in str(await one.refused("history_differs", first, max_tokens=2))
+
+    run(test)
+
+
+def test_a_client_that_is_gone_gets_its_answer_later():
+    class Slow(FakeEngine):
+        async def generate_group(self, *arguments, **named):
+            asked.set()
+            await may_answer.wait()
+            return await super().generate_group(*arguments, **named)
+
+    async def test():
+        nonlocal asked, may_answer
+        asked, may_answer, engine = asyncio.Event(), asyncio.Event(), Slow()
+        async with opened(engine=engine) as (one,):
+            lost = asyncio.ensure_future(one.ask([user("3")]))
+            await asked.wait()
+            lost.cancel()
+            await asyncio.wait([lost])
+            again = asyncio.ensure_future(one.ask([user("3")]))
+            error = await one.refused("history_differs", [user("4")])
+            assert "another request of this episode is being answered" in str(error)
+            may_answer.set()
+            await again
+            assert (len(engine.calls), one.session.num_turns) == (1, 1)
+
+    asked = may_answer = None
+    run(test)
+
+
+def test_a_history_that_was_rewritten_is_refused():
+    async def test():
+        async with opened() as (one,):
+            start = [{"role": "system", "content": "1 2"}, user("3 4 5")]
+            answer = {"role": "assistant", "content": (await one.ask(start)).choices[0].message.content}
+            before = one.context.token_ids.tolist()
+            other = {**answer, "content": answer["content"] + " "}
+            wrong = {
+                "message 0 (system) differs: its content is '1 3', and was '1 2'": [
+                    {"role": "system", "content": "1 3"}, start[1], answer, user("7"),
+                ],
+                "message 2 (assistant) differs: its content is": [*start, other, user("7")],
+                "message 2 (assistant) differs: its role is 'user', and was 'assistant'": [*start, user("7")],
+                "it has 1 messages, but the episode has 3": [start[0]],
+                "no message follows the last answer": [*start, answer],
+            }  # fmt: skip
+            for expected, messages in wrong.items():
+                error = await one.refused("history_differs", messages)
+                assert (error.status_code, expected in str(error)) == (409, True), error
+            assert one.session.refused == len(wrong)
+            assert one.context.token_ids.tolist() == before
+            parts = [{"type": "text", "text": answer["content"]}]
+            same = {"role": "assistant", "content": parts, "refusal": None, "annotations": []}
+            await one.ask([*start, same, user("7")])  # the same in another form
+            assert one.session.num_turns == 2
+
+    run(test)
+
+
+def test_keys_are_of_one_session_and_end_with_it():
+    async def test():
+        async with opened(2) as (one, other):
+            for key in (other.session.key, "wrong", one.session.key[:-1]):
+                with pytest.raises(openai.AuthenticationError):
+                    await one.client_with(key).chat.completions.create(model="m", messages=[user("3")])
+            status, _ = await one.post("chat/completions", b"{}", Authorization=one.session.key)
+            assert status == 401
+            assert one.session.num_turns == 0 and not one.context.token_ids.size
+            await other.ask([user("3")])
+            gateway = Gateway()
+            async with gateway:
+                async with gateway.session(context_of(), PLAIN) as session:
+                    closed = Opened(session, context_of(), one.http)
+                    await closed.ask([user("3")])
+                await closed.refused("no_session", [user("3")])
+
+    run(test)
+
+
+def test_closing_a_session_ends_the_turn_under_way():
+    class Endless(FakeEngine):
+        async def generate_group(self, *arguments, **named):
+            asked.set()
+            await asyncio.Event().wait()
+
+    async def test():
+        nonlocal asked
+        asked = asyncio.Event()
+        async with opened(engine=Endless()) as (one,):
+            waiting = asyncio.ensure_future(one.refused("no_session", [user("3")]))
+            await asked.wait()
+            await one.session.close()
+            await waiting
+            await one.refused("no_session", [user("3")])
+            assert one.context.token_ids.tolist() == [3]
+
+    asked = None
+    run(test)
+
+
+def test_requests_that_cannot_be_understood(monkeypatch, caplog):
+    monkeypatch.setattr(gateway_module, "LARGEST_BODY", 10_000)
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}
+    bad = [
+        (b"x", 400, "no JSON"),
+        (b"[" * 5000, 400, "no JSON"),
+        (b"[]", 400, "is a list"),
+        (b"\xff\xfe", 400, "no JSON"),
+        (b"x" * 20_000, 413, "may have"),
+        ({}, 400, "messages is no list"),
+        ({"messages": []}, 400, "messages is no list"),
+        ({"messages": ["a"]}, 400, "message 0 is no message"),
+        ({"messages": [{"role": "user", "content": 3}]}, 400, "content of message 0 is no text"),
+        ({"messages": [image]}, 400, "no text"),
+        ({"messages": [user("")]}, 400, "have no tokens"),
+        ({"messages": [user("3")], "n": 2}, 400, "use n=1"),
+        ({"messages": [user("3")], "stop": ["a"]}, 400, "stop"),
+        ({"messages": [user("3")], "max_tokens": 0}, 400, "max_tokens=0"),
+        ({"messages": [user("3")], "max_tokens": True}, 400, "max_tokens=True"),
+        ({"messages": [user("3")], "tools": TOOLS}, 400, "environment.tool_call_parser"),
+        ({"messages": [user("three")]}, 400, "have no tokens"),
+    ]  # fmt: skip
+
+    async def test():
+        async with opened() as (one,):
+            for body, status, message in bad:
+                data = body if isinstance(body, bytes) else json.dumps(body).encode()
+                found, answer = await one.post("chat/completions", data)
+                assert (found, message in answer["error"]["message"]) == (status, True), (body, answer)
+            assert (await one.post("completions", b"{}"))[0] == 404
+            assert one.session.num_turns == 0 and not one.context.token_ids.size
+            with caplog.at_level(logging.WARNING):
+                answer = await one.ask(
+                    [user("3")], temperature=0.1, max_tokens=2, extra_body={"future": 1, "stop": []}
+                )
+                await one.ask([user("3")], temperature=0.2, max_tokens=2)
+            assert answer.usage.completion_tokens <= 2
+            assert [r.getMessage()[:32] for r in caplog.records] == ["an agent asks for temperature=0."]
+
+    run(test)
+
+
+def test_limits_of_the_episode():
+    async def test():
+        limits = EpisodeLimits(max_turns=2, max_tokens=24, max_new_tokens=6)
+        async with opened(limits=limits) as (one,):
+            messages = [user("3 4")]
+            for text in ("7", "8"):
+                too_long = [*messages[:-1], user("5 " * 25)]
+                assert (await one.refused("context_length_exceeded", too_long)).status_code == 400
+                assert one.session.limit is not None
+                answer = (await one.ask(messages)).choices[0].message  # a shorter one goes on
+                assert one.session.limit is None
+                messages += [answer, user(text)]
+            for _ in range(2):
+                error = await one.refused("turn_limit", messages)
+                assert (error.status_code, "max_turns=2" in str(error)) == (429, True)
+            assert one.session.limit is not None and one.session.num_turns == 2
+
+    run(test)
+
+
+def test_a_failing_engine_is_no_fault_of_the_agent():
+    async def test():
+        async with opened(engine=FakeEngine(fail=lambda prompt, seed: True)) as (one,):
+            error = await one.refused("failed", [user("3")])
+            assert error.status_code == 503
+            assert isinstance(one.session.failure.result(), GenerationError)
+
+    run(test)
+
+
+def test_tool_calls_come_and_go_in_openais_form():
+    huge = 10**40
+
+    async def parse(text, tools):
+        first = [*map(int, text.split()), 1][0]
+        calls = [{"name": "look", "arguments": {"key": huge + first, "half": "\ud83d"}}]
+        return ParsedTurn(content="", calls=calls if len(turns) < 2 else [], reasoning="hm")
+
+    turns = []
+
+    async def test():
+        conversation = Conversation(renderer_of=ToyRenderer, parse=parse)
+        async with opened(conversation=conversation) as (one,):
+            messages, ids = [user("abc")], ToyRenderer(TOOLS).opening([user("abc")])
+            for turn in range(2):
+                turns.append(turn)
+                tokens = sampled(ids, 1, turn)
+                completion = await one.ask(messages, tools=TOOLS)
+                (choice,) = completion.choices
+                ids += tokens
+                if turn == 0:
+                    (call,) = choice.message.tool_calls
+                    assert choice.finish_reason == "tool_calls" and choice.message.content is None
+                    assert json.loads(call.function.arguments)["key"] - huge in range(VOCAB)
+                    reply = {"role": "tool", "tool_call_id": call.id, "content": "four"}
+                    sent = choice.message.model_dump()
+                    # Another client writes the same arguments in another way.
+                    again = json.loads(sent["tool_calls"][0]["function"]["arguments"])
+                    sent["tool_calls"][0]["function"]["arguments"] = json.dumps(again, indent=1)
+                    messages += [sent, reply]
+                    ids += ToyRenderer().following([reply], sampled_end=tokens[-1] == END)
+            assert choice.finish_reason in ("stop", "length")
+            assert one.context.token_ids.tolist() == ids
+            changed = [*messages, choice.message, user("a")]
+            error = await one.refused("history_differs", changed, tools=[])
+            assert "the tools changed" in str(error)
+
+    run(test)
+
+
+class Says(FakeEngine):
+    """Says given texts, one after another."""
+
+    def __init__(self, tokenizer, texts: Sequence[str]) -> None:
+        super().__init__()
+        self.answers = iter([tokenizer.encode(text) for text in texts])
+
+    async def generate_group(self, prompt_ids, **named):
+        ids = next(self.answers)
+        values = {"rollout_logprobs": [-1.0] * len(ids), "token_versions": [0] * len(ids)}
+        return [completion(prompt_ids=prompt_ids, token_ids=ids, finish_reason=FinishReason.STOP, **values)]
+
+
+async def parse_qwen(text: str, tools) -> ParsedTurn:
+    """A stand-in for SGLang's parser ``qwen25``."""
+    content, start, call = text.partition("<tool_call>")
+    calls = [json.loads(call.removesuffix("</tool_call>"))] if start else []
+    return ParsedTurn(content=content.strip(), calls=calls)
+
+
+def play_with_a_template(parse) -> None:
+    """The tokens are those of the whole conversation in the model's template, which rewrites no earlier turn."""
+
+    async def test():
+        tokenizer = chat_tokenizer("qwen2_5")
+        call = '<tool_call>\n{"name": "look", "arguments": {"key": 1}}\n</tool_call>'
+        engine = Says(tokenizer, [f"{call}<|im_end|>", "It is four.<|im_end|>", "Yes.<|im_end|>"])
+        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        conversation = Conversation(
+            renderer_of=lambda tools: ChatRenderer(tokenizer, tools=tools), parse=parse
+        )
+        texts = Texts(tokenizer=tokenizer, end_token_ids=frozenset([end]))
+        limits = EpisodeLimits(max_turns=5, max_tokens=4000, max_new_tokens=100)
+        async with opened(conversation=conversation, engine=engine, texts=texts, limits=limits) as (one,):
+            messages = [{"role": "system", "content": "Be brief."}, user("What is 2 + 2?")]
+            first = (await one.ask(messages, tools=TOOLS)).choices[0]
+            (called,) = first.message.tool_calls
+            assert (called.function.name, json.loads(called.function.arguments)) == ("look", {"key": 1})
+            reply = {"role": "tool", "tool_call_id": called.id, "content": "4"}
+            messages += [first.message.model_dump(exclude_none=True), reply]
+            second = (await one.ask(messages, tools=TOOLS)).choices[0]
+            assert (first.finish_reason, second.finish_reason) == ("tool_calls", "stop")
+            assert second.message.content == "It is four."
+            messages += [second.message.model_dump(exclude_none=True), user("Are you sure?")]
+            await one.ask(messages, tools=TOOLS)
+            messages.append({"role": "assistant", "content": "Yes."})
+            for message in messages:
+                for made in message.get("tool_calls", []):
+                    made["function"]["arguments"] = json.loads(made["function"]["arguments"])
+            whole = tokenizer.apply_chat_template(messages, tools=TOOLS, tokenize=False)
+            assert tokenizer.decode(one.context.token_ids) == whole.removesuffix("\n")
+
+    run(test)
+
+
+def test_a_conversation_with_tools_in_a_chat_template():
+    play_with_a_template(parse_qwen)
+
+
+def test_a_conversation_in_tokens():
+    async def test():
+        async with opened() as (one,):
+            ids, answers = [3, 4, 5], []
+            for turn in range(3):
+                body = {
+                    "model": "m",
+                    "token_ids": ids,
+                    "sampling_params": {"max_tokens": 5, "stop_token_ids": [9]},
+                }
+                status, answer = await one.post("generate", json.dumps(body))
+                again = await one.post("../inference/v1/generate", json.dumps(body))
+                assert status == 200 and again[1]["choices"] == answer["choices"]
+                (choice,) = answer["choices"]
+                expected = sampled(ids, 1, turn, most=5)
+                assert choice["token_ids"] == expected
+                assert [c["token"] for c in choice["logprobs"]["content"]] == [
+                    f"token_id:{t}" for t in expected
+                ]
+                assert choice["logprobs"]["content"][0]["logprob"] == -(1 + expected[0]) / 0.5
+                answers.append(answer)
+                ids = [*ids, *expected, 7, 8]
+            so_far = one.context.token_ids.tolist()
+            wrong = [
+                ([*so_far[:4], (so_far[4] + 1) % VOCAB, *so_far[5:], 7], 409, "but token 4 is"),
+                (so_far[:5], 409, "but there are 5 tokens"),
+                ([*so_far, VOCAB], 400, f"from 0 to {VOCAB - 1}"),
+                ([*so_far, True], 400, "no list of token ids"),
+                ([*so_far, -1], 400, "no list of token ids"),
+            ]
+            for token_ids, status, message in wrong:
+                found, answer = await one.post("generate", json.dumps({"token_ids": token_ids}))
+                assert (found, message in answer["error"]["message"]) == (status, True), answer
+            await one.refused("history_differs", [user("3")])  # the other route
+            assert one.context.token_ids.tolist() == so_far and one.session.num_turns == 3
+
+    run(test)
