@@ -169,7 +169,7 @@ def make_environment(config: TokenEnvironment) -> Environment:
     Raises:
         ValueError: the module or its class is missing, or raises, or what it makes has no ``run``.
     """
-    make = import_named("environment", config.environment, "my_environment:Calculator")
+    make = import_named("environment", config.environment, "module:Class, e.g. my_environment:Calculator")
     if not callable(make):
         raise ValueError(
             f"environment {config.environment!r} is a {type(make).__name__}; name a class with `async run(problem, context)`"

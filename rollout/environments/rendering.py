@@ -9,7 +9,8 @@ turn is rendered here, behind a stand-in for the answer::
     following:                                                                <|im_end|>\\n<|im_start|>user\\n...
 
 This is exact where the suffix does not depend on the earlier turns and starts with a token of its own, at which every
-tokenizer splits. Both is checked when a renderer is made. ``template_probes.py`` compares with the whole rendering.
+tokenizer splits. Both is checked when a renderer is made. A suffix that changes with a system message is not
+refused. ``template_probes.py`` compares with the whole rendering and tells of it.
 """
 
 import inspect

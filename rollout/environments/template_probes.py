@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rollout.environments.rendering import QUESTION, ChatRenderer, Message
 
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
 USER: list[Message] = [{"role": "user", "content": "Are you sure?"}]
 TOOL: list[Message] = [{"role": "tool", "content": "4", "tool_call_id": "call00001", "name": "probe"}]
 TWO_TOOLS: list[Message] = [*TOOL, {**TOOL[0], "content": "5", "tool_call_id": "call00002"}]
@@ -45,6 +46,11 @@ OTHER_TOKENS = (
     "Tandem keeps the tokens that were sampled"
 )
 REWRITES_OTHERS = "the template changes earlier messages once others follow; Tandem keeps them as they were"
+AFTER_SYSTEM = (
+    "where there is a system message, the template writes something else after a turn; Tandem appends what it writes "
+    "without one"
+)
+TAKES_NO_SYSTEM = "the template takes no system messages, so a system prompt is refused"
 NEEDS_CALLS = "the template takes tools' replies only behind tool_calls, so there is nothing to compare with"
 
 
@@ -74,7 +80,10 @@ PROBES: dict[str, Rounds] = {
     "thinking before a tool reply": [(THINKING, TOOL)],
     "empty answer": [("", USER)],
     "answer with trailing blank": [("Four. \n", USER)],
+    "user reply, system message": [("Four.", USER)],
 }
+STARTS: dict[str, list[Message]] = {"user reply, system message": [SYSTEM, QUESTION]}
+"""Messages before the first answer, where they are more than a question."""
 
 
 def probe_template(renderer: ChatRenderer) -> list[Probe]:
@@ -89,8 +98,12 @@ def probe_template(renderer: ChatRenderer) -> list[Probe]:
 def _compare(renderer: ChatRenderer, name: str, rounds: Rounds) -> Probe:
     if any(renderer.needs_tool_calls(replies) for _, replies in rounds):
         return Probe(name=name, is_equal=None, meaning=NEEDS_CALLS)
-    conversation: list[Message] = [QUESTION]
-    ours = renderer.opening(conversation)
+    start = STARTS.get(name, [QUESTION])
+    conversation = list(start)
+    try:
+        ours = renderer.opening(conversation)
+    except ValueError:  # a renderer is made only where a question alone is taken
+        return Probe(name=name, is_equal=None, meaning=TAKES_NO_SYSTEM)
     for answer, replies in rounds:
         ours += renderer.encode(answer) + renderer.following(replies, sampled_end=False)
         conversation += [{"role": "assistant", "content": answer}, *replies]
@@ -107,24 +120,28 @@ def _compare(renderer: ChatRenderer, name: str, rounds: Rounds) -> Probe:
     return Probe(
         name=name,
         is_equal=False,
-        meaning=OTHER_TOKENS if renderer.decode(ours) == text else _meaning(renderer, text, rounds[0][0]),
+        meaning=OTHER_TOKENS
+        if renderer.decode(ours) == text
+        else _meaning(renderer, text, start, rounds[0][0]),
         first_difference=first,
         ours=_around(renderer, ours, first),
         theirs=_around(renderer, theirs, first),
     )
 
 
-def _meaning(renderer: ChatRenderer, text: str, answer: str) -> str:
+def _meaning(renderer: ChatRenderer, text: str, start: Sequence[Message], answer: str) -> str:
     """What a whole rendering that differs does to the first answer."""
-    opened = renderer.render([QUESTION], header=True)
+    opened = renderer.render(start, header=True)
     if "</think>" in answer and "Two and two." not in text:
         return DROPS_THINKING
     if answer not in text and answer.strip() in text:
         return TRIMS
-    if not text.startswith(renderer.render([QUESTION], header=False)):
+    if not text.startswith(renderer.render(start, header=False)):
         return REWRITES_OTHERS
     kept = opened + answer + renderer.decode(renderer.end_token_ids[:1])
-    return REWRITES if text.startswith(kept) else OTHER_HEADER
+    if not text.startswith(kept):
+        return OTHER_HEADER
+    return AFTER_SYSTEM if SYSTEM in start else REWRITES
 
 
 def _around(renderer: ChatRenderer, ids: Sequence[int], position: int) -> str:

@@ -26,19 +26,21 @@ def import_reward_function(path: str) -> RewardFunction:
         ValueError: the module or the function is missing, the import fails or ends the process, or the
         function is `async` or does not take three texts.
     """
-    return _checked_function(path, import_named("reward function", path, "my_rewards:score"))
+    return _checked_function(
+        path, import_named("reward function", path, "module:function, e.g. my_rewards:score")
+    )
 
 
-def import_named(kind: str, path: str, example: str) -> object:
+def import_named(kind: str, path: str, form: str) -> object:
     """The object that ``module:name`` names, also from a module in the current working directory. ``kind`` and
-    ``example`` are for messages.
+    ``form`` are for messages.
 
     Raises:
         ValueError: the module or the name is missing, or the import fails or ends the process.
     """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
-        raise ValueError(f"{kind} {path!r} is not of the form module:name, e.g. {example}")
+        raise ValueError(f"{kind} {path!r} is not of the form {form}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # last: a user's file must not shadow an installed module
     importlib.invalidate_caches()  # the file may be newer than the interpreter's listing of its folder

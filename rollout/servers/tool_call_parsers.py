@@ -8,7 +8,7 @@ import importlib.util
 import json
 import logging
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,6 +19,8 @@ _NAMES = {
     "reasoning_parser": ("srt/parser/reasoning_parser_names.py", "REASONING_PARSER_NAMES"),
 }
 _LONGEST_ERROR = 300
+_DEEPEST_ARGUMENTS = 100
+"""Values in values. Python reads a thousand, but less where its caller is deep in its stack already."""
 
 
 @cache
@@ -123,7 +125,20 @@ def _arguments(written: str) -> dict[str, Any]:
     arguments = json.loads(written or "{}", parse_constant=_refuse_constant)
     if not isinstance(arguments, dict):
         raise _Unreadable(f"the arguments of a tool call are {written}, not an object")
+    if _is_nested_deeper(arguments, _DEEPEST_ARGUMENTS):
+        raise _Unreadable(f"the arguments of a tool call are nested deeper than {_DEEPEST_ARGUMENTS} levels")
     return arguments
+
+
+def _is_nested_deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [inner for outer in level for inner in _values_in(outer)]
+    return any(isinstance(outer, (dict, list)) for outer in level)
+
+
+def _values_in(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _refuse_constant(name: str) -> None:

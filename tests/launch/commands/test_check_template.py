@@ -24,8 +24,8 @@ def write_template(folder: Path, template: str) -> None:
 def test_rewriting_is_told_and_no_error(folder):
     done = tandem("check-template", "model", "--tools", cwd=folder)
     assert done.returncode == 0, done.stderr
-    rows = dict(line.rsplit(maxsplit=1) for line in done.stdout.splitlines()[1:10])
-    assert len(rows) == 9
+    rows = dict(line.rsplit(maxsplit=1) for line in done.stdout.splitlines()[1:11])
+    assert len(rows) == 10
     assert {name.strip() for name, equal in rows.items() if equal == "no"} == {"thinking in an earlier turn"}
     assert "drops the thinking of earlier turns: a server that renders anew would fork" in done.stdout
     assert "Tandem    'assistant\\n[[<think>]]\\nTwo'" in done.stdout

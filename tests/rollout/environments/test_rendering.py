@@ -7,11 +7,14 @@ from hypothesis import strategies as st
 
 from rollout.environments.rendering import ChatRenderer
 from rollout.environments.template_probes import (
+    AFTER_SYSTEM,
     DROPS_THINKING,
     EXAMPLE_TOOL,
     NEEDS_CALLS,
     OTHER_HEADER,
     OTHER_TOKENS,
+    REWRITES_OTHERS,
+    TAKES_NO_SYSTEM,
     TRIMS,
     probe_template,
 )
@@ -32,7 +35,7 @@ def tool(content: str) -> dict:
 
 
 def text_of(family: str, ids: list[int]) -> str:
-    return chat_tokenizer(family).decode(ids)
+    return str(chat_tokenizer(family).decode(ids))
 
 
 def renderer_of(family: str, *, tools: bool = True, **arguments) -> ChatRenderer:
@@ -171,9 +174,31 @@ def test_the_stand_in_may_be_in_a_message():
 )
 def test_rewritten_history_is_found_and_explained(family, arguments, wanted):
     probes = probe_template(renderer_of(family, **arguments))
-    assert len(probes) == 9
+    assert len(probes) == 10
     assert {probe.name: probe.meaning for probe in probes if not probe.is_equal} == wanted
-    assert [probe.first_difference for probe in probes if probe.is_equal] == [None] * (9 - len(wanted))
+    assert [probe.first_difference for probe in probes if probe.is_equal] == [None] * (10 - len(wanted))
+
+
+LAST_USER = (
+    "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n{% endif %}{{ m.content }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "meaning"),
+    [
+        (CHATML.replace("<|im_end|>\n", "<|im_end|>\n{{ '!' if m.role == 'assistant' and messages[0].role == 'system' }}"), AFTER_SYSTEM),
+        (CHATML.replace("in messages %}", "in messages if m.role != 'system' %}").replace("{{ m.content }}", LAST_USER), REWRITES_OTHERS),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML, TAKES_NO_SYSTEM),
+        (CHATML, ""),
+    ],
+    ids=["added behind turns", "moved to the last question, as Mistral's does", "refused", "kept"],
+)  # fmt: skip
+def test_what_a_system_message_changes_is_told(template, meaning):
+    probes = {p.name: p for p in probe_template(ChatRenderer(chat_tokenizer(template=template)))}
+    probe = probes.pop("user reply, system message")
+    assert (probe.meaning, probe.is_equal) == (meaning, {"": True, TAKES_NO_SYSTEM: None}.get(meaning, False))
+    assert all(other.is_equal for other in probes.values())
 
 
 def test_a_difference_is_shown_where_it_is():
@@ -199,6 +224,7 @@ def test_without_tools_a_role_that_is_missing_is_a_note():
     assert any("role 'tool'" in note for note in renderer.notes)
     assert {probe.name for probe in probe_template(renderer)} == {
         "user reply", "user replies twice", "thinking in an earlier turn", "empty answer", "answer with trailing blank",
+        "user reply, system message",
     }  # fmt: skip
     with pytest.raises(ValueError, match="check-template --tools` says why"):
         renderer.following([tool("4")], sampled_end=True)

@@ -100,6 +100,7 @@ def test_the_process_ends_with_its_owner():
         "p = tool_calls.ParserProcess(); p.start(); print(p.pid, flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
     child = psutil.Process(int(owner.stdout.readline()))
     owner.kill()
     owner.wait()
@@ -120,8 +121,8 @@ def _runs(process: psutil.Process) -> bool:
 def test_a_parser_ends_its_own_process_and_no_shared_one(process):
     with ToolCallParser("llama3", process=process) as parser:
         assert parser("a", []).content == "heard"
-    assert psutil.pid_exists(process.pid)
+    assert process.pid is not None and psutil.pid_exists(process.pid)
     with ToolCallParser("llama3") as parser:
         assert parser("a", []).content == "heard"
         pid = parser._process.pid
-    assert not psutil.pid_exists(pid)
+    assert pid is not None and not psutil.pid_exists(pid)

@@ -70,6 +70,22 @@ def test_a_call_that_cannot_be_read_is_an_error_and_no_call(qwen, text, error):
     assert re.search(error, turn.error)
 
 
+def test_nesting_that_a_caller_could_not_read_is_an_error(qwen):
+    """A caller deep in its stack has less room for recursion than the parsers' process."""
+
+    def nested(depth: int) -> str:
+        return CALL.replace('{"a": 1', '{"a": ' + "[" * depth + "]" * depth)
+
+    def far_down(steps: int, text: str):
+        return far_down(steps - 1, text) if steps else qwen(text, TOOLS)
+
+    for depth in (150, 500, 950):
+        turn = far_down(500, nested(depth))
+        assert turn.calls == [] and "nested deeper than 100" in turn.error
+    (call,) = qwen(nested(90), TOOLS).calls
+    assert call["name"] == "tandem_probe"
+
+
 def test_llamas_calls_have_no_mark(process):
     parser = ToolCallParser("llama3", process=process)
     call = {"name": "tandem_probe", "parameters": {"a": 1}}
