@@ -5,6 +5,7 @@ An engine without delay answers requests of a client in another process, over HT
 OpenAI's API wants it.
 
 - work: CPU time of the gateway's process per turn, the median over rounds. This is what bounds the turns per second.
+- start: CPU time of an agent's process that imports OpenAI's client and makes one, with its guard.
 - answer: time of a request as its client sees it, the median over all turns. Of 256 sessions without any sampling
   between two requests, it is the queue of the other 255.
 
@@ -14,6 +15,7 @@ Target: at most 5 ms of work per turn, with 1 and with 256 sessions at once.
 import argparse
 import asyncio
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -37,7 +39,7 @@ def main() -> None:
         return
     from benchmarks.common import hardware, parser, write
 
-    options = parser(__doc__.splitlines()[0])
+    options = parser((__doc__ or "").splitlines()[0])
     options.add_argument("--turns", type=int, default=8, help="of a session")
     options.add_argument("--question", type=int, default=100, help="tokens of a user's message, about")
     options.add_argument("--answer", type=int, default=200, help="tokens of an answer")
@@ -49,7 +51,7 @@ def main() -> None:
             {"hardware": hardware()} | {k: v for k, v in vars(given).items() if k != "json"}, default=str
         )
     )
-    result = {}
+    result: dict = {}
     for template in ("plain", "chat"):
         for sessions in (1, 256):
             # As many turns for one session: its rounds are short otherwise.
@@ -72,7 +74,26 @@ def main() -> None:
                 f"(5 %: {row['answer_ms'][1]:.2f}, 95 %: {row['answer_ms'][2]:.2f}), {len(answers)} turns   "
                 f"target: at most {TARGET_MS:g} ms of work"
             )
+    starts = [start_of_an_agent() for _ in range(rounds)]
+    result["start_s"] = [statistics.median(starts), min(starts), max(starts)]
+    print("start of an agent: {:.2f} CPU s ({:.2f} - {:.2f})".format(*result["start_s"]))
     write({"hardware": hardware(), "result": result, "turns": given.turns}, given.json)
+
+
+def start_of_an_agent() -> float:
+    """CPU seconds."""
+    from rollout.environments.agent_process import running
+
+    async def start() -> None:
+        async with running(
+            [sys.executable, "-c", "import openai; openai.OpenAI(api_key='k')"], {}
+        ) as process:
+            assert await process.ended() == 0, process.errors
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    asyncio.run(start())
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 class InstantEngine:
@@ -111,7 +132,7 @@ async def measure(template: str, sessions: int, repeats: int, given: argparse.Na
     plain = PlainRenderer(partial(tokenizer.encode, add_special_tokens=False))
     renderer = plain if template == "plain" else ChatRenderer(tokenizer)
     answer = (tokenizer.encode(WORDS) * given.answer)[: given.answer - 1]
-    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    (end,) = tokenizer.encode("<|im_end|>")
     problem = Prompt(prompt_id="p", token_ids=[1], text="?", task="t", reference="")
     question = tokenizer.decode((tokenizer.encode(WORDS) * given.question)[: given.question])
     async with AsyncExitStack() as exits:

@@ -168,29 +168,34 @@ def test_a_repeated_request_is_sampled_once_and_gets_the_same_answer():
     run(test)
 
 
-def test_a_client_that_is_gone_gets_its_answer_later():
-    class Slow(FakeEngine):
-        async def generate_group(self, *arguments, **named):
-            asked.set()
-            await may_answer.wait()
-            return await super().generate_group(*arguments, **named)
+class Slow(FakeEngine):
+    """Answers when it may."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.may_answer = asyncio.Event(), asyncio.Event()
+
+    async def generate_group(self, *arguments, **named):
+        self.asked.set()
+        await self.may_answer.wait()
+        return await super().generate_group(*arguments, **named)
+
+
+def test_a_client_that_is_gone_gets_its_answer_later():
     async def test():
-        nonlocal asked, may_answer
-        asked, may_answer, engine = asyncio.Event(), asyncio.Event(), Slow()
+        engine = Slow()
         async with opened(engine=engine) as (one,):
             lost = asyncio.ensure_future(one.ask([user("3")]))
-            await asked.wait()
+            await engine.asked.wait()
             lost.cancel()
             await asyncio.wait([lost])
             again = asyncio.ensure_future(one.ask([user("3")]))
             error = await one.refused("history_differs", [user("4")])
             assert "another request of this episode is being answered" in str(error)
-            may_answer.set()
+            engine.may_answer.set()
             await again
             assert (len(engine.calls), one.session.num_turns) == (1, 1)
 
-    asked = may_answer = None
     run(test)
 
 
@@ -244,23 +249,16 @@ def test_keys_are_of_one_session_and_end_with_it():
 
 
 def test_closing_a_session_ends_the_turn_under_way():
-    class Endless(FakeEngine):
-        async def generate_group(self, *arguments, **named):
-            asked.set()
-            await asyncio.Event().wait()
-
     async def test():
-        nonlocal asked
-        asked = asyncio.Event()
-        async with opened(engine=Endless()) as (one,):
+        engine = Slow()
+        async with opened(engine=engine) as (one,):
             waiting = asyncio.ensure_future(one.refused("no_session", [user("3")]))
-            await asked.wait()
+            await engine.asked.wait()
             await one.session.close()
             await waiting
             await one.refused("no_session", [user("3")])
-            assert one.context.token_ids.tolist() == [3]
+            assert one.context.token_ids.tolist() == [3] and not engine.calls
 
-    asked = None
     run(test)
 
 
@@ -403,7 +401,7 @@ def play_with_a_template(parse) -> None:
         tokenizer = chat_tokenizer("qwen2_5")
         call = '<tool_call>\n{"name": "look", "arguments": {"key": 1}}\n</tool_call>'
         engine = Says(tokenizer, [f"{call}<|im_end|>", "It is four.<|im_end|>", "Yes.<|im_end|>"])
-        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        (end,) = tokenizer.encode("<|im_end|>")
         conversation = Conversation(
             renderer_of=lambda tools: ChatRenderer(tokenizer, tools=tools), parse=parse
         )
