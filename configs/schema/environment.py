@@ -86,7 +86,7 @@ class MessageEnvironment(EnvironmentLimits):
 
 class ChatEnvironment(MessageEnvironment):
     """An environment of messages. It runs in processes of its own, one episode at a time in each
-    (``rollout/environments/worker.py``). A crash, a hang or an exception ends the episode without a score; its process
+    (``rollout/environments/tandem_worker``). A crash, a hang or an exception ends the episode without a score; its process
     is killed with everything that it started. ``rollout/environments/chat.py`` turns messages into tokens."""
 
     type: Literal["chat"] = "chat"

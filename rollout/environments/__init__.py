@@ -9,7 +9,7 @@ loading.py       from the config to either
 chat.py          an environment of messages, on top of tokens
 rendering.py     the tokens of new messages, by the model's chat template
 tool_calls.py    the calls in a text, by SGLang's parsers in a process of their own
-processes.py     the processes that run the user's environments; worker.py is what runs in them
+processes.py     the processes that run the user's environments; tandem_worker/ is what runs in them
 
 agent.py         an agent as an environment: a program of its own that asks for its turns
 agent_process.py its process

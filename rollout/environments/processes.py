@@ -1,7 +1,7 @@
 """The processes of an environment: each plays one episode at a time, with a limit for each stage.
 
 An episode takes an idle process or starts one, and gives it back after an orderly end. After a crash, a late answer,
-an exception or a cancellation the process is killed with everything that it started (``worker.py`` has how).
+an exception or a cancellation the process is killed with everything that it started (``tandem_worker`` has how).
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from rollout.servers.watched_process import how_it_ended
 
 logger = logging.getLogger(__name__)
 
-WORKER = Path(__file__).with_name("worker.py").resolve()
+WORKER = Path(__file__).with_name("tandem_worker").resolve()
 LARGEST_ANSWER = 4 * 2**20
 """Bytes of a line from a process: a million tokens of text."""
 END_TIMEOUT_S = 10.0
@@ -269,7 +269,7 @@ class EnvironmentProcess:
                 while not (written := os.pread(self._trace, 2**16, 0)).endswith(b"\n"):
                     await asyncio.sleep(0.01)
             for file, line, function in _FRAME.findall(written.decode(errors="replace")):  # innermost first
-                if file != str(WORKER) and not _LIBRARY.search(file):
+                if Path(file).parent != WORKER and not _LIBRARY.search(file):
                     return f", at {os.path.basename(file)}:{line} in {function}"
         return ""
 
@@ -287,7 +287,7 @@ def plain_value(value: Any) -> Any:
 
 
 async def end_guarded(guard: asyncio.subprocess.Process) -> None:
-    """Have a guard (``worker.py``) kill all below it, and end. Returns after the last of them is gone."""
+    """Have a guard (``tandem_worker``) kill all below it, and end. Returns after the last of them is gone."""
     assert guard.stdin is not None
     guard.stdin.close()  # it sees that
     try:

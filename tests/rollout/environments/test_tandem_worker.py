@@ -4,14 +4,18 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 from transformers.utils import get_json_schema
 
-from rollout.environments import worker
-from rollout.environments.worker import INTERFACES, Failure, Server, schema_of
+from rollout.environments import tandem_worker
+from rollout.environments.tandem_worker.failures import Failure
+from rollout.environments.tandem_worker.interfaces import INTERFACES
+from rollout.environments.tandem_worker.server import Server
+from rollout.environments.tandem_worker.tool_schemas import schema_of
 
 PROBLEM = {
     "prompt_id": "p",
@@ -71,12 +75,12 @@ class TestChat:
         with pytest.raises(Failure) as failure:
             env.step(answer("5"))
         assert failure.value.kind == kind
-        assert message in str(failure.value) and "(test_worker.py:" in str(failure.value)
+        assert message in str(failure.value) and "(test_tandem_worker.py:" in str(failure.value)
 
     @pytest.mark.parametrize("returned", [None, [], "hi", [("user", "hi")]])
     def test_a_wrong_reset(self, returned):
         env = of("chat", reset=lambda self, p: returned, step=lambda self, m: None)
-        with pytest.raises(Failure, match=r"reset returned .*\(test_worker.py:\d+"):
+        with pytest.raises(Failure, match=r"reset returned .*\(test_tandem_worker.py:\d+"):
             env.reset(PROBLEM)
 
     def test_functions_are_called_and_written_schemas_go_to_step(self):
@@ -127,7 +131,9 @@ def test_a_tool_that_fails_answers_the_model(call, content):
     stepped = env.step(answer("", ("get", {"key": "a"}), call))
     assert [m["content"] for m in stepped["messages"]] == ["1", content]
     assert (stepped["tool_calls"], stepped["tool_errors"]) == (2, 1)
-    with pytest.raises(Failure, match=r"tool odd returned <class 'object'>.*\(test_worker.py:\d+ in odd\)"):
+    with pytest.raises(
+        Failure, match=r"tool odd returned <class 'object'>.*\(test_tandem_worker.py:\d+ in odd\)"
+    ):
         env.step(answer("", ("odd", {})))
 
 
@@ -155,7 +161,7 @@ class TestText:
         of("text", reset=everything, step=lambda self, t: None).reset(PROBLEM)
         assert got == [(4, "5", None), {**{k: v for k, v in PROBLEM.items() if k != "row"}, "level": 4}]
         with pytest.raises(
-            Failure, match=r"parameter 'colour', but the problem has only level, .*\(test_worker"
+            Failure, match=r"parameter 'colour', but the problem has only level, .*\(test_tandem_worker"
         ):
             of("text", reset=missing, step=lambda self, t: None).reset(PROBLEM)
 
@@ -178,7 +184,7 @@ class TestText:
         [None, ("on", 0.5, False), (3, 0.5, False, {}), ("on", None, False, {}), ("on", 1, True, [])],
     )
     def test_a_wrong_step(self, returned):
-        with pytest.raises(Failure, match=r"step returned .*\(test_worker.py:\d+"):
+        with pytest.raises(Failure, match=r"step returned .*\(test_tandem_worker.py:\d+"):
             of("text", reset=lambda self: "", step=lambda self, t: returned).step(answer("x"))
 
 
@@ -282,7 +288,7 @@ def of_a_class(key: Failure):
     ],
 )
 def test_a_function_that_is_no_tool(function, message):
-    with pytest.raises(Failure, match=rf"{message}.*\(test_worker.py:\d+ in {function.__name__}\)"):
+    with pytest.raises(Failure, match=rf"{message}.*\(test_tandem_worker.py:\d+ in {function.__name__}\)"):
         schema_of(function)
 
 
@@ -293,18 +299,28 @@ def test_a_text_that_is_no_unicode_is_an_error_answer():
     assert error["kind"] == "unusable" and "surrogates not allowed" in error["message"]
 
 
-def test_the_file_imports_the_standard_library_alone():
+def test_the_folder_imports_the_standard_library_alone():
+    folder = Path(tandem_worker.__file__).parent
+    modules = sorted(f"tandem_worker.{file.stem}" for file in folder.glob("[!_]*.py"))
+    code = (
+        f"import importlib, sys; sys.path.insert(0, {str(folder.parent)!r})\n"
+        f"for name in {modules}: importlib.import_module(name)\n"
+        "print(*sys.modules)"
+    )
     names = subprocess.run(
-        [sys.executable, "-I", "-c", f"import runpy, sys; runpy.run_path({worker.__file__!r}); print(*sys.modules)"],
-        capture_output=True, text=True, check=True, cwd="/", timeout=60,
-    ).stdout.split()  # fmt: skip
-    packages = {name.partition(".")[0] for name in names}
-    own = {
-        name
-        for name in packages
-        if name.startswith(("__editable__", "_virtualenv", "_distutils", "distutils"))
-    }
-    assert packages - own - sys.stdlib_module_names - {"__main__", "sitecustomize"} <= {
-        "google",
-        "mpl_toolkits",
-    }
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True, cwd="/", timeout=60
+    ).stdout.split()
+    packages = {name.partition(".")[0] for name in names if not name.startswith(FROM_START)}
+    assert packages - sys.stdlib_module_names - {"__main__", "tandem_worker"} == set()
+
+
+FROM_START = (
+    "__editable__",
+    "_virtualenv",
+    "_distutils",
+    "distutils",
+    "sitecustomize",
+    "google",
+    "mpl_toolkits",
+)
+"""What an installation may import at the start of every Python."""

@@ -1,0 +1,59 @@
+"""Errors in one line, as of ``rollout/rewards/function.py``."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sysconfig
+import traceback
+
+LONGEST_MESSAGE = 300
+FOLDER = os.path.dirname(__file__)
+
+
+class Failure(Exception):
+    """An answer that is an error. See ``__init__.py`` for ``kind``."""
+
+    def __init__(self, kind, message):
+        super().__init__(message)
+        self.kind = kind
+
+
+def error_text(error):
+    """``KeyError: 'x'``, in one line."""
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}…"
+
+
+def describe(error):
+    """``KeyError: 'x' (env.py:12 in step)``: the exception, and the innermost line of the user's code."""
+    lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    lines = [(code, number) for code, number in lines if os.path.dirname(code.co_filename) != FOLDER]
+    if isinstance(error, SyntaxError) or not lines:
+        return error_text(error)
+    code, number = ([line for line in lines if not is_library(line[0].co_filename)] or lines)[-1]
+    return f"{error_text(error)} ({os.path.basename(code.co_filename)}:{number} in {code.co_name})"
+
+
+def is_library(file):
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in names)
+    return file.startswith("<") or os.path.realpath(file).startswith(folders)
+
+
+def place_of(thing):
+    """``env.py:12 in step``: the definition of a function or a class, or the class of an object."""
+    if not callable(thing) or not (inspect.isroutine(thing) or inspect.isclass(thing)):
+        thing = type(thing)
+    thing = inspect.unwrap(thing)
+    try:
+        file, line = inspect.getfile(thing), inspect.getsourcelines(thing)[1]
+    except (OSError, TypeError):  # not written in Python
+        return str(getattr(thing, "__module__", "?"))
+    return f"{os.path.basename(file)}:{line} in {thing.__name__}"
+
+
+def short(value):
+    has_content = isinstance(value, (str, dict, tuple, list, bool, type(None)))
+    return f"{type(value).__name__} {value!r:.60}" if has_content else f"{type(value)}"
