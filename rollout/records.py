@@ -117,7 +117,7 @@ def digest(token_ids: np.ndarray) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory(_WithArrays):
-    """A prompt with all turns of a sample, and its score. Arrays are aligned with ``token_ids``, with 0 on tokens
+    """A sequence of tokens that the policy continued, and the score of its sample. Arrays are aligned with ``token_ids``, with 0 on tokens
     that the policy did not sample."""
 
     group_id: int
@@ -138,6 +138,8 @@ class Trajectory(_WithArrays):
     trained on, and its group's baseline is without it."""
     reward_parts: dict[str, float]
     status: Status = Status.OK
+    branch: int = 0
+    """Of an episode that forked: its sequences are numbered from 0. All of them have its reward."""
 
     @property
     def finish_reason(self) -> FinishReason:
@@ -152,3 +154,4 @@ class Group:
     group_id: int
     prompt_id: str
     trajectories: list[Trajectory]
+    """In the order of siblings. A sibling that forked has several, one after another."""

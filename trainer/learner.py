@@ -159,11 +159,13 @@ class Learner:
         as the update.
 
         ``old`` is the rollout in bypass mode. It stays unset if the policy's update comes next
-        (``before_update``) and computes it in its own forward pass (``RunConfig.scores_old``).
+        (``before_update``) and computes it in its own forward pass (``RunConfig.scores_old``). Where episodes forked
+        it is always computed: what is rejected must be known to average over an episode, whose sequences may lie on
+        several ranks.
         """
         if self._config.correction.mode == "bypass":
             batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
-        elif self._config.scores_old or not before_update:
+        elif self._config.scores_old or batch.episode_ids_S is not None or not before_update:
             batch = batch.with_fields(old_logprobs_T=self.logprobs(batch))
         if self._reference is not None:
             batch = batch.with_fields(ref_logprobs_T=self._logprobs_by(self._reference, batch))

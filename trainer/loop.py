@@ -102,13 +102,14 @@ def train(run: Run) -> None:
                 batch = learner.score(batch, before_update=trains_policy)
             correction = correct(batch.packed, config.correction, learner.total)
             penalty_T, kl_metrics = learner.kl_in_reward.penalty(
-                batch.packed, num_samples=len(batch.rewards_S), total=learner.total
+                batch.packed, num_samples=batch.num_episodes, total=learner.total
             )
             advantages = compute_advantages(
                 batch.packed,
                 batch.rewards_S,
                 batch.group_ids_S,
                 config.advantage,
+                episode_ids_S=batch.episode_ids_S,
                 penalty_T=penalty_T,
                 total=learner.total,
             )

@@ -77,6 +77,7 @@ METRICS = {entry.name: entry for entry in (
     Entry("response/length_max", None, "tokens", "greatest length of a response"),
     Entry("response/tokens", None, "tokens", "response tokens of the step"),
     Entry("response/truncated_fraction", None, "share of responses", "responses that ended at the length limit"),
+    Entry("episode/sequences_mean", None, "sequences", "mean number of sequences of a sample; 1 where no episode forks"),
     Entry("episode/turns_mean", None, "turns", "mean number of the policy's turns in a sample; 1 without an environment"),
     Entry("episode/turns_max", None, "turns", "greatest number of turns"),
     Entry("episode/turns_checked", None, "turns",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainer.learner import Learner
 
 FORMAT = "tandem batch 3"
-PER_STEP = ("rewards_S", "group_ids_S")
+PER_STEP = ("rewards_S", "group_ids_S", "episode_ids_S")
 NOT_RECORDED = ("importance_weights_T", "aggregation_T", "value_aggregation_T")
 """They follow from the correction, which a replay changes."""
 
@@ -44,6 +44,8 @@ class RecordedBatch:
     group_ids_S: Tensor
     correction: CorrectionConfig
     """The correction of the run that recorded the step."""
+    episode_ids_S: Tensor | None = None
+    """None: each sequence is an episode of its own."""
 
 
 class Recorder:
@@ -84,6 +86,7 @@ class Recorder:
                 packed=in_order(shares),
                 rewards_S=batch.rewards_S,
                 group_ids_S=batch.group_ids_S,
+                episode_ids_S=batch.episode_ids_S,
                 correction=self._correction,
             )
             write_batch(batch_file(self._folder, step), whole)
@@ -109,7 +112,7 @@ def write_batch(path: Path, batch: RecordedBatch) -> None:
     packed = {
         f.name: getattr(batch.packed, f.name) for f in fields(PackedBatch) if f.name not in NOT_RECORDED
     }
-    tensors |= {name: value for name, value in packed.items() if value is not None}
+    tensors = {name: value for name, value in (tensors | packed).items() if value is not None}
     numbers = {name: json.dumps(getattr(batch, name)) for name in ("step", "version")}
     about = {"format": FORMAT, **numbers, "correction": batch.correction.model_dump_json()}
     tensors = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
@@ -144,7 +147,7 @@ def read_batch(path: Path) -> RecordedBatch:
         raise ValueError(
             f"{path} is damaged: its content does not fit the SHA-256 that it was written with; replay another step"
         )
-    per_step = {name: tensors.pop(name) for name in PER_STEP}
+    per_step = {name: tensors.pop(name) for name in PER_STEP if name in tensors}
     try:
         packed = PackedBatch(**tensors)
     except ValueError as error:

@@ -29,7 +29,7 @@ class SampleKeeper:
     def __init__(self, folder: Path, config: RunConfig, tracker: Tracker | None):
         self._folder, self._tracker = folder, tracker
         self._num_groups, self._steps = config.tracking.sample_groups, config.steps
-        self._group_size, self._evaluates_every = config.rollout.group_size, config.evaluation.every
+        self._evaluates_every = config.evaluation.every
 
     def keep(
         self,
@@ -46,7 +46,7 @@ class SampleKeeper:
         """
         if self._num_groups == 0:
             return
-        count = self._num_groups * self._group_size
+        count = sum(batch.group_sizes[: self._num_groups])
         logprobs = learner_logprobs(batch, updates, learner.correction_mode, below=count)
         if logprobs is not None and batch.lengths_S is not None:
             logprobs = on_first_rank(logprobs, batch.lengths_S[:count], learner.groups.dp_group)

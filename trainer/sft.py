@@ -128,8 +128,7 @@ def local_batch(examples: list[Example], config: SftConfig, *, dp_rank: int) -> 
     """This rank's micro-batches of a batch, and the number of answer tokens of the whole batch."""
     plan = plan_batches(
         [packed_length(e.token_ids) for e in examples],
-        num_minibatches=1,
-        sequences_per_group=1,
+        minibatches=[range(len(examples))],
         dp_size=config.layout.dp_size,
         token_budget=config.token_budget,
         microbatch_multiple=config.layout.microbatch_multiple,

@@ -1,6 +1,6 @@
 """The metrics of a whole step, from every part of it. ``metric_names.py`` has their meanings."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -93,9 +93,10 @@ def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
 
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards and responses, as sampled. A part of the reward is averaged over the samples that have it."""
-    samples = [t for g in groups for t in g.trajectories]
+    sequences = [t for g in groups for t in g.trajectories]
+    samples = [t for t in sequences if t.branch == 0]
     rewards = [t.reward for t in samples if t.reward is not None]
-    lengths = [int(t.response_mask.sum()) for t in samples]
+    lengths = [int(t.response_mask.sum()) for t in sequences]
     parts: dict[str, list[float]] = defaultdict(list)
     for name, value in (part for t in samples for part in t.reward_parts.items()):
         parts[name].append(value)
@@ -103,34 +104,39 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "response/length_mean": fmean(lengths),
         "response/length_max": max(lengths),
         "response/tokens": sum(lengths),
-        "response/truncated_fraction": fmean(t.finish_reason == FinishReason.LENGTH for t in samples),
+        "response/truncated_fraction": fmean(t.finish_reason == FinishReason.LENGTH for t in sequences),
         "groups/no_signal_fraction": fmean(_is_without_signal(g) for g in groups),
     }
     if rewards:
         std = torch.tensor(rewards, dtype=torch.float64).std(correction=0).item()
         numbers |= {"reward/mean": fmean(rewards), "reward/std": std}
-    return numbers | turn_metrics(samples)
+    return numbers | turn_metrics(sequences)
 
 
 def _is_without_signal(group: Group) -> bool:
     return len({t.reward for t in group.trajectories if t.reward is not None}) < 2
 
 
-def turn_metrics(samples: Sequence[Trajectory]) -> dict[str, float]:
+def turn_metrics(sequences: Sequence[Trajectory]) -> dict[str, float]:
     """Turns, and how the samples ended. ``Learner.receive`` has found every turn to be what was sampled."""
-    turns = [len(t.turns) for t in samples]
+    samples = [t for t in sequences if t.branch == 0]
+    by_sample = Counter[tuple[int, int]]()
+    for t in sequences:
+        by_sample[t.group_id, t.sibling_id] += len(t.turns)
+    turns = by_sample.values()
     observed = [
-        int((~t.response_mask[t.turns[0].start : t.turns[-1].end]).sum()) if t.turns else 0 for t in samples
+        int((~t.response_mask[t.turns[0].start : t.turns[-1].end]).sum()) if t.turns else 0 for t in sequences
     ]
     ended = {
         f"episode/{status}_fraction": fmean(t.status == status for t in samples)
         for status in (Status.TOKEN_LIMIT, Status.TURN_LIMIT, Status.TIME_LIMIT, Status.FAILED)
     }
-    continued = [turn for t in samples for turn in t.turns[1:]]
+    continued = [turn for t in sequences for turn in t.turns[1:]]
     if continued:
         cached = sum(turn.cached_tokens for turn in continued) / sum(turn.start for turn in continued)
         ended["episode/cached_fraction"] = cached
     return ended | {
+        "episode/sequences_mean": len(sequences) / len(samples),
         "episode/turns_mean": fmean(turns),
         "episode/turns_max": max(turns),
         "episode/turns_checked": sum(turns),

@@ -112,7 +112,7 @@ def transcript(samples: Sequence[Sample], decode: Decode, *, tokens: bool) -> It
             yield Text(f"\n━━ group {group}, prompt {visible(sample.prompt_id)}", TITLE)
             if parts and parts[0].turn is None:
                 yield Text(parts[0].text, OBSERVED)
-        yield Text(f"\n── sibling {sample.sibling}: {outcome(sample)}", TITLE)
+        yield Text(f"\n── {sample.name}: {outcome(sample)}", TITLE)
         for part in parts:
             if part.turn is not None or part.number > 0:
                 yield from _stretch(part, tokens)

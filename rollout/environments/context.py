@@ -1,7 +1,8 @@
-"""The context of one episode: its sequence of tokens, and the engine that continues it."""
+"""The contexts of one episode: each is a sequence of tokens, and the engine that continues it."""
 
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
     max_turns: int
+    """Of all sequences together."""
     max_tokens: int
-    """Of the whole sequence."""
+    """Of a whole sequence."""
     max_new_tokens: int
     """Of one turn."""
 
@@ -44,6 +46,11 @@ class Texts:
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
 
+@dataclass(slots=True)
+class _Count:
+    value: int = 0
+
+
 ScoreText = Callable[[Prompt, str, int, FinishReason], Awaitable[Score]]
 """f(problem, response_text, num_tokens, finish_reason): the run's reward."""
 
@@ -63,12 +70,25 @@ class EpisodeContext:
         score: ScoreText,
     ) -> None:
         self.sequence, self._session = TokenSequence(), Session()
+        self._forks: list[EpisodeContext] = []
+        self._turns_of_episode = _Count()
         self._client, self._problem, self._seed = client, problem, seed
         self._temperature, self._limits, self._texts, self._score = temperature, limits, texts, score
 
     @property
     def token_ids(self) -> np.ndarray:
         return self.sequence.token_ids
+
+    def sequences(self) -> list[TokenSequence]:
+        """Of the episode, which this context began: its own, and behind it each fork with the forks of that."""
+        return [self.sequence, *(one for fork in self._forks for one in fork.sequences())]
+
+    def fork(self, at: int | None = None) -> "EpisodeContext":
+        fork = copy(self)  # the engine, the limits, and the count of turns are shared
+        fork.sequence, fork._forks = self.sequence.beginning(at), []
+        fork._seed = _derived(self._seed, f"fork {len(self._forks)}")
+        self._forks.append(fork)
+        return fork
 
     def observe(self, token_ids: Sequence[int]) -> None:
         room = self._limits.max_tokens - len(self.sequence)
@@ -83,7 +103,7 @@ class EpisodeContext:
     async def act(
         self, *, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
     ) -> Completion:
-        turn, length = len(self.sequence.turns), len(self.sequence)
+        turn, length = self._turns_of_episode.value, len(self.sequence)
         if not length:
             raise ValueError("act() before observe(): there is nothing to continue; observe the prompt first")
         if turn >= self._limits.max_turns:
@@ -96,6 +116,7 @@ class EpisodeContext:
                 Status.TOKEN_LIMIT,
                 f"turn {turn + 1} follows {length} tokens, but environment.max_tokens={self._limits.max_tokens}",
             )
+        self._turns_of_episode.value += 1  # before the answer: forks may act at the same time
         (completion,) = await self._client.generate_group(
             self.sequence.token_ids.tolist(),
             max_new_tokens=min(
@@ -103,7 +124,7 @@ class EpisodeContext:
             ),
             temperature=self._temperature,
             stop_token_ids=[*self._texts.end_token_ids, *stop_token_ids],
-            seeds=[turn_seed(self._seed, turn)],
+            seeds=[turn_seed(self._seed, len(self.sequence.turns))],
             session=self._session,
         )
         self.sequence.append(completion)
@@ -126,5 +147,9 @@ def turn_seed(episode_seed: int, turn: int) -> int:
     """31 bits. The first turn has the episode's own seed, like a single-turn sample."""
     if turn == 0:
         return episode_seed
-    digest = hashlib.sha256(f"{episode_seed} turn {turn}".encode()).digest()
+    return _derived(episode_seed, f"turn {turn}")
+
+
+def _derived(seed: int, what: str) -> int:
+    digest = hashlib.sha256(f"{seed} {what}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1

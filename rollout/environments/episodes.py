@@ -25,7 +25,8 @@ ENDS_THE_RUN = (GenerationError, RewardModelError, WorkerStartError)
 class Sample:
     """One scored sample."""
 
-    sequence: TokenSequence
+    sequences: list[TokenSequence]
+    """One, and one more for each fork of an episode."""
     reward: float | None
     parts: dict[str, float]
     correct: bool
@@ -34,25 +35,35 @@ class Sample:
     """Why the reward or the episode failed."""
 
     @property
+    def sequence(self) -> TokenSequence:
+        """The first."""
+        return self.sequences[0]
+
+    @property
     def num_sampled(self) -> int:
         """Tokens that the policy sampled."""
-        return sum(turn.end - turn.start for turn in self.sequence.turns)
+        return sum(turn.end - turn.start for sequence in self.sequences for turn in sequence.turns)
 
     @property
     def is_truncated(self) -> bool:
-        """Whether a limit of tokens cut off the last turn."""
+        """Whether a limit of tokens cut off the last turn of the first sequence."""
         turns = self.sequence.turns
         return bool(turns) and turns[-1].finish_reason is FinishReason.LENGTH
 
-    def trajectory(self, group_id: int, sibling_id: int, prompt: Prompt) -> Trajectory:
-        return self.sequence.trajectory(
-            group_id=group_id,
-            sibling_id=sibling_id,
-            prompt=prompt,
-            reward=self.reward,
-            reward_parts=self.parts,
-            status=self.status,
-        )
+    def trajectories(self, group_id: int, sibling_id: int, prompt: Prompt) -> list[Trajectory]:
+        """One per sequence."""
+        return [
+            sequence.trajectory(
+                group_id=group_id,
+                sibling_id=sibling_id,
+                prompt=prompt,
+                reward=self.reward,
+                reward_parts=self.parts,
+                status=self.status,
+                branch=branch,
+            )
+            for branch, sequence in enumerate(self.sequences)
+        ]
 
 
 class SampleMaker(Protocol):
@@ -93,7 +104,7 @@ class SingleTurns:
 
 def single_turn(sequence: TokenSequence, score: Score) -> Sample:
     return Sample(
-        sequence=sequence,
+        sequences=[sequence],
         reward=score.value,
         parts=score.parts,
         correct=score.correct,
@@ -139,8 +150,9 @@ class Episodes:
         async with self._places:
             outcome = await self._outcome(prompt, context)
         right = outcome.reward is not None and outcome.reward >= 1.0
+        with_turns = [sequence for sequence in context.sequences() if sequence.turns]
         return Sample(
-            sequence=_with_something_to_pack(context.sequence, prompt),
+            sequences=with_turns or [_with_something_to_pack(context.sequence, prompt)],
             reward=outcome.reward,
             parts=dict(outcome.parts),
             correct=right if outcome.correct is None else outcome.correct,
@@ -165,7 +177,7 @@ class Episodes:
             return Outcome(reward=None, status=Status.TIME_LIMIT, error=limit)
         except Exception as error:  # the user's code may raise anything
             return _failed(error)
-        if not context.sequence.turns:
+        if not any(sequence.turns for sequence in context.sequences()):
             error = "the episode ended before the policy's first turn"
             return Outcome(reward=None, status=outcome.status, error=error)
         return outcome

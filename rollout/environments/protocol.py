@@ -55,7 +55,7 @@ class Outcome:
 
 
 class Context(Protocol):
-    """One growing sequence of tokens, which becomes one sample."""
+    """One growing sequence of tokens. An episode has one, and one more for each fork."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -82,6 +82,22 @@ class Context(Protocol):
         Raises:
             EpisodeEnded: the sequence is full (``environment.max_tokens``), or this turn would be one more than
                 ``environment.max_turns``.
+        """
+        ...
+
+    def fork(self, at: int | None = None) -> "Context":
+        """A further sequence of the same episode, which begins with the first ``at`` tokens of this one: for a
+        sub-agent, or for a history that is written anew.
+
+        The shared tokens are trained on once, here. All sequences of an episode have its outcome, count once in
+        their group's baseline, and share ``environment.max_turns``. They may act at the same time. One without a
+        turn is left out.
+
+        Args:
+            at: None: all tokens so far. 0: none of them.
+
+        Raises:
+            ValueError: this sequence has fewer tokens.
         """
         ...
 

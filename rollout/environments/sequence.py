@@ -46,9 +46,25 @@ class TokenSequence:
     def turns(self) -> list[Turn]:
         return list(self._turns)
 
-    def observe(self, token_ids: Sequence[int]) -> None:
+    def observe(self, token_ids: Sequence[int] | np.ndarray) -> None:
         """Append tokens that the policy did not sample."""
         self._append(np.array(token_ids, dtype=TOKEN_IDS), None)
+
+    def beginning(self, length: int | None) -> "TokenSequence":
+        """A sequence that has observed the first ``length`` tokens of this one; None: all of them.
+
+        What was sampled among them is an observation there: it is trained on once, here.
+
+        Raises:
+            ValueError: this one has fewer tokens.
+        """
+        length = self._length if length is None else length
+        if not 0 <= length <= self._length:
+            raise ValueError(f"cannot fork at token {length} of {self._length}; use 0 to {self._length}")
+        forked = TokenSequence()
+        if length:
+            forked.observe(self.token_ids[:length])
+        return forked
 
     def append(self, completion: Completion) -> None:
         """Append what the policy sampled as the continuation of the tokens so far."""
@@ -73,6 +89,7 @@ class TokenSequence:
         reward: float | None,
         reward_parts: dict[str, float],
         status: Status,
+        branch: int = 0,
     ) -> Trajectory:
         return Trajectory(
             group_id=group_id,
@@ -90,6 +107,7 @@ class TokenSequence:
             reward=reward,
             reward_parts=reward_parts,
             status=status,
+            branch=branch,
         )
 
     def _append(self, token_ids: np.ndarray, sampled: Completion | None) -> None:

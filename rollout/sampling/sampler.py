@@ -244,7 +244,7 @@ def _sample_seed(run_seed: int, prompt_id: str, sibling: int, *, attempt: int) -
 
 
 def _make_group(group_id: int, prompt: Prompt, samples: Sequence[Sample]) -> Group:
-    trajectories = [sample.trajectory(group_id, i, prompt) for i, sample in enumerate(samples)]
+    trajectories = [t for i, sample in enumerate(samples) for t in sample.trajectories(group_id, i, prompt)]
     return Group(group_id=group_id, prompt_id=prompt.prompt_id, trajectories=trajectories)
 
 

@@ -208,7 +208,9 @@ def test_the_calculator_answers_calls_and_the_reward_scores_the_rest(workspace, 
     ]
     assert (sample.reward, sample.parts, sample.correct) == (1.0, {"valid": 1.0, "calls": 3}, True)
     sampled = "8*5-3=" + "3*+=" + "3*5+8=" + "3*5+8."  # the end token is one of them
-    trajectory = sample.trajectory(0, 0, Prompt(prompt_id="p", token_ids=[], text="", task="", reference=""))
+    (trajectory,) = sample.trajectories(
+        0, 0, Prompt(prompt_id="p", token_ids=[], text="", task="", reference="")
+    )
     assert int(trajectory.response_mask.sum()) == len(sampled)
     _, endless = play("calculator", problem, ["1="] * 9, workspace)
     assert (endless.reward, endless.status) == (0.0, Status.TURN_LIMIT)

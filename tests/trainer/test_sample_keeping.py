@@ -1,7 +1,7 @@
 """The samples that a step leaves in the run folder, over real gloo ranks: what was sampled, and what the learner says of
 it, whichever rank has the sequence."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +19,7 @@ from tests.trainer.batch.test_step_batch import (
     REWARDS,
     Ranks,
     current_policy,
+    forked,
     make_groups,
     scores,
 )
@@ -88,16 +89,22 @@ def keep_on_rank(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, MOST_RANKS])
-@pytest.mark.parametrize("how", ["old", "current", "bypass", "nothing"])
+@pytest.mark.parametrize("how", ["old", "current", "bypass", "nothing", "forks"])
 def test_a_step_leaves_its_first_groups_with_the_learners_log_probs(ranks, tmp_path, num_ranks, how):
     groups = make_groups(LENGTHS, REWARDS, seed=5)
+    if how == "forks":  # groups of different sizes, filled up behind the last
+        groups[1] = forked(groups[1], [place == 1 for place in range(len(groups[1].trajectories))])
+        groups[0] = replace(groups[0], trajectories=groups[0].trajectories[:-1])
+        how = "old"
     shares = split_groups(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20)
     assert len({frozenset(share.sequence_ids) for share in shares}) == num_ranks
     ranks.call(keep_on_rank, shares, tmp_path, groups, how)
     assert sampled_steps(tmp_path) == [3] and len(list(tmp_path.iterdir())) == 1
     found = read_samples(sample_file(tmp_path, 3))
     wanted = [t for group in groups[:2] for t in group.trajectories]
-    assert [(s.group, s.sibling) for s in found] == [(t.group_id, t.sibling_id) for t in wanted]
+    assert [(s.group, s.sibling, s.branch) for s in found] == [
+        (t.group_id, t.sibling_id, t.branch) for t in wanted
+    ]
     # Each minibatch has half of the groups; the kept ones are in the first, before any update.
     policy_VV = OLD if how == "old" else current_policy(0).detach()
     log_VV = policy_VV.log_softmax(-1)

@@ -1,7 +1,7 @@
 """Advantages from rewards. An estimator is a pure function here and a member of ``AdvantageConfig``.
 
-``_S`` is over the sequences of the whole step, on all ranks, as a group must never be seen in part. ``_T`` and
-``_N`` are of one rank. Rewards, values, returns and advantages have one unit.
+``_S`` is over the sequences of the whole step, on all ranks, as a group must never be seen in part; ``_E`` over its
+episodes, which are sequences where none forks. ``_T`` and ``_N`` are of one rank. Rewards, values, returns and advantages have one unit.
 
     by sequence (S)    grpo, rloo, opo                every response token gets its sequence's advantage
     by token (T)       discounted_returns, gae        recurrences over response tokens, which skip tool tokens between them
@@ -49,6 +49,7 @@ def compute_advantages(
     group_ids_S: Tensor,
     config: AdvantageConfig,
     *,
+    episode_ids_S: Tensor | None = None,
     penalty_T: Tensor | None = None,
     total: Total = alone,
 ) -> Advantages:
@@ -56,8 +57,13 @@ def compute_advantages(
 
     ``rewards_S`` and ``group_ids_S`` are of the whole step, indexed by ``batch.sequence_ids_S``, and the same
     on every rank. ``penalty_T`` [T] is subtracted from the rewards of response tokens (the KL of
-    ``kl_reward``); estimators by sequence then use the sum of a sequence's token rewards. The arithmetic is
-    float64, so that no digit of float32 depends on the split over ranks.
+    ``kl_reward``); estimators by sequence then use the sum of a sequence's token rewards.
+
+    ``episode_ids_S`` [S], from 0, has one id for the sequences of an episode that forked, whose reward is one.
+    Estimators by sequence count the episode once, and each of its tokens gets its advantage. Recurrences over
+    tokens give the reward to the last token of each sequence. None: each sequence is an episode of its own.
+
+    The arithmetic is float64, so that no digit of float32 depends on the split over ranks.
 
     Every rank of ``total`` must call. Raises ValueError where shapes do not match, for a reward, value or
     penalty that is not finite (naming the sequence), and for gae without values.
@@ -66,31 +72,36 @@ def compute_advantages(
     mask_T, cu_seqlens, ids_S = batch.response_mask_T, batch.cu_seqlens, batch.sequence_ids_S
     dtype, rewards_S = rewards_S.dtype, rewards_S.to(torch.float64)
 
-    def of_whole_step(here_S: Tensor) -> Tensor:
-        return total(torch.zeros_like(rewards_S).index_add(0, ids_S, here_S.to(torch.float64)))
+    episode_of_S = torch.arange(len(rewards_S)) if episode_ids_S is None else episode_ids_S
+    rewards_E, groups_E = (
+        _one_per_episode(rewards_S, episode_of_S),
+        _one_per_episode(group_ids_S, episode_of_S),
+    )
 
-    def to_tokens(x_S: Tensor) -> Tensor:
-        return spread(x_S[ids_S], cu_seqlens)
+    def of_whole_step(here_S: Tensor) -> Tensor:
+        sums_E = torch.zeros_like(rewards_E)
+        return total(sums_E.index_add(0, episode_of_S[ids_S], here_S.to(torch.float64)))
+
+    def to_tokens(x_E: Tensor) -> Tensor:
+        return spread(x_E[episode_of_S[ids_S]], cu_seqlens)
 
     if penalty_T is None:
-        penalty_T, shaped_S = torch.zeros(batch.num_tokens, dtype=torch.float64), rewards_S
+        penalty_T, shaped_E = torch.zeros(batch.num_tokens, dtype=torch.float64), rewards_E
     else:
         penalty_T = _response_values("penalty_T", penalty_T, batch)
-        shaped_S = rewards_S - of_whole_step(sum_per_sequence(penalty_T, cu_seqlens))
+        shaped_E = rewards_E - of_whole_step(sum_per_sequence(penalty_T, cu_seqlens))
 
     returns_T = None
     match config:
         case GrpoAdvantage():
-            advantages_T = to_tokens(grpo(shaped_S, group_ids_S, normalize_by_std=config.normalize_by_std))
+            advantages_T = to_tokens(grpo(shaped_E, groups_E, normalize_by_std=config.normalize_by_std))
         case RlooAdvantage():
-            advantages_T = to_tokens(rloo(shaped_S, group_ids_S))
+            advantages_T = to_tokens(rloo(shaped_E, groups_E))
         case OpoAdvantage():
-            lengths_S = of_whole_step(count_per_sequence(mask_T, cu_seqlens))
-            advantages_T = to_tokens(opo(shaped_S, group_ids_S, lengths_S))
+            lengths_E = of_whole_step(count_per_sequence(mask_T, cu_seqlens))
+            advantages_T = to_tokens(opo(shaped_E, groups_E, lengths_E))
         case ReinforcePlusPlusBaselineAdvantage():
-            advantages_T = whiten(
-                to_tokens(grpo(shaped_S, group_ids_S, normalize_by_std=False)), mask_T, total
-            )
+            advantages_T = whiten(to_tokens(grpo(shaped_E, groups_E, normalize_by_std=False)), mask_T, total)
         case ReinforcePlusPlusAdvantage():
             rewards_T = token_rewards(rewards_S[ids_S], penalty_T, mask_T, cu_seqlens)
             advantages_T = whiten(
@@ -203,6 +214,12 @@ def whiten(x_T: Tensor, mask_T: Tensor, total: Total) -> Tensor:
     centred_T = torch.where(mask_T, kept_T - total_x / count.clamp(min=1), 0.0)
     variance = total(centred_T.square().sum()) / (count - 1).clamp(min=1)
     return (centred_T * (variance + VARIANCE_EPSILON).rsqrt()).to(x_T.dtype)
+
+
+def _one_per_episode(x_S: Tensor, episode_of_S: Tensor) -> Tensor:
+    """[S] -> [E], for what the sequences of an episode have in common."""
+    x_E = x_S.new_zeros(int(episode_of_S.max()) + 1 if len(x_S) else 0)
+    return x_E.index_put((episode_of_S,), x_S)
 
 
 def _group_of(group_ids_S: Tensor) -> Tensor:

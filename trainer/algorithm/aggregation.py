@@ -62,7 +62,13 @@ class GlobalCounts:
 
 
 def aggregation_weights(
-    response_mask_T: Tensor, cu_seqlens: Tensor, *, mode: Mode, constant: int | None, counts: GlobalCounts
+    response_mask_T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    mode: Mode,
+    constant: int | None,
+    counts: GlobalCounts,
+    tokens_S: Tensor | None = None,
 ) -> Tensor:
     """The weight of each token, float32 [T], on the mask's device; zero off the mask.
 
@@ -71,18 +77,21 @@ def aggregation_weights(
         sequence_mean_token_mean               1 / (M n)
         sequence_mean_token_sum                1 / M
         sequence_mean_token_sum_over_constant  1 / (M constant)   (Dr. GRPO, arXiv 2503.20783)
+    An episode that forked counts as one sequence: ``tokens_S`` [S] then has the valid tokens of each sequence's
+    episode, over all ranks, and counts.sequences is the number of episodes. None: those of the sequences here.
     Without any valid token all weights are zero. Differs from common code: a sequence without valid tokens is
     not in M. Weights are rounded once, from float64, so they are bitwise the same under every split.
 
     Raises ValueError for an unknown mode, a constant that is missing or below 1, and an N or M below the count
     of this part.
     """
+    in_part, in_all = torch.count_nonzero(response_mask_T).item(), counts.tokens
     if mode == "token_mean":
-        in_part, in_all = torch.count_nonzero(response_mask_T).item(), counts.tokens
         weights = response_mask_T.new_ones((), dtype=torch.float64) / max(counts.tokens, 1)
     else:
-        tokens_S = count_per_sequence(response_mask_T, cu_seqlens)
-        in_part, in_all = torch.count_nonzero(tokens_S).item(), counts.sequences
+        if tokens_S is None:
+            tokens_S = count_per_sequence(response_mask_T, cu_seqlens)
+            in_part, in_all = torch.count_nonzero(tokens_S).item(), counts.sequences
         weights = _sequence_weights(tokens_S, mode=mode, constant=constant, counts=counts)
     if in_part > in_all:
         raise ValueError(
@@ -128,7 +137,8 @@ def over_kept(
     """``aggregation_weights`` of the kept tokens, for rejection that is known only in the forward pass.
 
     ``aggregation_T`` has the weights of all response tokens. Returns the weights [T], still without
-    ``kept_factor``, which is one number for the whole minibatch, and the counts for that factor.
+    ``kept_factor``, which is one number for the whole minibatch, and the counts for that factor. An episode's
+    sequences may lie on several ranks, so in bypass mode each is rescaled, and counted, by itself.
     """
     mode, cu_seqlens = units(mode, response_mask_T, cu_seqlens)
     all_S, kept_S = count_per_sequence(response_mask_T, cu_seqlens), count_per_sequence(keep_T, cu_seqlens)

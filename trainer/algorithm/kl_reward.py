@@ -76,7 +76,7 @@ class KLInReward:
     ) -> tuple[Tensor | None, dict[str, Metric]]:
         """coefficient * KL_t of each token, None without such a term. The controller then moves the coefficient.
 
-        num_samples: responses of the whole step. Every rank of ``total`` must call.
+        num_samples: samples of the whole step; an episode that forked is one. Every rank of ``total`` must call.
         """
         if self.coefficient == 0:
             return None, {}

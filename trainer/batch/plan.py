@@ -1,6 +1,6 @@
 """The plan that splits a step's sequences into minibatches, ranks and micro-batches. Pure arithmetic.
 
-Sequences of the whole step are numbered 0..S-1 in the order of their groups. Lengths are places in a packed
+Sequences of the whole step are numbered 0..S-1. Lengths are places in a packed
 batch (``packed_length``: one less than the tokens). Every rank computes the same plan from the same lengths.
 """
 
@@ -43,17 +43,15 @@ class BatchPlan:
 def plan_batches(
     lengths_S: Sequence[int],
     *,
-    num_minibatches: int,
-    sequences_per_group: int,
+    minibatches: Sequence[Sequence[int]],
     dp_size: int,
     token_budget: int,
     microbatch_multiple: int = 1,
 ) -> BatchPlan:
-    """Split S sequences, which come group after group, into minibatches, ranks and micro-batches of at most
-    ``token_budget`` tokens.
+    """Split S sequences into ranks and micro-batches of at most ``token_budget`` tokens.
 
-    Minibatch i is the i-th run of whole groups, so an optimizer step's data depends on neither ``dp_size`` nor
-    the budget. Its sequences fill ``dp_size * k`` micro-batches, which are dealt to ranks, k each. k is the
+    ``minibatches`` has the numbers of each minibatch's sequences, so an optimizer step's data depends on neither
+    ``dp_size`` nor the budget. They fill ``dp_size * k`` micro-batches, which are dealt to ranks, k each. k is the
     least multiple of ``microbatch_multiple`` for which one of two packings succeeds:
 
     - longest first, each to the emptiest micro-batch: ranks and micro-batches then differ by at most the
@@ -65,14 +63,13 @@ def plan_batches(
     No micro-batch is empty: a minibatch's sequences divide by ``dp_size``, and each rank's by the multiple
     (the stages of an interleaved pipeline), so k is at most its sequences per rank.
 
-    Raises ValueError for a sequence longer than the budget, sequences that do not divide into groups, groups
-    that do not divide into minibatches, and sequences of a minibatch that do not divide by ``dp_size`` times
-    the multiple.
+    Raises ValueError for an empty sequence or one longer than the budget, and for sequences of a minibatch that
+    are none, or do not divide by ``dp_size`` times the multiple.
     """
-    _check_inputs(lengths_S, num_minibatches, sequences_per_group, dp_size, token_budget, microbatch_multiple)
-    size = len(lengths_S) // num_minibatches
-    parts = [range(start, start + size) for start in range(0, len(lengths_S), size)]
-    split = (_split_minibatch(part, lengths_S, dp_size, token_budget, microbatch_multiple) for part in parts)
+    _check_inputs(lengths_S, minibatches, dp_size, token_budget, microbatch_multiple)
+    split = (
+        _split_minibatch(part, lengths_S, dp_size, token_budget, microbatch_multiple) for part in minibatches
+    )
     return BatchPlan(microbatches=tuple(split))
 
 
@@ -111,42 +108,28 @@ def _lags(trajectory: Trajectory, newest: int) -> np.ndarray:
 
 def _check_inputs(
     lengths_S: Sequence[int],
-    num_minibatches: int,
-    sequences_per_group: int,
+    minibatches: Sequence[Sequence[int]],
     dp_size: int,
     token_budget: int,
     microbatch_multiple: int,
 ) -> None:
-    sizes = {
-        "num_minibatches": num_minibatches,
-        "sequences_per_group": sequences_per_group,
-        "dp_size": dp_size,
-        "microbatch_multiple": microbatch_multiple,
-    }
-    for name, value in sizes.items():
+    for name, value in {"dp_size": dp_size, "microbatch_multiple": microbatch_multiple}.items():
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
-    if not lengths_S or len(lengths_S) % sequences_per_group:
-        raise ValueError(
-            f"{len(lengths_S)} sequences are not whole groups of {sequences_per_group}; pass every sibling of every prompt"
-        )
-    groups = len(lengths_S) // sequences_per_group
-    if groups % num_minibatches:
-        raise ValueError(
-            f"{groups} groups do not divide into {num_minibatches} minibatches; change learner.minibatches"
-        )
-    sequences = len(lengths_S) // num_minibatches
-    if sequences % dp_size:
-        fewer, more = sequences - sequences % dp_size, sequences - sequences % dp_size + dp_size
-        raise ValueError(
-            f"a minibatch of {sequences} sequences does not divide by {dp_size} data-parallel ranks; use {f'{fewer} or ' if fewer else ''}"
-            f"{more} sequences, or other minibatches or ranks"
-        )
-    if (sequences // dp_size) % microbatch_multiple:
-        raise ValueError(
-            f"a rank's {sequences // dp_size} sequences of a minibatch do not divide by the {microbatch_multiple} stages of an interleaved "
-            f"pipeline; use a multiple of {dp_size * microbatch_multiple} sequences per minibatch, or layout.vpp=1"
-        )
+    for sequences in map(len, minibatches):
+        if not sequences:
+            raise ValueError("a minibatch has no sequences; use fewer minibatches")
+        if sequences % dp_size:
+            fewer, more = sequences - sequences % dp_size, sequences - sequences % dp_size + dp_size
+            raise ValueError(
+                f"a minibatch of {sequences} sequences does not divide by {dp_size} data-parallel ranks; "
+                f"use {f'{fewer} or ' if fewer else ''}{more} sequences, or other minibatches or ranks"
+            )
+        if (sequences // dp_size) % microbatch_multiple:
+            raise ValueError(
+                f"a rank's {sequences // dp_size} sequences of a minibatch do not divide by the {microbatch_multiple} stages "
+                f"of an interleaved pipeline; use a multiple of {dp_size * microbatch_multiple} sequences per minibatch, or layout.vpp=1"
+            )
     if min(lengths_S) < 1:
         shortest = min(lengths_S)
         raise ValueError(

@@ -7,6 +7,7 @@ sequences alone.
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from configs.schema.objective import AggregationConfig
 from parallel.packing import PackedBatch
-from rollout.records import Group, Trajectory
+from rollout.records import LOGPROBS, MASK, VERSIONS, Group, Trajectory
 from trainer.algorithm.advantages import Advantages
 from trainer.algorithm.aggregation import GlobalCounts, aggregation_weights, units
 from trainer.algorithm.correction import Correction
@@ -33,8 +34,17 @@ class StepBatch:
     bitwise equal log-probs."""
     rewards_S: Tensor
     group_ids_S: Tensor
+    episode_ids_S: Tensor | None = None
+    """int64, from 0. None: each sequence is an episode of its own, as without forks."""
     lengths_S: Tensor | None = None
     """int64, places in a packed batch. None where this rank has the whole step."""
+    group_sizes: tuple[int, ...] = ()
+    """Sequences of each group. Empty where this rank has the whole step."""
+
+    @property
+    def num_episodes(self) -> int:
+        """Of the whole step."""
+        return len(self.rewards_S) if self.episode_ids_S is None else int(self.episode_ids_S.max()) + 1
 
     def minibatches(self) -> list[list[PackedBatch]]:
         """This rank's micro-batches of each optimizer step."""
@@ -105,11 +115,25 @@ class StepBatch:
             cu_seqlens = torch.tensor(lengths).cumsum(0).to(torch.int32)
             part_T = counted_T[places]
             mode, bounds_of_units = units(config.type, self.packed.response_mask_T[places], cu_seqlens)
-            counts = GlobalCounts.of(count_per_sequence(part_T, bounds_of_units)).summed(total)
+            tokens_S = count_per_sequence(part_T, bounds_of_units)
+            if self.episode_ids_S is None or mode != config.type:  # turns are counted each by itself
+                counts, tokens_S = GlobalCounts.of(tokens_S).summed(total), None
+            else:
+                tokens_E = self._per_episode(tokens_S, rows, total)
+                counts, tokens_S = GlobalCounts.of(tokens_E), tokens_E[self._episodes_of(rows)]
             weights_T[places] = aggregation_weights(
-                part_T, bounds_of_units, mode=mode, constant=config.constant, counts=counts
+                part_T, bounds_of_units, mode=mode, constant=config.constant, counts=counts, tokens_S=tokens_S
             )
         return weights_T
+
+    def _episodes_of(self, rows: Sequence[int]) -> Tensor:
+        assert self.episode_ids_S is not None
+        return self.episode_ids_S[self.packed.sequence_ids_S[rows]]
+
+    def _per_episode(self, x_S: Tensor, rows: Sequence[int], total: Total) -> Tensor:
+        """Sums over the sequences of each episode of the step, on all ranks. [S] of these rows -> [E]"""
+        sums_E = torch.zeros(self.num_episodes, dtype=torch.float64)
+        return total(sums_E.index_add_(0, self._episodes_of(rows), x_S.to(sums_E)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +149,10 @@ class Share:
     """Of the whole step. 0 where a sample is left out."""
     group_ids: list[int]
     """Of the whole step. A sample that is left out has a group of its own, so that no baseline counts it."""
+    episode_ids: list[int]
+    """Of the whole step, from 0. The sequences of a sample that forked have one."""
+    group_sizes: list[int]
+    """Sequences of each group, without those that fill up a minibatch."""
 
 
 def split_groups(
@@ -136,24 +164,35 @@ def split_groups(
     microbatch_multiple: int = 1,
     needs_siblings: bool = False,
 ) -> list[Share]:
-    """One Share per data-parallel rank, by the balanced plan of ``plan_batches``.
+    """One Share per data-parallel rank, by the balanced plan of ``plan_batches``. Minibatch i is the i-th run of
+    whole groups.
 
     A sample without a score is left out: its tokens are off the response mask, so that loss, correction and metrics
     do not see them, and its group's baseline is without it.
 
     needs_siblings: whether advantages compare siblings. A sample whose siblings are all without a score is then left
         out too.
+
+    Raises:
+        ValueError: the groups do not divide into minibatches, or a sequence is longer than the budget.
     """
-    trajectories = [t for group in groups for t in _without_unscored(group, needs_siblings)]
+    if len(groups) % num_minibatches:
+        raise ValueError(
+            f"{len(groups)} groups do not divide into {num_minibatches} minibatches; change learner.minibatches"
+        )
+    by_group = [_without_unscored(group, needs_siblings) for group in groups]
+    trajectories, minibatches = _minibatches(
+        by_group, len(groups) // num_minibatches, multiple=dp_size * microbatch_multiple
+    )
     lengths = [packed_length(t.token_ids) for t in trajectories]
     plan: BatchPlan = plan_batches(
         lengths,
-        num_minibatches=num_minibatches,
-        sequences_per_group=len(groups[0].trajectories),
+        minibatches=minibatches,
         dp_size=dp_size,
         token_budget=token_budget,
         microbatch_multiple=microbatch_multiple,
     )
+    episodes = _episode_ids(trajectories)
     shares = []
     for rank in range(dp_size):
         ids = plan.sequence_ids(rank)
@@ -165,20 +204,59 @@ def split_groups(
                 lengths=lengths,
                 rewards=[t.reward or 0.0 for t in trajectories],
                 group_ids=[
-                    t.group_id if t.reward is not None else -1 - number
-                    for number, t in enumerate(trajectories)
+                    t.group_id if t.reward is not None else -1 - episode
+                    for t, episode in zip(trajectories, episodes, strict=True)
                 ],
+                episode_ids=episodes,
+                group_sizes=[len(group) for group in by_group],
             )
         )
     return shares
 
 
+def _minibatches(
+    by_group: Sequence[Sequence[Trajectory]], groups_each: int, *, multiple: int
+) -> tuple[list[Trajectory], list[list[int]]]:
+    """(sequences of the step, the numbers of each minibatch's). Forks make minibatches uneven: they are filled up to
+    the multiple with sequences that are numbered last."""
+    trajectories = [t for group in by_group for t in group]
+    bounds = [0, *accumulate(len(group) for group in by_group)]
+    minibatches = [
+        list(range(bounds[first], bounds[first + groups_each]))
+        for first in range(0, len(by_group), groups_each)
+    ]
+    for minibatch in minibatches:
+        for _ in range(-len(minibatch) % multiple):
+            trajectories.append(_without_response(trajectories[minibatch[0]]))
+            minibatch.append(len(trajectories) - 1)
+    return trajectories, minibatches
+
+
+def _without_response(trajectory: Trajectory) -> Trajectory:
+    """The beginning of a sequence, as a further one of its sample. It has nothing to train on."""
+    return replace(
+        trajectory,
+        token_ids=trajectory.token_ids[:2],
+        response_mask=np.zeros(2, dtype=MASK),
+        rollout_logprobs=np.zeros(2, dtype=LOGPROBS),
+        token_versions=np.zeros(2, dtype=VERSIONS),
+        turns=[],
+        branch=-1,
+    )
+
+
+def _episode_ids(trajectories: Sequence[Trajectory]) -> list[int]:
+    numbers: dict[tuple[int, int], int] = {}
+    return [numbers.setdefault((t.group_id, t.sibling_id), len(numbers)) for t in trajectories]
+
+
 def _without_unscored(group: Group, needs_siblings: bool) -> list[Trajectory]:
     """The group's trajectories, those that are left out without reward and response."""
-    scored = sum(t.reward is not None for t in group.trajectories)
-    if scored == len(group.trajectories):
+    scored = {t.sibling_id for t in group.trajectories if t.reward is not None}
+    siblings = {t.sibling_id for t in group.trajectories}
+    if scored == siblings:
         return group.trajectories
-    is_alone = needs_siblings and scored == 1
+    is_alone = needs_siblings and len(scored) == 1
     return [
         replace(t, reward=None, response_mask=np.zeros_like(t.response_mask))
         if t.reward is None or is_alone
@@ -195,10 +273,13 @@ def step_batch(share: Share, *, newest: int | None = None) -> StepBatch:
     """
     packed = pack_trajectories(share.trajectories, share.sequence_ids, newest=newest)
     require_exact_turns(share.trajectories, packed)
+    has_forks = len(set(share.episode_ids)) < len(share.episode_ids)
     return StepBatch(
         packed=packed,
         rows=share.rows,
         rewards_S=torch.tensor(share.rewards, dtype=torch.float32),
         group_ids_S=torch.tensor(share.group_ids, dtype=torch.int64),
+        episode_ids_S=torch.tensor(share.episode_ids, dtype=torch.int64) if has_forks else None,
         lengths_S=torch.tensor(share.lengths, dtype=torch.int64),
+        group_sizes=tuple(share.group_sizes),
     )

@@ -112,7 +112,7 @@ def _group(number: int, members: Sequence[Sample], decode: Decode) -> ShownGroup
         parts = stretches(sample, decode)
         prompts.append([part for part in parts if part.number == 0])
         after = _shortened([part for part in parts if part.number > 0])
-        samples.append(ShownSample(title=f"Sibling {sample.sibling}: {outcome(sample)}", parts=after))
+        samples.append(ShownSample(title=f"{sample.name.capitalize()}: {outcome(sample)}", parts=after))
     prompt = "".join(token.text for part in _shortened(prompts[0]) for token in part.tokens)
     return ShownGroup(title=title, prompt=prompt, samples=samples)
 

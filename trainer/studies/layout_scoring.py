@@ -60,8 +60,7 @@ class Scorer:
         dp = self.engine.groups.dp_size
         plan = plan_batches(
             lengths,
-            num_minibatches=1,
-            sequences_per_group=1,
+            minibatches=[range(len(lengths))],
             dp_size=dp,
             token_budget=self._config.learner.token_budget,
         )

@@ -102,14 +102,17 @@ def _dot(a: Tensor, b: Tensor) -> float:
 def as_one_minibatch(recorded: RecordedBatch, config: RunConfig) -> StepBatch:
     plan = plan_batches(
         recorded.packed.lengths,
-        num_minibatches=1,
-        sequences_per_group=1,
+        minibatches=[range(len(recorded.packed.lengths))],
         dp_size=1,
         token_budget=config.learner.token_budget,
     )
     packed = recorded.packed.select(plan.sequence_ids(0))
     return StepBatch(
-        packed=packed, rows=plan.rows(0), rewards_S=recorded.rewards_S, group_ids_S=recorded.group_ids_S
+        packed=packed,
+        rows=plan.rows(0),
+        rewards_S=recorded.rewards_S,
+        group_ids_S=recorded.group_ids_S,
+        episode_ids_S=recorded.episode_ids_S,
     )
 
 

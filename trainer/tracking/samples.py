@@ -35,6 +35,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """Of the learner's weights before the step's update."""
     group: int
     sibling: int
+    branch: int = 0
+    """The number of the sequence within its episode, where that forked."""
     prompt_id: str
     status: str
     reward: float | None
@@ -49,6 +51,11 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     versions: list[tuple[int, int]]
     """(version of the weights, number of tokens), run by run."""
 
+    @property
+    def name(self) -> str:
+        """Within its group."""
+        return f"sibling {self.sibling}" + (f", sequence {self.branch + 1}" if self.branch else "")
+
     @classmethod
     def of(
         cls, trajectory: Trajectory, *, step: int, version: int, learner_logprobs: np.ndarray | None
@@ -61,6 +68,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
             version=version,
             group=trajectory.group_id,
             sibling=trajectory.sibling_id,
+            branch=trajectory.branch,
             prompt_id=trajectory.prompt_id,
             status=trajectory.status.value,
             reward=trajectory.reward,
@@ -130,6 +138,6 @@ def _require_whole(path: Path, sample: Sample) -> None:
     lists += [] if sample.learner_logprobs is None else [len(sample.learner_logprobs)]
     if ends != sorted(ends) or set(lists) != {count}:
         raise ValueError(
-            f"{path} cannot be read as samples of a step: the turns of group {sample.group}, sibling {sample.sibling} "
+            f"{path} cannot be read as samples of a step: the turns of group {sample.group}, {sample.name} "
             "do not fit its tokens"
         )

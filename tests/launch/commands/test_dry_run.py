@@ -301,8 +301,7 @@ def test_no_plan_of_a_batch_takes_more_micro_batches_nor_fewer(data, dp, multipl
     lengths = data.draw(st.lists(st.integers(response, longest), min_size=each * dp, max_size=each * dp))
     plan = plan_batches(
         lengths,
-        num_minibatches=1,
-        sequences_per_group=each * dp,
+        minibatches=[range(each * dp)],
         dp_size=dp,
         token_budget=budget,
         microbatch_multiple=multiple,

@@ -65,7 +65,7 @@ def sample(maker, *, engine=None, seeds=(11, 12), prompt=PROMPT):
 
 
 def group_of(samples, number=0) -> Group:
-    trajectories = [s.trajectory(number, i, PROMPT) for i, s in enumerate(samples)]
+    trajectories = [t for i, s in enumerate(samples) for t in s.trajectories(number, i, PROMPT)]
     return Group(group_id=number, prompt_id="p", trajectories=trajectories)
 
 
@@ -110,7 +110,7 @@ def test_a_turn_continues_exactly_what_came_before(observations, seeds, version)
             response = fake_tokens(ids, turn_seed(seed, turn), max_new_tokens=6, vocab_size=VOCAB, stop=STOP)
             rows += [(token, np.float32(-(1 + token) / 0.5), version, True) for token in response]
             rows += [(token, 0.0, 0, False) for token in observed]
-        t = one.trajectory(0, 0, PROMPT)
+        (t,) = one.trajectories(0, 0, PROMPT)
         found = zip(t.token_ids, t.rollout_logprobs, t.token_versions, t.response_mask, strict=True)
         assert [tuple(map(float, row)) for row in found] == [tuple(map(float, row)) for row in rows]
         assert len(t.turns) == len(observations)
@@ -154,6 +154,83 @@ async def never_ends(problem, context):
     while True:
         await context.act()
         context.observe([1, 2])
+
+
+def forks():
+    """What to do in turn, each with the number of a context so far: act, observe, or fork at a share of its tokens."""
+    step = st.tuples(
+        st.sampled_from(("act", "observe", "fork")), st.integers(0, 5), st.sampled_from((None, 0.0, 0.3, 1.0))
+    )
+    return st.lists(step, min_size=1, max_size=12)
+
+
+@settings(max_examples=80)
+@given(script=forks(), seed=st.integers(0, 2**31 - 1))
+def test_every_sampled_token_of_an_episode_that_forks_is_trained_on_once(script, seed):
+    """Against a list of [tokens, places that this sequence sampled] per context."""
+    wanted = []
+
+    async def run(problem, context):
+        contexts, rows = [context], [[list(problem.token_ids), []]]
+        context.observe(problem.token_ids)
+        for what, number, share in script:
+            number %= len(contexts)
+            chosen, row = contexts[number], rows[number]
+            if what == "fork":
+                at = None if share is None else int(share * len(row[0]))
+                contexts.append(chosen.fork(at))
+                rows.append([row[0][:at], []])
+            elif what == "observe" or not row[0]:
+                chosen.observe([9, 9])
+                row[0] += [9, 9]
+            else:
+                response = (await chosen.act()).token_ids.tolist()
+                row[1] += range(len(row[0]), len(row[0]) + len(response))
+                row[0] += response
+        wanted.extend(row for row in rows if row[1])
+        return Outcome(reward=1.0)
+
+    limits = EpisodeLimits(max_turns=99, max_tokens=9_000, max_new_tokens=6)
+    (one,) = sample(episodes(run, limits=limits), seeds=[seed])
+    group = group_of([one])
+    if not wanted:
+        assert one.reward is None and "before the policy's first turn" in one.error
+        return
+    assert [t.branch for t in group.trajectories] == list(range(len(wanted)))
+    found = [(t.token_ids.tolist(), np.flatnonzero(t.response_mask).tolist()) for t in group.trajectories]
+    assert sorted(found) == sorted((ids, places) for ids, places in wanted)
+    _, batch = pack([group])  # compares each turn with what was sent
+    assert int(batch.packed.response_mask_T.sum()) == sum(len(places) for _, places in wanted)
+
+
+def test_forks_share_the_limit_of_turns_and_have_seeds_and_an_order_of_their_own():
+    async def run(problem, context):
+        context.observe(problem.token_ids)
+        below = [context.fork() for _ in range(3)]
+        below += [below[0].fork(), context.fork(at=0)]  # the last two never act
+        await asyncio.gather(*(one.act() for one in (below[2], below[0], context, below[1])))
+        await below[0].act()
+        return Outcome(reward=1.0)
+
+    limits = EpisodeLimits(max_turns=5, max_tokens=200, max_new_tokens=6)
+    engine = FakeEngine()
+    (one,) = sample(episodes(run, limits=limits), engine=engine, seeds=[11])
+    assert one.status is Status.OK and [len(s.turns) for s in one.sequences] == [1, 2, 1, 1]
+    assert len({call[1] for call in engine.calls}) == 5 and engine.calls[2][1] == 11
+    (again,) = sample(episodes(run, limits=limits), seeds=[11])
+    assert group_of([again]) == group_of([one])
+    few = EpisodeLimits(max_turns=4, max_tokens=200, max_new_tokens=6)
+    assert sample(episodes(run, limits=few), seeds=[11])[0].status is Status.TURN_LIMIT
+
+
+@pytest.mark.parametrize("at", [-1, 4])
+def test_a_fork_beyond_the_tokens_is_refused(at):
+    async def run(problem, context):
+        context.observe(problem.token_ids)
+        context.fork(at)
+
+    (one,) = sample(episodes(run), seeds=[1])
+    assert one.reward is None and f"cannot fork at token {at} of 3; use 0 to 3" in one.error
 
 
 @pytest.mark.parametrize(
@@ -270,7 +347,7 @@ def test_an_environment_that_cannot_be_made_says_why(path, options, message):
 
 
 def test_metrics_of_turns_by_hand():
-    def of(turns, reward, status=Status.OK):
+    def of(sibling, turns, reward, status=Status.OK, branch=0):
         sequence = TokenSequence()
         sequence.observe([1, 2, 3])
         for observed, sampled, cached in turns:
@@ -278,16 +355,27 @@ def test_metrics_of_turns_by_hand():
             sequence.append(completion(token_ids=sampled, rollout_logprobs=[-1.0] * len(sampled),
                 token_versions=[0] * len(sampled), finish_reason=FinishReason.STOP, cached_tokens=cached))  # fmt: skip
         return sequence.trajectory(
-            group_id=0, sibling_id=0, prompt=PROMPT, reward=reward, reward_parts={}, status=status
+            group_id=0,
+            sibling_id=sibling,
+            prompt=PROMPT,
+            reward=reward,
+            reward_parts={},
+            status=status,
+            branch=branch,
         )
 
     samples = [
-        of([([], [4, 5], 3), ([6], [7], 4), ([8, 9], [4], 6)], 1.0),
-        of([([], [4], 0)], None, Status.TIME_LIMIT),
+        of(0, [([], [4, 5], 3), ([6], [7], 4), ([8, 9], [4], 6)], 1.0),
+        of(1, [([], [4], 0)], None, Status.TIME_LIMIT),
     ]
     found = turn_metrics(samples)
     assert found["episode/turns_checked"] == 4 and found["episode/turns_max"] == 3
     assert found["episode/turns_mean"] == 2 and found["episode/observed_tokens"] == 3
+    assert found["episode/sequences_mean"] == 1
+    forked = turn_metrics([samples[0], of(0, [([], [7], 0)], 1.0, branch=1), samples[1]])
+    assert forked["episode/turns_checked"] == 5 and forked["episode/turns_max"] == 4
+    assert forked["episode/turns_mean"] == 2.5 and forked["episode/sequences_mean"] == 1.5
+    assert forked["episode/not_scored_fraction"] == 0.5  # of samples
     assert found["episode/cached_fraction"] == (4 + 6) / (6 + 9)  # of turns after the first
     assert found["episode/not_scored_fraction"] == found["episode/time_limit_fraction"] == 0.5
     assert found["episode/failed_fraction"] == found["episode/turn_limit_fraction"] == 0.0

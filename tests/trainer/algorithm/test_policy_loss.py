@@ -479,7 +479,7 @@ def test_loss_and_gradient_do_not_depend_on_ranks_budget_or_order(
     )
 
     plan = plan_batches(
-        lengths, num_minibatches=1, sequences_per_group=1, dp_size=dp_size, token_budget=max(lengths) + slack
+        lengths, minibatches=[range(len(lengths))], dp_size=dp_size, token_budget=max(lengths) + slack
     )
     microbatches = [data.draw(st.permutations(m)) for rank in plan.microbatches[0] for m in rank]
     loss, gradient, metrics = loss_and_gradient(model, batch, microbatches, terms)

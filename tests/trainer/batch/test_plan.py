@@ -17,19 +17,14 @@ from trainer.batch.plan import pack_trajectories, packed_length, plan_batches
 @st.composite
 def problems(draw):
     """(lengths, arguments of plan_batches) that can be planned."""
-    minibatches, groups_each, siblings = (
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 4)),
-        draw(st.integers(1, 5)),
-    )
-    count = minibatches * groups_each * siblings
+    dp_size = draw(st.sampled_from((1, 2, 3, 4)))
+    sizes = draw(st.lists(st.integers(1, 12).map(lambda rows: rows * dp_size), min_size=1, max_size=3))
+    count = sum(sizes)
     lengths = draw(st.lists(st.integers(1, 50), min_size=count, max_size=count))
+    numbers = iter(draw(st.permutations(range(count))))
     return lengths, {
-        "num_minibatches": minibatches,
-        "sequences_per_group": siblings,
-        "dp_size": draw(
-            st.sampled_from([size for size in (1, 2, 3, 4) if groups_each * siblings % size == 0])
-        ),
+        "minibatches": [sorted(itertools.islice(numbers, size)) for size in sizes],
+        "dp_size": dp_size,
         "token_budget": max(lengths) + draw(st.integers(0, 150)),
     }
 
@@ -44,12 +39,8 @@ def sequences_of(minibatch) -> list[int]:
 def test_every_sequence_once_in_its_minibatch_within_the_budget(problem):
     lengths, arguments = problem
     plan = plan_batches(lengths, **arguments)
-    size = len(lengths) // arguments["num_minibatches"]
-    assert len(plan.microbatches) == arguments["num_minibatches"]
-    for index, minibatch in enumerate(plan.microbatches):
-        assert sequences_of(minibatch) == list(range(index * size, (index + 1) * size)), (
-            "membership depends on the layout"
-        )
+    for minibatch, wanted in zip(plan.microbatches, arguments["minibatches"], strict=True):
+        assert sequences_of(minibatch) == wanted, "membership depends on the layout"
         assert len(minibatch) == arguments["dp_size"]
         assert len({len(rank) for rank in minibatch}) == 1, "ranks differ in their number of micro-batches"
         bins = [microbatch for rank in minibatch for microbatch in rank]
@@ -78,7 +69,7 @@ def test_rows_address_what_the_rank_packs(problem):
 def test_ranks_with_room_differ_by_at_most_the_longest_sequence(lengths, dp_size):
     lengths = lengths[: len(lengths) // dp_size * dp_size]
     plan = plan_batches(
-        lengths, num_minibatches=1, sequences_per_group=1, dp_size=dp_size, token_budget=sum(lengths)
+        lengths, minibatches=[range(len(lengths))], dp_size=dp_size, token_budget=sum(lengths)
     )
     loads = [sum(lengths[s] for b in rank for s in b) for rank in plan.microbatches[0]]
     assert max(loads) - min(loads) <= max(lengths)
@@ -110,9 +101,7 @@ def fewest_bins(lengths, budget):
 def test_number_of_microbatches_against_exhaustive_search(lengths, slack, dp_size):
     lengths = lengths[: len(lengths) // dp_size * dp_size]
     budget = max(lengths) + slack
-    plan = plan_batches(
-        lengths, num_minibatches=1, sequences_per_group=1, dp_size=dp_size, token_budget=budget
-    )
+    plan = plan_batches(lengths, minibatches=[range(len(lengths))], dp_size=dp_size, token_budget=budget)
     fewest = fewest_bins(lengths, budget)
     assert -(-fewest // dp_size) <= len(plan.microbatches[0][0]) <= -(-((11 * fewest + 6) // 9) // dp_size)
 
@@ -121,7 +110,7 @@ def test_by_hand():
     # First minibatch: 24 tokens would fill two micro-batches of 12, but neither 9 + 4 nor 6 + 5 + 4 fits: one
     # sequence each, dealt 9 and 6, then 4 and 5. Second: equal lengths, in turn.
     plan = plan_batches(
-        [9, 5, 4, 6, 3, 3, 3, 3], num_minibatches=2, sequences_per_group=2, dp_size=2, token_budget=12
+        [9, 5, 4, 6, 3, 3, 3, 3], minibatches=[range(4), range(4, 8)], dp_size=2, token_budget=12
     )
     assert plan.microbatches == ((((0,), (2,)), ((3,), (1,))), (((4, 6),), ((5, 7),)))
     assert plan.sequence_ids(1) == [3, 1, 5, 7]
@@ -130,13 +119,13 @@ def test_by_hand():
 
 def test_first_fit_packs_what_even_packing_cannot():
     # Longest first into the emptiest: 7 4 | 5 4, and 4 is left. First fit: 7 5 | 4 4 4.
-    plan = plan_batches([7, 5, 4, 4, 4], num_minibatches=1, sequences_per_group=5, dp_size=1, token_budget=12)
+    plan = plan_batches([7, 5, 4, 4, 4], minibatches=[range(5)], dp_size=1, token_budget=12)
     assert plan.microbatches == ((((0, 1), (2, 3, 4)),),)
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_no_microbatch_is_empty_even_where_each_sequence_fills_one(dp_size):
-    plan = plan_batches([10] * 8, num_minibatches=2, sequences_per_group=2, dp_size=dp_size, token_budget=10)
+    plan = plan_batches([10] * 8, minibatches=[range(4), range(4, 8)], dp_size=dp_size, token_budget=10)
     assert [[[len(b) for b in rank] for rank in minibatch] for minibatch in plan.microbatches] == [
         [[1] * (4 // dp_size)] * dp_size
     ] * 2
@@ -154,7 +143,7 @@ def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_and_no_microbatch
 ):
     lengths = lengths * (dp_size * multiple)
     budget = max(lengths) + slack
-    arguments = dict(num_minibatches=1, sequences_per_group=1, dp_size=dp_size, token_budget=budget)
+    arguments = dict(minibatches=[range(len(lengths))], dp_size=dp_size, token_budget=budget)
     plan = plan_batches(lengths, microbatch_multiple=multiple, **arguments)
     (ranks,) = plan.microbatches
     assert {len(rank) for rank in ranks} == {len(ranks[0])} and len(ranks[0]) % multiple == 0
@@ -165,16 +154,14 @@ def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_and_no_microbatch
     assert len(ranks[0]) >= len(plan_batches(lengths, **arguments).microbatches[0][0])
 
 
-GOOD = {"num_minibatches": 1, "sequences_per_group": 2, "dp_size": 1, "token_budget": 10}
+GOOD = {"dp_size": 1, "token_budget": 10}
 
 
 @pytest.mark.parametrize(
     ("lengths", "change", "message"),
     [
         ([3, 11, 4, 5], {}, r"sequence 1 takes 11 tokens.*token_budget=10.*at least 11"),
-        ([3, 4, 5], {}, "3 sequences are not whole groups of 2"),
-        ([], {}, "0 sequences"),
-        ([3, 4, 5, 6], {"num_minibatches": 3}, "2 groups do not divide into 3"),
+        ([], {}, "a minibatch has no sequences"),
         (
             [3, 4, 5, 6],
             {"dp_size": 5},
@@ -182,7 +169,7 @@ GOOD = {"num_minibatches": 1, "sequences_per_group": 2, "dp_size": 1, "token_bud
         ),
         (
             [9, 9, 9],
-            {"sequences_per_group": 3, "dp_size": 2},
+            {"dp_size": 2},
             "3 sequences does not divide by 2 .*use 2 or 4 sequences",
         ),
         ([3, 0], {}, "sequence 1 has packed length 0"),
@@ -197,7 +184,7 @@ GOOD = {"num_minibatches": 1, "sequences_per_group": 2, "dp_size": 1, "token_bud
 )
 def test_errors_name_value_and_fix(lengths, change, message):
     with pytest.raises(ValueError, match=message):
-        plan_batches(lengths, **(GOOD | change))
+        plan_batches(lengths, minibatches=[range(len(lengths))], **(GOOD | change))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ Legend: S sequences, T packed tokens, V vocabulary.
 
 import math
 import multiprocessing
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -174,7 +175,14 @@ def weighted(share: Share, setup: Setup, group: dist.ProcessGroup | None) -> Ste
     if setup.scores_old or setup.correction.mode == "bypass":
         batch = batch.with_fields(old_logprobs_T=old_T)
     batch = batch.with_advantages(
-        compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, setup.advantage, total=total)
+        compute_advantages(
+            batch.packed,
+            batch.rewards_S,
+            batch.group_ids_S,
+            setup.advantage,
+            episode_ids_S=batch.episode_ids_S,
+            total=total,
+        )
     )
     correction = correct(batch.packed, setup.correction, total)
     return batch.with_loss_weights(correction, aggregation(setup.mode), setup.correction.denominator, total)
@@ -193,15 +201,16 @@ def _reference_loss(groups: list[Group], mode: str, current_VV: Tensor) -> float
     log = {
         name: p.double().log_softmax(-1) for name, p in (("old", OLD), ("ref", REF), ("current", current_VV))
     }
-    sequences = []
+    of_episode = defaultdict(list)
     for group in groups:
-        rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
+        of_sibling = {t.sibling_id: t.reward for t in group.trajectories}
+        rewards = torch.tensor([*of_sibling.values()], dtype=torch.float64)
         spread = rewards.std() if len(rewards) > 1 else torch.tensor(0.0)
-        for t, reward in zip(group.trajectories, rewards, strict=True):
+        for t in group.trajectories:
             advantage = (
-                float((reward - rewards.mean()) / (spread + 1e-6)) if len(rewards) > 1 else float(reward)
+                float((t.reward - rewards.mean()) / (spread + 1e-6)) if len(rewards) > 1 else float(t.reward)
             )
-            losses = []
+            losses = of_episode[t.group_id, t.sibling_id]
             for place in range(1, len(t.token_ids)):
                 if t.response_mask[place]:
                     before, token = t.token_ids[place - 1], t.token_ids[place]
@@ -214,8 +223,7 @@ def _reference_loss(groups: list[Group], mode: str, current_VV: Tensor) -> float
                     k3 = math.exp(ref - now) - (ref - now) - 1
                     entropy = -float((log["current"][before].exp() * log["current"][before]).sum())
                     losses.append(surrogate * weight + 0.3 * k3 - 0.05 * entropy)
-            if losses:
-                sequences.append(losses)
+    sequences = [losses for losses in of_episode.values() if losses]
     if not sequences:
         return 0.0
     match mode:
@@ -266,6 +274,16 @@ def make_groups(
     return groups
 
 
+def forked(group: Group, joined: list[bool]) -> Group:
+    """The group in which a trajectory that is joined is a further sequence of the sibling before it."""
+    trajectories = group.trajectories[:1]
+    for t, is_joined in zip(group.trajectories[1:], joined[1:], strict=True):
+        before = trajectories[-1]
+        same = {"sibling_id": before.sibling_id, "branch": before.branch + 1, "reward": before.reward}
+        trajectories.append(replace(t, **same) if is_joined else t)
+    return replace(group, trajectories=trajectories)
+
+
 def shuffled(share: Share, seed: int) -> Share:
     """The same share with its sequences packed in another order, and each micro-batch's in another again."""
     generator = torch.Generator().manual_seed(seed)
@@ -275,13 +293,11 @@ def shuffled(share: Share, seed: int) -> Share:
     def mixed(rows: list[int]) -> list[int]:
         return [new_row[rows[i]] for i in torch.randperm(len(rows), generator=generator).tolist()]
 
-    return Share(
+    return replace(
+        share,
         trajectories=[share.trajectories[i] for i in order],
         sequence_ids=[share.sequence_ids[i] for i in order],
         rows=[[mixed(rows) for rows in minibatch] for minibatch in share.rows],
-        lengths=share.lengths,
-        rewards=share.rewards,
-        group_ids=share.group_ids,
     )
 
 
@@ -339,7 +355,7 @@ def ranks(tmp_path_factory):
 
 
 @st.composite
-def steps(draw):
+def steps(draw, may_fork=True):
     """(groups, minibatches, data-parallel ranks, token budget) that can be planned."""
     minibatches, groups_each, siblings = (
         draw(st.integers(1, 2)),
@@ -353,9 +369,13 @@ def steps(draw):
 
     lengths = table(st.integers(2, 14))
     groups = make_groups(lengths, table(st.sampled_from([0.0, 0.1, 1.0])), seed=draw(st.integers(0, 9999)))
-    num_ranks = draw(
-        st.sampled_from([n for n in range(1, MOST_RANKS + 1) if groups_each * siblings % n == 0])
-    )
+    if may_fork and draw(st.booleans()):
+        groups = [forked(group, joined) for group, joined in zip(groups, table(st.booleans()), strict=True)]
+        num_ranks = draw(st.integers(1, MOST_RANKS))
+    else:
+        num_ranks = draw(
+            st.sampled_from([n for n in range(1, MOST_RANKS + 1) if groups_each * siblings % n == 0])
+        )
     return groups, minibatches, num_ranks, max(max(row) for row in lengths) - 1 + draw(st.integers(0, 60))
 
 
@@ -446,7 +466,7 @@ def test_the_loss_of_each_minibatch_is_its_definition(step, mode):
 
 
 @settings(max_examples=60, deadline=None)
-@given(step=steps(), setup=setups, seed=st.integers(0, 99))
+@given(step=steps(may_fork=False), setup=setups, seed=st.integers(0, 99))  # see Learner.score
 def test_old_from_the_updates_own_pass_is_old_from_a_pass_before_it(ranks, step, setup, seed):
     groups, _, num_ranks, token_budget = step
     if setup.correction.weight.level != "none" and setup.correction.weight.normalise:
@@ -555,6 +575,31 @@ def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
         "old from the update's own pass differs from old before it"
     )
     assert relative_difference(within["weights"], before["weights"]) < 1e-6
+
+
+def test_a_minibatch_that_forks_made_uneven_is_filled_up_by_hand():
+    """Two groups of two episodes, the first of which forked; two minibatches on two ranks."""
+    groups = make_groups([[5, 4, 6], [3, 4]], [[1.0, 1.0, 0.0], [0.0, 1.0]], seed=1)
+    groups[0] = forked(groups[0], [False, True, False])
+    first, second = split_groups(groups, num_minibatches=2, dp_size=2, token_budget=20)
+    assert first.lengths == [4, 3, 5, 2, 3, 1] and first.group_sizes == [3, 2]
+    assert first.episode_ids == [0, 0, 1, 2, 3, 0] and first.rewards == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+    of_ranks = zip(_ids_by_minibatch(first), _ids_by_minibatch(second), strict=True)
+    assert [sorted(one + other) for one, other in of_ranks] == [[0, 1, 2, 5], [3, 4]]
+    filling = next(t for share in (first, second) for t in share.trajectories if t.branch == -1)
+    assert filling.token_ids.tolist() == groups[0].trajectories[0].token_ids[:2].tolist()
+    assert not filling.response_mask.any() and filling.turns == []
+    assert all(step_batch(share).num_episodes == 4 for share in (first, second))
+
+
+def _ids_by_minibatch(share: Share) -> list[list[int]]:
+    return [[share.sequence_ids[row] for rows in minibatch for row in rows] for minibatch in share.rows]
+
+
+def test_groups_that_do_not_divide_into_minibatches_are_refused():
+    groups = make_groups([[5], [4]], [[1.0], [0.0]], seed=1)
+    with pytest.raises(ValueError, match=r"2 groups do not divide into 3 .*learner.minibatches"):
+        split_groups(groups, num_minibatches=3, dp_size=1, token_budget=20)
 
 
 def test_what_a_critic_is_averaged_by_is_counted_only_where_there_is_one():

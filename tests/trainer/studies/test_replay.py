@@ -66,13 +66,15 @@ def same(a: PackedBatch, b: PackedBatch) -> bool:
 # recording
 
 
-def test_a_batch_comes_back_as_it_was_written(tmp_path):
-    batch = recorded()
+@pytest.mark.parametrize("episodes", [None, torch.tensor([0, 1, 1, 2])])
+def test_a_batch_comes_back_as_it_was_written(tmp_path, episodes):
+    batch = replace(recorded(), episode_ids_S=episodes)
     path = batch_file(tmp_path / "batches", 3)
     write_batch(path, batch)
     again = read_batch(path)
     assert same(again.packed, batch.packed)
     assert torch.equal(again.rewards_S, batch.rewards_S) and torch.equal(again.group_ids_S, batch.group_ids_S)
+    assert again.episode_ids_S is episodes is None or torch.equal(again.episode_ids_S, episodes)
     assert (again.step, again.version, again.correction) == (3, 2, PRESETS["decoupled_geo_rs"])
     assert recorded_steps(tmp_path / "batches") == [3]
     assert recorded_steps(tmp_path / "nowhere") == []

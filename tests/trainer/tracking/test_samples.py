@@ -38,7 +38,7 @@ def test_a_line_has_what_was_sampled_turn_by_turn(tmp_path):
     path = written(tmp_path, TWO_TURNS, logprobs={0: own})
     (line,) = path.read_text().splitlines()
     assert json.loads(line) == {
-        "step": 12, "version": 6, "group": 22, "sibling": 1, "prompt_id": "p7", "status": "ok",
+        "step": 12, "version": 6, "group": 22, "sibling": 1, "branch": 0, "prompt_id": "p7", "status": "ok",
         "reward": 1.1, "parts": {"correct": 1.0, "format": 0.1},
         "turns": [
             {"start": 2, "end": 4, "finish_reason": "stop"}, {"start": 5, "end": 8, "finish_reason": "stop"}
