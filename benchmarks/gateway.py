@@ -123,7 +123,8 @@ async def measure(template: str, sessions: int, repeats: int, given: argparse.Na
 
     from rollout.environments.chat import PlainRenderer
     from rollout.environments.context import EpisodeContext, EpisodeLimits, Texts
-    from rollout.environments.gateway import Conversation, Gateway
+    from rollout.environments.gateway import Gateway
+    from rollout.environments.gateway_session import Conversation
     from rollout.environments.rendering import ChatRenderer
     from rollout.records import Prompt
     from tests.support.chat_tokenizer import chat_tokenizer

@@ -13,7 +13,8 @@ processes.py     the processes that run the user's environments; tandem_worker/ 
 
 agent.py         an agent as an environment: a program of its own that asks for its turns
 agent_process.py its process
-gateway.py       the OpenAI server that it asks; openai_form.py has the form of requests and answers
+gateway.py       the OpenAI server that it asks; openai_form.py has the form of requests and answers,
+                 gateway_session.py joins an episode's requests to sequences of tokens
 
 Not here: the order of the problems and the limit of staleness (rollout/sampling/), rewards (rollout/rewards/).
 """

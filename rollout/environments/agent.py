@@ -1,7 +1,7 @@
 """Episodes of an agent as it is: a program of its own, which asks the gateway for its turns as it would ask OpenAI.
 
-The agent gets OPENAI_BASE_URL, OPENAI_API_KEY and TANDEM_PROBLEM. Its requests become the turns of one conversation
-(``gateway.py``). Its end is the end of the episode.
+The agent gets OPENAI_BASE_URL, OPENAI_API_KEY and TANDEM_PROBLEM. Its requests become the turns of an episode
+(``gateway_session.py``). Its end is the end of the episode.
 """
 
 import asyncio
@@ -15,7 +15,8 @@ from urllib.parse import urlsplit
 
 from rollout.environments.agent_process import AgentProcess, running
 from rollout.environments.chat import ParseCalls, Renderer, problem_fields
-from rollout.environments.gateway import Conversation, Gateway, GatewaySession
+from rollout.environments.gateway import Gateway
+from rollout.environments.gateway_session import Conversation, GatewaySession
 from rollout.environments.processes import plain_value
 from rollout.environments.protocol import Context, EpisodeFailed, Outcome
 from rollout.environments.tool_calls import Tools
@@ -101,7 +102,11 @@ class AgentEpisodes:
         return ended.result()
 
     async def _outcome(self, process: AgentProcess, session: GatewaySession, context: Context) -> Outcome:
-        counts = {"refused_requests": float(session.refused), "unread_calls": float(session.unread_calls)}
+        counts = {
+            "forks": float(session.num_forks),
+            "refused_requests": float(session.refused),
+            "unread_calls": float(session.unread_calls),
+        }
         if self._reward == "run":
             outcome = Outcome.of(await context.score(session.last_text))
         else:

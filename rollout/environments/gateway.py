@@ -7,28 +7,20 @@
       POST sessions/ID/v1/generate (tokens)
       GET  sessions/ID/v1/models
 
-A session is an episode, with a key of its own. Its first request opens the conversation. Each later one must repeat
-all messages so far, our answers among them, and add new ones: these alone are rendered. What was sampled never becomes
-text and tokens again. A request that cannot be joined exactly is refused (409) and says which message differs. A
-request that repeats an earlier one gets the same answer, which was sampled once: a client repeats a request whose
-answer was lost.
-
-Temperature and top_p of a request are ignored, since log-probs are at the run's temperature. Unknown fields are
-ignored. Not here: the agent's process and its reward (``agent.py``).
+A session is an episode, with a key of its own; ``gateway_session.py`` says how requests are joined. Temperature and
+top_p of a request are ignored, since log-probs are at the run's temperature. Unknown fields are ignored. Not here: the
+agent's process and its reward (``agent.py``).
 """
 
-import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
 
 from aiohttp import web
 
-from rollout.environments.chat import ParseCalls, Renderer, message_of, text_of
+from rollout.environments.gateway_session import Conversation, GatewaySession
 from rollout.environments.openai_form import (
     IGNORED,
     JSON,
@@ -36,286 +28,14 @@ from rollout.environments.openai_form import (
     NEUTRAL,
     Refused,
     body_of,
-    canonical,
     check_supported,
-    common_length,
-    comparable,
-    difference,
-    for_the_wire,
     json_response,
-    limit_reached,
-    max_tokens_of,
-    messages_of,
     no_session,
-    run_failed,
-    sampling_of,
     streamed,
-    token_ids_of,
-    tools_of,
 )
-from rollout.environments.protocol import Context, EpisodeEnded
-from rollout.environments.tool_calls import ParsedTurn, Tools
-from rollout.records import Completion, FinishReason
+from rollout.environments.protocol import Context
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """How messages become tokens, and texts messages."""
-
-    renderer_of: Callable[[Tools], Renderer]
-    """Raises ValueError where the template cannot be used with these tools."""
-    parse: ParseCalls | None = None
-    """Finds the tool calls in a text. None: requests with tools are refused."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """A turn as the agent sees it."""
-
-    message: JSON
-    """In OpenAI's form. Empty for a request of tokens."""
-    completion: Completion
-    prompt_tokens: int
-    finish_reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """A request that was joined, and the task that answers it."""
-
-    length: int
-    """Messages, or tokens."""
-    options: tuple[Any, ...]
-    """What else changes the answer."""
-    task: "asyncio.Task[_Answer]"
-
-
-class GatewaySession:
-    """One episode. Made by ``Gateway.session``."""
-
-    def __init__(self, context: Context, conversation: Conversation, *, base_url: str, model: str) -> None:
-        self.base_url, self.key = base_url, secrets.token_urlsafe(32)
-        self.refused, self.unread_calls, self.last_text = 0, 0, ""
-        self.last_refusal: str | None = None
-        self.limit: EpisodeEnded | None = None
-        """The limit that refused the last turn. A later turn that is answered clears it."""
-        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        """Done with an error that is no fault of the agent: of an engine, or a defect. The episode's owner raises it."""
-        self.model = model
-        self._context, self._conversation = context, conversation
-        self._messages: list[JSON] = []
-        self._keys: list[str] = []
-        """The messages in a form that can be compared."""
-        self._tools: list[JSON] = []
-        self._renderer: Renderer | None = None
-        self._asked: list[_Asked] = []
-        self._of_tokens: bool | None = None
-        self._num_calls, self._sampled_end, self._is_full = 0, False, False
-        self._running: asyncio.Task[_Answer] | None = None
-        self._is_closed = False
-
-    @property
-    def num_turns(self) -> int:
-        """Turns that were answered."""
-        return sum(_succeeded(asked.task) for asked in self._asked)
-
-    async def close(self) -> None:
-        """Refuse further requests, and end the one under way. Nothing is added to the context afterwards."""
-        self._is_closed = True
-        if self._running is not None and not self._running.done():
-            self._running.cancel()
-            await asyncio.wait([self._running])
-        self.failure.cancel()
-
-    async def chat(self, body: JSON) -> _Answer:
-        """Raises Refused."""
-        messages, tools = messages_of(body), tools_of(body)
-        if tools and self._conversation.parse is None:
-            raise Refused(
-                400, "unsupported", "tools need environment.tool_call_parser in the run's config", "tools"
-            )
-        options = (max_tokens_of(body, "max_completion_tokens", "max_tokens"),)
-        return await self._answered(self._join_messages(messages, tools, options))
-
-    async def generate(self, body: JSON, vocab_size: int | None) -> _Answer:
-        """Raises Refused."""
-        token_ids, (max_tokens, stop) = token_ids_of(body, "token_ids", vocab_size), sampling_of(body)
-        return await self._answered(self._join_tokens(token_ids, (max_tokens, *stop)))
-
-    # ---------------------------------------------------------------------------------------------------
-    # joining: no await, so two requests never see half of each other
-
-    def _join_messages(
-        self, messages: list[JSON], tools: list[JSON], options: tuple[Any, ...]
-    ) -> "asyncio.Task[_Answer]":
-        self._check_kind(of_tokens=False)
-        keys = [comparable(message) for message in messages]
-        same = common_length(keys, self._keys)
-        if self._asked and comparable(tools) != comparable(self._tools):
-            raise self._differs("the tools changed; give every request of an episode the same tools")
-        earlier = self._earlier(len(messages), is_prefix=same == len(messages))
-        if earlier is not None:
-            if earlier.options != options:
-                raise self._differs(
-                    f"the same {len(messages)} messages were answered with another max_tokens; repeat the request as it was"
-                )
-            return earlier.task
-        self._check_may_act()
-        if same < len(self._keys):
-            raise self._differs(difference(messages, self._messages, same))
-        if len(messages) == len(self._keys):
-            raise self._differs(
-                "no message follows the last answer; append a user's message or those of tools"
-            )
-        renderer, new = self._renderer, messages[same:]
-        try:
-            if renderer is None:
-                renderer = self._conversation.renderer_of(tools)
-                tokens = renderer.opening(new)
-            else:
-                tokens = renderer.following(new, sampled_end=self._sampled_end)
-        except (ValueError, TypeError) as error:  # TypeError: half of a surrogate pair has no tokens
-            raise Refused(400, "no_tokens", f"these messages have no tokens: {error}", "messages") from error
-        if not tokens and self._renderer is None:
-            raise Refused(400, "no_tokens", "these messages have no tokens; give a text", "messages")
-        self._observe(tokens)
-        self._of_tokens, self._renderer, self._tools = False, renderer, tools
-        self._messages += new
-        self._keys += keys[same:]
-        return self._start(self._chat_turn(renderer, *options), len(messages), options)
-
-    def _join_tokens(self, token_ids: list[int], options: tuple[Any, ...]) -> "asyncio.Task[_Answer]":
-        self._check_kind(of_tokens=True)
-        so_far = self._context.token_ids.tolist()
-        same = common_length(token_ids, so_far)
-        earlier = self._earlier(len(token_ids), is_prefix=same == len(token_ids))
-        if earlier is not None:
-            if earlier.options != options:
-                raise self._differs("the same tokens were continued with other sampling_params")
-            return earlier.task
-        self._check_may_act()
-        if same < len(so_far):
-            where = (
-                f"token {same} is {token_ids[same]}, and was {so_far[same]}"
-                if same < len(token_ids)
-                else f"there are {len(token_ids)} tokens"
-            )
-            raise self._differs(f"token_ids must begin with the {len(so_far)} tokens so far, but {where}")
-        if not token_ids:
-            raise Refused(400, "invalid_value", "token_ids is empty; give the prompt's tokens", "token_ids")
-        if token_ids[same:]:
-            self._observe(token_ids[same:])
-        self._of_tokens = True
-        return self._start(self._token_turn(*options), len(token_ids), options)
-
-    def _check_kind(self, *, of_tokens: bool) -> None:
-        self.check_open()
-        if self._of_tokens not in (None, of_tokens):
-            kinds = ("chat/completions", "generate")
-            raise self._differs(
-                f"this episode began with {kinds[not of_tokens]}; use it for all requests, not {kinds[of_tokens]}"
-            )
-
-    def _earlier(self, length: int, *, is_prefix: bool) -> _Asked | None:
-        """The same request, if it was made before and has not failed."""
-        if not is_prefix:
-            return None
-        for asked in self._asked:
-            if asked.length == length and (not asked.task.done() or _succeeded(asked.task)):
-                return asked
-        return None
-
-    def _check_may_act(self) -> None:
-        if self._running is not None and not self._running.done():
-            raise self._differs(
-                "another request of this episode is being answered; an episode is one conversation, one request at a time"
-            )
-        if self.failure.done():
-            raise run_failed()
-        if self._is_full and self.limit is not None:
-            raise limit_reached(self.limit)
-
-    def _differs(self, message: str) -> Refused:
-        return Refused(
-            409, "history_differs", f"this request cannot continue the episode: {message}", "messages"
-        )
-
-    def _observe(self, token_ids: Sequence[int]) -> None:
-        try:
-            self._context.observe(token_ids)
-        except EpisodeEnded as limit:  # nothing was added: a shorter message may follow
-            self.limit = limit
-            raise limit_reached(limit) from limit
-
-    def _start(
-        self, turn: Awaitable[_Answer], length: int, options: tuple[Any, ...]
-    ) -> "asyncio.Task[_Answer]":
-        task = self._running = asyncio.ensure_future(turn)
-        task.add_done_callback(self._note_failure)
-        self._asked.append(_Asked(length=length, options=options, task=task))
-        return task
-
-    # ---------------------------------------------------------------------------------------------------
-    # turns
-
-    async def _answered(self, task: "asyncio.Task[_Answer]") -> _Answer:
-        """The answer of a turn, which goes on when its client is gone."""
-        await asyncio.wait([task])
-        if task.cancelled():
-            raise no_session()
-        error = task.exception()
-        if error is None:
-            return task.result()
-        raise limit_reached(error) if isinstance(error, EpisodeEnded) else run_failed()
-
-    def _note_failure(self, task: "asyncio.Task[_Answer]") -> None:
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, EpisodeEnded) and not self.failure.done():
-            self.failure.set_result(error)
-
-    async def _act(self, max_tokens: int | None, stop_token_ids: Sequence[int]) -> Completion:
-        try:
-            completion = await self._context.act(max_new_tokens=max_tokens, stop_token_ids=stop_token_ids)
-        except EpisodeEnded as limit:  # what was observed before it stays
-            self._is_full, self.limit = True, limit
-            raise
-        self.limit = None
-        return completion
-
-    async def _chat_turn(self, renderer: Renderer, max_tokens: int | None) -> _Answer:
-        prompt_tokens = len(self._context.token_ids)
-        completion = await self._act(max_tokens, renderer.end_token_ids)
-        self._sampled_end = int(completion.token_ids[-1]) in renderer.end_token_ids
-        text = text_of(self._context, completion, sampled_end=self._sampled_end)
-        turn = ParsedTurn(content=text, calls=[])
-        if self._tools and self._conversation.parse is not None:
-            turn = await self._conversation.parse(text, self._tools)
-            self.unread_calls += turn.error is not None
-        message = canonical(message_of(turn, first_call=self._num_calls), place="our answer")
-        self._num_calls += len(turn.calls)
-        self._messages.append(message)
-        self._keys.append(comparable(message))
-        self.last_text = turn.content
-        finish = "length" if completion.finish_reason is FinishReason.LENGTH else "stop"
-        return _Answer(
-            message=for_the_wire(message, turn.reasoning),
-            completion=completion,
-            prompt_tokens=prompt_tokens,
-            finish_reason="tool_calls" if turn.calls else finish,
-        )
-
-    async def _token_turn(self, max_tokens: int | None, *stop_token_ids: int) -> _Answer:
-        prompt_tokens = len(self._context.token_ids)
-        completion = await self._act(max_tokens, stop_token_ids)
-        self.last_text = self._context.decode(completion)
-        finish = "length" if completion.finish_reason is FinishReason.LENGTH else "stop"
-        return _Answer(message={}, completion=completion, prompt_tokens=prompt_tokens, finish_reason=finish)
-
-    def check_open(self) -> None:
-        if self._is_closed:
-            raise no_session()
 
 
 class Gateway:
@@ -395,7 +115,7 @@ class Gateway:
                 session.check_open()
                 return await handle(request, session)
             except Refused as refused:
-                session.refused += refused.status == 409
+                session.refused += 1
                 session.last_refusal = f"{refused.status}: {refused}"
                 return refused.response()
 
@@ -409,7 +129,8 @@ class Gateway:
         body = await body_of(request)
         check_supported(body)
         self._tell_ignored(body)
-        answer = await session.chat(body)
+        answer = await session.chat(body, may_repeat=_may_repeat(request))
+        self._tell_of_fork(session)
         about = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -438,7 +159,7 @@ class Gateway:
             self._tell_ignored(sampling)
         if body.get("stream"):
             raise Refused(400, "unsupported", "generate does not stream; leave out stream", "stream")
-        answer = await session.generate(body, self._vocab_size)
+        answer = await session.generate(body, self._vocab_size, may_repeat=_may_repeat(request))
         completion = answer.completion
         pairs = zip(completion.token_ids.tolist(), completion.rollout_logprobs.tolist(), strict=True)
         content = [
@@ -456,6 +177,16 @@ class Gateway:
         text = f"{request.method} {request.match_info['rest'][:80]}: there are v1/chat/completions, v1/models and v1/generate alone"
         raise Refused(404, "unknown_route", text)
 
+    def _tell_of_fork(self, session: GatewaySession) -> None:
+        """Once per run."""
+        if session.first_difference is not None and "fork" not in self._told:
+            self._told.add("fork")
+            logger.warning(
+                "an agent's request does not repeat the conversation so far: %s; its episode has another sequence, and "
+                "episode/sequences_mean counts them; further ones are not reported",
+                session.first_difference,
+            )
+
     def _tell_ignored(self, body: JSON) -> None:
         """Once per field."""
         for field in IGNORED:
@@ -471,5 +202,6 @@ class Gateway:
             )
 
 
-def _succeeded(task: "asyncio.Task[_Answer]") -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
+def _may_repeat(request: web.Request) -> bool:
+    """Whether a request may be one whose answer was lost. OpenAI's clients number their attempts from 0."""
+    return request.headers.get("X-Stainless-Retry-Count") != "0"

@@ -60,7 +60,7 @@ async def body_of(request: web.Request) -> JSON:
 def check_supported(body: JSON) -> None:
     """Refuse what would change the answer, and cannot be done exactly."""
     if body.get("n") not in (None, 1):
-        text = f"n={body['n']!r:.20}: an episode is one conversation, so each request has one answer; use n=1"
+        text = f"n={body['n']!r:.20}: each request has one answer; ask several times, and use n=1"
         raise Refused(400, "unsupported", text, "n")
     if body.get("stop"):
         text = "stop: a sampled token cannot be cut at a text; leave out stop, and look for the text in the answer"
@@ -240,16 +240,15 @@ def common_length(these: Sequence[Any], those: Sequence[Any]) -> int:
 
 
 def difference(messages: list[JSON], so_far: list[JSON], first: int) -> str:
-    """What differs first, and what to do."""
-    fix = "repeat all earlier messages as they were sent and answered, and append new ones"
-    if first == len(messages):
-        return f"it has {len(messages)} messages, but the episode has {len(so_far)}; {fix}"
+    """What differs first."""
+    if first in (len(messages), len(so_far)):
+        return f"it has {len(messages)} messages, and the conversation {len(so_far)}"
     was, given = so_far[first], messages[first]
     for field in ("role", "content", "tool_calls", "tool_call_id", "name"):
         if comparable(was.get(field)) != comparable(given.get(field)):
             now, before = _where_they_differ(given.get(field), was.get(field))
-            return f"message {first} ({was['role']}) differs: its {field} is {now}, and was {before}; {fix}"
-    return f"message {first} ({was['role']}) differs; {fix}"
+            return f"message {first} ({was['role']}) differs: its {field} is {now}, and was {before}"
+    return f"message {first} ({was['role']}) differs"
 
 
 def _where_they_differ(this: Any, that: Any) -> tuple[str, str]:

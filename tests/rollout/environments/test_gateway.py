@@ -9,17 +9,29 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import aiohttp
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rollout.client import GenerationError
 from rollout.environments import gateway as gateway_module
 from rollout.environments.chat import PlainRenderer
 from rollout.environments.context import EpisodeContext, EpisodeLimits, Texts, turn_seed
-from rollout.environments.gateway import Conversation, Gateway, GatewaySession
+from rollout.environments.episodes import Sample
+from rollout.environments.gateway import Gateway
+from rollout.environments.gateway_session import Conversation, GatewaySession
 from rollout.environments.rendering import ChatRenderer
 from rollout.environments.tool_calls import ParsedTurn
-from rollout.records import FinishReason
+from rollout.records import FinishReason, Status
 from tests.rollout.environments.test_chat import END, ToyRenderer
-from tests.rollout.environments.test_episodes import PROMPT, STOP, TEXTS, VOCAB, score_by_length
+from tests.rollout.environments.test_episodes import (
+    PROMPT,
+    STOP,
+    TEXTS,
+    VOCAB,
+    group_of,
+    pack,
+    score_by_length,
+)
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.fake_engine import FakeEngine, fake_tokens
 from tests.support.records import completion
@@ -149,21 +161,46 @@ def test_256_sessions_at_once_lose_and_mix_nothing():
     run(test)
 
 
+REPEATED = {"X-Stainless-Retry-Count": "1"}
+"""As OpenAI's client has it when it asks again because an answer was lost."""
+
+
 def test_a_repeated_request_is_sampled_once_and_gets_the_same_answer():
     async def test():
         engine = FakeEngine()
         async with opened(engine=engine) as (one,):
             first = [user("3 4 5")]
-            at_once = await asyncio.gather(*(one.ask(first) for _ in range(4)))
+            at_once = await asyncio.gather(*(one.ask(first, extra_headers=REPEATED) for _ in range(4)))
             (text,) = {answer.choices[0].message.content for answer in at_once}
             second = [*first, at_once[0].choices[0].message, user("7")]
             await one.ask(second)
-            again, streamed = await one.ask(first), await one.ask(first, stream=True)
+            again, streamed = [
+                await one.ask(first, extra_headers=REPEATED, stream=stream) for stream in (False, True)
+            ]
             assert again.choices[0].message.content == text
             assert "".join([c.choices[0].delta.content or "" async for c in streamed]) == text
-            await one.ask(second)
-            assert (len(engine.calls), one.session.num_turns, one.session.refused) == (2, 2, 0)
-            assert "max_tokens" in str(await one.refused("history_differs", first, max_tokens=2))
+            await one.ask(second, extra_headers=REPEATED)
+            # A client that does not number its attempts may have lost the answer too.
+            status, answer = await one.post("chat/completions", json.dumps({"messages": first}))
+            assert (status, answer["choices"][0]["message"]["content"]) == (200, text)
+            assert (len(engine.calls), one.session.num_turns, one.session.num_forks) == (2, 2, 0)
+            assert one.session.refused == 0
+
+    run(test)
+
+
+def test_a_request_that_is_asked_anew_is_sampled_anew():
+    async def test():
+        engine = FakeEngine()
+        async with opened(engine=engine) as (one,):
+            first = [user("3 4 5")]
+            answers = await asyncio.gather(*(one.ask(first) for _ in range(4)), one.ask(first, max_tokens=2))
+            assert {call[0] for call in engine.calls} == {(3, 4, 5)}
+            assert len({call[1] for call in engine.calls}) == 5
+            found = [one.context.sequences()[n].token_ids.tolist()[3:] for n in range(5)]
+            assert [len(answer) for answer in found] == [a.usage.completion_tokens for a in answers]
+            assert (one.session.num_turns, one.session.num_forks) == (5, 4)
+            assert one.session.first_difference is None  # the same messages
 
     run(test)
 
@@ -189,43 +226,126 @@ def test_a_client_that_is_gone_gets_its_answer_later():
             await engine.asked.wait()
             lost.cancel()
             await asyncio.wait([lost])
-            again = asyncio.ensure_future(one.ask([user("3")]))
-            error = await one.refused("history_differs", [user("4")])
-            assert "another request of this episode is being answered" in str(error)
+            again = asyncio.ensure_future(one.ask([user("3")], extra_headers=REPEATED))
+            other = asyncio.ensure_future(one.ask([user("4")]))  # another conversation, at the same time
             engine.may_answer.set()
-            await again
-            assert (len(engine.calls), one.session.num_turns) == (1, 1)
+            await asyncio.gather(again, other)
+            assert (len(engine.calls), one.session.num_turns) == (2, 2)
+            assert [s.token_ids[0] for s in one.context.sequences()] == [3, 4]
 
     run(test)
 
 
-def test_a_history_that_was_rewritten_is_refused():
+class Apart:
+    """Each message has the tokens of its own text, wherever it stands."""
+
+    end_token_ids: tuple[int, ...] = ()
+
+    def opening(self, messages):
+        return [token for message in messages for token in TEXTS.encode(message["content"])]
+
+    def following(self, messages, *, sampled_end):
+        return self.opening(messages)
+
+
+APART = Conversation(renderer_of=lambda tools: Apart())
+
+
+def test_a_history_that_was_rewritten_forks_behind_what_is_kept(caplog):
     async def test():
-        async with opened() as (one,):
+        engine = FakeEngine()
+        async with opened(conversation=APART, engine=engine) as (one,):
             start = [{"role": "system", "content": "1 2"}, user("3 4 5")]
             answer = {"role": "assistant", "content": (await one.ask(start)).choices[0].message.content}
-            before = one.context.token_ids.tolist()
-            other = {**answer, "content": answer["content"] + " "}
-            wrong = {
-                "message 0 (system) differs: its content is '1 3', and was '1 2'": [
-                    {"role": "system", "content": "1 3"}, start[1], answer, user("7"),
-                ],
-                "message 2 (assistant) differs: its content is": [*start, other, user("7")],
-                "message 2 (assistant) differs: its role is 'user', and was 'assistant'": [*start, user("7")],
-                "it has 1 messages, but the episode has 3": [start[0]],
-                "no message follows the last answer": [*start, answer],
-            }  # fmt: skip
-            for expected, messages in wrong.items():
-                error = await one.refused("history_differs", messages)
-                assert (error.status_code, expected in str(error)) == (409, True), error
-            assert one.session.refused == len(wrong)
-            assert one.context.token_ids.tolist() == before
+            sampled_first = sampled([1, 2, 3, 4, 5], 1, 0)
+            other = {**answer, "content": "8"}
+            asked = [
+                ([*start, other, user("7")], [1, 2, 3, 4, 5, 8, 7]),
+                ([*start, answer, user("6")], [1, 2, 3, 4, 5, *sampled_first, 6]),
+                ([*start, answer, user("7")], [1, 2, 3, 4, 5, *sampled_first, 7]),
+            ]
+            for messages, tokens in asked:
+                await one.ask(messages)
+                assert engine.calls[-1][0] == tuple(tokens)
             parts = [{"type": "text", "text": answer["content"]}]
             same = {"role": "assistant", "content": parts, "refusal": None, "annotations": []}
-            await one.ask([*start, same, user("7")])  # the same in another form
-            assert one.session.num_turns == 2
+            error = await one.refused("invalid_value", [*start, same])  # the same in another form
+            assert "no message follows the last answer" in str(error)
+            assert (one.session.num_turns, one.session.num_forks, one.session.refused) == (4, 2, 1)
+            assert one.session.first_difference.startswith(
+                "message 2 (assistant) differs: its content is '8'"
+            )
+
+    with caplog.at_level(logging.WARNING):
+        run(test)
+    (record,) = caplog.records
+    assert "episode/sequences_mean" in record.getMessage()
+
+
+ACTIONS = st.tuples(
+    st.sampled_from(("extend", "ask anew", "repeat", "edit", "drop")),
+    st.integers(0, 99),
+    st.integers(0, 99),
+    st.integers(1, VOCAB - 1),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(script=st.lists(ACTIONS, max_size=10))
+def test_whatever_an_agent_asks_each_answer_is_trained_on_once_behind_what_was_asked(script):
+    """Texts are numbers, so a request's prompt must have the numbers of its messages, and the end tokens of answers
+    that were kept as they were sampled."""
+
+    async def test():
+        engine = FakeEngine()
+        limits = EpisodeLimits(max_turns=99, max_tokens=9_000, max_new_tokens=6)
+        async with opened(conversation=APART, engine=engine, limits=limits) as (one,):
+            asked: list[tuple[list[dict], str]] = []
+
+            async def ask(messages, **fields):
+                before = len(engine.calls)
+                answer = await one.ask(messages, **fields)
+                if "extra_headers" in fields:
+                    assert len(engine.calls) == before
+                else:
+                    numbers = [n for message in messages for n in TEXTS.encode(message["content"])]
+                    assert [n for n in engine.calls[-1][0] if n != STOP] == numbers
+                text = answer.choices[0].message.content
+                asked.append((messages, text))
+                return text
+
+            await ask([user("3 4 5")])
+            for action, which, where, number in script:
+                messages, text = asked[which % len(asked)]
+                whole = [*messages, {"role": "assistant", "content": text}]
+                place = where % len(whole)
+                if action == "extend":
+                    await ask([*whole, user(str(number))])
+                elif action == "ask anew":
+                    await ask(messages)
+                elif action == "repeat":
+                    given = {answer for other, answer in asked if other == messages}
+                    assert await ask(messages, extra_headers=REPEATED) in given
+                elif action == "edit":
+                    edited = {**whole[place], "content": str(number)}
+                    await ask([*whole[:place], edited, *whole[place + 1 :], user("2")])
+                else:
+                    await ask([*whole[:place], *whole[place + 1 :], user("2")])
+            assert one.session.num_turns == len(engine.calls)
+            made = Sample(
+                sequences=[s for s in one.context.sequences() if s.turns],
+                reward=1.0, parts={}, correct=True, status=Status.OK, error=None,
+            )  # fmt: skip
+            _, batch = pack([group_of([made])])  # compares each turn with what was sent
+            tokens = sum(len(sampled_by(engine_call)) for engine_call in engine.calls)
+            assert int(batch.packed.response_mask_T.sum()) == tokens
+            assert one.session.num_forks == len(made.sequences) - 1
 
     run(test)
+
+
+def sampled_by(call: tuple[tuple[int, ...], int, float]) -> list[int]:
+    return fake_tokens(call[0], call[1], max_new_tokens=6, vocab_size=VOCAB, stop=STOP)
 
 
 def test_keys_are_of_one_session_and_end_with_it():
@@ -368,8 +488,9 @@ def test_tool_calls_come_and_go_in_openais_form():
             assert choice.finish_reason in ("stop", "length")
             assert one.context.token_ids.tolist() == ids
             changed = [*messages, choice.message, user("a")]
-            error = await one.refused("history_differs", changed, tools=[])
-            assert "the tools changed" in str(error)
+            await one.ask(changed, tools=[])  # the tools are in the prompt
+            assert one.session.first_difference == "the tools changed" and one.session.num_forks == 1
+            assert one.context.token_ids.tolist() == ids
 
     run(test)
 
@@ -400,7 +521,9 @@ def play_with_a_template(parse) -> None:
     async def test():
         tokenizer = chat_tokenizer("qwen2_5")
         call = '<tool_call>\n{"name": "look", "arguments": {"key": 1}}\n</tool_call>'
-        engine = Says(tokenizer, [f"{call}<|im_end|>", "It is four.<|im_end|>", "Yes.<|im_end|>"])
+        engine = Says(
+            tokenizer, [f"{call}<|im_end|>", "It is four.<|im_end|>", "Yes.<|im_end|>", "Four.<|im_end|>"]
+        )
         (end,) = tokenizer.encode("<|im_end|>")
         conversation = Conversation(
             renderer_of=lambda tools: ChatRenderer(tokenizer, tools=tools), parse=parse
@@ -425,6 +548,15 @@ def play_with_a_template(parse) -> None:
                     made["function"]["arguments"] = json.loads(made["function"]["arguments"])
             whole = tokenizer.apply_chat_template(messages, tools=TOOLS, tokenize=False)
             assert tokenizer.decode(one.context.token_ids) == whole.removesuffix("\n")
+            rewritten = [*messages[:4], {"role": "assistant", "content": "Four."}, user("Are you sure?")]
+            prompt = tokenizer.apply_chat_template(
+                rewritten, tools=TOOLS, tokenize=False, add_generation_prompt=True
+            )
+            await one.ask(rewritten, tools=TOOLS)
+            kept, forked = one.context.sequences()
+            assert tokenizer.decode(forked.token_ids[: forked.turns[0].start]) == prompt
+            until = kept.turns[0].end  # the call, as it was sampled
+            assert forked.token_ids[:until].tolist() == kept.token_ids[:until].tolist()
 
     run(test)
 
@@ -435,7 +567,7 @@ def test_a_conversation_with_tools_in_a_chat_template():
 
 def test_a_conversation_in_tokens():
     async def test():
-        async with opened() as (one,):
+        async with opened(limits=EpisodeLimits(max_turns=6, max_tokens=400, max_new_tokens=6)) as (one,):
             ids, answers = [3, 4, 5], []
             for turn in range(3):
                 body = {
@@ -457,16 +589,20 @@ def test_a_conversation_in_tokens():
                 ids = [*ids, *expected, 7, 8]
             so_far = one.context.token_ids.tolist()
             wrong = [
-                ([*so_far[:4], (so_far[4] + 1) % VOCAB, *so_far[5:], 7], 409, "but token 4 is"),
-                (so_far[:5], 409, "but there are 5 tokens"),
                 ([*so_far, VOCAB], 400, f"from 0 to {VOCAB - 1}"),
                 ([*so_far, True], 400, "no list of token ids"),
                 ([*so_far, -1], 400, "no list of token ids"),
+                ([], 400, "token_ids is empty"),
             ]
             for token_ids, status, message in wrong:
                 found, answer = await one.post("generate", json.dumps({"token_ids": token_ids}))
                 assert (found, message in answer["error"]["message"]) == (status, True), answer
-            await one.refused("history_differs", [user("3")])  # the other route
             assert one.context.token_ids.tolist() == so_far and one.session.num_turns == 3
+            for changed in ([*so_far[:4], (so_far[4] + 1) % VOCAB, *so_far[5:], 7], so_far[:5]):
+                status, answer = await one.post("generate", json.dumps({"token_ids": changed}))
+                found = one.context.sequences()[-1].token_ids.tolist()
+                assert (status, found) == (200, [*changed, *answer["choices"][0]["token_ids"]])
+            await one.ask([user("3")])  # a conversation beside it
+            assert one.context.token_ids.tolist() == so_far and one.session.num_forks == 3
 
     run(test)

@@ -1,0 +1,412 @@
+"""A session of the gateway: the requests of one episode become turns of its sequences, token by token.
+
+A sequence is a branch here. A request that repeats all messages of a branch, our answers among them, and adds new ones
+continues it: the new ones alone are rendered. Any other request forks the episode where its tokens are still exact::
+
+    request                                                 tokens of the new branch
+    the messages of an earlier request                      those that it was answered with: another answer is sampled
+    the first messages of a branch, up to one of our        those of the branch up to there, and the rest of the
+    answers                                                 request, rendered
+    another beginning, or other tools                       all messages, rendered
+
+What was sampled never becomes text and tokens again, except where an agent gives its own account of a history. That
+account is an observation, on which nothing is trained.
+
+A request that repeats an earlier one gets the same answer, which was sampled once: a client repeats a request whose
+answer was lost. Where the client says that this is no repetition (OpenAI's does), another answer is sampled.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.environments.chat import ParseCalls, Renderer, message_of, text_of
+from rollout.environments.openai_form import (
+    JSON,
+    Refused,
+    canonical,
+    common_length,
+    comparable,
+    difference,
+    for_the_wire,
+    limit_reached,
+    max_tokens_of,
+    messages_of,
+    no_session,
+    run_failed,
+    sampling_of,
+    token_ids_of,
+    tools_of,
+)
+from rollout.environments.protocol import Context, EpisodeEnded
+from rollout.environments.tool_calls import ParsedTurn, Tools
+from rollout.records import Completion, FinishReason, Status
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """How messages become tokens, and texts messages."""
+
+    renderer_of: Callable[[Tools], Renderer]
+    """Raises ValueError where the template cannot be used with these tools."""
+    parse: ParseCalls | None = None
+    """Finds the tool calls in a text. None: requests with tools are refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A turn as the agent sees it."""
+
+    message: JSON
+    """In OpenAI's form. Empty for a request of tokens."""
+    completion: Completion
+    prompt_tokens: int
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Request:
+    """One that asks for a turn, of messages or of tokens."""
+
+    keys: list[str]
+    """The messages in a form that can be compared. Empty for a request of tokens."""
+    messages: list[JSON]
+    token_ids: list[int] | None
+    """None for a request of messages."""
+    tools: list[JSON]
+    options: tuple[Any, ...]
+    """What else changes the answer."""
+
+    @property
+    def tools_key(self) -> str:
+        return comparable(self.tools)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Turn:
+    request: _Request
+    start: int
+    """Tokens of the prompt."""
+    task: "asyncio.Task[Answer]"
+    end: int | None = None
+    """Tokens with the answer; None before it."""
+    sampled_end: bool = False
+
+    @property
+    def has_failed(self) -> bool:
+        return self.task.done() and not _succeeded(self.task)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Branch:
+    """One sequence of the episode."""
+
+    context: Context
+    tools_key: str
+    renderer: Renderer | None
+    """None for a branch of tokens."""
+    messages: list[JSON] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    turns: list[_Turn] = field(default_factory=list)
+    is_full: bool = False
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether its last request was answered."""
+        return not self.is_full and (not self.turns or self.turns[-1].end is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """A place of a branch that a request has in common with it."""
+
+    branch: _Branch
+    tokens: int
+    messages: int
+    sampled_end: bool = False
+
+
+class GatewaySession:
+    """One episode. Made by ``Gateway.session``."""
+
+    def __init__(self, context: Context, conversation: Conversation, *, base_url: str, model: str) -> None:
+        self.base_url, self.key, self.model = base_url, secrets.token_urlsafe(32), model
+        self.refused, self.unread_calls, self.last_text = 0, 0, ""
+        self.last_refusal: str | None = None
+        self.limit: EpisodeEnded | None = None
+        """The limit that refused the last turn. A later turn that is answered clears it."""
+        self.failure: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        """Done with an error that is no fault of the agent: of an engine, or a defect. The episode's owner raises it."""
+        self.first_difference: str | None = None
+        """Why the episode forked first."""
+        self._context, self._conversation = context, conversation
+        self._branches: list[_Branch] = []
+        self._num_calls, self._is_closed = 0, False
+
+    @property
+    def num_turns(self) -> int:
+        """Turns that were answered."""
+        return sum(turn.end is not None for turn in self._turns())
+
+    @property
+    def num_forks(self) -> int:
+        """Sequences behind the first."""
+        answered = [branch for branch in self._branches if any(turn.end is not None for turn in branch.turns)]
+        return max(0, len(answered) - 1)
+
+    def check_open(self) -> None:
+        if self._is_closed:
+            raise no_session()
+
+    async def close(self) -> None:
+        """Refuse further requests, and end those under way. Nothing is added to the context afterwards."""
+        self._is_closed = True
+        running = [turn.task for turn in self._turns() if not turn.task.done()]
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running)
+        self.failure.cancel()
+
+    async def chat(self, body: JSON, *, may_repeat: bool = True) -> Answer:
+        """may_repeat: whether the request may be one whose answer was lost. Raises Refused."""
+        messages, tools = messages_of(body), tools_of(body)
+        if tools and self._conversation.parse is None:
+            raise Refused(
+                400, "unsupported", "tools need environment.tool_call_parser in the run's config", "tools"
+            )
+        request = _Request(
+            keys=[comparable(message) for message in messages],
+            messages=messages,
+            token_ids=None,
+            tools=tools,
+            options=(max_tokens_of(body, "max_completion_tokens", "max_tokens"),),
+        )
+        return await self._answered(self._task_of(request, may_repeat))
+
+    async def generate(self, body: JSON, vocab_size: int | None, *, may_repeat: bool = True) -> Answer:
+        """Raises Refused."""
+        token_ids, (max_tokens, stop) = token_ids_of(body, "token_ids", vocab_size), sampling_of(body)
+        if not token_ids:
+            raise Refused(400, "invalid_value", "token_ids is empty; give the prompt's tokens", "token_ids")
+        request = _Request(keys=[], messages=[], token_ids=token_ids, tools=[], options=(max_tokens, *stop))
+        return await self._answered(self._task_of(request, may_repeat))
+
+    # ---------------------------------------------------------------------------------------------------
+    # joining: no await, so two requests never see half of each other
+
+    def _task_of(self, request: _Request, may_repeat: bool) -> "asyncio.Task[Answer]":
+        self.check_open()
+        if may_repeat:
+            for turn in self._turns():
+                if turn.request == request and not turn.has_failed:
+                    return turn.task
+        self._require_a_new_message(request)
+        if self.failure.done():
+            raise run_failed()
+        if self.limit is not None and self.limit.status is Status.TURN_LIMIT:
+            raise limit_reached(self.limit)
+        branch = self._continued(request)
+        if branch is None:
+            self._branches.append(branch := self._forked(request))
+        branch.messages, branch.keys = [*request.messages], [*request.keys]
+        return self._start(branch, request)
+
+    def _continued(self, request: _Request) -> _Branch | None:
+        """The branch whose history the request repeats, with what the request adds to it."""
+        found, tokens = None, 0
+        for branch in self._branches:
+            length = self._whole_in_common(branch, request)
+            if branch.may_continue and length > tokens:
+                found, tokens = branch, length
+        if found is None:
+            return None
+        if request.token_ids is not None:
+            self._observe(found.context, request.token_ids[tokens:])
+            return found
+        new = request.messages[len(found.keys) :]
+        assert found.renderer is not None
+        try:
+            tokens_of_new = found.renderer.following(new, sampled_end=found.turns[-1].sampled_end)
+        except (ValueError, TypeError) as error:
+            raise _no_tokens(error) from error
+        self._observe(found.context, tokens_of_new)
+        return found
+
+    def _whole_in_common(self, branch: _Branch, request: _Request) -> int:
+        """Tokens of the branch, if the request begins with all of it; else 0."""
+        so_far = branch.context.token_ids
+        if request.token_ids is not None:
+            is_begun = request.token_ids[: len(so_far)] == so_far.tolist()
+            return len(so_far) if is_begun else 0
+        is_begun = branch.renderer is not None and branch.tools_key == request.tools_key
+        return len(so_far) if is_begun and request.keys[: len(branch.keys)] == branch.keys else 0
+
+    def _require_a_new_message(self, request: _Request) -> None:
+        """Behind our answer the policy has nothing to answer. Raises Refused."""
+        for branch in self._branches:
+            for turn in branch.turns:
+                asked = len(turn.request.keys)
+                if turn.end is not None and asked and branch.keys[: asked + 1] == request.keys:
+                    text = "no message follows the last answer; append a user's message or those of tools"
+                    raise Refused(400, "invalid_value", text, "messages")
+
+    def _forked(self, request: _Request) -> _Branch:
+        """A branch that begins with what the request has in common with an earlier one, or anew."""
+        for cut in self._cuts(request):
+            try:
+                return self._fork(cut, request)
+            except (ValueError, TypeError):  # the template does not take the rest behind our answer
+                continue
+        context = self._context.fork(0) if self._branches else self._context
+        if request.token_ids is not None:
+            self._observe(context, request.token_ids)
+            return _Branch(context=context, tools_key="", renderer=None)
+        try:
+            renderer = self._conversation.renderer_of(request.tools)
+            tokens = renderer.opening(request.messages)
+        except (ValueError, TypeError) as error:  # TypeError: half of a surrogate pair has no tokens
+            raise _no_tokens(error) from error
+        if not tokens:
+            raise Refused(400, "no_tokens", "these messages have no tokens; give a text", "messages")
+        self._observe(context, tokens)
+        self._note_difference(request)
+        return _Branch(context=context, tools_key=request.tools_key, renderer=renderer)
+
+    def _cuts(self, request: _Request) -> list[_Cut]:
+        """Where the request may leave a branch, the place with most tokens first."""
+        cuts = []
+        for branch in self._branches:
+            if request.token_ids is not None:
+                common = common_length(request.token_ids, branch.context.token_ids.tolist())
+                cuts.append(_Cut(branch=branch, tokens=common, messages=0))
+            elif branch.renderer is not None and branch.tools_key == request.tools_key:
+                cuts += _cuts_of_messages(branch, request.keys)
+        return sorted((cut for cut in cuts if cut.tokens), key=lambda cut: cut.tokens, reverse=True)
+
+    def _fork(self, cut: _Cut, request: _Request) -> _Branch:
+        """Raises ValueError where the rest of the messages cannot follow the cut."""
+        branch = cut.branch
+        if request.token_ids is not None:
+            tokens = request.token_ids[cut.tokens :]
+        elif rest := request.messages[cut.messages :]:
+            assert branch.renderer is not None
+            tokens = branch.renderer.following(rest, sampled_end=cut.sampled_end)
+            self._note_difference(request)
+        else:
+            tokens = []
+        context = branch.context.fork(cut.tokens)
+        self._observe(context, tokens)
+        return _Branch(context=context, tools_key=branch.tools_key, renderer=branch.renderer)
+
+    def _note_difference(self, request: _Request) -> None:
+        if not self._branches or self.first_difference is not None:
+            return
+        nearest = max(self._branches, key=lambda branch: common_length(request.keys, branch.keys))
+        same = common_length(request.keys, nearest.keys)
+        self.first_difference = (
+            "the tools changed"
+            if nearest.tools_key != request.tools_key
+            else difference(request.messages, nearest.messages, same)
+        )
+
+    def _observe(self, context: Context, token_ids: Sequence[int]) -> None:
+        try:
+            if token_ids:
+                context.observe(token_ids)
+        except EpisodeEnded as limit:  # nothing was added: a shorter message may follow
+            self.limit = limit
+            raise limit_reached(limit) from limit
+
+    def _start(self, branch: _Branch, request: _Request) -> "asyncio.Task[Answer]":
+        start = len(branch.context.token_ids)
+        answering = self._token_turn if branch.renderer is None else self._chat_turn
+        # The turn is known before its task runs.
+        task = asyncio.ensure_future(answering(branch, len(branch.turns)))
+        task.add_done_callback(self._note_failure)
+        branch.turns.append(_Turn(request=request, start=start, task=task))
+        return task
+
+    def _turns(self) -> Iterator[_Turn]:
+        return (turn for branch in self._branches for turn in branch.turns)
+
+    # ---------------------------------------------------------------------------------------------------
+    # turns
+
+    async def _answered(self, task: "asyncio.Task[Answer]") -> Answer:
+        """The answer of a turn, which goes on when its client is gone."""
+        await asyncio.wait([task])
+        if task.cancelled():
+            raise no_session()
+        error = task.exception()
+        if error is None:
+            return task.result()
+        raise limit_reached(error) if isinstance(error, EpisodeEnded) else run_failed()
+
+    def _note_failure(self, task: "asyncio.Task[Answer]") -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, EpisodeEnded) and not self.failure.done():
+            self.failure.set_result(error)
+
+    async def _act(self, branch: _Branch, max_tokens: int | None, stop: Sequence[int]) -> Completion:
+        try:
+            completion = await branch.context.act(max_new_tokens=max_tokens, stop_token_ids=stop)
+        except EpisodeEnded as limit:  # what was observed before it stays
+            branch.is_full, self.limit = True, limit
+            raise
+        self.limit = None
+        return completion
+
+    async def _chat_turn(self, branch: _Branch, number: int) -> Answer:
+        renderer, turn = branch.renderer, branch.turns[number]
+        assert renderer is not None
+        (max_tokens,) = turn.request.options
+        completion = await self._act(branch, max_tokens, renderer.end_token_ids)
+        sampled_end = int(completion.token_ids[-1]) in renderer.end_token_ids
+        text = text_of(branch.context, completion, sampled_end=sampled_end)
+        parsed = ParsedTurn(content=text, calls=[])
+        if turn.request.tools and self._conversation.parse is not None:
+            parsed = await self._conversation.parse(text, turn.request.tools)
+            self.unread_calls += parsed.error is not None
+        message = canonical(message_of(parsed, first_call=self._num_calls), place="our answer")
+        self._num_calls += len(parsed.calls)
+        branch.messages.append(message)
+        branch.keys.append(comparable(message))
+        turn.end, turn.sampled_end = len(branch.context.token_ids), sampled_end
+        self.last_text = parsed.content
+        finish = "length" if completion.finish_reason is FinishReason.LENGTH else "stop"
+        return Answer(
+            message=for_the_wire(message, parsed.reasoning),
+            completion=completion,
+            prompt_tokens=turn.start,
+            finish_reason="tool_calls" if parsed.calls else finish,
+        )
+
+    async def _token_turn(self, branch: _Branch, number: int) -> Answer:
+        turn = branch.turns[number]
+        max_tokens, *stop_token_ids = turn.request.options
+        completion = await self._act(branch, max_tokens, stop_token_ids)
+        turn.end = len(branch.context.token_ids)
+        self.last_text = branch.context.decode(completion)
+        finish = "length" if completion.finish_reason is FinishReason.LENGTH else "stop"
+        return Answer(message={}, completion=completion, prompt_tokens=turn.start, finish_reason=finish)
+
+
+def _cuts_of_messages(branch: _Branch, keys: list[str]) -> Iterator[_Cut]:
+    """Before an answer to the same messages, and behind each answer that the request repeats."""
+    for turn in branch.turns:
+        asked = len(turn.request.keys)
+        if turn.request.keys == keys:
+            yield _Cut(branch=branch, tokens=turn.start, messages=asked)
+        elif turn.end is not None and branch.keys[: asked + 1] == keys[: asked + 1] and asked + 1 < len(keys):
+            yield _Cut(branch=branch, tokens=turn.end, messages=asked + 1, sampled_end=turn.sampled_end)
+
+
+def _no_tokens(error: Exception) -> Refused:
+    return Refused(400, "no_tokens", f"these messages have no tokens: {error}", "messages")
+
+
+def _succeeded(task: "asyncio.Task[Answer]") -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
