@@ -158,20 +158,22 @@ def control_calls(log: Path) -> list[str]:
 
 
 TWO_TURNS = """
+import asyncio
 from rollout.environments import Outcome
 
 class TwoTurns:
     async def run(self, problem, context):
         context.observe(problem.token_ids)
         first = await context.act(max_new_tokens=6, stop_token_ids=context.encode("="))
+        forks = [context.fork()] if first.token_ids[0] % 2 else []
         context.observe(context.encode(f"({len(first.token_ids)}) "))
-        second = await context.act(max_new_tokens=8)
+        second, *_ = await asyncio.gather(*(one.act(max_new_tokens=8) for one in [context, *forks]))
         return Outcome.of(await context.score(context.decode(second)), first=len(first.token_ids))
 """
 
 
 def test_a_run_goes_on_in_another_layout_and_colocated(folder):
-    """Episodes of two turns. Interleaved pipeline stages send to servers of two tensor-parallel ranks. Their checkpoint goes on with
+    """Episodes of two turns, some of which fork. Interleaved pipeline stages send to servers of two tensor-parallel ranks. Their checkpoint goes on with
     sequence parallelism, taking turns with the servers on the same devices.
 
     On CPU the servers have no memory to give back, but everything is asked of them and of the learner as on a
@@ -199,7 +201,11 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
         assert step["policy/ppo_kl"] == 0.0 and step["policy/ratio_max"] == 1.0
         assert step["mismatch/logprob_gap_max"] <= EXACT_TOLERANCE
         assert step["optim/grad_norm"] > 0
-        assert step["episode/turns_checked"] == 2 * 16 and step["episode/observed_tokens"] == 4 * 16
+        forks = 16 * (step["episode/sequences_mean"] - 1)
+        assert step["episode/turns_checked"] == 2 * 16 + forks and 0 <= forks <= 16
+        assert step["episode/observed_tokens"] == 4 * 16
+    # Not all episodes of a step, so that its groups differ in their sequences.
+    assert any(1 < step["episode/sequences_mean"] < 2 for step in steps)
     assert steps[1]["policy/ref_kl"] > 0, "the policy has moved away from its reference"
     assert all(step["policy/ref_kl"] > steps[1]["policy/ref_kl"] for step in steps[3:]), (
         "a reference of its own"
