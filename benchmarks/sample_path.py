@@ -94,7 +94,7 @@ def record_answers(scratch: Path, length: int) -> list[bytes]:
         sampling = neutral_sampling_params(max_new_tokens=length, temperature=1.0) | {"ignore_eos": True}
         bodies = []
         for first in range(2):
-            ids = [[3 + first, 4, 5]] * GROUP_SIZE
+            ids = [[3 + first, *[4] * (PROMPT_TOKENS - 1)]] * GROUP_SIZE
             body = orjson.dumps({"input_ids": ids, "sampling_params": sampling, "return_logprob": True})
             request = urllib.request.Request(
                 f"{fleet.urls[0]}/generate", body, {"Content-Type": "application/json"}
@@ -131,7 +131,7 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
     while num_tokens < given.tokens:
         number = len(groups)
         prompt = Prompt(
-            prompt_id=str(number), token_ids=[1] * PROMPT_TOKENS, text="", task="countdown", reference=""
+            prompt_id=str(number), token_ids=[4] * PROMPT_TOKENS, text="", task="countdown", reference=""
         )
         with clock("read"), _collection_paused():
             sent = Sent.of(prompt.token_ids)

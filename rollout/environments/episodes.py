@@ -1,21 +1,20 @@
 """Samples of one prompt: single responses, or episodes of an environment. The sampler knows only ``SampleMaker``."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from configs.schema.environment import EnvironmentLimits
 from rollout.client import GenerationClient, GenerationError
 from rollout.environments.context import EpisodeContext, EpisodeLimits, ScoreText, Texts
 from rollout.environments.protocol import Environment, EpisodeEnded, EpisodeFailed, Outcome
 from rollout.environments.sequence import TokenSequence
+from rollout.gathering import all_or_first_error
 from rollout.records import FinishReason, Prompt, Score, Status, Trajectory
 from rollout.rewards.function import describe, to_score
 from rollout.rewards.model import RewardModelError
 from rollout.rewards.worker import WorkerStartError
-
-T = TypeVar("T")
 
 ENDS_THE_RUN = (GenerationError, RewardModelError, WorkerStartError)
 """Errors of the engines and rewards, which are no fault of an episode."""
@@ -209,17 +208,3 @@ def checked(outcome: object) -> Outcome:
 
 def _failed(error: BaseException) -> Outcome:
     return Outcome(reward=None, status=Status.FAILED, error=f"the environment raised {describe(error)}")
-
-
-async def all_or_first_error(work: Iterable[Awaitable[T]]) -> list[T]:
-    """The results of all, in order. The first error cancels the others, and is raised by itself."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(_awaited(one)) for one in work]
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from errors
-    return [task.result() for task in started]
-
-
-async def _awaited(one: Awaitable[T]) -> T:
-    return await one

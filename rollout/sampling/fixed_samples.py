@@ -1,6 +1,5 @@
 """The server's side of ``tandem mismatch``: samples of a fixed set of prompts, and log-probs by prefill."""
 
-import asyncio
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ import orjson
 
 from configs.schema import RunConfig
 from rollout.client import GenerationClient, GenerationError
+from rollout.gathering import all_or_first_error
 from rollout.records import Completion, Prompt
 from rollout.run_key import RunKey
 from rollout.sampling.sampler import epoch_order
@@ -69,12 +69,7 @@ async def sample_fixed(
             )
         return completions
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            groups = [tasks.create_task(one(prompt)) for prompt in prompts]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from failures
-    return [group.result() for group in groups]
+    return await all_or_first_error(one(prompt) for prompt in prompts)
 
 
 async def prefill_logprobs(

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
 from rollout.client import GenerationClient
-from rollout.environments.episodes import Sample, SampleMaker, all_or_first_error
+from rollout.environments.episodes import Sample, SampleMaker
+from rollout.gathering import all_or_first_error
 from rollout.records import Group, Prompt
 from rollout.rewards import Scorer
 from rollout.sampling.messages import EvaluationResult, SamplerState, SamplingError, SamplingStats

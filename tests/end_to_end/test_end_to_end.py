@@ -173,8 +173,8 @@ class TwoTurns:
 
 
 def test_a_run_goes_on_in_another_layout_and_colocated(folder):
-    """Episodes of two turns, some of which fork. Interleaved pipeline stages send to servers of two tensor-parallel ranks. Their checkpoint goes on with
-    sequence parallelism, taking turns with the servers on the same devices.
+    """Episodes of two turns, some of which fork. Interleaved pipeline stages send to servers of two tensor-parallel
+    ranks. Their checkpoint goes on with sequence parallelism, taking turns with the servers on the same devices.
 
     On CPU the servers have no memory to give back, but everything is asked of them and of the learner as on a
     GPU.
