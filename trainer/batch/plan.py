@@ -15,7 +15,7 @@ from rollout.records import Trajectory
 Bin = tuple[int, ...]
 """Sequences that are packed together, ascending."""
 
-Pick = Callable[[Sequence[int], int, int], int | None]
+Pick = Callable[[np.ndarray, int, int], int | None]
 """(loads of the bins, length, token budget) -> the bin for the sequence, None if none can take it."""
 
 
@@ -148,9 +148,11 @@ def _split_minibatch(
 ) -> tuple[tuple[Bin, ...], ...]:
     """Micro-batches of one minibatch, by rank."""
     longest_first = sorted(part, key=lambda s: (-lengths_S[s], s))
-    total = sum(lengths_S[s] for s in part)
-    # At least ceil(total / budget) micro-batches, and at most one per sequence, for which `_emptiest` succeeds.
-    num_each = _round_up(-(-total // (token_budget * dp_size)), microbatch_multiple)
+    total, shortest = sum(lengths_S[s] for s in part), lengths_S[longest_first[-1]]
+    # So many at least, by the tokens and by the sequences that fit into one; and at most one per sequence, for which
+    # `_emptiest` succeeds.
+    fewest = max(-(-total // token_budget), -(-len(part) // (token_budget // shortest)))
+    num_each = _round_up(-(-fewest // dp_size), microbatch_multiple)
     while True:
         for pick in (_emptiest, _first_that_fits):
             bins = _fill_bins(longest_first, lengths_S, num_each * dp_size, token_budget, pick)
@@ -168,14 +170,14 @@ def _fill_bins(
 ) -> list[Bin] | None:
     """Put sequences, longest first, into the bin that ``pick`` chooses; None if one does not fit."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
-    loads = [0] * num_bins
+    loads = np.zeros(num_bins, dtype=np.int64)
     for s in order:
         chosen = pick(loads, lengths_S[s], token_budget)
         if chosen is None:
             return None
         bins[chosen].append(s)
         loads[chosen] += lengths_S[s]
-    _fill_empty(bins, loads)
+    _fill_empty(bins, loads.tolist())
     return [tuple(sorted(b)) for b in bins]
 
 
@@ -187,13 +189,16 @@ def _fill_empty(bins: list[list[int]], loads: Sequence[int]) -> None:
         empty.append(next(bins[b] for b in by_load if len(bins[b]) > 1).pop())
 
 
-def _emptiest(loads: Sequence[int], length: int, token_budget: int) -> int | None:
-    chosen = min(range(len(loads)), key=loads.__getitem__)
+def _emptiest(loads: np.ndarray, length: int, token_budget: int) -> int | None:
+    return _if_it_fits(int(loads.argmin()), loads, length, token_budget)
+
+
+def _first_that_fits(loads: np.ndarray, length: int, token_budget: int) -> int | None:
+    return _if_it_fits(int((loads <= token_budget - length).argmax()), loads, length, token_budget)
+
+
+def _if_it_fits(chosen: int, loads: np.ndarray, length: int, token_budget: int) -> int | None:
     return chosen if loads[chosen] + length <= token_budget else None
-
-
-def _first_that_fits(loads: Sequence[int], length: int, token_budget: int) -> int | None:
-    return next((b for b, load in enumerate(loads) if load + length <= token_budget), None)
 
 
 def _deal_to_ranks(
